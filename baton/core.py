@@ -3,7 +3,7 @@
 No torch, no gRPC, no I/O. A value that exists is valid: constructors of what comes from outside check themselves and
 raise `InvalidRequest` naming the field.
 
-What the whole text of an answer must match, as a client says it. What it means to a model: `baton.grammar`.
+What the whole text of an answer must match, as a client says it. What it means to a model: `baton.structured_output`.
 
 What numbers a request may hold: the one table of bounds, both ends included.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import tokenizers
 
 from baton.errors import CheckpointError
-from baton.hub import model_folder
+from baton.model_hub import model_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

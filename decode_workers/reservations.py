@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from baton.core import HandoffId, SequenceSpec, Token, WorkerRef
 from baton.errors import OfferRefused, StaleAttempt
-from baton.history import OFF, History
+from baton.event_journal import OFF, History
 from baton.metrics.worker import Counts
 from baton.worker.service import Attempts
 from kvtransfer.handoff import PushJob

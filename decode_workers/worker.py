@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.engine.engine import Engine
     from baton.engine.outcome import StepResult
-    from baton.history import Blocks
+    from baton.event_journal import Blocks
     from baton.ledger.ownership import OwnershipLog
     from baton.worker.engine_loop import EngineLoop
     from baton.worker.kv_endpoints import Pusher

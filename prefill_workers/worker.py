@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from baton.engine.engine import Engine
     from baton.engine.outcome import Output, StepResult
     from baton.engine.sequence import Work as StepWork
-    from baton.history import Blocks
+    from baton.event_journal import Blocks
     from baton.worker.engine_loop import EngineLoop
     from baton.worker.kv_endpoints import Pusher
     from baton.worker.service import Session

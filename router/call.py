@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
-from baton.audit import Delivered, audit_digest
 from baton.core import SequenceSpec
 from baton.errors import BatonError
 from baton.metrics.router import exemplar_of
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.tracing.trace import TraceContext
 from router.access.tokens import Grant
+from router.audit_digest import Delivered, audit_digest
 from router.delivery import EventStream
 from router.floor import Floor
 from router.lifecycle import Life, run

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from baton.clock import Clock
 from baton.core import Role
 from baton.errors import ConfigError
-from baton.history import History
+from baton.event_journal import History
 from baton.ledger.prefix_index import PrefixMap
 from baton.metrics import Metrics
 from baton.rpc.channel import Wire
@@ -27,7 +27,7 @@ from router.watch.traces import Traces
 from router.workers import WorkerPool, WorkerSource
 
 if TYPE_CHECKING:
-    from baton.config.security import TlsConfig
+    from baton.config.schema import TlsConfig
     from baton.ledger.ownership import OwnershipRecord
     from baton.tracing.otlp import Exporter
     from router.call import Call
@@ -60,7 +60,7 @@ class RouterSettings:
     max_request_s: float = 3600.0  # the deadline of a request whose caller set none
     client_stall_s: float = 30.0  # a client that takes nothing for this long is given up
     worker_silence_s: float = 15.0  # a worker that says nothing for this long is lost; several of its heartbeats
-    history: str | None = None  # a folder; see `baton.history`
+    history: str | None = None  # a folder; see `baton.event_journal`
     tls: TlsConfig | None = None
     tokens: str | None = None  # a file; see `router.access.tokens`
     resumable_s: float = 0.0  # of requests that do not say how long they go on without a router

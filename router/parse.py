@@ -17,7 +17,6 @@ from dataclasses import replace
 
 from baton.core import Constraint, Sampling, SequenceSpec
 from baton.errors import InvalidRequest, UnknownModel, Violation
-from baton.grammar import Grammars
 from baton.limits import (
     MAX_CACHE_SCOPE_CHARS,
     MAX_CHOICES,
@@ -34,6 +33,7 @@ from baton.limits import (
 from baton.rpc import convert
 from baton.rpc.convert import constraint_from_pb
 from baton.rpc.v1 import inference_pb2 as pb
+from baton.structured_output import Grammars
 from baton.tokenizer import Tokenizer
 from router.chat import NO_CHATS, Chats
 

@@ -12,11 +12,11 @@ from google.protobuf.json_format import MessageToDict
 
 from baton import errors
 from baton.errors import BatonError, Cancelled, InvalidRequest, Violation
-from baton.grammar import Grammars
 from baton.limits import MAX_CLIENT_TAG_CHARS, MAX_DETOKENIZE_IDS
 from baton.rpc.status import abort
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceServicer
+from baton.structured_output import Grammars
 from baton.tokenizer import Tokenizer
 from baton.tracing.trace import TRACEPARENT, TraceContext
 from router.access.interceptor import current_grant

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from baton.core import BlockCounts
 from baton.engine.blocks import Allocation, BlockPool, BlockState
-from baton.history import OFF
+from baton.event_journal import OFF
 from baton.ledger.prefix_index import NAME_BYTES
 
 if TYPE_CHECKING:

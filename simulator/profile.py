@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError, field_validator
 
-from baton.config.security import Section
+from baton.config.schema import Section
 from baton.errors import ConfigError
 from router.cost import Cost
 from simulator.scenario import Contention, Network, Overheads, Pool, Slowed

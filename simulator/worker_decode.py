@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 from baton.core import HandoffId, Role, Sampling, SequenceSpec, Token
 from baton.engine.reservation import Reservation
 from baton.errors import HandoffError
-from baton.history import History
+from baton.event_journal import History
 from decode_workers.reservations import Reservations, State
 from kvtransfer.handoff import CommitState
 from simulator.rows import Row

@@ -1,4 +1,4 @@
-"""Reading what processes noted (`baton/history.py`): one journal per file, its events in order."""
+"""Reading what processes noted (`baton/event_journal.py`): one journal per file, its events in order."""
 
 from __future__ import annotations
 

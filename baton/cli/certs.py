@@ -12,8 +12,8 @@ from pathlib import Path
 
 import typer
 
-from baton.config.certificates import check_tls
-from baton.config.security import TlsConfig
+from baton.config.schema import TlsConfig
+from baton.config.tls_check import check_tls
 from baton.errors import ConfigError
 
 HERE = ("localhost", "127.0.0.1", "::1")

@@ -10,10 +10,10 @@ from pathlib import Path
 import typer
 import yaml
 
-from baton.addresses import redacted
 from baton.cli.access import check_tokens
 from baton.config import ClusterConfig, load_config
 from baton.core import sizes_text
+from baton.network import redacted
 
 
 def validate(file: Path, sets: Sequence[str]) -> None:

@@ -16,11 +16,11 @@ from pathlib import Path
 import psutil
 import typer
 
-from baton.addresses import interface_address, redacted
 from baton.config import ClusterConfig, load_config
-from baton.config.certificates import check_tls
+from baton.config.tls_check import check_tls
 from baton.config.values import split_address
 from baton.errors import BatonError, ConfigError
+from baton.network import interface_address, redacted
 from router.access.tokens import read_tokens
 
 OK, WARN, BAD = "ok", "note", "wrong"

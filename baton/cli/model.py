@@ -19,7 +19,7 @@ from baton.cluster.stop import Stop
 from baton.config import ClusterConfig
 from baton.config.values import HUB_PREFIX
 from baton.errors import BatonError, ConfigError
-from baton.hub import model_folder, pinned
+from baton.model_hub import model_folder, pinned
 
 COMMAND = ("-m", "baton", "pull")
 SHOWN_S = 1.0

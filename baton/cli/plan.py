@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.config import ClusterConfig, load_config
-from baton.config.pool import PoolConfig
+from baton.config.schema import PoolConfig
 from baton.errors import ConfigError
 from baton.logs import configure_logging
 from baton.workload import Lengths, Times, read_trace

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import structlog
 
 from baton import __version__
-from baton.addresses import called
 from baton.cli.config import effective
 from baton.clock import SystemClock
 from baton.cluster.processes import die_with_parent, report_ready
@@ -22,6 +21,7 @@ from baton.config import ClusterConfig, load_config
 from baton.core import Role, WorkerRef
 from baton.errors import ConfigError
 from baton.logs import configure_logging, redirect_output
+from baton.network import called
 
 if TYPE_CHECKING:
     from baton.worker.role import RoleFactory

@@ -27,7 +27,7 @@ from baton.cluster.state import ClusterState, StateFolder, running_clusters
 from baton.cluster.stop import Stop
 from baton.cluster.supervisor import Supervisor
 from baton.config import ClusterConfig, load_config
-from baton.config.load import ENV_PREFIX
+from baton.config.loading import ENV_PREFIX
 from baton.core import Role, sizes_text
 from baton.engine.kernels.cpu.build import cpu_level
 from baton.errors import BatonError, ConfigError, NoWorker

@@ -21,7 +21,7 @@ import structlog
 
 from baton.clock import Clock, SystemClock
 from baton.cluster.stop import Stop
-from baton.config.load import ENV_PREFIX
+from baton.config.loading import ENV_PREFIX
 from baton.errors import BatonError, ConfigError, LedgerError
 
 READY_FD = "BATON_READY_FD"

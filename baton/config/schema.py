@@ -1,16 +1,32 @@
-"""The schema of the cluster file. Attribute names are the YAML keys; every default is a working local value."""
+"""The schema of the cluster file. Attribute names are the YAML keys; every default is a working local value.
+
+What each listener needs before it may be reached from other machines.
+
+The section `security` of the cluster file, and what all sections have in common.
+
+Of the cluster file: a pool of workers, its bounds, and how pools change.
+
+The part of the cluster file about traces.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import PurePath
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, PositiveInt, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    PositiveInt,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
-from baton.config.listeners import KEPT_IN, encrypts, unsafe
-from baton.config.pool import MOST_WORKERS, NONE_IF_COLOCATED, PoolConfig, PrefillConfig, ScalingConfig, joined
-from baton.config.security import Section, SecurityConfig
-from baton.config.tracing import TracingConfig
 from baton.config.values import (
     HUB_NAME,
     Address,
@@ -19,14 +35,243 @@ from baton.config.values import (
     Milliseconds,
     NodeLabels,
     Processes,
+    Rows,
     Seconds,
     Size,
+    SizeOrAuto,
+    Tokens,
+    Workers,
     is_loopback,
     parse_hub_name,
     parse_off,
 )
 from baton.core import Role
 from baton.limits import MAX_RESUMABLE_S
+
+ENCRYPTED = "encryption of KV (security.tls, and transfer.transport: auto or grpc)"
+PLAIN = "a listener that speaks TLS (this one has plain HTTP only)"
+NEEDS: Mapping[str, tuple[str, ...]] = {
+    "router.grpc": ("security.tls", "security.tokens"),
+    "router.admin": ("security.tls", "security.tokens"),
+    "router.http": ("security.tls", "security.tokens"),
+    "router.metrics": (PLAIN,),
+    "prefill.listen": ("security.tls",),  # a certificate of the cluster's is the credential there
+    "decode.listen": ("security.tls",),
+    "prefill.metrics": (PLAIN,),
+    "decode.metrics": (PLAIN,),
+    "transfer.transport": (ENCRYPTED,),
+}
+KEPT_IN = ("grpc", "shm", "cuda_ipc", "memory")  # KV by these is encrypted, or does not leave its machine
+
+
+def parse_allowed(value: object) -> bool | tuple[str, ...]:
+    """`security.allow_insecure`: all listeners, none, or those of a list. Raises ValueError saying what is allowed."""
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, (list, tuple)) or any(name not in NEEDS for name in value):
+        raise ValueError(f"must be true, false, or a list of some of {', '.join(NEEDS)}")
+    return tuple(value)
+
+
+def encrypts(transport: str, allowed: bool | tuple[str, ...]) -> bool:
+    """Whether `transport` takes an encrypted one between machines, if there are certificates and no word against it."""
+    return transport == "auto" and allowed is not True and "transfer.transport" not in (allowed or ())
+
+
+def unsafe(
+    addresses: Mapping[str, str | None], given: Collection[str], allowed: bool | tuple[str, ...]
+) -> Iterator[str]:
+    """What is wrong with each listener that other machines reach. `given`: which of the needed keys are set."""
+    for listener, address in addresses.items():
+        if not address or is_loopback(address) or allowed is True or listener in (allowed or ()):
+            continue
+        lacking = [need for need in NEEDS[listener] if need not in given]
+        if lacking:
+            remedy = f"set security.allow_insecure: true, or [{listener}], if you mean it"
+            yield f"{listener} ({address}): listens beyond this machine without {' and '.join(lacking)}; {remedy}"
+
+
+_ALLOWED = {"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"enum": list(NEEDS)}}]}
+
+
+class Section(BaseModel):
+    """Frozen, and closed: an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class TlsConfig(Section):
+    """Files of certificates and of the private key, as PEM. All processes of a cluster show the same certificate."""
+
+    cert: str = Field(min_length=1, description="the cluster's certificate, and those between it and the CA")
+    key: str = Field(min_length=1, description="its private key, not encrypted")
+    ca: str = Field(min_length=1, description="who signed it; whoever else it signs for may speak to the workers")
+    name: str | None = Field(
+        default=None,
+        min_length=1,
+        description="what the cluster's processes look for in each other's certificate; null: the host that is called",
+    )
+
+    def files(self) -> dict[str, str]:
+        """The path of each part."""
+        return {"cert": self.cert, "key": self.key, "ca": self.ca}
+
+
+class SecurityConfig(Section):
+    """A listener off the loopback needs TLS and tokens, or a word that it does not."""
+
+    tls: TlsConfig | None = Field(
+        default=None, description="these files, or a folder with cert.pem, key.pem and ca.pem (see `baton certs`)"
+    )
+    tokens: str | None = Field(default=None, min_length=1, description="a file of tokens, read again when it changes")
+    allow_insecure: Annotated[bool | tuple[str, ...], BeforeValidator(parse_allowed), WithJsonSchema(_ALLOWED)] = Field(
+        default=False, description="true, or the listeners that may be open to all, such as [router.metrics]"
+    )
+
+    @field_validator("tls", mode="before", json_schema_input_type=TlsConfig | str | None)
+    @classmethod
+    def _of_folder(cls, tls: object) -> object:
+        return {part: f"{tls}/{part}.pem" for part in ("cert", "key", "ca")} if isinstance(tls, str) and tls else tls
+
+
+MOST_WORKERS = 4096
+
+
+class AutoscaleConfig(Section):
+    """Bounds of a pool, within which the autoscaler moves."""
+
+    min: Processes = Field(default=1, description="workers that it keeps at least")
+    max: Processes = Field(default=1, description="and at most")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> AutoscaleConfig:
+        if self.min > self.max:
+            raise ValueError(f"min: must not be above max ({self.max}), got {self.min}")
+        return self
+
+
+class ScalingConfig(Section):
+    """How pools change, by the autoscaler or an operator. Times in seconds."""
+
+    turn: bool = Field(
+        default=True,
+        description="a worker that one pool has too many of is turned into one of the other, its model stays loaded",
+    )
+    drain_s: Seconds = Field(default=60.0, description="a worker may finish what it has for so long, the rest moves")
+    up_after_s: Seconds = Field(default=5.0, description="a pool has too much to do for so long before it grows")
+    down_after_s: Seconds = Field(default=120.0, description="a pool has so little to do for so long before it shrinks")
+    settle_s: Seconds = Field(default=10.0, description="after a change is complete, nothing is decided for so long")
+
+
+class PoolConfig(Section):
+    """One pool of workers."""
+
+    replicas: Processes = Field(default=1, description="workers at the start")
+    tensor_parallel: Processes = Field(
+        default=1,
+        description="processes that compute one worker's model together, each a share of its heads; only on CPUs yet",
+    )
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")] = Field(
+        default="auto",
+        description="cpu, cuda (under Ray: a GPU for each worker), cuda:N; auto: the first GPU, or the CPU",
+    )
+    threads: Processes | Literal["auto"] = Field(
+        default="auto", description="of each process of a worker; auto: all cores, divided by tensor_parallel"
+    )
+    attention_splits: Literal["auto", "load", "load_bf16"] = Field(
+        default="auto",
+        description="of a decode row's context on a CPU; load: the fewer rows, the more splits, as GPU servers do it,"
+        " so that the last bits of a result depend on load; load_bf16: and what splits leave is rounded to bfloat16",
+    )
+    kv_memory: SizeOrAuto = Field(default="auto", description="of a worker, however many processes share it")
+    block_size: Tokens = Field(default=16, description="tokens of one block of KV")
+    max_batched_tokens: Tokens = Field(
+        default=2048,
+        description="that one step computes, of all its requests: first one for each that decodes, then prompts, a"
+        " long one in chunks",
+    )
+    max_running: Rows = Field(default=64, description="requests that a worker computes at once")
+    prefix_cache: bool = Field(
+        default=True, description="keep computed KV while there is room, and use it for prompts with equal beginnings"
+    )
+    listen: Address = Field(default="127.0.0.1:0", description="of each worker; port 0: any free port")
+    metrics: Address | None = Field(
+        default="127.0.0.1:0", description="of each worker, for Prometheus; port 0: any free port; none: not served"
+    )
+    advertise: Host | None = Field(
+        default=None, description="the host that others are told; its port is the listener's"
+    )
+    interface: Interface | None = Field(
+        default=None,
+        description="the network interface that KV takes; its address is told too where `advertise` is not given",
+    )
+    node_labels: NodeLabels = Field(default_factory=dict, description="as ray.node_labels, for this pool alone")
+    autoscale: AutoscaleConfig | None = Field(
+        default=None, description="none: as many as replicas says, or the operator"
+    )
+
+    @model_validator(mode="after")
+    def _within(self) -> PoolConfig:
+        scale = self.autoscale
+        if scale is not None and not scale.min <= self.replicas <= scale.max:
+            raise ValueError(f"replicas: must be from autoscale.min ({scale.min}) to autoscale.max ({scale.max})")
+        return self
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The fewest and the most workers that it may be scaled to."""
+        return (self.autoscale.min, self.autoscale.max) if self.autoscale else (1, MOST_WORKERS)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of one worker, as Ray is asked for them."""
+        return self.tensor_parallel if self.device.startswith("cuda") else 0
+
+
+class PrefillConfig(PoolConfig):
+    """The pool of prefill workers; with mode colocated, so many workers more."""
+
+    replicas: Workers = Field(default=1, description="workers at the start; 0 is allowed with mode colocated")
+
+
+# As `ClusterConfig` checks it, in the words of JSON Schema.
+NONE_IF_COLOCATED: dict[str, JsonValue] = {
+    "if": {"properties": {"mode": {"const": "colocated"}}, "required": ["mode"]},
+    "else": {"properties": {"prefill": {"properties": {"replicas": {"minimum": 1}}}}},
+}
+
+
+def joined(prefill: PrefillConfig, decode: PoolConfig) -> dict[str, PoolConfig]:
+    """A pool of none, and one of as many workers as both have, all as `decode` says; and so its bounds, if it has any.
+
+    What comes out goes in again unchanged.
+    """
+    none = PrefillConfig.model_validate(decode.model_dump(exclude_unset=True) | {"replicas": 0, "autoscale": None})
+    scale, fixed = decode.autoscale, prefill.replicas
+    if scale is not None:
+        least, most = (prefill.autoscale.min, prefill.autoscale.max) if prefill.autoscale else (fixed, fixed)
+        scale = AutoscaleConfig(min=scale.min + least, max=min(scale.max + most, MOST_WORKERS))
+    return {
+        "prefill": none,
+        "decode": decode.model_copy(update={"replicas": decode.replicas + fixed, "autoscale": scale}),
+    }
+
+
+class TracingConfig(Section):
+    """Where the time of each request went, in all processes: a router keeps it, and exports it if it is told where."""
+
+    otlp: str | None = Field(
+        default=None,
+        pattern=r"^https?://[^\s/]+:\d+$",
+        description="an OpenTelemetry collector's gRPC address, such as http://127.0.0.1:4317; none: no export",
+    )
+    sample: float = Field(
+        default=1.0, ge=0, le=1, description="the share that is exported; a caller's `traceparent` says for its own"
+    )
+    keep: Annotated[int, Field(ge=0, le=10_000)] = Field(
+        default=512, description="requests that ended last, whose spans each router keeps for `baton trace`"
+    )
+
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
 Auto = Literal["auto"]

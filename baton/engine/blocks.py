@@ -19,12 +19,12 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from baton.core import BlockCounts
-from baton.history import OFF
+from baton.event_journal import OFF
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from baton.history import History
+    from baton.event_journal import History
 
 
 class BlockState(enum.Enum):

@@ -9,11 +9,11 @@ from baton.engine.limits import check_spec
 from baton.engine.sampler import Row
 from baton.engine.text import OutputText
 from baton.errors import InvalidRequest
-from baton.grammar import Grammars
+from baton.structured_output import Grammars
 
 if TYPE_CHECKING:
     from baton.core import SequenceSpec
-    from baton.grammar import Guide
+    from baton.structured_output import Guide
     from baton.tokenizer import Tokenizer
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from baton.core import Sampling
-    from baton.grammar import Guide
+    from baton.structured_output import Guide
 
 NO_NUMBER, UNSURE = -1, -2  # in place of a token id
 CACHED_COLUMNS = 65536  # noise is made for so many columns at once: its temporaries stay in the cache

@@ -21,8 +21,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
-from baton.addresses import redacted
 from baton.errors import LedgerError
+from baton.network import redacted
 
 PORT_ATTEMPTS = 5
 STOP_TIMEOUT_S = 5.0

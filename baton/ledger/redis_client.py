@@ -28,8 +28,8 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import ConnectionError, RedisError
 
-from baton.addresses import redacted
 from baton.errors import ConfigError, LedgerError
+from baton.network import redacted
 
 COMMANDS = (
     *("eval", "evalsha", "time", "get", "set", "incr", "del", "exists", "pexpire", "pttl"),

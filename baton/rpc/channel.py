@@ -25,7 +25,7 @@ from baton.errors import ConfigError
 from baton.limits import INTERNAL_RECEIVE_BYTES, PUBLIC_RECEIVE_BYTES, SEND_BYTES
 
 if TYPE_CHECKING:
-    from baton.config.security import TlsConfig
+    from baton.config.schema import TlsConfig
 
 
 Options = list[tuple[str, int]]

@@ -29,7 +29,7 @@ from baton.engine.selfcheck import checked_shapes
 from baton.engine.sizing import size_kv
 from baton.errors import ConfigError, EngineFault
 from baton.hashing import fingerprint
-from baton.hub import model_folder
+from baton.model_hub import model_folder
 from baton.tokenizer import ORACLE_MODEL, load_tokenizer
 from baton.worker.settings import WorkerSettings, located
 

@@ -25,16 +25,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from baton import __version__
-from baton.addresses import called
 from baton.clock import Clock, SystemClock
 from baton.core import Incarnation, WorkerInfo, WorkerRef
 from baton.engine.determinism import bits_fingerprint
 from baton.errors import EngineFault, LedgerError
-from baton.history import OFF, History
+from baton.event_journal import OFF, History
 from baton.ledger.control_state import Board, Order
 from baton.ledger.registry import Ledger
 from baton.metrics.http import MetricsServer
 from baton.metrics.worker import Watched, WorkerMetrics
+from baton.network import called
 from baton.rpc import channel, convert
 from baton.rpc.channel import Wire
 from baton.rpc.v1 import worker_pb2_grpc

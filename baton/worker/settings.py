@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from baton.addresses import kv_host, told_host
 from baton.core import Role
 from baton.engine.fixed import FixedShapes
+from baton.network import kv_host, told_host
 from kvtransfer.handoff import TransferSettings
 
 if TYPE_CHECKING:
     from baton.config import ClusterConfig, PoolConfig
-    from baton.config.security import TlsConfig
+    from baton.config.schema import TlsConfig
 
 
 @dataclass(frozen=True, slots=True)

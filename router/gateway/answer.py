@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from baton.audit import joined
 from baton.errors import EngineFault
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
+from router.audit_digest import joined
 from router.gateway.job import InStream, Job, Json, as_json
 from router.gateway.texts import Scored, TokenTexts
 from router.gateway.upstream import Metadata, Streams

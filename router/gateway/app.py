@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from baton.clock import SystemClock
-from baton.config.security import TlsConfig
+from baton.config.schema import TlsConfig
 from baton.errors import BatonError, EngineFault, UnknownModel
 from baton.metrics import Metrics
 from baton.metrics.http import render

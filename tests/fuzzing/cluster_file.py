@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.config.load import config_from_json, known_keys, load_config
+from baton.config.loading import config_from_json, known_keys, load_config
 from baton.errors import ConfigError
 from tests.fuzzing.common import FREELY, ROOT, Target, outcome
 

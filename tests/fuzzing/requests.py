@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest, UnknownModel
-from baton.grammar import Grammars
 from baton.rpc import convert
 from baton.rpc.status import to_rpc_status
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1 import worker_pb2
+from baton.structured_output import Grammars
 from baton.tokenizer import OracleTokenizer, Tokenizer
 from router.chat import Chats
 from router.gateway.chat import chat_job

@@ -12,7 +12,7 @@ import yaml
 
 from baton.cli.certs import certs
 from baton.config import load_config
-from baton.config.load import known_keys
+from baton.config.loading import known_keys
 from baton.errors import ConfigError
 from tools.gen_schema import SCHEMA, is_stale
 

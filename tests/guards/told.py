@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 from baton.cli.app import app
-from baton.config.load import known_keys
+from baton.config.loading import known_keys
 from tests.guards.documents import Document, Said, commands
 
 ROOT = Path(__file__).resolve().parents[2]

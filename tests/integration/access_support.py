@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 import baton.rpc.v1
-from baton.config.security import TlsConfig
+from baton.config.schema import TlsConfig
 
 TOKENS = {name: f"{name}-token-0123456789" for name in ("alice", "bob", "admin")}
 WRONG_TOKEN = "nobody-token-0123456789"

@@ -15,10 +15,10 @@ from openai import AsyncOpenAI
 
 from baton.core import Constraint
 from baton.errors import BatonError, InvalidRequest
-from baton.grammar import Grammars
 from baton.rpc.status import abort
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
+from baton.structured_output import Grammars
 from baton.tokenizer import ORACLE_EOS
 from router.gateway.app import GatewaySettings
 from router.gateway.respond import Patience

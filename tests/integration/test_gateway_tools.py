@@ -10,7 +10,7 @@ import openai
 import pydantic
 import pytest
 
-from baton.grammar import Grammars
+from baton.structured_output import Grammars
 from baton.tokenizer import OracleTokenizer
 from router.gateway.respond import Patience
 from tests.integration.gateway_support import EOS, HELLO, LENGTH, alone, any_text, asking, refused, spoken, tokens

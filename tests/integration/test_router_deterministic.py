@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from baton.audit import Delivered, audit_digest
 from baton.core import Role, Sampling, TokenLogprobs
 from baton.engine.prefix import Chain, scope_key
 from baton.errors import InvalidRequest, NoWorker
+from router.audit_digest import Delivered, audit_digest
 from tests.support.in_process_router import LAYOUT, FakeWorker
 from tests.support.routers import asked, ids_of, kinds, right
 from tests.support.waiting import until

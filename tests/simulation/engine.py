@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from baton.audit import Delivered, audit_digest
 from baton.core import HandoffId, Role, SequenceSpec, ThinkingState, Token
 from baton.engine.engine import Engine
 from baton.engine.fixed import FixedShapes
 from baton.engine.oracle import OracleBackend
+from router.audit_digest import Delivered, audit_digest
 from tests.simulation.memory import BACKEND, BLOCK, LAYOUT, MAX_LEN, CheckedCache, PoisonedPool, SimBackend
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.addresses import called, interface_address, kv_host, told_host
 from baton.errors import ConfigError
+from baton.network import called, interface_address, kv_host, told_host
 
 V4, V6 = socket.AF_INET, socket.AF_INET6
 INTERFACES = {

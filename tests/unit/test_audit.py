@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from baton import audit
-from baton.audit import Delivered, audit_digest, joined
 from baton.core import Sampling, TokenLogprobs
+from router import audit_digest as audit
+from router.audit_digest import Delivered, audit_digest, joined
 
 MAGIC = b"baton audit 1\n"
 

@@ -8,8 +8,8 @@ import tokenizers
 
 from baton.core import Constraint
 from baton.errors import InvalidRequest
-from baton.grammar import Grammars
 from baton.limits import MAX_CHOICE_CHARS, MAX_CHOICE_TEXTS, MAX_REGEX_BYTES, MAX_SCHEMA_BYTES
+from baton.structured_output import Grammars
 from baton.tokenizer import ORACLE_EOS, OracleTokenizer, Tokenizer
 from tests.unit.test_tokenizer import save_bpe
 

@@ -13,7 +13,7 @@ from huggingface_hub import constants, errors
 from huggingface_hub.utils._paths import filter_repo_objects
 
 from baton.errors import CheckpointError
-from baton.hub import IGNORED, model_folder, pinned
+from baton.model_hub import IGNORED, model_folder, pinned
 from baton.tokenizer import load_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -36,7 +36,7 @@ def offline(home: Path, code: str) -> subprocess.CompletedProcess[str]:
     """Run `code` with this cache and no network: huggingface_hub reads its settings once, when it is imported."""
     env = os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
     env.pop("HF_HUB_CACHE", None)
-    command = [sys.executable, "-c", f"import sys\nfrom baton.hub import *\n{code}"]
+    command = [sys.executable, "-c", f"import sys\nfrom baton.model_hub import *\n{code}"]
     return subprocess.run(command, env=env, text=True, capture_output=True, cwd=ROOT, check=False)
 
 

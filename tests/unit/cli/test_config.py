@@ -3,11 +3,11 @@
 import pytest
 
 from baton import __version__
-from baton.addresses import redacted
 from baton.cli.config import effective
 from baton.cli.roles import router_settings
 from baton.cli.up import as_environment, as_options
 from baton.config import ClusterConfig, load_config
+from baton.network import redacted
 
 
 @pytest.mark.parametrize(

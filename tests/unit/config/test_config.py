@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from baton.config import config_from_json, load_config
-from baton.config.load import NOT_BUILT, known_keys
+from baton.config.loading import NOT_BUILT, known_keys
 from baton.config.schema import AUTO_PASS
 from baton.core import Role
 from baton.engine.fixed import FixedShapes

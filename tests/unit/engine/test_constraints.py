@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from baton.core import Constraint, FinishReason, Sampling
 from baton.engine.sampler import Row, Sampler
 from baton.errors import InvalidRequest
-from baton.grammar import Grammars
+from baton.structured_output import Grammars
 from baton.tokenizer import ORACLE_EOS, OracleTokenizer
 from baton.worker.engine_factory import generate
 from tests.support import engines

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from baton.core import Constraint
 from baton.errors import InvalidRequest
-from baton.grammar import Grammars
+from baton.structured_output import Grammars
 from baton.tokenizer import OracleTokenizer
 from router.gateway.toolcalls import Call, CallReader
 from router.gateway.toolforce import forced_schema

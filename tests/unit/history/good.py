@@ -7,7 +7,7 @@ from pathlib import Path
 
 from baton.core import HandoffId
 from baton.engine.blocks import Allocation, BlockPool
-from baton.history import History
+from baton.event_journal import History
 
 
 class TickingClock:

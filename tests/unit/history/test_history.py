@@ -13,7 +13,7 @@ from baton.clock import FakeClock
 from baton.core import HandoffId, Token
 from baton.engine.blocks import BlockPool
 from baton.errors import ConfigError
-from baton.history import OFF, History
+from baton.event_journal import OFF, History
 from tests.unit.history.good import TickingClock, taken
 from tools.history_events import read
 
@@ -132,7 +132,7 @@ def test_a_full_disk_ends_the_history_and_not_the_process(tmp_path):
 KILLED = """
 import os, signal, sys
 from baton.clock import SystemClock
-from baton.history import History
+from baton.event_journal import History
 history = History.open(sys.argv[1], SystemClock(), "decode", "decode-0", "7.3")
 for n in range(50):
     history.note("tokens", None, first=n, count=1)

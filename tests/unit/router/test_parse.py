@@ -5,9 +5,9 @@ import pytest
 
 from baton.core import Constraint
 from baton.errors import InvalidRequest, UnknownModel
-from baton.grammar import Grammars
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
+from baton.structured_output import Grammars
 from baton.tokenizer import OracleTokenizer
 from router.chat import Chats
 from router.parse import DEFAULT_MAX_TOKENS, check_received, parse

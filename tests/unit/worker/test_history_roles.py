@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from baton.history import History
+from baton.event_journal import History
 from tests.support.sessions import D, P
 from tests.unit.history.good import TickingClock
 from tests.unit.worker.test_roles_together import REQUESTS, TogetherMachine

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
-    from baton.config.security import TlsConfig
+    from baton.config.schema import TlsConfig
 
 ROUNDS = 10  # of messages there and back; a handshake takes two
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from baton.config.certificates import check_tls
 from baton.config.schema import ClusterConfig
+from baton.config.tls_check import check_tls
 from baton.config.values import HUB_PREFIX
 from baton.errors import ConfigError
 
