@@ -24,7 +24,7 @@ PROGRESS := awk '/(Downloading|Using cached) .*[MG]B\)/ { name = $$(NF-2); sub(/
 	print "  " part[1], part[2], $$(NF-1), $$NF; fflush() } /^Installing/ { print "  installing"; fflush() }'
 # pytest's exit code 5 means that no test was selected, which is fine for a second, smaller selection.
 NONE_IS_FINE := || [ $$? -eq 5 ]
-COMPILED_KERNELS_HERE := $(BIN)/python -c "from baton.engine.kernels.cpu.build import load_library; load_library('f32')" 2>&1 | tail -n 1
+COMPILED_KERNELS_HERE := $(BIN)/python -c "from baton.engine.kernels.cpu.compiler import load_library; load_library('f32')" 2>&1 | tail -n 1
 KERNEL_SUITES := tests/unit/kernels tests/unit/engine tests/unit/model tests/unit/worker/test_loading.py \
 	tests/integration/test_tensor_parallel.py tests/e2e/test_determinism.py
 

@@ -36,7 +36,7 @@ from baton.core import (
     WorkerInfo,
     WorkerRef,
 )
-from baton.engine.prefix import Chain, scope_key
+from baton.engine.prefix_cache import Chain, scope_key
 from baton.ledger.prefix_index import NAME_BYTES, Change, Holder, PrefixMap
 from benchmarks.lib.machine import machine
 from benchmarks.lib.report import markdown

@@ -37,9 +37,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python b
 
 import torch
 
-from baton.engine.fixed import FixedShapes
-from baton.engine.model.build import load_model
-from baton.engine.selfcheck import checked_shapes
+from baton.engine.determinism.checks import checked_shapes
+from baton.engine.determinism.shapes import FixedShapes
+from baton.engine.models.loading import load_model
 from baton.logs import configure_logging
 from baton.tokenizer import load_tokenizer
 from benchmarks.lib.determinism_run import Load, Took, engine_of, run
@@ -51,7 +51,7 @@ from benchmarks.lib.report import finish
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from baton.engine.backend import ModelBackend
+    from baton.engine.model_backend import ModelBackend
     from baton.tokenizer import Tokenizer
     from benchmarks.lib.lengths import Lengths
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python b
 
 import torch
 
-from baton.engine.kernels.plain import TorchKernels
+from baton.engine.kernels.torch_reference import TorchKernels
 from benchmarks.lib import device as gpu
 from benchmarks.lib.shapes import SIZES, Shape
 

@@ -27,10 +27,10 @@ from torch._dynamo import config as dynamo
 from torch._inductor import config as inductor
 from torch.nn.functional import linear
 
-from baton.engine.kernels.cpu.build import Unavailable
+from baton.engine.kernels.cpu.compiler import Unavailable
+from baton.engine.kernels.cpu.kernel_choice import Choice, Profile
 from baton.engine.kernels.cpu.ops import CpuKernels
-from baton.engine.kernels.cpu.profile import Choice, Profile
-from baton.engine.model.memory import Arena
+from baton.engine.models.huge_pages import Arena
 from benchmarks.lib.bandwidth import Reader
 from benchmarks.lib.machine import machine
 from benchmarks.lib.report import markdown

@@ -18,7 +18,7 @@ from kvtransfer.handoff import PushEnd, PushJob, PushResult
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from baton.engine.blocks import Allocation
+    from baton.engine.block_pool import Allocation
     from baton.engine.engine import Engine
     from baton.worker.engine_loop import EngineLoop
     from baton.worker.kv_endpoints import Pusher

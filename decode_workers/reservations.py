@@ -25,7 +25,7 @@ from baton.worker.service import Attempts
 from kvtransfer.handoff import PushJob
 
 if TYPE_CHECKING:
-    from baton.engine.reservation import Reservation
+    from baton.engine.block_pool import Reservation
     from kvtransfer.handoff import CommitState, Offer
 
 

@@ -32,7 +32,7 @@ from decode_workers.reservations import Reservations, State
 if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.engine.engine import Engine
-    from baton.engine.outcome import StepResult
+    from baton.engine.step_result import StepResult
     from baton.event_journal import Blocks
     from baton.ledger.ownership import OwnershipLog
     from baton.worker.engine_loop import EngineLoop

@@ -36,7 +36,7 @@ from kvtransfer.wire import FingerprintRefused, FrameRefused, VersionRefused, re
 if TYPE_CHECKING:
     import grpc
 
-    from baton.engine.kv import KVCache
+    from baton.engine.kv_cache import KVCache
 
 
 A = TypeVar("A")

@@ -38,7 +38,7 @@ from kvtransfer.transports.base import Endpoint, KeyRelay, Ring
 from kvtransfer.wire import announcement, commit_of, offer_of, refusal_from_pb
 
 if TYPE_CHECKING:
-    from baton.engine.kv import Mark
+    from baton.engine.kv_cache import Mark
     from kvtransfer.frames import KVDigest
     from kvtransfer.transports.unix_socket import Express
 

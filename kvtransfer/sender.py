@@ -37,7 +37,7 @@ from kvtransfer.send_queue import Outbox, Push
 from kvtransfer.transports.base import ChannelEnd, ChannelName, Endpoint, KeyRelay, Ring, Side, Transport
 
 if TYPE_CHECKING:
-    from baton.engine.kv import KVCache
+    from baton.engine.kv_cache import KVCache
 
 
 log = structlog.get_logger()

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from baton.engine.prefix import Chain, scope_key
+from baton.engine.prefix_cache import Chain, scope_key
 from baton.errors import OfferRefused, StaleAttempt
 
 if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.core import HandoffId, SequenceSpec, WorkerRef
-    from baton.engine.blocks import Allocation
+    from baton.engine.block_pool import Allocation
     from baton.engine.engine import Engine
     from kvtransfer.handoff import CommitState, Offer
 

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.core import ThinkingState
     from baton.engine.engine import Engine
-    from baton.engine.outcome import Output, StepResult
     from baton.engine.sequence import Work as StepWork
+    from baton.engine.step_result import Output, StepResult
     from baton.event_journal import Blocks
     from baton.worker.engine_loop import EngineLoop
     from baton.worker.kv_endpoints import Pusher

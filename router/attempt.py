@@ -21,7 +21,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from baton.core import Finish, HandoffId, Role, SequenceSpec, Thought, Token
-from baton.engine.prefix import names_of
+from baton.engine.prefix_cache import names_of
 from baton.errors import BatonError, EngineFault, InvalidRequest, WorkerLost
 from baton.metrics import Metrics
 from baton.rpc import convert

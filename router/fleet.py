@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from baton.core import Channel, Role, SequenceSpec, WorkerInfo, WorkerRef
-from baton.engine.prefix import names_of
+from baton.engine.prefix_cache import names_of
 from baton.ledger.prefix_index import NAME_BYTES, Holder, PrefixMap
 from router.cost import UNKNOWN, Cost
 from router.learned import Learned, Likes

@@ -1,4 +1,4 @@
-"""The block pool of a simulated worker: the ledger of `baton.engine.blocks` in numbers, without a list of blocks.
+"""The block pool of a simulated worker: the ledger of `baton.engine.block_pool` in numbers, without a list of blocks.
 
 What a block holds has a name, as there, if other requests may have the same: then it is found as long as it is here.
 Other full blocks are kept when they are let go, too, and age beside those with names, but nobody finds them. So an
@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from baton.core import BlockCounts
-from baton.engine.blocks import Allocation, BlockPool, BlockState
+from baton.engine.block_pool import Allocation, BlockPool, BlockState
 from baton.event_journal import OFF
 from baton.ledger.prefix_index import NAME_BYTES
 
 if TYPE_CHECKING:
-    from baton.engine.prefix import Chain
+    from baton.engine.prefix_cache import Chain
     from baton.workload import Arrival
 
 Listener = Callable[[Sequence[int], Sequence[int]], None]
@@ -206,7 +206,7 @@ class CountedPool(BlockPool):
 
 
 class Content:
-    """Stands for `baton.engine.prefix.Chain`: the names of a request's blocks, as far as others may have the same."""
+    """Stands for `engine.prefix_cache.Chain`: the names of a request's blocks, as far as others may have the same."""
 
     __slots__ = ("names",)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from baton.core import HandoffId, Role, Sampling, SequenceSpec, Token
-from baton.engine.reservation import Reservation
+from baton.engine.block_pool import Reservation
 from baton.errors import HandoffError
 from baton.event_journal import History
 from decode_workers.reservations import Reservations, State

@@ -32,7 +32,7 @@ CORE = (
 # Behind one protocol each, of which the core knows no more: models, kernels, ranks, and ways to move bytes. And what
 # only looks on, for an operator.
 NOT_CORE = (
-    "baton/engine/model/",
+    "baton/engine/models/",
     "baton/engine/kernels/",
     "baton/engine/tp/",
     "baton/worker/block_census.py",

@@ -22,7 +22,7 @@ from baton.cluster.state import ClusterState
 from baton.cluster.stop import Stop
 from baton.config import load_config
 from baton.core import sizes_text
-from baton.engine.kernels.cpu.build import cpu_level
+from baton.engine.kernels.cpu.compiler import cpu_level
 from baton.errors import BatonError
 from baton.logs import configure_logging
 from baton.rpc.channel import from_here

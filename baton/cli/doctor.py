@@ -229,9 +229,9 @@ def _gpu(config: ClusterConfig) -> Finding:
 def _kernels() -> Finding:
     import torch
 
-    from baton.engine.kernels.cpu.build import LEVEL_VARIABLE, Unavailable, cpu_level
+    from baton.engine.kernels.cpu.compiler import LEVEL_VARIABLE, Unavailable, cpu_level
+    from baton.engine.kernels.cpu.kernel_choice import Profile
     from baton.engine.kernels.cpu.ops import ELEMENTS, CpuKernels
-    from baton.engine.kernels.cpu.profile import Profile
 
     try:
         made = [CpuKernels(dtype, Profile()).element for dtype in ELEMENTS]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from baton.core import Channel, HandoffId, Incarnation, KVLayout, WorkerRef
-from baton.engine.kv import KVCache
+from baton.engine.kv_cache import KVCache
 from baton.errors import BatonError, ChannelBroken, OfferRefused, StaleAttempt
 from baton.logs import configure_logging
 from baton.rpc import channel

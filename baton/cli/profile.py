@@ -18,12 +18,12 @@ from rich.table import Table
 
 from baton.config import load_config
 from baton.core import Role
-from baton.engine.kernels.choose import profile_of
-from baton.engine.kernels.cpu.measure import Point, make_profile, measure_attention, measure_linear
+from baton.engine.determinism.tuning import WINDOW, measure_passes, save_passes
+from baton.engine.kernels.cpu.kernel_choice import load_profile, save_profile
 from baton.engine.kernels.cpu.ops import CpuKernels
-from baton.engine.kernels.cpu.profile import load_profile, save_profile
-from baton.engine.model.build import TransformerBackend
-from baton.engine.passes import WINDOW, measure_passes, save_passes
+from baton.engine.kernels.cpu.tuning import Point, make_profile, measure_attention, measure_linear
+from baton.engine.kernels.select import profile_of
+from baton.engine.models.loading import TransformerBackend
 from baton.errors import ConfigError
 from baton.logs import configure_logging
 from baton.tokenizer import ORACLE_MODEL

@@ -29,7 +29,7 @@ from baton.cluster.supervisor import Supervisor
 from baton.config import ClusterConfig, load_config
 from baton.config.loading import ENV_PREFIX
 from baton.core import Role, sizes_text
-from baton.engine.kernels.cpu.build import cpu_level
+from baton.engine.kernels.cpu.compiler import cpu_level
 from baton.errors import BatonError, ConfigError, NoWorker
 from baton.logs import configure_logging
 

@@ -277,7 +277,7 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
 Auto = Literal["auto"]
 Weight = Annotated[float, Field(ge=0.001, le=1000)]
 URLS = "redis://", "rediss://", "unix://"
-AUTO_PASS = 2, 32  # rows and window, as `baton.engine.fixed.FixedShapes` has them
+AUTO_PASS = 2, 32  # rows and window, as `baton.engine.determinism.shapes.FixedShapes` has them
 
 
 class ModelConfig(Section):

@@ -7,7 +7,7 @@
 
 Progress is counted, not phased: every kind of work (prompt chunks, decoding, starting over after a preemption or
 elsewhere) is to let computed tokens catch up with known ones. A step runs the ordinary batch, and then, for
-deterministic requests, one forward of a fixed shape (`baton.engine.verify`).
+deterministic requests, one forward of a fixed shape (`baton.engine.determinism.verifier`).
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
-from baton.engine.beginning import Beginnings
-from baton.engine.blocks import BlockPool
+from baton.engine.block_pool import BlockPool, Reservation
 from baton.engine.choice import Choices
-from baton.engine.exact import parts
-from baton.engine.inputs import Inputs
-from baton.engine.ordinary import OrdinaryForwards
-from baton.engine.outcome import Counters, Output, StepResult, load_of
-from baton.engine.reservation import Reservation
+from baton.engine.determinism.shapes import parts
+from baton.engine.determinism.verifier import FixedForwards
+from baton.engine.model_runner import Inputs, OrdinaryForwards
+from baton.engine.request import Beginnings
 from baton.engine.scheduler import Scheduler
-from baton.engine.thoughts import Thoughts
-from baton.engine.verify import FixedForwards
+from baton.engine.step_result import Counters, Output, StepResult, load_of
+from baton.engine.thinking.states import Thoughts
 from baton.errors import EngineFault, RankLost
 
 if TYPE_CHECKING:
@@ -35,14 +33,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as TokenSequence
 
     from baton.core import Finish, HandoffId, Load, SequenceSpec, ThinkingState
-    from baton.engine.backend import ModelBackend
-    from baton.engine.blocks import Allocation
-    from baton.engine.fixed import FixedShapes
-    from baton.engine.ordinary import Drawn
+    from baton.engine.block_pool import Allocation
+    from baton.engine.determinism.planner import Window
+    from baton.engine.determinism.shapes import FixedShapes
+    from baton.engine.determinism.verifier import Taken
+    from baton.engine.model_backend import ModelBackend
+    from baton.engine.model_runner import Drawn
     from baton.engine.request import Request
     from baton.engine.sequence import Sequence, Work
-    from baton.engine.verify import Taken
-    from baton.engine.windows import Window
     from baton.tokenizer import Tokenizer
 
     LayerListener = Callable[[list[Work], int], None]  # the work of a step; a layer whose K and V are written for it

@@ -17,9 +17,9 @@ import torch
 
 from baton.core import KVLayout
 from baton.engine.choice import Choices
-from baton.engine.kv import KVCache
-from baton.engine.mixing import GOLDEN64, mix64, mix64_tensor, signed64
-from baton.engine.sampler import Sampler
+from baton.engine.kv_cache import KVCache
+from baton.engine.sampling.noise import GOLDEN64, mix64, mix64_tensor, signed64
+from baton.engine.sampling.sampler import Sampler
 from baton.errors import ConfigError, EngineFault
 from baton.hashing import fingerprint, keyed_digest
 from baton.tokenizer import OracleTokenizer
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from baton.core import SequenceSpec
     from baton.engine.batch import Batch
-    from baton.engine.model.thinking import Thinker
+    from baton.engine.models.thinking import Thinker
 
 WORD_BYTES = 8
 LOGIT_RANGE = 8.0
@@ -59,7 +59,7 @@ class _Scratch(threading.local):
 
 
 class OracleBackend:
-    """Implements `baton.engine.backend.ModelBackend` over bytes as tokens (`OracleTokenizer`).
+    """Implements `baton.engine.model_backend.ModelBackend` over bytes as tokens (`OracleTokenizer`).
 
     Raises ConfigError if K or V of one position of one layer are not whole 8-byte words.
     """

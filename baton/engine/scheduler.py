@@ -10,7 +10,7 @@ sequence overtakes what came up to so many steps before it, and no other: who wa
 later. The first in rank always goes on and nobody can get before it, so nobody starves.
 
 Deterministic sequences take part in the ordinary batch with single tokens alone; for the rest a step has one more
-forward at most, of a fixed shape (`baton.engine.windows`), whose tokens are taken off the budget.
+forward at most, of a fixed shape (`baton.engine.determinism.planner`), whose tokens are taken off the budget.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import TYPE_CHECKING
 
-from baton.engine.blocks import BlockState
+from baton.engine.block_pool import BlockState
+from baton.engine.determinism.planner import WindowPlanner, begin
 from baton.engine.sequence import Plan, Sequence, Work
-from baton.engine.thinking import Notes
-from baton.engine.windows import WindowPlanner, begin
+from baton.engine.thinking.progress import Notes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from baton.engine.blocks import BlockPool
+    from baton.engine.block_pool import BlockPool
 
 PATIENCE = 256  # steps; some seconds of decoding
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from baton.core import HandoffId
-    from baton.engine.blocks import Allocation
-    from baton.engine.prefix import Chain
-    from baton.engine.thinking import Thinking
-    from baton.engine.windows import Fixed, Window
+    from baton.engine.block_pool import Allocation
+    from baton.engine.determinism.planner import Fixed, Window
+    from baton.engine.prefix_cache import Chain
+    from baton.engine.thinking.progress import Thinking
 
 
 @dataclass(slots=True, eq=False)

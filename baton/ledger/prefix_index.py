@@ -1,6 +1,6 @@
 """Which worker holds which prefix blocks, in memory: what a router looks at when it chooses. Pure bookkeeping.
 
-A block is named by the first 16 bytes of its digest (`baton/engine/prefix.py`): half of the memory, here and in Redis,
+A block is named by the first 16 bytes of its digest (`baton.engine.prefix_cache`): half the memory, here and in Redis,
 and still 128 bits of a keyed hash. Should two blocks share a name all the same, a request is routed less well; which KV
 a worker uses is decided by the worker, by whole digests.
 """

@@ -19,14 +19,14 @@ import structlog
 import torch
 
 from baton.core import HandoffId, Role, Sampling, SequenceSpec
+from baton.engine.determinism.checks import checked_shapes
+from baton.engine.determinism.tuning import WINDOW, load_passes
 from baton.engine.engine import Engine
-from baton.engine.kernels.cpu.build import machine, state_folder
-from baton.engine.kernels.gpu.memory import claim_activations
+from baton.engine.kernels.cpu.compiler import machine, state_folder
+from baton.engine.kernels.gpu.cuda_memory import claim_activations
+from baton.engine.kv_sizing import size_kv
 from baton.engine.oracle import OracleBackend, oracle_layout
-from baton.engine.outcome import Counters
-from baton.engine.passes import WINDOW, load_passes
-from baton.engine.selfcheck import checked_shapes
-from baton.engine.sizing import size_kv
+from baton.engine.step_result import Counters
 from baton.errors import ConfigError, EngineFault
 from baton.hashing import fingerprint
 from baton.model_hub import model_folder
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from baton.core import Finish, Token
-    from baton.engine.backend import ModelBackend
-    from baton.engine.model.loader import LoadProgress
+    from baton.engine.model_backend import ModelBackend
+    from baton.engine.models.checkpoint import LoadProgress
 
 
 class Generation(NamedTuple):
@@ -137,7 +137,7 @@ def build_engine(settings: WorkerSettings, loaded: ModelBackend | None = None) -
         shapes=shapes,
     )
     if settings.role is Role.DECODE and backend.device.type == "cuda" and backend.thinker is None:
-        from baton.engine.kernels.gpu.graphs import with_graphs  # a CPU has no use for it
+        from baton.engine.kernels.gpu.cuda_graphs import with_graphs  # a CPU has no use for it
 
         engine.backend = with_graphs(backend, engine.kv, settings.max_running, engine.max_model_len)
     warm_up(engine)
@@ -172,8 +172,8 @@ def load_backend(settings: WorkerSettings) -> ModelBackend:
     if settings.model_path == ORACLE_MODEL:
         return OracleBackend(oracle_layout(settings.block_size), seed=settings.seed)
     # The oracle needs no transformer.
-    from baton.engine.model.build import load_model
-    from baton.engine.model.config import read_config
+    from baton.engine.models.config import read_config
+    from baton.engine.models.loading import load_model
     from baton.engine.tp.backend import Ranking, load_sharded
 
     folder = model_folder(settings.model_path)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.core import Load
     from baton.engine.engine import Engine
-    from baton.engine.outcome import StepResult
+    from baton.engine.step_result import StepResult
 
 Job = Callable[[], object]
 log = structlog.get_logger(__name__)

@@ -12,7 +12,7 @@ from baton.rpc.convert import thoughts_to_pb
 from baton.rpc.v1 import common_pb2, worker_pb2
 
 if TYPE_CHECKING:
-    from baton.engine.outcome import Output
+    from baton.engine.step_result import Output
 
 Event = worker_pb2.WorkerEvent
 Spans = Sequence[common_pb2.Span]

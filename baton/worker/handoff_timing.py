@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from baton.clock import Clock
     from baton.core import HandoffId
-    from baton.engine.outcome import Counters, StepResult
-    from baton.engine.windows import Verifying
+    from baton.engine.determinism.planner import Verifying
+    from baton.engine.step_result import Counters, StepResult
     from kvtransfer.handoff import CommitState
 
 

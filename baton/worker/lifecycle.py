@@ -27,7 +27,7 @@ from grpc_health.v1.health import aio as health_aio
 from baton import __version__
 from baton.clock import Clock, SystemClock
 from baton.core import Incarnation, WorkerInfo, WorkerRef
-from baton.engine.determinism import bits_fingerprint
+from baton.engine.determinism.checks import bits_fingerprint
 from baton.errors import EngineFault, LedgerError
 from baton.event_journal import OFF, History
 from baton.ledger.control_state import Board, Order
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from baton.core import Load
     from baton.engine.engine import Engine
-    from baton.engine.outcome import StepResult
+    from baton.engine.step_result import StepResult
 
 
 log = structlog.get_logger(__name__)

@@ -33,8 +33,8 @@ from baton.worker.role import RoleFactory
 from baton.worker.settings import of_both_roles
 
 if TYPE_CHECKING:
-    from baton.engine.backend import ModelBackend
     from baton.engine.engine import Engine
+    from baton.engine.model_backend import ModelBackend
     from baton.worker.role import Factories
     from baton.worker.settings import WorkerSettings
 

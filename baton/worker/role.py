@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.core import Load, Role, WorkerInfo
     from baton.engine.engine import Engine
-    from baton.engine.outcome import StepResult
+    from baton.engine.step_result import StepResult
     from baton.ledger.registry import Ledger
     from baton.metrics.worker import Counts
     from baton.worker.engine_loop import EngineLoop

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from baton.core import Role
-from baton.engine.fixed import FixedShapes
+from baton.engine.determinism.shapes import FixedShapes
 from baton.network import kv_host, told_host
 from kvtransfer.handoff import TransferSettings
 

@@ -11,14 +11,14 @@ import torch
 
 from baton.core import HandoffId, Sampling, SequenceSpec
 from baton.engine.engine import Engine
-from baton.engine.outcome import Counters
+from baton.engine.step_result import Counters
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from baton.engine.backend import ModelBackend
     from baton.engine.batch import Batch
-    from baton.engine.fixed import FixedShapes
+    from baton.engine.determinism.shapes import FixedShapes
+    from baton.engine.model_backend import ModelBackend
     from baton.tokenizer import Tokenizer
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from baton.engine.batch import Batch
-from baton.engine.kernels.gpu.graphs import CudaCapture, DecodeGraphs
-from baton.engine.kernels.paged import PagedAttention
+from baton.engine.kernels.gpu.cuda_graphs import CudaCapture, DecodeGraphs
+from baton.engine.kernels.torch_attention import PagedAttention
 from benchmarks.lib.random_weights import random_model, settings_of
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from baton.engine.kernels.base import Kernels
-    from baton.engine.kv import KVCache
-    from baton.engine.model.build import TransformerBackend
+    from baton.engine.kv_cache import KVCache
+    from baton.engine.models.loading import TransformerBackend
     from benchmarks.lib.shapes import Shape
 
 ROUNDS, PROBE_BYTES, GEMM_SIZE = 20, 4 << 30, 8192

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from baton.core import KVLayout
-from baton.engine.kernels.choose import choose_kernels
-from baton.engine.kv import DTYPES
-from baton.engine.model.build import TransformerBackend
-from baton.engine.model.config import parse_config
-from baton.engine.model.fields import Fields
-from baton.engine.model.layers import Parts
-from baton.engine.model.llama import Llama
-from baton.engine.model.weights import Weights
+from baton.engine.kernels.select import choose_kernels
+from baton.engine.kv_cache import DTYPES
+from baton.engine.models.config import parse_config
+from baton.engine.models.json_fields import Fields
+from baton.engine.models.llama import Llama, Parts
+from baton.engine.models.loading import TransformerBackend
+from baton.engine.models.weights import Weights
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from baton.engine.kernels.base import Kernels
-    from baton.engine.model.loader import Checkpoint
+    from baton.engine.models.checkpoint import Checkpoint
     from benchmarks.lib.shapes import Shape
 
 

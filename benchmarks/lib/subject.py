@@ -12,14 +12,14 @@ import torch
 import baton
 from baton.core import HandoffId, Sampling, SequenceSpec
 from baton.engine.engine import Engine
-from baton.engine.model.build import load_model
+from baton.engine.models.loading import load_model
 from baton.tokenizer import load_tokenizer
 from benchmarks.lib.protocol import serve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from baton.engine.backend import ModelBackend
+    from baton.engine.model_backend import ModelBackend
     from benchmarks.lib.protocol import Answer, Handler, Setup
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from baton.core import HandoffId, Sampling, SequenceSpec
 from baton.engine.engine import Engine
-from baton.engine.model.build import load_model
+from baton.engine.models.loading import load_model
 from baton.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from baton.engine.model.thinking import Mode, Thinker
+    from baton.engine.models.thinking import Mode, Thinker
 
     Prompt = tuple[int, ...]
 

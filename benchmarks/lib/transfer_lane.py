@@ -20,7 +20,7 @@ from kvtransfer.transports.select import make_transports
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from baton.engine.kv import KVCache
+    from baton.engine.kv_cache import KVCache
     from baton.rpc.v1 import peer_pb2 as pb
     from benchmarks.lib.protocol import Answer
     from benchmarks.lib.transfer_partner import Partner

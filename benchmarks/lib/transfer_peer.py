@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from baton.core import HandoffId, Incarnation, KVLayout, WorkerRef
-from baton.engine.kernels.choose import block_copy, choose_kernels
-from baton.engine.kv import DTYPES as TORCH_DTYPES
-from baton.engine.kv import KVCache
+from baton.engine.kernels.select import block_copy, choose_kernels
+from baton.engine.kv_cache import DTYPES as TORCH_DTYPES
+from baton.engine.kv_cache import KVCache
 from baton.errors import StaleAttempt
 from baton.rpc.channel import aio_server, bind
 from baton.rpc.v1.peer_pb2_grpc import add_PeerServicer_to_server

@@ -18,7 +18,7 @@ import baton
 from baton.clock import SystemClock
 from baton.core import HandoffId, Incarnation, Role, Sampling, SequenceSpec, WorkerInfo, WorkerRef
 from baton.engine.engine import Engine
-from baton.engine.model.build import load_model
+from baton.engine.models.loading import load_model
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2
 from baton.tokenizer import load_tokenizer

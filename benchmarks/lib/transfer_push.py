@@ -17,7 +17,7 @@ from kvtransfer.handoff import TransferSettings
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from baton.engine.kv import KVCache
+    from baton.engine.kv_cache import KVCache
     from benchmarks.lib.protocol import Answer, Handler, Setup
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from baton.core import HandoffId
-    from baton.engine.outcome import StepResult
+    from baton.engine.step_result import StepResult
     from kvtransfer.sender import Sender
     from prefill_workers.worker import PrefillRole
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from baton.core import Incarnation, WorkerRef
-    from baton.engine.kv import KVCache
+    from baton.engine.kv_cache import KVCache
     from kvtransfer.handoff import TransferSettings
     from kvtransfer.transports.unix_socket import Express
 

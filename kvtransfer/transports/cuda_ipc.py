@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from baton.engine.kernels.gpu.cuda_driver import HANDLE_BYTES, CudaDevice, Device
+from baton.engine.kernels.gpu.cuda_memory import HANDLE_BYTES, CudaDevice, Device
 from kvtransfer.transports import unix_socket
 from kvtransfer.transports.base import Side, told
 from kvtransfer.transports.rendezvous import awaited_key, host_reach

@@ -11,7 +11,7 @@ import pytest
 
 from baton.core import Constraint, Sampling, SequenceSpec
 from baton.engine.engine import Engine
-from baton.engine.model.build import load_model
+from baton.engine.models.loading import load_model
 from baton.errors import BatonError
 from baton.tokenizer import load_tokenizer
 from baton.worker.engine_factory import generate

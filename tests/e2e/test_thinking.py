@@ -13,7 +13,7 @@ import pytest
 
 from baton.core import HandoffId, Sampling, SequenceSpec
 from baton.engine.engine import Engine
-from baton.engine.model.build import load_model
+from baton.engine.models.loading import load_model
 from baton.tokenizer import load_tokenizer
 from tests.e2e.struck import read, struck
 from tests.support.cluster_process import HANDED_OVER, ROOT

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from baton.core import HandoffId, Incarnation, KVLayout, WorkerRef
-from baton.engine.kv import KVCache
+from baton.engine.kv_cache import KVCache
 from baton.hashing import frame_digest
 from baton.rpc.channel import aio_server, bind
 from baton.rpc.v1.peer_pb2_grpc import add_PeerServicer_to_server

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from baton.engine.engine import Engine
-from baton.engine.model.build import load_model
-from baton.engine.model.thinking import Mode
+from baton.engine.models.loading import load_model
+from baton.engine.models.thinking import Mode
 from baton.tokenizer import load_tokenizer
 from models import thinking_model
 from models.thinking_eval import phrasings, samples

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from baton.core import Role, Sampling, TokenLogprobs
-from baton.engine.prefix import Chain, scope_key
+from baton.engine.prefix_cache import Chain, scope_key
 from baton.errors import InvalidRequest, NoWorker
 from router.audit_digest import Delivered, audit_digest
 from tests.support.in_process_router import LAYOUT, FakeWorker

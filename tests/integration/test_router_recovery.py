@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 
 from baton.core import HandoffId, Role
-from baton.engine.prefix import Chain, scope_key
+from baton.engine.prefix_cache import Chain, scope_key
 from baton.errors import NoWorker, WorkerLost
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1 import worker_pb2

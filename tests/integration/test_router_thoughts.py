@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core import Role
-from baton.engine.prefix import Chain, scope_key
+from baton.engine.prefix_cache import Chain, scope_key
 from baton.errors import EngineFault, InvalidRequest, WorkerLost
 from baton.rpc.v1 import common_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb

@@ -15,11 +15,11 @@ import psutil
 import pytest
 import torch
 
-from baton.engine.fixed import FixedShapes
-from baton.engine.model.build import load_model
-from baton.engine.selfcheck import check_fixed
+from baton.engine.determinism.checks import check_fixed
+from baton.engine.determinism.shapes import FixedShapes
+from baton.engine.models.loading import load_model
 from baton.engine.tp.backend import Ranking, load_sharded
-from baton.engine.tp.ranks import memory_is_ordered
+from baton.engine.tp.group import memory_is_ordered
 from baton.errors import CheckpointError, RankLost
 from baton.worker.engine_factory import generate
 from tests.support.engines import engine_of, key_of, numbers, run, spec_of

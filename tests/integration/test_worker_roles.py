@@ -16,7 +16,7 @@ from baton.cli.roles import role_factories
 from baton.clock import SystemClock
 from baton.config import load_config
 from baton.core import Role, WorkerRef
-from baton.engine.kv import KVCache
+from baton.engine.kv_cache import KVCache
 from baton.ledger.control_state import Board, Order
 from baton.ledger.ownership import OwnershipStore, RecordState
 from baton.ledger.registry import Ledger

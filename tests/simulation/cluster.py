@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.core import Constraint, Role, Sampling
-from baton.engine.fixed import FixedShapes
+from baton.engine.determinism.shapes import FixedShapes
 from kvtransfer.handoff import TransferSettings
 from router.floor import RouterSettings
 from router.lifecycle import DEADLY

@@ -9,8 +9,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from baton.core import HandoffId, Role, SequenceSpec, ThinkingState, Token
+from baton.engine.determinism.shapes import FixedShapes
 from baton.engine.engine import Engine
-from baton.engine.fixed import FixedShapes
 from baton.engine.oracle import OracleBackend
 from router.audit_digest import Delivered, audit_digest
 from tests.simulation.memory import BACKEND, BLOCK, LAYOUT, MAX_LEN, CheckedCache, PoisonedPool, SimBackend
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from baton.engine.batch import Batch
-    from baton.engine.kv import KVCache
-    from baton.engine.outcome import Output, StepResult
-    from baton.engine.reservation import Reservation
+    from baton.engine.block_pool import Reservation
+    from baton.engine.kv_cache import KVCache
+    from baton.engine.step_result import Output, StepResult
     from tests.simulation.worker import WorkerPlan
     from tests.simulation.world import World
 

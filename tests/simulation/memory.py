@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from baton.engine.blocks import BlockPool
-from baton.engine.kv import KVCache
+from baton.engine.block_pool import BlockPool
+from baton.engine.kv_cache import KVCache
 from baton.engine.oracle import OracleBackend, oracle_layout
 
 if TYPE_CHECKING:

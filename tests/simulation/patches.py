@@ -12,8 +12,8 @@ from unittest.mock import patch
 
 import structlog
 
+import baton.engine.determinism.shapes
 import baton.engine.engine
-import baton.engine.fixed
 import baton.tracing.trace
 import baton.worker.service
 import kvtransfer.receive_loop
@@ -79,7 +79,7 @@ def simulated() -> Iterator[None]:
     plain = SimpleNamespace(Lock=threading.Lock, Event=threading.Event, Thread=SimThread, Condition=SimCondition)
     stand_ins: list[tuple[Any, dict[str, Any]]] = [
         (baton.engine.engine, {"BlockPool": PoisonedPool}),
-        (baton.engine.fixed, {"SHORT": 8, "SHORT_UNTIL": 16}),  # else each prompt here were one chunk
+        (baton.engine.determinism.shapes, {"SHORT": 8, "SHORT_UNTIL": 16}),  # else each prompt here were one chunk
         (baton.tracing.trace, {"secrets": chance}),
         (baton.worker.service, {"Session": SimWorkerSession}),
         (kvtransfer.send_queue, {"threading": plain}),

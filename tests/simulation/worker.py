@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from baton.core import HandoffId, Incarnation, Role, WorkerInfo, WorkerRef
-from baton.engine.fixed import FixedShapes
+from baton.engine.determinism.shapes import FixedShapes
 from baton.errors import EngineFault, LedgerError
 from baton.ledger.ownership import RecordState
 from baton.rpc import convert

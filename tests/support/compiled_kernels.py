@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import pytest
 
-from baton.engine.kernels.cpu.build import Unavailable
+from baton.engine.kernels.cpu.compiler import Unavailable
 
 T = TypeVar("T")
 

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 
 from baton.core import Finish, HandoffId, Sampling, SequenceSpec, ThinkingState, Token
-from baton.engine.backend import ModelBackend
-from baton.engine.blocks import Allocation, BlockPool
+from baton.engine.block_pool import Allocation, BlockPool, Reservation
 from baton.engine.engine import Engine
+from baton.engine.model_backend import ModelBackend
 from baton.engine.oracle import OracleBackend, oracle_layout
-from baton.engine.outcome import StepResult
-from baton.engine.prefix import Chain, scope_key
-from baton.engine.reservation import Reservation
+from baton.engine.prefix_cache import Chain, scope_key
+from baton.engine.step_result import StepResult
 from baton.tokenizer import OracleTokenizer
 
 BLOCK = 4

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from baton.core import HandoffId, Incarnation, Sampling, SequenceSpec, WorkerRef
 from baton.engine.oracle import OracleBackend, oracle_layout
-from baton.engine.prefix import Chain, scope_key
+from baton.engine.prefix_cache import Chain, scope_key
 from baton.rpc import convert
 from baton.rpc.convert import thoughts_from_pb
 from baton.rpc.v1 import worker_pb2 as pb

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from baton.engine.kernels.gpu.cuda_driver import HANDLE_BYTES
+from baton.engine.kernels.gpu.cuda_memory import HANDLE_BYTES
 from baton.rpc.channel import aio_server, bind
 from baton.rpc.v1.peer_pb2_grpc import add_PeerServicer_to_server
 

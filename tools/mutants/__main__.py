@@ -29,7 +29,7 @@ from tools.mutants.sites import Mutant, mutants_of
 ROOT = Path(__file__).parents[2]
 TARGETS = ("kvtransfer", "prefill_workers", "decode_workers", "baton/worker", "baton/ledger", "router/lifecycle.py",
            "router/attempt.py", "router/delivery.py", "router/admission.py", "router/queue.py",
-           "baton/engine/scheduler.py", "baton/engine/blocks.py")  # fmt: skip
+           "baton/engine/scheduler.py", "baton/engine/block_pool.py")  # fmt: skip
 UNIT = ("kvtransfer", "prefill", "decode", "worker", "ledger", "router", "engine", "tp", "history", "simulator")
 IN_PROCESS = ("test_router*.py", "test_ledger*.py", "test_worker_roles.py", "test_board.py", "test_access.py")
 SUITES = (

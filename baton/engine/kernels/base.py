@@ -2,18 +2,22 @@
 
 One row per new token throughout. All results go to tensors that the caller owns (`out`), so that a forward in steady
 state allocates nothing. `N` is the rows of the batch; activations are contiguous and of the model's dtype.
+
+Memory that one forward after another works in.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+import torch
+from torch import Tensor
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
-
     from baton.engine.batch import Batch
+
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 Splits = Literal["auto", "load", "load_bf16"]
@@ -134,3 +138,28 @@ class Kernels(Protocol):
 
         Where the batch is `fixed`, the bits of a row depend on its position and on the KV before it alone.
         """
+
+
+class Scratch:
+    """Tensors for what a forward computes on its way, used again by the next one: views of storage that only grows.
+
+    `take` gives one [rows, width] per name; what it held is gone when the name is taken again.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self._storage: dict[str, Tensor] = {}
+        self._views: dict[str, Tensor] = {}
+
+    def take(self, name: str, rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A contiguous [rows, width] of `dtype` (None: the model's)."""
+        view = self._views.get(name)
+        if view is None or view.shape != (rows, width):
+            view = self._views[name] = self._grown(name, rows * width, dtype or self.dtype).view(rows, width)
+        return view
+
+    def _grown(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
+        storage = self._storage.get(name)
+        if storage is None or len(storage) < size:
+            storage = self._storage[name] = torch.empty(size, dtype=dtype, device=self.device)
+        return storage[:size]

@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from baton.engine.model.config import read_config
-from baton.engine.tp.exchange import SharedExchange
-from baton.engine.tp.follower import Followers
-from baton.engine.tp.memory import kv_memory
-from baton.engine.tp.messages import body, lengths
-from baton.engine.tp.model import load_rank
-from baton.engine.tp.ranks import CACHE, END, STEP, Plan, Ranks, memory_is_ordered
-from baton.engine.tp.shard import divided
+from baton.engine.models.config import read_config
+from baton.engine.tp.all_reduce import SharedExchange
+from baton.engine.tp.group import CACHE, END, STEP, Plan, Ranks, memory_is_ordered
+from baton.engine.tp.kv_memory import kv_memory
+from baton.engine.tp.rank_process import Followers, body, lengths, load_rank
+from baton.engine.tp.sharding import divided
 from baton.errors import RankLost
 
 if TYPE_CHECKING:
@@ -26,11 +24,11 @@ if TYPE_CHECKING:
 
     from baton.engine.batch import Batch
     from baton.engine.kernels.base import Splits
-    from baton.engine.kv import KVCache
-    from baton.engine.model.build import TransformerBackend
-    from baton.engine.model.loader import Progress
-    from baton.engine.model.thinking import Thinker
-    from baton.engine.tp.memory import KVMemory
+    from baton.engine.kv_cache import KVCache
+    from baton.engine.models.checkpoint import Progress
+    from baton.engine.models.loading import TransformerBackend
+    from baton.engine.models.thinking import Thinker
+    from baton.engine.tp.kv_memory import KVMemory
 
 PART_ELEMENTS = 2**20
 HEAD_ROWS = 64  # so many rows of logits pass in one exchange
@@ -40,7 +38,7 @@ END_S = 2.0
 
 
 class ShardedBackend:
-    """Implements `baton.engine.backend.ModelBackend` with rank 0 in this process. Made by `load_sharded`.
+    """Implements `baton.engine.model_backend.ModelBackend` with rank 0 in this process. Made by `load_sharded`.
 
     All errors of a forward or a new cache are RankLost: once one rank is elsewhere than the others, none can go on.
     """

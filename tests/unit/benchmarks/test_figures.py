@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.engine.outcome import Counters
+from baton.engine.step_result import Counters
 from benchmarks import local_prefill, overload
 from benchmarks.lib import thinking_figures, transfer_figures
 from benchmarks.lib.determinism_run import Took

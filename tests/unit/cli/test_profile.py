@@ -13,10 +13,10 @@ from structlog.testing import capture_logs
 from baton.cli import profile as command
 from baton.config import load_config
 from baton.core import Role
-from baton.engine.kernels.cpu.build import load_library, state_folder
-from baton.engine.kernels.cpu.measure import measure_attention, measure_linear
-from baton.engine.kernels.cpu.profile import load_profile
-from baton.engine.passes import load_passes
+from baton.engine.determinism.tuning import load_passes
+from baton.engine.kernels.cpu.compiler import load_library, state_folder
+from baton.engine.kernels.cpu.kernel_choice import load_profile
+from baton.engine.kernels.cpu.tuning import measure_attention, measure_linear
 from baton.errors import ConfigError
 from baton.worker.engine_factory import settled
 from baton.worker.settings import from_config

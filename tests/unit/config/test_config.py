@@ -9,7 +9,7 @@ from baton.config import config_from_json, load_config
 from baton.config.loading import NOT_BUILT, known_keys
 from baton.config.schema import AUTO_PASS
 from baton.core import Role
-from baton.engine.fixed import FixedShapes
+from baton.engine.determinism.shapes import FixedShapes
 from baton.errors import ConfigError
 
 POLICIES = ("predicted", "least_loaded", "prefix", "round_robin")

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.engine.blocks import HOLDING, BlockPool, BlockState
+from baton.engine.block_pool import HOLDING, BlockPool, BlockState
 from tests.support.engines import allocated
 
 TOTAL = 12

@@ -11,15 +11,15 @@ from typing import Any, cast
 import pytest
 import torch
 
-from baton.engine import determinism, fixed
-from baton.engine.determinism import bits_fingerprint
-from baton.engine.fixed import FixedShapes
-from baton.engine.kernels.cpu.build import Machine
+from baton.engine.determinism import checks
+from baton.engine.determinism.checks import bits_fingerprint
+from baton.engine.determinism.shapes import FixedShapes
+from baton.engine.kernels.cpu.compiler import Machine
+from baton.engine.kernels.cpu.kernel_choice import Choice, Profile
 from baton.engine.kernels.cpu.ops import CpuKernels
-from baton.engine.kernels.cpu.profile import Choice, Profile
-from baton.engine.kernels.plain import TorchKernels
-from baton.engine.model import build
-from baton.engine.model.build import load_model
+from baton.engine.kernels.torch_reference import TorchKernels
+from baton.engine.models import loading
+from baton.engine.models.loading import load_model
 from baton.engine.oracle import OracleBackend
 from baton.engine.tp.backend import ShardedBackend
 from tests.support.compiled_kernels import compiled_or_skip
@@ -29,9 +29,9 @@ DEMO = ROOT / "models/demo"
 SHAPES = FixedShapes()
 IN_ANOTHER = """
 import sys, torch
-from baton.engine.determinism import bits_fingerprint
-from baton.engine.fixed import FixedShapes
-from baton.engine.model.build import load_model
+from baton.engine.determinism.checks import bits_fingerprint
+from baton.engine.determinism.shapes import FixedShapes
+from baton.engine.models.loading import load_model
 torch.set_num_threads(1)
 print(bits_fingerprint(load_model(sys.argv[1]), FixedShapes()))
 """
@@ -39,7 +39,7 @@ print(bits_fingerprint(load_model(sys.argv[1]), FixedShapes()))
 
 def of(monkeypatch, dtype="float32", kernels=None, shapes=SHAPES) -> str:
     if kernels is not None:
-        monkeypatch.setattr(build, "choose_kernels", lambda *_: kernels)
+        monkeypatch.setattr(loading, "choose_kernels", lambda *_: kernels)
     return bits_fingerprint(load_model(DEMO, dtype=dtype), shapes)
 
 
@@ -67,10 +67,10 @@ def test_anything_that_bits_depend_on_changes_it(monkeypatch):
         names.append(of(patch))
     for owner, name, value in (
         (torch, "__version__", "1.2.3"),
-        (determinism, "machine", lambda: Machine("another processor", frozenset({"avx512f"}))),
+        (checks, "machine", lambda: Machine("another processor", frozenset({"avx512f"}))),
         (torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT"),
-        (fixed, "SHORT", 32),
-        (fixed, "SHORT_UNTIL", 512),
+        (checks, "SHORT", 32),
+        (checks, "SHORT_UNTIL", 512),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.fixed import FixedShapes
+from baton.engine.determinism.shapes import FixedShapes
 from baton.engine.oracle import OracleBackend
 from baton.errors import InvalidRequest
 from tests.support import engines

@@ -4,8 +4,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core import FinishReason, HandoffId
-from baton.engine.blocks import BlockState
-from baton.engine.reservation import Reservation
+from baton.engine.block_pool import BlockState, Reservation
 from baton.errors import EngineFault, InvalidRequest
 from baton.tokenizer import ORACLE_EOS
 from baton.worker.engine_factory import generate

@@ -4,15 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from baton.engine.determinism.checks import exact_rows
+from baton.engine.determinism.planner import Fixed
+from baton.engine.determinism.shapes import FixedShapes, parts
 from baton.engine.engine import Engine
-from baton.engine.exact import parts
-from baton.engine.fixed import FixedShapes
+from baton.engine.kernels.cpu.kernel_choice import Choice, Profile
 from baton.engine.kernels.cpu.ops import CpuKernels
-from baton.engine.kernels.cpu.profile import Choice, Profile
-from baton.engine.model.build import load_model
-from baton.engine.selfcheck import exact_rows
+from baton.engine.models.loading import load_model
 from baton.engine.sequence import Sequence, Work
-from baton.engine.windows import Fixed
 from baton.tokenizer import load_tokenizer
 from tests.support.engines import Streams, key_of
 from tests.unit.engine.test_determinism import DEMO
@@ -132,7 +131,7 @@ def test_real_bits_are_those_of_verify_passes(kind):
 def test_a_profile_that_prefers_other_products_costs_no_exact_step(monkeypatch):
     """Fixed forwards take the same one up to 96 rows; the ordinary batch takes what is the fastest."""
     backends = [compiled_demo("float32")]
-    monkeypatch.setattr("baton.engine.kernels.choose.load_profile", lambda path: Profile(static=Choice(1, tall=True)))
+    monkeypatch.setattr("baton.engine.kernels.select.load_profile", lambda path: Profile(static=Choice(1, tall=True)))
     backends.append(load_model(DEMO, dtype="float32"))
     kernels = backends[1].model.kernels
     assert isinstance(kernels, CpuKernels)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.blocks import BlockPool
-from baton.engine.inputs import STAGES, Inputs, Mirror
+from baton.engine.block_pool import BlockPool
+from baton.engine.model_runner import STAGES, Inputs, Mirror
 from baton.engine.oracle import oracle_layout
 from baton.engine.sequence import Sequence, Work
 from tests.support.engines import Streams, allocated, engine_of, key_of, numbers, oracle, spec_of

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from baton.core import KVLayout
-from baton.engine.inputs import Inputs
+from baton.engine.model_runner import Inputs
 from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.sequence import Sequence, Work
 from baton.errors import ConfigError

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from baton.engine.model.build import load_model
+from baton.engine.determinism.tuning import Passes, load_passes, measure_passes, save_passes
+from baton.engine.models.loading import load_model
 from baton.engine.oracle import OracleBackend
-from baton.engine.passes import Passes, load_passes, measure_passes, save_passes
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 

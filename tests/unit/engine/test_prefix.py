@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core import Sampling, SequenceSpec
-from baton.engine.prefix import Chain, named_blocks, names_of, scope_key
+from baton.engine.prefix_cache import Chain, named_blocks, names_of, scope_key
 from baton.worker.engine_factory import generate
 from tests.support import engines
 from tests.support.engines import BLOCK, Faulty, Streams, engine_of, ids, key_of, oracle, spec_of

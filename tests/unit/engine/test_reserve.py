@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from baton.core import HandoffId, SequenceSpec
-from baton.engine.blocks import BlockPool, BlockState
-from baton.engine.reservation import Reservation
+from baton.engine.block_pool import BlockPool, BlockState, Reservation
 from baton.worker.engine_factory import generate
 from tests.support import engines
 from tests.support.engines import BLOCK, block_names, engine_of, key_of, numbers, reserved, spec_of

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core import Sampling
-from baton.engine.filters import GROUPS, LANES, SLACK, Limits, descending, kept, kept_leaders, leaders, mass
-from baton.engine.mixing import _mix32, _mix32_array, columns_hash, mix64, mix64_tensor, signed32, signed64
-from baton.engine.penalties import NEVER, Adjustments
-from baton.engine.sampler import Row, Sampler, gumbel
+from baton.engine.sampling.filters import GROUPS, LANES, SLACK, Limits, descending, kept, kept_leaders, leaders, mass
+from baton.engine.sampling.logits import NEVER, Adjustments
+from baton.engine.sampling.noise import _mix32, _mix32_array, columns_hash, mix64, mix64_tensor, signed32, signed64
+from baton.engine.sampling.sampler import Row, Sampler, gumbel
 
 VOCAB = 40
 WIDE = 3 * GROUPS * LANES  # wide enough for a draw that does not look at all columns
@@ -215,7 +215,7 @@ def test_noise_has_the_moments_of_gumbel_and_reaches_into_its_tail():
 
 @pytest.mark.parametrize("bits", [0, 0x7FFFFFFF])
 def test_noise_is_finite_at_the_ends_of_the_hash(bits, monkeypatch):
-    monkeypatch.setattr("baton.engine.sampler.columns_hash", lambda keys, columns: torch.tensor([[bits]]))
+    monkeypatch.setattr("baton.engine.sampling.sampler.columns_hash", lambda keys, columns: torch.tensor([[bits]]))
     assert bool(gumbel(torch.zeros(1, 2, dtype=torch.int32), columns(1)).isfinite().all())
 
 

@@ -4,8 +4,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.core import HandoffId
-from baton.engine.blocks import BlockPool
-from baton.engine.prefix import Chain
+from baton.engine.block_pool import BlockPool
+from baton.engine.prefix_cache import Chain
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Sequence
 

@@ -9,10 +9,10 @@ import pytest
 import structlog
 import torch
 
-from baton.engine.fixed import FixedShapes
-from baton.engine.model.build import load_model
+from baton.engine.determinism.checks import check_fixed, checked_shapes, exact_rows
+from baton.engine.determinism.shapes import FixedShapes
+from baton.engine.models.loading import load_model
 from baton.engine.oracle import OracleBackend
-from baton.engine.selfcheck import check_fixed, checked_shapes, exact_rows
 from tests.unit.engine.test_determinism import DEMO
 
 SHAPES = FixedShapes()

@@ -13,14 +13,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from baton.engine.kernels.plain import TorchKernels
-from baton.engine.model.config import read_config
-from baton.engine.model.loader import Checkpoint
-from baton.engine.model.weights import Weights
-from baton.engine.tp import shard
-from baton.engine.tp.exchange import SharedExchange
-from baton.engine.tp.messages import body, lengths, unpack
-from baton.engine.tp.ranks import memory_is_ordered
+from baton.engine.kernels.torch_reference import TorchKernels
+from baton.engine.models.checkpoint import Checkpoint
+from baton.engine.models.config import read_config
+from baton.engine.models.weights import Weights
+from baton.engine.tp import sharding
+from baton.engine.tp.all_reduce import SharedExchange
+from baton.engine.tp.group import memory_is_ordered
+from baton.engine.tp.rank_process import body, lengths, unpack
 from baton.errors import ConfigError, RankLost
 from tests.unit.model.checkpoints import HIDDEN, random_checkpoint
 from tests.unit.model.harness import Row, assert_same_batch, make_batch
@@ -50,7 +50,9 @@ def on_all(ranks, call):
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_slices_of_all_ranks_are_the_whole(folder, size):
     whole = Weights(Checkpoint(folder), torch.float32, CPU)
-    ranks = [shard.ShardedWeights(Checkpoint(folder, digests=False), torch.float32, CPU, r, size) for r in range(size)]
+    ranks = [
+        sharding.ShardedWeights(Checkpoint(folder, digests=False), torch.float32, CPU, r, size) for r in range(size)
+    ]
     name, outs = "model.layers.1.self_attn", (HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM)
     own = tuple(out // size for out in outs)
     for kind, rest in (("weight", (HIDDEN,)), ("bias", ())):
@@ -78,9 +80,9 @@ def test_divided_layers_are_the_whole_layer(folder, size, rows):
         inner = INNER // size
         columns = slice(exchange.rank * inner, (exchange.rank + 1) * inner)
         part = kernels.linear(weight[:, columns], bias if exchange.rank == 0 else None)
-        summed = shard.Summed(part, exchange)
-        weights = shard.ShardedWeights(Checkpoint(folder), torch.float32, CPU, exchange.rank, size)
-        head = shard.ShardedParts(weights, kernels, exchange).head(embed, tied=True)
+        summed = sharding.Summed(part, exchange)
+        weights = sharding.ShardedWeights(Checkpoint(folder), torch.float32, CPU, exchange.rank, size)
+        head = sharding.ShardedParts(weights, kernels, exchange).head(embed, tied=True)
         return summed(x[:, columns], torch.empty(rows, HIDDEN)), head(hidden, torch.empty(rows, 199))
 
     results = on_all(exchanges(size, 250), run)  # 250 elements: two rows at a time, some left over
@@ -130,12 +132,12 @@ def test_a_silent_rank_and_a_dead_one(options, message):
 def test_what_does_not_divide_is_refused_by_name(folder, size, changes, message):
     config = replace(read_config(folder), **changes)
     with pytest.raises(ConfigError, match=f"^decode.tensor_parallel: {size}.*{message}"):
-        shard.divided(config, size, "decode.tensor_parallel")
+        sharding.divided(config, size, "decode.tensor_parallel")
 
 
 def test_a_rank_builds_a_smaller_model(folder):
     whole = read_config(folder)
-    own = shard.divided(whole, 4, "key")
+    own = sharding.divided(whole, 4, "key")
     assert (own.heads, own.kv_heads, own.intermediate_size) == (2, 1, 20)
     assert replace(own, heads=HEADS, kv_heads=KV_HEADS, intermediate_size=INNER) == whole
 

@@ -8,9 +8,9 @@ from functools import partial
 
 import pytest
 
-from baton.engine.fixed import FixedShapes
-from baton.engine.model.build import load_model
-from baton.engine.model.thinking import Mode
+from baton.engine.determinism.shapes import FixedShapes
+from baton.engine.models.loading import load_model
+from baton.engine.models.thinking import Mode
 from baton.errors import InvalidRequest
 from tests.support import engines
 from tests.support.engines import key_of, numbers, run, spec_of

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from baton.engine.kernels.gpu import triton_decode, triton_prefill, triton_rotary, triton_rows  # noqa: E402
-from baton.engine.kernels.gpu.plan import MAX_SPLITS, decode_tiles, prefill_tiles  # noqa: E402
+from baton.engine.kernels.gpu.shapes import MAX_SPLITS, decode_tiles, prefill_tiles  # noqa: E402
 
 pytestmark = pytest.mark.slow
 SPILLED_BYTES = 128

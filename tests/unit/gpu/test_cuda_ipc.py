@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from baton.engine.kernels.gpu.cuda_driver import CudaDevice
+from baton.engine.kernels.gpu.cuda_memory import CudaDevice
 from baton.errors import ChannelBroken
 from kvtransfer.handoff import TransferSettings
 from kvtransfer.transports.base import Side

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.kernels.gpu import varlen
-from baton.engine.kernels.gpu.graphs import Static
-from baton.engine.kernels.gpu.memory import widest_batch
-from baton.engine.kernels.gpu.plan import MAX_SPLITS, bucket_for, buckets, decode_tiles, prefill_tiles, split_count
+from baton.engine.kernels.gpu import flash_attention
+from baton.engine.kernels.gpu.cuda_graphs import Static
+from baton.engine.kernels.gpu.cuda_memory import widest_batch
+from baton.engine.kernels.gpu.shapes import MAX_SPLITS, bucket_for, buckets, decode_tiles, prefill_tiles, split_count
 from tests.support.paged_attention import batch_over
 
 CPU = torch.device("cpu")
@@ -94,7 +94,7 @@ def test_the_widest_batch_needs_one_block(tokens, longest, lengths):
 
 
 def test_this_torch_has_what_flash_attention_needs():
-    found = varlen.find_varlen()
+    found = flash_attention.find_varlen()
     assert found is not None
     assert list(inspect.signature(found).parameters)[:8] == "out query key value cu_seq_q cu_seq_k max_q max_k".split()
 
@@ -113,14 +113,14 @@ def test_this_torch_has_what_flash_attention_needs():
 )
 def test_which_caches_flash_attention_takes(shape, value_dim, dtype, fits):
     keys = torch.empty(shape, dtype=dtype)
-    assert varlen.varlen_fits(keys, torch.empty(*shape[:3], value_dim, dtype=dtype)) is fits
+    assert flash_attention.varlen_fits(keys, torch.empty(*shape[:3], value_dim, dtype=dtype)) is fits
 
 
 @pytest.mark.parametrize(("window", "wanted"), [(None, (-1, 0)), (5, (4, 0))])
 def test_how_flash_attention_is_called(window, wanted):
     calls = []
     batch = batch_over(torch.full((2, 2), 5, dtype=torch.int32), [1, 2], [4, 7])
-    attend = varlen.VarlenAttention(lambda *args, **options: calls.append((args, options)), batch, window, 0.5)
+    attend = flash_attention.VarlenAttention(lambda *args, **options: calls.append((args, options)), batch, window, 0.5)
     query, cache, out = torch.zeros(3, 4, 64), torch.zeros(2, 256, 2, 64), torch.zeros(3, 256)
     assert attend(query, cache, cache, out) is out
     args, options = calls[0]
@@ -134,7 +134,12 @@ def test_how_flash_attention_is_called(window, wanted):
 
 @pytest.mark.slow
 def test_a_cpu_does_not_import_triton():
-    parts = ("worker.build", "engine.model.build", "engine.kernels.choose", "engine.kernels.gpu.graphs")
+    parts = (
+        "worker.engine_factory",
+        "engine.models.loading",
+        "engine.kernels.select",
+        "engine.kernels.gpu.cuda_graphs",
+    )
     code = f"import sys, {', '.join(f'baton.{part}' for part in parts)}; print('triton' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
     assert done.stdout.strip() == "False"

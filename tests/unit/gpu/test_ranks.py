@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from baton.engine.engine import Engine
-from baton.engine.kv import KVCache
-from baton.engine.model.build import load_model
+from baton.engine.kv_cache import KVCache
+from baton.engine.models.loading import load_model
 from baton.engine.tp.backend import Ranking, ShardedBackend, load_sharded
-from baton.engine.tp.cache import ShardedCache, rank_layout
+from baton.engine.tp.kv_cache import ShardedCache, rank_layout
 from baton.errors import RankLost
 from baton.tokenizer import load_tokenizer
 from baton.worker.engine_factory import generate

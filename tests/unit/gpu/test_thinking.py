@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton.engine.engine import Engine
-from baton.engine.model.build import load_model
+from baton.engine.models.loading import load_model
 from baton.tokenizer import load_tokenizer
 from tests.support.engines import key_of, kv_of, run, spec_of
 

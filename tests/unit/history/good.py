@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from baton.core import HandoffId
-from baton.engine.blocks import Allocation, BlockPool
+from baton.engine.block_pool import Allocation, BlockPool
 from baton.event_journal import History
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from baton.clock import FakeClock
 from baton.core import HandoffId, Token
-from baton.engine.blocks import BlockPool
+from baton.engine.block_pool import BlockPool
 from baton.errors import ConfigError
 from baton.event_journal import OFF, History
 from tests.unit.history.good import TickingClock, taken

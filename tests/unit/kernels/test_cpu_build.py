@@ -10,10 +10,10 @@ import sys
 import pytest
 import torch
 
-from baton.engine.kernels import choose
-from baton.engine.kernels.cpu import build
-from baton.engine.kernels.cpu.build import Machine, Unavailable, load_library, machine
-from baton.engine.kernels.plain import TorchKernels
+from baton.engine.kernels import select
+from baton.engine.kernels.cpu import compiler
+from baton.engine.kernels.cpu.compiler import Machine, Unavailable, load_library, machine
+from baton.engine.kernels.torch_reference import TorchKernels
 from baton.errors import ConfigError
 from tests.support.compiled_kernels import compiled_or_skip
 
@@ -21,16 +21,16 @@ from tests.support.compiled_kernels import compiled_or_skip
 @pytest.fixture(autouse=True)
 def native(monkeypatch):
     """Also where `make without-kernels` sets another level: each test here sets the one that it is about."""
-    monkeypatch.delenv(build.LEVEL_VARIABLE, raising=False)
+    monkeypatch.delenv(compiler.LEVEL_VARIABLE, raising=False)
 
 
 @pytest.fixture
 def able(monkeypatch):
-    monkeypatch.setattr(build, "machine", lambda: Machine("x", frozenset(build.NEEDED["bf16"])))
+    monkeypatch.setattr(compiler, "machine", lambda: Machine("x", frozenset(compiler.NEEDED["bf16"])))
 
 
 def test_a_processor_without_the_instructions_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(build, "machine", lambda: Machine("Some CPU", frozenset({"avx512f", "avx2"})))
+    monkeypatch.setattr(compiler, "machine", lambda: Machine("Some CPU", frozenset({"avx512f", "avx2"})))
     with pytest.raises(Unavailable, match=r"Some CPU.*avx512bw"):
         load_library("f32", tmp_path)
 
@@ -59,7 +59,7 @@ def test_the_level_none_makes_every_processor_one_without_kernels(monkeypatch, t
     monkeypatch.setenv("BATON_CPU_LEVEL", "none")
     with pytest.raises(Unavailable, match="BATON_CPU_LEVEL=none"):
         load_library(element, tmp_path)
-    assert isinstance(choose.choose_kernels(torch.device("cpu"), torch.float32), TorchKernels)
+    assert isinstance(select.choose_kernels(torch.device("cpu"), torch.float32), TorchKernels)
 
 
 @pytest.mark.parametrize("value", ["avx512", "NONE", " none", "0"])
@@ -70,10 +70,10 @@ def test_a_level_that_is_not_known_is_refused_by_name(monkeypatch, tmp_path, val
 
 
 def test_the_level_is_that_of_the_processor_unless_it_is_set(monkeypatch):
-    assert build.cpu_level() == "native"
+    assert compiler.cpu_level() == "native"
     for value in ("", "native"):
         monkeypatch.setenv("BATON_CPU_LEVEL", value)
-        assert build.cpu_level() == "native"
+        assert compiler.cpu_level() == "native"
 
 
 @pytest.mark.slow
@@ -97,5 +97,5 @@ def test_the_processor_is_read_off_linux(tmp_path):
 @pytest.mark.slow
 def test_a_program_that_has_not_loaded_torch_can_load_them():
     compiled_or_skip(lambda: load_library("f32"))
-    program = "from baton.engine.kernels.cpu.build import load_library; load_library('f32')"
+    program = "from baton.engine.kernels.cpu.compiler import load_library; load_library('f32')"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -9,11 +9,11 @@ import torch
 
 from baton.engine.kernels.base import HeadNorms, Rotation
 from baton.engine.kernels.cpu.attention import CompiledAttention
-from baton.engine.kernels.cpu.build import load_library
+from baton.engine.kernels.cpu.compiler import load_library
+from baton.engine.kernels.cpu.kernel_choice import Choice, Profile
 from baton.engine.kernels.cpu.ops import ELEMENTS, CpuKernels
-from baton.engine.kernels.cpu.profile import Choice, Profile
-from baton.engine.kernels.paged import PagedAttention
-from baton.engine.kernels.plain import TorchKernels, TorchLinear
+from baton.engine.kernels.torch_attention import PagedAttention
+from baton.engine.kernels.torch_reference import TorchKernels, TorchLinear
 from tests.support.compiled_kernels import compiled_or_skip
 from tests.support.paged_attention import batch_over, paged
 

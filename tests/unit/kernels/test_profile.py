@@ -6,17 +6,17 @@ import json
 
 import pytest
 
-from baton.engine.kernels.cpu import measure, profile
-from baton.engine.kernels.cpu.build import Machine
-from baton.engine.kernels.cpu.profile import FLAT_ROWS, Choice, Profile, load_profile, save_profile, static_choice
+from baton.engine.kernels.cpu import kernel_choice, tuning
+from baton.engine.kernels.cpu.compiler import Machine
+from baton.engine.kernels.cpu.kernel_choice import FLAT_ROWS, Choice, Profile, load_profile, save_profile, static_choice
 
 K = 32
 STATIC = static_choice(K)
 
 
-def points(tall: float = 1.0, **others_over_flat: float) -> list[measure.Point]:
+def points(tall: float = 1.0, **others_over_flat: float) -> list[tuning.Point]:
     """One point per `rNNN=ratio`; the tall kernel takes `tall` times as long as torch."""
-    return [measure.Point(64, K, int(name[1:]), 1.0, ratio * tall, ratio) for name, ratio in others_over_flat.items()]
+    return [tuning.Point(64, K, int(name[1:]), 1.0, ratio * tall, ratio) for name, ratio in others_over_flat.items()]
 
 
 @pytest.mark.parametrize(
@@ -31,29 +31,29 @@ def points(tall: float = 1.0, **others_over_flat: float) -> list[measure.Point]:
 )
 def test_the_flat_kernel_is_taken_as_far_as_it_leads(ratios, flat_rows):
     assert STATIC.flat_rows == FLAT_ROWS
-    found = measure.best_choice(points(**ratios))
+    found = tuning.best_choice(points(**ratios))
     assert found.flat_rows == flat_rows
     assert found == STATIC or flat_rows != FLAT_ROWS
 
 
 @pytest.mark.parametrize(("ratio", "tall"), [(0.5, True), (2.0, False)])
 def test_the_faster_of_the_tall_kernel_and_torch_is_taken(ratio, tall):
-    assert measure.best_choice(points(ratio, r1=4.0, r128=0.4, r512=0.4)).tall is tall
+    assert tuning.best_choice(points(ratio, r1=4.0, r128=0.4, r512=0.4)).tall is tall
 
 
 def test_a_processor_with_a_tile_unit_leaves_many_rows_to_torch(monkeypatch):
-    monkeypatch.setattr(profile, "machine", lambda: Machine("x", frozenset({profile.TILE_UNIT})))
+    monkeypatch.setattr(kernel_choice, "machine", lambda: Machine("x", frozenset({kernel_choice.TILE_UNIT})))
     assert not static_choice(K).tall
-    monkeypatch.setattr(profile, "machine", lambda: Machine("x", frozenset()))
+    monkeypatch.setattr(kernel_choice, "machine", lambda: Machine("x", frozenset()))
     assert static_choice(K).tall
-    assert static_choice(profile.LONG_K).flat_rows < static_choice(profile.LONG_K - 1).flat_rows
+    assert static_choice(kernel_choice.LONG_K).flat_rows < static_choice(kernel_choice.LONG_K - 1).flat_rows
 
 
 @pytest.mark.parametrize(
-    ("attention", "expected"), [([2.0, 1.0], measure.UNIFIED), ([1.0, 0.98], None), ([1.0, 2.0], None)]
+    ("attention", "expected"), [([2.0, 1.0], tuning.UNIFIED), ([1.0, 0.98], None), ([1.0, 2.0], None)]
 )
 def test_the_preset_maximum_must_be_clearly_faster(attention, expected):
-    assert measure.make_profile(points(r1=2.0), attention).unified_max == expected
+    assert tuning.make_profile(points(r1=2.0), attention).unified_max == expected
 
 
 def test_a_profile_survives_the_disk_and_is_added_to(tmp_path):
@@ -76,7 +76,7 @@ def test_a_broken_file_means_the_defaults(tmp_path, text):
 
 def test_another_torch_dtype_or_thread_count_has_another_profile(tmp_path):
     paths = {
-        profile.profile_path(*key, tmp_path)
+        kernel_choice.profile_path(*key, tmp_path)
         for key in (("bf16", 1, "2"), ("f32", 1, "2"), ("bf16", 2, "2"), ("bf16", 1, "3"))
     }
     assert len(paths) == 4

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from baton.core import HandoffId, KVLayout, WorkerRef
-from baton.engine.kv import KVCache
+from baton.engine.kv_cache import KVCache
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.handoff import PushEnd, PushJob, PushResult, TransferSettings
 from kvtransfer.receiver import PeerService

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from baton.engine.kv import KVCache
+from baton.engine.kv_cache import KVCache
 from kvtransfer.handoff import PushJob, PushResult
 from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, make_end, make_kv, put, rows
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import strategies as st
 
 from baton.core import HandoffId, Incarnation, KVLayout, Sampling, SequenceSpec, Token, WorkerRef
-from baton.engine.kv import KVCache
+from baton.engine.kv_cache import KVCache
 from baton.errors import BatonError, HandoffError, OfferRefused, StaleAttempt
 from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from baton.engine.kernels import paged as attention
+from baton.engine.kernels import torch_attention as attention
 from tests.support.paged_attention import paged
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 3, 8, 4

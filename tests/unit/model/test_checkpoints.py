@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.model.build import TransformerBackend, load_model
+from baton.engine.models.loading import TransformerBackend, load_model
 from baton.errors import CheckpointError, ConfigError
 from tests.unit.model.checkpoints import VOCAB, edit_config, edit_tensors, random_checkpoint, reload
 from tests.unit.model.harness import greedy

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from baton.engine.model.build import _max_model_len
-from baton.engine.model.config import FAMILIES, ModelConfig, parse_config
-from baton.engine.model.fields import Fields
-from baton.engine.model.rope import ROPE_TYPES, RopeConfig, inverse_frequencies
+from baton.engine.models.config import FAMILIES, ModelConfig, parse_config
+from baton.engine.models.json_fields import Fields
+from baton.engine.models.loading import _max_model_len
+from baton.engine.models.rope import ROPE_TYPES, RopeConfig, inverse_frequencies
 from baton.errors import CheckpointError, ConfigError
 
 SHAPE = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}

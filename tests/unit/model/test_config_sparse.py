@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
 
-from baton.engine.model.config import ModelConfig
-from baton.engine.model.config_latent import LatentConfig
-from baton.engine.model.config_moe import ExpertsConfig
+from baton.engine.models.config import ModelConfig
+from baton.engine.models.config_variants import ExpertsConfig, LatentConfig
 from baton.errors import CheckpointError
 from tests.unit.model.test_config import VALUES, parsed
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from baton.engine.model.build import load_model
-from baton.engine.model.layers import Step
-from baton.engine.model.llama import MLP
-from baton.engine.model.moe import SparseMLP
+from baton.engine.models.llama import MLP, Step
+from baton.engine.models.loading import load_model
+from baton.engine.models.moe import SparseMLP
 from tests.unit.model.checkpoints import random_checkpoint
 from tests.unit.model.harness import Variant, check_bfloat16, check_logits, greedy, prompts
 

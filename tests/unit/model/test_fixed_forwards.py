@@ -7,15 +7,15 @@ import random
 import pytest
 import torch
 
-from baton.engine.fixed import FixedShapes
-from baton.engine.kernels import plain
+from baton.engine.determinism.checks import FixedRow, check_fixed, fixed_batch
+from baton.engine.determinism.shapes import FixedShapes
+from baton.engine.kernels import torch_reference
+from baton.engine.kernels.cpu.kernel_choice import Choice, Profile
 from baton.engine.kernels.cpu.ops import CpuKernels
-from baton.engine.kernels.cpu.profile import Choice, Profile
-from baton.engine.kernels.paged import PagedAttention
-from baton.engine.kernels.plain import TorchKernels
-from baton.engine.model import build
-from baton.engine.model.build import load_model
-from baton.engine.selfcheck import FixedRow, check_fixed, fixed_batch
+from baton.engine.kernels.torch_attention import PagedAttention
+from baton.engine.kernels.torch_reference import TorchKernels
+from baton.engine.models import loading
+from baton.engine.models.loading import load_model
 from tests.support.compiled_kernels import compiled_or_skip
 from tests.unit.model.checkpoints import VOCAB
 from tests.unit.model.harness import Variant
@@ -51,7 +51,7 @@ def model(folder, family: str, dtype: torch.dtype, kernels: str, monkeypatch):
     def choose(*_):
         return TorchKernels() if kernels == "torch" else CpuKernels(dtype, PROFILES[kernels])
 
-    monkeypatch.setattr(build, "choose_kernels", choose)
+    monkeypatch.setattr(loading, "choose_kernels", choose)
     return compiled_or_skip(lambda: load_model(folder))
 
 
@@ -106,7 +106,7 @@ def test_bits_depend_on_the_position_alone(family, dtype, kernels, threads, tmp_
 def test_the_check_finds_attention_that_varies(family, tmp_path, monkeypatch, seed):
     backend = model(tmp_path, family, torch.float32, "torch", monkeypatch)
     assert check_fixed(backend, SHAPES) == ""
-    monkeypatch.setattr(plain, "SteadyAttention", PagedAttention)
+    monkeypatch.setattr(torch_reference, "SteadyAttention", PagedAttention)
     assert differing(backend, seed)
     assert "in a verify pass that begins" in check_fixed(backend, SHAPES)
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from baton.core import KVLayout
 from baton.engine.kernels.base import BlockCopy
-from baton.engine.kernels.cpu.blocks import CompiledBlockCopy
-from baton.engine.kernels.cpu.build import load_library
-from baton.engine.kv import KVCache
-from baton.engine.tp.cache import ShardedCache
+from baton.engine.kernels.cpu.compiler import load_library
+from baton.engine.kernels.cpu.ops import CompiledBlockCopy
+from baton.engine.kv_cache import KVCache
+from baton.engine.tp.kv_cache import ShardedCache
 from tests.support.compiled_kernels import compiled_or_skip
 from tests.unit.tp.support import GQA, poisoned
 

@@ -8,9 +8,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from baton.engine.kv import KVCache
-from baton.engine.model.build import TransformerBackend, load_model
-from baton.engine.model.deepseek import LatentAttention
+from baton.engine.kv_cache import KVCache
+from baton.engine.models.deepseek import LatentAttention
+from baton.engine.models.loading import TransformerBackend, load_model
 from baton.errors import CheckpointError
 from kvtransfer.frames import Progress
 from tests.unit.model import harness

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from baton.engine.model.build import load_model
-from baton.engine.model.quantised import REFUSED, quantised_as
+from baton.engine.models.config import REFUSED, quantised_as
+from baton.engine.models.loading import load_model
 from baton.errors import CheckpointError
 
 DEMO = Path(__file__).resolve().parents[3] / "models/demo"

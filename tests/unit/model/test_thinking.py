@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.engine.model.build import load_model
-from baton.engine.model.config import read_config
-from baton.engine.model.thinking import KEPT_STATES
+from baton.engine.models.config import read_config
+from baton.engine.models.loading import load_model
+from baton.engine.models.thinking import KEPT_STATES
 from baton.errors import CheckpointError
 from tests.unit.model.checkpoints import HIDDEN, VOCAB, edit_config, edit_tensors, random_checkpoint
 from tests.unit.model.thinking import SETTINGS, thinking_checkpoint

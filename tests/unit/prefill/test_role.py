@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core import HandoffId, SequenceSpec
-from baton.engine.fixed import FixedShapes
+from baton.engine.determinism.shapes import FixedShapes
 from baton.errors import StaleAttempt
 from baton.worker.service import Attempts
 from kvtransfer.handoff import PushJob

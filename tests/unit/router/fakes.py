@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from baton.clock import FakeClock
 from baton.core import BlockCounts, Incarnation, KVLayout, Load, Pace, Role, WorkerInfo, WorkerRef
-from baton.engine.prefix import Chain, scope_key
+from baton.engine.prefix_cache import Chain, scope_key
 from baton.ledger.prefix_index import NAME_BYTES, Change, Holder, PrefixMap
 from router.fleet import Fleet
 from router.floor import Floor, RouterSettings

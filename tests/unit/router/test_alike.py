@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from baton.clock import FakeClock
 from baton.core import Role, Sampling, SequenceSpec
-from baton.engine.prefix import named_blocks
+from baton.engine.prefix_cache import named_blocks
 from baton.errors import DeadlineExceeded, InvalidRequest, NoWorker, Overloaded
 from baton.ledger.prefix_index import PrefixMap
 from router.admission import Admission, Bounds

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from baton.engine.blocks import Allocation, BlockPool
+from baton.engine.block_pool import Allocation, BlockPool
 from baton.workload import Arrival
 from simulator.blocks import CountedPool, Names
 from simulator.gaps import Gaps, percentile

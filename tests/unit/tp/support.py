@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from baton.core import KVLayout
-from baton.engine.kv import KVCache
-from baton.engine.tp.cache import ShardedCache, rank_layout
-from baton.engine.tp.heads import Heads
+from baton.engine.kv_cache import KVCache
+from baton.engine.tp.kv_cache import ShardedCache, rank_layout
+from baton.engine.tp.sharding import Heads
 from tests.support.transports import Log, MainMemory
 
 POISON = float("nan")

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from baton.engine.kv import KVCache
+from baton.engine.kv_cache import KVCache
 from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
 from kvtransfer.transports.torch_dist import GlooTransport

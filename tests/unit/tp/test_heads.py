@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.tp.heads import Heads, Rectangle, rectangles
+from baton.engine.tp.sharding import Heads, Rectangle, rectangles
 from baton.errors import ConfigError
 
 SIZES = (1, 2, 4, 8)

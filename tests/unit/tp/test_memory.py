@@ -21,13 +21,12 @@ import torch
 
 from baton.core import KVLayout
 from baton.engine.engine import Engine
-from baton.engine.model.build import load_model
+from baton.engine.models.loading import load_model
 from baton.engine.tp.backend import ShardedBackend
-from baton.engine.tp.cache import ShardedCache
-from baton.engine.tp.follower import follow
-from baton.engine.tp.memory import GpuMemory, kv_memory
-from baton.engine.tp.model import load_rank
-from baton.engine.tp.ranks import CACHE, END, Plan, Ranks
+from baton.engine.tp.group import CACHE, END, Plan, Ranks
+from baton.engine.tp.kv_cache import ShardedCache
+from baton.engine.tp.kv_memory import GpuMemory, kv_memory
+from baton.engine.tp.rank_process import follow, load_rank
 from baton.errors import RankLost
 from baton.tokenizer import OracleTokenizer
 from baton.worker.engine_factory import generate

@@ -10,8 +10,8 @@ import torch
 
 from baton.config import load_config
 from baton.core import HandoffId, Incarnation, Role, Sampling, SequenceSpec
+from baton.engine.determinism.shapes import FixedShapes
 from baton.engine.engine import Engine
-from baton.engine.fixed import FixedShapes
 from baton.engine.oracle import OracleBackend
 from baton.errors import ConfigError, InvalidRequest
 from baton.tokenizer import OracleTokenizer
@@ -78,7 +78,9 @@ def test_what_is_not_exact_is_verified_and_its_passes_are_reported(settings, set
 def test_a_worker_whose_bits_vary_takes_no_deterministic_requests(monkeypatch, settings):
     sets = (f"model.path={DEMO}", "decode.kv_memory=4MiB", "decode.device=cpu", "model.max_model_len=512")
     assert build_engine(settings(*sets)).backend.nondeterminism == ""
-    monkeypatch.setattr("baton.engine.selfcheck.check_fixed", lambda backend, shapes: f"{shapes.rows} rows vary")
+    monkeypatch.setattr(
+        "baton.engine.determinism.checks.check_fixed", lambda backend, shapes: f"{shapes.rows} rows vary"
+    )
     chosen = settings("decode.kv_memory=1MiB", "determinism.rows=4")
     engine = build_engine(chosen)
     info = info_of(chosen, engine)
@@ -147,7 +149,7 @@ def test_a_worker_says_that_its_model_thinks_and_what_does_not_fit_is_refused_fi
     assert info_of(fits, engine).thinking_chunk == 4
     assert engine.backend.thinker is not None
     assert engine.backend.thinker.mode == "sequential"
-    monkeypatch.setattr("baton.engine.model.build.load_model", None)
+    monkeypatch.setattr("baton.engine.models.loading.load_model", None)
     for wrong in ("decode.block_size=6", "decode.tensor_parallel=2"):
         with pytest.raises(ConfigError, match=f"^{wrong.partition('=')[0]}: "):
             load_backend(settings(*sets, wrong))

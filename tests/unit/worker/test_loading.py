@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from baton.engine.model.loader import LoadProgress
+from baton.engine.models.checkpoint import LoadProgress
 from baton.errors import ConfigError
 from baton.worker.engine_factory import LoadingLog, load_backend
 

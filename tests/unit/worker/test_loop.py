@@ -9,7 +9,7 @@ import pytest
 from baton.clock import FakeClock
 from baton.core import HandoffId, Load, Pace
 from baton.engine.oracle import OracleBackend, oracle_layout
-from baton.engine.outcome import StepResult
+from baton.engine.step_result import StepResult
 from baton.errors import EngineFault
 from baton.worker.engine_loop import EngineLoop
 from tests.support.sessions import BLOCK, prefill, reserve

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from baton.core import HandoffId, Sampling, SequenceSpec
-from baton.engine.model.build import load_model
-from baton.engine.model.thinking import Mode
+from baton.engine.models.loading import load_model
+from baton.engine.models.thinking import Mode
 from baton.errors import StaleAttempt
 from tests.support.fake_pusher import CUT
 from tests.support.sessions import H, next_of, prefill, release, repush, reserve

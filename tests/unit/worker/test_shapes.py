@@ -8,9 +8,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from baton.core import Role
-from baton.engine.fixed import FixedShapes
+from baton.engine.determinism.shapes import FixedShapes
+from baton.engine.determinism.tuning import Passes, save_passes
 from baton.engine.oracle import OracleBackend, oracle_layout
-from baton.engine.passes import Passes, save_passes
 from baton.errors import ConfigError
 from baton.worker import process
 from baton.worker.engine_factory import passes_path, settled

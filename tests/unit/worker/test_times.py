@@ -6,7 +6,7 @@ import pytest
 
 from baton.clock import FakeClock
 from baton.core import HandoffId, Sampling, Thought
-from baton.engine.fixed import FixedShapes
+from baton.engine.determinism.shapes import FixedShapes
 from baton.errors import StaleAttempt
 from baton.rpc.convert import thoughts_from_pb
 from baton.worker.handoff_timing import DecodeTimes, span

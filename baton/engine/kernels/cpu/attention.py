@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from baton.engine.kernels.cpu.args import TASK_INTS, AttentionArgs, strides_of
-from baton.engine.kernels.plain import torch_attention
+from baton.engine.kernels.cpu.c_structs import TASK_INTS, AttentionArgs, strides_of
+from baton.engine.kernels.torch_reference import torch_attention
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -2,6 +2,8 @@
 
 A call costs a few microseconds at most: arguments lie in structures that are made once, and only what changes from
 call to call is set. What the C code does not handle goes to the torch kernels.
+
+KV between blocks and wire order by the compiled kernels.
 """
 
 from __future__ import annotations
@@ -11,14 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from baton.engine.kernels.cpu.args import GateArgs, LinearArgs, NormArgs, RotateArgs, strides_of
+from baton.engine.kernels.base import Scratch
 from baton.engine.kernels.cpu.attention import CompiledAttention, is_compiled
-from baton.engine.kernels.cpu.build import load_library
-from baton.engine.kernels.cpu.profile import FLAT_ROWS, Choice
-from baton.engine.kernels.plain import TorchKernels, TorchLinear
-from baton.engine.kernels.scratch import Scratch
+from baton.engine.kernels.cpu.c_structs import BlocksArgs, GateArgs, LinearArgs, NormArgs, RotateArgs, strides_of
+from baton.engine.kernels.cpu.compiler import load_library
+from baton.engine.kernels.cpu.kernel_choice import FLAT_ROWS, Choice
+from baton.engine.kernels.torch_reference import TorchKernels, TorchLinear
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +30,37 @@ if TYPE_CHECKING:
 
     from baton.engine.batch import Batch
     from baton.engine.kernels.base import HeadNorms, Linear, Rotation, Splits
-    from baton.engine.kernels.cpu.profile import Profile
+    from baton.engine.kernels.cpu.kernel_choice import Profile
+
+
+class CompiledBlockCopy:
+    """Implements `baton.engine.kernels.base.BlockCopy`, for planes that are contiguous. Any thread may call it."""
+
+    def __init__(self, library: ctypes.CDLL, element: str) -> None:
+        self._copy = library[f"blocks_{element}"]
+
+    def __call__(
+        self, planes: Sequence[Tensor], layers: range, blocks: Sequence[int], span: range, wire: Tensor, *, write: bool
+    ) -> None:
+        _, _, block_size, kv_heads, head_dim = planes[0].shape
+        layer_bytes = planes[0].stride(0) * planes[0].itemsize
+        held = np.array(blocks[span.start // block_size : -(-span.stop // block_size)], dtype=np.int64)
+        bases = (ctypes.c_void_p * len(planes))(*(plane.data_ptr() + layers.start * layer_bytes for plane in planes))
+        args = BlocksArgs(
+            planes=ctypes.addressof(bases),
+            blocks=held.ctypes.data,
+            wire=wire.data_ptr(),
+            tensors=len(planes),
+            layers=len(layers),
+            layer_bytes=layer_bytes,
+            block_size=block_size,
+            token_bytes=kv_heads * head_dim * planes[0].itemsize,
+            begin=span.start,
+            end=span.stop,
+            write=write,
+        )
+        self._copy(ctypes.byref(args))
+
 
 ELEMENTS = {torch.bfloat16: "bf16", torch.float32: "f32"}
 LANES, GROUP = 16, 64  # as in the sources

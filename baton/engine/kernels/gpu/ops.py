@@ -8,9 +8,9 @@ import torch
 import triton
 
 from baton.engine.kernels.gpu import triton_decode, triton_prefill, triton_rotary, triton_rows
-from baton.engine.kernels.gpu.plan import WIDEST_HEAD, decode_tiles, prefill_tiles, split_count
-from baton.engine.kernels.gpu.varlen import VarlenAttention, find_varlen, varlen_fits
-from baton.engine.kernels.plain import TorchLinear, torch_attention
+from baton.engine.kernels.gpu.flash_attention import VarlenAttention, find_varlen, varlen_fits
+from baton.engine.kernels.gpu.shapes import WIDEST_HEAD, decode_tiles, prefill_tiles, split_count
+from baton.engine.kernels.torch_reference import TorchLinear, torch_attention
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from baton.engine.batch import Batch
     from baton.engine.kernels.base import Attention, HeadNorms, Linear, Rotation
-    from baton.engine.kernels.gpu.varlen import Varlen
+    from baton.engine.kernels.gpu.flash_attention import Varlen
 
 
 class GpuAttention:

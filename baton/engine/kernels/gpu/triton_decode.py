@@ -18,7 +18,7 @@ from baton.engine.kernels.gpu.triton_tile import attend
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from baton.engine.kernels.gpu.plan import Tiles
+    from baton.engine.kernels.gpu.shapes import Tiles
 
 
 LOG2E = 1.4426950408889634

@@ -17,7 +17,7 @@ from baton.engine.kernels.gpu.triton_tile import attend
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from baton.engine.kernels.gpu.plan import Tiles
+    from baton.engine.kernels.gpu.shapes import Tiles
 
 
 # Arguments stand in groups: memory, strides, constants.

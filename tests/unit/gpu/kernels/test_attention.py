@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from baton.engine.kernels.gpu.ops import GpuKernels
-from baton.engine.kernels.gpu.plan import Tiles
+from baton.engine.kernels.gpu.shapes import Tiles
 from baton.engine.kernels.gpu.triton_decode import Pieces, decode_attention
 from baton.engine.kernels.gpu.triton_prefill import prefill_attention
 from benchmarks.lib.device import CASES, Case, attention_error

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from baton.engine.batch import Batch
-from baton.engine.fixed import FixedShapes
-from baton.engine.kernels.gpu import graphs
-from baton.engine.kernels.gpu.graphs import Captured, CudaCapture, DecodeGraphs, graphed
+from baton.engine.determinism.checks import FixedRow, check_fixed, fixed_batch
+from baton.engine.determinism.shapes import FixedShapes
+from baton.engine.kernels.gpu import cuda_graphs
+from baton.engine.kernels.gpu.cuda_graphs import Captured, CudaCapture, DecodeGraphs, graphed
+from baton.engine.kernels.gpu.flash_attention import VarlenAttention
 from baton.engine.kernels.gpu.ops import GpuAttention, GpuKernels
-from baton.engine.kernels.gpu.varlen import VarlenAttention
-from baton.engine.kernels.plain import TorchKernels
-from baton.engine.kernels.steady import SteadyAttention
-from baton.engine.model.build import load_model
-from baton.engine.selfcheck import FixedRow, check_fixed, fixed_batch
+from baton.engine.kernels.torch_attention import SteadyAttention
+from baton.engine.kernels.torch_reference import TorchKernels
+from baton.engine.models.loading import load_model
 from benchmarks.lib.random_weights import random_model
 from tests.unit.model import harness
 from tests.unit.model.checkpoints import random_checkpoint
@@ -26,7 +26,7 @@ from tests.unit.model.harness import greedy
 from tests.unit.model.thinking import thinking_checkpoint
 
 if TYPE_CHECKING:
-    from baton.engine.backend import ModelBackend
+    from baton.engine.model_backend import ModelBackend
 
 SHAPE: dict[str, Any] = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "max_position_embeddings": 256}
 SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -131,12 +131,12 @@ def test_a_model_that_thinks_is_not_captured(tmp_path, monkeypatch, write, captu
     write(tmp_path, "llama")
     model, made = load_model(tmp_path, block_size=8), Mock(return_value=Mock(sizes=()))
     kv = model.make_cache(2)
-    assert graphs.with_graphs(model, kv, 2, 8) is model, "not on a CPU"
+    assert cuda_graphs.with_graphs(model, kv, 2, 8) is model, "not on a CPU"
     monkeypatch.setattr(model, "device", torch.device("cuda"))
     monkeypatch.setattr(type(model.model.kernels), "name", "triton")
-    monkeypatch.setattr(graphs, "DecodeGraphs", made)
-    monkeypatch.setattr(graphs, "CudaCapture", Mock())
-    assert (graphs.with_graphs(model, kv, 2, 8) is not model) == made.called == captured
+    monkeypatch.setattr(cuda_graphs, "DecodeGraphs", made)
+    monkeypatch.setattr(cuda_graphs, "CudaCapture", Mock())
+    assert (cuda_graphs.with_graphs(model, kv, 2, 8) is not model) == made.called == captured
 
 
 @pytest.mark.usefixtures("products_by_row")

@@ -8,7 +8,7 @@ import torch
 from baton.engine.kernels.base import ACTIVATIONS, HeadNorms, Rotation
 from baton.engine.kernels.gpu.triton_rotary import rotate_and_store
 from baton.engine.kernels.gpu.triton_rows import gate, rms_norm
-from baton.engine.kernels.plain import TorchKernels
+from baton.engine.kernels.torch_reference import TorchKernels
 
 PLAIN = TorchKernels()
 BLOCK = 4

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from baton.engine.kernels.gpu.cuda_driver import HANDLE_BYTES
+from baton.engine.kernels.gpu.cuda_memory import HANDLE_BYTES
 from baton.errors import ChannelBroken
 from kvtransfer.transports import unix_socket
 from kvtransfer.transports.base import Side

@@ -1,0 +1,219 @@
+"""Whether the fixed forwards of a loaded model are what deterministic requests need: looked at when a worker starts.
+
+The same tokens are computed in every way in which the engine may meet them, and all bits of their KV and logits are
+compared: in prompt chunks with other padding behind them, and in verify passes at other offsets, in other rows, beside
+other sequences of other lengths. Nothing is known about a kernel beforehand: one that is not steady is found out.
+
+The name of all that the bits of deterministic requests depend on: equal names, equal bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+import structlog
+import torch
+
+from baton.clock import SystemClock
+from baton.engine.batch import Batch
+from baton.engine.determinism.shapes import SHORT, SHORT_UNTIL
+from baton.engine.kernels.cpu.compiler import machine
+from baton.engine.sampling.noise import mix64
+from baton.hashing import fingerprint
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from baton.core import KVLayout
+    from baton.engine.determinism.shapes import FixedShapes
+    from baton.engine.model_backend import ModelBackend
+
+
+def bits_fingerprint(backend: ModelBackend, shapes: FixedShapes) -> str:
+    """24 hex digits, equal on two workers whose fixed forwards of `shapes` give the same bits.
+
+    A hash of the weights and dtype, of the kernels and which of them these shapes take, of torch and its threads, of
+    the number of ranks, of the processor or the GPU and its driver, and of the shapes and the grid themselves.
+    """
+    grid = SHORT, SHORT_UNTIL
+    # One row: the last of a prompt is the only one whose logits are wanted.
+    rows = sorted({1, *grid, shapes.rows * shapes.tokens})
+    return fingerprint(
+        (
+            backend.fingerprint,
+            backend.layout.dtype,
+            *backend.facts(rows),
+            f"torch {torch.__version__}, {torch.get_num_threads()} threads, {torch.get_float32_matmul_precision()}",
+            *device_facts(backend.device, backend.layout),
+            f"{shapes.rows} x {shapes.tokens} on {grid}",
+        )
+    )
+
+
+def device_facts(device: torch.device, layout: KVLayout) -> tuple[str, ...]:
+    """What is computed on: processor and instructions, or GPU, driver, CUDA and what blocks its kernels see."""
+    if device.type == "cpu":
+        here = machine()
+        return (here.model, *sorted(here.flags), torch.backends.cpu.get_cpu_capability())
+    found = torch.cuda.get_device_properties(device)
+    driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]  # not in the stub
+    capability = f"{found.major}.{found.minor}"
+    return (found.name, capability, f"driver {driver}", f"CUDA {torch.version.cuda}", f"blocks of {layout.block_size}")
+
+
+log = structlog.get_logger(__name__)
+
+
+class FixedRow(NamedTuple):
+    """Tokens of one sequence, from position `start` on, whose KV lies in `blocks`."""
+
+    tokens: list[int]
+    start: int
+    blocks: list[int]
+
+
+def checked_shapes(backend: ModelBackend, shapes: FixedShapes) -> FixedShapes | None:
+    """`shapes` as far as they hold here: with the `exact_rows` that are so, or None, and the backend knows why.
+
+    Tells the log. No cache of the backend may be in use.
+    """
+    clock = SystemClock()
+    began = clock.monotonic()
+    backend.nondeterminism = backend.nondeterminism or check_fixed(backend, shapes)
+    found = None if backend.nondeterminism else replace(shapes, exact_rows=exact_rows(backend, shapes))
+    seconds = round(clock.monotonic() - began, 3)
+    if found is None:
+        log.warning("fixed_forwards_vary", reason=backend.nondeterminism, seconds=seconds)
+    else:
+        sizes = {"rows": found.rows, "tokens": found.tokens, "exact_rows": found.exact_rows}
+        log.info("fixed_forwards_checked", **sizes, seconds=seconds)
+    return found
+
+
+def check_fixed(backend: ModelBackend, shapes: FixedShapes) -> str:
+    """What varied, in words; "": nothing. Makes a cache: the backend's one before it must not be used any more."""
+    looker = _Looker(backend, shapes)
+    return looker.chunks() or looker.passes()
+
+
+def exact_rows(backend: ModelBackend, shapes: FixedShapes) -> int:
+    """Of how many rows a decode step may be to give the bits of a verify pass, at most `shapes.exact_rows`; 0: of none.
+
+    Needs kernels of which that is known, and is looked at all the same. Makes a cache, like `check_fixed`.
+    """
+    steady = backend.steady_rows()
+    most = min(shapes.exact_rows, steady, 2 * shapes.tokens)
+    if most < 1 or steady < shapes.rows * shapes.tokens:
+        return 0
+    found = _Looker(backend, shapes).steps(most)
+    if found:
+        log.warning("decode_steps_vary", reason=found)
+    return 0 if found else most
+
+
+class _Looker:
+    def __init__(self, backend: ModelBackend, shapes: FixedShapes) -> None:
+        self._backend, self._shapes = backend, shapes
+        self._from = max(1, min(SHORT, backend.max_model_len - 2 * shapes.tokens))  # where verify passes begin
+        longest = max(2 * SHORT_UNTIL, SHORT + 2 * shapes.tokens)
+        each = backend.layout.blocks_for(longest)
+        tables = [list(range(row * each, (row + 1) * each)) for row in range(shapes.rows + 1)]
+        self._blocks, *self._others = [table[::-1] for table in tables]
+        self._kv = backend.make_cache(len(tables) * each)
+
+    def chunks(self) -> str:
+        """Prompts that end in a chunk: the same tokens in other blocks, with other tokens behind them."""
+        for start in (SHORT_UNTIL, 0):  # in this order nothing but zeros lies before either
+            if start >= self._backend.max_model_len:
+                continue  # no prompt gets there
+            span = self._shapes.chunk(start)
+            real = len(span) * 5 // 8
+            found = []
+            for behind, blocks in enumerate((self._blocks, self._others[0])):
+                tokens = self._tokens(0, start, real) + self._tokens(1 + behind, start + real, len(span) - real)
+                logits = self._forward([FixedRow(tokens, start, blocks)], [real - 1])
+                found.append((logits, self._kv_of(blocks, start, real)))
+            if not all(map(torch.equal, *found)):
+                return f"tokens in a chunk of {len(span)} have other bits when other padding follows them"
+        return ""
+
+    def passes(self) -> str:
+        """The same tokens in verify passes that begin elsewhere."""
+        width, first = self._shapes.tokens, self._from
+        self._forward([FixedRow(self._tokens(0, 0, SHORT), 0, self._blocks)], [])
+        logits = torch.cat([self._verify(0, start, start) for start in (first, first + width)])
+        cache = self._kv_of(self._blocks, first, 2 * width)
+        last = self._shapes.rows - 1
+        for slot, offset in ((last, 0), (last // 2, 1), (last, width // 2), (0, width - 1)):
+            found = self._verify(slot, first + offset, 7 * offset + slot)
+            same_kv = torch.equal(self._kv_of(self._blocks, first + offset, width), cache[:, offset : offset + width])
+            if not same_kv or not torch.equal(found, logits[offset : offset + width]):
+                where = f"{offset} tokens later, in row {slot} of {last + 1}"
+                return f"tokens have other {'logits' if same_kv else 'KV'} in a verify pass that begins {where}"
+        return ""
+
+    def steps(self, most: int) -> str:
+        """Those tokens again, each in a row of its own, in decode steps of one row to `most`."""
+        width, first = self._shapes.tokens, self._from
+        self._forward([FixedRow(self._tokens(0, 0, SHORT), 0, self._blocks)], [])
+        logits = torch.cat([self._verify(0, start, start) for start in (first, first + width)])
+        cache = self._kv_of(self._blocks, first, 2 * width)
+        for count in sorted({*range(1, min(8, most) + 1), *range(8, most, 8), most}):
+            offsets = [offset for _, offset in sorted((mix64(count << 32 | i), i) for i in range(2 * width))][:count]
+            rows = [FixedRow(self._tokens(0, first + offset, 1), first + offset, self._blocks) for offset in offsets]
+            same = torch.equal(self._forward(rows, list(range(count))), logits[offsets])
+            if not same or not torch.equal(self._kv_of(self._blocks, first, 2 * width), cache):
+                return f"tokens have other {'KV' if same else 'logits'} in a decode step of {count} rows"
+        return ""
+
+    def _verify(self, slot: int, start: int, salt: int) -> Tensor:
+        """Logits as int32 [W, vocab] of the checked sequence in one slot; the others are `salt`'s."""
+        width = self._shapes.tokens
+        rows = [
+            FixedRow(self._tokens(salt + row, 0, width), (salt * 13 + row) % self._from, blocks)
+            for row, blocks in enumerate(self._others[: self._shapes.rows], 3)
+        ]
+        rows[slot] = FixedRow(self._tokens(0, start, width), start, self._blocks)
+        logits = self._forward(rows, list(range(len(rows) * width)))
+        return logits[slot * width : (slot + 1) * width]
+
+    def _tokens(self, sequence: int, start: int, count: int) -> list[int]:
+        return [mix64(sequence << 32 | position) % self._backend.vocab_size for position in range(start, start + count)]
+
+    def _forward(self, rows: list[FixedRow], wanted: list[int]) -> Tensor:
+        """The bits of the wanted rows' logits: int32 [L, vocab]."""
+        batch = fixed_batch(rows, wanted, self._backend.layout.block_size, self._backend.device)
+        return self._backend.forward(batch, self._kv).view(torch.int32).clone()
+
+    def _kv_of(self, blocks: list[int], start: int, count: int) -> Tensor:
+        """The bytes of positions: uint8 [layers * tensors, count, bytes]."""
+        layout = self._backend.layout
+        out = torch.empty(layout.layers * count * layout.layer_token_bytes, dtype=torch.uint8, device=self._kv.device)
+        self._kv.gather(range(layout.layers), blocks, start, start + count, out)
+        return out.view(layout.layers * len(layout.tensors), count, -1)
+
+
+def fixed_batch(rows: list[FixedRow], wanted: list[int], block_size: int, device: torch.device) -> Batch:
+    """A fixed forward of these rows."""
+    spans = [range(row.start, row.start + len(row.tokens)) for row in rows]
+    slots = [
+        row.blocks[position // block_size] * block_size + position % block_size
+        for row, span in zip(rows, spans, strict=True)
+        for position in span
+    ]
+    lengths, contexts = [len(span) for span in spans], [span.stop for span in spans]
+    with device:
+        return Batch(
+            token_ids=torch.tensor([token for row in rows for token in row.tokens]),
+            positions=torch.tensor([position for span in spans for position in span]),
+            slot_mapping=torch.tensor(slots),
+            query_lens=lengths,
+            context_lens=contexts,
+            query_starts=torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32),
+            kv_lens=torch.tensor(contexts, dtype=torch.int32),
+            block_tables=torch.tensor([row.blocks for row in rows], dtype=torch.int32),
+            logit_rows=torch.tensor(wanted, dtype=torch.int64),
+            fixed=True,
+        )

@@ -1,0 +1,267 @@
+"""Forwards of fixed shapes: prompts of deterministic requests on the grid, and verify passes over their candidates.
+
+A verify pass computes the last verified token and the candidates behind it, writes their KV over what the ordinary
+batch wrote, and draws each next token anew. What it draws is final: equal candidates stay, the first that differs is
+replaced, and those behind it are dropped. So each pass brings one token at least, and of `W - 1` right candidates `W`.
+
+The tensors of such a forward have the shape, and the rows the sizes, that the shape says: what is missing is padded
+with tokens that write behind the known ones, or to one block of the cache that nobody owns, and whose results nobody
+reads.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from baton.core import Token
+from baton.engine.batch import Batch
+from baton.engine.determinism.planner import Fixed
+from baton.engine.determinism.shapes import Draft
+from baton.engine.model_runner import Mirror
+from baton.engine.sampling.sampler import Sampler
+from baton.engine.sequence import Work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from baton.engine.choice import Choice
+    from baton.engine.determinism.planner import Window
+    from baton.engine.determinism.shapes import FixedShapes
+    from baton.engine.kv_cache import KVCache
+    from baton.engine.model_backend import ModelBackend
+    from baton.engine.request import Request
+    from baton.engine.sampling.sampler import Sampled
+    from baton.engine.step_result import Counters, StepResult
+    from baton.engine.thinking.states import Thoughts
+
+
+class Taken(NamedTuple):
+    """What a pass brought to one sequence: verified tokens, and how many positions of its KV are final."""
+
+    tokens: list[Token]
+    final: int
+
+
+class FixedInputs:
+    """Builds the batches. `spare` is the number of the block that padding is written to; sequences have at most
+    `max_blocks` blocks.
+    """
+
+    def __init__(self, backend: ModelBackend, shapes: FixedShapes, max_blocks: int, spare: int) -> None:
+        self._shapes, self._block_size, self._spare = shapes, backend.layout.block_size, spare
+        self._last = backend.max_model_len - 1
+        width = max_blocks + backend.layout.blocks_for(shapes.largest)
+        device = backend.device
+
+        def mirror(dtype: torch.dtype, *shape: int) -> Mirror:
+            return Mirror(shape, dtype, device, staged=device.type != "cpu")
+
+        self._token_ids, self._positions, self._slots = (mirror(torch.int64, shapes.largest) for _ in range(3))
+        self._starts, self._lens = mirror(torch.int32, shapes.rows + 1), mirror(torch.int32, shapes.rows)
+        self._tables, self._wanted = mirror(torch.int32, shapes.rows, width), mirror(torch.int64, shapes.largest)
+
+    def build(
+        self,
+        windows: Sequence[Window],
+        tokens: Sequence[list[int]],
+        on_layer: Callable[[int], None] | None = None,
+        thoughts: Thoughts | None = None,
+    ) -> Batch:
+        """Of all windows of one pass; `tokens[i]` are those of its i-th sequence. Logits: of the last token of a prompt
+        that ends here, or of all rows of a verify pass. Good until the next build.
+        """
+        size = windows[0].size
+        on_grid = _of(windows[0]).on_grid
+        rows = 1 if on_grid else self._shapes.rows
+        n = rows * size
+        contexts = [window.start + size for window in windows] + [size] * (rows - len(windows))
+        self._tables.array[:rows] = self._spare
+        self._token_ids.array[:n] = 0
+        self._slots.array[:n] = self._spare * self._block_size
+        self._positions.array[:n] = np.tile(np.arange(size), rows)
+        for row, (window, known) in enumerate(zip(windows, tokens, strict=True)):
+            self._write(row, window, known)
+        self._starts.array[: rows + 1] = np.arange(rows + 1) * size
+        self._lens.array[:rows] = contexts
+        wanted = self._wanted_of(windows[0], n, on_grid=on_grid)
+        return Batch(
+            token_ids=self._token_ids.push(n, 0),
+            positions=self._positions.push(n, 0),
+            slot_mapping=self._slots.push(n, 0),
+            query_lens=[size] * rows,
+            context_lens=contexts,
+            query_starts=self._starts.push(rows + 1, 0),
+            kv_lens=self._lens.push(rows, 0),
+            block_tables=self._tables.push(rows, 0),
+            logit_rows=self._wanted.push(wanted, 0),
+            on_layer=on_layer,
+            fixed=True,
+            thinking=None if thoughts is None else thoughts.inject_fixed(windows, n),
+        )
+
+    def _write(self, row: int, window: Window, known: list[int]) -> None:
+        assert window.sequence.allocation is not None
+        size, start, at = window.size, window.start, row * window.size
+        blocks, table = window.sequence.allocation.blocks, self._tables.array[row]
+        table[: len(blocks)] = blocks
+        positions = np.arange(start, start + size)
+        self._positions.array[at : at + size] = positions.clip(max=self._last)
+        self._token_ids.array[at : at + window.count] = known[start : start + window.count]
+        # Padding writes to the sequence's own blocks, too, as far as they go: what others left there is read, though it
+        # weighs nothing, and may be no number.
+        places = positions[: len(blocks) * self._block_size - start]
+        own = slice(at, at + len(places))
+        self._slots.array[own] = table[places // self._block_size].astype(np.int64) * self._block_size
+        self._slots.array[own] += places % self._block_size
+
+    def _wanted_of(self, window: Window, n: int, *, on_grid: bool) -> int:
+        if not on_grid:
+            self._wanted.array[:n] = np.arange(n)
+            return n
+        self._wanted.array[0] = window.count - 1
+        return int(window.start + window.count == _of(window).verified)
+
+
+class FixedForwards:
+    """Builds, computes and evaluates the forwards of one engine."""
+
+    def __init__(
+        self,
+        backend: ModelBackend,
+        shapes: FixedShapes,
+        max_blocks: int,
+        spare: int,
+        thoughts: Thoughts | None = None,
+    ) -> None:
+        self._backend, self._shapes, self._thoughts = backend, shapes, thoughts
+        self._inputs = FixedInputs(backend, shapes, max_blocks, spare)
+        self._sampler = Sampler()
+        self._began = 0.0  # the last of them
+
+    def begin(self, request: Request, prompt: int) -> None:
+        """It is deterministic, and its prompt has so many tokens."""
+        sequence = request.sequence
+        sequence.fixed = Fixed(self._shapes, prompt, sequence.known, sequence.computed, holds=request.hold)
+        request.draft = Draft(request.choice)
+
+    @torch.inference_mode()
+    def compute(
+        self,
+        windows: Sequence[Window],
+        requests: Sequence[Request],
+        kv: KVCache,
+        on_layer: Callable[[list[Work], int], None] | None,
+    ) -> list[Draws]:
+        """Run the model: what it says of the tokens that come next in each window. Nothing of a chunk of the grid that
+        is to be computed again, with what was thought about a part of it.
+        """
+        self._began = time.monotonic()
+        work = [Work(window.sequence, window.count) for window in windows]
+        told = partial(on_layer, work) if on_layer is not None else None
+        batch = self._inputs.build(windows, [request.tokens for request in requests], told, self._thoughts)
+        logits = self._backend.forward(batch, kv)
+        thoughts, injected = self._thoughts, batch.thinking
+        if thoughts is not None and injected is not None and not thoughts.settle_fixed(windows[0], injected):
+            return []
+        return self._draws(windows, requests, logits)
+
+    def count(self, windows: Sequence[Window], result: StepResult, counters: Counters) -> None:
+        """What a forward cost, not what came of it."""
+        size, on_grid = windows[0].size, _of(windows[0]).on_grid
+        tokens = size * (1 if on_grid else self._shapes.rows)
+        result.computed += tokens
+        result.prefill += tokens * on_grid
+        context = sum(size * window.start + size * (size + 1) // 2 for window in windows)
+        result.context += context
+        result.prefill_context += context * on_grid
+        counters.steps += result.computed == tokens  # else the ordinary batch has counted it
+        counters.prefill_tokens += sum(Work(window.sequence, window.count).prefill_tokens for window in windows)
+        counters.verify_passes += not on_grid
+        for window in () if on_grid else windows:
+            verifying = _of(window).verifying
+            verifying.passes += 1
+            verifying.seconds += time.monotonic() - self._began
+            result.verifying.append((window.sequence.key, verifying))
+
+    def _draws(self, windows: Sequence[Window], requests: Sequence[Request], logits: Tensor) -> list[Draws]:
+        """For each window. Rows whose state follows from the position alone are drawn at once."""
+        found = [Draws(self._sampler, window, request) for window, request in zip(windows, requests, strict=True)]
+        rows, places = [], list[int]()
+        for number, draws in enumerate(found):
+            at = number * windows[0].size if len(logits) > 1 else -draws.first
+            draws.logits = logits[at + draws.first : at + draws.last] if draws.last > draws.first else logits[:0]
+            if draws.plain:
+                rows += [draws.row.at(ahead) for ahead in range(draws.last - draws.first)]
+                places += range(at + draws.first, at + draws.last)
+        if rows:
+            drawn = iter(self._sampler.sample(logits if len(places) == len(logits) else logits[places], rows))
+            for draws in found:
+                if draws.plain:
+                    draws.ready = [next(drawn) for _ in range(draws.last - draws.first)]
+        return found
+
+    def take(self, window: Window, request: Request, draws: Draws, counters: Counters) -> Taken | None:
+        """Give what was drawn to the request's choice, as far as its inputs were right; None: no token can be drawn.
+
+        Afterwards the draft goes on behind the verified tokens, of which `Fixed.verified` tells the number.
+        """
+        choice, draft, fixed = request.choice, request.draft, _of(window)
+        assert draft is not None
+        tokens, final, agrees = list[Token](), window.start + window.count, True
+        for number in range(draws.last - draws.first):
+            final = window.start + draws.first + number + 1
+            sampled = draws[number]
+            if sampled.token_id is None:
+                return None
+            agrees = _agrees(draft, final, sampled.token_id, choice)
+            token = choice.push(sampled.token_id, sampled.logprobs)
+            tokens += [token] if token is not None else []
+            if choice.finish is not None or not agrees:
+                break
+        counters.rollbacks += not agrees
+        fixed.verifying.rollbacks += not agrees
+        if choice.finish is None and agrees and tokens and len(choice.tokens) > len(draft.tokens):
+            draft.push(choice.tokens[-1])  # the free one, behind candidates that were all right
+        elif choice.finish is not None or not agrees:
+            counters.recomputed_tokens += max(0, len(draft.tokens) - final)
+            draft = request.draft = Draft(choice)
+        fixed.verified, fixed.ended = len(choice.tokens), draft.ended
+        return Taken(tokens, final)
+
+
+class Draws:
+    """The tokens that follow the inputs [first, last) of one window, one after the other."""
+
+    def __init__(self, sampler: Sampler, window: Window, request: Request) -> None:
+        self.first = min(_of(window).verified - 1 - window.start, window.count)
+        self.last = window.count
+        self.row = request.choice.row
+        self.plain = self.row.seen is None and self.row.guide is None
+        self.ready: list[Sampled] = []
+        self.logits: Tensor
+        self._sampler = sampler
+
+    def __getitem__(self, number: int) -> Sampled:
+        """After those before it were pushed to the choice."""
+        if self.plain:
+            return self.ready[number]
+        return self._sampler.sample(self.logits[number : number + 1], [self.row])[0]
+
+
+def _agrees(draft: Draft, position: int, token_id: int, choice: Choice) -> bool:
+    """Whether the candidate at `position`, if there is one, is this token: an end agrees with an end."""
+    if position < len(draft.tokens):
+        return draft.tokens[position] == token_id
+    return not draft.stopped or choice.ends_by_id(token_id) is not None
+
+
+def _of(window: Window) -> Fixed:
+    assert window.sequence.fixed is not None
+    return window.sequence.fixed

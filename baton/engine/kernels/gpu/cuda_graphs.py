@@ -1,0 +1,211 @@
+"""CUDA graphs for decode steps: a whole forward is one launch, captured once for each bucket of batch sizes.
+
+A step of n sequences runs the graph of the next bucket. What it reads lies in static tensors that are filled before
+each replay; rows beyond n are padding: slot -1, which no kernel stores to, and no KV. Nothing in a graph depends on
+lists of the host: split counts are those of the longest context that may come.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import structlog
+import torch
+
+from baton.clock import SystemClock
+from baton.engine.batch import Batch
+from baton.engine.kernels.base import Scratch
+from baton.engine.kernels.gpu.shapes import WIDEST_HEAD, bucket_for, buckets
+from baton.engine.models.loading import TransformerBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+    from baton.engine.kv_cache import KVCache
+    from baton.engine.model_backend import ModelBackend
+
+log = structlog.get_logger()
+
+
+class Captured(NamedTuple):
+    """A forward that can be run again: it reads the static inputs, and leaves its logits where they were."""
+
+    replay: Callable[[], None]
+    logits: Tensor
+
+
+class Capture(Protocol):
+    """Makes a `Captured` of a forward. The device's is `CudaCapture`."""
+
+    def __call__(self, forward: Callable[[], Tensor]) -> Captured:
+        """Raises RuntimeError if this forward cannot be captured."""
+
+
+class CudaCapture:
+    """Captures on one device; all graphs share one pool of memory, as no two run at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, forward: Callable[[], Tensor]) -> Captured:
+        """Runs the forward once before: kernels are compiled and libraries set up outside of the graph."""
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            forward()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Transfers may use the device from other threads meanwhile; that is no error of this one.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits = forward()
+        return Captured(graph.replay, logits)
+
+
+class Static:
+    """The inputs of all graphs, for up to `rows` sequences of `blocks` blocks."""
+
+    def __init__(self, rows: int, blocks: int, block_size: int, device: torch.device) -> None:
+        self._longest = blocks * block_size
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.token_ids, self.positions, self.logit_rows = zeros(rows), zeros(rows), zeros(rows)
+        self.slots, self.kv_lens = zeros(rows) - 1, zeros(rows, dtype=torch.int32)
+        self.tables = zeros(rows, blocks, dtype=torch.int32)
+        self.starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+
+    def batch(self, rows: int) -> Batch:
+        """The batch that the graph of this bucket reads; to the host, every context is as long as can be."""
+        return Batch(
+            token_ids=self.token_ids[:rows],
+            positions=self.positions[:rows],
+            slot_mapping=self.slots[:rows],
+            query_lens=[1] * rows,
+            context_lens=[self._longest] * rows,
+            query_starts=self.starts[: rows + 1],
+            kv_lens=self.kv_lens[:rows],
+            block_tables=self.tables[:rows],
+            logit_rows=self.logit_rows[:rows],
+        )
+
+    def fill(self, batch: Batch, bucket: int) -> None:
+        """Take over a batch of one token for each sequence; the rows up to `bucket` become padding. Never waits."""
+        rows, wanted = len(batch.token_ids), len(batch.logit_rows)
+        self.token_ids[:rows].copy_(batch.token_ids)
+        self.positions[:rows].copy_(batch.positions)
+        self.slots[:rows].copy_(batch.slot_mapping)
+        self.kv_lens[:rows].copy_(batch.kv_lens)
+        self.tables[:rows, : batch.block_tables.shape[1]].copy_(batch.block_tables)
+        self.logit_rows[:wanted].copy_(batch.logit_rows)
+        if rows < bucket:
+            self.slots[rows:bucket].fill_(-1)
+            self.kv_lens[rows:bucket].fill_(0)
+        if wanted < bucket:
+            self.logit_rows[wanted:bucket].fill_(0)
+
+
+class DecodeGraphs:
+    """Answers decode batches over one cache by replaying graphs; other batches are not for it."""
+
+    def __init__(self, model: TransformerBackend, kv: KVCache, max_rows: int, max_blocks: int) -> None:
+        self._model, self._kv = model, kv
+        self.sizes = buckets(max_rows)
+        self._max_blocks = max_blocks
+        self._static = Static(max_rows, max_blocks, model.layout.block_size, model.device)
+        self._graphs: dict[int, Captured] = {}
+
+    def capture(self, capture: Capture) -> None:
+        """Capture all buckets, the largest first: its scratch is large enough for the others."""
+        scratch = self._model.model.scratch
+        with _scratch_of_its_own(self._model, Scratch(scratch.dtype, scratch.device)):
+            for rows in reversed(self.sizes):
+                forward = partial(self._model.forward, self._static.batch(rows), self._kv)
+                self._graphs[rows] = capture(forward)
+
+    def bucket(self, batch: Batch, kv: KVCache) -> int | None:
+        """The graph for this batch, None if there is none."""
+        if kv is not self._kv or max(batch.query_lens) > 1 or batch.block_tables.shape[1] > self._max_blocks:
+            return None
+        if batch.fixed:  # padded to a bucket, it would have another shape
+            return None
+        return bucket_for(len(batch.query_lens), self.sizes) if self._graphs else None
+
+    def run(self, batch: Batch, bucket: int) -> Tensor:
+        """The logits of the batch, float32 [L, vocab], valid until the next run."""
+        captured = self._graphs[bucket]
+        self._static.fill(batch, bucket)
+        captured.replay()
+        return captured.logits[: len(batch.logit_rows)]
+
+
+@contextmanager
+def _scratch_of_its_own(backend: TransformerBackend, scratch: Scratch) -> Iterator[None]:
+    # A graph writes to the addresses that it was captured with. The model's own scratch moves when it grows.
+    model = backend.model
+    before, model.scratch = model.scratch, scratch
+    try:
+        yield
+    finally:
+        model.scratch = before
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class GraphedBackend(TransformerBackend):
+    """A model whose decode steps are replayed; all else is computed as before."""
+
+    graphs: DecodeGraphs
+
+    def forward(self, batch: Batch, kv: KVCache) -> Tensor:
+        """Write the batch's K and V, then return logits, float32 [L, vocab_size], valid until the next forward."""
+        bucket = None if batch.on_layer else self.graphs.bucket(batch, kv)  # a graph tells nobody about its layers
+        return self.model.forward(batch, kv) if bucket is None else self.graphs.run(batch, bucket)
+
+
+def with_graphs(backend: ModelBackend, kv: KVCache, max_running: int, max_model_len: int) -> ModelBackend:
+    """The backend with its decode steps captured over this cache; itself where that cannot be or does not work.
+
+    Captured are Llama-like models on the GPU kernels: a mixture of experts asks the device which experts to run, latent
+    attention stores without regard to padding, several ranks exchange through the host, and a model that thinks takes
+    states with each batch.
+    """
+    if not isinstance(backend, TransformerBackend) or not _can_be_captured(backend):
+        return backend
+    clock = SystemClock()
+    began = clock.monotonic()
+    graphs = DecodeGraphs(backend, kv, max_running, backend.layout.blocks_for(max_model_len))
+    try:
+        graphs.capture(CudaCapture(backend.device))
+    except RuntimeError as why:
+        log.warning("decode_graphs_unavailable", reason=str(why))
+        return backend
+    log.info("decode_graphs_captured", buckets=graphs.sizes, seconds=round(clock.monotonic() - began, 3))
+    return graphed(backend, graphs)
+
+
+def graphed(backend: TransformerBackend, graphs: DecodeGraphs) -> GraphedBackend:
+    """The backend with these graphs."""
+    return GraphedBackend(
+        name=backend.name,
+        layout=backend.layout,
+        vocab_size=backend.vocab_size,
+        max_model_len=backend.max_model_len,
+        device=backend.device,
+        fingerprint=backend.fingerprint,
+        model=backend.model,
+        nondeterminism=backend.nondeterminism,
+        graphs=graphs,
+    )
+
+
+def _can_be_captured(backend: TransformerBackend) -> bool:
+    config = backend.model.config
+    plain = config.experts is None and config.latent is None and config.thinking is None
+    fits = plain and config.head_dim <= WIDEST_HEAD
+    return backend.device.type == "cuda" and backend.model.kernels.name == "triton" and fits

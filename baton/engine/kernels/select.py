@@ -1,0 +1,57 @@
+"""Which kernels a model runs on."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import structlog
+import torch
+
+from baton.engine.kernels.cpu.compiler import Unavailable
+from baton.engine.kernels.cpu.kernel_choice import load_profile, profile_path
+from baton.engine.kernels.cpu.ops import ELEMENTS, CompiledBlockCopy, CpuKernels
+from baton.engine.kernels.torch_reference import TorchKernels
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from baton.engine.kernels.base import BlockCopy, Kernels, Splits
+
+log = structlog.get_logger()
+
+OLDEST_GPU = (8, 0)  # Ampere: the first with bfloat16
+
+
+def profile_of(dtype: torch.dtype) -> Path:
+    """Where the profile for this machine and torch's present number of threads lies."""
+    return profile_path(ELEMENTS[dtype], torch.get_num_threads(), torch.__version__)
+
+
+def block_copy(kernels: Kernels) -> BlockCopy | None:
+    """What comes with them to move KV faster than torch does; None: nothing."""
+    return CompiledBlockCopy(kernels.library, kernels.element) if isinstance(kernels, CpuKernels) else None
+
+
+def choose_kernels(device: torch.device, dtype: torch.dtype, splits: Splits = "auto") -> Kernels:
+    """The fastest set that runs on this device. How decode attention is split is up to the compiled CPU kernels alone:
+    on GPUs it follows load always, and plain torch does not split.
+    """
+    kernels = _fastest(device, dtype, splits)
+    if splits != "auto" and not isinstance(kernels, CpuKernels):
+        log.warning("attention_splits_without_effect", asked=splits, kernels=kernels.name)
+    return kernels
+
+
+def _fastest(device: torch.device, dtype: torch.dtype, splits: Splits) -> Kernels:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= OLDEST_GPU and find_spec("triton"):
+        from baton.engine.kernels.gpu.ops import GpuKernels  # triton is not there for CPUs
+
+        return GpuKernels.on(device)
+    if device.type != "cpu" or dtype not in ELEMENTS:
+        return TorchKernels()
+    try:
+        return CpuKernels(dtype, load_profile(profile_of(dtype)), splits=splits)
+    except Unavailable as why:
+        log.info("kernels_torch", reason=str(why))
+        return TorchKernels()

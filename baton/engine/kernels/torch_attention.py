@@ -1,0 +1,247 @@
+"""Causal attention over paged KV, for any mix of prompt chunks and decode rows.
+
+`PagedAttention` is built once per forward (and per window size); all indices and masks are made there. Layers then
+call it with their queries. Chunks run one sequence at a time, in tiles of query rows; rows of a single token run
+together, in groups of similar context length. Only valid positions are ever read, so what other sequences left in
+a block does no harm, not even a NaN.
+
+Causal attention of fixed forwards in plain torch: a row depends on its position and on the KV before it alone.
+
+Each sequence is walked in chunks that begin at multiples of CHUNK, all products have constant shapes (the new tokens of
+the sequence x CHUNK), and a running maximum and sums in float32 take the chunks in, one after another. A chunk of which
+a row sees nothing leaves that row's sums exactly as they are. The paged attention below is faster, and not steady.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from baton.engine.batch import Batch
+
+
+TILE_ROWS = 256  # bounds the mask of a chunk to TILE_ROWS x context
+GROUP_SLOTS = 65536  # bounds the copy of KV that one group of decode rows makes
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """New tokens [row, row + tokens) of one sequence; `slots` int64 are those of its positions from `first` on."""
+
+    row: int
+    slots: Tensor
+    tiles: list[_Tile]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Rows of a chunk and the range of its slots that they see; without a mask it is a plain causal square."""
+
+    rows: slice
+    keys: slice
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rows int64 [R] of one token each; slots int64 [R, S]; mask bool [R, 1, 1, S], False where a slot is padding."""
+
+    rows: Tensor
+    slots: Tensor
+    mask: Tensor
+
+
+class PagedAttention:
+    """Attention of one batch: implements `baton.engine.kernels.base.Attention` for any device and dtype."""
+
+    def __init__(self, batch: Batch, block_size: int, window: int | None, scale: float) -> None:
+        self._scale = scale
+        self._tables = batch.block_tables.to(torch.int64)
+        self._block_size = block_size
+        self._window = window
+        starts = accumulate(batch.query_lens, initial=0)
+        rows = list(zip(starts, batch.query_lens, batch.context_lens, strict=False))
+        self._chunks = [self._chunk(i, *row) for i, row in enumerate(rows) if row[1] > 1]
+        singles = [(i, row, context) for i, (row, tokens, context) in enumerate(rows) if tokens == 1]
+        self._groups = [self._group(members) for members in _similar(singles, window)]
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> Tensor:
+        result = out.view(*query.shape[:2], values.shape[-1])
+        keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+        for chunk in self._chunks:
+            _run_chunk(chunk, query, keys, values, result, self._scale)
+        for group in self._groups:
+            _run_group(group, query, keys, values, result, self._scale)
+        return out
+
+    def _chunk(self, index: int, row: int, tokens: int, context: int) -> _Chunk:
+        start = context - tokens
+        first = _first_seen(start, self._window)
+        positions = torch.arange(first, context, device=self._tables.device)
+        tiles = list(_tiles(start, context, first, self._window, self._tables.device))
+        return _Chunk(row, self._slots(self._tables[index], positions), tiles)
+
+    def _group(self, members: list[tuple[int, int, int]]) -> _Group:
+        device = self._tables.device
+        sequences, rows, contexts = (torch.tensor(column, device=device) for column in zip(*members, strict=True))
+        last = contexts[:, None] - 1
+        seen = contexts if self._window is None else contexts.clamp(max=self._window)
+        longest = max(_seen(context, self._window) for _, _, context in members)
+        columns = torch.arange(longest, device=device)
+        # Padding reads the row's own last position again: a slot that is valid for sure, and hot in the cache.
+        positions = torch.minimum(contexts[:, None] - seen[:, None] + columns, last)
+        slots = self._slots(self._tables[sequences], positions)
+        return _Group(rows, slots, (columns < seen[:, None])[:, None, None])
+
+    def _slots(self, tables: Tensor, positions: Tensor) -> Tensor:
+        """Where positions lie, for tables [.., max_blocks] and positions [.., S]."""
+        blocks = tables.gather(-1, positions // self._block_size)
+        return blocks * self._block_size + positions % self._block_size
+
+
+def _first_seen(position: int, window: int | None) -> int:
+    return 0 if window is None else max(0, position - window + 1)
+
+
+def _seen(context: int, window: int | None) -> int:
+    return context if window is None else min(context, window)
+
+
+def _tiles(start: int, end: int, first: int, window: int | None, device: torch.device) -> Iterator[_Tile]:
+    """Cut the query positions [start, end) into tiles; key ranges are relative to position `first`."""
+    if start == 0 and (window is None or end <= window):
+        yield _Tile(slice(0, end), slice(0, end), None)
+        return
+    for begin in range(start, end, TILE_ROWS):
+        stop = min(begin + TILE_ROWS, end)
+        low = _first_seen(begin, window)
+        query = torch.arange(begin, stop, device=device)[:, None]
+        key = torch.arange(low, stop, device=device)
+        mask = key <= query if window is None else (key <= query) & (key > query - window)
+        yield _Tile(slice(begin - start, stop - start), slice(low - first, stop - first), mask)
+
+
+def _similar(singles: list[tuple[int, int, int]], window: int | None) -> Iterator[list[tuple[int, int, int]]]:
+    """Group (sequence, row, context) by context, so that padding at most doubles the work and the copy is bounded."""
+    group: list[tuple[int, int, int]] = []
+    shortest = 0
+    for member in sorted(singles, key=lambda single: single[2]):
+        seen = _seen(member[2], window)
+        if group and (seen > 2 * shortest + 64 or (len(group) + 1) * seen > GROUP_SLOTS):
+            yield group
+            group = []
+        shortest = shortest if group else seen
+        group.append(member)
+    if group:
+        yield group
+
+
+def _run_chunk(chunk: _Chunk, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, scale: float) -> None:
+    kv_heads, head_dim = keys.shape[1:]
+    # [kv_heads, 1, S, head_dim]
+    k, v = (cache.index_select(0, chunk.slots).transpose(0, 1)[:, None] for cache in (keys, values))
+    for tile in chunk.tiles:
+        tokens = tile.rows.stop - tile.rows.start
+        rows = slice(chunk.row + tile.rows.start, chunk.row + tile.rows.stop)
+        # KV heads become the batch, and the query heads that share one become its heads: nothing is repeated in memory.
+        q = query[rows].view(tokens, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+        shape = (-1, q.shape[1], -1, -1)
+        seen_k, seen_v = k[:, :, tile.keys].expand(shape), v[:, :, tile.keys].expand(shape)
+        result = scaled_dot_product_attention(
+            q, seen_k, seen_v, attn_mask=tile.mask, is_causal=tile.mask is None, scale=scale
+        )
+        out[rows] = result.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _run_group(group: _Group, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, scale: float) -> None:
+    # [R, kv_heads, S, head_dim]; index_select copies whole rows, several times as fast as `cache[slots]`
+    shape, slots = group.slots.shape, group.slots.view(-1)
+    k, v = (cache.index_select(0, slots).view(*shape, *cache.shape[1:]).transpose(1, 2) for cache in (keys, values))
+    # All query heads of a KV head see the same keys: they stand where the query rows of a sequence would.
+    q = query[group.rows].view(len(group.rows), keys.shape[1], -1, keys.shape[2])
+    out[group.rows] = scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale).flatten(1, 2)
+
+
+CHUNK = 64
+ALIGNED = 16  # elements: libraries round rows of a product apart where these do not all begin at such a place
+
+
+@dataclass(frozen=True, slots=True)
+class _FixedChunk:
+    """Slots int64 [CHUNK] of positions side by side, and which of them each new token does not see: [tokens, CHUNK]."""
+
+    slots: Tensor
+    hidden: Tensor
+
+
+class _Sums(NamedTuple):
+    """By query row, float32: the greatest score so far, the sum of weights, both [.., 1], and of weighted values."""
+
+    peak: Tensor
+    total: Tensor
+    values: Tensor
+
+
+class SteadyAttention:
+    """Implements `baton.engine.kernels.base.Attention` for any device and dtype, in fixed forwards."""
+
+    def __init__(self, batch: Batch, block_size: int, window: int | None, scale: float) -> None:
+        self._scale, self._block_size, self._window = scale, block_size, window
+        starts = accumulate(batch.query_lens, initial=0)
+        self._rows = [slice(start, start + n) for start, n in zip(starts, batch.query_lens, strict=False)]
+        tables = batch.block_tables.to(torch.int64)
+        lengths = zip(tables, batch.query_lens, batch.context_lens, strict=True)
+        self._chunks = [self._cut(*sequence) for sequence in lengths]
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> Tensor:
+        result = out.view(*query.shape[:2], values.shape[-1])
+        keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+        for rows, chunks in zip(self._rows, self._chunks, strict=True):
+            result[rows] = self._attend(query[rows], chunks, keys, values)
+        return out
+
+    def _cut(self, table: Tensor, tokens: int, context: int) -> list[_FixedChunk]:
+        own = torch.arange(context - tokens, context, device=table.device)[:, None]
+        low = 0 if self._window is None else max(0, context - tokens - self._window + 1)
+        return [self._chunk(table, own, at, context) for at in range(low // CHUNK * CHUNK, context, CHUNK)]
+
+    def _chunk(self, table: Tensor, own: Tensor, at: int, context: int) -> _FixedChunk:
+        span = torch.arange(at, at + CHUNK, device=table.device)
+        hidden = span > own if self._window is None else (span > own) | (span <= own - self._window)
+        there = span.clamp(max=context - 1)  # what lies behind the end was never written
+        return _FixedChunk(table[there // self._block_size] * self._block_size + there % self._block_size, hidden)
+
+    def _attend(self, query: Tensor, chunks: list[_FixedChunk], keys: Tensor, values: Tensor) -> Tensor:
+        """[tokens, heads, value_dim] of query [tokens, heads, head_dim] over keys [slots, kv_heads, head_dim]."""
+        tokens, _, dim = query.shape
+        kv_heads, value_dim = values.shape[1:]
+        # All query heads of a KV head are rows of one product: [kv_heads, group * tokens, dim].
+        q = query.view(tokens, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim).float()
+        nothing = q.new_zeros(*q.shape[:2], 1)
+        spare = -value_dim % ALIGNED
+        sums = _Sums(nothing - torch.inf, nothing, q.new_zeros(*q.shape[:2], value_dim + spare))
+        for chunk in chunks:
+            k, v = (cache.index_select(0, chunk.slots).transpose(0, 1).float() for cache in (keys, values))
+            scores = torch.bmm(q, k.transpose(1, 2)).mul_(self._scale).view(kv_heads, -1, tokens, CHUNK)
+            scores = scores.masked_fill_(chunk.hidden, -torch.inf).flatten(1, 2)
+            sums = _taken_in(sums, scores, pad(v, (0, spare)))
+        result = sums.values[..., :value_dim] / sums.total
+        return result.reshape(kv_heads, -1, tokens, value_dim).permute(2, 0, 1, 3).flatten(1, 2).to(query.dtype)
+
+
+def _taken_in(sums: _Sums, scores: Tensor, values: Tensor) -> _Sums:
+    """The sums with a chunk more: scores [kv_heads, rows, CHUNK], values [kv_heads, CHUNK, value_dim]."""
+    peak = torch.maximum(sums.peak, scores.amax(-1, keepdim=True))
+    base = peak.masked_fill(peak == -torch.inf, 0.0)  # of a row that has seen nothing: -inf minus itself is NaN
+    fade, weights = (sums.peak - base).exp_(), (scores - base).exp_()
+    total = sums.total * fade + weights.sum(-1, keepdim=True)
+    return _Sums(peak, total, sums.values * fade + torch.bmm(weights, values))

@@ -1,0 +1,119 @@
+"""The kernels in plain torch, for any device and dtype: the reference that all others are tested against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional as F
+
+from baton.engine.kernels.torch_attention import PagedAttention, SteadyAttention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from baton.engine.batch import Batch
+    from baton.engine.kernels.base import Attention, HeadNorms, Linear, Rotation
+
+ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TorchLinear:
+    """`Linear` by torch's own matrix product."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        return len(self.weight)
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        # Not torch.mm(out=): F.linear has the better kernels for bfloat16 on a CPU, and no `out`.
+        if out.dtype is not x.dtype:
+            return out.copy_(F.linear(x, self.weight, self.bias))
+        if self.bias is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(self.bias, x, self.weight.t(), out=out)
+
+
+class TorchKernels:
+    """Implements `baton.engine.kernels.base.Kernels`."""
+
+    name = "torch"
+
+    def begin(self, batch: Batch) -> None:
+        """Products are those of a library: nothing to choose."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> TorchLinear:
+        return TorchLinear(weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return torch.mul(weight, normed.to(x.dtype), out=out)
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+        return self.rms_norm(x.add_(delta), weight, eps, out)
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
+        kv_heads = keys.shape[-2]
+        query, key, value = qkv.tensor_split((qkv.shape[1] - 2 * kv_heads, qkv.shape[1] - kv_heads), dim=1)
+        if norms is not None:
+            self.rms_norm(query, norms.query, norms.eps, query)
+            self.rms_norm(key, norms.key, norms.eps, key)
+        query.copy_(rotate(query, rotation))
+        keys.view(-1, *keys.shape[2:]).index_put_((slots,), rotate(key, rotation))
+        values.view(-1, *values.shape[2:]).index_put_((slots,), value)
+        return query
+
+    def gate(self, gate_up: Tensor, activation: str, out: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.mul(ACTIVATE[activation](gate), up, out=out)
+
+    def gated(self, gate_up: Linear, x: Tensor, activation: str, room: Tensor, out: Tensor) -> Tensor:
+        return self.gate(gate_up(x, room), activation, out)
+
+    def by_row(self, layer: Linear) -> None:
+        del layer  # how torch multiplies depends on how many rows there are
+
+    def steady_rows(self, heads: Sequence[int]) -> int:
+        del heads
+        return 0  # libraries take another way for another number of rows
+
+    def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
+        del rows
+        return (self.name,)
+
+    def attention(self, batch: Batch, block_size: int, window: int | None, scale: float) -> Attention:
+        return torch_attention(batch, block_size, window, scale)
+
+
+def torch_attention(batch: Batch, block_size: int, window: int | None, scale: float) -> Attention:
+    """For any device, dtype and head size."""
+    kind = SteadyAttention if batch.fixed else PagedAttention
+    return kind(batch, block_size, window, scale)
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate the pairs (i, i + head_dim / 2) of x [N, heads, head_dim]."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = rotation.cos[:, None], rotation.sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,0 +1,189 @@
+"""The paged KV cache of one worker, and its wire order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from baton.engine.models.huge_pages import Arena
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from baton.core import KVLayout
+    from baton.engine.kernels.base import BlockCopy
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+class Mark(Protocol):
+    """A point in the work of a device."""
+
+    def wait(self) -> None:
+        """Nothing that the current stream is given from now on begins before this point is reached."""
+
+
+class KVCache:
+    """The `tensors` of a layout, each `[layers, total_blocks, block_size, kv_heads, head_dim]`, on `device`.
+
+    `k` and `v` are the two of most models. Where there is one alone (latent attention), it is `k`, and `v` has no
+    blocks. Block-major, so that a range of blocks of one layer is one contiguous piece. The wire order of a rectangle
+    (layers x positions) is, for each layer: K of all positions, then V of all; it knows no blocks, so each side has its
+    own block size. Not thread-safe by itself: who may touch a block is what the block ledger says. `storage`: the
+    tensors, where they are elsewhere already. `copy`: what moves KV between them and a wire faster than torch does,
+    on a CPU, where they are contiguous.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        total_blocks: int,
+        device: torch.device | str = "cpu",
+        storage: list[Tensor] | None = None,
+        copy: BlockCopy | None = None,
+    ) -> None:
+        shape = (layout.layers, total_blocks, layout.block_size, layout.kv_heads, layout.head_dim)
+        self.layout = layout
+        self.total_blocks = total_blocks
+        self.device = torch.device(device)
+        # Zeros cost nothing until touched, and a slot that was never written is at least finite.
+        dtype = DTYPES[layout.dtype]
+        self.tensors = storage or [_zeros(shape, dtype, self.device) for _ in layout.tensors]
+        self.k = self.tensors[0]
+        self.v = self.tensors[1] if len(self.tensors) > 1 else self.k[:, :0]
+        self._copy = copy if all(t.is_contiguous() and t.device.type == "cpu" for t in self.tensors) else None
+
+    def mark(self) -> Mark | None:
+        """What was issued to the device until now, to be waited for before its results are read; None: nothing is."""
+        if self.device.type == "cpu":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def settle(self) -> None:
+        """Wait until what this thread has issued to the device is done. On a CPU it is."""
+        if self.device.type != "cpu":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def gather(self, layers: range, blocks: Sequence[int], begin: int, end: int, out: Tensor) -> None:
+        """Copy positions [begin, end) of a sequence that lies in `blocks` into `out`, in wire order.
+
+        `out`: uint8 [layers * (end - begin) * layer_token_bytes], contiguous, aligned to the element size, on any
+        device. Raises ValueError on a wrong size or dtype, IndexError on a layer, position or block out of range.
+        """
+        pieces = self._pieces(layers, end - begin, out)
+        self._validate(layers, blocks, begin, end)
+        if self._copy is not None and out.device.type == "cpu":
+            return self._copy(self.tensors, layers, blocks, range(begin, end), out, write=False)
+        spans = self._spans(blocks, begin, end)
+        for piece, layer in zip(pieces, layers, strict=True):
+            for part, source in zip(piece, self.tensors, strict=True):
+                for span in spans:
+                    span.read(source[layer], part)
+
+    def scatter(self, layers: range, blocks: Sequence[int], begin: int, end: int, data: Tensor) -> None:
+        """The inverse of `gather`, with the same conditions."""
+        pieces = self._pieces(layers, end - begin, data)
+        self._validate(layers, blocks, begin, end)
+        if self._copy is not None and data.device.type == "cpu":
+            return self._copy(self.tensors, layers, blocks, range(begin, end), data, write=True)
+        spans = self._spans(blocks, begin, end)
+        for piece, layer in zip(pieces, layers, strict=True):
+            for part, target in zip(piece, self.tensors, strict=True):
+                for span in spans:
+                    span.write(target[layer], part)
+
+    def _pieces(self, layers: range, tokens: int, data: Tensor) -> Tensor:
+        """`data` seen as [layers, tensors, tokens, kv_heads, head_dim]."""
+        nbytes = len(layers) * tokens * self.layout.layer_token_bytes
+        if data.dtype != torch.uint8 or data.shape != (nbytes,):
+            raise ValueError(f"need uint8 [{nbytes}], got {data.dtype} {list(data.shape)}")
+        return data.view(self.k.dtype).view(len(layers), len(self.tensors), tokens, *self.k.shape[3:])
+
+    def _validate(self, layers: range, blocks: Sequence[int], begin: int, end: int) -> None:
+        size = self.layout.block_size
+        for what, wanted, total in (
+            ("layer", layers, self.layout.layers),
+            ("position", (begin, end - 1), len(blocks) * size),
+            ("block", blocks[begin // size : -(-end // size)], self.total_blocks),
+        ):
+            if wanted and not 0 <= min(wanted) <= max(wanted) < total:
+                raise IndexError(f"{what} out of range 0..{total - 1}: {min(wanted)}..{max(wanted)}")
+
+    def _spans(self, blocks: Sequence[int], begin: int, end: int) -> list[_Span]:
+        size = self.layout.block_size
+        full, last = -(-begin // size), end // size  # [full, last): the blocks that lie in it as a whole
+        if full > last:
+            return [_Part(blocks[last], begin - last * size, end - last * size, 0)]
+        spans: list[_Span] = []
+        if begin < full * size:
+            spans.append(_Part(blocks[full - 1], begin - (full - 1) * size, size, 0))
+        if full < last:
+            index = torch.tensor(blocks[full:last], dtype=torch.int64, device=self.device)
+            spans.append(_Whole(index, size, full * size - begin))
+        if last * size < end:
+            spans.append(_Part(blocks[last], 0, end - last * size, last * size - begin))
+        return spans
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Slots [begin, end) of one block; on the wire from `at` on."""
+
+    block: int
+    begin: int
+    end: int
+    at: int
+
+    def read(self, source: Tensor, out: Tensor) -> None:
+        out[self.at : self.at + self.end - self.begin].copy_(source[self.block, self.begin : self.end])
+
+    def write(self, target: Tensor, data: Tensor) -> None:
+        target[self.block, self.begin : self.end].copy_(data[self.at : self.at + self.end - self.begin])
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """Whole blocks; on the wire from `at` on."""
+
+    index: Tensor
+    size: int
+    at: int
+
+    def read(self, source: Tensor, out: Tensor) -> None:
+        part = self._of(out)
+        if out.device == source.device:
+            torch.index_select(source, 0, self.index, out=part)
+        else:
+            part.copy_(source.index_select(0, self.index))
+
+    def write(self, target: Tensor, data: Tensor) -> None:
+        part = self._of(data)
+        if target.device.type == "cpu" and target.is_contiguous():  # rows of bytes: torch copies elements
+            rows = target.view(torch.uint8).view(len(target), -1).numpy()
+            rows[self.index.numpy()] = part.view(torch.uint8).view(len(part), -1).numpy()
+        else:
+            target.index_copy_(0, self.index, part.to(target.device))
+
+    def _of(self, wire: Tensor) -> Tensor:
+        n = len(self.index)
+        return wire[self.at : self.at + n * self.size].view(n, self.size, *wire.shape[1:])
+
+
+_Span = _Part | _Whole
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # On huge pages, since attention reads KV all over the cache; and written, so that no request waits for a page.
+    return Arena().empty(shape, dtype).zero_()

@@ -1,0 +1,183 @@
+"""Reads tensors from the safetensors files of a checkpoint. Nothing is unpickled: other formats are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from baton.clock import SystemClock
+from baton.engine.models.config import REFUSED, quantised_as
+from baton.engine.models.huge_pages import drop_pages
+from baton.engine.models.json_fields import Fields, read_json_object
+from baton.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+OTHER_FORMATS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack"})
+FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """How far loading is: bytes as they lie on disk, tensors taken, seconds since it began."""
+
+    bytes_done: int
+    bytes_total: int
+    tensors: int
+    seconds: float
+
+
+Progress = Callable[[LoadProgress], None]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint: the single one, else the shards that the index names, in order."""
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    index = folder / INDEX
+    if not index.is_file():
+        raise _no_weights(folder)
+    files = [_shard(index, name) for name in sorted(set(_weight_map(index).values()))]
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(f"{index}: names shard {file.name}, which is not there")
+    return files
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    fields = Fields(str(index), read_json_object(index)).section("weight_map")
+    if not fields.values:
+        raise CheckpointError(f"{index}: weight_map is missing or empty")
+    return {tensor: fields.text(tensor) for tensor in fields.values}
+
+
+def _shard(index: Path, name: str) -> Path:
+    # The index is untrusted: a shard lies beside it, or it is not a shard.
+    if Path(name).name != name or not name.endswith(".safetensors"):
+        raise CheckpointError(f"{index}: {name!r} is not the name of a safetensors file in this folder")
+    return index.parent / name
+
+
+def _no_weights(folder: Path) -> CheckpointError:
+    others = sorted(file.name for file in folder.iterdir() if file.suffix in OTHER_FORMATS)
+    if others:
+        kind = " (GGUF: most are quantised as well)" if others[0].endswith(".gguf") else ""
+        return CheckpointError(f"{folder / others[0]}: only safetensors are loaded{kind}; convert it to {SINGLE}")
+    return CheckpointError(f"{folder}: no {SINGLE} and no {INDEX}")
+
+
+class Checkpoint:
+    """The tensors of a checkpoint by name. A model takes each once; what is left over at the end is an error.
+
+    Files are mapped into memory from the first look until `finish`. All methods raise CheckpointError naming the file
+    or the tensor; so does a checkpoint whose weights are quantised. `progress` is called at the start and after each
+    tensor.
+    """
+
+    def __init__(self, folder: Path, progress: Progress | None = None, *, digests: bool = True) -> None:
+        self.folder = folder
+        self._digest = _digest if digests else _no_digest
+        self._progress = progress
+        self._clock = SystemClock()
+        self._began = self._clock.monotonic()
+        self._files: dict[str, Path] = {}
+        self._dtypes: dict[str, str] = {}
+        self._digests: dict[str, str] = {}
+        self._bytes_done = 0
+        files = weight_files(folder)
+        self._mapped: dict[Path, Any] = {file: _opened(file) for file in files}
+        self._bytes_total = sum(file.stat().st_size for file in files)
+        for file in files:
+            self._list(file)
+        self._refuse_quantised()
+        self._report()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def stored_dtype(self, name: str) -> str:
+        """The dtype that a tensor has on disk."""
+        self._file(name)
+        return FLOATS.get(self._dtypes[name], "unknown")
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of this shape, as stored: a read-only view of the file, to be copied and then released."""
+        file = self._file(name)
+        try:
+            tensor: Tensor = self._mapped[file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: {name} cannot be read: {error}") from error
+        if tensor.shape != shape:
+            raise CheckpointError(f"{file}: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
+        if self._dtypes[name] not in FLOATS:
+            raise CheckpointError(f"{file}: {name} has dtype {tensor.dtype}, expected a float type")
+        self._digests[name] = self._digest(tensor)
+        return tensor
+
+    def release(self, taken: Tensor) -> None:
+        """A tensor from `take` has been copied: count it, and keep its pages no longer."""
+        drop_pages(taken)
+        self._bytes_done += taken.nbytes
+        self._report()
+
+    def finish(self, unread: tuple[str, ...] = ()) -> str:
+        """A digest of all the tensors taken. Others left over are an error: the model would not be itself.
+
+        No error are those whose names begin with one of `unread`.
+        """
+        left = sorted(self._files.keys() - self._digests.keys())
+        left = [name for name in left if not name.startswith(unread) and not name.endswith("rotary_emb.inv_freq")]
+        if left:
+            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+            raise CheckpointError(f"{self._files[left[0]]}: unexpected tensors: {', '.join(left[:3])}{more}")
+        self._mapped.clear()
+        lines = "".join(f"{name}={self._digests[name]}\n" for name in sorted(self._digests))
+        return xxhash.xxh3_128_hexdigest(lines.encode())
+
+    def _list(self, file: Path) -> None:
+        mapped = self._mapped[file]
+        for name in mapped.keys():  # noqa: SIM118  (not a mapping: it has no iterator)
+            if name in self._files:
+                raise CheckpointError(f"{file}: tensor {name} is in {self._files[name].name} as well")
+            self._files[name] = file
+            self._dtypes[name] = str(mapped.get_slice(name).get_dtype())
+
+    def _refuse_quantised(self) -> None:
+        found = quantised_as(self._dtypes)
+        if found is not None:
+            name, method = found
+            raise CheckpointError(f"{self._files[name]}: {name} ({self._dtypes[name]}) is {method}: {REFUSED}")
+
+    def _file(self, name: str) -> Path:
+        if name not in self._files:
+            raise CheckpointError(f"{self.folder}: tensor {name} is missing")
+        return self._files[name]
+
+    def _report(self) -> None:
+        if self._progress is not None:
+            seconds = self._clock.monotonic() - self._began
+            self._progress(LoadProgress(self._bytes_done, self._bytes_total, len(self._digests), seconds))
+
+
+def _digest(tensor: Tensor) -> str:
+    return xxhash.xxh3_128_hexdigest(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _no_digest(_: Tensor) -> str:
+    return ""
+
+
+def _opened(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: not a whole safetensors file: {error}") from error

@@ -1,0 +1,296 @@
+"""config.json of a Hugging Face checkpoint, parsed once into a value that cannot be wrong.
+
+Keys, defaults and their quirks are those of `transformers`. A setting that would change results and is not built is
+refused by name, never ignored.
+
+Knows quantised checkpoints by what gives them away, so that they are refused by their method's name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from baton.engine.models.config_variants import (
+    ExpertsConfig,
+    LatentConfig,
+    ThinkingConfig,
+    parse_experts,
+    parse_latent,
+    parse_thinking,
+)
+from baton.engine.models.json_fields import Fields, read_json_object
+from baton.engine.models.rope import RopeConfig, parse_rope
+from baton.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+
+REFUSED = "quantised weights are not supported; take the original checkpoint, in float32, bfloat16 or float16"
+CONFIG_KEYS = ("quantization_config", "compression_config")
+
+# By the end of a tensor's name. The first entry that any tensor of a checkpoint matches names its method.
+NAMES = {
+    ".g_idx": "GPTQ",
+    ".qweight": "AWQ",
+    ".qzeros": "AWQ or GPTQ",
+    ".scales": "AWQ or GPTQ",
+    ".SCB": "bitsandbytes",
+    ".quant_map": "bitsandbytes",
+    ".quant_state.bitsandbytes__nf4": "bitsandbytes",
+    ".quant_state.bitsandbytes__fp4": "bitsandbytes",
+    ".weight_packed": "compressed-tensors",
+    "_scale_inv": "FP8",
+}
+# By dtype, as safetensors spell it; int32 and int64 may be buffers.
+DTYPES = {"F8": "FP8", "F4": "FP4", "F6": "FP6", "I8": "int8", "U8": "uint8", "I4": "int4", "U4": "int4"}
+# Scales beside weights: by themselves they do not tell the method, a dtype may.
+SCALES = (".weight_scale", ".input_scale", ".weight_zero_point")
+
+
+def refuse_quantised(fields: Fields) -> None:
+    """Raises CheckpointError for a config.json that says how its weights are quantised."""
+    for key in CONFIG_KEYS:
+        if fields.has(key):
+            section = fields.section(key)
+            bits = section.values.get("load_in_8bit") or section.values.get("load_in_4bit")
+            method = section.text("quant_method", "bitsandbytes" if bits else "unnamed")
+            raise fields.error(key, f"({method}): {REFUSED}")
+
+
+def quantised_as(dtypes: Mapping[str, str]) -> tuple[str, str] | None:
+    """A tensor that gives a quantised checkpoint away, and the method; None for one that is not.
+
+    `dtypes` holds each tensor's dtype by its name.
+    """
+    for ending, method in NAMES.items():
+        for name in dtypes:
+            if name.endswith(ending):
+                return name, method
+    for name, dtype in dtypes.items():
+        method = DTYPES.get(dtype.partition("_")[0], "")
+        if method:
+            return name, method
+    scale = next((name for name in dtypes if name.endswith(SCALES)), None)
+    return (scale, "compressed-tensors or ModelOpt") if scale else None
+
+
+ACTIVATION_NAMES = ("silu", "swish", "gelu", "gelu_pytorch_tanh")
+MAX_LAYERS = 4096  # far above any model; bounds the work that a hostile config can ask for
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What is fixed or defaulted by an architecture and is not spelt out in its config.json."""
+
+    architecture: str
+    max_positions: int
+    qkv_bias: bool | None = False  # None: as `attention_bias` says
+    o_bias: bool | None = False  # None: as `attention_bias` says
+    mlp_bias: bool | None = False  # None: as `mlp_bias` says
+    qk_norm: bool = False
+    kv_heads: int | None = None  # where the key is absent; None: as many as query heads
+    head_dim: int | None = None  # where the key is absent; None: hidden_size / heads
+    norm_eps: float = 1e-6  # where the key is absent
+    rope_theta: float = 10000.0  # where the key is absent
+    slides: Literal["never", "all", "flagged", "layers"] = "never"  # see `_windows`
+    window: int | None = 4096  # where the key is absent
+
+
+_QWEN3 = Family("Qwen3ForCausalLM", 32768, qkv_bias=None, o_bias=None, qk_norm=True, head_dim=128, slides="layers")
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", 2048, qkv_bias=None, o_bias=None, mlp_bias=None),
+    "mistral": Family("MistralForCausalLM", 131072, kv_heads=8, slides="all"),
+    "mixtral": Family(
+        "MixtralForCausalLM", 131072, kv_heads=8, norm_eps=1e-5, rope_theta=1e6, slides="all", window=None
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", 32768, qkv_bias=True, slides="layers"),
+    "qwen3": _QWEN3,
+    "qwen3_moe": replace(_QWEN3, architecture="Qwen3MoeForCausalLM", kv_heads=4, head_dim=None, slides="flagged"),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", 2048, qkv_bias=None, o_bias=None, mlp_bias=None),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", 4096, qkv_bias=None, o_bias=None),
+}
+DENSE = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a decoder-only transformer. `windows[i]` is layer i's sliding window in tokens, None for all.
+
+    `kv_heads` and `head_dim` are those of the cache: latent attention has one head there, `latent.width` wide.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    activation: str
+    norm_eps: float
+    max_positions: int
+    tied: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    windows: tuple[int | None, ...]
+    rope: RopeConfig
+    dtype: str | None  # as config.json names it; None: not said
+    experts: ExpertsConfig | None = None  # a mixture of experts in some layers
+    latent: LatentConfig | None = None  # latent attention
+    thinking: ThinkingConfig | None = None  # it thinks about its prompts
+    unread_layers: int = 0  # that a checkpoint may have beyond `layers`: they predict tokens further ahead
+
+    @property
+    def kv_tensors(self) -> tuple[str, ...]:
+        """What is cached, as `KVLayout.tensors` names it."""
+        return ("k", "v") if self.latent is None else ("latent",)
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Parse `folder/config.json`. Raises CheckpointError naming the file and the key."""
+    path = folder / "config.json"
+    return parse_config(Fields(str(path), read_json_object(path)))
+
+
+def parse_config(fields: Fields) -> ModelConfig:
+    """The checked config. Raises CheckpointError naming the key."""
+    refuse_quantised(fields)
+    name = _family_name(fields)
+    family = FAMILIES[name]
+    heads = fields.integer("num_attention_heads", high=2**16)
+    layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
+    latent = parse_latent(fields, name, heads)
+    head_dim = latent.width if latent else _head_dim(fields, heads, family)
+    attention_bias = fields.flag("attention_bias", False)
+    max_positions = fields.integer("max_position_embeddings", family.max_positions)
+    return ModelConfig(
+        family=name,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=fields.integer("hidden_size"),
+        intermediate_size=fields.integer("intermediate_size"),
+        layers=layers,
+        heads=heads,
+        kv_heads=1 if latent else _kv_heads(fields, heads, family),
+        head_dim=head_dim,
+        activation=_activation(fields),
+        norm_eps=fields.number("rms_norm_eps", family.norm_eps),
+        max_positions=max_positions,
+        tied=fields.flag("tie_word_embeddings", False),
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        o_bias=attention_bias if family.o_bias is None else family.o_bias,
+        mlp_bias=fields.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias,
+        qk_norm=family.qk_norm,
+        windows=_windows(fields, name, layers),
+        rope=parse_rope(fields, max_positions, latent.rope_dim if latent else head_dim, family.rope_theta),
+        dtype=_dtype(fields),
+        experts=parse_experts(fields, name, layers),
+        latent=latent,
+        thinking=parse_thinking(fields, name, layers, dense=name in DENSE),
+        unread_layers=fields.integer("num_nextn_predict_layers", 1, low=0, high=MAX_LAYERS)
+        if name == "deepseek_v3"
+        else 0,
+    )
+
+
+def _family_name(fields: Fields) -> str:
+    supported = ", ".join(family.architecture for family in FAMILIES.values())
+    architectures = fields.texts("architectures")
+    model_type = fields.text("model_type", "")
+    if not architectures and not model_type:
+        raise fields.error("architectures", f"is missing (supported: {supported})")
+    if not architectures and model_type not in FAMILIES:
+        raise fields.error("model_type", f"{model_type!r} is not supported (supported: {', '.join(FAMILIES)})")
+    architecture = architectures[0] if architectures else FAMILIES[model_type].architecture
+    name = next((name for name, family in FAMILIES.items() if family.architecture == architecture), None)
+    if name is None:
+        raise fields.error("architectures", f"{architecture!r} is not supported (supported: {supported})")
+    if model_type and model_type != name:
+        raise fields.error("model_type", f"{model_type!r} contradicts architectures {architecture!r}")
+    return name
+
+
+def _head_dim(fields: Fields, heads: int, family: Family) -> int:
+    hidden_size = fields.integer("hidden_size")
+    head_dim = fields.integer("head_dim", family.head_dim or max(hidden_size // heads, 1), high=2**16)
+    if not fields.has("head_dim") and family.head_dim is None and hidden_size % heads:
+        raise fields.error("hidden_size", f"({hidden_size}) must be divisible by num_attention_heads ({heads})")
+    if head_dim % 2:
+        raise fields.error("head_dim", f"must be even for rotary embeddings, got {head_dim}")
+    return head_dim
+
+
+def _kv_heads(fields: Fields, heads: int, family: Family) -> int:
+    absent = "num_key_value_heads" not in fields.values
+    kv_heads = fields.integer("num_key_value_heads", (family.kv_heads if absent else None) or heads)
+    if heads % kv_heads:
+        raise fields.error("num_attention_heads", f"({heads}) must be divisible by num_key_value_heads ({kv_heads})")
+    return kv_heads
+
+
+def _activation(fields: Fields) -> str:
+    name = fields.text("hidden_act", "silu")
+    if name not in ACTIVATION_NAMES:
+        raise fields.error("hidden_act", f"{name!r} is not supported (supported: {', '.join(ACTIVATION_NAMES)})")
+    return name
+
+
+def _dtype(fields: Fields) -> str | None:
+    """`dtype`, or `torch_dtype` as configs before transformers 5 spell it."""
+    key = "dtype" if fields.has("dtype") else "torch_dtype"
+    return fields.text(key).removeprefix("torch.") if fields.has(key) else None
+
+
+def _windows(fields: Fields, name: str, layers: int) -> tuple[int | None, ...]:
+    """Which layers slide, as transformers has it.
+
+    Llama's never; Mistral's all or none; Qwen's only if `use_sliding_window` says so, and then those with experts all,
+    the others by layer type.
+    """
+    family = FAMILIES[name]
+    on = family.slides == "all" or (family.slides in {"flagged", "layers"} and fields.flag("use_sliding_window", False))
+    window = _window(fields, family) if on else None
+    types = _layer_types(fields, name, layers, slides=window is not None)
+    if window is None and "sliding_attention" in types:
+        raise fields.error("layer_types", "names sliding_attention, but no sliding window is set")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def _window(fields: Fields, family: Family) -> int | None:
+    if "sliding_window" not in fields.values:
+        return family.window
+    return fields.integer("sliding_window") if fields.has("sliding_window") else None
+
+
+def _layer_types(fields: Fields, name: str, layers: int, *, slides: bool) -> tuple[str, ...]:
+    by_layer = FAMILIES[name].slides == "layers"
+    first_sliding = fields.integer("max_window_layers", 28, low=0) if by_layer else 0
+    default = tuple("sliding_attention" if slides and i >= first_sliding else "full_attention" for i in range(layers))
+    types = fields.texts("layer_types") or default
+    if len(types) != layers:
+        raise fields.error("layer_types", f"must name {layers} layers, got {len(types)}")
+    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise fields.error("layer_types", f"{unknown[0]!r} is not supported")
+    if not by_layer and types != default:
+        raise fields.error("layer_types", f"must be all {default[0]} for {name} here")
+    return types
+
+
+def chosen_dtype(config: ModelConfig, wanted: str, stored: str) -> str:
+    """The dtype to compute in: "float32" or "bfloat16".
+
+    `auto` takes what config.json says, else what the tensors are `stored` as. A float16 checkpoint is computed in
+    float32, which holds all its values: CPUs have no fast float16, and bfloat16 would drop three bits of each weight.
+    Raises CheckpointError for a dtype that is neither.
+    """
+    name = (config.dtype or stored) if wanted == "auto" else wanted
+    name = "float32" if name == "float16" and wanted == "auto" else name
+    if name not in {"float32", "bfloat16"}:
+        raise CheckpointError(f"dtype {name!r} is not supported (supported: auto, float32, bfloat16)")
+    return name

@@ -1,0 +1,259 @@
+"""The part of config.json that describes a mixture of experts, for each family that has one.
+
+Keys, defaults and quirks are those of `transformers`; what it ignores, but other code for the same checkpoints obeys,
+is refused by name.
+
+The part of config.json that describes multi-head latent attention (DeepSeek-V2 and V3).
+
+The part of config.json that makes a model one that thinks about its prompts (Thinking States, arXiv 2602.08332).
+
+    "thinking": {"chunk_size": 4, "input_layer": 1, "output_layer": 3, "max_thought_tokens": 4,
+                 "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+docs/thinking.md says what is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from baton.engine.models.json_fields import Fields
+
+
+MAX_DIM = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Widths of latent attention: a query head is [nope_dim, rope_dim], a value head `value_dim`.
+
+    What is cached of a token is `rank` numbers for keys and values of all heads, and one rotated key of `rope_dim`.
+    `query_rank` None: queries are projected at once. `interleaved`: which dimensions rotate together, (0, 1) or
+    (0, rope_dim / 2).
+    """
+
+    query_rank: int | None
+    rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    interleaved: bool
+
+    @property
+    def width(self) -> int:
+        """Cached numbers per token and layer."""
+        return self.rank + self.rope_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Width of a query head."""
+        return self.nope_dim + self.rope_dim
+
+
+def parse_latent(fields: Fields, family: str, heads: int) -> LatentConfig | None:
+    """The checked section; None for a family without it. Raises CheckpointError naming the key."""
+    if family not in {"deepseek_v2", "deepseek_v3"}:
+        return None
+    if fields.integer("num_key_value_heads", heads) != heads:
+        raise fields.error("num_key_value_heads", f"must be num_attention_heads ({heads}) for latent attention")
+    rope_dim = fields.integer("qk_rope_head_dim", 64, high=MAX_DIM)
+    if rope_dim % 2:
+        raise fields.error("qk_rope_head_dim", f"must be even for rotary embeddings, got {rope_dim}")
+    direct = "q_lora_rank" in fields.values and not fields.has("q_lora_rank")
+    return LatentConfig(
+        query_rank=None if direct else fields.integer("q_lora_rank", 1536, high=MAX_DIM),
+        rank=fields.integer("kv_lora_rank", 512, high=MAX_DIM),
+        nope_dim=fields.integer("qk_nope_head_dim", 128, high=MAX_DIM),
+        rope_dim=rope_dim,
+        value_dim=fields.integer("v_head_dim", 128, high=MAX_DIM),
+        interleaved=family == "deepseek_v2" or fields.flag("rope_interleave", True),
+    )
+
+
+MAX_EXPERTS = 2**14  # far above any model; bounds the work that a hostile config can ask for
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """How layers with experts route and compute. Layer i has experts where `sparse[i]`, else a dense network.
+
+    A token goes to `per_token` of `count` experts, each `inner` wide. With `groups` above 1, only the experts of its
+    `best_groups` groups are eligible. The weights of the chosen are divided by their sum (`normalised`), then times
+    `scaling`. `shared_inner` is the width of the network that all tokens pass as well; 0: there is none.
+    """
+
+    count: int
+    per_token: int
+    inner: int
+    sparse: tuple[bool, ...]
+    normalised: bool
+    scaling: float = 1.0
+    shared_inner: int = 0
+    groups: int = 1
+    best_groups: int = 1
+    sigmoid: bool = False  # scores by sigmoid and ranked with a learnt bias; else by softmax
+    float32_router: bool = False  # else the router computes in the model's dtype
+
+
+def parse_experts(fields: Fields, family: str, layers: int) -> ExpertsConfig | None:
+    """The checked section; None for a family without experts. Raises CheckpointError naming the key."""
+    parse = _PARSERS.get(family)
+    return parse(fields, layers) if parse else None
+
+
+def _mixtral(fields: Fields, layers: int) -> ExpertsConfig:
+    count = _count(fields, ("num_local_experts", "num_experts"), 8)
+    inner = fields.integer("intermediate_size")
+    return ExpertsConfig(count, _per_token(fields, 2, count), inner, (True,) * layers, normalised=True)
+
+
+def _qwen3(fields: Fields, layers: int) -> ExpertsConfig:
+    count = _count(fields, ("num_experts", "num_local_experts"), 128)
+    step, dense = fields.integer("decoder_sparse_step", 1), fields.integers("mlp_only_layers")
+    sparse = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
+    inner, normalised = fields.integer("moe_intermediate_size", 768), fields.flag("norm_topk_prob", False)
+    return ExpertsConfig(count, _per_token(fields, 8, count), inner, sparse, normalised)
+
+
+def _deepseek_v2(fields: Fields, layers: int) -> ExpertsConfig:
+    _expect(fields, "scoring_func", "softmax")
+    method = fields.text("topk_method", "greedy")
+    if method not in {"greedy", "group_limited_greedy"}:
+        raise fields.error("topk_method", f"{method!r} is not supported (supported: greedy, group_limited_greedy)")
+    if fields.flag("norm_topk_prob", False):  # transformers ignores it, the authors' own code does not
+        raise fields.error("norm_topk_prob", "true is not supported for deepseek_v2")
+    count = _count(fields, ("n_routed_experts", "num_experts"), 64)
+    inner, shared = fields.integer("moe_intermediate_size", 1407), fields.integer("n_shared_experts", 2)
+    groups, best = (1, 1) if method == "greedy" else _groups(fields, None, None, count)
+    return ExpertsConfig(
+        count,
+        _per_token(fields, None, count // groups * best),
+        inner,
+        _after_dense(fields, 0, layers),
+        normalised=False,
+        scaling=fields.number("routed_scaling_factor", 1.0),
+        shared_inner=shared * inner,
+        groups=groups,
+        best_groups=best,
+        float32_router=True,
+    )
+
+
+def _deepseek_v3(fields: Fields, layers: int) -> ExpertsConfig:
+    _expect(fields, "scoring_func", "sigmoid")
+    _expect(fields, "topk_method", "noaux_tc")
+    count = _count(fields, ("n_routed_experts", "num_local_experts"), 256)
+    inner, shared = fields.integer("moe_intermediate_size", 2048), fields.integer("n_shared_experts", 1)
+    groups, best = _groups(fields, 8, 4, count)
+    return ExpertsConfig(
+        count,
+        _per_token(fields, 8, count // groups * best),
+        inner,
+        _after_dense(fields, 3, layers),
+        normalised=fields.flag("norm_topk_prob", True),
+        scaling=fields.number("routed_scaling_factor", 2.5),
+        shared_inner=shared * inner,
+        groups=groups,
+        best_groups=best,
+        sigmoid=True,
+        float32_router=True,
+    )
+
+
+_PARSERS: dict[str, Callable[[Fields, int], ExpertsConfig]] = {
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen3,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+}
+
+
+def _count(fields: Fields, keys: tuple[str, str], default: int) -> int:
+    """The number of experts, by the hub's key or the one that transformers 5 writes."""
+    found = [fields.integer(key, high=MAX_EXPERTS) for key in keys if fields.has(key)]
+    if len(set(found)) > 1:
+        raise fields.error(keys[0], f"({found[0]}) contradicts {keys[1]} ({found[1]})")
+    return found[0] if found else default
+
+
+def _per_token(fields: Fields, default: int | None, eligible: int) -> int:
+    per_token = fields.integer("num_experts_per_tok", default)
+    if per_token > eligible:
+        raise fields.error("num_experts_per_tok", f"({per_token}) must be at most the {eligible} eligible experts")
+    return per_token
+
+
+def _groups(fields: Fields, groups: int | None, best: int | None, count: int) -> tuple[int, int]:
+    groups, best = fields.integer("n_group", groups), fields.integer("topk_group", best)
+    if count % groups:
+        raise fields.error("n_group", f"({groups}) must divide the number of experts ({count})")
+    if best > groups:
+        raise fields.error("topk_group", f"({best}) must be at most n_group ({groups})")
+    return groups, best
+
+
+def _after_dense(fields: Fields, dense: int, layers: int) -> tuple[bool, ...]:
+    _expect(fields, "moe_layer_freq", 1)
+    first = fields.integer("first_k_dense_replace", dense, low=0)
+    return tuple(layer >= first for layer in range(layers))
+
+
+def _expect(fields: Fields, key: str, value: Any) -> None:
+    if fields.has(key) and fields.values[key] != value:
+        raise fields.error(key, f"must be {value!r} here, got {fields.values[key]!r:.60}")
+
+
+MAX_CHUNK, MAX_THOUGHT = 1024, 1024
+KEYS = (
+    "chunk_size",
+    "input_layer",
+    "output_layer",
+    "max_thought_tokens",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingConfig:
+    """Chunks have `chunk_size` tokens. Their state is added behind layer number `input_layer` (L_in, 1 is the first),
+    and their hidden rows are those behind layer number `output_layer` (L_out).
+
+    A thought begins with token `bos` and ends with token `eos`, or with its `max_thought_tokens`-th, `eos` counted. It
+    is made as long as a chunk with `pad` for the compression block.
+    """
+
+    chunk_size: int
+    input_layer: int
+    output_layer: int
+    max_thought_tokens: int
+    bos: int
+    eos: int
+    pad: int
+
+
+def parse_thinking(fields: Fields, family: str, layers: int, *, dense: bool) -> ThinkingConfig | None:
+    """What config.json says of thinking, if it does. Raises CheckpointError naming the key."""
+    if not fields.has("thinking"):
+        return None
+    if not dense:
+        raise fields.error("thinking", f"is served with dense models with K and V in their cache, not with {family}")
+    found = fields.section("thinking")
+    if unknown := sorted(found.values.keys() - set(KEYS)):
+        raise found.error(unknown[0], f"is not known (known: {', '.join(KEYS)})")
+    top = fields.integer("vocab_size") - 1
+    input_layer = found.integer("input_layer", high=layers)
+    return ThinkingConfig(
+        chunk_size=found.integer("chunk_size", high=MAX_CHUNK),
+        input_layer=input_layer,
+        output_layer=found.integer("output_layer", low=input_layer, high=layers),
+        max_thought_tokens=found.integer("max_thought_tokens", high=MAX_THOUGHT),
+        bos=found.integer("bos_token_id", low=0, high=top),
+        eos=found.integer("eos_token_id", low=0, high=top),
+        pad=found.integer("pad_token_id", low=0, high=top),
+    )

@@ -1,0 +1,238 @@
+"""The Llama architecture, and those that differ from it by a switch: Mistral, Qwen2 and Qwen3.
+
+    x = embed(tokens)
+    for each layer:   x += attention(norm(x))     rotary positions, grouped queries; Qwen3 norms each q and k head
+                      x += mlp(norm(x))           down(act(gate(x)) * up(x))
+    logits = head(norm(x))
+
+Mistral looks back over a sliding window, Qwen2 has biases on q, k and v. One row per token throughout, whichever
+sequence it belongs to: only attention knows sequences.
+
+The parts that transformers are made of. Weights come in through `Weights`, checked by name and shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from baton.engine.kernels.base import HeadNorms, Scratch
+from baton.engine.models.rope import Rotary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from baton.engine.batch import Batch, Injection
+    from baton.engine.kernels.base import Attention, Kernels, Linear, Rotation
+    from baton.engine.kv_cache import KVCache
+    from baton.engine.models.config import ModelConfig
+    from baton.engine.models.weights import Weights
+
+
+# The names of config.json, and those of the kernels.
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """What all layers share in one forward: the rotation of each row, where its K and V go, what it may see."""
+
+    rotation: Rotation
+    slots: Tensor
+    attend: dict[int | None, Attention]  # by window
+    scratch: Scratch
+    over_rows: bool = False  # `attend` takes K and V of this forward's own rows in place of the cache
+    fixed: bool = False  # as that of the batch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """Makes the parts of a model: its weights, and the kernels that they are computed with."""
+
+    weights: Weights
+    kernels: Kernels
+
+    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
+        """An RMSNorm over `size` elements."""
+        return RMSNorm(self.kernels, self.weights.tensor(f"{name}.weight", size), eps)
+
+    def linear(self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int, *, bias: bool) -> Linear:
+        """Several projections of the same input as one matrix: its output rows lie in the order of `names`."""
+        weight = self.columns(names, outs, n_in)
+        if not bias:
+            return self.kernels.linear(weight)
+        return self.kernels.linear(weight, self.weights.vector(tuple(f"{name}.bias" for name in names), outs))
+
+    def columns(self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int) -> Tensor:
+        """The weight of such a layer [sum(outs), n_in]. Under tensor parallelism each rank holds its share of rows."""
+        return self.weights.matrix(tuple(f"{name}.weight" for name in names), outs, n_in)
+
+    def whole(self, name: str, out: int, n_in: int, *, bias: bool) -> Linear:
+        """A projection that every rank computes whole: its results are needed by all, and it is small."""
+        weight = self.weights.tensor(f"{name}.weight", out, n_in)
+        return self.kernels.linear(weight, self.weights.tensor(f"{name}.bias", out) if bias else None)
+
+    def summed(self, name: str, out: int, n_in: int, *, bias: bool) -> Linear:
+        """A projection back to the residual stream, whose input features were made by `linear` layers.
+
+        Under tensor parallelism each rank holds its share of the input features, and the results are summed.
+        """
+        return self.linear((name,), (out,), n_in, bias=bias)
+
+    def head(self, embed: Tensor, *, tied: bool) -> Linear:
+        """The projection to the vocabulary: by the embedding [vocab, n_in] itself if `tied`, else by `lm_head`."""
+        return self.kernels.linear(embed if tied else self.weights.tensor("lm_head.weight", *embed.shape))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RMSNorm:
+    """Root mean square norm over the last dimension."""
+
+    kernels: Kernels
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        return self.kernels.rms_norm(x, self.weight, self.eps, out)
+
+    def after_adding(self, delta: Tensor | None, x: Tensor, out: Tensor) -> Tensor:
+        """Add delta to x in place (None: nothing to add), and the norm of the sum."""
+        if delta is None:
+            return self(x, out)
+        return self.kernels.add_rms_norm(x, delta, self.weight, self.eps, out)
+
+
+class SelfAttention:
+    """Projects, rotates, writes K and V to the cache, attends, projects back."""
+
+    def __init__(self, config: ModelConfig, parts: Parts, name: str, window: int | None) -> None:
+        self.window = window
+        self.kernels = parts.kernels
+        self.head_dim = config.head_dim
+        q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        names = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
+        self.qkv = parts.linear(names, (q, kv, kv), config.hidden_size, bias=config.qkv_bias)
+        self.o = parts.summed(f"{name}.o_proj", config.hidden_size, q, bias=config.o_bias)
+        self.norms = _head_norms(config, parts, name) if config.qk_norm else None
+
+    def __call__(self, x: Tensor, step: Step, keys: Tensor, values: Tensor) -> Tensor:
+        rows, take = len(x), step.scratch.take
+        qkv = self.qkv(x, take("qkv", rows, self.qkv.width)).view(rows, -1, self.head_dim)
+        query = self.kernels.rotate_and_store(qkv, step.rotation, self.norms, step.slots, keys, values)
+        attended = take("attended", rows, query.shape[1] * self.head_dim)
+        return self.o(step.attend[self.window](query, keys, values, attended), take("delta", rows, self.o.width))
+
+
+def _head_norms(config: ModelConfig, parts: Parts, name: str) -> HeadNorms:
+    query, key = (parts.weights.tensor(f"{name}.{part}_norm.weight", config.head_dim) for part in ("q", "k"))
+    return HeadNorms(query, key, config.norm_eps)
+
+
+class MLP:
+    """The gated feed-forward network."""
+
+    def __init__(self, config: ModelConfig, parts: Parts, name: str, inner: int) -> None:
+        names = (f"{name}.gate_proj", f"{name}.up_proj")
+        self.gate_up = parts.linear(names, (inner, inner), config.hidden_size, bias=config.mlp_bias)
+        self.down = parts.summed(f"{name}.down_proj", config.hidden_size, inner, bias=config.mlp_bias)
+        self.kernels, self.activation = parts.kernels, ACTIVATIONS[config.activation]
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        rows, take = len(x), step.scratch.take
+        both, gated = take("gate_up", rows, self.gate_up.width), take("gated", rows, self.gate_up.width // 2)
+        self.kernels.gated(self.gate_up, x, self.activation, both, gated)
+        return self.down(gated, take("delta", rows, self.down.width))
+
+
+class Variant(NamedTuple):
+    """What the layers of an architecture are made of, where it is not Llama's.
+
+    `attention` takes a config, parts, the name of its tensors and its window; `feed_forward` the last two as the name
+    and the index of its layer.
+    """
+
+    attention: Callable[[ModelConfig, Parts, str, int | None], Callable[[Tensor, Step, Tensor, Tensor], Tensor]]
+    feed_forward: Callable[[ModelConfig, Parts, str, int], Callable[[Tensor, Step], Tensor]]
+
+
+def dense(config: ModelConfig, parts: Parts, layer: str, index: int) -> MLP:
+    """The same feed-forward network in all layers."""
+    del index
+    return MLP(config, parts, f"{layer}.mlp", config.intermediate_size)
+
+
+LLAMA = Variant(SelfAttention, dense)
+
+
+class Layer:
+    """One pre-norm block: adds what the last one left to the residual stream, and leaves what is to be added next."""
+
+    def __init__(self, config: ModelConfig, parts: Parts, variant: Variant, index: int, name: str = "") -> None:
+        name = name or f"model.layers.{index}"
+        self.input_norm = parts.norm(f"{name}.input_layernorm", config.hidden_size, config.norm_eps)
+        self.attention = variant.attention(config, parts, f"{name}.self_attn", config.windows[index])
+        self.post_norm = parts.norm(f"{name}.post_attention_layernorm", config.hidden_size, config.norm_eps)
+        self.feed_forward = variant.feed_forward(config, parts, name, index)
+
+    def __call__(self, x: Tensor, delta: Tensor | None, step: Step, keys: Tensor, values: Tensor) -> Tensor:
+        normed = step.scratch.take("normed", *x.shape)
+        delta = self.attention(self.input_norm.after_adding(delta, x, normed), step, keys, values)
+        return self.feed_forward(self.post_norm.after_adding(delta, x, normed), step)
+
+
+class Llama:
+    """Token ids in, logits out."""
+
+    def __init__(self, config: ModelConfig, parts: Parts, variant: Variant = LLAMA) -> None:
+        self.config, self.kernels, weights = config, parts.kernels, parts.weights
+        self.embed = weights.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self.layers = [Layer(config, parts, variant, index) for index in range(config.layers)]
+        self.norm = parts.norm("model.norm", config.hidden_size, config.norm_eps)
+        # A tied checkpoint that carries a head all the same means it: transformers then does not tie either.
+        tied = config.tied and "lm_head.weight" not in weights.checkpoint
+        self.head = parts.head(self.embed, tied=tied)
+        self.rotary = Rotary(config.rope, weights.dtype, weights.device)
+        self.scratch = Scratch(weights.dtype, weights.device)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, kv: KVCache) -> Tensor:
+        """Logits of the batch's `logit_rows`, float32 [L, vocab]; K and V of all N tokens are in `kv` afterwards.
+
+        The logits are valid until the next forward, which writes its own to the same place.
+        """
+        self.kernels.begin(batch)
+        step = self._step(batch, kv.layout.block_size)
+        x = self.scratch.take("x", len(batch.token_ids), self.config.hidden_size)
+        torch.index_select(self.embed, 0, batch.token_ids, out=x)
+        delta = None
+        for number, (layer, keys, values) in enumerate(zip(self.layers, kv.k, kv.v, strict=True)):
+            delta = layer(x, delta, step, keys, values)
+            if batch.on_layer is not None:  # with ranks: the sums of this layer prove that all have written theirs
+                batch.on_layer(number)
+            if batch.thinking is not None:
+                self._exchange(batch.thinking, number + 1, x, delta)
+        return self._logits(x if delta is None else x.add_(delta), batch.logit_rows)
+
+    def _exchange(self, thinking: Injection, number: int, x: Tensor, delta: Tensor) -> None:
+        """Layer `number`, from 1, is done: its output is x + delta."""
+        assert self.config.thinking is not None
+        if number == self.config.thinking.input_layer:
+            x.add_(thinking.states)
+        if number == self.config.thinking.output_layer and thinking.rows is not None:
+            thinking.hidden = x[thinking.rows] + delta[thinking.rows]
+
+    def _step(self, batch: Batch, block_size: int) -> Step:
+        scale = self.config.head_dim**-0.5
+        attend = {
+            window: self.kernels.attention(batch, block_size, window, scale) for window in set(self.config.windows)
+        }
+        return Step(self.rotary(batch.positions), batch.slot_mapping, attend, self.scratch, fixed=batch.fixed)
+
+    def _logits(self, x: Tensor, rows: Tensor) -> Tensor:
+        last = torch.index_select(x, 0, rows, out=self.scratch.take("last", len(rows), x.shape[1]))
+        normed = self.norm(last, self.scratch.take("normed", *last.shape))
+        return self.head(normed, self.scratch.take("logits", len(rows), self.head.width, torch.float32))

@@ -1,0 +1,175 @@
+"""From a model folder to a backend that the engine can run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from baton.core import KVLayout
+from baton.engine.determinism.shapes import SHORT
+from baton.engine.kernels.select import block_copy, choose_kernels
+from baton.engine.kv_cache import DTYPES, KVCache
+from baton.engine.models.checkpoint import Checkpoint
+from baton.engine.models.config import chosen_dtype, read_config
+from baton.engine.models.deepseek import DeepSeek
+from baton.engine.models.llama import Llama, Parts, SelfAttention, Variant
+from baton.engine.models.moe import feed_forward
+from baton.engine.models.thinking import Mode, Thinker
+from baton.engine.models.weights import Weights
+from baton.errors import CheckpointError, ConfigError
+from baton.hashing import fingerprint
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from baton.engine.batch import Batch
+    from baton.engine.kernels.base import Kernels, Splits
+    from baton.engine.models.checkpoint import Progress
+    from baton.engine.models.config import ModelConfig
+
+DTYPE_CHOICES = ("auto", "float32", "bfloat16")
+
+
+@dataclass(slots=True, eq=False)
+class TransformerBackend:
+    """A loaded model; implements `baton.engine.model_backend.ModelBackend`."""
+
+    name: str
+    layout: KVLayout
+    vocab_size: int
+    max_model_len: int
+    device: torch.device
+    fingerprint: str
+    model: Llama
+    nondeterminism: str = ""
+    thinker: Thinker | None = None
+
+    def forward(self, batch: Batch, kv: KVCache) -> torch.Tensor:
+        """Write the batch's K and V, then return logits, float32 [L, vocab_size]."""
+        return self.model.forward(batch, kv)
+
+    def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
+        """Its kernels."""
+        return self.model.kernels.facts(rows)
+
+    def steady_rows(self) -> int:
+        """As its kernels say; routing to experts and latent attention have products that are not theirs."""
+        config = self.model.config
+        if config.experts is not None or config.latent is not None:
+            return 0
+        return self.model.kernels.steady_rows([config.head_dim])
+
+    def make_cache(self, total_blocks: int) -> KVCache:
+        """A cache of this layout."""
+        return KVCache(self.layout, total_blocks, self.device, copy=block_copy(self.model.kernels))
+
+    def check(self) -> None:
+        """One process computes all: nothing is lost while it lives."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class Split(Protocol):
+    """What one rank of several computes of a model (`baton.engine.tp`)."""
+
+    @property
+    def names_the_model(self) -> bool:
+        """Whether this rank makes the fingerprint, for which all weights are read, those of other ranks too."""
+
+    def config(self, whole: ModelConfig) -> ModelConfig:
+        """The sizes of the rank's part."""
+
+    def parts(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> Parts:
+        """Makes the rank's parts of layers."""
+
+
+def load_model(  # noqa: PLR0913  (all but one have a default)
+    path: Path | str,
+    *,
+    dtype: str = "auto",
+    device: torch.device | str = "cpu",
+    block_size: int = 16,
+    max_model_len: int | None = None,
+    progress: Progress | None = None,
+    split: Split | None = None,
+    attention_splits: Splits = "auto",
+    thinking: Mode = "auto",
+) -> TransformerBackend:
+    """Load a Hugging Face checkpoint.
+
+    `dtype` is auto, float32 or bfloat16; auto is the checkpoint's own, and float32 for float16 checkpoints.
+    `max_model_len` None takes max_position_embeddings. `progress` is told how far the weights are. With `split`, it is
+    one rank's part of the model; layout and fingerprint are the whole's. `attention_splits` is for `choose_kernels`,
+    `thinking` for a model that thinks. Raises CheckpointError for a folder that cannot be served, naming the file, key
+    or tensor, and ConfigError for a `dtype` or `max_model_len` that does not fit.
+    """
+    if dtype not in DTYPE_CHOICES:
+        raise ConfigError(f"model.dtype must be one of {', '.join(DTYPE_CHOICES)}, got {dtype!r}")
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder")
+    config = read_config(folder)
+    length = _max_model_len(config, max_model_len)
+    checkpoint = Checkpoint(folder, progress, digests=split is None or split.names_the_model)
+    dtype = chosen_dtype(config, dtype, checkpoint.stored_dtype("model.embed_tokens.weight"))
+    device = torch.device(device)
+    kernels = choose_kernels(device, DTYPES[dtype], attention_splits)
+    if split is None:
+        part, parts = config, Parts(Weights(checkpoint, DTYPES[dtype], device), kernels)
+    else:
+        part, parts = split.config(config), split.parts(checkpoint, DTYPES[dtype], device, kernels)
+    model = _model(part, parts)
+    thinker = _thinker(config, parts, model, thinking, whole=split is None)
+    layout = KVLayout(config.layers, config.kv_heads, config.head_dim, block_size, dtype, config.kv_tensors)
+    name = fingerprint((checkpoint.finish(_unread(config)), dtype, layout.wire, repr(config)))
+    return TransformerBackend(
+        name=folder.resolve().name,
+        layout=layout,
+        vocab_size=config.vocab_size,
+        max_model_len=length,
+        device=device,
+        fingerprint=name if thinker is None else thinker.named(name),
+        model=model,
+        nondeterminism=_nondeterminism(config),
+        thinker=thinker,
+    )
+
+
+def _model(config: ModelConfig, parts: Parts) -> Llama:
+    if config.latent is not None:
+        return DeepSeek(config, parts, config.latent)
+    return Llama(config, parts, Variant(SelfAttention, feed_forward))
+
+
+def _thinker(config: ModelConfig, parts: Parts, model: Llama, mode: Mode, *, whole: bool) -> Thinker | None:
+    if config.thinking is None:
+        return None
+    if not whole:
+        raise ConfigError("tensor_parallel: a model that thinks is computed by one rank; tensor_parallel=1 serves it")
+    return Thinker(config, parts, model.embed, mode)
+
+
+def _nondeterminism(config: ModelConfig) -> str:
+    """Prompts of deterministic requests are thought about on their grid: its chunks are whole ones of the model's."""
+    if config.thinking is None or SHORT % config.thinking.chunk_size == 0:
+        return ""
+    return f"chunks of {config.thinking.chunk_size} tokens do not divide those of the grid, {SHORT}"
+
+
+def _unread(config: ModelConfig) -> tuple[str, ...]:
+    return tuple(f"model.layers.{config.layers + i}." for i in range(config.unread_layers))
+
+
+def _max_model_len(config: ModelConfig, wanted: int | None) -> int:
+    if wanted is None:
+        return config.max_positions
+    if 1 <= wanted <= config.rope.limit:
+        return wanted
+    why = f"between 1 and {config.rope.limit}, for which this model's positions are right"
+    if config.rope.kind == "dynamic":
+        why += " (dynamic RoPE scaling is served up to its original length: beyond it, cached keys would change)"
+    raise ConfigError(f"model.max_model_len must be {why}; got {wanted}")

@@ -1,0 +1,185 @@
+"""Mixture of experts: of many small networks, each token passes the few that a router picks for it.
+
+    scores = softmax(router(x))             DeepSeek-V3: sigmoid, and a learnt bias that counts for the choice alone
+    chosen = top_k(scores)                  DeepSeek: among the experts of the best groups
+    weights = scores[chosen]                divided by their sum or not, and scaled
+    y = sum of weights_e * expert_e(x)      DeepSeek adds a shared network that every token passes
+
+Rows are sorted by expert, so that each active expert computes all its rows at once. How many those are depends on the
+other rows: in a fixed forward an expert multiplies row by row, or, where the kernels cannot, all rows of the forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.nn.functional import linear
+
+from baton.engine.models.llama import ACTIVATIONS, MLP
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from baton.engine.kernels.base import Kernels, Linear
+    from baton.engine.models.config import ModelConfig
+    from baton.engine.models.config_variants import ExpertsConfig
+    from baton.engine.models.llama import Parts, Step
+
+GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
+MIXTRAL = {GATE: "w1", UP: "w3", DOWN: "w2"}
+
+
+def feed_forward(config: ModelConfig, parts: Parts, layer: str, index: int) -> MLP | SparseMLP:
+    """The feed-forward network of layer `index`, whose tensors have names that begin with `layer`."""
+    if config.experts is None or not config.experts.sparse[index]:
+        return MLP(config, parts, f"{layer}.mlp", config.intermediate_size)
+    mixtral = f"{layer}.block_sparse_moe"
+    in_mixtral = f"{mixtral}.gate.weight" in parts.weights.checkpoint
+    return SparseMLP(config, config.experts, parts, mixtral if in_mixtral else f"{layer}.mlp")
+
+
+class SparseMLP:
+    """Routes, computes the chosen experts, adds what the shared network says."""
+
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str) -> None:
+        self.router = Router(config, experts, parts, f"{name}.gate")
+        self.experts = Experts(config, experts, parts, f"{name}.experts")
+        shared = f"{name}.shared_experts"
+        self.shared = MLP(config, parts, shared, experts.shared_inner) if experts.shared_inner else None
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        weights, chosen = self.router(x, step)
+        routed = self.experts(x, weights, chosen, step)
+        return routed if self.shared is None else self.shared(x, step).add_(routed)
+
+
+class Router:
+    """Which experts a token goes to, and with what weights."""
+
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str) -> None:
+        self.experts = experts
+        shape = experts.count, config.hidden_size
+        # In the precision of transformers: a near tie should fall as it does there.
+        self.dtype = torch.float32 if experts.float32_router else parts.weights.dtype
+        self.gate: Linear = (
+            Float32Linear(parts.weights.float32(f"{name}.weight", *shape))
+            if experts.float32_router
+            else parts.whole(name, *shape, bias=False)
+        )
+        bias = f"{name}.e_score_correction_bias"
+        self.bias = parts.weights.float32(bias, experts.count) if experts.sigmoid else None
+
+    def __call__(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """Weights float32 [N, per_token] and experts int64 [N, per_token] of the rows x [N, hidden]."""
+        logits = self.gate(x, step.scratch.take("router", len(x), self.gate.width, self.dtype)).float()
+        scores = logits.softmax(-1) if self.bias is None else logits.sigmoid()
+        chosen = self._eligible(scores if self.bias is None else scores + self.bias).topk(self.experts.per_token)[1]
+        weights = scores.gather(1, chosen)
+        if self.experts.normalised:
+            weights /= weights.sum(-1, keepdim=True) + 1e-20  # sigmoids may all be 0
+        return weights * self.experts.scaling, chosen
+
+    def _eligible(self, ranks: Tensor) -> Tensor:
+        """`ranks` [N, experts], -inf outside the best groups: by their best expert, with a bias by their best two."""
+        if self.experts.best_groups == self.experts.groups:
+            return ranks
+        grouped = ranks.view(len(ranks), self.experts.groups, -1)
+        of_group = grouped.amax(-1) if self.bias is None else grouped.topk(min(2, grouped.shape[2]))[0].sum(-1)
+        best = of_group.topk(self.experts.best_groups)[1]
+        outside = torch.ones_like(of_group, dtype=torch.bool).scatter_(1, best, False)
+        return grouped.masked_fill(outside[..., None], float("-inf")).flatten(1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Float32Linear:
+    """A `Linear` that computes in float32, whatever the model's dtype."""
+
+    weight: Tensor
+
+    @property
+    def width(self) -> int:
+        return len(self.weight)
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        return out.copy_(linear(x.float(), self.weight))
+
+
+class Expert(NamedTuple):
+    """The two products of one expert."""
+
+    gate_up: Linear
+    down: Linear
+
+
+class Experts:
+    """The experts' weights, stacked, and the products with them."""
+
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str) -> None:
+        gate_up, down = _stacked(config, experts, parts, name)
+        pairs = zip(gate_up, down, strict=True)
+        self.members = [Expert(parts.kernels.linear(first), parts.kernels.linear(second)) for first, second in pairs]
+        self.by_row = _by_row(self.members, parts.kernels)
+        self.kernels, self.activation = parts.kernels, ACTIVATIONS[config.activation]
+
+    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor, step: Step) -> Tensor:
+        """Sum over `chosen` [N, k] of weights [N, k] times expert of x [N, hidden], in the order of `chosen`."""
+        (rows, width), each, take = x.shape, chosen.shape[1], step.scratch.take
+        if step.fixed and self.by_row is None:
+            results = self._by_all_rows(x, chosen, step)
+        else:
+            results = self._by_own_rows(self.by_row if step.fixed and self.by_row else self.members, x, chosen, step)
+        results = results.view(rows, each, width)
+        return torch.sum(results.mul_(weights[..., None]), 1, out=take("routed", rows, width))
+
+    def _by_own_rows(self, members: list[Expert], x: Tensor, chosen: Tensor, step: Step) -> Tensor:
+        """[N * k, hidden], each expert computing the rows that chose it."""
+        (rows, width), each, take = x.shape, chosen.shape[1], step.scratch.take
+        order = chosen.flatten().argsort(stable=True)  # pairs of a row and one of its experts
+        pairs = torch.index_select(x, 0, order // each, out=take("pairs", rows * each, width))
+        counts = chosen.flatten().bincount(minlength=len(members)).tolist()
+        for expert, own in zip(members, torch.split(pairs, counts), strict=True):
+            if len(own):
+                self._compute(expert, own, step)
+        return take("expert_results", rows * each, width).index_copy_(0, order, pairs)
+
+    def _by_all_rows(self, x: Tensor, chosen: Tensor, step: Step) -> Tensor:
+        """The same, each expert computing all rows in their places, so that its products have a constant shape."""
+        (rows, width), each, take = x.shape, chosen.shape[1], step.scratch.take
+        results = take("expert_results", rows * each, width)
+        for number, expert in enumerate(self.members):
+            own = (chosen.flatten() == number).nonzero()[:, 0]
+            if len(own):
+                every = take("pairs", rows, width).copy_(x)
+                self._compute(expert, every, step)
+                results.index_copy_(0, own, every.index_select(0, own // each))
+        return results
+
+    def _compute(self, expert: Expert, rows: Tensor, step: Step) -> None:
+        """Replace rows [n, hidden] by what an expert makes of them."""
+        take, (gate_up, down) = step.scratch.take, expert
+        both = gate_up(rows, take("expert_gate_up", len(rows), gate_up.width))
+        down(self.kernels.gate(both, self.activation, take("expert_gated", len(rows), gate_up.width // 2)), rows)
+
+
+def _by_row(members: list[Expert], kernels: Kernels) -> list[Expert] | None:
+    """The same with products that do not know how many rows there are; None where the kernels have none."""
+    found = [
+        Expert(gate_up, down)
+        for each in members
+        if (gate_up := kernels.by_row(each.gate_up)) is not None and (down := kernels.by_row(each.down)) is not None
+    ]
+    return found if len(found) == len(members) else None
+
+
+def _stacked(config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str) -> tuple[Tensor, Tensor]:
+    """The weights [experts, 2 inner, hidden] and [experts, hidden, inner], in either layout of a checkpoint."""
+    weights, (count, inner, hidden) = parts.weights, (experts.count, experts.inner, config.hidden_size)
+    if f"{name}.gate_up_proj" in weights.checkpoint:  # what transformers 5 writes without `save_original_format`
+        gate_up = weights.tensor(f"{name}.gate_up_proj", count, 2 * inner, hidden)
+        return gate_up, weights.tensor(f"{name}.down_proj", count, hidden, inner)
+    spelt = MIXTRAL if f"{name}.0.w1.weight" in weights.checkpoint else {}
+    gates, ups, downs = ([f"{name}.{i}.{spelt.get(p, p)}.weight" for i in range(count)] for p in (GATE, UP, DOWN))
+    gate_up = weights.stack(list(zip(gates, ups, strict=True)), (inner, inner), hidden)
+    return gate_up, weights.stack([(down,) for down in downs], (hidden,), inner)

@@ -1,0 +1,185 @@
+"""Rotary position embeddings and their scalings: linear, llama3, yarn, and dynamic up to its original length.
+
+Formulas and defaults are those of `transformers` (modeling_rope_utils), which this module is tested against.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from baton.engine.kernels.base import Rotation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from baton.engine.models.json_fields import Fields
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+# Far wider than any sense: they keep an untrusted config away from overflow in float32.
+MIN_FACTOR, MAX_FACTOR, MAX_THETA = 1e-6, 1e6, 1e30
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Which rotation, and how far it goes. `limit` is the most positions for which it is right as it stands."""
+
+    kind: str
+    theta: float
+    head_dim: int
+    limit: int
+    factor: float = 1.0
+    original: int = 0  # positions of pretraining
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn
+    attention_factor: float = 1.0  # yarn: multiplies cos and sin
+    softmax_factor: float = 1.0  # multiplies the scores of latent attention, and of no other
+
+
+def parse_rope(fields: Fields, max_positions: int, head_dim: int, default_theta: float = 10000.0) -> RopeConfig:
+    """From `rope_parameters` (transformers 5) or `rope_scaling` with a `rope_theta` beside it (before)."""
+    rope = fields.section("rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters")
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if any(isinstance(value, dict) for value in rope.values.values()):
+        raise rope.error("rope_type", "per layer type is not supported")
+    if kind not in ROPE_TYPES:
+        raise rope.error("rope_type", f"{kind!r} is not supported (supported: {', '.join(ROPE_TYPES)})")
+    for owner in (rope, fields):
+        if owner.number("partial_rotary_factor", 1.0) != 1.0:
+            raise owner.error("partial_rotary_factor", "other than 1 is not supported")
+    # Above 1, since yarn divides by its logarithm and no trained model is below.
+    theta = fields.number("rope_theta", default_theta, above=1.0, below=MAX_THETA)
+    theta = rope.number("rope_theta", theta, above=1.0, below=MAX_THETA)
+    if kind == "default":
+        return RopeConfig(kind, theta, head_dim, max_positions)
+    config = _parse_scaled(rope, fields, RopeConfig(kind, theta, head_dim, max_positions))
+    mscale_all_dim = rope.number("mscale_all_dim", 0.0, above=-MIN_FACTOR, below=MAX_FACTOR)
+    return replace(config, softmax_factor=_mscale(config.factor, mscale_all_dim) ** 2) if mscale_all_dim else config
+
+
+def _parse_scaled(rope: Fields, fields: Fields, plain: RopeConfig) -> RopeConfig:
+    kind, theta, head_dim, max_positions = plain.kind, plain.theta, plain.head_dim, plain.limit
+    if kind == "dynamic":
+        # Within the original length, dynamic scaling is no scaling. Beyond it, the frequencies depend on how long the
+        # sequence is by now, so keys that are cached already would have to be rotated again.
+        return RopeConfig("dynamic", theta, head_dim, max_positions, _factor(rope, "factor"), max_positions)
+    if kind == "linear":
+        factor = _factor(rope, "factor")
+        return RopeConfig("linear", theta, head_dim, max(max_positions, int(max_positions * factor)), factor)
+    # A key beside the others has priority over the one inside, as in transformers.
+    original = rope.integer("original_max_position_embeddings", max_positions)
+    original = fields.integer("original_max_position_embeddings", original)
+    if kind == "llama3":
+        return _parse_llama3(rope, theta, head_dim, max_positions, original)
+    return _parse_yarn(rope, theta, head_dim, max_positions, original)
+
+
+def _factor(rope: Fields, key: str, default: float | None = None) -> float:
+    return rope.number(key, default, above=MIN_FACTOR, below=MAX_FACTOR)
+
+
+def _parse_llama3(rope: Fields, theta: float, head_dim: int, max_positions: int, original: int) -> RopeConfig:
+    low, high = (_factor(rope, f"{end}_freq_factor") for end in ("low", "high"))
+    if low >= high:
+        raise rope.error("high_freq_factor", f"must be above low_freq_factor ({low:g}), got {high:g}")
+    return RopeConfig(
+        "llama3",
+        theta,
+        head_dim,
+        max_positions,
+        factor=_factor(rope, "factor"),
+        original=original,
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def _parse_yarn(rope: Fields, theta: float, head_dim: int, max_positions: int, original: int) -> RopeConfig:
+    factor = _factor(rope, "factor", max_positions / original)
+    return RopeConfig(
+        "yarn",
+        theta,
+        head_dim,
+        max(max_positions, int(original * factor)),
+        factor=factor,
+        original=original,
+        beta_fast=_factor(rope, "beta_fast", 32.0),
+        beta_slow=_factor(rope, "beta_slow", 1.0),
+        truncate=rope.flag("truncate", True),
+        attention_factor=_yarn_attention_factor(rope, factor),
+    )
+
+
+def _yarn_attention_factor(rope: Fields, factor: float) -> float:
+    """Given, or by the paper's formula; `mscale` and `mscale_all_dim` count only together."""
+    if rope.has("attention_factor"):
+        return _factor(rope, "attention_factor")
+    mscale = rope.number("mscale", 0.0, above=-MIN_FACTOR, below=MAX_FACTOR)
+    mscale_all_dim = rope.number("mscale_all_dim", 0.0, above=-MIN_FACTOR, below=MAX_FACTOR)
+    if mscale and mscale_all_dim:
+        return _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
+    return _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def inverse_frequencies(rope: RopeConfig) -> Tensor:
+    """Radians per position of each pair of dimensions, float32 [head_dim / 2], on the CPU."""
+    exponents = torch.arange(0, rope.head_dim, 2, dtype=torch.float32) / rope.head_dim
+    inv_freq = 1.0 / (rope.theta**exponents)
+    if rope.kind == "linear":
+        return inv_freq / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(rope, inv_freq)
+    if rope.kind == "yarn":
+        return _yarn(rope, rope.theta**exponents)
+    return inv_freq
+
+
+def _llama3(rope: RopeConfig, inv_freq: Tensor) -> Tensor:
+    """Low frequencies divided by `factor`, high ones kept, those between interpolated."""
+    wavelength = 2 * math.pi / inv_freq
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    smooth = (rope.original / wavelength - low) / (high - low)
+    between = (1 - smooth) * inv_freq / rope.factor + smooth * inv_freq
+    scaled = torch.where(wavelength > rope.original / low, inv_freq / rope.factor, between)
+    return torch.where(wavelength < rope.original / high, inv_freq, scaled)
+
+
+def _yarn(rope: RopeConfig, pos_freqs: Tensor) -> Tensor:
+    """Interpolate slow dimensions, extrapolate fast ones, with a ramp over the dimensions between."""
+    low, high = _correction_dim(rope, rope.beta_fast), _correction_dim(rope, rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.head_dim - 1)
+    width = high - low if high != low else 0.001
+    ramp = ((torch.arange(rope.head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    extrapolate = 1 - ramp
+    return 1.0 / (rope.factor * pos_freqs) * (1 - extrapolate) + 1.0 / pos_freqs * extrapolate
+
+
+def _correction_dim(rope: RopeConfig, rotations: float) -> float:
+    """The dimension that turns `rotations` times within the original length."""
+    return (rope.head_dim * math.log(rope.original / (rotations * 2 * math.pi))) / (2 * math.log(rope.theta))
+
+
+class Rotary:
+    """Gives cos and sin of a forward's positions, computed in float32 and rounded to the model's dtype."""
+
+    def __init__(self, rope: RopeConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self._inv_freq = inverse_frequencies(rope).to(device)
+        self._scale = rope.attention_factor
+        self._dtype = dtype
+
+    def __call__(self, positions: Tensor) -> Rotation:
+        """The rotation of each row, for int64 positions [N]."""
+        angles = positions[:, None].float() * self._inv_freq
+        return Rotation((angles.cos() * self._scale).to(self._dtype), (angles.sin() * self._scale).to(self._dtype))

@@ -1,0 +1,157 @@
+"""What moves the logits of single tokens before a draw: penalties, logit bias, and the ban of end tokens.
+
+All of it is sparse: for each row the few tokens that are touched, laid end to end over the rows, so that a step
+gathers, computes and scatters once whatever the batch.
+
+What a constraint leaves of the logits of a step: of each row that has one, the tokens that may come next.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.nn.functional import embedding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+
+    from baton.core import Sampling
+    from baton.engine.sampling.sampler import Row
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+NEVER = float("-inf")
+FINITE = torch.finfo(torch.float32)
+
+
+class Seen:
+    """The distinct tokens of a prompt and its output, and how often each is in the output."""
+
+    def __init__(self, prompt: Iterable[int]) -> None:
+        self._places = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
+        self._ids = np.array(list(self._places), dtype=np.int64)
+        self._counts = np.zeros(len(self._ids), dtype=np.float32)
+
+    def add(self, token_id: int) -> None:
+        """One more token of the output."""
+        place = self._places.setdefault(token_id, len(self._places))
+        if place == len(self._ids):
+            room = np.zeros(place + 16, dtype=np.int64)
+            self._ids, self._counts = np.append(self._ids, room), np.append(self._counts, room.astype(np.float32))
+        self._ids[place] = token_id
+        self._counts[place] += 1
+
+    def copy(self) -> Seen:
+        """Another one that goes its own way from here."""
+        other = Seen(())
+        other._places = dict(self._places)
+        other._ids, other._counts = self._ids.copy(), self._counts.copy()
+        return other
+
+    @property
+    def ids(self) -> Array:
+        """int64 [tokens], each once."""
+        return self._ids[: len(self._places)]
+
+    @property
+    def counts(self) -> Array:
+        """float32 [tokens]: times in the output."""
+        return self._counts[: len(self._places)]
+
+
+def has_penalties(sampling: Sampling) -> bool:
+    """Whether the tokens so far change the logits."""
+    return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+class Adjustments:
+    """The changes of one set of rows, applied step by step."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._penalised = [(i, row.seen, row.sampling) for i, row in enumerate(rows) if row.seen is not None]
+        self._rates = [
+            np.array(column, dtype=np.float32)
+            for column in zip(
+                *(
+                    (max(s.repetition_penalty, FINITE.tiny), s.frequency_penalty, s.presence_penalty)
+                    for _, _, s in self._penalised
+                ),
+                strict=True,
+            )
+        ]
+        biases = [(i, *pair) for i, row in enumerate(rows) for pair in row.sampling.logit_bias]
+        self._biases = [np.array(column) for column in zip(*biases, strict=True)]
+        self._barring = [(i, row) for i, row in enumerate(rows) if row.produced < row.sampling.min_tokens]
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Logits `[rows, vocab]` after penalties, then bias, then bans; a copy if any row asks for any of them."""
+        self._barring = [(i, row) for i, row in self._barring if row.produced < row.sampling.min_tokens]
+        if not (self._penalised or self._biases or self._barring):
+            return logits
+        vocab = logits.shape[-1]
+        flat = logits.flatten().clone() if logits.is_contiguous() else logits.flatten()
+        if self._penalised:
+            self._penalise(flat, vocab)
+        if self._biases:
+            rows, ids, values = self._biases
+            places = _on(flat, rows * vocab + ids)
+            flat[places] += _on(flat, values.astype(np.float32))
+        if self._barring:
+            flat[_on(flat, np.concatenate([row.end_ids + i * vocab for i, row in self._barring]))] = NEVER
+        return flat.view_as(logits)
+
+    def _penalise(self, flat: Tensor, vocab: int) -> None:
+        places = _on(flat, np.concatenate([seen.ids + i * vocab for i, seen, _ in self._penalised]))
+        counts = _on(flat, np.concatenate([seen.counts for _, seen, _ in self._penalised]))
+        sizes = [len(seen.ids) for _, seen, _ in self._penalised]
+        repetition, frequency, presence = (_on(flat, rates.repeat(sizes)) for rates in self._rates)
+        logits = flat.index_select(0, places)
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        adjusted = repeated - frequency * counts - presence * (counts > 0)
+        flat.index_copy_(
+            0, places, adjusted.clamp_(FINITE.min, FINITE.max)
+        )  # a tiny penalty must not make a logit infinite
+
+
+def _on(like: Tensor, array: Array) -> Tensor:
+    return torch.from_numpy(array).to(like.device, non_blocking=True)
+
+
+class Masks:
+    """The constraints of one set of rows, applied step by step; false: none has one.
+
+    What a step needs is kept from one to the next: with a large vocabulary, fresh memory would cost more than the rest.
+    """
+
+    def __init__(self, rows: Sequence[Row], logits: Tensor) -> None:
+        self._guided = [(place, row.guide) for place, row in enumerate(rows) if row.guide is not None]
+        if not self._guided:
+            return
+        words = max(-(-logits.shape[-1] // 32), *(guide.words for _, guide in self._guided))
+        self._bits = np.zeros((len(self._guided), words), dtype=np.int32)
+        self._addends = _addends().to(logits.device)
+        self._scores = torch.empty_like(logits)
+
+    def __bool__(self) -> bool:
+        return bool(self._guided)
+
+    def apply(self, scores: Tensor, *, fresh: bool) -> Tensor:
+        """`scores` `[rows, vocab]` with NEVER for each token that may not come: in their place if they are `fresh`."""
+        for (_, guide), allowed in zip(self._guided, self._bits, strict=True):
+            guide.fill(allowed[: guide.words])
+        bits = torch.from_numpy(self._bits.view(np.uint8)).to(scores.device).int()
+        added = embedding(bits, self._addends).flatten(1)[:, : scores.shape[-1]]
+        masked = scores if fresh else self._scores.copy_(scores)
+        for number, (place, _) in enumerate(self._guided):
+            masked[place] += added[number]  # unlike masked_fill_, as fast whatever the pattern
+        return masked
+
+
+def _addends() -> Tensor:
+    """What each byte of a mask adds to its eight logits: float32 `[256, 8]`."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return torch.from_numpy(np.where(bits, 0.0, NEVER).astype(np.float32))

@@ -1,0 +1,101 @@
+"""What comes out of an engine: the outputs of each step, and what it did since it began."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from baton.core import Load
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from baton.core import Finish, HandoffId, Thought, Token
+    from baton.engine.determinism.planner import Verifying
+    from baton.engine.scheduler import Scheduler
+    from baton.engine.sequence import Sequence, Work
+    from baton.errors import EngineFault
+
+
+@dataclass(slots=True)  # not frozen: one for each token, and that would double what it costs
+class Output:
+    """What one step brought to one request. The last output of a request has `finish` set.
+
+    `cached_tokens` of what it knew at its submission were found in the cache.
+    """
+
+    key: HandoffId
+    tokens: list[Token]
+    finish: Finish | None
+    cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one step brought. `computed` tokens went through the model; 0: nothing could be done now.
+
+    `context`: how many positions these tokens attended to, summed; `prefill_context`: those of prompts.
+    Requests in `preempted` (handed back) and in `failed` are forgotten, their blocks are free. `thoughts` are about
+    consecutive chunks of each sequence, and come before what `outputs` tell of it.
+    """
+
+    outputs: list[Output] = field(default_factory=list)
+    thoughts: list[tuple[HandoffId, list[Thought]]] = field(default_factory=list)
+    preempted: list[HandoffId] = field(default_factory=list)
+    failed: list[tuple[HandoffId, EngineFault]] = field(default_factory=list)
+    computed: int = 0
+    prefill: int = 0  # of the computed ones
+    context: int = 0
+    prefill_context: int = 0
+    verifying: list[tuple[HandoffId, Verifying]] = field(default_factory=list)  # of a verify pass: all so far, and live
+
+    def tell_thoughts(self, sequences: Iterable[Sequence]) -> None:
+        """Those that they have and that did not come out of the engine yet."""
+        for sequence in sequences:
+            if sequence.thinking is not None and (news := sequence.thinking.news()):
+                self.thoughts.append((sequence.key, news))
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the engine did since it began. Recomputed tokens count as prefill again, those found in the cache do not."""
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    cached_tokens: int = 0
+    decode_steps: int = 0  # steps with at least one decode token
+    decode_tokens: int = 0
+    preemptions: int = 0
+    verify_passes: int = 0
+    rollbacks: int = 0  # candidates that a verify pass did not agree with
+    recomputed_tokens: int = 0  # dropped with them, or behind them
+
+    def count(self, work: list[Work], result: StepResult) -> None:
+        """An ordinary batch was computed; before its sequences are told."""
+        result.computed = total = sum(item.count for item in work)
+        result.prefill = prefill = sum(item.prefill_tokens for item in work)
+        result.context = sum(item.context for item in work)
+        result.prefill_context = sum(item.context for item in work if item.prefill_tokens) if prefill else 0
+        self.steps += 1
+        self.prefill_tokens += prefill
+        self.decode_tokens += total - prefill
+        self.decode_steps += total > prefill
+
+
+def load_of(scheduler: Scheduler, counters: Counters) -> Load:
+    """An engine's part of what its worker reports."""
+    running = scheduler.running
+    return Load(
+        step=counters.steps,
+        running=len(running),
+        waiting=len(scheduler.waiting),
+        queued_tokens=sum(max(0, s.prefill_end - s.computed) for s in running) + scheduler.waiting_tokens,
+        prefill_tokens=counters.prefill_tokens,
+        cached_tokens=counters.cached_tokens,
+        decode_steps=counters.decode_steps,
+        decode_tokens=counters.decode_tokens,
+        verify_passes=counters.verify_passes,
+        rollbacks=counters.rollbacks,
+        recomputed_tokens=counters.recomputed_tokens,
+        blocks=scheduler.pool.counts(),
+    )

@@ -1,0 +1,201 @@
+"""Thinking about prompts: which states go into a forward, and which thoughts come out of it.
+
+A forward of many chunks assumes that nothing will be thought about those whose thoughts are not made yet. Afterwards
+the thinking block reads all whole chunks: up to the first about which something is thought, all is as it must be, and
+the sequence is computed so far; what was computed behind is computed again, with the state that follows from that
+thought. So a prompt takes one forward for each such thought and one more (Thinking States, algorithm 1), and the result
+is that of computing it chunk by chunk.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from baton.core import ThinkingState
+from baton.engine.batch import Injection
+from baton.engine.kv_cache import DTYPES
+from baton.engine.thinking.progress import ALL, Thinking
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from baton.core import KVLayout, SequenceSpec
+    from baton.engine.determinism.planner import Window
+    from baton.engine.models.thinking import Thinker
+    from baton.engine.sequence import Sequence as Progress
+    from baton.engine.sequence import Work
+
+
+class Thoughts:
+    """Of one engine. What is said of chunks is in `Thinking`; this reads and writes its tensors."""
+
+    def __init__(self, thinker: Thinker, layout: KVLayout) -> None:
+        self._thinker, self._dtype = thinker, DTYPES[layout.dtype]
+        self._size, self._width = thinker.config.chunk_size, thinker.hidden_size
+
+    def begin(self, spec: SequenceSpec) -> Thinking:
+        """Of a sequence that is computed from its first token on."""
+        mode, prompt = self._thinker.mode, len(spec.prompt)
+        if mode == "off":
+            return Thinking(self._size, 0, ALL)
+        goes_on = spec.think_while_decoding
+        until, shared = (ALL, ALL) if goes_on else (prompt // self._size, prompt)
+        cheap = self._thinker.cheap_rows
+        ahead = {"auto": cheap, "fast": ALL, "sequential": 0}[mode]
+        return Thinking(self._size, until, shared, ahead, cheap if mode == "auto" else None)
+
+    def adopt(self, spec: SequenceSpec, carried: ThinkingState | None) -> Thinking:
+        """Of a sequence whose KV, but for its last token, comes from elsewhere. ValueError names what is wrong."""
+        if carried is None:
+            raise ValueError("the model thinks, and KV came without a thinking state")
+        thinking, end = self.begin(spec), len(spec) - 1
+        chunk, offset = divmod(end, self._size)
+        goes_on = thinking.until > chunk
+        facts = {
+            "thinker": (carried.thinker, self._thinker.fingerprint),
+            "chunk": (carried.chunk, chunk),
+            "offset": (carried.offset, offset),
+            "state": (len(carried.state), self._bytes(self._size)),
+            "rows": (len(carried.rows), self._bytes(offset) if goes_on else 0),
+            "thoughts": (len(carried.thoughts), min(chunk, thinking.until)),
+        }
+        if wrong := [f"{name} {given}, not {right}" for name, (given, right) in facts.items() if given != right]:
+            raise ValueError(f"the thinking state does not fit: {'; '.join(wrong)}")
+        thinking.thoughts[:], thinking.told = carried.thoughts, len(carried.thoughts)
+        thinking.carried = (chunk, self._tensor(carried.state))
+        thinking.rows = self._tensor(carried.rows) if goes_on and offset else None
+        return thinking
+
+    def state(self, sequence: Progress) -> ThinkingState:
+        """What the KV of its computed positions goes with."""
+        thinking = _of(sequence)
+        chunk, offset = divmod(sequence.computed, self._size)
+        rows = b"" if thinking.rows is None else _raw(thinking.rows)
+        state = _raw(self._state(thinking, chunk))
+        return ThinkingState(self._thinker.fingerprint, chunk, offset, state, rows, tuple(thinking.thoughts))
+
+    # --- into a forward ------------------------------------------------------------------------------------------
+
+    def inject(self, work: Sequence[Work]) -> Injection:
+        """For the rows of an ordinary batch."""
+        states, wanted, at = list[torch.Tensor](), list[int](), 0
+        for item in work:
+            sequence, thinking = item.sequence, _of(item.sequence)
+            states += self._states(thinking, sequence.computed, item.count)
+            wanted += range(at, at + self._read(thinking, sequence.computed, item.count))
+            at += item.count
+        rows = torch.tensor(wanted, device=self._thinker.zeros.device) if wanted else None
+        return Injection(torch.cat(states), rows)
+
+    def inject_fixed(self, windows: Sequence[Window], rows: int) -> Injection:
+        """For a forward of so many rows. On the grid all hidden rows are wanted, in one shape, while any is."""
+        states = [piece for w in windows for piece in self._states(_of(w.sequence), w.start, w.size)]
+        missing = rows - sum(window.size for window in windows)
+        states += [self._thinker.zeros.new_zeros(missing, self._width)] * (missing > 0)
+        sequence = windows[0].sequence
+        thinks = sequence.fixed is not None and sequence.fixed.on_grid and not _of(sequence).settled
+        return Injection(torch.cat(states), torch.arange(rows, device=states[0].device) if thinks else None)
+
+    def _states(self, thinking: Thinking, start: int, count: int) -> list[Tensor]:
+        """Rows for positions [start, start + count)."""
+        size, end, pieces = self._size, start + count, list[torch.Tensor]()
+        while start < end and start // size <= thinking.last:
+            stop = min(end, (start // size + 1) * size)
+            pieces.append(self._state(thinking, start // size)[start % size : start % size + stop - start])
+            start = stop
+        if start < end:
+            offset, trivial = start % size, self._thinker.state(())
+            times = -(-(offset + end - start) // size)
+            pieces.append((trivial if times == 1 else trivial.repeat(times, 1))[offset : offset + end - start])
+        return pieces
+
+    def _state(self, thinking: Thinking, chunk: int) -> Tensor:
+        """S of a chunk, [chunk_size, hidden_size]."""
+        if thinking.carried is not None and thinking.carried[0] == chunk:
+            return thinking.carried[1]
+        if chunk == 0:
+            return self._thinker.zeros
+        return self._thinker.state(thinking.thoughts[chunk - 1] if chunk <= len(thinking.thoughts) else ())
+
+    def _read(self, thinking: Thinking, start: int, count: int) -> int:
+        """How many of these positions, from the first on, are in chunks that are thought about."""
+        return max(0, min(start + count, thinking.until * self._size) - start)
+
+    # --- out of a forward ----------------------------------------------------------------------------------------
+
+    def settle(self, work: Sequence[Work], injection: Injection) -> None:
+        """Think about the whole chunks that an ordinary batch has computed, and take back what it assumed wrongly: the
+        `count` of such work becomes smaller.
+        """
+        if injection.hidden is None:
+            return
+        at, chunks = 0, list[torch.Tensor]()
+        read: list[tuple[Work, Tensor]] = []
+        for item in work:
+            thinking = _of(item.sequence)
+            if count := self._read(thinking, item.sequence.computed, item.count):
+                new = injection.hidden[at : at + count]
+                at += count
+                rows = new if thinking.rows is None else torch.cat((thinking.rows, new))
+                chunks.append(rows[: len(rows) // self._size * self._size])
+                read.append((item, rows))
+        whole = torch.cat(chunks).view(-1, self._size, self._width)
+        first = iter(self._thinker.first_tokens(whole) if len(whole) else [])
+        for item, rows in read:
+            self._take(item, rows, [next(first) for _ in range(len(rows) // self._size)])
+
+    def _take(self, item: Work, rows: Tensor, first: list[int]) -> None:
+        """`rows` are hidden ones from the beginning of the open chunk on; `first`: of the thoughts about whole ones."""
+        sequence, thinking = item.sequence, _of(item.sequence)
+        begin = sequence.computed // self._size * self._size
+        if stopped := self._think(thinking, rows, first):
+            item.count = min(item.count, len(thinking.thoughts) * self._size - sequence.computed)
+        thinking.came(item.count, stopped=stopped)
+        computed = sequence.computed + item.count
+        chunk = computed // self._size
+        left = rows[chunk * self._size - begin : computed - begin]
+        thinking.rows = left.clone() if len(left) and chunk < thinking.until else None
+
+    def settle_fixed(self, window: Window, injection: Injection) -> bool:
+        """The same for a forward on the grid: whether it stays as it is, or is to be computed again. Its first rows
+        have the same bits then: they depend on what is before them alone.
+        """
+        if injection.hidden is None:
+            return True
+        thinking, end, begin = _of(window.sequence), window.start + window.count, window.start // self._size
+        first = self._thinker.first_tokens(injection.hidden.view(-1, self._size, self._width))
+        known, whole = len(thinking.thoughts) - begin, min(end // self._size, thinking.until) - begin
+        stopped = self._think(thinking, injection.hidden[known * self._size :], first[known:whole])
+        return not stopped or len(thinking.thoughts) * self._size >= end
+
+    def _think(self, thinking: Thinking, rows: Tensor, first: list[int]) -> bool:
+        """Note what is thought about these chunks, up to the first about which something is: whether there is one."""
+        for number, token in enumerate(first):
+            if token != self._thinker.config.eos:
+                chunk = rows[number * self._size : (number + 1) * self._size]
+                thinking.thoughts.append(self._thinker.think(chunk, token))
+                return True
+            thinking.thoughts.append(())
+        return False
+
+    # --- tensors -------------------------------------------------------------------------------------------------
+
+    def _bytes(self, rows: int) -> int:
+        return rows * self._width * self._dtype.itemsize
+
+    def _tensor(self, raw: bytes) -> Tensor:
+        found = torch.frombuffer(bytearray(raw), dtype=self._dtype).view(-1, self._width)
+        return found.to(self._thinker.zeros.device)
+
+
+def _raw(rows: Tensor) -> bytes:
+    return rows.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+
+
+def _of(sequence: Progress) -> Thinking:
+    assert sequence.thinking is not None
+    return sequence.thinking

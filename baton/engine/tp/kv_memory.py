@@ -1,0 +1,153 @@
+"""Where the KV of a worker's ranks lies, and how rank 0, which alone hands over, reaches all of it.
+
+    CPU     one piece of shared memory with all heads; a rank sees its own, a view with strides
+    GPUs    a cache on each, of which rank 0 opens the others' by CUDA IPC on their own devices (`ShardedCache`)
+
+On GPUs a rank frees its memory only when rank 0 cannot touch it any more, and what rank 0 says proves that: it closes
+what it has open before it says CACHE or END.
+
+    rank 0                  CACHE    allocate, tell handles    open   ...   close    CACHE or END
+    rank r  (free the last)          allocate, tell handles                          free
+
+Never run on GPUs, for lack of two; the order is tested with devices made of main memory. On a machine with two:
+`python -m pytest tests/unit/gpu/test_ranks.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from baton.engine.kernels.gpu.cuda_memory import HANDLE_BYTES, CudaDevice
+from baton.engine.kv_cache import DTYPES, KVCache
+from baton.engine.tp.kv_cache import ShardedCache, rank_layout
+from baton.engine.tp.sharding import Heads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from baton.core import KVLayout
+    from baton.engine.kernels.gpu.cuda_memory import Device
+    from baton.engine.tp.group import Plan, Ranks
+
+    GpuOf = Callable[[int], Device]
+    """The device of a rank, as this process uses it."""
+
+
+class KVMemory(Protocol):
+    """One rank's end. Used by one thread."""
+
+    def prepare(self, total_blocks: int) -> None:
+        """On rank 0, before it says CACHE: let go of the cache before, and make room. Nobody may use that any more."""
+
+    def make(self, total_blocks: int) -> tuple[KVCache, KVCache]:
+        """On all ranks after CACHE: the cache that the engine sees, and what this rank's model sees of it.
+
+        Both are finite everywhere. Raises RankLost.
+        """
+
+    def close(self) -> None:
+        """Let go of the cache: on rank 0 before it says END, on the others after that."""
+
+
+def kv_memory(plan: Plan, ranks: Ranks, layout: KVLayout, gpu_of: GpuOf | None = None) -> KVMemory:
+    """Made on all ranks. `layout` is that of the whole model. `gpu_of` is for tests.
+
+    Raises ConfigError where the memory of a GPU cannot be shared.
+    """
+    if plan.kv >= 0:
+        return HostMemory(plan, ranks.rank, layout)
+    return GpuMemory(plan, ranks, layout, gpu_of or (lambda rank: CudaDevice(plan.device_of(rank))))
+
+
+class HostMemory:
+    """Implements `KVMemory` on a CPU: the file `plan.kv`, as large as the largest cache yet."""
+
+    def __init__(self, plan: Plan, rank: int, layout: KVLayout) -> None:
+        self._file, self._layout, self._own = plan.kv, layout, rank_layout(layout, plan.size)
+        self._heads = Heads(layout.kv_heads, plan.size).held(rank)
+
+    def prepare(self, total_blocks: int) -> None:
+        """See `KVMemory`."""
+        nbytes = total_blocks * self._layout.block_bytes
+        if os.fstat(self._file).st_size < nbytes:
+            os.ftruncate(self._file, nbytes)
+
+    def make(self, total_blocks: int) -> tuple[KVCache, KVCache]:
+        """See `KVMemory`."""
+        memory = mmap.mmap(self._file, total_blocks * self._layout.block_bytes)
+        tensors = tensors_in(torch.frombuffer(memory, dtype=torch.uint8), self._layout, total_blocks)
+        heads = [tensor.narrow(3, self._heads.start, len(self._heads)) for tensor in tensors]
+        whole = KVCache(self._layout, total_blocks, storage=tensors)
+        return whole, KVCache(self._own, total_blocks, storage=heads)
+
+    def close(self) -> None:
+        """The memory goes with the tensors over it."""
+
+
+class GpuMemory:
+    """Implements `KVMemory` on GPUs."""
+
+    def __init__(self, plan: Plan, ranks: Ranks, layout: KVLayout, gpu_of: GpuOf) -> None:
+        self._ranks, self._layout, self._own = ranks, layout, rank_layout(layout, plan.size)
+        self._devices = [plan.device_of(rank) for rank in range(plan.size)]
+        reached = range(1, plan.size) if ranks.rank == 0 else (ranks.rank,)
+        self._gpus = {rank: gpu_of(rank) for rank in reached}
+        self._held = ExitStack()
+
+    def prepare(self, total_blocks: int) -> None:
+        """See `KVMemory`."""
+        del total_blocks
+        self.close()
+
+    def make(self, total_blocks: int) -> tuple[KVCache, KVCache]:
+        """See `KVMemory`. If it fails, the ranks do not agree any more and must end; they free nothing before that."""
+        return self._all(total_blocks) if self._ranks.rank == 0 else self._one(total_blocks)
+
+    def close(self) -> None:
+        """See `KVMemory`. Waits for what this process does with the memory."""
+        self._held.close()
+
+    def _all(self, total_blocks: int) -> tuple[KVCache, KVCache]:
+        own = KVCache(self._own, total_blocks, self._devices[0])  # nobody else opens it
+        handles = self._ranks.told(bytes(HANDLE_BYTES))
+        with ExitStack() as undo:
+            caches = [own]
+            for rank, gpu in self._gpus.items():
+                address = gpu.open(handles[rank])
+                undo.callback(gpu.close, address)
+                caches.append(self._cache(rank, address, total_blocks))
+            whole = ShardedCache(self._layout, caches)
+            self._held = undo.pop_all()
+        return whole, own
+
+    def _one(self, total_blocks: int) -> tuple[KVCache, KVCache]:
+        self.close()  # of the cache before, which rank 0 has let go of before it said CACHE
+        rank = self._ranks.rank
+        gpu = self._gpus[rank]
+        address = gpu.allocate(total_blocks * self._own.block_bytes)
+        self._held.callback(gpu.free, address)
+        own = self._cache(rank, address, total_blocks)
+        for tensor in own.tensors:
+            tensor.zero_()
+        own.settle()  # rank 0 may write as soon as it has the handle
+        self._ranks.told(gpu.handle(address))
+        return own, own
+
+    def _cache(self, rank: int, address: int, total_blocks: int) -> KVCache:
+        memory = self._gpus[rank].tensor(address, total_blocks * self._own.block_bytes)
+        storage = tensors_in(memory, self._own, total_blocks)
+        return KVCache(self._own, total_blocks, self._devices[rank], storage=storage)
+
+
+def tensors_in(memory: Tensor, layout: KVLayout, total_blocks: int) -> list[Tensor]:
+    """The tensors of a cache one after another in `memory`: uint8 [total_blocks * layout.block_bytes]."""
+    shape = (len(layout.tensors), layout.layers, total_blocks, layout.block_size, layout.kv_heads, layout.head_dim)
+    return list(memory[: math.prod(shape) * layout.itemsize].view(DTYPES[layout.dtype]).view(shape))

@@ -1,0 +1,222 @@
+"""The process of a rank above 0: it loads its part of the model, and computes what rank 0 says until that ends.
+
+    python -m baton.engine.tp.rank_process PLAN RANK
+
+Rank 0 starts the others, and looks at them between steps. One that ends takes the worker with it, and nobody
+outlives rank 0: not even a frozen one, as the kernel kills them with it.
+
+A batch as numbers: what rank 0 tells the others before each forward.
+
+    lengths, on the host           N, B, W, L, fixed, query_lens, context_lens
+    body, where the batch lies     token_ids, positions, slot_mapping, logit_rows, query_starts, kv_lens, block_tables
+
+No pickle: sizes come first, and what is sent is one tensor of int64.
+
+A rank's part of a model.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from baton.engine.batch import Batch
+from baton.engine.models.loading import load_model
+from baton.engine.tp.group import CACHE, END, Plan, Ranks
+from baton.engine.tp.kv_memory import kv_memory
+from baton.engine.tp.sharding import ShardedParts, ShardedWeights, divided
+from baton.errors import BatonError, RankLost
+from baton.logs import configure_logging
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from baton.engine.kernels.base import Kernels
+    from baton.engine.kv_cache import KVCache
+    from baton.engine.models.checkpoint import Checkpoint, Progress
+    from baton.engine.models.config import ModelConfig
+    from baton.engine.models.llama import Parts
+    from baton.engine.models.loading import TransformerBackend
+    from baton.engine.tp.kv_memory import GpuOf
+
+
+def lengths(batch: Batch) -> list[int]:
+    """All that the host must know: 5 + 2 B numbers."""
+    rows, width = batch.block_tables.shape
+    counts = [len(batch.token_ids), rows, width, len(batch.logit_rows), int(batch.fixed)]
+    return [*counts, *batch.query_lens, *batch.context_lens]
+
+
+def body(batch: Batch) -> Tensor:
+    """The tensors, one after another, int64."""
+    wide = (batch.token_ids, batch.positions, batch.slot_mapping, batch.logit_rows)
+    return torch.cat((*wide, batch.query_starts.long(), batch.kv_lens.long(), batch.block_tables.long().flatten()))
+
+
+def unpack(numbers: list[int], tensors: Tensor) -> Batch:
+    """The batch of `lengths` and `body`; it keeps views of the body."""
+    tokens, rows, width, wanted, fixed = numbers[:5]
+    sizes = [tokens, tokens, tokens, wanted, rows + 1, rows, rows * width]
+    ids, positions, slots, logit_rows, starts, lens, tables = torch.split(tensors, sizes)
+    return Batch(
+        token_ids=ids,
+        positions=positions,
+        slot_mapping=slots,
+        query_lens=numbers[5 : 5 + rows],
+        context_lens=numbers[5 + rows : 5 + 2 * rows],
+        query_starts=starts.int(),
+        kv_lens=lens.int(),
+        block_tables=tables.int().view(rows, width),
+        logit_rows=logit_rows,
+        fixed=bool(fixed),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Split:
+    """Implements `baton.engine.models.loading.Split` for one rank."""
+
+    plan: Plan
+    ranks: Ranks
+
+    @property
+    def names_the_model(self) -> bool:
+        return self.ranks.rank == 0
+
+    def config(self, whole: ModelConfig) -> ModelConfig:
+        return divided(whole, self.plan.size, self.plan.key)
+
+    def parts(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> Parts:
+        weights = ShardedWeights(checkpoint, dtype, device, self.ranks.rank, self.plan.size)
+        return ShardedParts(weights, kernels, self.ranks.exchange)
+
+
+def load_rank(plan: Plan, ranks: Ranks, progress: Progress | None = None) -> TransformerBackend:
+    """The model of this rank. Its layout and fingerprint are those of the whole. Raises as `load_model`."""
+    return load_model(
+        plan.folder,
+        dtype=plan.dtype,
+        device=ranks.device,
+        block_size=plan.block_size,
+        max_model_len=plan.max_model_len,
+        progress=progress,
+        split=Split(plan, ranks),
+        attention_splits=plan.splits,
+    )
+
+
+PR_SET_PDEATHSIG = 1
+POLL_S = 0.01
+GRACE_S = 0.5  # a broken connection is seen a little before the exit code of who broke it
+
+
+class Followers:
+    """The processes of ranks 1 and up. Started from a thread that lives as long as they shall: they die with it."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._folder = Path(plan.store).parent
+        command = [sys.executable, "-m", "baton.engine.tp.rank_process", plan.to_json()]
+        shared = [fd for fd in (plan.memory, plan.kv) if fd >= 0]
+        self.processes = [_start([*command, str(rank)], shared) for rank in range(1, plan.size)]
+
+    def check(self) -> None:
+        """Raises RankLost if one has ended."""
+        polled = [(process.poll(), rank, process.pid) for rank, process in enumerate(self.processes, 1)]
+        ended = [(code, rank, pid) for code, rank, pid in polled if code is not None]
+        if ended:
+            code, rank, pid = min(ended)  # by a signal (less than 0), before those that ended because of it
+            raise RankLost(f"rank {rank} of this worker (process {pid}) {_ending(code)}")
+
+    def wait(self, stage: str, timeout_s: float) -> None:
+        """Until all have reached a stage. Raises RankLost if one ends instead, or takes longer."""
+        deadline = time.monotonic() + timeout_s
+        for rank in range(1, len(self.processes) + 1):
+            while not _mark(self._folder, stage, rank).exists():
+                self.check()
+                if time.monotonic() > deadline:
+                    raise RankLost(f"rank {rank} of this worker is not {stage} after {timeout_s:g} s")
+                time.sleep(POLL_S)
+
+    def explain(self, error: Exception) -> RankLost:
+        """What went wrong, by who has ended if one has, else by `error`."""
+        deadline = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline:
+            try:
+                self.check()
+            except RankLost as ended:
+                return ended
+            time.sleep(POLL_S)
+        return error if isinstance(error, RankLost) else RankLost(f"rank 0 failed: {type(error).__name__}: {error}")
+
+    def close(self, patience_s: float) -> None:
+        """Wait for their end, and kill those that are still there after `patience_s`."""
+        deadline = time.monotonic() + patience_s
+        for process in self.processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _start(command: list[str], shared: list[int]) -> subprocess.Popen[bytes]:
+    """With stderr for all it says, and in a group of its own: Ctrl-C is for rank 0, which ends the others in order."""
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=shared, process_group=0)
+
+
+def _ending(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}; see the log"
+
+
+def _mark(folder: Path, stage: str, rank: int) -> Path:
+    return folder / f"{stage}-{rank}"
+
+
+def follow(plan: Plan, rank: int, gpu_of: GpuOf | None = None) -> None:
+    """Compute what rank 0 says until it says END. Raises RankLost when the group breaks. `gpu_of` is for tests."""
+    folder, device = Path(plan.store).parent, plan.device_of(rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels are launched on the current one
+    _mark(folder, "started", rank).touch()
+    ranks = Ranks(plan, rank, alive=lambda: None)
+    backend = load_rank(plan, ranks)
+    memory = kv_memory(plan, ranks, backend.layout, gpu_of)
+    _mark(folder, "loaded", rank).touch()
+    cache: KVCache | None = None
+    while (message := ranks.hear()).kind != END:
+        if message.kind == CACHE:
+            _, cache = memory.make(message.numbers[0])
+        elif cache is not None:
+            backend.model.forward(unpack(message.numbers, message.body), cache)
+    memory.close()
+
+
+def main() -> int:
+    """The exit code."""
+    plan, rank = Plan.from_json(sys.argv[1]), int(sys.argv[2])
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != plan.parent:
+        return 1  # it ended before we could ask
+    torch.set_num_threads(plan.threads)
+    configure_logging(process=f"rank-{rank}")
+    try:
+        follow(plan, rank)
+    except BatonError as error:
+        sys.stderr.write(f"baton: rank {rank}: {type(error).__name__}: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # nothing is left to save, and torch takes its time to end
