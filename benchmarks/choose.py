@@ -40,9 +40,9 @@ from baton.engine.prefix_cache import Chain, scope_key
 from baton.ledger.prefix_index import NAME_BYTES, Change, Holder, PrefixMap
 from benchmarks.lib.machine import machine
 from benchmarks.lib.report import markdown
-from router.fleet import Fleet
-from router.policy import POLICIES, sooner_alone
-from router.view import WorkerView
+from router.placement.fleet import Fleet
+from router.placement.policy import POLICIES, sooner_alone
+from router.placement.snapshot import WorkerView
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,9 +1,12 @@
-"""The router process, put together: listeners, the worker pool, and a stop that lets running requests finish."""
+"""The router process, put together: listeners, the worker pool, and a stop that lets running requests finish.
+
+What a router finds out for Prometheus, when it is asked: what the controller said, and which processes there are.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,25 +18,60 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from baton.clock import Clock, SystemClock
+from baton.core import Role
 from baton.errors import ConfigError, LedgerError, NoWorker
 from baton.ledger.control_state import Board
 from baton.ledger.prefix_index import PrefixMap
 from baton.metrics import MetricsServer
+from baton.metrics.http import Target, target
 from baton.rpc import channel
 from baton.rpc.channel import IN_THE_CLEAR
 from baton.rpc.v1 import admin_pb2_grpc, inference_pb2_grpc
 from baton.tokenizer import Tokenizer
-from router import demand, scraped
-from router.access.interceptor import Guard
-from router.floor import Floor, RouterSettings, StreamSource
-from router.inner import Inner
-from router.operators import Admin
-from router.policy import POLICIES
+from router.admin import Admin
+from router.auth.interceptor import Guard
+from router.context import Floor, RouterSettings, StreamSource
+from router.openai.loopback import Inner
+from router.placement import demand
+from router.placement.policy import POLICIES
 from router.service import Inference
-from router.workers import WorkerSource
+from router.workers.pool import WorkerSource
 
 if TYPE_CHECKING:
-    from router.gateway.server import HttpServer
+    from router.openai.server import HttpServer
+
+
+_WITHIN_S = 1.0  # a scraper waits no longer for what is only told here
+
+
+async def look(floor: Floor, board: Board | None) -> None:
+    """Before a scrape: what the controller said last. Without the ledger, what was known before holds."""
+    if board is None:
+        return
+    with suppress(LedgerError, TimeoutError):
+        async with asyncio.timeout(_WITHIN_S):
+            report = await board.control()
+        if report is None:
+            floor.metrics.control.nobody()
+            return
+        floor.metrics.control.said(
+            {role.value: report.plan.of(role) for role in Role},
+            [(slot.role.value, slot.state, slot.restarts) for slot in report.slots],
+            [(decision.at, decision.kind) for decision in report.decisions],
+        )
+
+
+async def targets(floor: Floor, board: Board | None) -> Sequence[Target]:
+    """All routers and workers that are known here. Without the ledger: this router, and its workers."""
+    routers = {floor.router_id: floor.metrics_at}
+    if board is not None:
+        with suppress(LedgerError, TimeoutError):
+            async with asyncio.timeout(_WITHIN_S):
+                routers |= {report.router_id: report.metrics for report in await board.routers() if report.metrics}
+    name = floor.settings.name
+    found = [target(address, name, "router", router_id) for router_id, address in sorted(routers.items())]
+    return found + [target(address, name, "worker", worker_id) for worker_id, address in floor.pool.told_metrics()]
+
 
 log = structlog.get_logger(__name__)
 
@@ -53,12 +91,12 @@ class Router:
         self._public = channel.aio_server(link=channel.PUBLIC, interceptors=guards, share_port=share)
         self._private = channel.aio_server(link=channel.INTERNAL, interceptors=guards)
         self._inner = Inner(guards)
-        self._look = partial(scraped.look, floor, board)  # before a scrape
+        self._look = partial(look, floor, board)  # before a scrape
         self._metrics = MetricsServer(
             floor.metrics,
             ready=lambda: floor.accepting and floor.pool.serves(),
             look=self._look,
-            targets=partial(scraped.targets, floor, board),
+            targets=partial(targets, floor, board),
         )
         self._health = health_aio.HealthServicer()
         self._gateway: HttpServer | None = None
@@ -158,10 +196,10 @@ class Router:
 def _gateway(floor: Floor, admin: Admin, look: Callable[[], Awaitable[None]]) -> HttpServer:
     """Bound. Raises ConfigError, also when its libraries are not there."""
     try:
-        from router.gateway.app import GatewaySettings
-        from router.gateway.live import Shown
-        from router.gateway.respond import Patience
-        from router.gateway.server import HttpServer
+        from router.dashboard.app import Shown
+        from router.openai.app import GatewaySettings
+        from router.openai.responses import Patience
+        from router.openai.server import HttpServer
     except ModuleNotFoundError as error:
         text = f"{error.name} is not installed: pip install 'baton-serve[gateway]', or leave router.http out"
         raise ConfigError(f"router.http: {text}") from error

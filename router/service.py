@@ -19,13 +19,12 @@ from baton.rpc.v1.inference_pb2_grpc import InferenceServicer
 from baton.structured_output import Grammars
 from baton.tokenizer import Tokenizer
 from baton.tracing.trace import TRACEPARENT, TraceContext
-from router.access.interceptor import current_grant
-from router.access.limits import Concurrency, TextCall, limited, may_end
-from router.call import Call, answer, seed_of
-from router.chat import Chats
-from router.delivery import Context, EventStream, Patience
-from router.floor import Floor
-from router.parse import (
+from router.auth.interceptor import current_grant
+from router.auth.limits import Concurrency, TextCall, limited, may_end
+from router.context import Floor
+from router.parsing.chat import Chats
+from router.parsing.generate_request import (
+    Reading,
     check_model,
     check_received,
     check_resumes,
@@ -33,13 +32,15 @@ from router.parse import (
     decode,
     encode,
     encode_chat,
+    needs_thread,
     outside,
     parse,
     received_of,
     resumed_name,
 )
-from router.reading import Reading, needs_thread
-from router.thoughts import Asked
+from router.request.client_request import Call, answer, seed_of
+from router.request.delivery import Context, EventStream, Patience
+from router.request.thoughts import Asked
 
 log = structlog.get_logger(__name__)
 

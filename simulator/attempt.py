@@ -1,4 +1,4 @@
-"""One attempt at a request, as `router.attempt` draws it: what the router does when its workers say something."""
+"""One attempt at a request, as `router.request.attempt` draws it: what the router does when workers say something."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from baton.core import HandoffId, Role
 
 if TYPE_CHECKING:
-    from router.claim import Claim
+    from router.workers.placement import Claim
     from simulator.life import Life
     from simulator.worker_decode import DecodeWorker
     from simulator.worker_prefill import PrefillWorker

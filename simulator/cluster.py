@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from baton.workload import Arrival
-    from router.claim import Claim
+    from router.workers.placement import Claim
     from simulator.links import Way
     from simulator.report import Report
     from simulator.scenario import Fault, Scenario, SlowLink

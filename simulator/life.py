@@ -1,18 +1,18 @@
-"""The life of a request, as `router.lifecycle` has it: through as many attempts as it takes."""
+"""The life of a request, as `router.request.lifecycle` has it: through as many attempts as it takes."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from baton.errors import DeadlineExceeded, NoWorker, Overloaded
-from router.admission import ticket_for
-from router.lifecycle import DEADLY
+from router.admission.admission import ticket_for
+from router.request.lifecycle import DEADLY
 from simulator.attempt import Attempt
 from simulator.blocks import UNSHARED
 
 if TYPE_CHECKING:
     from baton.workload import Arrival
-    from router.claim import Claim
+    from router.workers.placement import Claim
     from simulator.cluster import Cluster
     from simulator.router import AskedWish
 

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from baton.config.schema import Section
 from baton.errors import ConfigError
-from router.cost import Cost
+from router.placement.cost_model import Cost
 from simulator.scenario import Contention, Network, Overheads, Pool, Slowed
 from simulator.steps import Linear, Piecewise, StepCost, line
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 from baton.core import Role, Sampling, SequenceSpec, WorkerInfo
 from baton.ledger.prefix_index import PrefixMap
-from router.admission import Admission, Bounds
-from router.claim import NO_WISH, Claim, Wish
-from router.link import WorkerLink
-from router.policy import ALONE, POLICIES
-from router.view import WorkerView
-from router.workers import WorkerPool
+from router.admission.admission import Admission, Bounds
+from router.placement.policy import ALONE, POLICIES
+from router.placement.snapshot import WorkerView
+from router.workers.placement import NO_WISH, Claim, Wish
+from router.workers.pool import WorkerPool
+from router.workers.stream import WorkerLink
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

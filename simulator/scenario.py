@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from baton.errors import ConfigError
-from router.policy import POLICIES
+from router.placement.policy import POLICIES
 from simulator.steps import Linear, StepCost
 
 

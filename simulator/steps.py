@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from router.cost import UNKNOWN, Cost
+from router.placement.cost_model import UNKNOWN, Cost
 
 
 class StepCost(Protocol):

@@ -37,9 +37,10 @@ NOT_CORE = (
     "baton/engine/tp/",
     "baton/worker/block_census.py",
     "baton/worker/handoff_timing.py",
-    "router/gateway/",
-    "router/access/",
-    "router/watch/",
+    "router/openai/",
+    "router/dashboard/",
+    "router/auth/",
+    "router/observe/",
     "kvtransfer/transports/",
 )
 TREE = ("baton", "router", "prefill_workers", "decode_workers", "kvtransfer", "simulator")

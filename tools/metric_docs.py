@@ -20,7 +20,7 @@ from baton.metrics import Metrics
 from baton.metrics.base import LABELS, OF_METRIC, Values
 from baton.metrics.worker import Counts, Watched, WorkerMetrics
 from baton.stages import Timings
-from router.floor import Floor, RouterSettings
+from router.context import Floor, RouterSettings
 
 DOCS = Path(__file__).resolve().parent.parent / "docs/metrics.md"
 BEGIN, END = "<!-- made by tools/metric_docs.py: {} -->\n", "<!-- end -->\n"

@@ -11,7 +11,7 @@ import grpc
 from baton.cluster.state import ClusterState, StateFolder
 from baton.config import ClusterConfig, load_config
 from baton.rpc.channel import IN_THE_CLEAR, Wire
-from router.access.tokens import read_tokens
+from router.auth.tokens import read_tokens
 
 TOKEN_VARIABLE = "BATON_TOKEN"  # no option: everybody on a machine sees a command line
 

@@ -21,7 +21,7 @@ from baton.config.tls_check import check_tls
 from baton.config.values import split_address
 from baton.errors import BatonError, ConfigError
 from baton.network import interface_address, redacted
-from router.access.tokens import read_tokens
+from router.auth.tokens import read_tokens
 
 OK, WARN, BAD = "ok", "note", "wrong"
 NEEDED_SHM = 256 * 2**20

@@ -25,7 +25,7 @@ from baton.network import called
 
 if TYPE_CHECKING:
     from baton.worker.role import RoleFactory
-    from router.floor import RouterSettings
+    from router.context import RouterSettings
 
 GC_EVERY = 10_000  # new objects; a router makes and drops some dozens for each token, and hardly a cycle
 log = structlog.get_logger(__name__)
@@ -135,9 +135,9 @@ def run_gateway(file: Path, sets: Sequence[str], target: str | None, log_file: P
 
 async def _serve_http(config: ClusterConfig, address: str, target: str) -> None:
     from baton.metrics import Metrics
-    from router.gateway.app import GatewaySettings
-    from router.gateway.respond import Patience
-    from router.gateway.server import HttpServer
+    from router.openai.app import GatewaySettings
+    from router.openai.responses import Patience
+    from router.openai.server import HttpServer
 
     patience, counts = Patience(stall_s=config.router.slow_reader_s), Metrics(config.name, __version__)
     tls, most = config.security.tls, config.router.http_body
@@ -165,7 +165,7 @@ def router_settings(config: ClusterConfig, index: int = 0) -> RouterSettings:
     """What the cluster file says about its router number `index`: all listen for clients at the same addresses, and the
     later ones for operators wherever there is a port.
     """
-    from router.floor import RouterSettings
+    from router.context import RouterSettings
 
     router = config.router
     return RouterSettings(

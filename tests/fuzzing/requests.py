@@ -19,14 +19,13 @@ from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1 import worker_pb2
 from baton.structured_output import Grammars
 from baton.tokenizer import OracleTokenizer, Tokenizer
-from router.chat import Chats
-from router.gateway.chat import chat_job
-from router.gateway.completions import completion_job
-from router.gateway.errors import problem_of
-from router.gateway.read import checked
-from router.gateway.schema import ChatBody, CompletionBody
-from router.parse import check_received, check_resumes, parse, received_of
-from router.template import Template
+from router.openai.endpoints import chat_job, completion_job
+from router.openai.errors import problem_of
+from router.openai.parsing import checked
+from router.openai.schema import ChatBody, CompletionBody
+from router.parsing.chat import Chats
+from router.parsing.chat_template import Template
+from router.parsing.generate_request import check_received, check_resumes, parse, received_of
 from tests.fuzz import messages
 from tests.fuzzing.common import FREELY, ROOT, Target, outcome
 

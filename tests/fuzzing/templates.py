@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.limits import MAX_RENDERED_CHARS
-from router.template import Template, TemplateFailed
+from router.parsing.chat_template import Template, TemplateFailed
 from tests.fuzzing.common import FREELY, ROOT, Target, outcome
 
 _TURNS = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "<b>", "tool_calls": []}]

@@ -81,7 +81,7 @@ def test_the_wheel_ships_every_module_the_page_and_nothing_else(wheel: Path):
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     here = {path for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
-    page = set((ROOT / "router/gateway/page").iterdir())
+    page = set((ROOT / "router/dashboard/static").iterdir())
     assert page
     assert {str(path.relative_to(ROOT)) for path in here | page} - names == set()
 

@@ -20,9 +20,9 @@ from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.structured_output import Grammars
 from baton.tokenizer import ORACLE_EOS
-from router.gateway.app import GatewaySettings
-from router.gateway.respond import Patience
-from router.gateway.server import HttpServer
+from router.openai.app import GatewaySettings
+from router.openai.responses import Patience
+from router.openai.server import HttpServer
 from tests.support.clients import Event, Scripted, serving
 
 Script = Callable[[pb.GenerateRequest], AsyncIterator[dict[str, Any] | BatonError]]

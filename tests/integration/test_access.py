@@ -20,8 +20,8 @@ from baton.rpc.channel import Wire
 from baton.rpc.status import from_rpc_error
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from router.access.rules import RULES, Need
-from router.floor import RouterSettings
+from router.auth.interceptor import RULES, Need
+from router.context import RouterSettings
 from router.server import serve
 from tests.integration import access_support as support
 from tests.integration.access_support import ask, bearer, methods_of, tls_of, token_file
@@ -132,8 +132,7 @@ async def test_a_name_that_all_processes_bear(make, tmp_path, name, code):
 @pytest.fixture
 def no_rule_for_models(monkeypatch):
     left = {name: need for name, need in RULES.items() if not name.endswith("/ListModels")}
-    for module in ("rules", "interceptor"):
-        monkeypatch.setattr(f"router.access.{module}.RULES", left)
+    monkeypatch.setattr("router.auth.interceptor.RULES", left)
 
 
 async def test_a_method_without_a_rule_is_refused(no_rule_for_models, cluster):

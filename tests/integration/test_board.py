@@ -17,7 +17,7 @@ from baton.ledger.control_state import Board, ControlReport, Decision, Order, Pl
 from baton.ledger.redis_client import COMMANDS, Connection
 from baton.ledger.registry import Ledger
 from baton.tokenizer import OracleTokenizer
-from router.floor import RouterSettings
+from router.context import RouterSettings
 from router.server import Router, serve
 from tests.support.in_process_router import FakeWorker
 from tests.support.redis_ledger import raw

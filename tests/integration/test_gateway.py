@@ -12,7 +12,7 @@ from openai import OpenAI
 from baton.errors import ConfigError
 from baton.metrics.base import STAGES
 from baton.tokenizer import OracleTokenizer
-from router.floor import RouterSettings
+from router.context import RouterSettings
 from router.server import serve
 from tests.integration.gateway_support import USAGE, asking, refused
 from tests.support.waiting import until

@@ -13,7 +13,7 @@ from baton.errors import InvalidRequest, Overloaded
 from baton.metrics import Metrics
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from router.gateway.respond import Patience
+from router.openai.responses import Patience
 from tests.integration.gateway_support import HELLO, USAGE, alone, completed, finished, opened, refused, tokens
 from tests.support.waiting import until
 

@@ -12,7 +12,7 @@ import pytest
 
 from baton.structured_output import Grammars
 from baton.tokenizer import OracleTokenizer
-from router.gateway.respond import Patience
+from router.openai.responses import Patience
 from tests.integration.gateway_support import EOS, HELLO, LENGTH, alone, any_text, asking, refused, spoken, tokens
 
 PARAMETERS = {

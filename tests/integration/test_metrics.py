@@ -18,7 +18,7 @@ from baton.errors import BatonError
 from baton.ledger.control_state import Board, ControlReport, Decision, Plan, RouterReport, Slot
 from baton.metrics.base import LABELS, values
 from baton.rpc.v1 import inference_pb2 as pb
-from router import scraped
+from router import server
 from tests.integration.gateway_support import raw
 
 TEXT = "zebra"  # in all that the clients say
@@ -155,14 +155,14 @@ class FakeBoard:
 async def test_other_routers_and_the_controller_are_asked_for_at_a_scrape(make):
     floor, board = (await make()).router.floor, FakeBoard()
     asked = cast("Board", board)
-    found = await scraped.targets(floor, asked)
+    found = await server.targets(floor, asked)
     assert sorted(str(target["targets"]) for target in found) == ["['10.0.0.8:9100']", f"['{floor.metrics_at}']"]
     read = floor.metrics.registry.get_sample_value
-    await scraped.look(floor, asked)
+    await server.look(floor, asked)
     assert read("baton_slots", {"role": "decode", "state": "failed"}) == 1
     assert read("baton_slot_restarts", {"role": "decode"}) == 4
     board.report = None
-    await scraped.look(floor, asked)
+    await server.look(floor, asked)
     assert read("baton_slots", {"role": "decode", "state": "failed"}) is None
 
 
@@ -170,8 +170,8 @@ async def test_both_listeners_ask_the_controller_before_they_are_read(make, monk
     async def look(floor, board):
         await scraped_look(floor, cast("Board", FakeBoard()))
 
-    scraped_look = scraped.look
-    monkeypatch.setattr("router.scraped.look", look)
+    scraped_look = server.look
+    monkeypatch.setattr("router.server.look", look)
     cluster = await make(http="127.0.0.1:0")
     _, _, body = await raw(cluster.router.http, "GET", "/metrics")
     assert b'baton_planned_workers{role="decode"} 2.0' in body

@@ -143,7 +143,7 @@ async def test_a_decode_worker_that_is_lost_before_it_answers_the_fence(make):
 
 @pytest.mark.parametrize("silent", ["reserve", "fence"])
 async def test_a_decode_worker_that_does_not_answer_is_lost(make, silent, monkeypatch):
-    monkeypatch.setattr("router.attempt._ANSWER_S", 0.2)
+    monkeypatch.setattr("router.request.attempt._ANSWER_S", 0.2)
     cluster = await make()
     [prefill], [decode] = cluster.prefill, cluster.decode
     if silent == "reserve":

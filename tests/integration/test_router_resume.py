@@ -17,7 +17,7 @@ from baton.rpc.v1 import admin_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.admin_pb2_grpc import AdminStub
 from baton.tokenizer import OracleTokenizer
-from router.call import Call, seed_of
+from router.request.client_request import Call, seed_of
 from router.service import Inference
 from tests.support.in_process_router import LAYOUT, at
 from tests.support.routers import PROMPT, asked, ids_of, kinds, recovered, right

@@ -20,8 +20,8 @@ from baton.rpc.v1 import admin_pb2, common_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.admin_pb2_grpc import AdminStub
 from baton.stages import Stage
-from router.floor import Floor, RouterSettings
-from router.link import Mailbox
+from router.context import Floor, RouterSettings
+from router.workers.stream import Mailbox
 from tests.support.in_process_router import FakeWorker, InProcessCluster, at
 from tests.support.routers import asked
 from tests.support.waiting import until

@@ -24,8 +24,8 @@ from baton.rpc.channel import aio_channel
 from baton.worker import engine_factory, process
 from baton.worker.process import serve
 from baton.worker.settings import of_both_roles
-from router.policy import POLICIES
-from router.workers import WorkerPool
+from router.placement.policy import POLICIES
+from router.workers.pool import WorkerPool
 from tests.integration.gateway_support import raw
 from tests.integration.test_worker_process import LONG, SHORT, Stream, handoff_of, spec_of
 from tests.support import sessions

@@ -10,8 +10,8 @@ from typing import Any
 from baton.core import Constraint, Role, Sampling
 from baton.engine.determinism.shapes import FixedShapes
 from kvtransfer.handoff import TransferSettings
-from router.floor import RouterSettings
-from router.lifecycle import DEADLY
+from router.context import RouterSettings
+from router.request.lifecycle import DEADLY
 from tests.simulation.faults import Fault, Faults, draw, orders
 from tests.simulation.front import Ask, Client, RouterHost
 from tests.simulation.ledger import SimLedger

@@ -12,7 +12,7 @@ from baton.rpc import convert
 from baton.rpc.convert import constraint_to_pb
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from router.floor import Floor, RouterSettings
+from router.context import Floor, RouterSettings
 from router.service import Inference
 from tests.simulation.clock import LoopClock
 from tests.simulation.engine import expected, undisturbed

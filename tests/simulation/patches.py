@@ -21,11 +21,11 @@ import kvtransfer.receiver
 import kvtransfer.send_queue
 import kvtransfer.sender
 import prefill_workers.prefix_fetch
-import router.call
-import router.floor
-import router.link
-import router.parse
-import router.workers
+import router.context
+import router.parsing.generate_request
+import router.request.client_request
+import router.workers.pool
+import router.workers.stream
 from baton.metrics import Metrics
 from tests.simulation.clock import LoopClock, SimCondition, SimQueue, SimThread
 from tests.simulation.memory import PoisonedPool
@@ -91,12 +91,12 @@ def simulated() -> Iterator[None]:
         (kvtransfer.receive_loop, {"time": clock}),
         (kvtransfer.receiver, {"threading": plain}),
         (prefill_workers.prefix_fetch, {"CostModel": SimCost}),
-        (router.floor, {"secrets": chance, "Metrics": cache(Metrics)}),  # nobody reads them
+        (router.context, {"secrets": chance, "Metrics": cache(Metrics)}),  # nobody reads them
         (Metrics, dict.fromkeys(("watch_blocks", "watch_channels", "watch_verifying", "watch_queue"), _unwatched)),
-        (router.call, {"secrets": chance}),
-        (router.parse, {"asyncio": SimpleNamespace(to_thread=_at_once)}),
-        (router.link, {"aio_channel": sim_channel, "WorkerStub": SimStub, "random": chance}),
-        (router.workers, {"random": chance}),
+        (router.request.client_request, {"secrets": chance}),
+        (router.parsing.generate_request, {"asyncio": SimpleNamespace(to_thread=_at_once)}),
+        (router.workers.stream, {"aio_channel": sim_channel, "WorkerStub": SimStub, "random": chance}),
+        (router.workers.pool, {"random": chance}),
     ]
     before = structlog.get_config()
     with ExitStack() as leaving:

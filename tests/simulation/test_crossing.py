@@ -9,7 +9,7 @@ import pytest
 from baton.core import Finish, FinishReason, HandoffId, Role, Sampling, SequenceSpec, Token
 from baton.errors import WorkerLost
 from baton.worker import events
-from router.attempt import Attempt
+from router.request.attempt import Attempt
 
 H = HandoffId("r", 1)
 FIRST, SECOND = Token(0, 5, ""), Token(1, 6, "")

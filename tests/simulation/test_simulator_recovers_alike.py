@@ -14,7 +14,7 @@ from random import Random
 import pytest
 
 from baton.core import Role
-from router.lifecycle import DEADLY
+from router.request.lifecycle import DEADLY
 from tests.simulation.stories import ALONE, Case, Phase, Story, Strike
 from tests.simulation.told_by_production import told_by_production
 from tests.simulation.told_by_simulator import told_by_simulator

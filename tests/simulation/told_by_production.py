@@ -11,9 +11,9 @@ import pytest
 from baton.core import HandoffId, Role, Sampling
 from kvtransfer.handoff import TransferSettings
 from prefill_workers.worker import PrefillRole
-from router.floor import RouterSettings
-from router.lifecycle import Life
-from router.link import WorkerLink
+from router.context import RouterSettings
+from router.request.lifecycle import Life
+from router.workers.stream import WorkerLink
 from tests.simulation.cluster import LEASE_S, Cluster, Plan
 from tests.simulation.front import Ask, Client
 from tests.simulation.patches import simulated

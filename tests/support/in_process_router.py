@@ -39,9 +39,9 @@ from baton.rpc.v1.admin_pb2_grpc import AdminStub
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from baton.rpc.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from baton.tokenizer import OracleTokenizer
-from router.floor import RouterSettings
-from router.link import Item, WorkerLink
+from router.context import RouterSettings
 from router.server import Router, serve
+from router.workers.stream import Item, WorkerLink
 from tests.support.routers import asked, expected, thought
 from tests.support.waiting import until
 

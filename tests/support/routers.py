@@ -14,7 +14,7 @@ from baton.errors import BatonError, Cancelled
 from baton.rpc.status import from_rpc_error
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from router.link import WorkerLink
+from router.workers.stream import WorkerLink
 
 PROMPT = [1, 2, 3]
 

@@ -23,10 +23,10 @@ from baton.config import ClusterConfig
 from baton.errors import BatonError, InvalidRequest
 from baton.rpc import v1
 from baton.rpc.status import to_rpc_status
-from router.gateway.app import Gateway, GatewaySettings
-from router.gateway.errors import Problem, problem_of
-from router.gateway.schema import ChatBody, CompletionBody
-from router.gateway.upstream import Upstream
+from router.openai.app import Gateway, GatewaySettings
+from router.openai.errors import Problem, problem_of
+from router.openai.schema import ChatBody, CompletionBody
+from router.openai.upstream import Upstream
 
 PACKAGES = ("baton", "router", "prefill_workers", "decode_workers", "kvtransfer", "simulator")
 EXPORTED = baton.__all__

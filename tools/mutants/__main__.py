@@ -27,9 +27,19 @@ from tools.mutants.session import Plan, Result, Session
 from tools.mutants.sites import Mutant, mutants_of
 
 ROOT = Path(__file__).parents[2]
-TARGETS = ("kvtransfer", "prefill_workers", "decode_workers", "baton/worker", "baton/ledger", "router/lifecycle.py",
-           "router/attempt.py", "router/delivery.py", "router/admission.py", "router/queue.py",
-           "baton/engine/scheduler.py", "baton/engine/block_pool.py")  # fmt: skip
+TARGETS = (
+    "kvtransfer",
+    "prefill_workers",
+    "decode_workers",
+    "baton/worker",
+    "baton/ledger",
+    "router/request/lifecycle.py",
+    "router/request/attempt.py",
+    "router/request/delivery.py",
+    "router/admission",
+    "baton/engine/scheduler.py",
+    "baton/engine/block_pool.py",
+)
 UNIT = ("kvtransfer", "prefill", "decode", "worker", "ledger", "router", "engine", "tp", "history", "simulator")
 IN_PROCESS = ("test_router*.py", "test_ledger*.py", "test_worker_roles.py", "test_board.py", "test_access.py")
 SUITES = (

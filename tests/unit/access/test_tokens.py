@@ -11,9 +11,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from baton.errors import Cancelled, ConfigError, Overloaded, Unauthenticated
-from router.access.limits import Concurrency
-from router.access.tokens import Grant, Limits, Right, read_tokens
-from router.access.watch import TokenFile
+from router.auth.limits import Concurrency
+from router.auth.tokens import Grant, Limits, Right, TokenFile, read_tokens
 
 ALICE, BOB = "alice-token-0123456789", "bob-token-0123456789"
 GOOD = f"""
@@ -142,7 +141,7 @@ def test_nothing_secret_is_in_a_repr(file):
 
 
 def call(key: str = "a") -> Any:
-    """The part of a `router.call.Call` that is read."""
+    """The part of a `router.request.client_request.Call` that is read."""
     return Mock(grant=Grant("tenant", Right.USER, Limits(max_concurrent=1), key), reason=None)
 
 

@@ -19,7 +19,7 @@ from benchmarks.lib.protocol import ROOT
 from benchmarks.lib.report import fill
 from benchmarks.lib.thinking_measure import Plan
 from benchmarks.lib.thinking_prompts import Load
-from router.policy import POLICIES
+from router.placement.policy import POLICIES
 
 PROGRAMS = sorted((ROOT / "benchmarks").glob("*.py"))
 PAGES = {

@@ -13,9 +13,8 @@ from baton.cluster.autoscaler import Autoscaler
 from baton.config import ClusterConfig
 from baton.core import BlockCounts, Incarnation, KVLayout, Load, Pace, Role, WorkerInfo, WorkerRef
 from baton.ledger.control_state import Plan, RouterReport
-from router.demand import Typical, expected
-from router.snapshot import BLANK, Facts
-from router.view import WorkerView
+from router.placement.demand import Typical, expected
+from router.placement.snapshot import BLANK, Facts, WorkerView
 
 TICK_S = 0.05
 LOADS_S, TURNS_S = 4.0, 1.0

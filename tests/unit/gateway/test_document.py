@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from router.gateway.schema import ChatBody, CompletionBody
+from router.openai.schema import ChatBody, CompletionBody
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = (ROOT / "docs/openai.md").read_text()

@@ -6,7 +6,7 @@ import pytest
 from baton import errors
 from baton.errors import BatonError, InvalidRequest, Overloaded, Violation
 from baton.rpc.status import CODES
-from router.gateway.errors import problem_of
+from router.openai.errors import problem_of
 
 
 def every(kind):

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest
-from router.gateway.chat import chat_job
-from router.gateway.completions import completion_job
-from router.gateway.read import checked
-from router.gateway.schema import ChatBody, CompletionBody
+from router.openai.endpoints import chat_job, completion_job
+from router.openai.parsing import checked
+from router.openai.schema import ChatBody, CompletionBody
 from tests.support.time_factor import scaled
 
 JOBS: dict[Any, Any] = {CompletionBody: completion_job, ChatBody: chat_job}

@@ -12,9 +12,8 @@ from baton.core import Constraint
 from baton.errors import InvalidRequest
 from baton.structured_output import Grammars
 from baton.tokenizer import OracleTokenizer
-from router.gateway.toolcalls import Call, CallReader
-from router.gateway.toolforce import forced_schema
-from router.gateway.toolschema import Function
+from router.openai.schema import Function
+from router.openai.tool_calls import Call, CallReader, forced_schema
 from tests.integration.gateway_support import any_text
 from tests.support.time_factor import scaled
 

@@ -8,7 +8,7 @@ from baton.clock import FakeClock
 from baton.errors import BatonError, NoWorker
 from baton.metrics import Metrics
 from baton.rpc.v1 import common_pb2
-from router.gateway.visit import Visit
+from router.openai.metrics import Visit
 
 
 @pytest.fixture

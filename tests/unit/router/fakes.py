@@ -10,13 +10,12 @@ from baton.clock import FakeClock
 from baton.core import BlockCounts, Incarnation, KVLayout, Load, Pace, Role, WorkerInfo, WorkerRef
 from baton.engine.prefix_cache import Chain, scope_key
 from baton.ledger.prefix_index import NAME_BYTES, Change, Holder, PrefixMap
-from router.fleet import Fleet
-from router.floor import Floor, RouterSettings
-from router.link import WorkerLink
-from router.policy import POLICIES
-from router.snapshot import BLANK
-from router.view import WorkerView
-from router.workers import WorkerPool
+from router.context import Floor, RouterSettings
+from router.placement.fleet import Fleet
+from router.placement.policy import POLICIES
+from router.placement.snapshot import BLANK, WorkerView
+from router.workers.pool import WorkerPool
+from router.workers.stream import WorkerLink
 
 BUSY = BLANK._replace(  # a decode worker with work of all kinds
     able=1.0, requests=4.0, room=1e6, kv_tokens=1000.0, step_s=0.008, token_s=0.0005, context_s=1e-6,

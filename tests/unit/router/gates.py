@@ -11,7 +11,7 @@ import pytest
 
 from baton.clock import Clock, FakeClock
 from baton.errors import Overloaded
-from router.admission import Admission, Bounds, ticket_for
+from router.admission.admission import Admission, Bounds, ticket_for
 from tests.simulation.clock import VirtualLoop
 
 Result = TypeVar("Result")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.errors import DeadlineExceeded, NoWorker, Overloaded
-from router.admission import OVERTAKES, Ticket, ticket_for
+from router.admission.admission import OVERTAKES, Ticket, ticket_for
 from tests.simulation.clock import START, LoopClock
 from tests.unit.router.gates import Gate, in_virtual_time
 

@@ -13,10 +13,10 @@ from baton.core import Role, Sampling, SequenceSpec
 from baton.engine.prefix_cache import named_blocks
 from baton.errors import DeadlineExceeded, InvalidRequest, NoWorker, Overloaded
 from baton.ledger.prefix_index import PrefixMap
-from router.admission import Admission, Bounds
-from router.alike import Alike, NobodyAlike
-from router.claim import Claim, Wish
-from router.policy import POLICIES, sooner_alone
+from router.admission.admission import Admission, Bounds
+from router.admission.capability_wait import Alike, NobodyAlike
+from router.placement.policy import POLICIES, sooner_alone
+from router.workers.placement import Claim, Wish
 from tests.unit.router import fakes
 from tests.unit.router.fakes import block_names, named, pair_of, pool_of, publish, say
 

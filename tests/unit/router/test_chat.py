@@ -11,9 +11,9 @@ from baton.errors import InvalidRequest
 from baton.limits import MAX_RENDERED_CHARS, MAX_TEMPLATE_CHARS
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.tokenizer import OracleTokenizer, Tokenizer
-from router.chat import NO_CHATS, Chats
-from router.parse import encode_chat, parse
-from router.template import Template, TemplateFailed
+from router.parsing.chat import NO_CHATS, Chats
+from router.parsing.chat_template import Template, TemplateFailed
+from router.parsing.generate_request import encode_chat, parse
 from tests.unit.test_tokenizer import save_bpe
 
 TEXTS = {path.stem: path.read_text() for path in (Path(__file__).parent / "templates").glob("*.jinja")}

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from baton.core import Role
 from baton.errors import InvalidRequest
 from baton.rpc.v1 import admin_pb2
-from router import demand
-from router.operators import _sizes
-from router.policy import ALONE, POLICIES, Alone, alone, alone_ttft_s
-from router.snapshot import BLANK, Ask, Snapshot
+from router.admin import _sizes
+from router.placement import demand
+from router.placement.policy import ALONE, POLICIES, Alone, alone, alone_ttft_s
+from router.placement.snapshot import BLANK, Ask, Snapshot
 from tests.unit.router import fakes
 from tests.unit.router.fakes import BUSY, pace
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core import Pace
-from router.cost import UNKNOWN, StepFit
+from router.placement.cost_model import UNKNOWN, StepFit
 
 TRUE = (0.004, 0.0003, 2e-8)
 

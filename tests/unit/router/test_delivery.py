@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from baton.core import Finish, FinishReason, Token
 from baton.errors import Cancelled, EngineFault
-from router.delivery import Delivery, EventStream, Patience
+from router.request.delivery import Delivery, EventStream, Patience
 from tests.unit.router.gates import virtual
 
 

@@ -10,9 +10,9 @@ import pytest
 from baton.clock import FakeClock
 from baton.core import BlockCounts, Role
 from baton.errors import LedgerError
-from router import demand
-from router.claim import NO_WISH
-from router.policy import itl_s, ttft_s
+from router.placement import demand
+from router.placement.policy import itl_s, ttft_s
+from router.workers.placement import NO_WISH
 from tests.support.waiting import until
 from tests.unit.router import fakes
 from tests.unit.router.fakes import floor_of, pace, say

@@ -12,11 +12,10 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from baton.core import BlockCounts, Channel, Incarnation, Load, Role, Sampling, SequenceSpec, WorkerRef
 from baton.ledger.prefix_index import PrefixMap
-from router.cost import UNKNOWN
-from router.fleet import Fleet, facts_of
-from router.policy import predicted
-from router.snapshot import BLANK, Facts
-from router.view import WorkerView
+from router.placement.cost_model import UNKNOWN
+from router.placement.fleet import Fleet, facts_of
+from router.placement.policy import predicted
+from router.placement.snapshot import BLANK, Facts, WorkerView
 from tests.unit.router.fakes import block_names, decode, fleet_of, holder, link, pace, prefill, publish
 
 PROMPT = tuple(range(100))

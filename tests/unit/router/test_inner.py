@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
-from router.inner import Inner
+from router.openai.loopback import Inner
 
 KILLED = """
 import asyncio
-from router.inner import Inner
+from router.openai.loopback import Inner
 
 async def main():
     inner = Inner([])

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core import BlockCounts, Load, Pace, Role
-from router.learned import Learned, Likes
-from router.policy import Alone, Pair, alone_s, predicted, sooner_alone
-from router.snapshot import BLANK, Ask, Snapshot
+from router.placement.cost_model import Learned, Likes
+from router.placement.policy import Alone, Pair, alone_s, predicted, sooner_alone
+from router.placement.snapshot import BLANK, Ask, Snapshot
 from tests.unit.router.fakes import BUSY, decode, fleet_of, pace, prefill
 
 

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from baton.errors import Overloaded
-from router.admission import ticket_for
+from router.admission.admission import ticket_for
 from tests.simulation.clock import START, LoopClock
 from tests.unit.router.gates import Gate, in_virtual_time
 

@@ -9,8 +9,8 @@ from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.structured_output import Grammars
 from baton.tokenizer import OracleTokenizer
-from router.chat import Chats
-from router.parse import DEFAULT_MAX_TOKENS, check_received, parse
+from router.parsing.chat import Chats
+from router.parsing.generate_request import DEFAULT_MAX_TOKENS, check_received, parse
 
 LIMITS = ("demo", 100)
 

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core import Role
-from router.policy import POLICIES, least_loaded, predicted, prefix, round_robin, sooner_alone
-from router.snapshot import Ask, Facts, Snapshot
-from router.view import has_pair, misfit
+from router.placement.policy import POLICIES, least_loaded, predicted, prefix, round_robin, sooner_alone
+from router.placement.snapshot import Ask, Facts, Snapshot, has_pair, misfit
 from tests.unit.router.fakes import LAYOUT, decode, fleet_of, holder, link, pace, prefill
 
 

@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import router.ordered
-import router.queue
-from router.ordered import Heap, PrefixSums
-from router.queue import OVERTAKES, Entry, FairQueue, ticket_for
+import router.admission.fair_queue
+from router.admission.fair_queue import OVERTAKES, Entry, FairQueue, Heap, PrefixSums, ticket_for
 
 WEIGHTS = {"heavy": 4.0, "light": 0.5}
 NAMES = ["heavy", "light", "a", "b"]
@@ -205,7 +203,7 @@ def steps(waiters, tenants):
 
 
 def counted(act, *operands):
-    lines, files = 0, {Path(router.queue.__file__).name, Path(router.ordered.__file__).name}
+    lines, files = 0, {Path(router.admission.fair_queue.__file__).name}
 
     def trace(frame, event, _):
         nonlocal lines

@@ -6,7 +6,7 @@ import pytest
 
 from baton.errors import Overloaded
 from baton.rpc.v1 import inference_pb2 as pb
-from router.reading import SMALL_BYTES, Reading
+from router.parsing.generate_request import SMALL_BYTES, Reading
 
 SMALL = pb.TokenizeRequest(text="x" * (SMALL_BYTES - 8))
 LARGE = pb.TokenizeRequest(text="x" * 5000)

@@ -8,7 +8,7 @@ import pytest
 
 from baton.clock import FakeClock
 from baton.core import Token
-from router.lifecycle import Life
+from router.request.lifecycle import Life
 
 
 def life_of(clock: FakeClock, *, ttft_s: float, itl_s: float, received: list[int]) -> Life:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from baton.core import Sampling, SequenceSpec, Thought
 from baton.errors import EngineFault
-from router.thoughts import Asked, Thoughts, fitted, most_events
+from router.request.thoughts import Asked, Thoughts, fitted, most_events
 from tests.unit.router import fakes
 
 SHOWN = Asked(spell=lambda ids: "".join(map(str, ids)))

@@ -13,12 +13,9 @@ import pytest
 from baton.clock import FakeClock
 from baton.errors import NoWorker, Overloaded
 from baton.tracing.trace import Ended, TraceContext
-from router.watch.happenings import KEPT, Happenings
-from router.watch.live import Live
-from router.watch.recent import Recent
-from router.watch.seen import Seen
-from router.watch.shared import Shared
-from router.watch.traces import Trace, Traces, Track
+from router.observe.activity import KEPT, Happenings, Recent, Seen
+from router.observe.status import Live, Shared
+from router.request.traces import Trace, Traces, Track
 
 
 @pytest.fixture
@@ -109,7 +106,7 @@ def test_happenings_are_bounded(clock):
 
 
 async def test_the_latest_happenings_are_known_though_nobody_has_watched(clock, monkeypatch):
-    monkeypatch.setattr("router.watch.live._LOOK_S", 0)
+    monkeypatch.setattr("router.observe.status._LOOK_S", 0)
     floor: Any = SimpleNamespace(seen=(seen := Seen(clock)), clock=clock, pool=SimpleNamespace(links=[]))
     overview: Any = SimpleNamespace(look=None)
     looking = asyncio.create_task(Live(floor, overview).run())

@@ -9,8 +9,8 @@ from baton.clock import FakeClock
 from baton.core import BlockCounts, Role, Sampling, SequenceSpec
 from baton.errors import LedgerError
 from baton.ledger.prefix_index import PrefixMap
-from router.claim import Wish
-from router.policy import POLICIES
+from router.placement.policy import POLICIES
+from router.workers.placement import Wish
 from tests.unit.router import fakes
 from tests.unit.router.fakes import block_names, named, pair_of, pool_of, publish, say
 

@@ -22,7 +22,7 @@ from baton.config import load_config
 from baton.core import HandoffId
 from baton.workload import Arrival
 from prefill_workers.worker import spare
-from router.floor import RouterSettings
+from router.context import RouterSettings
 from simulator import __main__ as program
 from simulator import simulate
 from simulator.__main__ import _RATE, main, scale_load, scale_scenario

@@ -58,7 +58,7 @@ def test_each_mutant_is_other_code_that_fits_its_function(root: Path) -> None:
     ("options", "named"),
     [
         (["--targets", "router/none.py"], "--targets: there is no 'router/none.py'"),
-        (["--targets", "router/queue.py", "--count", "9999"], "--count: must be from 1 to"),
+        (["--targets", "router/admission/fair_queue.py", "--count", "9999"], "--count: must be from 1 to"),
         (["--suites", "tests/none"], "--suites: nothing matches 'tests/none'"),
         (["--again", "README.md"], "--again: README.md has no results"),
         (["--again", "none.jsonl"], "--again: none.jsonl has no results"),

@@ -4,7 +4,7 @@ import pytest
 
 from baton.errors import Unauthenticated
 from baton.tracing.trace import TraceContext
-from router.gateway.upstream import metadata_of
+from router.openai.upstream import metadata_of
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 GOOD = f"00-{TRACE}-{PARENT}-01"

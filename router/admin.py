@@ -1,0 +1,144 @@
+"""The service for operators: what this router knows, and what the controller is asked to do."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+
+import structlog
+from grpc import StatusCode
+
+from baton.core import Role
+from baton.errors import BatonError, InvalidRequest, NoWorker, Violation
+from baton.ledger.control_state import Board, ControlReport, Order, Plan
+from baton.rpc.status import abort
+from baton.rpc.v1 import admin_pb2
+from baton.rpc.v1.admin_pb2_grpc import AdminServicer
+from router.auth.interceptor import current_grant
+from router.context import Floor
+from router.observe.status import Live, Overview, plan_to_pb
+from router.request.delivery import Context
+
+log = structlog.get_logger(__name__)
+
+_TRIES = 5  # against others who say a plan at the same time
+
+
+class Admin(AdminServicer):
+    """`baton.v1.Admin`: what this router is, and what it knows of the workers."""
+
+    def __init__(self, floor: Floor, board: Board | None) -> None:
+        self._floor = floor
+        self._board = board
+        self._overview = Overview(floor, board)
+        self.live = Live(floor, self._overview)
+
+    async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> admin_pb2.StatusReply:
+        return await self._overview.status()
+
+    async def Requests(self, request: admin_pb2.RequestsRequest, context: Context) -> admin_pb2.RequestsReply:
+        ids = [life.request_id for call in self._floor.running for life in call.lives]
+        return admin_pb2.RequestsReply(router_id=self._floor.router_id, request_ids=ids)
+
+    async def Scale(self, request: admin_pb2.ScaleRequest, context: Context) -> admin_pb2.ScaleReply:
+        async with _told(context):
+            return admin_pb2.ScaleReply(plan=plan_to_pb(await self._replan(request)))
+
+    async def Restart(self, request: admin_pb2.RestartRequest, context: Context) -> admin_pb2.RestartReply:
+        async with _told(context):
+            return admin_pb2.RestartReply(plan=plan_to_pb(await self._replan(None)))
+
+    async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainReply:
+        async with _told(context):
+            board, control = await self._controlled()
+            refs = {link.info.ref.worker_id: link.info for link in self._floor.pool.links if not link.retired}
+            info = refs.get(request.worker_id)
+            if info is None or request.worker_id not in {slot.worker_id for slot in control.slots}:
+                known = ", ".join(sorted(refs)) or "none"
+                raise InvalidRequest.of(
+                    "worker_id", f"no such worker is here: {request.worker_id!r}; known are {known}"
+                )
+            grace_s = self._floor.settings.drain_s
+            order = Order(incarnation=str(info.ref.incarnation), role=info.role, drain=True, grace_s=grace_s, wish=True)
+            await board.put_order(request.worker_id, order)
+            log.info("drain_wished", worker=info.ref)
+            return admin_pb2.DrainReply()
+
+    async def Watch(self, request: admin_pb2.WatchRequest, context: Context) -> AsyncIterator[admin_pb2.Live]:
+        tokens, grant = self._floor.tokens, current_grant()
+        confirm = partial(tokens.confirm, grant) if tokens is not None and grant is not None else None
+        async with _told(context), aclosing(self.live.watch(request.interval_s, confirm)) as views:
+            async for view, happenings in views:
+                shown = admin_pb2.Live(happenings=happenings)
+                shown.MergeFrom(view)
+                yield shown
+
+    async def Trace(self, request: admin_pb2.TraceRequest, context: Context) -> admin_pb2.TraceReply:
+        found = self.trace_of(request.request_id)
+        if found is None:
+            which = f"request {request.request_id[:128]!r}" if request.request_id else "a request"
+            await context.abort(StatusCode.NOT_FOUND, f"{which} is not among the last that ended here, nor running")
+        return found
+
+    def trace_of(self, request_id: str) -> admin_pb2.TraceReply | None:
+        """Of a request that runs, or was one of the last, by its name or that of a choice; "": of the one that ended
+        last. None: it is not known.
+        """
+        name = request_id.partition(".")[0]
+        running = (call.trace for call in self._floor.running if call.trace.request_id == name)
+        found = next(running, None) or self._floor.traces.find(name)
+        return None if found is None else found.reply()
+
+    async def _replan(self, wanted: admin_pb2.ScaleRequest | None) -> Plan:
+        """Say the next plan: of other sizes, or (None) of another generation. Raises InvalidRequest, NoWorker."""
+        for _ in range(_TRIES):
+            board, control = await self._controlled()
+            plan = max(control.plan, await board.plan() or control.plan, key=lambda one: one.number)
+            if wanted is None:
+                change = {"generation": plan.generation + 1, "reason": "all workers are to be replaced"}
+            else:
+                change = _sizes(wanted, self._floor.settings.scale) | {"reason": "an operator said so"}
+            following = plan.model_copy(update=change | {"number": plan.number + 1, "by": "operator"})
+            if await board.put_plan(following):
+                log.info("plan_said", prefill=following.prefill, decode=following.decode, number=following.number)
+                return following
+        raise NoWorker("others change the plan all the time; try again")
+
+    async def _controlled(self) -> tuple[Board, ControlReport]:
+        """Raises NoWorker when nobody would do what is asked."""
+        control = await self._board.control() if self._board else None
+        if self._board is None or control is None:
+            raise NoWorker("no controller is there: `baton up`, or `baton controller`, runs one")
+        return self._board, control
+
+
+@asynccontextmanager
+async def _told(context: Context) -> AsyncIterator[None]:
+    """Typed errors become the status of the call."""
+    try:
+        yield
+    except BatonError as error:
+        await abort(context, error)
+
+
+def _sizes(wanted: admin_pb2.ScaleRequest, bounds: Mapping[Role, tuple[int, int]]) -> dict[str, object]:
+    """Raises InvalidRequest for a size, or a pool, that the cluster file does not allow."""
+    sizes: dict[str, object] = {}
+    wrong = []
+    for role in Role:
+        if not wanted.HasField(role.value):
+            continue
+        if role not in bounds:
+            text = f"with mode: colocated there are no {role.value} workers; its workers are those of decode"
+            wrong.append(Violation(role.value, text))
+            continue
+        size, (least, most) = getattr(wanted, role.value), bounds[role]
+        sizes[role.value] = size
+        if not least <= size <= most:
+            wrong.append(Violation(role.value, f"must be from {least} to {most}, got {size}"))
+    if not (sizes or wrong):
+        wrong.append(Violation("prefill", "say how many workers a pool should have: prefill, decode, or both"))
+    if wrong:
+        raise InvalidRequest(*wrong)
+    return sizes

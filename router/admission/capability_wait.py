@@ -1,0 +1,103 @@
+"""Where deterministic requests wait while no worker is there that computes them alike, and requests for thoughts while
+nobody is there whose model might think: beside the queue, in which they would keep everybody else waiting, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from baton.clock import Clock
+from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, NoWorker, Overloaded, Violation
+from router.workers.placement import Wish
+
+T = TypeVar("T")
+
+
+class NobodyAlike(NoWorker):
+    """No decode worker is there that may compute a particular request, with room or without."""
+
+
+class Alike:
+    """`serves`: is a worker there for it? `why_not`: why none of those here takes it; empty: one does, or nobody is
+    here. A newcomer finds no place beside `most` others. Call `changed` whenever a worker may have come.
+    """
+
+    def __init__(
+        self,
+        serves: Callable[[Wish], bool],
+        why_not: Callable[[Wish], list[Violation]],
+        clock: Clock,
+        wait_s: float,
+        most: int,
+    ) -> None:
+        self._serves = serves
+        self._why_not = why_not
+        self._clock = clock
+        self._wait_s = wait_s
+        self._most = most
+        self._waiting: dict[asyncio.Future[None], None] = {}  # in order of arrival
+
+    def changed(self) -> None:
+        """Let those who wait look again."""
+        for waiter in self._waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def admitted(
+        self, wish: Wish, admit: Callable[[], Awaitable[T]], *, deadline_s: float, since: float | None
+    ) -> T:
+        """What `admit` gives. When it raises NobodyAlike it is asked again, once somebody is there.
+
+        `deadline_s`: what is left to the request. `since`: when it began to wait, on our clock; None: it goes on with
+        what was begun, and time in which it waited for room alone does not count. Raises InvalidRequest (no worker here
+        takes such requests), Overloaded (too many wait), NoWorker (none that computes alike came in time),
+        DeadlineExceeded, and what `admit` raises.
+        """
+        deadline = self._clock.monotonic() + deadline_s
+        if since is not None and wish.particular and not self._serves(wish):
+            self._check_place(wish)
+        while True:
+            if wish.particular:
+                began = self._clock.monotonic() if since is None else since
+                await self._present(wish, began + self._wait_s, deadline)
+            try:
+                return await admit()
+            except NobodyAlike:
+                continue
+
+    async def _present(self, wish: Wish, until: float, deadline: float) -> None:
+        try:
+            async with asyncio.timeout(max(min(until, deadline) - self._clock.monotonic(), 0.0)):
+                while not self._serves(wish):
+                    self._refuse(wish)
+                    await self._news()
+        except TimeoutError:
+            raise self._gave_up(wish, late=deadline < until) from None
+
+    def _check_place(self, wish: Wish) -> None:
+        if (count := len(self._waiting)) >= self._most:
+            what = "deterministic requests" if wish.deterministic else "requests"
+            text = f"{count} {what} wait already for a worker that computes them, no more are taken"
+            raise Overloaded(text, self._wait_s)
+
+    def _refuse(self, wish: Wish) -> None:
+        if wrong := self._why_not(wish):
+            raise InvalidRequest(*wrong)
+
+    async def _news(self) -> None:
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting[waiter] = None
+        try:
+            await waiter
+        finally:
+            del self._waiting[waiter]
+
+    def _gave_up(self, wish: Wish, *, late: bool) -> BatonError:
+        whose = f"with the system fingerprint {wish.determinism} " if wish.determinism else ""
+        what = f"{whose}that computes deterministic requests " if wish.deterministic else ""
+        text = f"no decode worker {what}is connected"
+        if late:
+            return DeadlineExceeded(f"its deadline came while it waited: {text}")
+        return NoWorker(f"waited {self._wait_s:g} s: {text}")

@@ -1,0 +1,107 @@
+"""The guard of a listener: no call reaches a service without the token that its method asks for.
+
+What each method of each listener asks of its caller. A method that is not here is refused.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import structlog
+
+from baton.errors import BatonError, PermissionDenied
+from baton.rpc.status import abort
+from router.auth.tokens import Grant, Right, TokenFile
+
+
+class Need(enum.Enum):
+    """What a caller must show, where tokens are configured."""
+
+    NOTHING = "nothing"
+    TOKEN = "any token"
+    ADMIN = "an admin's token"
+    NOBODY = "what nobody has"
+
+
+_REFLECTION = "ServerReflection/ServerReflectionInfo"
+RULES: Mapping[str, Need] = {
+    "/baton.v1.Inference/Generate": Need.TOKEN,
+    "/baton.v1.Inference/Resume": Need.TOKEN,
+    "/baton.v1.Inference/Cancel": Need.TOKEN,  # of what the same tenant has started
+    "/baton.v1.Inference/Tokenize": Need.TOKEN,
+    "/baton.v1.Inference/Detokenize": Need.TOKEN,
+    "/baton.v1.Inference/ListModels": Need.TOKEN,
+    "/baton.v1.Admin/Status": Need.ADMIN,
+    "/baton.v1.Admin/Requests": Need.ADMIN,
+    "/baton.v1.Admin/Scale": Need.ADMIN,
+    "/baton.v1.Admin/Drain": Need.ADMIN,
+    "/baton.v1.Admin/Restart": Need.ADMIN,
+    "/baton.v1.Admin/Watch": Need.ADMIN,
+    "/baton.v1.Admin/Trace": Need.ADMIN,
+    "/grpc.health.v1.Health/Check": Need.NOTHING,  # load balancers have no token
+    "/grpc.health.v1.Health/Watch": Need.NOTHING,
+    "/grpc.health.v1.Health/List": Need.NOBODY,  # the library has no such method yet, and logs a traceback
+    f"/grpc.reflection.v1alpha.{_REFLECTION}": Need.TOKEN,
+}
+
+
+def check(method: str, grant: Grant) -> None:
+    """Raises PermissionDenied if the owner of `grant` may not call `method`."""
+    need = RULES.get(method, Need.NOBODY)
+    if need is Need.NOBODY:
+        raise PermissionDenied(f"{method}: nobody may call this")
+    if need is Need.ADMIN and grant.right is not Right.ADMIN:
+        raise PermissionDenied(f"{method}: needs an admin's token")
+
+
+_GRANT: ContextVar[Grant | None] = ContextVar("grant", default=None)  # of the call that this task serves
+if TYPE_CHECKING:
+    _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]]
+
+
+def current_grant() -> Grant | None:
+    """Of the caller that this task serves; None: no tokens are configured, or this call needs none."""
+    return _GRANT.get()
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """Once per call: who is it, and may it? What it finds is there for the service, and in every line of its log."""
+
+    def __init__(self, tokens: TokenFile) -> None:
+        self._tokens = tokens
+
+    async def intercept_service(  # type: ignore[override]
+        self, continuation: _Continuation, details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        method = str(details.method)
+        if RULES.get(method) is Need.NOTHING:
+            return await continuation(details)
+        try:
+            grant = self._tokens.grant(_authorization(details))
+            handler = await continuation(details)
+            if handler is not None:  # else nothing of that name is served here, as gRPC says itself
+                check(method, grant)
+        except BatonError as error:
+            return _refusal(error)
+        _GRANT.set(grant)
+        structlog.contextvars.bind_contextvars(tenant=grant.tenant)
+        return handler
+
+
+def _authorization(details: grpc.HandlerCallDetails) -> str | None:
+    """None too if there are several: whose would count?"""
+    found = [value for key, value in details.invocation_metadata or () if key == "authorization"]
+    return found[0] if len(found) == 1 and isinstance(found[0], str) else None
+
+
+def _refusal(error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
+    """A handler of any kind of call: it asks for no message, so that nobody waits for one."""
+
+    async def refuse(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await abort(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)

@@ -1,0 +1,216 @@
+"""Who is who: a file of tokens, each with its tenant, its role and its limits.
+
+    tokens:
+      - token_sha256: 9b74c9897bac770ffc029102a200c5de...   # or `token: ...` itself, in a file that nobody else reads
+        tenant: research
+        role: user                                          # or admin; user is the default
+        limits: {max_concurrent: 8, max_tokens: 1024, max_prompt_tokens: 16384, priority_max: 0}
+
+A token is never kept, shown or logged: only its SHA-256 is.
+
+A file of tokens that is read again when it changes. A broken one changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import hashlib
+import hmac
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import structlog
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, SecretStr, ValidationError, model_validator
+
+from baton.errors import ConfigError, Unauthenticated
+from baton.limits import MAX_PRIORITY, MAX_TOKEN_CHARS, MAX_TOKENS_FILE_BYTES, MIN_TOKEN_CHARS
+
+
+class Right(enum.StrEnum):
+    """What a token's owner is to the cluster."""
+
+    USER = "user"
+    ADMIN = "admin"
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+
+class Limits(_Entry):
+    """How much a token may ask for; None: as much as anybody."""
+
+    max_concurrent: PositiveInt | None = None  # requests that run or wait
+    max_tokens: PositiveInt | None = None  # new ones, per request
+    max_prompt_tokens: PositiveInt | None = None
+    priority_max: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+
+
+class _TokenEntry(_Entry):
+    token: SecretStr | None = None
+    token_sha256: Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")] | None = None
+    tenant: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
+    role: Right = Right.USER
+    limits: Limits = Limits()
+
+    @model_validator(mode="after")
+    def _one_token(self) -> _TokenEntry:
+        if (self.token is None) == (self.token_sha256 is None):
+            raise ValueError("exactly one of token and token_sha256 must be there")
+        text = self.token.get_secret_value() if self.token else "x" * MIN_TOKEN_CHARS
+        if not (MIN_TOKEN_CHARS <= len(text) <= MAX_TOKEN_CHARS and text.isascii() and text.isprintable()):
+            raise ValueError(f"token: must be {MIN_TOKEN_CHARS} to {MAX_TOKEN_CHARS} printable ASCII characters")
+        return self
+
+    def digest(self) -> bytes:
+        """The SHA-256 of the token."""
+        return bytes.fromhex(self.token_sha256) if self.token_sha256 else _digest(self._secret())
+
+    def _secret(self) -> str:
+        return self.token.get_secret_value() if self.token else ""
+
+
+class _File(_Entry):
+    tokens: Annotated[list[_TokenEntry], Field(min_length=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What the owner of a token may do. `key` tells tokens apart, and is not one."""
+
+    tenant: str
+    right: Right
+    limits: Limits
+    key: str
+
+
+class Tokens:
+    """The grants of a file."""
+
+    def __init__(self, entries: Iterable[tuple[bytes, Grant]]) -> None:
+        self._entries = tuple(entries)
+        self._by_key = {grant.key: grant for _, grant in self._entries}
+
+    def __contains__(self, grant: Grant) -> bool:
+        return self._by_key.get(grant.key) == grant
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def grant(self, authorization: str | None) -> Grant:
+        """Of the header `Bearer TOKEN`. Takes the same time whichever token it is. Raises Unauthenticated."""
+        scheme, _, token = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not token:
+            raise Unauthenticated("a token is needed: send the header 'authorization: Bearer TOKEN'")
+        given, found = _digest(token.strip()), None
+        for digest, grant in self._entries:  # every entry, also after the right one
+            if hmac.compare_digest(given, digest):
+                found = grant
+        if found is None:
+            raise Unauthenticated("this token is not known here")
+        return found
+
+
+def read_tokens(path: str | Path) -> Tokens:
+    """Raises ConfigError naming the file and what is wrong in it, by number of the entry; never with a value of it."""
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(MAX_TOKENS_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"security.tokens: {path}: cannot be read: {error.strerror}") from None
+    problems = [f"more than {MAX_TOKENS_FILE_BYTES} bytes"] if len(data) > MAX_TOKENS_FILE_BYTES else []
+    if not problems:
+        try:
+            return _of(_File.model_validate(_parse(data)))
+        except ValidationError as error:
+            problems = list(_problems(error.errors(include_input=False, include_url=False)))
+        except ValueError as error:
+            problems = [str(error)]
+    raise ConfigError("\n".join(f"security.tokens: {path}: {problem}" for problem in problems))
+
+
+def _parse(data: bytes) -> object:
+    """YAML, of which JSON is a part. Raises ValueError; its text is of our own, as a parser's may quote the file."""
+    try:
+        return yaml.safe_load(data.decode())
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        raise ValueError(f"line {line}: not YAML") from None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise ValueError("not YAML") from None
+
+
+def _of(file: _File) -> Tokens:
+    found: dict[bytes, Grant] = {}
+    for number, entry in enumerate(file.tokens):
+        digest = entry.digest()
+        if digest in found:
+            raise ValueError(f"tokens.{number}: the same token is there twice")
+        found[digest] = Grant(entry.tenant, entry.role, entry.limits, digest.hex()[:16])
+    return Tokens(found.items())
+
+
+def _problems(details: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    for detail in details:
+        loc, message = list(detail["loc"]), str(detail["msg"]).removeprefix("Value error, ")
+        if detail["type"] == "extra_forbidden":  # the key that is not known may be a token
+            loc, message = loc[:-1], "has a key that is not known"
+        where = ".".join(map(str, loc)) or "the file"
+        yield f"{where}: {message[0].lower()}{message[1:]}"
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "replace")).digest()
+
+
+log = structlog.get_logger(__name__)
+LOOK_S = 2.0
+_Version = tuple[int, int, int]
+
+
+class TokenFile:
+    """The tokens of a file as it is now, or was when it was last good. Raises ConfigError when made."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._version = self._look()  # before reading: what changes in between is read again
+        self._tokens: Tokens = read_tokens(path)
+
+    def grant(self, authorization: str | None) -> Grant:
+        """See `Tokens.grant`."""
+        return self._tokens.grant(authorization)
+
+    def confirm(self, grant: Grant) -> None:
+        """Raises Unauthenticated if its token was taken away, or is worth something else now."""
+        if grant not in self._tokens:
+            raise Unauthenticated("this token is not what it was any more")
+
+    async def watch(self) -> None:
+        """Look every few seconds, for ever."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self.refresh()
+
+    async def refresh(self) -> None:
+        """Read the file if it has changed. A broken one is said in the log, once."""
+        version = self._look()
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            self._tokens = await asyncio.to_thread(read_tokens, self._path)
+        except ConfigError as error:
+            log.error("tokens_not_read", error=str(error), kept=len(self._tokens))
+        else:
+            log.info("tokens_read", tokens=len(self._tokens))
+
+    def _look(self) -> _Version | None:
+        try:
+            found = Path(self._path).stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino

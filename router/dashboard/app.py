@@ -1,0 +1,200 @@
+"""The live page, and what it is fed with: `/`, `/page/FILE`, `/live`, `/live/trace/REQUEST`.
+
+What goes on in a router is an operator's business. Where tokens are configured an admin's is needed. Where none are,
+a browser must not be made to fetch it for somebody else's page: see `_own_page`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib.resources import files
+from ipaddress import ip_address
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from baton.clock import SystemClock
+from baton.errors import InvalidRequest, Unauthenticated
+from baton.rpc.v1 import admin_pb2
+from router.auth.interceptor import check
+from router.auth.tokens import TokenFile
+from router.observe.status import Shared
+from router.openai.errors import JSON, HttpError
+from router.openai.job import as_json
+from router.openai.responses import EVENT_STREAM, unless_left
+
+if TYPE_CHECKING:
+    from router.observe.status import Live
+
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_HEADERS = {
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "object-src 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+_EVENT_HEADERS = {"content-type": EVENT_STREAM, "cache-control": "no-store", "x-accel-buffering": "no"}
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What the router in this process lets be seen. `tokens`: who may; None: whoever reaches it. `trace` of a request
+    by its id; None: it is not known.
+    """
+
+    live: Live
+    tokens: TokenFile | None
+    trace: Callable[[str], admin_pb2.TraceReply | None]
+
+
+class LivePaths:
+    """The page's paths. Without a router in this process the page says so."""
+
+    def __init__(self, shown: Shown | None, stall_s: float) -> None:
+        self._shown, self._stall_s = shown, stall_s
+        self._files = {file.name: file.read_bytes() for file in (files("router.dashboard") / "static").iterdir()}
+        self._text = None if shown is None else Shared(shown.live.views.get, self._encode, SystemClock())
+
+    def routes(self) -> list[Route]:
+        """Of this gateway."""
+        return [
+            Route("/", self.page),
+            Route("/page/{name}", self.file),
+            Route("/live", self.live),
+            Route("/live/trace/{request_id}", self.trace),
+        ]
+
+    async def page(self, request: Request) -> Response:
+        """GET /."""
+        return self._file("index.html")
+
+    async def file(self, request: Request) -> Response:
+        """GET /page/FILE."""
+        return self._file(request.path_params["name"])
+
+    async def live(self, request: Request) -> Response:
+        """GET /live: an event for each `Live`, every `interval_s` seconds."""
+        shown = self._allowed(request, "Watch")
+        if request.method == "HEAD":  # which would wait for the end of what has none
+            return Response(headers=_EVENT_HEADERS)
+        tokens, confirm = shown.tokens, None
+        if tokens is not None:
+            confirm = partial(tokens.confirm, tokens.grant(request.headers.get("authorization")))
+        views = shown.live.watch(_interval(request), confirm)
+        return _Events(self._events(views), self._stall_s)
+
+    async def trace(self, request: Request) -> Response:
+        """GET /live/trace/REQUEST: its `TraceReply`."""
+        found = self._allowed(request, "Trace").trace(request.path_params["request_id"])
+        if found is None:
+            raise HttpError(404, "not_found", "this request is not among the last that this router had")
+        return Response(orjson.dumps(as_json(found)), headers={"cache-control": "no-store"}, media_type=JSON)
+
+    def _file(self, name: str) -> Response:
+        content, kind = self._files.get(name), _TYPES.get(f".{name.rpartition('.')[2]}")
+        if content is None or kind is None:
+            raise HttpError(404, "not_found", "no such file")
+        return Response(content, headers=_HEADERS, media_type=kind)
+
+    def _allowed(self, request: Request, method: str) -> Shown:
+        """Raises HttpError, Unauthenticated, PermissionDenied."""
+        if self._shown is None:
+            raise HttpError(404, "no_live", "this gateway stands alone: what goes on is shown by the routers")
+        if self._shown.tokens is None:
+            _own_page(request)
+        else:
+            check(f"/baton.v1.Admin/{method}", self._shown.tokens.grant(request.headers.get("authorization")))
+        return self._shown
+
+    async def _events(
+        self, views: AsyncGenerator[tuple[admin_pb2.Live, list[admin_pb2.Happening]], None]
+    ) -> AsyncGenerator[bytes, None]:
+        async with aclosing(views):
+            with suppress(Unauthenticated):  # any more: who asks again is told
+                async for _, happenings in views:
+                    assert self._text is not None
+                    text, told = await self._text.get(), orjson.dumps([as_json(one) for one in happenings])
+                    yield b"data: " + text[:-1] + b',"happenings":' + told + b"}\n\n"
+
+    async def _encode(self) -> bytes:
+        """In a thread: with thousands of workers it takes a while."""
+        assert self._shown is not None
+        view = await self._shown.live.views.get()
+        return await asyncio.to_thread(lambda: orjson.dumps(as_json(view)))
+
+
+class _Events(Response):
+    """Writes what comes until the client has left, or has read nothing for `stall_s` seconds."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], stall_s: float) -> None:
+        super().__init__()
+        self._events, self._stall_s = events, stall_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await unless_left(receive, self._run(send))
+
+    async def _run(self, send: Send) -> None:
+        raw = [(name.encode(), value.encode()) for name, value in _EVENT_HEADERS.items()]
+        async with aclosing(self._events) as events:
+            first = await anext(events, b"")  # what this raises is an answer of its own
+            await send({"type": "http.response.start", "status": 200, "headers": raw})
+            with suppress(TimeoutError):
+                await self._write(send, first)
+                async for event in events:
+                    await self._write(send, event)
+                await self._write(send, b"", more=False)
+
+    async def _write(self, send: Send, data: bytes, *, more: bool = True) -> None:
+        async with asyncio.timeout(self._stall_s):
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def _own_page(request: Request) -> None:
+    """Raises HttpError for what a browser fetches for a page of another origin.
+
+    Such a page cannot read the answer, but would take a watcher's place; browsers say where they fetch for. A page
+    whose name was made to lead to this machine (DNS rebinding) could read it: on a loopback listener the name asked for
+    must be a loopback one, too. Other listeners are open to their whole network when there are no tokens.
+    """
+    if request.headers.get("sec-fetch-site", "none") not in {"same-origin", "none"}:
+        raise HttpError(403, "cross_site", "only this router's own page may show this")
+    server = request.scope.get("server")
+    if server is None or not _is_loopback(server[0]):
+        return
+    if not _is_loopback(_host(request)):
+        raise HttpError(403, "wrong_host", "without tokens this is shown under a name of this machine only: localhost")
+
+
+def _host(request: Request) -> str:
+    """The name that was asked for; "": none that can be one."""
+    try:
+        return urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def _interval(request: Request) -> float:
+    given = request.query_params.get("interval_s", "0")
+    try:
+        return float(given)
+    except ValueError:
+        raise InvalidRequest.of("interval_s", f"must be a number of seconds, got {given[:32]!r}") from None

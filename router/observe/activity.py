@@ -1,0 +1,268 @@
+"""What the last minute was like, in a bucket for each second. A gap between tokens costs a list entry, until its second
+is over, or is looked at: then all of them are counted at once.
+
+The last things that a reader should know of: who came and went, what was refused, failed, or went on elsewhere.
+
+What requests tell as they live; called from where metrics are counted. Nothing here waits, or keeps a request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from baton import errors
+from baton.clock import Clock
+from baton.core import Role
+from baton.errors import BatonError
+from baton.rpc.v1 import admin_pb2
+
+if TYPE_CHECKING:
+    from router.request.attempt import Attempt
+    from router.request.client_request import Call
+    from router.request.lifecycle import Life
+    from router.workers.stream import WorkerLink
+
+
+KEPT = 200
+
+
+@dataclass(slots=True)
+class _Pending:
+    at: float
+    text: str
+    request_id: str
+    times: int = 1
+
+
+class Happenings:
+    """The latest `KEPT`, numbered from 1. Equal ones between two looks are one: a lost worker fails many requests."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._kept: deque[admin_pb2.Happening] = deque(maxlen=KEPT)
+        self._pending: dict[tuple[str, str, str], _Pending] = {}
+        self.last = 0  # the number of the latest
+
+    def add(
+        self,
+        kind: str,
+        text: str,
+        request_id: str = "",
+        worker_id: str = "",
+        *,
+        at: float | None = None,
+        alike: str = "",
+    ) -> None:
+        """`kind` as in `Happening`; `text` never has anything of a prompt or an answer in it. `at`: Unix time.
+        `alike`: what makes it equal to others; "": its text.
+        """
+        key = kind, alike or text, worker_id
+        found = self._pending.get(key)
+        if found is not None:
+            found.times += 1
+        elif len(self._pending) < KEPT:
+            at = self._clock.wall() if at is None else at
+            self._pending[key] = _Pending(at, text, request_id)
+
+    def settle(self) -> int:
+        """Number what has come; returns the last number. To be called each second, whether or not anybody looks."""
+        for (kind, _, worker_id), one in self._pending.items():
+            once = one.times == 1
+            text, request_id = (one.text, one.request_id) if once else (f"{one.text} ({one.times} times)", "")
+            told = admin_pb2.Happening(time_s=one.at, kind=kind, text=text, request_id=request_id, worker_id=worker_id)
+            self._kept.append(told)
+            self.last += 1
+        self._pending.clear()
+        return self.last
+
+    def since(self, number: int) -> list[admin_pb2.Happening]:
+        """Those after this number that are still known, oldest first."""
+        return list(islice(self._kept, max(0, len(self._kept) - (self.last - number)), None))
+
+
+KEPT_S = 60
+_LOWEST_S = 1e-4
+_GROWTH = math.log(1.05)  # of the bounds between which durations are counted: a quantile is off by 2.5 % at most
+
+
+class _Second:
+    """One second. Durations are counted by the number of their bound."""
+
+    __slots__ = ("at", "counts", "e2e", "gaps", "itl", "tokens", "ttft")
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.tokens = 0
+        self.ttft: dict[int, int] = {}
+        self.gaps: list[float] = []  # not counted yet
+        self.itl: dict[int, int] = {}
+        self.e2e: dict[int, int] = {}
+        self.counts: Counter[str] = Counter()  # whatever comes once for a request
+
+    def settle(self) -> None:
+        """Count the gaps."""
+        if self.gaps:
+            numbers = (np.log(np.maximum(self.gaps, _LOWEST_S) / _LOWEST_S) / _GROWTH).astype(int)
+            for at, count in zip(*np.unique(numbers, return_counts=True), strict=True):
+                self.itl[int(at)] = self.itl.get(int(at), 0) + int(count)
+            self.gaps.clear()
+
+
+class Recent:
+    """Counts what it is told, and forgets it after a minute. All durations in seconds."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._since = clock.monotonic()
+        self._seconds: deque[_Second] = deque(maxlen=KEPT_S + 1)
+        self._seconds.append(_Second(int(self._since)))
+
+    def tokens(self, count: int, gap_s: float) -> None:
+        """So many came `gap_s` after the ones before: as many gaps of equal length."""
+        second = self._seconds[-1]
+        second.tokens += count
+        second.gaps += (gap_s,) if count == 1 else (gap_s / count,) * count
+
+    def first_tokens(self, count: int, ttft_s: float, prompt_tokens: int) -> None:
+        """The first ones of an answer came `ttft_s` after its request."""
+        second, at = self.second(), _number(ttft_s)
+        second.tokens += count
+        second.ttft[at] = second.ttft.get(at, 0) + 1
+        second.counts["prompt_tokens"] += prompt_tokens
+
+    def finished(self, e2e_s: float) -> None:
+        """A request got all of its answer."""
+        second, at = self.second(), _number(e2e_s)
+        second.e2e[at] = second.e2e.get(at, 0) + 1
+
+    def count(self, what: str) -> None:
+        """One more request that: ended | failed | refused | recovered | judged (by the SLO) | kept (to it)."""
+        self.second().counts[what] += 1
+
+    def second(self) -> _Second:
+        """The one that runs. To be called each second: `tokens`, which is called for each of them, has no look."""
+        at, last = int(self._clock.monotonic()), self._seconds[-1]
+        if last.at == at:
+            return last
+        last.settle()
+        self._seconds.append(_Second(at))
+        return self._seconds[-1]
+
+    def window(self, seconds: int = KEPT_S) -> admin_pb2.Window:
+        """The last `seconds`; the one that is running is part of it."""
+        now = self._clock.monotonic()
+        self._seconds[-1].settle()
+        found = [second for second in self._seconds if second.at > int(now) - seconds]
+        spans = min(seconds - 1 + now % 1, max(now - self._since, 1.0))
+        counts: Counter[str] = Counter()
+        for second in found:
+            counts.update(second.counts)
+        return admin_pb2.Window(
+            seconds=spans,
+            ttft=_quantiles(second.ttft for second in found),
+            itl=_quantiles(second.itl for second in found),
+            e2e=_quantiles(second.e2e for second in found),
+            requests_per_s=counts["ended"] / spans,
+            tokens_per_s=sum(second.tokens for second in found) / spans,
+            prompt_tokens_per_s=counts["prompt_tokens"] / spans,
+            failed=counts["failed"],
+            refused=counts["refused"],
+            recoveries=counts["recovered"],
+            slo_share=counts["kept"] / counts["judged"] if counts["judged"] else -1.0,
+        )
+
+
+def _number(seconds: float) -> int:
+    return int(math.log(max(seconds, _LOWEST_S) / _LOWEST_S) / _GROWTH)
+
+
+def _quantiles(parts: Iterable[dict[int, int]]) -> admin_pb2.Quantiles:
+    merged: Counter[int] = Counter()
+    for part in parts:
+        merged.update(part)
+    ordered, total = sorted(merged.items()), merged.total()
+    if not total:
+        return admin_pb2.Quantiles()
+    p50, p90, p99 = (_quantile(ordered, share * total) for share in (0.5, 0.9, 0.99))
+    return admin_pb2.Quantiles(count=total, p50=p50, p90=p90, p99=p99)
+
+
+def _quantile(ordered: Iterable[tuple[int, int]], rank: float) -> float:
+    """The middle of where the value of that rank lies."""
+    passed = at = 0
+    for at, count in ordered:  # noqa: B007
+        passed += count
+        if passed >= rank:
+            break
+    return _LOWEST_S * math.exp(_GROWTH * (at + 0.5))
+
+
+_OURS = (errors.Overloaded, errors.NoWorker, errors.WorkerLost, errors.DeadlineExceeded)  # texts without a caller's
+
+
+class Seen:
+    """One per router."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.recent = Recent(clock)
+        self.happenings = Happenings(clock)
+        self._workers: dict[tuple[str, str], Role] = {}  # connected: by id and incarnation
+
+    def tokens(self, life: Life, count: int, gap_s: float | None) -> None:
+        """A client got `count` new tokens; `gap_s` None: its first ones."""
+        if gap_s is None:
+            self.recent.first_tokens(count, life.stages.age_s, 0 if life.choice else life.call.prompt_tokens)
+        else:
+            self.recent.tokens(count, gap_s)
+
+    def recovered(self, life: Life, attempt: Attempt) -> None:
+        """Another attempt follows this one."""
+        prefill, decode = attempt.workers
+        reason = attempt.handed_back
+        self.recent.count("recovered")
+        if attempt.fencing is not None and attempt.handed_back == "prefill_lost":
+            self.happenings.add("fenced", "its decode worker takes nothing of a lost attempt", life.call.name, decode)
+        worker = prefill if reason.startswith(Role.PREFILL) else decode
+        self.happenings.add("recovered", f"goes on with another attempt: {reason}", life.call.name, worker)
+
+    def ended(self, call: Call, outcome: str, error: BatonError | None) -> None:
+        """As `Metrics.ended`."""
+        self.recent.count("ended")
+        if outcome in {"failed", "refused"}:
+            self.recent.count(outcome)
+            alike = type(error).__name__ if outcome == "refused" else ""  # how long each would wait tells them apart
+            self.happenings.add(outcome, _shown(error), call.name, alike=alike)
+        elif outcome == "finished":
+            self.recent.finished(max(life.stages.age_s for life in call.lives))
+            if not call.resumes:
+                self.recent.count("judged")
+                if all(life.met_slo() for life in call.lives):
+                    self.recent.count("kept")
+
+    def look(self, links: Iterable[WorkerLink]) -> None:
+        """Who is connected that was not, and who is not any more. To be called each second."""
+        self.recent.second()
+        connected = {
+            (link.info.ref.worker_id, str(link.info.ref.incarnation)): link.info.role
+            for link in links
+            if link.state == "connected"
+        }
+        for one, role in self._workers.items():
+            if one not in connected:
+                self.happenings.add("left", f"a {role} worker is gone", worker_id=one[0])
+        for one, role in connected.items():
+            if one not in self._workers:
+                self.happenings.add("joined", f"a {role} worker is here", worker_id=one[0])
+        self._workers = connected
+
+
+def _shown(error: BatonError | None) -> str:
+    """The error's name, and its text where no part of a request can be in it."""
+    return f"{type(error).__name__}: {error}" if isinstance(error, _OURS) else type(error).__name__

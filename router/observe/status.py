@@ -1,0 +1,238 @@
+"""What goes on here, again and again, for as many as watch: made once, shown to all.
+
+What this router is, and what it knows of its workers and of the controller, now.
+
+What is dear to make and asked for by many: made once for all who ask at about the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
+from heapq import nlargest
+from typing import Generic, TypeVar
+
+import structlog
+
+from baton.clock import Clock
+from baton.errors import InvalidRequest, LedgerError, Overloaded
+from baton.ledger.control_state import Board, ControlReport, Plan
+from baton.limits import MAX_SHOWN_REQUESTS, MAX_WATCHERS
+from baton.rpc import convert
+from baton.rpc.v1 import admin_pb2
+from baton.stages import Stage
+from router.context import Floor
+from router.request.client_request import Call
+from router.request.lifecycle import Life
+from router.workers.stream import WorkerLink
+
+log = structlog.get_logger(__name__)
+
+
+class Overview:
+    """`control`: what the controller said last; None: it is not there, or Redis is not."""
+
+    def __init__(self, floor: Floor, board: Board | None) -> None:
+        self.control: ControlReport | None = None
+        self._floor = floor
+        self._board = board
+        self._started = floor.clock.monotonic()
+
+    async def status(self) -> admin_pb2.StatusReply:
+        """Taken now, and `control` with it."""
+        await self.look()
+        return self.known()
+
+    def known(self) -> admin_pb2.StatusReply:
+        """Taken now, but for `control`."""
+        floor, settings = self._floor, self._floor.settings
+        ended = {outcome: floor.outcomes[outcome] for outcome in ("finished", "cancelled", "failed", "refused")}
+        return admin_pb2.StatusReply(
+            name=settings.name,
+            router_id=floor.router_id,
+            version=settings.version,
+            model=settings.model,
+            uptime_s=floor.clock.monotonic() - self._started,
+            running=len(floor.running),
+            queued=floor.admission.waiting,
+            queued_tokens=floor.admission.waiting_tokens,
+            drain_requests_per_s=floor.admission.drain.requests_per_s,
+            drain_tokens_per_s=floor.admission.drain.tokens_per_s,
+            accepted=floor.outcomes["accepted"] + sum(call.accepted for call in floor.running),
+            workers=[
+                _worker(link, floor.pool.note(link))
+                for link in sorted(floor.pool.links, key=lambda link: link.info.ref.worker_id)
+            ],
+            control=None if self.control is None else _report(self.control, floor.clock.wall()),
+            **ended,
+        )
+
+    async def look(self) -> None:
+        """What the controller says: a round trip to Redis, or as long as that may take when it is silent."""
+        try:
+            self.control = await self._board.control() if self._board else None
+        except LedgerError as error:
+            log.warning("board_unreadable", error=str(error))
+            self.control = None
+
+
+def plan_to_pb(plan: Plan) -> admin_pb2.Plan:
+    """As it is said to operators."""
+    return admin_pb2.Plan(**plan.model_dump())
+
+
+def _report(report: ControlReport, wall: float) -> admin_pb2.Control:
+    return admin_pb2.Control(
+        plan=plan_to_pb(report.plan),
+        age_s=max(0.0, wall - report.at),
+        slots=[admin_pb2.Slot(**slot.model_dump(mode="json")) for slot in report.slots],
+        decisions=[
+            admin_pb2.Decision(age_s=max(0.0, wall - one.at), kind=one.kind, text=one.text) for one in report.decisions
+        ],
+        host=report.host,
+        outlook=report.outlook,
+    )
+
+
+def _worker(link: WorkerLink, note: str) -> admin_pb2.WorkerStatus:
+    return admin_pb2.WorkerStatus(
+        info=convert.info_to_pb(link.info),
+        load=convert.load_to_pb(link.view.load),
+        state=link.state,
+        dispatched=link.view.dispatched,
+        note=note,
+    )
+
+
+T = TypeVar("T")
+
+_FRESH_S = 0.09  # less than the shortest interval of a watcher
+_SHARE = 20  # it is shown for so many times as long as it took: thousands of workers must not fill the router's loop
+_STALE_S = 2.0  # but never longer: one making that had to wait for a core must not stop the picture
+
+
+class Shared(Generic[T]):
+    """What `make` gave last, until that is too old. `first` is awaited before: what others take is no work of ours, and
+    a Redis that is silent must not make old what is shown.
+    """
+
+    def __init__(self, first: Callable[[], Awaitable[object]], make: Callable[[], Awaitable[T]], clock: Clock) -> None:
+        self._first, self._make, self._clock = first, make, clock
+        self._lock = asyncio.Lock()
+        self._made: list[T] = []
+        self._until = 0.0
+
+    async def get(self) -> T:
+        """Raises what `make` raises."""
+        async with self._lock:
+            if not self._made or self._clock.monotonic() >= self._until:
+                await self._first()
+                begun = self._clock.monotonic()
+                self._made = [await self._make()]
+                took_s = self._clock.monotonic() - begun
+                self._until = begun + min(max(_FRESH_S, _SHARE * took_s), max(_STALE_S, 2 * took_s))
+            return self._made[0]
+
+
+_LOOK_S = 1.0
+_LATELY_S = 5
+_INTERVAL_S = (0.1, 60.0)
+_RETRY_S = 10.0
+_UNPLACED = (Stage.QUEUE, Stage.ROUTE)
+
+
+class Live:
+    """One per router. A watcher asks when it is ready for more, so a slow one misses views and holds up nobody.
+
+    `views`, which have no happenings, are shared by all who watch, and never changed.
+    """
+
+    def __init__(self, floor: Floor, overview: Overview) -> None:
+        self._floor = floor
+        self._overview = overview
+        self.views = Shared(overview.look, self._make, floor.clock)
+        self._decided = 0.0  # when the controller decided what was told last
+        self._watchers = 0
+        self._closed = asyncio.Event()
+
+    async def run(self) -> None:
+        """See who comes and goes, whether or not anybody watches; for ever."""
+        while True:
+            self._floor.seen.look(self._floor.pool.links)
+            self._floor.seen.happenings.settle()
+            await asyncio.sleep(_LOOK_S)
+
+    def close(self) -> None:
+        """Whoever watches is through."""
+        self._closed.set()
+
+    async def watch(
+        self, interval_s: float, confirm: Callable[[], None] | None = None
+    ) -> AsyncGenerator[tuple[admin_pb2.Live, list[admin_pb2.Happening]], None]:
+        """A view every `interval_s` (0: 1), with what happened since the one before, until `close`.
+
+        Raises InvalidRequest for an interval out of range, Overloaded when too many watch, and what `confirm` raises:
+        it is asked before each view whether the watcher still may, since this ends only when either side does.
+        """
+        interval_s, (least, most) = interval_s or 1.0, _INTERVAL_S
+        if not least <= interval_s <= most:
+            raise InvalidRequest.of("interval_s", f"must be from {least:g} to {most:g} seconds, got {interval_s:g}")
+        if self._watchers >= MAX_WATCHERS:
+            raise Overloaded(f"{MAX_WATCHERS} watch this router already, no more may", _RETRY_S)
+        self._watchers += 1
+        try:
+            known, happenings = 0, self._floor.seen.happenings
+            while not self._closed.is_set():
+                if confirm is not None:
+                    confirm()
+                view = await self.views.get()
+                before, known = known, happenings.last
+                yield view, happenings.since(before)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._closed.wait(), interval_s)
+        finally:
+            self._watchers -= 1
+
+    async def _make(self) -> admin_pb2.Live:
+        floor, seen = self._floor, self._floor.seen
+        status = self._overview.known()
+        seen.look(floor.pool.links)
+        self._tell_decisions()
+        newest = nlargest(MAX_SHOWN_REQUESTS, floor.running, key=lambda call: call.arrival)
+        seen.happenings.settle()
+        return admin_pb2.Live(
+            time_s=floor.clock.wall(),
+            status=status,
+            requests=[_shown(call, life) for call in newest for life in call.lives][:MAX_SHOWN_REQUESTS],
+            window=seen.recent.window(),
+            lately=seen.recent.window(_LATELY_S),
+        )
+
+    def _tell_decisions(self) -> None:
+        control, known = self._overview.control, self._decided
+        for one in control.decisions if control is not None else ():
+            if one.at > known:
+                self._decided = max(self._decided, one.at)
+                text = one.text.partition("\n")[0].rstrip(":")  # what a process wrote last may follow; it is in its log
+                self._floor.seen.happenings.add("decision", f"{one.kind}: {text}", at=one.at)
+
+
+def _shown(call: Call, life: Life) -> admin_pb2.RequestView:
+    stage, placed = life.stages.stage, life.placed
+    workers = {}
+    if placed is not None and stage not in _UNPLACED:
+        workers["decode_worker"] = placed.decode.info.ref.worker_id
+        if placed.prefill is not None:
+            workers["prefill_worker"] = placed.prefill.info.ref.worker_id
+    return admin_pb2.RequestView(
+        request_id=call.name,
+        choice=life.choice,
+        stage=stage.value,
+        prompt_tokens=call.prompt_tokens,
+        tokens=len(life.delivery.ids),
+        age_s=life.stages.age_s,
+        attempt=life.attempts,
+        deterministic=call.deterministic,
+        **workers,
+    )

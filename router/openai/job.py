@@ -1,0 +1,119 @@
+"""What an HTTP request asks for, as calls of the router, and the shape in which its answer is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+from baton.rpc.v1 import common_pb2
+from baton.rpc.v1 import inference_pb2 as pb
+from router.openai.logprobs import Scored
+from router.openai.schema import Common, StreamOptions
+
+_SAMPLING = frozenset(common_pb2.Sampling.DESCRIPTOR.fields_by_name) - {"max_tokens", "top_k", "seed", "logit_bias"}
+_NAMES = {"cache_scope": "cache_salt", "client_tag": "user"}
+
+Json = dict[str, Any]
+
+
+def as_json(message: Message) -> Json:
+    """With what is zero or empty: who reads it need not know the defaults."""
+    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+
+
+class InStream(Enum):
+    """Where a stream says what was used."""
+
+    NOWHERE = 0
+    AT_THE_END = 1  # and a null before, as OpenAI does
+    THROUGHOUT = 2  # in each chunk what its choice has used so far; at the end all of them
+
+
+class Shape(Protocol):
+    """How choices look: of one endpoint, whole or in pieces. `offset`: characters of the choice's tokens before."""
+
+    prefix: str  # of the answer's id
+    whole: str  # the object's name
+    chunk: str
+
+    def choice(self, index: int, text: str, scored: Sequence[Scored] | None, reason: str) -> Json:
+        """A choice of an answer that is not streamed."""
+
+    def opening(self, index: int) -> Json | None:
+        """What comes before the first piece of a choice."""
+
+    def piece(self, index: int, text: str, scored: Sequence[Scored] | None, offset: int) -> list[Json]:
+        """What some of a choice's text adds, if it is known yet."""
+
+    def thought(self, index: int, thought: Json) -> Json:
+        """A thought of a model that thinks, by itself."""
+
+    def ending(self, index: int, reason: str) -> list[Json]:
+        """What was held back of a choice, and why it ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The calls of one HTTP request; choice c of call i is choice i * n + c of the answer."""
+
+    requests: Sequence[pb.GenerateRequest]
+    shape: Shape
+    rename: Callable[[int, str], str]
+    n: int
+    stream: bool
+    usage: InStream
+    logprobs: bool
+    thoughts: bool
+
+
+def usage_of(options: StreamOptions | None) -> InStream:
+    """What the options of a stream ask for."""
+    if options is None or not options.include_usage:
+        return InStream.NOWHERE
+    return InStream.THROUGHOUT if options.continuous_usage_stats else InStream.AT_THE_END
+
+
+def base_request(body: Common, max_tokens: int | None) -> pb.GenerateRequest:
+    """All but the prompt, the logprobs and the constraint. Fields that are not given stay unset."""
+    given = body.model_dump(include=set(_SAMPLING), exclude_none=True)
+    bias = {int(token_id): value for token_id, value in (body.logit_bias or {}).items()}
+    sampling = common_pb2.Sampling(**given, logit_bias=bias)
+    if max_tokens is not None:
+        sampling.max_tokens = max_tokens
+    if body.top_k is not None:
+        sampling.top_k = 0 if body.top_k == -1 else body.top_k  # -1 is how others say: off
+    if body.seed is not None:
+        sampling.seed = body.seed % 2**64
+    request = pb.GenerateRequest(model=body.model or "", sampling=sampling, client_tag=body.user or "")
+    request.resumable_s = 0.0  # nobody can resume an HTTP answer
+    _set_options(request, body)
+    return request
+
+
+def _set_options(request: pb.GenerateRequest, body: Common) -> None:
+    if body.n is not None:
+        request.n = body.n
+    if body.deterministic is not None:
+        request.deterministic = body.deterministic
+    if body.thoughts is not None:
+        request.thoughts = body.thoughts
+    if body.think_while_decoding is not None:
+        request.think_while_decoding = body.think_while_decoding
+    if body.priority is not None:
+        request.priority = body.priority
+    if body.cache_salt is not None:
+        request.cache_scope = body.cache_salt
+
+
+def http_name(field: str, more: dict[str, str]) -> str:
+    """The HTTP field behind a field of the protocol: `sampling.top_p` is `top_p`, `cache_scope` is `cache_salt`."""
+    name = field.removeprefix("spec.").removeprefix("sampling.")
+    for known, http in (_NAMES | more).items():
+        if name == known or name.startswith((f"{known}.", f"{known}[")):
+            return http + name.removeprefix(known)
+    return name

@@ -1,0 +1,153 @@
+"""From the bytes of a body to its schema, with every mistake by name. Values of prompts are never repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from baton.errors import InvalidRequest, Violation
+from router.openai.errors import UNKNOWN, UNSUPPORTED, HttpError
+from router.openai.schema import (
+    CalledFunction,
+    ChatBody,
+    CompletionBody,
+    Function,
+    JsonSchema,
+    Message,
+    ResponseFormat,
+    StreamOptions,
+    Tool,
+    ToolCall,
+)
+
+BODY_S = 30.0  # a body must be here within this time
+_NAMED = 16  # mistakes: a megabyte of them is no help, and takes long
+_DRAIN = 16  # a body that is too long is read on for so many times the limit: the client can then read the answer
+
+# Fields of OpenAI's that are known and not there, and the values with which they ask for nothing.
+_REFUSED: Mapping[type[BaseModel], Mapping[str, tuple[object, ...]]] = {
+    CompletionBody: {"echo": (False,), "suffix": ("",)},
+    ChatBody: {
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "audio": (),
+        "metadata": ({},),
+        "modalities": (["text"],),
+        "prediction": (),
+        "prompt_cache_key": (),
+        "reasoning_effort": (),
+        "safety_identifier": (),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "verbosity": (),
+        "web_search_options": (),
+    },
+}
+_NESTED: Mapping[str, type[BaseModel]] = {
+    "stream_options": StreamOptions,
+    "messages": Message,
+    "messages.tool_calls": ToolCall,
+    "messages.tool_calls.function": CalledFunction,
+    "tools": Tool,
+    "tools.function": Function,
+    "response_format": ResponseFormat,
+    "response_format.json_schema": JsonSchema,
+}
+
+B = TypeVar("B", bound=BaseModel)
+
+
+async def read_body(request: Request, kind: type[B], limit: int) -> B:
+    """Raises HttpError for what is no JSON of at most `limit` bytes, InvalidRequest naming each wrong field."""
+    if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+        raise HttpError(415, "unsupported_media_type", "content-type: must be application/json", "content-type")
+    try:
+        async with asyncio.timeout(BODY_S):
+            data = await _bytes(request, limit)
+    except ClientDisconnect:
+        raise HttpError(400, "body_incomplete", "body: the client left before its end", "body") from None
+    except TimeoutError:
+        raise HttpError(408, "request_timeout", f"the body was not complete after {BODY_S:g} s") from None
+    return checked(data, kind)
+
+
+def checked(data: bytes, kind: type[B]) -> B:
+    """As `read_body`, for bytes that are there."""
+    try:
+        tree = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest.of("body", f"not JSON: {error}") from None
+    if not isinstance(tree, dict):
+        raise InvalidRequest.of("body", "must be a JSON object")
+    refused, kept = _split(tree, kind)
+    try:
+        body = kind.model_validate(kept)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False)[:_NAMED]
+        raise InvalidRequest(*refused[:_NAMED], *(_violation(each, kind) for each in found)) from None
+    if refused:
+        raise InvalidRequest(*refused[:_NAMED])
+    return body
+
+
+async def _bytes(request: Request, limit: int) -> bytes:
+    data, size = bytearray(), 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= limit:
+            data += part
+        if size > _DRAIN * limit:
+            break
+    if size > limit:
+        raise HttpError(413, "body_too_large", f"body: at most {limit} bytes", "body")
+    return bytes(data)
+
+
+def _split(tree: Mapping[str, Any], kind: type[BaseModel]) -> tuple[list[Violation], dict[str, Any]]:
+    """What asks for something that is not there, and all that is left to look at."""
+    refused = _REFUSED[kind]
+    asked = [name for name, value in tree.items() if name in refused and not _asks_nothing(value, refused[name])]
+    violations = [Violation(name, f"{UNSUPPORTED} by this server") for name in asked]
+    return violations, {name: value for name, value in tree.items() if name not in refused}
+
+
+def _asks_nothing(value: object, neutral: Sequence[object]) -> bool:
+    return value is None or any(type(value) is type(each) and value == each for each in neutral)
+
+
+def _violation(detail: Any, kind: type[BaseModel]) -> Violation:
+    place, message = _place(detail["loc"]), str(detail["msg"]).removeprefix("Value error, ")
+    if detail["type"] == "extra_forbidden":
+        return Violation(place or "''", _unknown(detail["loc"], kind))
+    if detail["type"] == "missing":
+        return Violation(place, "is required")
+    if not place:  # of a rule between fields, which names the first of them itself
+        field, _, text = message.partition(": ")
+        return Violation(field, text)
+    got = "" if detail["type"] == "value_error" else _got(detail["input"])
+    return Violation(place, message.replace("Input should be", "must be") + got)
+
+
+def _place(loc: Sequence[int | str]) -> str:
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
+    return text.removeprefix(".")[:128]
+
+
+def _got(value: object) -> str:
+    """Numbers are shown; of all else, which may be what somebody wrote, only the kind."""
+    if value is None or isinstance(value, bool | int | float):
+        return f", got {orjson.dumps(value).decode()}"
+    return f", got {'an object' if isinstance(value, dict) else 'a list' if isinstance(value, list) else 'a string'}"
+
+
+def _unknown(loc: Sequence[int | str], kind: type[BaseModel]) -> str:
+    owner = _NESTED.get(".".join(part for part in loc[:-1] if isinstance(part, str)), kind)
+    known = [field.alias or name for name, field in owner.model_fields.items()]
+    near = difflib.get_close_matches(str(loc[-1])[:64], known, n=1)
+    return f"{UNKNOWN}; did you mean {near[0]}?" if near else UNKNOWN

@@ -1,0 +1,335 @@
+"""The bodies of `/v1/completions` and `/v1/chat/completions`. Closed: a field that is not here is refused by name.
+
+Types are strict (a number is not a string). Ranges of sampling parameters are the router's business; here is checked
+only what the protocol behind could not carry.
+
+What all bodies are: closed, strict, and not changed once they are read.
+
+Tools in the body of `/v1/chat/completions`: those that a model may call, which of them it has to, and past calls.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from baton.limits import MAX_CHOICES, MAX_HTTP_PROMPTS, MAX_HTTP_TOOLS
+
+
+class Body(BaseModel):
+    """Closed and strict."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
+_CHOICE = 'must be none, auto, required, or {"type": "function", "function": {"name": ...}}'
+
+
+def _name(value: str) -> str:
+    if not _NAME.fullmatch(value):
+        raise ValueError("must be 1 to 64 of the characters A-Z a-z 0-9 _ -")
+    return value
+
+
+def _of_object(value: dict[str, Any]) -> dict[str, Any]:
+    if value.get("type", "object") != "object":
+        raise ValueError("must be a JSON schema of type object")
+    return value
+
+
+def _arguments(value: str) -> str:
+    """Raises ValueError."""
+    try:
+        found = json.loads(value or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError("must be a JSON object, as a string")
+    return value
+
+
+class Function(Body):
+    """What a model may call. Without `parameters` it takes none."""
+
+    name: Annotated[str, AfterValidator(_name)]
+    description: str | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(_of_object)] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool, which is a function."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class CalledFunction(Body):
+    """What a model has called; `arguments` are JSON."""
+
+    name: str
+    arguments: Annotated[str, AfterValidator(_arguments)]
+
+
+class ToolCall(Body):
+    """A call in an earlier answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+def choice_of(value: object) -> object:
+    """`tool_choice`: none, auto and required as they are, a function as a list of its name. Raises ValueError."""
+    if value is None or value in ("none", "auto", "required"):
+        return value
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    if not isinstance(value, dict) or not isinstance(function, dict) or {*value} != {"type", "function"}:
+        raise ValueError(_CHOICE)
+    if {*function} != {"name"} or not isinstance(function["name"], str):
+        raise ValueError(_CHOICE)
+    return [function["name"]]
+
+
+def check_choice(tools: Sequence[Tool], choice: object) -> None:
+    """Raises ValueError, naming the field: two tools of one name, or a choice that none of them is."""
+    names = [tool.function.name for tool in tools]
+    twice = next((place for place, name in enumerate(names) if name in names[:place]), None)
+    if twice is not None:
+        raise ValueError(f"tools[{twice}].function.name: another function has this name")
+    if choice in (None, "none", "auto"):
+        return
+    if not names:
+        raise ValueError("tool_choice: only allowed with tools")
+    if isinstance(choice, list) and choice[0] not in names:
+        raise ValueError(f"tool_choice: must name one of tools: {', '.join(names)}")
+
+
+_ID_LIMIT = 2**32
+
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+TokenId = Annotated[int, Field(ge=0, lt=_ID_LIMIT)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+Prompt: TypeAlias = str | list[int]
+_PROMPT = "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _is_id(key: str) -> bool:
+    return key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < _ID_LIMIT
+
+
+def _by_id(value: dict[str, float]) -> dict[str, float]:
+    wrong = next((key for key in value if not _is_id(key)), None)
+    if wrong is not None:
+        raise ValueError(f"keys must be token ids, got {wrong[:32]!r}")
+    return value
+
+
+def _ids(value: object) -> bool:
+    return isinstance(value, list) and all(type(each) is int and 0 <= each < _ID_LIMIT for each in value)
+
+
+def _prompts(value: object) -> list[Prompt]:
+    """Raises ValueError."""
+    if isinstance(value, str) or (_ids(value) and value):
+        return [value]  # type: ignore[list-item]  # looked at just now
+    if not isinstance(value, list) or not value:
+        raise ValueError(_PROMPT if value != [] else "must not be empty")
+    if not (all(isinstance(each, str) for each in value) or all(_ids(each) for each in value)):
+        raise ValueError(_PROMPT)
+    if len(value) > MAX_HTTP_PROMPTS:
+        raise ValueError(f"at most {MAX_HTTP_PROMPTS} prompts, got {len(value)}")
+    return value
+
+
+class StreamOptions(Body):
+    """Of a stream."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: usage in each chunk, which load generators count tokens by
+    include_obfuscation: Literal[False] | None = None
+
+
+class Common(Body):
+    """What both endpoints take: OpenAI's fields, then the extras."""
+
+    model: str | None = None
+    max_tokens: Int32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: Annotated[list[str] | None, BeforeValidator(_listed)] = None
+    seed: Seed | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], AfterValidator(_by_id)] | None = None
+    user: str | None = None
+
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    min_tokens: Int32 | None = None
+    ignore_eos: bool | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[TokenId] | None = None
+    cache_salt: str | None = None
+    priority: Int32 | None = None
+    deterministic: bool | None = None
+    thoughts: bool | None = None
+    think_while_decoding: bool | None = None
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> Common:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only allowed with stream: true")
+        options = self.stream_options or StreamOptions()
+        if options.continuous_usage_stats and not options.include_usage:
+            raise ValueError("stream_options.continuous_usage_stats: only allowed with include_usage: true")
+        return self
+
+
+class CompletionBody(Common):
+    """`POST /v1/completions`."""
+
+    prompt: Annotated[Any, AfterValidator(_prompts)]
+    logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    best_of: Int32 | None = None
+
+    @model_validator(mode="after")
+    def _best_is_all(self) -> CompletionBody:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ValueError(f"best_of: not supported, unless it equals n ({self.n or 1}); got {self.best_of}")
+        return self
+
+
+def _joined(value: object) -> object:
+    """Text parts as one text, a line each, as vLLM joins them for templates that want a string. Raises ValueError."""
+    if not isinstance(value, list):
+        return value
+    if not all(isinstance(part, dict) and set(part) == {"type", "text"} and part["type"] == "text" for part in value):
+        raise ValueError('parts must be {"type": "text", "text": ...}; other kinds are not supported')
+    if not all(isinstance(part["text"], str) for part in value):
+        raise ValueError("the text of a part must be a string")
+    return "\n".join(part["text"] for part in value)
+
+
+class Message(Body):
+    """One turn. The fields that must be null are in what clients send back of an earlier answer."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, BeforeValidator(_joined)]
+    name: None = None
+    refusal: None = None
+    annotations: list[None] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Annotated[str | None, Field(validate_default=True)] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _calls_need_no_words(cls, value: object) -> object:
+        if isinstance(value, dict) and value.get("tool_calls") and value.get("content") is None:
+            return value | {"content": ""}
+        return value
+
+    @field_validator("tool_calls")
+    @classmethod
+    def _of_the_assistant(cls, value: list[ToolCall] | None, info: ValidationInfo) -> list[ToolCall] | None:
+        if value and info.data.get("role", "assistant") != "assistant":
+            raise ValueError("only allowed with role assistant")
+        return value
+
+    @field_validator("tool_call_id")
+    @classmethod
+    def _of_a_tool(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if (value is None) == (info.data.get("role") == "tool"):
+            raise ValueError("must be there with role tool, and only then")
+        return value
+
+
+class JsonSchema(Body):
+    """The schema that an answer must fit."""
+
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    shape: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Body):
+    """What kind of text the answer is."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_is_there(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema must be there with type json_schema, and only then")
+        return self
+
+
+class ChatBody(Common):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Int32 | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_HTTP_TOOLS)] | None = None
+    tool_choice: Annotated[Any, AfterValidator(choice_of)] = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def forced(self) -> list[Tool]:
+        """Those of which it has to call one; empty: it may answer as it likes."""
+        if isinstance(self.tool_choice, list):
+            return [tool for tool in self.offered if tool.function.name == self.tool_choice[0]]
+        return self.offered if self.tool_choice == "required" else []
+
+    @model_validator(mode="after")
+    def _tools_fit(self) -> ChatBody:
+        check_choice(self.tools or [], self.tool_choice)
+        wanted = self.response_format is not None and self.response_format.type != "text"
+        if wanted and self.offered and not self.forced:
+            raise ValueError("response_format: not supported with tools, unless tool_choice is none or forces a call")
+        called = set[str]()
+        for place, message in enumerate(self.messages):
+            called |= {call.id for call in message.tool_calls or ()}
+            if message.tool_call_id is not None and message.tool_call_id not in called:
+                raise ValueError(f"messages[{place}].tool_call_id: must be the id of a call in an earlier message")
+        return self
+
+    @model_validator(mode="after")
+    def _fits(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: only allowed with logprobs: true")
+        if None not in {self.max_tokens, self.max_completion_tokens} and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens: must be left out, or equal max_completion_tokens")
+        return self

@@ -1,0 +1,191 @@
+"""A conversation becomes the text of a prompt, by the chat template that came with the model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import structlog
+
+from baton.errors import InvalidRequest, Violation
+from baton.limits import MAX_CHAT_BYTES, MAX_CHAT_MESSAGES, MAX_ROLE_CHARS
+from baton.rpc.v1 import inference_pb2 as pb
+from baton.tokenizer import Tokenizer
+from router.parsing.chat_template import Template, TemplateFailed
+
+log = structlog.get_logger(__name__)
+
+_THREAD_BYTES = 4096  # a longer conversation is rendered in a thread: the loop has other requests to carry
+_PLAIN = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+_GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+class Chats:
+    """The templates of one model by name, `default` and perhaps `tool_use`; or why there is none."""
+
+    def __init__(self, templates: dict[str, Template], special: dict[str, str], missing: str = "") -> None:
+        self._templates = templates
+        self._special = special
+        self._missing = missing or "the model has no chat template: send text or token_ids"
+
+    @staticmethod
+    def of(tokenizer: Tokenizer) -> Chats:
+        """Those in the folder of `tokenizer`; the oracle has a plain one. A wrong one is told to who asks for it."""
+        if tokenizer.folder is None:
+            return Chats({"default": Template(_PLAIN)}, {})
+        try:
+            config = _read_object(tokenizer.folder / "tokenizer_config.json")
+            special = _read_object(tokenizer.folder / "special_tokens_map.json") | config
+            sources = _sources(tokenizer.folder, config)
+            return Chats({name: Template(source) for name, source in sources.items()}, _special_tokens(special))
+        except (TemplateFailed, OSError, ValueError) as error:
+            log.warning("chat_template_unusable", reason=str(error)[:500])
+            return Chats({}, {}, f"the model's chat template cannot be used: {str(error)[:500]}")
+
+    @property
+    def tool_form(self) -> str:
+        """Like `Template.tool_form`, of the template that a conversation with tools is rendered by."""
+        found = self._templates.get("tool_use") or self._templates.get("default")
+        return found.tool_form if found else ""
+
+    async def prompt(self, chat: pb.ChatMessages) -> str:
+        """What the model is to read. Raises InvalidRequest: the field that is wrong, or what the template says."""
+        if chat.ByteSize() <= _THREAD_BYTES:
+            return self._prompt(chat)
+        return await asyncio.to_thread(self._prompt, chat)
+
+    def _prompt(self, chat: pb.ChatMessages) -> str:
+        if not self._templates:
+            raise InvalidRequest.of("chat", self._missing)
+        violations = list(_violations(chat))
+        if violations:
+            raise InvalidRequest(*violations)
+        tools, given = _tools(chat), cast("dict[str, object]", _kwargs(chat))
+        template = self._template("tool_use" if tools else "default")
+        violations = [*_unplaced(chat, template), *self._unknown(given, template)]
+        if violations:
+            raise InvalidRequest(*violations)
+        wanted = not chat.HasField("add_generation_prompt") or chat.add_generation_prompt
+        variables = self._special | given | {"tools": tools or None, "documents": None, "add_generation_prompt": wanted}
+        variables["messages"] = [_message(message) for message in chat.messages]
+        try:
+            text = template.render(variables)
+            text.encode()
+        except TemplateFailed as error:
+            raise InvalidRequest.of("chat", f"the model's chat template refuses it: {error}") from error
+        except UnicodeEncodeError:
+            raise InvalidRequest.of("chat", "JSON in it has half a surrogate pair, which is no text") from None
+        return text
+
+    def _template(self, name: str) -> Template:
+        found = self._templates.get(name) or self._templates.get("default")
+        if found is None:
+            raise InvalidRequest.of("chat", "the model's chat template has no default: give tools, or send text")
+        return found
+
+    def _unknown(self, given: dict[str, object], template: Template) -> list[Violation]:
+        own = template.variables - _GIVEN - self._special.keys()
+        has = f"the model's chat template has {', '.join(sorted(own)) or 'none'}"
+        wrong = [name[:64] for name in given if name not in own]
+        return [Violation("chat.template_kwargs", f"{name!r} is not a variable to set: {has}") for name in wrong]
+
+
+NO_CHATS = Chats({}, {})
+
+
+def _violations(chat: pb.ChatMessages) -> Iterator[Violation]:
+    """What is wrong with a conversation whatever the template."""
+    if (size := chat.ByteSize()) > MAX_CHAT_BYTES:
+        yield Violation("chat", f"at most {MAX_CHAT_BYTES} bytes, got {size}")
+        return
+    if not 1 <= len(chat.messages) <= MAX_CHAT_MESSAGES:
+        yield Violation("chat.messages", f"there must be 1 to {MAX_CHAT_MESSAGES}, got {len(chat.messages)}")
+    tools = _tools(chat)
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        yield Violation("chat.tools", "must be a JSON array of objects")
+    if not isinstance(_kwargs(chat), dict):
+        yield Violation("chat.template_kwargs", "must be a JSON object")
+    for place, message in enumerate(chat.messages[:MAX_CHAT_MESSAGES]):
+        if not 1 <= len(message.role) <= MAX_ROLE_CHARS:
+            yield Violation(f"chat.messages[{place}].role", f"must have 1 to {MAX_ROLE_CHARS} characters")
+        for number, call in enumerate(message.tool_calls):
+            if not isinstance(_loads(call.arguments or "{}"), dict):
+                yield Violation(f"chat.messages[{place}].tool_calls[{number}].arguments", "must be a JSON object")
+
+
+def _unplaced(chat: pb.ChatMessages, template: Template) -> Iterator[Violation]:
+    """What the model would never be told."""
+    if _tools(chat) and not template.mentions("tools"):
+        yield Violation("chat.tools", "the model's chat template has no tools")
+    with_calls = [place for place, message in enumerate(chat.messages) if message.tool_calls]
+    if with_calls and not template.mentions("tool_calls"):
+        why = "the model's chat template has no place for them"
+        yield Violation(f"chat.messages[{with_calls[0]}].tool_calls", why)
+
+
+def _message(message: pb.ChatMessage) -> dict[str, object]:
+    """As templates expect it: the fields of OpenAI's API, with the arguments of calls as values."""
+    found: dict[str, object] = {"role": message.role, "content": message.content}
+    if message.HasField("name"):
+        found["name"] = message.name
+    if message.HasField("tool_call_id"):
+        found["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        found["tool_calls"] = [_call(call) for call in message.tool_calls]
+    return found
+
+
+def _call(call: pb.ToolCall) -> dict[str, object]:
+    function = {"name": call.name, "arguments": _loads(call.arguments or "{}")}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _tools(chat: pb.ChatMessages) -> object:
+    return _loads(chat.tools) if chat.HasField("tools") else []
+
+
+def _kwargs(chat: pb.ChatMessages) -> object:
+    return _loads(chat.template_kwargs) if chat.HasField("template_kwargs") else {}
+
+
+def _loads(text: str) -> object:
+    """The value, or None if it is not JSON."""
+    try:
+        return cast("object", json.loads(text))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _sources(folder: Path, config: dict[str, object]) -> dict[str, str]:
+    """Each template's text by its name; a file of its own counts before an entry of tokenizer_config.json."""
+    path = folder / "chat_template.jinja"
+    entry = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+    if entry is None or isinstance(entry, str):
+        return {"default": entry} if entry else {}
+    try:
+        return {str(each["name"]): str(each["template"]) for each in cast("list[dict[str, object]]", entry)}
+    except (TypeError, KeyError):
+        raise ValueError("chat_template must be a text, or a list of objects with name and template") from None
+
+
+def _special_tokens(config: dict[str, object]) -> dict[str, str]:
+    """bos_token, eos_token and the like: each a text, or an object with it."""
+    found = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _read_object(path: Path) -> dict[str, object]:
+    value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{path.name} must hold a JSON object")
+    return value

@@ -1,0 +1,144 @@
+"""What this router is asked for and what a request may expect of its workers, told to the board for the autoscaler."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import structlog
+
+from baton.core import Role
+from baton.errors import LedgerError
+from baton.ledger.control_state import Board, RouterReport, WorkerDemand
+from router.placement.policy import chunked_s
+from router.placement.snapshot import Facts, WorkerView
+
+if TYPE_CHECKING:
+    from router.context import Floor
+
+log = structlog.get_logger(__name__)
+
+_EVERY_S = 1.0
+_LEASE_S = 5.0
+_NEW = 0.05  # what one prompt more counts in the mean
+_ENDED = ("finished", "cancelled", "failed", "refused")
+
+
+class Typical:
+    """A running mean of prompts: their known tokens, and how many of them were cached where they went."""
+
+    def __init__(self) -> None:
+        self.tokens = self.cached = 0.0
+
+    def saw(self, tokens: int, cached: int) -> None:
+        """One was given to a worker."""
+        new = _NEW if self.tokens else 1.0
+        self.tokens += new * (tokens - self.tokens)
+        self.cached += new * (cached - self.cached)
+
+
+def expected(
+    router_id: str, rows: Sequence[tuple[WorkerView, Facts[float]]], typical: Typical, chunk: float | None = None
+) -> RouterReport:
+    """What these workers have to do, and what a typical prompt that is given to them now may expect.
+
+    One that a decode worker would compute sooner is predicted for prefill workers too: a prefill pool that needs such
+    help is too small. `chunk`: the decode workers are colocated ones, and compute so many tokens in a step.
+    """
+    if chunk is None:
+        prefills = (at for view, at in rows if view.info.role is Role.PREFILL)
+        offers = ((at.able, _backlog_s(at) + _prompt_s(at, typical), _prompt_s(at, typical)) for at in prefills)
+    else:
+        asked = typical.tokens, typical.cached, chunk
+        offers = ((at.able, chunked_s(at, *asked), chunked_s(_idle(at), *asked)) for _, at in rows)
+    ttft_s, ttft_alone_s = _least(offers)
+    itl_s, itl_alone_s = _least(
+        (at.able, _step_s(at, 1, typical.tokens), at.step_s + at.token_s + at.context_s * typical.tokens)
+        for view, at in rows
+        if view.info.role is Role.DECODE
+    )
+    return RouterReport(
+        router_id=router_id,
+        prompt_tokens=typical.tokens,
+        ttft_s=ttft_s,
+        ttft_alone_s=ttft_alone_s,
+        itl_s=itl_s,
+        itl_alone_s=itl_alone_s,
+        workers={view.info.ref.worker_id: _worker(view, at) for view, at in rows},
+    )
+
+
+def demand(floor: Floor) -> RouterReport:
+    """All of it, as of now: what waits for room, and what workers have."""
+    report, waits, outcomes = floor.pool.expected(), floor.admission, floor.outcomes
+    return report.model_copy(
+        update={
+            "queued": waits.waiting,
+            "queued_tokens": waits.waiting_tokens,
+            "oldest_s": waits.oldest_s,
+            "queue_s": waits.wait_s,
+            "ttft_s": report.ttft_s and report.ttft_s + waits.wait_s,
+            "running": len(floor.running),
+            "arrived": len(floor.running) + sum(outcomes[outcome] for outcome in _ENDED),
+            "refused": outcomes["refused"],
+            "metrics": floor.metrics_at,
+        }
+    )
+
+
+async def tell(floor: Floor, board: Board) -> None:
+    """Until cancelled. Nothing here needs it: while the board cannot be reached, nobody is told."""
+    told = True
+    while True:
+        before = told
+        try:
+            await board.put_router(demand(floor), _LEASE_S)
+            told = True
+        except LedgerError as error:
+            told = False
+            if before:
+                log.warning("demand_not_told", error=str(error))
+        await asyncio.sleep(_EVERY_S)
+
+
+def _least(offers: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
+    """The least of those that may be given a request, or, if none may, of all: what it says now, and alone."""
+    _, now, alone = min(((not able, now, alone) for able, now, alone in offers), default=(True, 0.0, 0.0))
+    return now, alone
+
+
+def _prompt_s(at: Facts[float], typical: Typical) -> float:
+    """At a prefill worker that has nothing else: as `router.policy.ttft_s` has it."""
+    new = typical.tokens - typical.cached
+    return at.step_s + at.token_s * new + at.context_s * new * (typical.cached + (new + 1.0) * 0.5)
+
+
+def _idle(at: Facts[float]) -> Facts[float]:
+    return at._replace(requests=0.0, backlog=0.0, kv_tokens=0.0)
+
+
+def _backlog_s(at: Facts[float]) -> float:
+    """Until a newcomer's turn."""
+    return at.backlog * at.queued_s + at.step_s * (at.backlog > 0)
+
+
+def _step_s(at: Facts[float], more: int, tokens: float) -> float:
+    """A decode step with so many more requests, of so many tokens: as `router.policy.itl_s` has it."""
+    return at.step_s + at.token_s * (at.requests + more) + at.context_s * (at.kv_tokens + tokens)
+
+
+def _worker(view: WorkerView, at: Facts[float]) -> WorkerDemand:
+    load, prefills = view.load, view.info.role is Role.PREFILL
+    total = load.blocks.total or 1
+    return WorkerDemand(
+        role=view.info.role,
+        running=load.running,
+        waiting=load.waiting,
+        queued_tokens=view.prefill_backlog,
+        used=(load.blocks.owned + load.blocks.reserved) / total,
+        reserved=load.blocks.reserved / total,
+        step_s=0.0 if prefills or not at.requests else _step_s(at, 0, 0.0),
+        backlog_s=_backlog_s(at) if prefills else 0.0,
+        busy_s=load.prefill_pace.seconds if prefills else 0.0,
+    )

@@ -1,0 +1,300 @@
+"""Which pair of workers takes a request: pure functions over a snapshot of what the router knows of the workers.
+
+No network, no clock, no randomness, so that tests, the planner and the simulator run what production runs.
+Load is counted when a request is dispatched, not when its first byte comes back.
+
+A policy is a list of criteria, each a number for every worker of one role: the pair with the least of the first is
+taken, among equals the one with the least of the second, and so on. Since each concerns one side, the best of all pairs
+is found without looking at pairs. What is not asked for is not computed: mostly the first ones decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from baton.core import Role
+from router.placement.snapshot import Ask, Column, Facts, Rows, Snapshot
+
+Value = TypeVar("Value", float, Column)
+
+
+class Pair(NamedTuple):
+    """The rows of who prefills and who decodes; seconds from now to the first token, 0.0: nobody knows."""
+
+    prefill: int
+    decode: int
+    ttft_s: float = 0.0
+
+
+class Alone(NamedTuple):
+    """The row of a decode worker that is to compute the prompt as well; seconds from now to the first token."""
+
+    decode: int
+    ttft_s: float
+
+
+Policy = Callable[[Snapshot, Ask], Pair | None]  # None: nobody has room now
+AlonePolicy = Callable[[Snapshot, Ask], Alone | None]
+Criteria = list[tuple[Role, Callable[[], Column]]]
+
+_CLEARLY = 0.85  # of the pair's time to the first token: predictions are off by more than they often differ by
+_ABOUT = 0.65  # of a time to the first token: a single prediction is off by as much
+_CROWD = 4.0  # requests more than twice as many as on the least busy one: no cached prefix is worth that
+
+
+def least_loaded(snapshot: Snapshot, ask: Ask) -> Pair | None:
+    """The decode worker with the fewest requests among those with room; the prefill worker with the least to do."""
+    prefill, decode = snapshot.prefill.at, snapshot.decode.at
+    return _least(
+        snapshot,
+        ask,
+        [
+            (Role.DECODE, lambda: decode.requests),
+            (Role.DECODE, lambda: -decode.available),
+            (Role.DECODE, lambda: decode.order),
+            (Role.PREFILL, lambda: prefill.backlog),
+            (Role.PREFILL, lambda: prefill.dispatched),
+            (Role.PREFILL, lambda: prefill.order),
+        ],
+    )
+
+
+def round_robin(snapshot: Snapshot, ask: Ask) -> Pair | None:
+    """In turn, by worker id, skipping who has no room."""
+    able = list(_candidates(snapshot, ask))
+    if not able:
+        return None
+    decode = _in_turn(np.concatenate([right for _, right in able]), snapshot.decode.at.order, ask.turn)
+    left = next(left for left, right in able if decode in right)
+    return Pair(_in_turn(left, snapshot.prefill.at.order, ask.turn), decode)
+
+
+def prefix(snapshot: Snapshot, ask: Ask) -> Pair | None:
+    """The prefill worker with the least to compute before this prompt is, the decode worker with the most of it, but no
+    one that is far busier than others.
+    """
+    prefill, decode = snapshot.prefill.at, snapshot.decode.at
+    requests = decode.requests
+    least = requests[decode.able > 0].min(initial=np.inf)
+    return _least(
+        snapshot,
+        ask,
+        [
+            (Role.PREFILL, lambda: prefill.backlog - ask.prefill_cached),
+            (Role.DECODE, lambda: np.maximum(requests - (2.0 * least + _CROWD), 0.0)),
+            (Role.DECODE, lambda: -ask.decode_cached),
+            (Role.PREFILL, lambda: prefill.dispatched),
+            (Role.DECODE, lambda: requests),
+            (Role.DECODE, lambda: -decode.available),
+            (Role.PREFILL, lambda: prefill.order),
+            (Role.DECODE, lambda: decode.order),
+        ],
+    )
+
+
+def predicted(snapshot: Snapshot, ask: Ask) -> Pair | None:
+    """The lowest predicted TTFT of those pairs whose predicted ITL is within the SLO; if none is, the lowest ITL.
+
+    Of several such decode workers the one with the earliest second token. What nothing is known of costs nothing: then
+    it is the order of `least_loaded`.
+    """
+    prefill, decode = snapshot.prefill.at, snapshot.decode.at
+    ttft, itl = ttft_s(snapshot, ask), itl_s(snapshot, ask)
+
+    def second() -> Column:
+        move = (ask.tokens - ask.decode_cached) * decode.token_bytes * snapshot.byte_s
+        return (move + itl + decode.backlog * decode.queued_s) * (itl > 0.0)
+
+    pair = _least(
+        snapshot,
+        ask,
+        [
+            (Role.DECODE, lambda: np.maximum(itl - snapshot.slo_itl_s, 0.0)),
+            (Role.PREFILL, lambda: ttft),
+            (Role.DECODE, second),
+            (Role.DECODE, lambda: decode.requests),
+            (Role.DECODE, lambda: -decode.available),
+            (Role.DECODE, lambda: decode.order),
+            (Role.PREFILL, lambda: prefill.backlog - ask.prefill_cached),
+            (Role.PREFILL, lambda: prefill.dispatched),
+            (Role.PREFILL, lambda: prefill.order),
+        ],
+    )
+    return None if pair is None else pair._replace(ttft_s=float(ttft[pair.prefill]))
+
+
+def alone(snapshot: Snapshot, ask: Ask) -> Alone | None:
+    """Who is to compute the prompt as well, where nobody else does: of those with room, and with an ITL within the SLO,
+    the lowest predicted TTFT; of those that are not clearly later, the fewest requests. What nothing is known of costs
+    nothing.
+    """
+    itl, first = itl_s(snapshot, ask), alone_ttft_s(snapshot, ask)
+    slow = np.maximum(itl - snapshot.slo_itl_s, 0.0)
+    able = (snapshot.decode.at.room > ask.tokens) & (slow == 0.0)
+    later = np.maximum(first - first[able].min(initial=np.inf) / _ABOUT, 0.0)
+    found = _alone(snapshot, ask, lambda: slow, lambda: later)
+    return None if found is None else found._replace(ttft_s=float(first[found.decode]))
+
+
+def alone_least_loaded(snapshot: Snapshot, ask: Ask) -> Alone | None:
+    """The fewest requests, among equals the fewest prompt tokens that wait."""
+    return _alone(snapshot, ask, lambda: snapshot.decode.at.requests, lambda: snapshot.decode.at.backlog)
+
+
+def alone_prefix(snapshot: Snapshot, ask: Ask) -> Alone | None:
+    """The least to compute before this prompt is, without what is cached; not one that is far busier than others."""
+    at = snapshot.decode.at
+    crowd = 2.0 * at.requests[at.able > 0].min(initial=np.inf) + _CROWD
+    crowded = np.maximum(at.requests - crowd, 0.0)
+    return _alone(snapshot, ask, lambda: crowded, lambda: at.backlog - ask.decode_cached)
+
+
+def alone_in_turn(snapshot: Snapshot, ask: Ask) -> Alone | None:
+    """By worker id, skipping who has no room."""
+    rows = _with_room(snapshot, ask)
+    return Alone(_in_turn(rows, snapshot.decode.at.order, ask.turn), 0.0) if rows.size else None
+
+
+def _alone(snapshot: Snapshot, ask: Ask, *columns: Callable[[], Column]) -> Alone | None:
+    rows, at = _with_room(snapshot, ask), snapshot.decode.at
+    rest = (lambda: at.requests, lambda: -ask.decode_cached, lambda: -at.available, lambda: at.order)
+    criteria: Criteria = [(Role.DECODE, column) for column in (*columns, *rest)]
+    return Alone(_narrowed(rows, criteria, Role.DECODE), 0.0) if rows.size else None
+
+
+def sooner_alone(snapshot: Snapshot, ask: Ask, pair: Pair) -> Alone | None:
+    """A decode worker that is expected to say the first token clearly before the pair would, by computing what it lacks
+    of the prompt itself, in a step that is within the ITL of the SLO; None: the pair does.
+
+    Two are looked at: the pair's, which is the first to say a second token, and the one that has most of the prompt.
+    """
+    if not pair.ttft_s or ask.keep is not None:
+        return None
+    at, cached = snapshot.decode.at, ask.decode_cached
+    rows = [pair.decode]
+    if np.count_nonzero(cached):
+        most = int((cached * (at.room > ask.tokens) * (at.group == at.group[pair.decode])).argmax())
+        if cached[most] > cached[pair.decode] and at.room[most] > ask.tokens:
+            rows.append(most)
+    offers = (alone_s(snapshot.decode.facts(row), ask.tokens, float(cached[row]), snapshot.slo_itl_s) for row in rows)
+    ttft, row = min(zip(offers, rows, strict=True))
+    return Alone(row, ttft) if ttft < pair.ttft_s * _CLEARLY else None
+
+
+def alone_s(decode: Facts[float], tokens: int, cached: float, slo_itl_s: float = np.inf) -> float:
+    """Seconds to the first token of a prompt of so many tokens that this decode worker computes, but for those that are
+    cached there. inf: nobody knows, or it would hold up what is decoded there for longer than the SLO allows.
+
+    The step is a joint one, with a token of everything that is decoded there and all prompts that wait there. Before it
+    comes the step that runs: of what is decoded, or with those prompts too.
+    """
+    if not decode.prompt_step_s + decode.prompt_token_s + decode.prompt_context_s:
+        return np.inf
+    new = tokens - cached
+    usual = decode.step_s + decode.token_s * (decode.requests + 1.0) + decode.context_s * (decode.kv_tokens + tokens)
+    prompts = decode.prompt_step_s + decode.prompt_token_s * new + decode.backlog * decode.queued_s
+    joint = usual + prompts + decode.prompt_context_s * new * (cached + (new + 1.0) * 0.5)
+    if joint > slo_itl_s:
+        return np.inf
+    return joint + usual * ((decode.requests > 0.0) + (decode.backlog > 0.0))
+
+
+POLICIES: dict[str, Policy] = {
+    "predicted": predicted,
+    "least_loaded": least_loaded,
+    "prefix": prefix,
+    "round_robin": round_robin,
+}
+ALONE: dict[str, AlonePolicy] = {
+    "predicted": alone,
+    "least_loaded": alone_least_loaded,
+    "prefix": alone_prefix,
+    "round_robin": alone_in_turn,
+}
+
+
+def ttft_s(snapshot: Snapshot, ask: Ask) -> Column:
+    """By prefill row: what waits there, and then the part of the prompt that is not cached. 0: nothing is known."""
+    at, cached = snapshot.prefill.at, ask.prefill_cached
+    new = ask.tokens - cached
+    context = new * (cached + (new + 1.0) * 0.5)
+    steps = at.step_s * (1.0 + (at.backlog > 0.0))  # who waits, waits for the step that runs
+    return at.backlog * at.queued_s + steps + at.token_s * new + at.context_s * context
+
+
+def itl_s(snapshot: Snapshot, ask: Ask) -> Column:
+    """By decode row: a step with this request in it. 0: nothing is known."""
+    at = snapshot.decode.at
+    return at.step_s + at.token_s * (at.requests + 1.0) + at.context_s * (at.kv_tokens + ask.tokens)
+
+
+def alone_ttft_s(snapshot: Snapshot, ask: Ask) -> Column:
+    """By decode row: until it has computed the prompt, but for what is cached there. 0: nothing is known."""
+    return chunked_s(snapshot.decode.at, ask.tokens, ask.decode_cached, snapshot.chunk)
+
+
+def chunked_s(at: Facts[Value], tokens: float, cached: Value, chunk: float) -> Value:
+    """Seconds to the first token of a prompt of so many tokens at decode workers that compute it `chunk` tokens a step,
+    less one for each request there, and behind the prompts that wait. Each step decodes too; one runs already.
+    """
+    new = tokens - cached
+    own: Value = np.maximum(np.ceil((at.backlog + new) / np.maximum(chunk - at.requests, 1.0)), 1.0)
+    steps = own + (at.requests > 0.0)
+    usual = at.step_s + at.token_s * (at.requests + 1.0) + at.context_s * (at.kv_tokens + tokens)
+    prompts = at.prompt_step_s * steps + at.prompt_token_s * new + at.backlog * at.queued_s
+    seconds: Value = usual * steps + prompts + at.prompt_context_s * new * (cached + (new + 1.0) * 0.5)
+    return seconds
+
+
+def _candidates(snapshot: Snapshot, ask: Ask) -> Iterator[tuple[Rows, Rows]]:
+    """Prefill and decode rows that can take the request, of each fingerprint that has both."""
+    prefill, decode = snapshot.prefill.at, snapshot.decode.at
+    left = prefill.able.nonzero()[0]
+    if ask.keep is not None:
+        left = left[left == ask.keep]
+    right = _with_room(snapshot, ask)
+    if snapshot.groups <= 1 and ask.bits is None:
+        if left.size and right.size:
+            yield left, right
+        return
+    kinds = (prefill.group, decode.group) if ask.bits is None else (snapshot.prefill.bits, snapshot.decode.bits)
+    for kind in range(snapshot.groups) if ask.bits is None else ask.bits:
+        ours, theirs = left[kinds[0][left] == kind], right[kinds[1][right] == kind]
+        if ours.size and theirs.size:
+            yield ours, theirs
+
+
+def _with_room(snapshot: Snapshot, ask: Ask) -> Rows:
+    rows = (snapshot.decode.at.room > ask.tokens).nonzero()[0]  # one more than is known
+    return rows if ask.bits is None else rows[np.isin(snapshot.decode.bits[rows], ask.bits)]
+
+
+def _least(snapshot: Snapshot, ask: Ask, criteria: Criteria) -> Pair | None:
+    best: tuple[list[float], Pair] | None = None
+    for left, right in _candidates(snapshot, ask):
+        pair = Pair(_narrowed(left, criteria, Role.PREFILL), _narrowed(right, criteria, Role.DECODE))
+        if snapshot.groups <= 1 and ask.bits is None:
+            return pair
+        rank = [float(column()[pair.decode if role is Role.DECODE else pair.prefill]) for role, column in criteria]
+        if best is None or rank < best[0]:
+            best = rank, pair
+    return best[1] if best else None
+
+
+def _narrowed(rows: Rows, criteria: Criteria, role: Role) -> int:
+    for whose, column in criteria:
+        if len(rows) == 1:
+            break
+        if whose is role:
+            values = column().take(rows)
+            best = values == values[values.argmin()]  # found sooner than by min()
+            if np.count_nonzero(best) < len(rows):
+                rows = rows[best]
+    return int(rows[0])
+
+
+def _in_turn(rows: Rows, order: Column, turn: int) -> int:
+    return int(rows[order[rows].argsort()[turn % len(rows)]])

@@ -1,0 +1,288 @@
+"""All workers that this router knows, and claims on pairs of them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+import structlog
+
+from baton.clock import Clock
+from baton.core import BlockCounts, Channel, Incarnation, Load, Role, WorkerInfo, WorkerRef
+from baton.errors import Violation
+from baton.ledger.control_state import RouterReport
+from baton.ledger.prefix_index import PrefixMap
+from baton.rpc.channel import IN_THE_CLEAR, Wire
+from router.admission.capability_wait import NobodyAlike
+from router.placement.demand import Typical, expected
+from router.placement.fleet import Fleet
+from router.placement.policy import Alone, AlonePolicy, Policy, alone, sooner_alone
+from router.placement.snapshot import Ask, has_pair, misfit
+from router.workers.placement import NO_WISH, Claim, Wish
+from router.workers.stream import WorkerLink
+
+log = structlog.get_logger(__name__)
+
+WorkerSource = Callable[[], Awaitable[Sequence[WorkerInfo]]]
+"""The workers with a live lease: `Ledger.workers`, or a fixed list in tests. May fail: then nothing changes."""
+
+_POLL_S = 0.5
+_HURRY_S = 0.1  # while nobody can be served
+_SETTLE_S = 2.0
+
+
+class WorkerPool:
+    """Follows the ledger's registrations and keeps one link to each live incarnation. Its user sets `on_change`, and
+    `on_predicted`: how far off, in seconds, the prediction of a first token was. `prefixes` and `slo_itl_s` are what
+    policies go by, beside the load; `local_prefill`: decode workers may compute prompts where that is sooner, `chunk`
+    tokens in a step; `colocated`: they compute all of them, and prefill workers are not missed. `alone` says which one.
+
+    A stream without a word for `silence_s` is cut, and so is one whose worker has had no lease for as long.
+    """
+
+    def __init__(
+        self,
+        source: WorkerSource,
+        policy: Policy,
+        router_id: str,
+        silence_s: float,
+        clock: Clock,
+        wire: Wire = IN_THE_CLEAR,
+        *,
+        prefixes: PrefixMap | None = None,
+        slo_itl_s: float = math.inf,
+    ) -> None:
+        self.on_change: Callable[[], None] = lambda: None
+        self.on_predicted: Callable[[float], None] = lambda off_s: None
+        self.local_prefill = self.colocated = False
+        self.alone: AlonePolicy = alone
+        self.chunk = math.inf
+        self._source = source
+        self._policy = policy
+        self._router_id = router_id
+        self._silence_s = silence_s
+        self._clock = clock
+        self._wire = wire
+        self._fleet = Fleet(prefixes, slo_itl_s)
+        self._links: dict[WorkerRef, WorkerLink] = {}
+        self._seen: dict[WorkerRef, float] = {}
+        self._typical = Typical()
+        self._turn = 0
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def links(self) -> list[WorkerLink]:
+        return list(self._links.values())
+
+    async def start(self) -> None:
+        """Look once, then go on looking in the background."""
+        await self._follow()
+        self._task = asyncio.create_task(self._run(), name="worker pool")
+
+    async def stop(self) -> None:
+        """Close every stream."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        await asyncio.gather(*(link.stop() for link in self._links.values()))
+
+    def claim(self, tokens: int, wish: Wish = NO_WISH) -> Claim | None:
+        """A pair for a request of `tokens` known tokens, counted as loaded from now; None when nobody has room.
+
+        With no prefill worker left, a decode worker alone. Raises NobodyAlike.
+        """
+        snapshot, (keep, spec, determinism, _) = self._fleet.snapshot(), wish
+        snapshot.chunk = self.chunk
+        if wish.particular and not self.serves(wish):
+            raise NobodyAlike(f"no decode worker here takes such requests{_as(determinism)}")
+        if not snapshot.has_room(tokens):
+            return None
+        kept = keep.info.ref if keep is not None and self._can_hand_over(keep, wish) else None
+        ask = self._fleet.ask(tokens, self._turn, kept, spec, determinism)
+        pair = None if self.colocated else self._policy(snapshot, ask)
+        if pair is None:
+            found = None if self.has_pair(wish) else self.alone(snapshot, ask)
+            return None if found is None else self._alone(tokens, found, ask)
+        if self.local_prefill and (sooner := sooner_alone(snapshot, ask, pair)) is not None:
+            return self._alone(tokens, sooner, ask)
+        self._turn += 1
+        prefill = self._links[self._fleet.ref(Role.PREFILL, pair.prefill)]
+        decode = self._links[self._fleet.ref(Role.DECODE, pair.decode)]
+        cached = int(ask.prefill_cached[pair.prefill])
+        self._typical.saw(tokens, cached)
+        claim = Claim(prefill, decode, tokens, cached, self._fleet.mark, self.on_change)
+        return self._predict(claim, pair.ttft_s if kept is None else 0.0)
+
+    def _predict(self, claim: Claim, ttft_s: float) -> Claim:
+        """It is expected to say the first token so many seconds from now; 0: nobody knows."""
+        if ttft_s:
+            claim.predicted_ttft_s = ttft_s
+            claim.on_first = partial(self._compare, ttft_s, self._clock.monotonic())
+        return claim
+
+    def _alone(self, tokens: int, found: Alone, ask: Ask) -> Claim:
+        self._turn += 1
+        row = found.decode
+        decode, cached = self._links[self._fleet.ref(Role.DECODE, row)], int(ask.decode_cached[row])
+        self._typical.saw(tokens, cached)
+        claim = Claim(None, decode, tokens, cached, self._fleet.mark, self.on_change)
+        return self._predict(claim, found.ttft_s)
+
+    def expected(self) -> RouterReport:
+        """What its workers have to do, and what a typical request may expect of them now. The queue is not in it."""
+        self._fleet.snapshot()
+        rows = [(link.view, facts) for link, facts in self._fleet.rows() if link.usable]
+        return expected(self._router_id, rows, self._typical, self.chunk if self.colocated else None)
+
+    def claim_of(self, worker_id: str, incarnation: Incarnation) -> Claim | None:
+        """This decode worker, for what it decodes already; None: it is not there."""
+        link = self._link(worker_id, incarnation)
+        if link is None or link.state != "connected" or link.info.role is not Role.DECODE:
+            return None
+        return Claim(None, link, 0, 0, self._fleet.mark, self.on_change)
+
+    async def settled(self, worker_id: str, incarnation: Incarnation) -> None:
+        """Wait until it is known whether this worker can be reached; not for long."""
+        link = self._link(worker_id, incarnation)
+        if link is not None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(link.settled.wait(), _SETTLE_S)
+
+    def _link(self, worker_id: str, incarnation: Incarnation) -> WorkerLink | None:
+        found = [ref for ref in self._links if (ref.worker_id, ref.incarnation) == (worker_id, incarnation)]
+        return self._links[found[0]] if found else None
+
+    def _compare(self, predicted_s: float, since: float) -> None:
+        self.on_predicted(abs(self._clock.monotonic() - since - predicted_s))
+
+    def has_pair(self, wish: Wish = NO_WISH) -> bool:
+        """Are there two live workers that can hand over to each other what is wished, room aside?"""
+        if self.colocated:
+            return False
+        views = ([link.view for link in self._usable(role, wish)] for role in (Role.PREFILL, Role.DECODE))
+        return has_pair(*views, alike=wish.deterministic)
+
+    def serves(self, wish: Wish = NO_WISH) -> bool:
+        """Is a decode worker there for it? Room, and prefill workers, aside."""
+        return bool(self._usable(Role.DECODE, wish)) and not (wish.thinks and not self.thinking_chunk())
+
+    def why_not(self, wish: Wish) -> list[Violation]:
+        """What of it the workers that are known will not do; empty: they may, or none is known."""
+        wrong = [Violation(field, "the model that is served does not think") for field in wish.thinks]
+        wrong = wrong if self.thinking_chunk() == 0 else []
+        if wish.deterministic and not wish.determinism and (reason := self.nondeterminism()):
+            wrong.append(Violation("deterministic", f"no worker computes such requests: {reason}"))
+        return wrong
+
+    def nondeterminism(self) -> str:
+        """Why no worker that is known takes deterministic requests; "": one does, or none is known."""
+        infos = [link.info for link in self._links.values() if not link.retired]
+        if any(info.determinism for info in infos):
+            return ""
+        return "; ".join(dict.fromkeys(info.nondeterminism or "they do not say why" for info in infos))
+
+    def max_model_len(self) -> int | None:
+        """The longest request that every worker takes; None while no worker is known."""
+        return min((link.info.max_model_len for link in self._links.values()), default=None)
+
+    def thinking_chunk(self) -> int | None:
+        """Tokens of a chunk that every worker's model thinks about, 0: one does not; None while no worker is known."""
+        return min((link.info.thinking_chunk for link in self._links.values() if not link.retired), default=None)
+
+    def blocks(self) -> dict[Role, list[BlockCounts]]:
+        """The block ledgers of connected workers, as last reported."""
+        connected = [link for link in self._links.values() if link.state == "connected"]
+        return {role: [link.view.load.blocks for link in connected if link.info.role is role] for role in Role}
+
+    def channels(self) -> list[tuple[str, Channel]]:
+        """The open data channels of connected workers, each with its worker's id."""
+        connected = [link for link in self._links.values() if link.state == "connected"]
+        return [(link.info.ref.worker_id, channel) for link in connected for channel in link.view.load.channels]
+
+    def loads(self) -> list[tuple[str, Load]]:
+        """The last reports of connected workers, each with its worker's id."""
+        links = self._links.values()
+        return [(link.info.ref.worker_id, link.view.load) for link in links if link.state == "connected"]
+
+    def told_metrics(self) -> list[tuple[str, str]]:
+        """The ids of workers here, and where each says that its metrics are."""
+        infos = [link.info for link in self._links.values()]
+        return [(info.ref.worker_id, info.metrics) for info in infos if info.metrics]
+
+    def misfit(self, link: WorkerLink) -> str:
+        """Why a worker can hand over to none of the others here; "": it can, or it is alone."""
+        return misfit(link.info, [other.info for other in self._links.values() if other.usable])
+
+    def note(self, link: WorkerLink) -> str:
+        """What an operator should know of it; "": nothing."""
+        if link.info.role is Role.DECODE and not (self.colocated or self._usable(Role.PREFILL)):
+            return "no prefill worker is there: it computes prompts itself"
+        reason = self.misfit(link)
+        return f"fits no other worker: {reason}" if reason else ""
+
+    def _can_hand_over(self, keep: WorkerLink, wish: Wish) -> bool:
+        """Is it there, and a decode worker that takes what it holds, room aside? Else that is waited for in vain."""
+        takers = self._usable(Role.DECODE, wish) if keep.usable else []
+        return any(link.info.fingerprint == keep.info.fingerprint for link in takers)
+
+    def _usable(self, role: Role, wish: Wish = NO_WISH) -> list[WorkerLink]:
+        links = self._links.values()
+        return [link for link in links if link.info.role is role and link.usable and wish.takes(link.info)]
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep((_POLL_S if self._complete() else _HURRY_S) * random.uniform(0.8, 1.2))
+            await self._follow()
+
+    def _complete(self) -> bool:
+        return self.serves() if self.colocated else self.has_pair()
+
+    async def _follow(self) -> None:
+        try:
+            infos = await self._source()
+        except Exception as error:  # noqa: BLE001  (what is known goes on: the streams say who is alive)
+            log.warning("ledger_unreachable", error=repr(error))
+            self._seen = dict.fromkeys(self._seen, self._clock.monotonic())  # nobody says that they are gone
+            return
+        now = self._clock.monotonic()
+        for info in infos:
+            self._seen[info.ref] = now
+            if info.ref not in self._links:
+                self._add(
+                    WorkerLink(info, self._router_id, self._silence_s, partial(self._changed, info.ref), self._wire)
+                )
+                link = self._links[info.ref]
+                if reason := self.misfit(link):
+                    log.warning("worker_does_not_fit", worker=info.ref, reason=reason)
+        for ref, link in list(self._links.items()):
+            await self._check(ref, link, now - self._seen[ref])
+
+    def _add(self, link: WorkerLink) -> None:
+        self._links[link.info.ref] = link
+        self._fleet.add(link)
+
+    def _changed(self, ref: WorkerRef) -> None:
+        self._fleet.touch(ref)
+        self.on_change()
+
+    async def _check(self, ref: WorkerRef, link: WorkerLink, absent_s: float) -> None:
+        """A worker without a lease takes nothing new; it is dropped when its stream is gone too, or when time is up.
+
+        Not at once: a ledger that came back empty must not end requests between parties that are alive.
+        """
+        before, link.retired = link.retired, absent_s > 0
+        if before is not link.retired:
+            self._changed(ref)
+        if link.retired and (link.state != "connected" or absent_s > self._silence_s):
+            log.info("worker_dropped", worker=ref, absent_s=round(absent_s, 1))
+            del self._links[ref], self._seen[ref]
+            self._fleet.drop(ref)
+            await link.stop()
+
+
+def _as(determinism: str) -> str:
+    return f" as {determinism} does" if determinism else ""

@@ -1,0 +1,325 @@
+"""One stream to one worker, for all requests that this router has there: commands down, events up.
+
+The reader never waits for a request: events go into the mailbox of their handoff, whose owner takes them when it can.
+The end of the stream is how a lost worker is noticed; every request on it is told, and the link tries again, for ever.
+
+When the requests on a link hear of their tokens: at once, or in rounds while the router is short of time.
+
+A message to a client costs a router about the same however many tokens it carries. A router whose event loop has
+lately worked for more than half of the time therefore wakes those who wait for tokens in rounds: what comes for a
+request meanwhile leaves as one message. The rounds are as long as it takes to get down to half of the time, and never
+longer than `LONGEST_S`. A router that has time to spare holds nothing back; and no router holds back a first token,
+an end, or a failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+import structlog
+from google.protobuf.message import Message
+from grpc import aio
+
+from baton.core import PROTOCOL_VERSION, HandoffId, Role, WorkerInfo
+from baton.errors import BatonError, EngineFault, InvalidRequest, WorkerLost
+from baton.rpc import convert
+from baton.rpc.channel import Wire, aio_channel
+from baton.rpc.v1 import common_pb2
+from baton.rpc.v1 import worker_pb2 as pb
+from baton.rpc.v1.worker_pb2_grpc import WorkerStub
+from router.placement.snapshot import WorkerView
+
+BUSY = 0.5  # of the time
+SHORTEST_S, LONGEST_S = 0.001, 0.02
+_LOOK_S = 0.05  # the least time over which the use of the processor is measured
+
+
+class Rounds:
+    """Of one link, on the thread of `loop`. `cpu` gives the seconds of processor time that this thread has used."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, cpu: Callable[[], float] = time.thread_time) -> None:
+        self.length_s = 0.0
+        self._cpu = cpu
+        self._loop = loop
+        self._held: dict[Mailbox, None] = {}
+        self._looked = loop.time(), cpu()
+        self._end = 0.0
+
+    def holds(self) -> bool:
+        """Whether tokens that come now are for `later`. If not, a round begins."""
+        now = self._loop.time()
+        self._look(now)
+        if now < self._end:
+            return True
+        self._end = now + self.length_s
+        return False
+
+    def later(self, mailbox: Mailbox) -> None:
+        """Its reader is woken at the end of this round."""
+        if not self._held:
+            self._loop.call_at(self._end, self._wake)
+        self._held[mailbox] = None
+
+    def _wake(self) -> None:
+        self._end = self._loop.time() + self.length_s
+        held, self._held = self._held, {}
+        for mailbox in held:
+            mailbox.wake()
+
+    def _look(self, now: float) -> None:
+        then, used = self._looked
+        if now - then < _LOOK_S:
+            return
+        self._looked = now, self._cpu()
+        length_s = max(self.length_s, SHORTEST_S) * (self._looked[1] - used) / (now - then) / BUSY
+        self.length_s = min(length_s, LONGEST_S) if length_s > SHORTEST_S else 0.0
+
+
+log = structlog.get_logger(__name__)
+
+_Call = aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]
+_MOST_LATE = 1024  # attempts that are over, and of which the worker may say more
+_LAST = ("pushed", "failed", "refused", "finish")  # of what a prefill worker says of a handoff
+_BACKOFF_S = (0.1, 3.0)  # first and longest pause between two connects; jittered
+Item = pb.WorkerEvent | BatonError
+"""What a mailbox holds: a worker's words, or what happened to it."""
+Late = Callable[[Role, str, pb.WorkerEvent], None]
+"""Takes what a worker of this role and id says."""
+
+
+class Mailbox:
+    """What the workers of one handoff said, in order of arrival, each with the role of its sender.
+
+    Bounded by what a request can produce; a worker that says more than `limit` things is at fault.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._items: list[tuple[Role, Item]] = []
+        self._woken = False  # since they were drained
+        self._reader: asyncio.Future[None] | None = None  # waits for that
+        self._loop = asyncio.get_running_loop()  # asking for it is a system call
+
+    def put(self, source: Role, item: Item) -> None:
+        """Never blocks."""
+        self.add(source, item)
+        self.wake()
+
+    def left(self) -> list[tuple[Role, pb.WorkerEvent]]:
+        """What its reader has not taken, when it takes no more."""
+        items, self._items = self._items, []
+        return [(source, item) for source, item in items if isinstance(item, pb.WorkerEvent)]
+
+    def add(self, source: Role, item: Item) -> None:
+        """Never blocks. Its reader does not see it until `wake`."""
+        if len(self._items) >= self._limit:
+            item = EngineFault(f"the {source} worker sent more than {self._limit} messages for one request")
+            self._items = []
+        self._items.append((source, item))
+
+    def wake(self) -> None:
+        """Its reader goes on with what there is."""
+        self._woken = bool(self._items)
+        if self._woken and self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def drain(self) -> list[tuple[Role, Item]]:
+        """All there is; waits for at least one. For one reader."""
+        if not self._woken:
+            self._reader = self._loop.create_future()
+            await self._reader
+        items, self._items, self._woken = self._items, [], False
+        return items
+
+
+class WorkerLink:
+    """The router's end of the stream to one incarnation of a worker, until `stop`. `view` is what the policies read.
+
+    A worker reports its load at each heartbeat: `silence_s` without a word, and the stream is cut.
+    """
+
+    def __init__(
+        self, info: WorkerInfo, router_id: str, silence_s: float, on_change: Callable[[], None], wire: Wire
+    ) -> None:
+        self.view = WorkerView(info)
+        self.state = "connecting"  # connecting | connected | lost
+        self.retired = False  # not in the ledger any more: takes nothing new
+        self.settled = asyncio.Event()  # it is, or was, known whether the worker can be reached
+        self._router_id = router_id
+        self._silence_s = silence_s
+        self._on_change = on_change
+        self._wire = wire
+        self._mailboxes: dict[HandoffId, Mailbox] = {}
+        self._late: dict[HandoffId, Late] = {}  # the oldest first
+        self._commands: list[pb.RouterCommand] = []
+        self._wake = asyncio.Event()
+        self._report: common_pb2.Load | None = None  # the last one, as long as nobody has read it
+        self._settling = False
+        self._fault: InvalidRequest | None = None  # what its worker said that cannot be
+        self._loop = asyncio.get_running_loop()
+        self._rounds = Rounds(self._loop)
+        self._task = asyncio.create_task(self._run(), name=f"link {info.ref}")
+
+    @property
+    def info(self) -> WorkerInfo:
+        return self.view.info
+
+    @property
+    def usable(self) -> bool:
+        """May it be given a new request?"""
+        return self.state == "connected" and not self.retired and not self.view.load.draining
+
+    async def stop(self) -> None:
+        """Close the stream; requests still on it get WorkerLost."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    def open(self, handoff: HandoffId, mailbox: Mailbox) -> None:
+        """Events of `handoff` go to `mailbox` from now on. When the worker is gone already, it says so at once."""
+        self._mailboxes[handoff] = mailbox
+        if self.state != "connected":
+            mailbox.put(self.info.role, self._lost("is not connected"))
+
+    def close(self, handoff: HandoffId, late: Late | None = None) -> None:
+        """Late events of `handoff` are dropped from now on; `late` gets what the last one says of its time."""
+        self._mailboxes.pop(handoff, None)
+        if late is not None:
+            self._late[handoff] = late
+            if len(self._late) > _MOST_LATE:
+                del self._late[next(iter(self._late))]
+
+    def send(self, **command: Message) -> None:
+        """Queue a command, by its name in `RouterCommand`; all that gather before the next write leave as one message.
+
+        Dropped without a stream: the worker has then aborted, or never had, what this router had on it.
+        """
+        if self.state == "connected":
+            self._commands.append(pb.RouterCommand(**command))  # type: ignore[arg-type]
+            self._wake.set()
+
+    async def _run(self) -> None:
+        pause = _BACKOFF_S[0]
+        while True:
+            try:
+                await self._session()
+            except (Exception, asyncio.CancelledError) as error:  # a link outlives whatever ends a stream
+                if (task := asyncio.current_task()) and task.cancelling():
+                    raise  # else a call that was cancelled from this side only looks like it
+                silent = f"silent for {self._silence_s:g} s"
+                reason = silent if isinstance(error, TimeoutError) else _why(self._fault or error)
+            finally:
+                connected, self.state = self.state == "connected", "lost"
+                self.settled.set()
+                for mailbox in self._mailboxes.values():
+                    mailbox.put(self.info.role, self._lost("was lost"))
+                self._on_change()
+            log.warning("worker_lost" if connected else "worker_unreachable", worker=self.info.ref, reason=reason)
+            pause = _BACKOFF_S[0] if connected else min(2 * pause, _BACKOFF_S[1])
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+
+    async def _session(self) -> NoReturn:
+        wire = self._wire
+        async with aio_channel(self.info.ref.address, credentials=wire.credentials, name=wire.name) as channel:
+            call: _Call = WorkerStub(channel).Connect()
+            self._commands, self._wake, self._report, self._fault = [], asyncio.Event(), None, None
+            worker = convert.incarnation_to_pb(self.info.ref.incarnation)
+            hello = pb.RouterHello(router_id=self._router_id, protocol_version=PROTOCOL_VERSION, worker=worker)
+            await call.write(pb.RouterMessage(commands=[pb.RouterCommand(hello=hello)]))
+            await self._listen(call)
+
+    async def _listen(self, call: _Call) -> NoReturn:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(self._silence_s) as silence:
+            self._welcomed(await self._read(call))
+            writer = asyncio.create_task(self._write(call), name=f"write {self.info.ref}")
+            try:
+                while True:
+                    silence.reschedule(loop.time() + self._silence_s)
+                    self._dispatch(await self._read(call))
+            finally:
+                writer.cancel()
+                call.cancel()
+
+    async def _read(self, call: _Call) -> pb.WorkerMessage:
+        message = await call.read()
+        if not isinstance(message, pb.WorkerMessage):
+            raise WorkerLost(f"ended the stream: {await call.code()} {await call.details()}".rstrip())
+        return message
+
+    async def _write(self, call: _Call) -> None:
+        try:
+            while self._fault is None:
+                await self._wake.wait()
+                self._wake.clear()
+                commands, self._commands = self._commands, []
+                await call.write(pb.RouterMessage(commands=commands))
+        except (aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the reader sees why
+        finally:
+            call.cancel()  # no stream without a writer
+
+    def _welcomed(self, message: pb.WorkerMessage) -> None:
+        if not message.events or message.events[0].WhichOneof("event") != "welcome":
+            raise InvalidRequest.of("welcome", "must be a worker's first message")
+        info, known = convert.info_from_pb(message.events[0].welcome), self.info
+        if (str(info.ref), info.role) != (str(known.ref), known.role):  # id and incarnation, not the address
+            raise InvalidRequest.of("welcome.info", f"{info.role} {info.ref} answers in place of {known.ref}")
+        self.view = WorkerView(info)
+        self.state = "connected"
+        self.settled.set()
+        log.info("worker_connected", worker=info.ref, role=info.role.value)
+        self._dispatch(message)
+
+    def _dispatch(self, message: pb.WorkerMessage) -> None:
+        """Events at once; what choices go by when those who waited for the events have gone on, and told workers so."""
+        if message.HasField("load"):
+            self._report, self.view.full = message.load, False
+        holds = self._rounds.holds()
+        for event in message.events:
+            handoff = event.handoff
+            name = HandoffId(handoff.request_id, handoff.attempt)
+            mailbox = self._mailboxes.get(name)
+            if mailbox is not None:
+                self._hand_on(event, mailbox, holds)
+            elif name in self._late and event.WhichOneof("event") in _LAST:
+                self._late.pop(name)(self.info.role, self.info.ref.worker_id, event)
+            if event.HasField("refused"):
+                self._refused(event.refused.reason)
+        if not self._settling:
+            self._settling = True
+            self._loop.call_soon(self._loop.call_soon, self._settle)
+
+    def _settle(self) -> None:
+        self._settling = False
+        report, self._report = self._report, None
+        try:
+            if report is not None:
+                self.view.load = convert.load_from_pb(report)
+        except InvalidRequest as error:
+            self._fault = error
+            self._wake.set()
+        self._on_change()
+
+    def _hand_on(self, event: pb.WorkerEvent, mailbox: Mailbox, holds: bool) -> None:
+        if holds and getattr(event.tokens, "from"):  # a first token never waits, nor what is none
+            mailbox.add(self.info.role, event)
+            self._rounds.later(mailbox)
+        else:
+            mailbox.put(self.info.role, event)
+
+    def _refused(self, reason: pb.RefusalReason.ValueType) -> None:
+        self.view.full = self.view.full or reason == pb.REFUSAL_REASON_NO_ROOM
+        self.retired = self.retired or reason == pb.REFUSAL_REASON_DRAINING
+
+    def _lost(self, what: str) -> WorkerLost:
+        return WorkerLost(f"the {self.info.role} worker {self.info.ref.worker_id} {what}")
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) if isinstance(error, BatonError) else repr(error)
