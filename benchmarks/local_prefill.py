@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python benchmarks/local_prefill.py`
 
-from baton.cluster.state import ClusterState
+from baton.cluster.state_dir import ClusterState
 from baton.rpc.channel import PUBLIC, aio_channel
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb

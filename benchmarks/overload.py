@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python b
 import psutil
 
 from baton import AsyncClient
-from baton.cluster.state import ClusterState
+from baton.cluster.state_dir import ClusterState
 from baton.errors import BatonError, Overloaded
 from benchmarks.lib.cluster import cluster
 from benchmarks.lib.machine import machine

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python b
 
 import psutil
 
-from baton.cluster.state import ClusterState
+from baton.cluster.state_dir import ClusterState
 from baton.rpc.channel import PUBLIC, aio_channel
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb

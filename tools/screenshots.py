@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
-from baton.cluster.state import ClusterState, StateFolder
+from baton.cluster.state_dir import ClusterState, StateFolder
 from tools.browser import chromium, executable
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpc
 
-from baton.cluster.state import ClusterState, StateFolder
+from baton.cluster.state_dir import ClusterState, StateFolder
 from baton.config import ClusterConfig, load_config
 from baton.rpc.channel import IN_THE_CLEAR, Wire
 from router.auth.tokens import read_tokens

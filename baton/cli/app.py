@@ -56,7 +56,7 @@ def up(
     as_json: Json = False,
 ) -> None:
     """Start the cluster of a file. Ctrl-C once drains, twice stops."""
-    from baton.cluster.stop import stop_on_signals
+    from baton.cluster.signals import stop_on_signals
 
     stop = stop_on_signals()  # before the imports, which take a while: a signal there must count too
     from baton.cli import up as command
@@ -186,7 +186,7 @@ def certs(
 @app.command()
 def demo(config: ConfigFile = LOCAL, sets: Sets = None, stay: Stay = None) -> None:
     """Start a cluster on free ports, answer two prompts, show which worker did what, and its live page."""
-    from baton.cluster.stop import stop_on_signals
+    from baton.cluster.signals import stop_on_signals
 
     stop = stop_on_signals()
     from baton.cli import demo as command

@@ -10,9 +10,9 @@ import typer
 from baton.cli.options import ConfigFile, Sets
 
 if TYPE_CHECKING:
-    from baton.cluster.controller_actor import ControlState, Parts
-    from baton.cluster.local import LocalControl
-    from baton.cluster.placement import Placement
+    from baton.cluster.controller_local import LocalControl
+    from baton.cluster.controller_ray import ControlState, Parts
+    from baton.cluster.interfaces import Placement
     from baton.config import ClusterConfig
 
 GRACE_S = 5.0
@@ -32,26 +32,26 @@ def controller(
     bound: Bound = False,
 ) -> None:
     """Have a controller in the Ray at ray.address, which keeps the workers of a file there. Does not wait for them."""
-    from baton.cluster.stop import stop_on_signals
+    from baton.cluster.signals import stop_on_signals
 
     told = stop_on_signals()
-    from baton.cluster import remote
-    from baton.cluster.processes import die_with_parent
+    from baton.cluster import controller_ray
+    from baton.cluster.backend_process import die_with_parent
     from baton.config import load_config
     from baton.logs import configure_logging
 
     die_with_parent()
     cluster = load_config(config, sets or [], os.environ)
     configure_logging(cluster.log.level, cluster.log.format, "controller")
-    ray = remote.join(cluster, wait, told)
+    ray = controller_ray.join(cluster, wait, told)
     try:
         if stop:
-            remote.end(ray, cluster, GRACE_S)
+            controller_ray.end(ray, cluster, GRACE_S)
             typer.echo(f"the workers of cluster {cluster.name!r} have ended")
             return
-        there = remote.ensure(ray, cluster, parts(), told, detached=not bound)
+        there = controller_ray.ensure(ray, cluster, parts(), told, detached=not bound)
         if follow:
-            remote.follow(ray, there, told, _report)
+            controller_ray.follow(ray, there, told, _report)
         else:
             typer.echo(f"the controller of cluster {cluster.name!r} is in the Ray at {cluster.ray.address}")
     finally:
@@ -60,7 +60,7 @@ def controller(
 
 def _report(state: ControlState) -> None:
     """To who started this process."""
-    from baton.cluster.processes import report_ready
+    from baton.cluster.backend_process import report_ready
 
     report_ready({"workers": state.workers, "pid": os.getpid()})
 
@@ -68,7 +68,7 @@ def _report(state: ControlState) -> None:
 def parts() -> Parts:
     """What the actors are made of."""
     from baton.cli.roles import role_factories
-    from baton.cluster.controller_actor import Parts
+    from baton.cluster.controller_ray import Parts
     from baton.worker.process import WorkerActor
 
     return Parts(WorkerActor, role_factories(), make_control)
@@ -76,6 +76,6 @@ def parts() -> Parts:
 
 def make_control(config: ClusterConfig, placement: Placement) -> LocalControl:
     """In the process of the controller's actor."""
-    from baton.cluster.local import LocalControl
+    from baton.cluster.controller_local import LocalControl
 
     return LocalControl(config, placement)

@@ -18,8 +18,8 @@ from baton.cli.generate import latency, placed
 from baton.cli.up import run_cluster
 from baton.client import Client
 from baton.client.types import Completion
-from baton.cluster.state import ClusterState
-from baton.cluster.stop import Stop
+from baton.cluster.signals import Stop
+from baton.cluster.state_dir import ClusterState
 from baton.config import load_config
 from baton.core import sizes_text
 from baton.engine.kernels.cpu.compiler import cpu_level

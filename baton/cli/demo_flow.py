@@ -9,8 +9,8 @@ import typer
 
 from baton.cli.access import Reach
 from baton.client import Client
-from baton.cluster.state import ClusterState
-from baton.cluster.stop import Stop
+from baton.cluster.signals import Stop
+from baton.cluster.state_dir import ClusterState
 from baton.errors import BatonError
 from baton.rpc.channel import from_here
 

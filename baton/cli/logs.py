@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from baton.cli.log_files import Line, LogFile
-from baton.cluster.state import StateFolder, baton_home, running_clusters
+from baton.cluster.state_dir import StateFolder, baton_home, running_clusters
 from baton.errors import NoWorker
 from baton.logs import HARMLESS, LEVELS
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import typer
 
-from baton.cluster.processes import PARENT, POLL_S, die_with_parent, tail
-from baton.cluster.stop import Stop
+from baton.cluster.backend_process import PARENT, POLL_S, die_with_parent, tail
+from baton.cluster.signals import Stop
 from baton.config import ClusterConfig
 from baton.config.values import HUB_PREFIX
 from baton.errors import BatonError, ConfigError

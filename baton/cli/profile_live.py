@@ -23,7 +23,7 @@ from baton.cli.profile_seen import BESIDE, SHORT, Measured, Prompts, Seen, summe
 from baton.cli.up import find_cluster
 from baton.client import AsyncClient
 from baton.clock import Clock, SystemClock
-from baton.cluster.state import StateFolder
+from baton.cluster.state_dir import StateFolder
 from baton.config import ClusterConfig, load_config
 from baton.core import Load, Pace
 from baton.errors import ConfigError, NoWorker

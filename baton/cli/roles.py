@@ -16,7 +16,7 @@ import structlog
 from baton import __version__
 from baton.cli.config import effective
 from baton.clock import SystemClock
-from baton.cluster.processes import die_with_parent, report_ready
+from baton.cluster.backend_process import die_with_parent, report_ready
 from baton.config import ClusterConfig, load_config
 from baton.core import Role, WorkerRef
 from baton.errors import ConfigError

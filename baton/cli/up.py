@@ -17,15 +17,14 @@ import typer
 from baton.cli.access import TOKEN_VARIABLE, check_tokens
 from baton.cli.model import fetched, shown_loading
 from baton.cli.roles import role_factories
-from baton.cluster.control import Control
-from baton.cluster.local import LocalControl
-from baton.cluster.pool import ProcessPlacement
-from baton.cluster.processes import START_TIMEOUT_S, Child, ProcessSpec, report_ready
-from baton.cluster.ray_session import LOCAL, start_local
-from baton.cluster.remote import RemoteControl
-from baton.cluster.state import ClusterState, StateFolder, running_clusters
-from baton.cluster.stop import Stop
-from baton.cluster.supervisor import Supervisor
+from baton.cluster.backend_process import START_TIMEOUT_S, Child, ProcessPlacement, ProcessSpec, report_ready
+from baton.cluster.backend_ray import LOCAL, start_local
+from baton.cluster.controller_local import LocalControl
+from baton.cluster.controller_ray import RemoteControl
+from baton.cluster.interfaces import Control
+from baton.cluster.launcher import Supervisor
+from baton.cluster.signals import Stop
+from baton.cluster.state_dir import ClusterState, StateFolder, running_clusters
 from baton.config import ClusterConfig, load_config
 from baton.config.loading import ENV_PREFIX
 from baton.core import Role, sizes_text
@@ -77,7 +76,7 @@ def make_control(config: ClusterConfig, folder: StateFolder) -> Control:
     if config.ray.address != LOCAL:
         command = [sys.executable, "-m", "baton", "controller", "-c", str(folder.config)]
         return RemoteControl(config, command, folder.logs)
-    from baton.cluster.ray_cluster import RayPlace, RayPlacement
+    from baton.cluster.backend_ray import RayPlace, RayPlacement
     from baton.worker.process import WorkerActor
 
     start = partial(start_local, folder.scratch, config.name)

@@ -9,10 +9,10 @@ from typing import Protocol
 import structlog
 
 from baton.clock import Clock
-from baton.cluster.keeper import Journal, Keeper
-from baton.cluster.placement import Placement
-from baton.cluster.processes import START_TIMEOUT_S, StartError
-from baton.cluster.units import Step, Unit, free_id, next_step
+from baton.cluster.backend_process import START_TIMEOUT_S, StartError
+from baton.cluster.interfaces import Placement
+from baton.cluster.reconcile import Step, Unit, free_id, next_step
+from baton.cluster.worker_supervisor import Journal, Keeper
 from baton.config import ClusterConfig
 from baton.core import Role, WorkerInfo, sizes_text
 from baton.errors import LedgerError

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from baton.cluster.state import ClusterState, StateFolder
+from baton.cluster.state_dir import ClusterState, StateFolder
 from benchmarks.lib.protocol import ROOT
 
 

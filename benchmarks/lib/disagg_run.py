@@ -25,7 +25,7 @@ from benchmarks.lib.protocol import ROOT
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from baton.cluster.state import ClusterState
+    from baton.cluster.state_dir import ClusterState
 
 SPLIT = "split"
 SETS = (

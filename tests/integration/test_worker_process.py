@@ -17,8 +17,8 @@ import pytest
 from grpc import StatusCode
 
 from baton.clock import SystemClock
-from baton.cluster.processes import Child, ProcessSpec, stop_all
-from baton.cluster.stop import Stop
+from baton.cluster.backend_process import Child, ProcessSpec, stop_all
+from baton.cluster.signals import Stop
 from baton.core import PROTOCOL_VERSION, HandoffId, Incarnation, Load, Role, Sampling, SequenceSpec, WorkerRef
 from baton.engine.oracle import OracleBackend
 from baton.errors import LedgerError

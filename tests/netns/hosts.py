@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from baton.cluster.processes import PARENT, READY_FD
+from baton.cluster.backend_process import PARENT, READY_FD
 
 ROOT = Path(__file__).parents[2]
 NAMESPACES = Path("/run/netns")

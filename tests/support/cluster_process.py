@@ -16,7 +16,7 @@ import psutil
 
 from baton import Client
 from baton.cli.census import look
-from baton.cluster.state import ClusterState, StateFolder
+from baton.cluster.state_dir import ClusterState, StateFolder
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 

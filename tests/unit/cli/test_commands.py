@@ -17,7 +17,7 @@ from baton.cli import app as app_module
 from baton.cli import demo, exit_code, main, operate
 from baton.cli.app import app
 from baton.cli.up import wait_ended
-from baton.cluster.processes import StartError
+from baton.cluster.backend_process import StartError
 from baton.errors import BatonError, ConfigError, InvalidRequest, Violation
 from baton.rpc.v1 import admin_pb2
 from tests.support.waiting import eventually

@@ -15,7 +15,7 @@ from baton.cli import log_files
 from baton.cli import logs as command
 from baton.cli.log_files import LogFile
 from baton.cli.logs import Wanted, find_logs, merged, parse_age, pretty
-from baton.cluster.state import StateFolder
+from baton.cluster.state_dir import StateFolder
 from baton.errors import NoWorker
 
 BEGIN = 1_700_000_000.0

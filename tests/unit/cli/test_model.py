@@ -11,7 +11,7 @@ import pytest
 
 from baton.cli import model
 from baton.cli.model import fetched, loading, shown_loading
-from baton.cluster.stop import Stop
+from baton.cluster.signals import Stop
 from baton.config import ClusterConfig
 from baton.errors import Cancelled
 from tests.support.waiting import eventually

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from baton.clock import FakeClock
+from baton.cluster.backend_process import StartError
 from baton.cluster.controller import Controller
-from baton.cluster.placement import Seen
-from baton.cluster.processes import StartError
+from baton.cluster.interfaces import Seen
 from baton.config import ClusterConfig
 from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
 from baton.errors import BatonError, LedgerError

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.cluster.keeper import PAUSE_S
-from baton.cluster.processes import START_TIMEOUT_S
-from baton.cluster.units import MAX_IN_A_ROW, ROOM_S
+from baton.cluster.backend_process import START_TIMEOUT_S
+from baton.cluster.reconcile import MAX_IN_A_ROW, ROOM_S
+from baton.cluster.worker_supervisor import PAUSE_S
 from baton.core import Role
 from baton.errors import BatonError
 from baton.ledger.control_state import Order, Plan, RouterReport

@@ -12,10 +12,9 @@ import psutil
 import pytest
 
 from baton.clock import FakeClock
-from baton.cluster.pool import ProcessPlacement
-from baton.cluster.processes import BACKOFF_S, Child, ProcessSpec, StartError, stop_all, tail
-from baton.cluster.state import ClusterState, ProcessId, StateFolder, running_clusters
-from baton.cluster.stop import SIGNALS, Stop, stop_on_signals
+from baton.cluster.backend_process import BACKOFF_S, Child, ProcessPlacement, ProcessSpec, StartError, stop_all, tail
+from baton.cluster.signals import SIGNALS, Stop, stop_on_signals
+from baton.cluster.state_dir import ClusterState, ProcessId, StateFolder, running_clusters
 from baton.core import Role
 from baton.errors import BatonError, Cancelled, ConfigError, LedgerError
 from tests.support.processes import READY, SILENT
@@ -63,7 +62,7 @@ def test_a_child_says_when_it_is_ready_and_does_not_inherit_keys_of_the_cluster_
     """They are in the file that the child reads, where the supervisor has put the ports and the Redis of its own."""
     monkeypatch.setenv("BATON__REDIS__URL", "embedded")
     monkeypatch.setenv("BATON_HOME", "/kept")
-    code = "import os; from baton.cluster.processes import report_ready; report_ready(dict(os.environ));" + SILENT
+    code = "import os; from baton.cluster.backend_process import report_ready; report_ready(dict(os.environ));" + SILENT
     it = child(code, env={"BATON__A": "given"})
     env = it.wait_ready(Stop())
     assert "BATON__REDIS__URL" not in env

@@ -11,10 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from baton.clock import FakeClock
-from baton.cluster import ray_session
-from baton.cluster.processes import StartError
-from baton.cluster.ray_cluster import ASK_S, SILENT_S, RayPlace, RayPlacement
-from baton.cluster.ray_session import connect, start_local
+from baton.cluster import backend_ray
+from baton.cluster.backend_process import StartError
+from baton.cluster.backend_ray import ASK_S, SILENT_S, RayPlace, RayPlacement, connect, start_local
 from baton.config import config_from_json
 from baton.core import Role
 from baton.errors import Cancelled, ConfigError, NoWorker
@@ -84,7 +83,7 @@ class PlacingRay(FakeRay):
 def ray(monkeypatch):
     fake = PlacingRay()
     monkeypatch.setitem(sys.modules, "ray", fake)
-    for name in (*ray_session.LOCAL_ENVIRONMENT, "RAY_AUTH_TOKEN"):
+    for name in (*backend_ray.LOCAL_ENVIRONMENT, "RAY_AUTH_TOKEN"):
         monkeypatch.setenv(name, "")
     before = signal.getsignal(signal.SIGTERM)
     yield fake
@@ -254,7 +253,7 @@ def test_at_the_end_all_are_asked_and_then_killed_and_ray_ends_though_its_head_d
 )
 def test_a_local_worker_is_killed_only_if_ray_does_not_end_it(ray, here, monkeypatch, on_sigterm, patience_s, said):
     """Ray prints of those whom we kill that they died of an error."""
-    monkeypatch.setattr("baton.cluster.ray_cluster.KIND_S", patience_s)
+    monkeypatch.setattr("baton.cluster.backend_ray.KIND_S", patience_s)
     command = [sys.executable, "-c", ENDING.format(on_sigterm)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as worker:
         assert worker.stdout is not None

@@ -8,12 +8,22 @@ import threading
 import pytest
 
 from baton.clock import FakeClock
-from baton.cluster import remote
-from baton.cluster.controller_actor import ControlState, Parts
-from baton.cluster.local import LocalControl
-from baton.cluster.processes import StartError
-from baton.cluster.remote import ENSURE_S, LOST_S, POLL_S, RemoteControl, check_ledger, ensure, follow, join
-from baton.cluster.stop import Stop
+from baton.cluster import controller_ray
+from baton.cluster.backend_process import StartError
+from baton.cluster.controller_local import LocalControl
+from baton.cluster.controller_ray import (
+    ENSURE_S,
+    LOST_S,
+    POLL_S,
+    ControlState,
+    Parts,
+    RemoteControl,
+    check_ledger,
+    ensure,
+    follow,
+    join,
+)
+from baton.cluster.signals import Stop
 from baton.config import ClusterConfig
 from baton.errors import Cancelled, ConfigError, LedgerError, NoWorker
 from tests.support.ray import Actor, ActorDiedError, FakeRay, RayError
@@ -45,7 +55,7 @@ def ray():
 @pytest.fixture
 def clock(monkeypatch):
     clock = FakeClock()
-    monkeypatch.setattr("baton.cluster.remote.time.sleep", clock.advance)
+    monkeypatch.setattr("baton.cluster.controller_ray.time.sleep", clock.advance)
     return clock
 
 
@@ -195,7 +205,7 @@ def test_a_ray_that_is_not_there_yet_is_waited_for(ray, clock, monkeypatch):
 
     nodes = [{"NodeManagerAddress": "192.0.2.77", "Alive": True}]
     monkeypatch.setattr(ray, "nodes", lambda: nodes, raising=False)
-    monkeypatch.setattr(remote, "connect", connect)
+    monkeypatch.setattr(controller_ray, "connect", connect)
     assert join(CONFIG, 60.0, waits(clock), clock) is ray
     assert len(tries) == 4
     tries.clear()
@@ -224,7 +234,7 @@ def test_the_children_of_a_remote_control(tmp_path, monkeypatch, url, bound):
     """One follows, one ends all. Who follows is ended last if controller and workers are bound to it, as they would end
     with it; else first, as it may be about to have another controller made.
     """
-    monkeypatch.setattr(remote, "check_reachable", lambda address: None)
+    monkeypatch.setattr(controller_ray, "check_reachable", lambda address: None)
     config = ClusterConfig.model_validate(FILE | {"redis": {"url": url}})
     said = tmp_path / "said"
     control = RemoteControl(config, [sys.executable, "-c", CHILD, str(said)], tmp_path)

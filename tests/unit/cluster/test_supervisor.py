@@ -13,12 +13,12 @@ import pytest
 import yaml
 
 from baton.clock import FakeClock
-from baton.cluster import supervisor
-from baton.cluster.processes import StartError
-from baton.cluster.redis import KeptRedis
-from baton.cluster.state import StateFolder
-from baton.cluster.stop import Stop
-from baton.cluster.supervisor import Supervisor
+from baton.cluster import launcher
+from baton.cluster.backend_process import StartError
+from baton.cluster.launcher import Supervisor
+from baton.cluster.managed_redis import KeptRedis
+from baton.cluster.signals import Stop
+from baton.cluster.state_dir import StateFolder
 from baton.config import ClusterConfig
 from baton.core import BlockCounts, Role
 from baton.errors import BatonError, Cancelled, LedgerError
@@ -131,9 +131,9 @@ class Run:
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     log.clear()
-    monkeypatch.setattr(supervisor, "KeptRedis", FakeRedis)
-    monkeypatch.setattr(supervisor, "POLL_S", 0.02)
-    monkeypatch.setattr(supervisor, "router_serves", lambda *asked: asked == ("127.0.0.1:4711", 3))
+    monkeypatch.setattr(launcher, "KeptRedis", FakeRedis)
+    monkeypatch.setattr(launcher, "POLL_S", 0.02)
+    monkeypatch.setattr(launcher, "router_serves", lambda *asked: asked == ("127.0.0.1:4711", 3))
     made = Run(tmp_path)
     yield made
     if made.thread.is_alive():
@@ -179,8 +179,8 @@ def test_a_worker_that_does_not_start_ends_all(run):
 
 
 def test_a_router_that_finds_no_workers_is_a_failed_start(run, monkeypatch):
-    monkeypatch.setattr(supervisor, "router_serves", lambda metrics, workers: False)
-    monkeypatch.setattr(supervisor, "SERVING_S", 0.1)
+    monkeypatch.setattr(launcher, "router_serves", lambda metrics, workers: False)
+    monkeypatch.setattr(launcher, "SERVING_S", 0.1)
     ends(run.start(until="waiting"), StartError)
     assert "did not find all 3 workers" in str(run.error)
 
@@ -257,9 +257,9 @@ def test_a_router_serves_when_it_is_connected_to_all_workers(connected, serves):
         server = MetricsServer(metrics)
         address = await server.start("127.0.0.1:0")
         try:
-            return await asyncio.to_thread(supervisor.router_serves, address, 2)
+            return await asyncio.to_thread(launcher.router_serves, address, 2)
         finally:
             await server.stop()
 
     assert asyncio.run(ask()) is serves
-    assert not supervisor.router_serves("127.0.0.1:1", 0), "nothing listens there"
+    assert not launcher.router_serves("127.0.0.1:1", 0), "nothing listens there"

@@ -14,11 +14,11 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.clock import SystemClock
-from baton.cluster.control import Control
-from baton.cluster.processes import Child, ProcessSpec, StartError, stop_all, tail
-from baton.cluster.redis import KeptRedis, check_redis
-from baton.cluster.state import ClusterState, ProcessId, StateFolder
-from baton.cluster.stop import Stop
+from baton.cluster.backend_process import Child, ProcessSpec, StartError, stop_all, tail
+from baton.cluster.interfaces import Control
+from baton.cluster.managed_redis import KeptRedis, check_redis
+from baton.cluster.signals import Stop
+from baton.cluster.state_dir import ClusterState, ProcessId, StateFolder
 from baton.config import ClusterConfig
 from baton.errors import BatonError, Cancelled
 

@@ -8,8 +8,8 @@ from contextlib import suppress
 from baton.clock import SystemClock
 from baton.cluster.autoscaler import Autoscaler
 from baton.cluster.controller import Controller
-from baton.cluster.placement import Placement
-from baton.cluster.stop import Stop
+from baton.cluster.interfaces import Placement
+from baton.cluster.signals import Stop
 from baton.config import ClusterConfig
 from baton.errors import LedgerError
 from baton.ledger.control_state import Board

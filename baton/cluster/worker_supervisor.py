@@ -9,9 +9,9 @@ from typing import Literal
 import structlog
 
 from baton.clock import Clock
-from baton.cluster.placement import Placement
-from baton.cluster.processes import BACKOFF_S, STABLE_S, START_TIMEOUT_S, StartError
-from baton.cluster.units import MAX_IN_A_ROW, Unit
+from baton.cluster.backend_process import BACKOFF_S, STABLE_S, START_TIMEOUT_S, StartError
+from baton.cluster.interfaces import Placement
+from baton.cluster.reconcile import MAX_IN_A_ROW, Unit
 from baton.ledger.control_state import DECISIONS, Decision
 
 PAUSE_S = 60.0  # until what failed too often is tried once more

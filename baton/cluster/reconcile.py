@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from baton.cluster.placement import Seen
+from baton.cluster.interfaces import Seen
 from baton.core import Role, WorkerInfo
 from baton.ledger.control_state import Order, Plan, Slot
 
