@@ -1,10 +1,10 @@
-"""Generate the blocking client from the asyncio one: `baton/client/{sync,_stream_sync}.py` from `{aio,_stream_aio}.py`.
+"""Generate the blocking client, `baton/client/sync.py`, from the asyncio one, `baton/client/aio.py`.
 
-    python tools/gen_sync_client.py             # write them (`make fmt` does)
-    python tools/gen_sync_client.py --check     # are the committed files the ones that the asyncio client gives?
+    python tools/gen_sync_client.py             # write it (`make fmt` does)
+    python tools/gen_sync_client.py --check     # is the committed file the one that the asyncio client gives?
 
 Tokens are dropped (`async`, `await`) and renamed; docstrings that would not read well so have a text of their own in
-DOCS. What really differs (gRPC's two APIs, threads, sleeping) lies in `_wire_aio.py` and `_wire_sync.py`, by hand.
+DOCS. The code that really differs (gRPC's two APIs, threads, sleeping) is written by hand: `_transport_{aio,sync}.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CLIENT = Path("baton/client")
-FILES = {"aio.py": "sync.py", "_stream_aio.py": "_stream_sync.py"}
+FILES = {"aio.py": "sync.py"}
 DROPPED = {"async", "await"}
 NAMES = {
     "AsyncClient": "Client",
@@ -31,14 +31,12 @@ NAMES = {
     "__aexit__": "__exit__",
     "__aiter__": "__iter__",
     "__anext__": "__next__",
-    "_stream_aio": "_stream_sync",
-    "_wire_aio": "_wire_sync",
+    "_transport_aio": "_transport_sync",
     "aio": "sync",
 }
 HEADER = "# Generated from {source} by tools/gen_sync_client.py; do not edit.\n"
 DOCS = {
     "aio.py": "The blocking client. What is decided is decided in the modules beside.",
-    "_stream_aio.py": "An answer as it comes, also after its connection was lost, for the blocking client.",
     "AsyncClient": """A connection to a router, for any number of threads.
 
     >>> from baton import Client

@@ -1,9 +1,9 @@
 """The SDK: `Client`, `AsyncClient` and the plain values that they take and give. Loads neither torch nor ray."""
 
-from baton.client._stream_aio import AsyncStream as AsyncStream
-from baton.client._stream_sync import Stream as Stream
 from baton.client.aio import AsyncClient as AsyncClient
+from baton.client.aio import AsyncStream as AsyncStream
 from baton.client.sync import Client as Client
+from baton.client.sync import Stream as Stream
 from baton.client.types import ChatMessage as ChatMessage
 from baton.client.types import Choice as Choice
 from baton.client.types import ClusterStatus as ClusterStatus

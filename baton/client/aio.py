@@ -10,15 +10,131 @@ from typing import Self, TypeVar, Unpack
 
 import grpc
 
-from baton.client import _requests
-from baton.client import _wire_aio as wire
-from baton.client._base import ClientBase
-from baton.client._stream_aio import AsyncStream
-from baton.client.types import ClusterStatus, Completion, Model, Options, Prompt
-from baton.errors import NoWorker
+from baton.client import _messages
+from baton.client import _transport_aio as wire
+from baton.client._accumulator import Fold
+from baton.client._retry import RESUMABLE, RESUMABLE_S, ClientBase, Recovery
+from baton.client.types import ClusterStatus, Completion, Delta, Model, Options, Prompt
+from baton.errors import BatonError, Cancelled, NoWorker
 from baton.rpc.status import from_rpc_error
 from baton.rpc.v1 import admin_pb2 as admin
 from baton.rpc.v1 import inference_pb2 as inference
+
+
+class AsyncStream(Fold):
+    """An answer as it comes: `async for` over its `Delta`s; leaving the `async with` block cancels what still runs.
+
+    >>> import asyncio
+    >>> from baton import AsyncClient
+    >>> async def show() -> None:
+    ...     async with AsyncClient(target) as client, client.stream("The color of dog", temperature=0) as stream:
+    ...         async for delta in stream:
+    ...             print(delta.text, end="|")
+    >>> asyncio.run(show())
+     can| vary| widely|
+
+    When the connection is lost, a request that the server can resume (`resumable_s`) goes on where it was, there or at
+    the next router of the client: nothing is said twice and nothing is missing. `resumed` counts how often.
+    """
+
+    def __init__(self, client: AsyncClient, request: inference.GenerateRequest, timeout: float | None) -> None:
+        super().__init__()
+        self._client = client
+        self._request = request
+        if not request.HasField("resumable_s"):
+            request.resumable_s = RESUMABLE_S
+        self._attempts = client._attempts(timeout)
+        self._recovery = Recovery(len(client._targets))
+        self._closed = False
+        self._target = client._target
+        self._call = self._send()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancel the request if it still runs. From then on iterating raises Cancelled, unless it had ended."""
+        self._closed = True
+        self._call.cancel()
+
+    async def collect(self) -> Completion:
+        """Wait for the rest, and return all of it."""
+        async for _ in self:
+            pass
+        return self._completion()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        try:
+            while (event := await self._read()) is not None:
+                if (delta := self._feed(event)) is not None:
+                    self._progressed(delta)
+                    return delta
+            self._completion()  # raises if it is not whole
+        except BatonError:
+            self._call.cancel()
+            raise
+        raise StopAsyncIteration
+
+    def _progressed(self, delta: Delta) -> None:
+        if delta.tokens or delta.text:  # by a thought the answer gets no further
+            self._attempts.progressed()
+            self._recovery.progressed()
+
+    def _send(self) -> wire.Call | wire.ResumeCall:
+        """Begin, or go on with what has begun."""
+        client, left = self._client, self._attempts.remaining()
+        stub = client._stubs.of(self._target)
+        if not self._started:
+            return stub.Generate(self._request, timeout=left, metadata=client._metadata)
+        received = self._received(self._request.n)
+        request = inference.ResumeRequest(
+            request_id=self.request_id,
+            request=self._request,
+            received=received,
+            system_fingerprint=self.system_fingerprint,
+        )
+        self._rewind()
+        return stub.Resume(request, timeout=left, metadata=client._metadata)
+
+    async def _read(self) -> inference.GenerateEvent | None:
+        while True:
+            try:
+                return await wire.read(self._call)
+            except grpc.RpcError as failure:
+                error = from_rpc_error(failure, self._target, connected=self._started)
+            if await self._is_resumable() and self.usage is not None:
+                return None  # nothing is missing
+            await self._client._sleep(self._wait_after(error))
+            self._raise_if_closed()  # by somebody else, meanwhile: then it must not be sent again
+            self._target = self._client._after(self._target)
+            self._call = self._send()
+            if self._closed:
+                self._call.cancel()
+
+    def _wait_after(self, error: BatonError) -> float:
+        """Seconds to wait before the next try, or raises what ends the stream."""
+        self._raise_if_closed()
+        if not self._started:
+            return self._attempts.wait_after(error)
+        return self._recovery.wait_after(error, self._attempts, answered=self._events > 0)
+
+    async def _is_resumable(self) -> bool:
+        """The server says so before its first event."""
+        if self._started and not self._recovery.resumable:
+            headers = await wire.headers(self._call)
+            self._recovery.resumable = headers.get(RESUMABLE) == "1"
+        return self._recovery.resumable
+
+    def _raise_if_closed(self) -> None:
+        if self._closed:
+            raise Cancelled("the stream was closed")
+
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -69,13 +185,13 @@ class AsyncClient(ClientBase):
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> AsyncStream:
         """The answer as it comes; the request is under way when this returns."""
-        return AsyncStream(self, _requests.generate_request(prompt, options), timeout)
+        return AsyncStream(self, _messages.generate_request(prompt, options), timeout)
 
     async def chat(
         self,
-        messages: _requests.Chat,
+        messages: _messages.Chat,
         *,
-        tools: _requests.Tools = (),
+        tools: _messages.Tools = (),
         timeout: float | None = None,
         **options: Unpack[Options],
     ) -> Completion:
@@ -88,14 +204,14 @@ class AsyncClient(ClientBase):
 
     def stream_chat(
         self,
-        messages: _requests.Chat,
+        messages: _messages.Chat,
         *,
-        tools: _requests.Tools = (),
+        tools: _messages.Tools = (),
         timeout: float | None = None,
         **options: Unpack[Options],
     ) -> AsyncStream:
         """The next turn of a conversation as it comes."""
-        return AsyncStream(self, _requests.chat_request(messages, options, tools), timeout)
+        return AsyncStream(self, _messages.chat_request(messages, options, tools), timeout)
 
     async def cancel(self, request_id: str) -> bool:
         """End a running request, whoever started it; False: no such request runs on the routers of this client."""
@@ -112,13 +228,13 @@ class AsyncClient(ClientBase):
 
     async def tokenize(self, text: str, model: str = "") -> list[int]:
         """Token ids of a text."""
-        request = _requests.tokenize_request(text, model)
+        request = _messages.tokenize_request(text, model)
         reply = await self._call(lambda target: self._stubs.of(target).Tokenize, request)
         return list(reply.ids)
 
-    async def detokenize(self, ids: _requests.Ids, model: str = "") -> str:
+    async def detokenize(self, ids: _messages.Ids, model: str = "") -> str:
         """The text of token ids."""
-        request = _requests.detokenize_request(ids, model)
+        request = _messages.detokenize_request(ids, model)
         reply = await self._call(lambda target: self._stubs.of(target).Detokenize, request)
         return reply.text
 
@@ -126,7 +242,7 @@ class AsyncClient(ClientBase):
         """What is served here."""
         request = inference.ListModelsRequest()
         reply = await self._call(lambda target: self._stubs.of(target).ListModels, request)
-        return _requests.models(reply)
+        return _messages.models(reply)
 
     async def cluster(self) -> ClusterStatus:
         """The workers and counts of this router. Raises ConfigError if the client was made without `admin`."""
@@ -134,7 +250,7 @@ class AsyncClient(ClientBase):
         async with self._stubs.connect(target) as channel:
             stub = wire.admin_stub(channel)
             reply = await self._call(lambda _: stub.Status, admin.StatusRequest(), target)
-            return _requests.cluster_status(reply)
+            return _messages.cluster_status(reply)
 
     async def _cancel_at(self, target: str, request_id: str) -> bool:
         request = inference.CancelRequest(request_id=request_id)

@@ -8,15 +8,130 @@ from typing import Self, TypeVar, Unpack
 
 import grpc
 
-from baton.client import _requests
-from baton.client import _wire_sync as wire
-from baton.client._base import ClientBase
-from baton.client._stream_sync import Stream
-from baton.client.types import ClusterStatus, Completion, Model, Options, Prompt
-from baton.errors import NoWorker
+from baton.client import _messages
+from baton.client import _transport_sync as wire
+from baton.client._accumulator import Fold
+from baton.client._retry import RESUMABLE, RESUMABLE_S, ClientBase, Recovery
+from baton.client.types import ClusterStatus, Completion, Delta, Model, Options, Prompt
+from baton.errors import BatonError, Cancelled, NoWorker
 from baton.rpc.status import from_rpc_error
 from baton.rpc.v1 import admin_pb2 as admin
 from baton.rpc.v1 import inference_pb2 as inference
+
+
+class Stream(Fold):
+    """An answer as it comes: iterate over its `Delta`s; leaving the `with` block cancels what still runs.
+
+    >>> with Client(target) as client, client.stream("The color of dog", temperature=0) as stream:
+    ...     for delta in stream:
+    ...         print(delta.text, end="|")
+    ...
+     can| vary| widely|
+    >>> stream.text, stream.usage.completion_tokens
+    (' can vary widely', 3)
+
+    When the connection is lost, a request that the server can resume (`resumable_s`) goes on where it was, there or at
+    the next router of the client: nothing is said twice and nothing is missing. `resumed` counts how often.
+    """
+
+    def __init__(self, client: Client, request: inference.GenerateRequest, timeout: float | None) -> None:
+        super().__init__()
+        self._client = client
+        self._request = request
+        if not request.HasField("resumable_s"):
+            request.resumable_s = RESUMABLE_S
+        self._attempts = client._attempts(timeout)
+        self._recovery = Recovery(len(client._targets))
+        self._closed = False
+        self._target = client._target
+        self._call = self._send()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel the request if it still runs. From then on iterating raises Cancelled, unless it had ended."""
+        self._closed = True
+        self._call.cancel()
+
+    def collect(self) -> Completion:
+        """Wait for the rest, and return all of it."""
+        for _ in self:
+            pass
+        return self._completion()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Delta:
+        try:
+            while (event := self._read()) is not None:
+                if (delta := self._feed(event)) is not None:
+                    self._progressed(delta)
+                    return delta
+            self._completion()  # raises if it is not whole
+        except BatonError:
+            self._call.cancel()
+            raise
+        raise StopIteration
+
+    def _progressed(self, delta: Delta) -> None:
+        if delta.tokens or delta.text:  # by a thought the answer gets no further
+            self._attempts.progressed()
+            self._recovery.progressed()
+
+    def _send(self) -> wire.Call | wire.ResumeCall:
+        """Begin, or go on with what has begun."""
+        client, left = self._client, self._attempts.remaining()
+        stub = client._stubs.of(self._target)
+        if not self._started:
+            return stub.Generate(self._request, timeout=left, metadata=client._metadata)
+        received = self._received(self._request.n)
+        request = inference.ResumeRequest(
+            request_id=self.request_id,
+            request=self._request,
+            received=received,
+            system_fingerprint=self.system_fingerprint,
+        )
+        self._rewind()
+        return stub.Resume(request, timeout=left, metadata=client._metadata)
+
+    def _read(self) -> inference.GenerateEvent | None:
+        while True:
+            try:
+                return wire.read(self._call)
+            except grpc.RpcError as failure:
+                error = from_rpc_error(failure, self._target, connected=self._started)
+            if self._is_resumable() and self.usage is not None:
+                return None  # nothing is missing
+            self._client._sleep(self._wait_after(error))
+            self._raise_if_closed()  # by somebody else, meanwhile: then it must not be sent again
+            self._target = self._client._after(self._target)
+            self._call = self._send()
+            if self._closed:
+                self._call.cancel()
+
+    def _wait_after(self, error: BatonError) -> float:
+        """Seconds to wait before the next try, or raises what ends the stream."""
+        self._raise_if_closed()
+        if not self._started:
+            return self._attempts.wait_after(error)
+        return self._recovery.wait_after(error, self._attempts, answered=self._events > 0)
+
+    def _is_resumable(self) -> bool:
+        """The server says so before its first event."""
+        if self._started and not self._recovery.resumable:
+            headers = wire.headers(self._call)
+            self._recovery.resumable = headers.get(RESUMABLE) == "1"
+        return self._recovery.resumable
+
+    def _raise_if_closed(self) -> None:
+        if self._closed:
+            raise Cancelled("the stream was closed")
+
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -72,13 +187,13 @@ class Client(ClientBase):
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Stream:
         """The answer as it comes; the request is under way when this returns."""
-        return Stream(self, _requests.generate_request(prompt, options), timeout)
+        return Stream(self, _messages.generate_request(prompt, options), timeout)
 
     def chat(
         self,
-        messages: _requests.Chat,
+        messages: _messages.Chat,
         *,
-        tools: _requests.Tools = (),
+        tools: _messages.Tools = (),
         timeout: float | None = None,
         **options: Unpack[Options],
     ) -> Completion:
@@ -91,14 +206,14 @@ class Client(ClientBase):
 
     def stream_chat(
         self,
-        messages: _requests.Chat,
+        messages: _messages.Chat,
         *,
-        tools: _requests.Tools = (),
+        tools: _messages.Tools = (),
         timeout: float | None = None,
         **options: Unpack[Options],
     ) -> Stream:
         """The next turn of a conversation as it comes."""
-        return Stream(self, _requests.chat_request(messages, options, tools), timeout)
+        return Stream(self, _messages.chat_request(messages, options, tools), timeout)
 
     def cancel(self, request_id: str) -> bool:
         """End a running request, whoever started it; False: no such request runs on the routers of this client."""
@@ -115,13 +230,13 @@ class Client(ClientBase):
 
     def tokenize(self, text: str, model: str = "") -> list[int]:
         """Token ids of a text."""
-        request = _requests.tokenize_request(text, model)
+        request = _messages.tokenize_request(text, model)
         reply = self._call(lambda target: self._stubs.of(target).Tokenize, request)
         return list(reply.ids)
 
-    def detokenize(self, ids: _requests.Ids, model: str = "") -> str:
+    def detokenize(self, ids: _messages.Ids, model: str = "") -> str:
         """The text of token ids."""
-        request = _requests.detokenize_request(ids, model)
+        request = _messages.detokenize_request(ids, model)
         reply = self._call(lambda target: self._stubs.of(target).Detokenize, request)
         return reply.text
 
@@ -129,7 +244,7 @@ class Client(ClientBase):
         """What is served here."""
         request = inference.ListModelsRequest()
         reply = self._call(lambda target: self._stubs.of(target).ListModels, request)
-        return _requests.models(reply)
+        return _messages.models(reply)
 
     def cluster(self) -> ClusterStatus:
         """The workers and counts of this router. Raises ConfigError if the client was made without `admin`."""
@@ -137,7 +252,7 @@ class Client(ClientBase):
         with self._stubs.connect(target) as channel:
             stub = wire.admin_stub(channel)
             reply = self._call(lambda _: stub.Status, admin.StatusRequest(), target)
-            return _requests.cluster_status(reply)
+            return _messages.cluster_status(reply)
 
     def _cancel_at(self, target: str, request_id: str) -> bool:
         request = inference.CancelRequest(request_id=request_id)

@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 
-import baton.client._stream_aio
-import baton.client._stream_sync
 import baton.client.aio
 import baton.client.sync
 from baton import Client
 from tests.support.clients import Scripted, serving, soon
 
 README = Path(__file__).parents[2] / "README.md"
-MODULES = [baton.client.aio, baton.client.sync, baton.client._stream_aio, baton.client._stream_sync]
+MODULES = [baton.client.aio, baton.client.sync, baton.client.aio, baton.client.sync]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from baton.cli import up
 from baton.cli.app import app
 from baton.cli.generate import Shown, generate, latency, placed
-from baton.client._fold import Fold
+from baton.client._accumulator import Fold
 from baton.cluster.state_dir import ClusterState, ProcessId, StateFolder
 from baton.errors import InvalidRequest, NoWorker
 from baton.rpc.v1 import common_pb2 as common

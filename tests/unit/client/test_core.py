@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.client._base import RETRY_BASE_S, RETRY_CAP_S, Attempts, ClientBase
-from baton.client._fold import Fold
+from baton.client._accumulator import Fold
+from baton.client._retry import RETRY_BASE_S, RETRY_CAP_S, Attempts, ClientBase
 from baton.client.types import Delta, Thought
 from baton.clock import FakeClock
 from baton.core import FinishReason, TokenLogprobs

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton.client import ChatMessage, Options, ToolCall
-from baton.client._requests import chat_request, cluster_status, detokenize_request, generate_request, tokenize_request
+from baton.client._messages import chat_request, cluster_status, detokenize_request, generate_request, tokenize_request
 from baton.errors import EngineFault, InvalidRequest
 from baton.rpc.v1 import admin_pb2 as admin
 from baton.rpc.v1 import common_pb2 as common

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton import errors
-from baton.client._base import Attempts
-from baton.client._resume import Recovery
+from baton.client._retry import Attempts, Recovery
 from baton.clock import FakeClock
 from baton.errors import BatonError, EngineFault, InvalidRequest, NoWorker, Overloaded, WorkerLost
 

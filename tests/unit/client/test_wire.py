@@ -10,7 +10,7 @@ import pytest
 
 import baton
 import baton.client
-from baton.client import _wire_aio, _wire_sync
+from baton.client import _transport_aio, _transport_sync
 from baton.errors import Cancelled
 from baton.rpc import channel
 
@@ -26,7 +26,7 @@ def test_threads_that_come_first_together_share_a_channel(monkeypatch: pytest.Mo
 
     connect = Mock(side_effect=slowly)
     monkeypatch.setattr(channel, "sync_channel", connect)
-    stubs = _wire_sync.Stubs(None, "", proxy=False)
+    stubs = _transport_sync.Stubs(None, "", proxy=False)
 
     def use(number: int) -> object:
         start.wait()
@@ -39,7 +39,7 @@ def test_threads_that_come_first_together_share_a_channel(monkeypatch: pytest.Mo
 
 
 async def test_a_closed_client_makes_no_channel():
-    blocking, asynchronous = _wire_sync.Stubs(None, "", proxy=False), _wire_aio.Stubs(None, "", proxy=False)
+    blocking, asynchronous = _transport_sync.Stubs(None, "", proxy=False), _transport_aio.Stubs(None, "", proxy=False)
     blocking.close()
     await asynchronous.close()
     for stubs in (blocking, asynchronous):
@@ -58,5 +58,5 @@ def test_of_several_routers_only_those_elsewhere_are_behind_a_proxy(
     monkeypatch: pytest.MonkeyPatch, target: str, proxy: bool
 ):
     monkeypatch.setattr(channel, "sync_channel", connect := Mock())
-    _wire_sync.Stubs(None, "", proxy=True).connect(target)
+    _transport_sync.Stubs(None, "", proxy=True).connect(target)
     assert connect.call_args.kwargs["proxy"] is proxy

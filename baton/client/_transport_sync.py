@@ -1,4 +1,4 @@
-"""What only the blocking client does: gRPC's blocking API, safe for threads. The names are those of `_wire_aio`."""
+"""The part of the blocking client that differs: gRPC's blocking API, safe for threads. Names as in `_transport_aio`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 import grpc
 
-from baton.client._base import here
+from baton.client._retry import here
 from baton.errors import Cancelled
 from baton.rpc import channel
 from baton.rpc.v1 import admin_pb2_grpc, inference_pb2_grpc

@@ -1,6 +1,6 @@
 """What only the asyncio client does: gRPC's asyncio API, and telling two kinds of being cancelled apart.
 
-`_wire_sync` offers the same names to the blocking client, which is generated from the asyncio one.
+`_transport_sync` offers the same names to the blocking client, which is generated from the asyncio one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TypeAlias, TypeVar
 
 import grpc
 
-from baton.client._base import here
+from baton.client._retry import here
 from baton.errors import Cancelled
 from baton.rpc import channel
 from baton.rpc.v1 import admin_pb2_grpc, inference_pb2_grpc

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton.client._requests import trusted, values
+from baton.client._messages import trusted, values
 from baton.client.types import Choice, Completion, Delta, Placement, Thought, Timings, Usage
 from baton.core import FinishReason, TokenLogprobs
 from baton.errors import EngineFault
