@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python benchmarks/simulator.py`
 
+from baton.bench.traces import Arrival
 from baton.logs import configure_logging
-from baton.workload import Arrival
 from benchmarks.disaggregation import Lab, profile_file
 from benchmarks.lib.disagg_figures import Phase, Slo, attainment, highest, kept
 from benchmarks.lib.disagg_goals import AIM, GOALS, Goal, sides_of, slo_of

@@ -15,8 +15,8 @@ import time
 from collections.abc import Iterator
 from random import Random
 
+from baton.bench.traces import Arrival
 from baton.logs import configure_logging
-from baton.workload import Arrival
 from simulator import simulate
 from simulator.scenario import Network, Pool, Scenario
 from simulator.steps import Linear, line

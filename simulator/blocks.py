@@ -19,8 +19,8 @@ from baton.event_journal import OFF
 from baton.ledger.prefix_index import NAME_BYTES
 
 if TYPE_CHECKING:
+    from baton.bench.traces import Arrival
     from baton.engine.prefix_cache import Chain
-    from baton.workload import Arrival
 
 Listener = Callable[[Sequence[int], Sequence[int]], None]
 

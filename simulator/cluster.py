@@ -21,7 +21,7 @@ from simulator.worker_prefill import PrefillWorker
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from baton.workload import Arrival
+    from baton.bench.traces import Arrival
     from router.workers.placement import Claim
     from simulator.links import Way
     from simulator.report import Report

@@ -11,7 +11,7 @@ from simulator.attempt import Attempt
 from simulator.blocks import UNSHARED
 
 if TYPE_CHECKING:
-    from baton.workload import Arrival
+    from baton.bench.traces import Arrival
     from router.workers.placement import Claim
     from simulator.cluster import Cluster
     from simulator.router import AskedWish

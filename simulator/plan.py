@@ -17,7 +17,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from baton.workload import Arrival
+from baton.bench.traces import Arrival
 from simulator.plan_shape import Shape, Site, Workload, least_decode, least_prefill
 from simulator.report import Report
 from simulator.scenario import Scenario

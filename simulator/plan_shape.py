@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from baton.bench.lengths import Lengths
+from baton.bench.traces import Arrival, Trace, summary
+from baton.bench.workload import Times, arrivals
 from baton.errors import ConfigError
-from baton.workload import Arrival, Lengths, Times, Trace, arrivals, summary
 from simulator.profile import Profile
 from simulator.scenario import Fault, Pool, Router, Scenario, Slo
 

@@ -12,11 +12,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from baton.bench.lengths import Lengths
+from baton.bench.traces import read_trace
+from baton.bench.workload import Times
 from baton.config import ClusterConfig, load_config
 from baton.config.schema import PoolConfig
 from baton.errors import ConfigError
 from baton.logs import configure_logging
-from baton.workload import Lengths, Times, read_trace
 from simulator import simulate
 from simulator.plan import OWN, Answer, Planner, Tried, kind
 from simulator.plan_shape import Shape, Site, Workload

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from baton.bench.traces import Arrival
 from baton.core import Role
-from baton.workload import Arrival
 from simulator.attempt import Attempt
 from simulator.cluster import Cluster
 from simulator.life import Life

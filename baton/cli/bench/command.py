@@ -39,9 +39,9 @@ from baton.cli.bench.options import (
 from baton.cli.options import ClusterName, Json, ModelName, Target, Temperature, Timeout, Tls, Token
 
 if TYPE_CHECKING:
-    from baton.cli.bench.plan import Plan
-    from baton.cli.bench.sample import Goals
-    from baton.cli.bench.servers import Server
+    from baton.bench.requests import Plan
+    from baton.bench.sample import Goals
+    from baton.bench.targets import Server
     from baton.cli.connect import Router
     from baton.client.types import Options
 
@@ -90,8 +90,8 @@ def bench(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     """Send requests and measure: latencies, throughput, goodput. `baton bench compare A B`: two reports."""
     if context.invoked_subcommand is not None:
         return
-    from baton.cli.bench.plan import Plan
-    from baton.cli.bench.sample import Goals
+    from baton.bench.requests import Plan
+    from baton.bench.sample import Goals
     from baton.cli.connect import Router
 
     plan = Plan(trace=trace, scale=scale, speed=speed, clip=clip, vocab_size=vocab_size, seed=seed, warmup=warmup)
@@ -106,7 +106,7 @@ def bench(  # noqa: PLR0913, PLR0917 (each is an option of the command)
 @bench_app.command("compare")
 def compare(first: Path, second: Path, as_json: Json = False) -> None:
     """Two reports of --json or --out beside each other, and what was not asked alike. Exit code 2: a file is none."""
-    from baton.cli.bench import compare as command
+    from baton.bench import compare as command
 
     command.compare(first, second, as_json=as_json)
 
@@ -115,20 +115,20 @@ def _bench(
     plan: Plan, goals: Goals, router: Router, url: str | None, as_json: bool, out: Path | None, plot: Path | None
 ) -> None:
     _check_files(out, plot)
-    from baton.cli.bench import output
-    from baton.cli.bench.plan import Load
+    from baton.bench import output
+    from baton.bench.requests import Load
 
     output.bench(_server(plan, router, url), Load.read(plan), goals, output.Output(as_json, out, plot))
 
 
 def _server(plan: Plan, router: Router, url: str | None) -> Server:
-    from baton.cli.bench.servers import GrpcServer
+    from baton.bench.targets import GrpcServer
     from baton.clock import SystemClock
 
     options: Options = {"temperature": plan.temperature, "ignore_eos": plan.ignore_eos or None, "model": plan.model}
     if url is None:
         return GrpcServer(router.async_client(max_retries=0), options, SystemClock())
-    from baton.cli.bench.http import HttpServer
+    from baton.bench.targets import HttpServer
 
     return HttpServer(url, options, SystemClock(), router.timeout, router.token, router.authorities())
 

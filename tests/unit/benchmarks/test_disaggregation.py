@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.workload import Arrival, read_trace
+from baton.bench.traces import Arrival, read_trace
 from benchmarks import disaggregation, simulator
 from benchmarks.lib.disagg_figures import Phase, Seen, Slo, attainment, goodput, keep, kept, phase_of
 from benchmarks.lib.disagg_goals import GOALS, aimed, goals, sides_of, tightest

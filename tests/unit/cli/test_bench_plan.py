@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.cli.bench.plan import Load, Plan, served
+from baton.bench.requests import Load, Plan, served
 from baton.client import Model
 from baton.errors import ConfigError, InvalidRequest, UnknownModel
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from baton.bench.report import KIND, Generator, report, table
+from baton.bench.sample import NOT_SENT, Goals, Sample, percentile
 from baton.cli.app import app
-from baton.cli.bench.report import KIND, Generator, report, table
-from baton.cli.bench.sample import NOT_SENT, Goals, Sample, percentile
 
 OWN = Generator(began=1e9, cpu_share=0.25, lags_s=[0.001, 0.003])
 

@@ -13,11 +13,11 @@ from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
-from baton.cli.bench import output
-from baton.cli.bench.http import HttpServer
-from baton.cli.bench.plan import Ask, Load, Plan
-from baton.cli.bench.run import Run
-from baton.cli.bench.sample import Goals, Sample
+from baton.bench import output
+from baton.bench.requests import Ask, Load, Plan
+from baton.bench.runner import Run
+from baton.bench.sample import Goals, Sample
+from baton.bench.targets import HttpServer
 from baton.client import Model
 from baton.clock import SystemClock
 from baton.errors import BatonError, ConfigError, InvalidRequest, NoWorker, Overloaded, WorkerLost
@@ -101,7 +101,7 @@ async def test_nobody_waits_for_what_does_not_come(options: dict[str, Any]):
 
 @pytest.mark.parametrize("asked_s", [1e6, math.nan])
 async def test_a_server_cannot_ask_for_a_pause_without_end(monkeypatch, asked_s: float):
-    monkeypatch.setattr("baton.cli.bench.run.MOST_PAUSE_S", 0.02)
+    monkeypatch.setattr("baton.bench.runner.MOST_PAUSE_S", 0.02)
     run = await made(Fake(fails=(0, 1), error=Overloaded("full", asked_s)), concurrency=1, requests=3)
     first, second, third = (sample.start for sample in run.samples)
     assert min(second - first, third - second) > 0.01

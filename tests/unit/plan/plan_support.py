@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from baton.bench.lengths import Lengths
+from baton.bench.traces import Arrival
 from baton.client.types import ClusterStatus, WorkerStatus
 from baton.core import Incarnation, KVLayout, Load, Role, WorkerInfo, WorkerRef
-from baton.workload import Arrival, Lengths
 from simulator.plan import Planner
 from simulator.plan_shape import Site, Workload
 from simulator.profile import Profile, load_profile

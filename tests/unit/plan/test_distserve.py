@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.workload import Lengths
+from baton.bench.lengths import Lengths
 from simulator import simulate
 from simulator.plan import Planner
 from simulator.plan_shape import Shape, Site, Workload

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from baton.bench.lengths import Lengths
 from baton.errors import ConfigError
-from baton.workload import Lengths
 from simulator.plan import kind
 from simulator.plan_shape import Shape, Workload, least_decode, least_prefill
 from simulator.profile import Profile

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any
 
-from baton.workload import Arrival
+from baton.bench.traces import Arrival
 from simulator.scenario import Network, Overheads, Pool, Router, Scenario
 from simulator.steps import Linear, line
 

@@ -17,10 +17,10 @@ from typing import Any, cast
 
 import pytest
 
+from baton.bench.traces import Arrival
 from baton.cli.plan import _pool, _router
 from baton.config import load_config
 from baton.core import HandoffId
-from baton.workload import Arrival
 from prefill_workers.worker import spare
 from router.context import RouterSettings
 from simulator import __main__ as program

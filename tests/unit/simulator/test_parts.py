@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
+from baton.bench.traces import Arrival
 from baton.engine.block_pool import Allocation, BlockPool
-from baton.workload import Arrival
 from simulator.blocks import CountedPool, Names
 from simulator.gaps import Gaps, percentile
 from simulator.histogram import Histogram

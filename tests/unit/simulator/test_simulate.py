@@ -11,8 +11,8 @@ from random import Random
 
 import pytest
 
+from baton.bench.traces import Arrival
 from baton.errors import ConfigError
-from baton.workload import Arrival
 from simulator import simulate
 from simulator.engine import Engine
 from simulator.scenario import Death, Network, Overheads, Pool, Router, Scenario, Slo, Slow, SlowLink

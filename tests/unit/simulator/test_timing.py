@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.workload import Arrival
+from baton.bench.traces import Arrival
 from simulator import simulate
 from simulator.cluster import hosts_of
 from simulator.scenario import Contention, Pool, Slo, Slowed

@@ -9,8 +9,10 @@ from statistics import mean, pstdev
 
 import pytest
 
+from baton.bench.lengths import Lengths
+from baton.bench.traces import Arrival, Trace, read_trace, summary
+from baton.bench.workload import Prompts, Times, arrivals
 from baton.errors import ConfigError
-from baton.workload import Arrival, Lengths, Prompts, Times, Trace, arrivals, read_trace, summary
 
 ROOT = Path(__file__).resolve().parents[3]
 MOONCAKE = '{"timestamp": %d, "input_length": %d, "output_length": %d, "hash_ids": %s}\n'

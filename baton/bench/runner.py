@@ -8,10 +8,10 @@ import math
 import time
 from collections.abc import Callable, Iterator
 
-from baton.cli.bench.plan import CONCURRENCY, Ask, Load, served
-from baton.cli.bench.report import Generator
-from baton.cli.bench.sample import NOT_SENT, Sample
-from baton.cli.bench.servers import Server
+from baton.bench.report import Generator
+from baton.bench.requests import CONCURRENCY, Ask, Load, served
+from baton.bench.sample import NOT_SENT, Sample
+from baton.bench.targets import Server
 from baton.clock import Clock
 from baton.errors import BatonError, Overloaded
 

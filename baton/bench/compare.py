@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from baton.cli.bench.report import KIND, ROWS
+from baton.bench.report import KIND, ROWS
 
 SHOWN = ("mean", "p50", "p90", "p99", "max")
 RATES = {"requests_per_s": "requests/s", "tokens_per_s": "new tokens/s", "completed": "completed"}

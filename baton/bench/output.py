@@ -1,25 +1,69 @@
-"""From a plan to its report: printed, written, drawn."""
+"""From a plan to its report: printed, written, drawn.
+
+What a terminal shows while a load runs. It is drawn seldom: it takes time of the process that measures.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import typer
 import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from baton.cli.bench.plan import Load
-from baton.cli.bench.progress import shown
-from baton.cli.bench.report import report, table
-from baton.cli.bench.run import Run
-from baton.cli.bench.sample import Goals
-from baton.cli.bench.servers import Server
+from baton.bench.report import report, table
+from baton.bench.requests import Load
+from baton.bench.runner import Run
+from baton.bench.sample import Goals, percentile
+from baton.bench.targets import Server
 from baton.clock import SystemClock
 from baton.errors import ConfigError
+
+EACH_S = 0.5
+LAST = 200  # requests that the figures on the line are of
+
+
+@contextmanager
+def shown() -> Iterator[Callable[[Run], None]]:
+    """Gives what a run calls to be shown: on stderr, and only if that is a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda run: None
+        return
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
+        task, next_s = progress.add_task("warming up", total=None), 0.0
+
+        def show(run: Run) -> None:
+            nonlocal next_s
+            now = run.clock.monotonic()
+            if now < next_s or run.began is None:
+                return
+            next_s = now + EACH_S
+            by_time = run.load.count is None
+            done = now - run.began if by_time else len(run.samples)
+            total = run.load.plan.duration if by_time else run.load.count
+            progress.update(task, completed=done, total=total, description=line(run), refresh=True)
+
+        yield show
+
+
+def line(run: Run) -> str:
+    """Counts so far, and what the last requests were like."""
+    last = [sample for sample in run.samples[-LAST:] if sample.times]
+    failed = sum(bool(sample.error) for sample in run.samples)
+    parts = [f"{len(run.samples) - failed} done", f"{run.under_way} under way", f"{failed} failed"]
+    if last:
+        parts.append(f"TTFT p50 {percentile(sorted(sample.ttft_s * 1e3 for sample in last), 50):.0f} ms")
+    if gaps := sorted(gap * 1e3 for sample in last for gap in sample.gaps_s):
+        parts.append(f"ITL p99 {percentile(gaps, 99):.0f} ms")
+    return ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +103,7 @@ def _write(found: Mapping[str, Any], run: Run, path: Path) -> None:
 
 
 def _draw(run: Run, goals: Goals, path: Path) -> None:
-    from baton.cli.bench.plot import plot
+    from baton.bench.plot import plot
 
     plot(run.samples, goals, path)
 

@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from baton.bench.lengths import Lengths
+from baton.bench.traces import Arrival, Trace, read_trace
+from baton.bench.workload import Prompts, Times, arrivals
 from baton.client import Model, Prompt
 from baton.errors import ConfigError, InvalidRequest, UnknownModel
-from baton.workload import Arrival, Lengths, Prompts, Times, Trace, arrivals, read_trace
 
 REQUESTS, CONCURRENCY = 100, 8
 CHECKED = 10_000  # requests of a load that has no end

@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from baton.cli.bench.sample import Goals, Sample
+from baton.bench.sample import Goals, Sample
 
 SLOTS = 60  # of the timeline
 

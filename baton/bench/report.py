@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.cli.bench.sample import NOT_SENT, Goals, Sample, percentile
+from baton.bench.sample import NOT_SENT, Goals, Sample, percentile
 
 KIND = "baton bench 1"  # what says that a file is such a report
 PERCENTILES = (50, 90, 95, 99)
