@@ -1,5 +1,5 @@
 """`python -m baton` is the command `baton`."""
 
-from baton.cli import main
+from baton.cli.main import main
 
 main()

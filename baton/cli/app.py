@@ -1,25 +1,39 @@
-"""The commands and their options. What they do lies in the modules beside, imported when a command runs."""
+"""The commands and their options. What they do lies in the modules beside, imported when a command runs.
+
+`baton prefill-worker | decode-worker | router | gateway`: one role as a plain process, and its options.
+
+`baton scale | drain | restart | trace`: what operators say to a running cluster, and how they wait for it.
+
+The commands that measure what serving costs, and size a cluster by it.
+
+`baton logs | top`: what goes on in a cluster, as its processes say it and as its routers see it.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from baton.cli import one_role, operating, sizing, watching
-from baton.cli.bench.command import bench_app
+from baton.cli.bench import bench_app
 from baton.cli.controller import controller
 from baton.cli.options import (
+    LENGTHS,
     LOCAL,
     AdminTarget,
     ClusterName,
     ConfigFile,
+    Index,
     Json,
+    Log,
     MaxTokens,
     ModelName,
+    RouterIndex,
     Seed,
     Sets,
     Stay,
@@ -31,10 +45,265 @@ from baton.cli.options import (
     Token,
     TopK,
     TopP,
+    WorkerId,
 )
+from baton.core import Role, sizes_text
 
 if TYPE_CHECKING:
+    from baton.cli.operate import Operator
     from baton.client.types import Options
+
+
+def prefill_worker(
+    config: ConfigFile = LOCAL, index: Index = 0, sets: Sets = None, log: Log = None, worker_id: WorkerId = None
+) -> None:
+    """Run a worker as a plain process. It prefills until the cluster's controller has it decode."""
+    from baton.cli import serve
+
+    serve.run_role(Role.PREFILL, config, sets or [], worker_id or f"prefill-{index}", log)
+
+
+def decode_worker(
+    config: ConfigFile = LOCAL, index: Index = 0, sets: Sets = None, log: Log = None, worker_id: WorkerId = None
+) -> None:
+    """Run a worker as a plain process. It decodes until the cluster's controller has it prefill."""
+    from baton.cli import serve
+
+    serve.run_role(Role.DECODE, config, sets or [], worker_id or f"decode-{index}", log)
+
+
+def router(config: ConfigFile = LOCAL, index: RouterIndex = 0, sets: Sets = None, log: Log = None) -> None:
+    """Run a router as a plain process."""
+    from baton.cli import serve
+
+    serve.run_router(config, sets or [], log, index)
+
+
+def gateway(
+    config: ConfigFile = LOCAL,
+    target: Annotated[str | None, typer.Option("--target", help="a router's host:port (default: router.grpc)")] = None,
+    sets: Sets = None,
+    log: Log = None,
+) -> None:
+    """Run OpenAI's HTTP API alone, on router.http, in front of a router."""
+    from baton.cli import serve
+
+    serve.run_gateway(config, sets or [], target, log)
+
+
+Wait = Annotated[float, typer.Option("--wait", min=0, help="until it is done, for at most so many seconds")]
+
+
+def scale(
+    sizes: Annotated[list[str], typer.Argument(help="such as prefill=2 decode=3")],
+    wait: Wait = 0.0,
+    name: ClusterName = None,
+    target: AdminTarget = None,
+    tls: Tls = None,
+    as_json: Json = False,
+) -> None:
+    """Say how many workers each pool should have. Surplus ones are turned, or finish what they have and end."""
+    from baton.cli.operate import parse_sizes
+
+    wanted = parse_sizes(sizes)
+    operator = _operator(name, target, tls)
+    plan = operator.scale(wanted)
+    if wait:
+        operator.wait_settled(plan.number, wait)
+    said = {"prefill": plan.prefill, "decode": plan.decode}
+    _say(said, f"workers are to be {sizes_text(plan.prefill, plan.decode)}", as_json, done=bool(wait))
+
+
+def drain(
+    worker: Annotated[str, typer.Argument(help="its name in `baton status`")] = "",
+    here: Annotated[
+        bool, typer.Option("--here", help="all workers of this host instead, at once: it is about to go away")
+    ] = False,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="with --here: the cluster file, which names the Redis")
+    ] = None,
+    wait: Wait = 0.0,
+    name: ClusterName = None,
+    target: AdminTarget = None,
+    tls: Tls = None,
+    as_json: Json = False,
+) -> None:
+    """A worker takes nothing new, finishes what it has and ends; another takes its place."""
+    if here is not (worker == "") or here is not (config is not None):
+        raise typer.BadParameter("say either a WORKER, or --here -c FILE")
+    if config is not None:
+        from baton.cli.operate import drain_here
+
+        told = drain_here(config, wait)
+        _say({"workers": told}, f"told to drain: {', '.join(told) or 'none is here'}", as_json, done=bool(wait))
+        return
+    operator = _operator(name, target, tls)
+    process = operator.drain(worker)
+    if wait:
+        operator.wait_gone(process, wait)
+    _say({"worker": process}, f"{process} drains", as_json, done=bool(wait))
+
+
+def restart(
+    wait: Wait = 0.0,
+    name: ClusterName = None,
+    target: AdminTarget = None,
+    tls: Tls = None,
+    as_json: Json = False,
+) -> None:
+    """Replace every worker by a new process, one after the other; no request fails for that."""
+    operator = _operator(name, target, tls)
+    plan = operator.restart()
+    if wait:
+        operator.wait_settled(plan.number, wait)
+    text = f"all workers are replaced, generation {plan.generation}"
+    _say({"generation": plan.generation}, text, as_json, done=bool(wait))
+
+
+def trace(
+    request: Annotated[str, typer.Argument(help="a request id (default: the last one)")] = "",
+    out: Annotated[Path | None, typer.Option(help="write a file for ui.perfetto.dev")] = None,
+    name: ClusterName = None,
+    target: AdminTarget = None,
+    tls: Tls = None,
+    as_json: Json = False,
+) -> None:
+    """Show where the time of one of the last requests went, in the router and in its workers."""
+    from baton.cli import trace as command
+
+    command.trace(request, name, target, tls, out, as_json=as_json)
+
+
+def _operator(name: str | None, target: str | None, tls: Path | None) -> Operator:
+    from baton.cli.operate import Operator
+
+    return Operator.find(name, target, tls)
+
+
+def _say(facts: Mapping[str, object], text: str, as_json: bool, *, done: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({**facts, "done": done}))
+        return
+    typer.echo(text + (": done" if done else "; `baton status` shows how far it is"))
+
+
+def profile(  # noqa: PLR0913, PLR0917 (each is an option of the command)
+    config: ConfigFile = LOCAL,
+    sets: Sets = None,
+    live: Annotated[Path | None, typer.Option(help="measure a running cluster instead; this file gets it")] = None,
+    seconds: Annotated[float, typer.Option(min=5, help="about how long --live may take")] = 60.0,
+    name: ClusterName = None,
+    target: Target = None,
+    admin: Annotated[str | None, typer.Option(help="with --target: a router's admin address")] = None,
+    token: Token = None,
+    tls: Tls = None,
+    as_json: Json = False,
+) -> None:
+    """Measure which kernels and verify passes are the best here for the model of a file. Later workers use it.
+
+    With --live: what steps, links and the router of a running cluster cost, as `baton plan` takes it.
+    """
+    if live is not None:
+        from baton.cli import profile_live
+        from baton.cli.target import Router
+        from baton.errors import ConfigError
+
+        if sets or config != LOCAL:
+            given = f"--set {sets[0]}" if sets else f"-c {config}"
+            raise ConfigError(f"--live: must be without -c and --set, as what runs has its own file, got {given}")
+        profile_live.profile_live(Router(name, target, 120.0, token, tls), admin, live, seconds, as_json=as_json)
+        return
+    from baton.cli import profile_kernels as command
+
+    command.profile(config, sets or [], as_json=as_json)
+
+
+def plan(  # noqa: PLR0913, PLR0917 (each is an option of the command)
+    profile: Annotated[str, typer.Option(help="a file of `baton profile --live`, or a name such as opt-13b-a100")],
+    rate: Annotated[float | None, typer.Option(help="requests per second (default: the trace's)")] = None,
+    prompt_tokens: Annotated[str, typer.Option(help=LENGTHS)] = "512",
+    max_tokens: Annotated[str | None, typer.Option(help="new tokens, in the same words (default: 64)")] = None,
+    trace: Annotated[Path | None, typer.Option(help="requests of a file: Mooncake's, Azure's, or JSON lines")] = None,
+    scale: Annotated[float, typer.Option(help="divide the lengths of the trace by this")] = 1.0,
+    arrivals: Annotated[str, typer.Option(help="poisson, constant or gamma:CV")] = "poisson",
+    requests: Annotated[int, typer.Option(min=1, help="of a simulation, at least")] = 1000,
+    ttft_ms: Annotated[float | None, typer.Option(help="the first token within (default: the file's, or 1000)")] = None,
+    itl_ms: Annotated[float | None, typer.Option(help="mean time between tokens (default: the file's, or 100)")] = None,
+    attainment: Annotated[float, typer.Option(help="the share of requests that must be within both")] = 0.9,
+    gpus_at_most: Annotated[int, typer.Option(min=1, help="look no further")] = 16,
+    what_if: Annotated[
+        str | None, typer.Option(help="one layout, such as prefill=2,decode=1,workers=10000,fault=death:decode-0@5")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="of arrivals, lengths and steps")] = 0,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="a cluster file: slo, pools, the router's bounds")
+    ] = None,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Find the cheapest pools for a load and a goal by simulating them, and say whether disaggregation pays."""
+    from baton.cli import plan as command
+
+    command.plan(
+        command.Asked(
+            profile,
+            rate,
+            prompt_tokens,
+            max_tokens,
+            trace,
+            scale,
+            arrivals,
+            requests,
+            ttft_ms,
+            itl_ms,
+            attainment,
+            gpus_at_most,
+            what_if,
+            seed,
+            config,
+            tuple(sets or ()),
+        ),
+        as_json=as_json,
+    )
+
+
+Level = Literal["debug", "info", "warning", "error", "critical"]
+
+
+def logs(
+    name: Annotated[str | None, typer.Option("--name", help="the cluster's name, also of one that has ended")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="and what comes, until Ctrl-C")] = False,
+    request: Annotated[str, typer.Option("--request", help="only lines about this request")] = "",
+    worker: Annotated[str, typer.Option("--worker", help="only lines of or about this worker; or router")] = "",
+    level: Annotated[Level, typer.Option("--level", help="and all above it")] = "debug",
+    since: Annotated[str, typer.Option("--since", help="not older than 90s, 5m, 2h or 1d")] = "",
+    lines: Annotated[
+        int | None, typer.Option("--lines", "-n", min=0, help="the last ones (default: 100; with --since: all)")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON lines, which is what a pipe gets anyway")] = False,
+) -> None:
+    """Show what the processes of a cluster that was started here say, by time."""
+    import time
+
+    from baton.cli import logs as command
+    from baton.logs import LEVELS
+
+    begin = time.time() - command.parse_age(since) if since else 0.0
+    wanted = command.Wanted(request, worker, LEVELS[level.upper()], begin)
+    command.logs(name, wanted, lines, follow=follow, as_json=as_json)
+
+
+def top(
+    name: ClusterName = None,
+    target: AdminTarget = None,
+    tls: Tls = None,
+    interval: Annotated[float, typer.Option("--interval", min=0.1, max=60, help="seconds between two looks")] = 1.0,
+) -> None:
+    """A live view of the cluster in this terminal. BATON_TOKEN: an admin's token, if the cluster has tokens."""
+    from baton.cli.top.app import top as command
+
+    command(name, target, tls, interval)
+
 
 app = typer.Typer(
     name="baton",
@@ -67,7 +336,7 @@ def up(
 @app.command()
 def pull(model: str) -> None:
     """Download a model, such as hf:Qwen/Qwen3-0.6B, to the local cache, and print its folder."""
-    from baton.cli import model as command
+    from baton.cli import up as command
 
     command.pull(model)
 
@@ -91,7 +360,7 @@ def status(
 ) -> None:
     """Show workers, their load and the block ledger. BATON_TOKEN: an admin's token, if the cluster has tokens."""
     if census:
-        from baton.cli import census as counted
+        from baton.cli import block_census as counted
 
         counted.census(name, target, tls, as_json=as_json)
         return
@@ -101,12 +370,12 @@ def status(
     command.watch(show) if watch else show()
 
 
-app.command()(operating.scale)
-app.command()(operating.drain)
-app.command()(operating.restart)
-app.command()(watching.logs)
-app.command()(watching.top)
-app.command()(operating.trace)
+app.command()(scale)
+app.command()(drain)
+app.command()(restart)
+app.command()(logs)
+app.command()(top)
+app.command()(trace)
 
 
 @app.command()
@@ -135,7 +404,7 @@ def generate(  # noqa: PLR0913, PLR0917 (each is an option of the command)
 ) -> None:
     """Stream one answer. BATON_TOKEN: your token, if the cluster has tokens."""
     from baton.cli import generate as command
-    from baton.cli.connect import Router
+    from baton.cli.target import Router
 
     options: Options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "n": n}
     options |= {"seed": seed, "stop": stop or [], "deterministic": deterministic or None, "model": model}
@@ -161,7 +430,7 @@ def chat(  # noqa: PLR0913, PLR0917 (each is an option of the command)
 ) -> None:
     """Talk in turns; Ctrl-C ends an answer, Ctrl-D or /exit the conversation, /reset begins a new one."""
     from baton.cli import chat as command
-    from baton.cli.connect import Router
+    from baton.cli.target import Router
 
     options: Options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     options |= {"seed": seed, "model": model}
@@ -233,9 +502,9 @@ def config_schema() -> None:
     command.schema()
 
 
-app.command("prefill-worker")(one_role.prefill_worker)
-app.command("decode-worker")(one_role.decode_worker)
-app.command()(one_role.router)
-app.command()(one_role.gateway)
-app.command()(sizing.profile)
-app.command()(sizing.plan)
+app.command("prefill-worker")(prefill_worker)
+app.command("decode-worker")(decode_worker)
+app.command()(router)
+app.command()(gateway)
+app.command()(profile)
+app.command()(plan)

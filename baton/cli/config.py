@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 import yaml
 
-from baton.cli.access import check_tokens
+from baton.cli.credentials import check_tokens
 from baton.config import ClusterConfig, load_config
 from baton.core import sizes_text
 from baton.network import redacted

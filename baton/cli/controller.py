@@ -67,7 +67,7 @@ def _report(state: ControlState) -> None:
 
 def parts() -> Parts:
     """What the actors are made of."""
-    from baton.cli.roles import role_factories
+    from baton.cli.serve import role_factories
     from baton.cluster.controller_ray import Parts
     from baton.worker.process import WorkerActor
 

@@ -73,7 +73,7 @@ def examine(file: Path, sets: Sequence[str]) -> Iterator[Finding]:
 
 def _pair(file: Path, sets: Sequence[str], transport: str) -> Finding:
     """A channel of this kind between two processes of this machine, as two workers would open it."""
-    from baton.cli.pair import probe_pair, settings_for
+    from baton.cli.doctor_transport import probe_pair, settings_for
     from baton.core import Role
     from baton.worker.settings import from_config, located
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 import grpc
 import typer
 
-from baton.cli.access import Reach, find_reach
+from baton.cli.credentials import Reach, find_reach
 from baton.cli.up import find_cluster
 from baton.client import Client
 from baton.client.types import ClusterStatus

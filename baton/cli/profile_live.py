@@ -16,10 +16,10 @@ from random import Random
 import typer
 from rich.console import Console
 
-from baton.cli.access import find_reach
-from baton.cli.connect import Router
+from baton.cli.credentials import find_reach
 from baton.cli.profile_fitted import decodes, fitted
 from baton.cli.profile_seen import BESIDE, SHORT, Measured, Prompts, Seen, summed, together
+from baton.cli.target import Router
 from baton.cli.up import find_cluster
 from baton.client import AsyncClient
 from baton.clock import Clock, SystemClock

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from baton.cli.access import Reach, find_reach
+from baton.cli.credentials import Reach, find_reach
 from baton.cli.up import find_cluster
 from baton.client import Client
 from baton.client.types import ClusterStatus, Control, WorkerStatus

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from baton.cli.access import Reach, find_reach
+from baton.cli.credentials import Reach, find_reach
 from baton.cli.operate import TIMEOUT_S
 from baton.cli.up import find_cluster
 from baton.errors import BatonError, ConfigError, InvalidRequest, NoWorker

@@ -1,23 +1,37 @@
-"""`baton up` and `baton down`."""
+"""`baton up` and `baton down`.
+
+`baton pull`, and what `baton up` does with a model: fetch it once before all others, show how far it is loaded.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import psutil
 import typer
 
-from baton.cli.access import TOKEN_VARIABLE, check_tokens
-from baton.cli.model import fetched, shown_loading
-from baton.cli.roles import role_factories
-from baton.cluster.backend_process import START_TIMEOUT_S, Child, ProcessPlacement, ProcessSpec, report_ready
+from baton.cli.credentials import TOKEN_VARIABLE, check_tokens
+from baton.cli.serve import role_factories
+from baton.cluster.backend_process import (
+    PARENT,
+    POLL_S,
+    START_TIMEOUT_S,
+    Child,
+    ProcessPlacement,
+    ProcessSpec,
+    die_with_parent,
+    report_ready,
+    tail,
+)
 from baton.cluster.backend_ray import LOCAL, start_local
 from baton.cluster.controller_local import LocalControl
 from baton.cluster.controller_ray import RemoteControl
@@ -27,10 +41,94 @@ from baton.cluster.signals import Stop
 from baton.cluster.state_dir import ClusterState, StateFolder, running_clusters
 from baton.config import ClusterConfig, load_config
 from baton.config.loading import ENV_PREFIX
+from baton.config.values import HUB_PREFIX
 from baton.core import Role, sizes_text
 from baton.engine.kernels.cpu.compiler import cpu_level
 from baton.errors import BatonError, ConfigError, NoWorker
 from baton.logs import configure_logging
+from baton.model_hub import model_folder, pinned
+
+COMMAND = ("-m", "baton", "pull")
+SHOWN_S = 1.0
+FILE_CLOCK_S = 0.1  # files get their times from a clock that is behind by up to a tick
+CLEAR = "\r\x1b[K"
+
+
+def pull(model: str) -> None:
+    """Download what is missing of a model from the Hub, and print its folder. Raises ConfigError, CheckpointError."""
+    die_with_parent()
+    if not model.startswith(HUB_PREFIX):
+        raise ConfigError(f"{model}: only a name such as hf:Qwen/Qwen3-0.6B can be downloaded")
+    typer.echo(model_folder(model))
+
+
+def fetched(config: ClusterConfig, stop: Stop) -> ClusterConfig:
+    """The config with a model from the Hub downloaded, and named by its commit: all parts then take the same.
+
+    The download is a process of its own, since nothing else of it can be ended at once. It says on stderr how far it
+    is, and what is wrong; then typer.Exit has its exit code. Raises Cancelled.
+    """
+    path = config.model.path
+    if not path.startswith(HUB_PREFIX):
+        return config
+    env = os.environ | {PARENT: str(os.getpid())}
+    with subprocess.Popen(
+        [sys.executable, *COMMAND, path], stdout=subprocess.PIPE, text=True, env=env, process_group=0
+    ) as process:
+        try:
+            while process.poll() is None:
+                stop.check()
+                stop.drain.wait(POLL_S)
+        except BatonError:
+            process.kill()
+            raise
+        output = process.stdout.read() if process.stdout else ""
+    if process.returncode:
+        raise typer.Exit(process.returncode)
+    name = pinned(path, Path(output.strip()))
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": name})})
+
+
+@contextmanager
+def shown_loading(logs: Path) -> Iterator[Callable[[], None]]:
+    """On a terminal, one line on stderr with how far each worker is, until the block ends or calls what it is given."""
+    done, began = threading.Event(), time.time() - FILE_CLOCK_S
+
+    def show() -> None:
+        while not done.wait(SHOWN_S):
+            if shares := loading(logs, began):
+                sys.stderr.write(f"{CLEAR}loading: {', '.join(shares)}")
+                sys.stderr.flush()
+
+    def end() -> None:
+        if not done.is_set():
+            done.set()
+            thread.join()
+            sys.stderr.write(CLEAR)
+
+    thread = threading.Thread(target=show, name="loading", daemon=True)
+    if not sys.stderr.isatty():
+        done.set()
+    else:
+        thread.start()
+    try:
+        yield end
+    finally:
+        end()
+
+
+def loading(logs: Path, since: float) -> list[str]:
+    """How far each worker says that it is, by its log's last line, in logs written `since` (seconds of the epoch)."""
+    shares = []
+    for path in sorted(logs.glob("*.log")):
+        try:
+            line = json.loads(tail(path, 1)) if path.stat().st_mtime >= since else {}
+        except (OSError, ValueError):  # another format, or half a line
+            continue
+        if isinstance(line, dict) and line.get("event") in {"model_loading", "model_loaded"}:
+            shares.append(f"{path.stem} {line.get('percent', 100)} %")
+    return shares
+
 
 DOWN_S = 30.0
 LOOK_S = 0.1  # between two checks of the processes that `down` waits for
@@ -115,7 +213,7 @@ def announce(state: ClusterState, config: ClusterConfig, *, as_json: bool) -> No
 
 def _detach(config: ClusterConfig, file: Path, sets: Sequence[str], stop: Stop, *, as_json: bool) -> None:
     """Start `baton up` in a session of its own, and wait until it is ready or has failed."""
-    from baton.cli import exit_code
+    from baton.cli.exit_codes import exit_code
 
     folder = StateFolder(config.name)
     folder.acquire()  # says what is wrong with the folder, and who has it; the child takes it for good

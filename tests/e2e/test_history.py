@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from baton.cli.census import look
+from baton.cli.block_census import look
 from tests.support.cluster_process import HANDED_OVER
 from tests.support.load import Load, Streams, draw_jobs
 from tests.support.waiting import eventually

@@ -16,7 +16,7 @@ import pytest
 
 from baton import errors
 from baton.bench.report import KIND
-from baton.cli import exit_code
+from baton.cli.exit_codes import exit_code
 from tests.integration.access_support import TOKENS, tls_of, token_file
 from tests.integration.commands_support import Talking, run
 from tests.integration.gateway_support import Alone, alone, tokens, two_words

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.cli.access import NO_REACH
+from baton.cli.credentials import NO_REACH
 from baton.cli.operate import Operator
 from baton.clock import SystemClock
 from baton.core import Incarnation, Role, WorkerInfo, WorkerRef

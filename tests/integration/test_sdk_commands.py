@@ -17,7 +17,7 @@ import grpc
 import pytest
 
 from baton import errors
-from baton.cli import exit_code
+from baton.cli.exit_codes import exit_code
 from tests.integration.commands_support import Talking, run
 from tests.support.clients import serving, soon
 from tests.support.time_factor import scaled

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from baton import Client
-from baton.cli.census import look
+from baton.cli.block_census import look
 from baton.cluster.state_dir import ClusterState, StateFolder
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually

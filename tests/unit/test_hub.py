@@ -64,7 +64,7 @@ except CheckpointError as error:
 def test_pull_prints_the_folder_and_refuses_others(tmp_path):
     folder = snapshot(tmp_path)
     code = """
-from baton.cli import main
+from baton.cli.main import main
 for model in ("hf:org/tiny", "hf:org/other", "models/demo"):
     sys.argv = ["baton", "pull", model]
     try:

@@ -17,8 +17,8 @@ import baton
 import baton.client
 import baton.client.types
 import baton.errors
-from baton.cli import exit_code
 from baton.cli.app import app
+from baton.cli.exit_codes import exit_code
 from baton.config import ClusterConfig
 from baton.errors import BatonError, InvalidRequest
 from baton.rpc import v1

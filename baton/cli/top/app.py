@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import ClassVar
 
+import typer
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
@@ -15,7 +19,8 @@ from textual.css.query import NoMatches
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, RichLog, Sparkline, Static
 
-from baton.cli.top import draw
+from baton.cli.operate import Operator
+from baton.cli.top import render
 from baton.cli.top.feed import Feed, Lost
 from baton.errors import BatonError
 from baton.rpc.v1 import admin_pb2
@@ -76,10 +81,10 @@ class Trace(Sheet):
             text.update(Text(f"{self._request_id or 'the last request'}: {error}"))
             return
         text.add_class("spans")
-        text.update(Text("\n").join(draw.spans(reply, max(10, self.size.width // 3))))
+        text.update(Text("\n").join(render.spans(reply, max(10, self.size.width // 3))))
 
 
-class Table(DataTable[draw.Cell]):
+class Table(DataTable[render.Cell]):
     """Rows with names: one that stays keeps its place and the cursor."""
 
     def __init__(self, columns: Sequence[str], sorted_by: str, *, id: str) -> None:
@@ -92,7 +97,7 @@ class Table(DataTable[draw.Cell]):
         for name in self._names:
             self.add_column(name, key=name)
 
-    def fill(self, rows: Mapping[str, Sequence[draw.Cell]]) -> None:
+    def fill(self, rows: Mapping[str, Sequence[render.Cell]]) -> None:
         """What is shown from now on."""
         under = self._under_cursor()
         for key in [key for key in self.rows if key.value not in rows]:
@@ -191,9 +196,9 @@ class Top(App[BatonError | None]):
                 with Vertical():
                     yield Static(id=f"{name}-text")
                     yield Sparkline(id=name)
-        yield Table(draw.WORKERS, "worker", id="workers")
+        yield Table(render.WORKERS, "worker", id="workers")
         yield Static(id="ledger")
-        yield Table(draw.REQUESTS, "age", id="requests")
+        yield Table(render.REQUESTS, "age", id="requests")
         with Horizontal(id="below"):
             yield RichLog(id="happenings", max_lines=HAPPENINGS, wrap=True, min_width=1)
             with VerticalScroll(id="control"):
@@ -226,7 +231,7 @@ class Top(App[BatonError | None]):
         for item in said.happenings:
             if (key := item.SerializeToString(deterministic=True)) not in self._happened:
                 self._happened.append(key)
-                log.write(draw.happening(item))
+                log.write(render.happening(item))
         if not self._paused:
             self._live = said
             self._show()
@@ -236,7 +241,7 @@ class Top(App[BatonError | None]):
         points = {"ttft": live.lately.ttft.p99, "itl": live.lately.itl.p99, "rate": live.lately.tokens_per_s}
         for name, value in points.items():
             self._lines[name].append(value)
-        loads = {draw.process_of(worker): worker.load for worker in live.status.workers}
+        loads = {render.process_of(worker): worker.load for worker in live.status.workers}
         tokens = {name: load.prefill_tokens + load.decode_tokens for name, load in loads.items()}
         passed = live.time_s - self._said_at
         if passed > 0:
@@ -250,19 +255,19 @@ class Top(App[BatonError | None]):
         if live is None:
             return
         texts = {
-            "head": draw.head(live, paused=self._paused),
-            "ledger": draw.ledger_sum(live),
-            "decisions": draw.control(live.status.control if live.status.HasField("control") else None),
-            "ttft-text": draw.quantiles("TTFT", live.window.ttft),
-            "itl-text": draw.quantiles("ITL", live.window.itl),
-            "rate-text": draw.rates(live.window),
+            "head": render.head(live, paused=self._paused),
+            "ledger": render.ledger_sum(live),
+            "decisions": render.control(live.status.control if live.status.HasField("control") else None),
+            "ttft-text": render.quantiles("TTFT", live.window.ttft),
+            "itl-text": render.quantiles("ITL", live.window.itl),
+            "rate-text": render.rates(live.window),
         }
         for name, text in texts.items():
             screen.query_one(f"#{name}", Static).update(text)
         for name, line in self._lines.items():
             screen.query_one(f"#{name}", Sparkline).data = list(line)
-        screen.query_one("#workers", Table).fill(draw.workers(live, self._rates))
-        screen.query_one("#requests", Table).fill(draw.requests(live))
+        screen.query_one("#workers", Table).fill(render.workers(live, self._rates))
+        screen.query_one("#requests", Table).fill(render.requests(live))
 
     async def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
         if event.data_table.id == "requests":
@@ -288,3 +293,14 @@ class Top(App[BatonError | None]):
 
     async def action_help(self) -> None:
         await self.push_screen(Help())
+
+
+def top(name: str | None, target: str | None, tls: Path | None, interval_s: float) -> None:
+    """Show it until the user leaves. Raises BatonError when there is no cluster, or it will not be watched by us."""
+    if not (sys.stdout.isatty() and sys.stdin.isatty()):
+        raise typer.BadParameter("needs a terminal; `baton status --watch` does not")
+    find = partial(Operator.find, name, target, tls)
+    find()  # before the screen is taken: who names no cluster is told so
+    failure = Top(Feed(find, interval_s)).run()
+    if failure is not None:
+        raise failure

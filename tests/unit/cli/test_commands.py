@@ -14,8 +14,10 @@ from typer.testing import CliRunner
 
 from baton import errors
 from baton.cli import app as app_module
-from baton.cli import demo, exit_code, main, operate
+from baton.cli import demo, operate
 from baton.cli.app import app
+from baton.cli.exit_codes import exit_code
+from baton.cli.main import main
 from baton.cli.up import wait_ended
 from baton.cluster.backend_process import StartError
 from baton.errors import BatonError, ConfigError, InvalidRequest, Violation

@@ -4,7 +4,7 @@ import pytest
 
 from baton import __version__
 from baton.cli.config import effective
-from baton.cli.roles import router_settings
+from baton.cli.serve import router_settings
 from baton.cli.up import as_environment, as_options
 from baton.config import ClusterConfig, load_config
 from baton.network import redacted

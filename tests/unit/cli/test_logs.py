@@ -11,10 +11,9 @@ from unittest.mock import Mock
 import pytest
 import typer
 
-from baton.cli import log_files
+from baton.cli import logs
 from baton.cli import logs as command
-from baton.cli.log_files import LogFile
-from baton.cli.logs import Wanted, find_logs, merged, parse_age, pretty
+from baton.cli.logs import LogFile, Wanted, find_logs, merged, parse_age, pretty
 from baton.cluster.state_dir import StateFolder
 from baton.errors import NoWorker
 
@@ -39,7 +38,7 @@ def last(path: Path, wanted: Wanted | None = None, most: int | None = None) -> l
     return [shown(line) for line in LogFile(path).last(wanted.takes, wanted.since, most)]
 
 
-def shown(line: log_files.Line) -> str:
+def shown(line: logs.Line) -> str:
     return line.text if line.event is None else str(line.event["event"])
 
 
@@ -78,13 +77,13 @@ def test_of_a_large_file_only_the_end_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pread", pread)
     assert last(path, most=3) == ["e9997", "e9998", "e9999"]
     read = sum(size for (_, size, _), _ in pread.call_args_list)
-    assert read <= 2 * log_files.CHUNK_BYTES < path.stat().st_size / 8
+    assert read <= 2 * logs.CHUNK_BYTES < path.stat().st_size / 8
     assert last(path, Wanted(since=BEGIN + 9.9985)) == ["e9999"]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 10_000])
 def test_lines_are_whole_wherever_a_chunk_ends(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(log_files, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(logs, "CHUNK_BYTES", chunk)
     lines = [event(n, f"e{n}", text="ä\u2028" * n) for n in range(12)]
     path = write(tmp_path / "a.log", *lines)
     file = LogFile(path)
@@ -224,10 +223,10 @@ def test_which_cluster(cluster, tmp_path, monkeypatch):
 
 def test_on_a_terminal():
     facts = {"request_id": "r1", "empty": "", "text": "two words", "workers": ["a"], "exception": "Traceback\n x"}
-    text = pretty(log_files.parse(event(0.25, "done", **facts), "router", 0.0)).plain
+    text = pretty(logs.parse(event(0.25, "done", **facts), "router", 0.0)).plain
     assert text.endswith('done request_id=r1 text="two words" workers=["a"]\nTraceback\n x')
     hostile = event(0.25, "a\x1b[2J", client_tag="\x1b]0;x\x07", reason="\x9b31m b", exception="c\x1b\n d")
     for text in (hostile, "\x1b[2J of an interpreter"):
-        shown = pretty(log_files.parse(text, "router", 0.0)).plain
+        shown = pretty(logs.parse(text, "router", 0.0)).plain
         assert not {"\x1b", "\x07", "\x9b"} & set(shown), "a client has no words with the terminal of an operator"
         assert "\\x1b[2J" in shown

@@ -10,7 +10,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from baton.cli import profile as command
+from baton.cli import profile_kernels as command
 from baton.config import load_config
 from baton.core import Role
 from baton.engine.determinism.tuning import load_passes

@@ -7,9 +7,9 @@ import time
 import pytest
 import typer
 
-from baton.cli import census as census_command
+from baton.cli import block_census as census_command
 from baton.cli import status as command
-from baton.cli.census import Problem, problems
+from baton.cli.block_census import Problem, problems
 from baton.cluster.state_dir import ClusterState, ProcessId
 from baton.core import BlockCounts, HandoffId, Incarnation, Load, Role, WorkerInfo, WorkerRef
 from baton.errors import NoWorker

@@ -15,10 +15,10 @@ from textual.pilot import Pilot
 from textual.widgets import RichLog, Static
 from typer.testing import CliRunner
 
-from baton.cli.access import NO_REACH, Reach
 from baton.cli.app import app as commands
+from baton.cli.credentials import NO_REACH, Reach
 from baton.cli.operate import Operator
-from baton.cli.top import draw, feed
+from baton.cli.top import feed, render
 from baton.cli.top.app import Help, Table, Top, Trace
 from baton.cli.top.feed import Feed
 from baton.errors import NoWorker, Unauthenticated
@@ -166,7 +166,7 @@ async def test_what_a_router_says_is_shown_and_the_token_is_not(router):
         assert column(workers, "worker") == ["decode-0", "prefill-0"]
         assert column(workers, "KV blocks")[1].endswith(" 30%")
         assert column(workers, "KV blocks")[0].endswith(" 95%")
-        assert column(workers, "busy")[0] == "█" * draw.BAR
+        assert column(workers, "busy")[0] == "█" * render.BAR
         assert column(table(app, "requests"), "request") == ["req-0", "req-1", "req-2"]
         assert "plan 7: 1 prefill, 1 decode, by operator" in text(app, "decisions")
         assert "6.0 s ago turn decode-1: prefill waits" in text(app, "decisions")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from baton.cli import exit_code
 from baton.cli import plan as command
 from baton.cli.app import app
+from baton.cli.exit_codes import exit_code
 from baton.cli.plan import verdict
 from baton.errors import ConfigError
 from simulator.plan import Answer, Tried

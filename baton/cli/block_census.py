@@ -14,7 +14,7 @@ from typing import TypeVar
 import grpc
 import typer
 
-from baton.cli.access import NO_REACH, Reach, find_reach
+from baton.cli.credentials import NO_REACH, Reach, find_reach
 from baton.cli.up import find_cluster
 from baton.core import HandoffId
 from baton.errors import BatonError

@@ -6,7 +6,7 @@ import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.cli.access import find_reach
+from baton.cli.credentials import find_reach
 from baton.cli.up import find_cluster
 from baton.client import AsyncClient, Client
 from baton.errors import ConfigError

@@ -1,0 +1,34 @@
+"""Exit codes of the command line.
+
+0 ok   1 anything else   2 usage   3 config   4 unreachable   5 overloaded   130 stopped
+"""
+
+from __future__ import annotations
+
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    CheckpointError,
+    ConfigError,
+    InvalidRequest,
+    LedgerError,
+    NoWorker,
+    Overloaded,
+    UnknownModel,
+)
+
+EXIT_CODES: tuple[tuple[type[BatonError], int], ...] = (
+    (InvalidRequest, 2),
+    (UnknownModel, 2),
+    (ConfigError, 3),
+    (CheckpointError, 3),
+    (LedgerError, 4),
+    (NoWorker, 4),
+    (Overloaded, 5),
+    (Cancelled, 130),
+)
+
+
+def exit_code(error: BatonError) -> int:
+    """The exit code of an error; 1 for what the table does not name."""
+    return next((code for kind, code in EXIT_CODES if isinstance(error, kind)), 1)

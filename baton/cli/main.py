@@ -1,0 +1,25 @@
+"""The command line. `main` is the one place where errors become exit codes."""
+
+from __future__ import annotations
+
+import sys
+
+from baton.cli.exit_codes import exit_code
+from baton.errors import BatonError
+
+
+def main() -> None:
+    """Run the command line; a `BatonError` is one message on stderr and an exit code, never a traceback."""
+    try:
+        from baton.cli.app import app
+
+        app()
+    except BatonError as error:
+        sys.stderr.write(f"baton: {type(error).__name__}: {error}\n")
+        sys.exit(exit_code(error))
+    except ModuleNotFoundError as error:
+        sys.exit(
+            f"baton: {error.name} is not installed; the command line needs: pip install 'baton-serve[server,local]'"
+        )
+    except KeyboardInterrupt:
+        sys.exit(130)
