@@ -25,7 +25,6 @@ COPY router router
 COPY prefill_workers prefill_workers
 COPY decode_workers decode_workers
 COPY kvtransfer kvtransfer
-COPY simulator simulator
 RUN bash tools/image/wheel.sh /dist
 
 FROM base AS runtime

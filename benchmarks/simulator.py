@@ -13,7 +13,7 @@ just before and after the load: nothing is fitted to what the load gave. An erro
 of a figure of one load on one cluster, both as medians over the rounds, in the simulator with five seeds each; the
 ratios are the medians over loads and clusters, and the table has each. Goodput is requests/s at each rate that keep to
 the goal which both sides are configured for; its error under each other goal stands in a table of its own, beside what
-splitting gives there as measured and as simulated. Speed is that of `python -m simulator`.
+splitting gives there as measured and as simulated. Speed is that of `python -m baton.planner.sim`.
 The last line of stdout is one JSON object with the figures.
 """
 
@@ -35,6 +35,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python b
 
 from baton.bench.traces import Arrival
 from baton.logs import configure_logging
+from baton.planner.profile import Profile, load_profile
+from baton.planner.search import Shape, Site
+from baton.planner.sim.cluster import simulate
+from baton.planner.sim.scenario import Pool, Router, Scenario, Slow
+from baton.planner.sim.scenario import Slo as SimulatedSlo
 from benchmarks.disaggregation import Lab, profile_file
 from benchmarks.lib.disagg_figures import Phase, Slo, attainment, highest, kept
 from benchmarks.lib.disagg_goals import AIM, GOALS, Goal, sides_of, slo_of
@@ -43,16 +48,11 @@ from benchmarks.lib.mixed_load import STREAM, arrivals
 from benchmarks.lib.models import make_model
 from benchmarks.lib.protocol import ROOT
 from benchmarks.lib.report import finish, markdown
-from simulator import simulate
-from simulator.plan_shape import Shape, Site
-from simulator.profile import Profile, load_profile
-from simulator.scenario import Pool, Router, Scenario, Slow
-from simulator.scenario import Slo as SimulatedSlo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from simulator.report import Report
+    from baton.planner.sim.stats import Report
 
 Profiles = dict[tuple[str, int], Profile]  # of each side in each round, as the speed of a machine wanders
 
@@ -142,8 +142,8 @@ def scenario(profile: Profile, side: str, slo: Slo, told_itl_s: float, longer: f
 
 
 def speed(requests: int, workers: int) -> dict[str, float]:
-    """Of `python -m simulator`, in a process of its own."""
-    argv = [sys.executable, "-m", "simulator", "--requests", str(requests), "--workers", str(workers)]
+    """Of `python -m baton.planner.sim`, in a process of its own."""
+    argv = [sys.executable, "-m", "baton.planner.sim", "--requests", str(requests), "--workers", str(workers)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(argv, env=env, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])

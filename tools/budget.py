@@ -43,7 +43,7 @@ NOT_CORE = (
     "router/observe/",
     "kvtransfer/transports/",
 )
-TREE = ("baton", "router", "prefill_workers", "decode_workers", "kvtransfer", "simulator")
+TREE = ("baton", "router", "prefill_workers", "decode_workers", "kvtransfer")
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

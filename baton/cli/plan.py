@@ -19,12 +19,11 @@ from baton.config import ClusterConfig, load_config
 from baton.config.schema import PoolConfig
 from baton.errors import ConfigError
 from baton.logs import configure_logging
-from simulator import simulate
-from simulator.plan import OWN, Answer, Planner, Tried, kind
-from simulator.plan_shape import Shape, Site, Workload
-from simulator.plan_text import parse_what_if
-from simulator.profile import load_profile
-from simulator.scenario import Pool, Router, Slo
+from baton.planner.profile import load_profile
+from baton.planner.search import OWN, Answer, Planner, Shape, Site, Tried, Workload, kind
+from baton.planner.sim.cluster import simulate
+from baton.planner.sim.scenario import Pool, Router, Slo
+from baton.planner.what_if import parse_what_if
 
 COLUMNS = ("pools", "GPUs", "requests/s", "good", "TTFT p50", "p99 ms", "ITL p50", "p99 ms", "busy P", "D", "tried as")
 POISSON = "poisson"  # arrivals, where nothing else is asked for

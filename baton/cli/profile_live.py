@@ -17,8 +17,6 @@ import typer
 from rich.console import Console
 
 from baton.cli.credentials import find_reach
-from baton.cli.profile_fitted import decodes, fitted
-from baton.cli.profile_seen import BESIDE, SHORT, Measured, Prompts, Seen, summed, together
 from baton.cli.target import Router
 from baton.cli.up import find_cluster
 from baton.client import AsyncClient
@@ -27,9 +25,11 @@ from baton.cluster.state_dir import StateFolder
 from baton.config import ClusterConfig, load_config
 from baton.core import Load, Pace
 from baton.errors import ConfigError, NoWorker
+from baton.planner.fit import Gaps
+from baton.planner.live_fit import decodes, fitted
+from baton.planner.observations import BESIDE, SHORT, Measured, Prompts, Seen, summed, together
+from baton.planner.profile import Profile
 from baton.rpc.channel import from_here
-from simulator.profile import Profile
-from simulator.profile_fit import Gaps
 
 LENGTHS = (16, 64, 256, 1024, 4096)
 ROWS = (1, 2, 4, 8, 16, 32)

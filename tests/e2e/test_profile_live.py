@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from simulator.profile import load_profile
-from simulator.profile_fit import FACTORS
+from baton.planner.fit import FACTORS
+from baton.planner.profile import load_profile
 
 pytestmark = pytest.mark.slow
 ORACLE = ("model.path=oracle", "model.max_model_len=640")

@@ -17,7 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("baton", "router", "prefill_workers", "decode_workers", "kvtransfer", "simulator")
+PACKAGES = ("baton", "router", "prefill_workers", "decode_workers", "kvtransfer")
 SERVER_ONLY = ("torch", "ray", "pydantic", "typer", "redis", "numpy")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributions")]
 

@@ -97,7 +97,7 @@ WRONG = {  # a command, and what is said of it
     "baton up --set decode.bathc=3": "no cluster file has the key 'decode.bathc'",
     "python tools/none.py": "there is no tools/none.py",
     "python benchmarks/engine.py --quick --quack": "`benchmarks/engine.py` has no --quack",
-    "python -m simulator --wrokers 3": "`simulator` has no --wrokers",
+    "python -m baton.planner.sim --wrokers 3": "`baton.planner.sim` has no --wrokers",
     "python -m pytest tests/none::test -k x": "there is no tests/none",
 }
 RIGHT = "baton top --interval 1 | tee file  # baton nothing\nbaton status [--name NAME \\| --json]\n"

@@ -18,7 +18,7 @@ from baton.config.loading import known_keys
 from tests.guards.documents import Document, Said, commands
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = {"benchmarks", "models", "simulator", "tools"}  # with programs of ours
+PACKAGES = {"baton", "benchmarks", "models", "tools"}  # with programs of ours
 BATON = re.compile(r"(?:.*\bbin/)?baton")
 PYTHON = re.compile(r"(?:.*\bbin/)?python3?")
 BETWEEN = {"or", "and", "...", "…"}  # no words of the command

@@ -1,5 +1,5 @@
 """What becomes of requests when workers die in certain phases of their attempts: told by production, as it runs in
-virtual time, and by the simulator in `simulator/`, in the same words, so that the two can be compared.
+virtual time, and by the simulator in `baton/planner/sim/`, in the same words, so that the two can be compared.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A story as the simulator in `simulator/` has it."""
+"""A story as the simulator in `baton/planner/sim/` has it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import pytest
 
 from baton.bench.traces import Arrival
 from baton.core import Role
-from simulator.attempt import Attempt
-from simulator.cluster import Cluster
-from simulator.life import Life
-from simulator.scenario import Death, Network, Pool, Router, Scenario
-from simulator.steps import Linear, line
-from simulator.worker import Worker
-from simulator.worker_decode import DecodeWorker
-from simulator.worker_prefill import PrefillWorker
+from baton.planner.sim.cluster import Cluster
+from baton.planner.sim.decode import DecodeWorker
+from baton.planner.sim.prefill import PrefillWorker
+from baton.planner.sim.router import Attempt, Life
+from baton.planner.sim.scenario import Death, Network, Pool, Router, Scenario
+from baton.planner.sim.step_cost import Linear, line
+from baton.planner.sim.worker import Worker
 from tests.simulation.stories import BACK_S, BLOCK, BLOCKS, PROMPT, TOKENS, Case, Phase, Story, Strike, Striker
 
 COST = Linear(line(0.03), line(0.02))

@@ -28,7 +28,7 @@ from router.openai.errors import Problem, problem_of
 from router.openai.schema import ChatBody, CompletionBody
 from router.openai.upstream import Upstream
 
-PACKAGES = ("baton", "router", "prefill_workers", "decode_workers", "kvtransfer", "simulator")
+PACKAGES = ("baton", "router", "prefill_workers", "decode_workers", "kvtransfer")
 EXPORTED = baton.__all__
 # The modules that users import names from, by the path that they write.
 MODULES: Mapping[str, ModuleType] = {

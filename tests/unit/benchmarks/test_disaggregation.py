@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from baton.bench.traces import Arrival, read_trace
+from baton.planner.profile import Layout, Line, Link, Piece, Profile
+from baton.planner.sim.cluster import simulate
+from baton.planner.sim.scenario import Scenario
+from baton.planner.sim.stats import Report
 from benchmarks import disaggregation, simulator
 from benchmarks.lib.disagg_figures import Phase, Seen, Slo, attainment, goodput, keep, kept, phase_of
 from benchmarks.lib.disagg_goals import GOALS, aimed, goals, sides_of, tightest
 from benchmarks.lib.disagg_run import SPLIT, Side, colocated
 from benchmarks.lib.mixed_load import DOCUMENT, KINDS, STREAM, arrivals, kinds_of, write_trace
-from simulator import simulate
-from simulator.profile import Layout, Line, Link, Piece, Profile
-from simulator.report import Report
-from simulator.scenario import Scenario
 
 SLO = Slo(1.0, 0.05)
 USUAL_S = 0.0041  # of `a_profile`: its gap of a request alone

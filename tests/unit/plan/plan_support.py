@@ -9,11 +9,10 @@ from baton.bench.lengths import Lengths
 from baton.bench.traces import Arrival
 from baton.client.types import ClusterStatus, WorkerStatus
 from baton.core import Incarnation, KVLayout, Load, Role, WorkerInfo, WorkerRef
-from simulator.plan import Planner
-from simulator.plan_shape import Site, Workload
-from simulator.profile import Profile, load_profile
-from simulator.report import PoolReport, Report
-from simulator.scenario import Scenario
+from baton.planner.profile import Profile, load_profile
+from baton.planner.search import Planner, Site, Workload
+from baton.planner.sim.scenario import Scenario
+from baton.planner.sim.stats import PoolReport, Report
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=16, dtype="bfloat16")
 EASY = {"step_s": 0.01, "token_s": 1e-4, "context_s": 0.0}

@@ -15,11 +15,10 @@ from __future__ import annotations
 import pytest
 
 from baton.bench.lengths import Lengths
-from simulator import simulate
-from simulator.plan import Planner
-from simulator.plan_shape import Shape, Site, Workload
-from simulator.profile import Layout, Line, Link, Profile, load_profile
-from simulator.scenario import Pool, Router, Slo
+from baton.planner.profile import Layout, Line, Link, Profile, load_profile
+from baton.planner.search import Planner, Shape, Site, Workload
+from baton.planner.sim.cluster import simulate
+from baton.planner.sim.scenario import Pool, Router, Slo
 
 pytestmark = pytest.mark.slow
 

@@ -14,11 +14,10 @@ from baton.cli.app import app
 from baton.cli.exit_codes import exit_code
 from baton.cli.plan import verdict
 from baton.errors import ConfigError
-from simulator.plan import Answer, Tried
-from simulator.plan_shape import Shape
-from simulator.plan_text import parse_what_if
-from simulator.report import Report
-from simulator.scenario import Death, Slow, SlowLink
+from baton.planner.search import Answer, Shape, Tried
+from baton.planner.sim.scenario import Death, Slow, SlowLink
+from baton.planner.sim.stats import Report
+from baton.planner.what_if import parse_what_if
 from tests.unit.plan.plan_support import Fake, profile
 
 LOAD = ("--rate", "20", "--prompt-tokens", "100", "--max-tokens", "11", "--arrivals", "constant", "--requests", "50")

@@ -10,9 +10,8 @@ import pytest
 
 from baton.bench.lengths import Lengths
 from baton.errors import ConfigError
-from simulator.plan import kind
-from simulator.plan_shape import Shape, Workload, least_decode, least_prefill
-from simulator.profile import Profile
+from baton.planner.profile import Profile
+from baton.planner.search import Shape, Workload, kind, least_decode, least_prefill
 from tests.unit.plan.plan_support import Fake, planner, profile
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from baton.core import Pace
 from baton.errors import ConfigError
-from simulator.profile import Busy, Layout, Line, Piece, load_profile, names
-from simulator.profile_fit import Gaps, Slower, Steps, fit_decode, fit_joint, fit_line, fit_spread, seconds_of
-from simulator.scenario import Contention, Pool, Slowed
+from baton.planner.fit import Gaps, Slower, Steps, fit_decode, fit_joint, fit_line, fit_spread, seconds_of
+from baton.planner.profile import Busy, Layout, Line, Piece, load_profile, names
+from baton.planner.sim.scenario import Contention, Pool, Slowed
 from tests.unit.plan.plan_support import EASY, profile
 
 LAYOUT = {"tensor_parallel": 1, "kv_tokens": 10, "prompt": EASY, "decode": [EASY]}

@@ -7,8 +7,8 @@ from random import Random
 from typing import Any
 
 from baton.bench.traces import Arrival
-from simulator.scenario import Network, Overheads, Pool, Router, Scenario
-from simulator.steps import Linear, line
+from baton.planner.sim.scenario import Network, Overheads, Pool, Router, Scenario
+from baton.planner.sim.step_cost import Linear, line
 
 PROMPTS = line(0.004, 2e-5, 1e-9)
 DECODING = line(0.010, 2e-4, 2e-8)

@@ -21,16 +21,14 @@ from baton.bench.traces import Arrival
 from baton.cli.plan import _pool, _router
 from baton.config import load_config
 from baton.core import HandoffId
+from baton.planner.sim import __main__ as program
+from baton.planner.sim.__main__ import _RATE, main, scale_load, scale_scenario
+from baton.planner.sim.cluster import Cluster, simulate
+from baton.planner.sim.prefill import PrefillWorker
+from baton.planner.sim.scenario import Death, Network, Pool, Router, Slo, Slow, SlowLink
+from baton.planner.sim.stats import Report, Tally
 from prefill_workers.worker import spare
 from router.context import RouterSettings
-from simulator import __main__ as program
-from simulator import simulate
-from simulator.__main__ import _RATE, main, scale_load, scale_scenario
-from simulator.cluster import Cluster
-from simulator.report import Report
-from simulator.scenario import Death, Network, Pool, Router, Slo, Slow, SlowLink
-from simulator.tally import Tally
-from simulator.worker_prefill import PrefillWorker
 from tests.unit.simulator.scenes import PATIENT, colocated, poisson, scene
 
 PERCENTILE = Slo(itl_percentile=99.0)

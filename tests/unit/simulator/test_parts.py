@@ -9,12 +9,11 @@ import pytest
 
 from baton.bench.traces import Arrival
 from baton.engine.block_pool import Allocation, BlockPool
-from simulator.blocks import CountedPool, Names
-from simulator.gaps import Gaps, percentile
-from simulator.histogram import Histogram
-from simulator.kernel import Kernel
-from simulator.links import Flow, Way
-from simulator.stretch import Stretch
+from baton.planner.sim.block_pool import CountedPool, Names
+from baton.planner.sim.event_loop import Kernel
+from baton.planner.sim.network import Flow, Way
+from baton.planner.sim.stats import Gaps, Histogram, percentile
+from baton.planner.sim.timing import Stretch
 
 
 def test_events_happen_in_order_and_tasks_wait_in_made_up_time():

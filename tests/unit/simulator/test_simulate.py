@@ -13,10 +13,10 @@ import pytest
 
 from baton.bench.traces import Arrival
 from baton.errors import ConfigError
-from simulator import simulate
-from simulator.engine import Engine
-from simulator.scenario import Death, Network, Overheads, Pool, Router, Scenario, Slo, Slow, SlowLink
-from simulator.steps import Linear, Piecewise, line
+from baton.planner.sim.cluster import simulate
+from baton.planner.sim.engine import Engine
+from baton.planner.sim.scenario import Death, Network, Overheads, Pool, Router, Scenario, Slo, Slow, SlowLink
+from baton.planner.sim.step_cost import Linear, Piecewise, line
 from tests.unit.simulator.scenes import AT_ONCE, COST, DECODING, NO_OVERHEADS, PATIENT, colocated, poisson, scene
 
 ROOT = Path(__file__).parents[3]
@@ -90,7 +90,7 @@ def test_all_that_came_has_one_outcome_when_there_is_too_much():
 @pytest.mark.slow
 def test_the_same_arguments_give_the_same_report_in_another_process():
     script = (
-        "from tests.unit.simulator.test_simulate import eventful; from simulator import simulate;"
+        "from tests.unit.simulator.test_simulate import eventful; from baton.planner.sim.cluster import simulate;"
         "print(simulate(*eventful()).as_json())"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "1"}

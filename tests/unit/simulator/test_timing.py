@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from baton.bench.traces import Arrival
-from simulator import simulate
-from simulator.cluster import hosts_of
-from simulator.scenario import Contention, Pool, Slo, Slowed
-from simulator.steps import Linear, line
-from simulator.timing import Host, Timing
+from baton.planner.sim.cluster import hosts_of, simulate
+from baton.planner.sim.scenario import Contention, Pool, Slo, Slowed
+from baton.planner.sim.step_cost import Linear, line
+from baton.planner.sim.timing import Host, Timing
 from tests.unit.simulator.scenes import AT_ONCE, NO_OVERHEADS, colocated, scene
 
 COST = Linear(line(0.1), line(0.010))

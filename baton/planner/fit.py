@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from baton.core import Pace
-from simulator.profile import Line, Piece
+from baton.planner.profile import Line, Piece
 
 LEAST = 0.1  # of a decode step: what is left of it without its context, however much that is thought to be
 FACTORS = 200  # so many equally likely ones: enough for a 99th percentile

@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 
 from baton.errors import ConfigError
-from simulator.plan_shape import Shape
-from simulator.scenario import Death, Fault, Slow, SlowLink
+from baton.planner.search import Shape
+from baton.planner.sim.scenario import Death, Fault, Slow, SlowLink
 
 KEYS = ("prefill", "decode", "colocated", "prefill_tp", "decode_tp", "tp", "chunk", "workers", "fault")
 _FAULT = re.compile(r"(death|slow|link):([a-z0-9-]*)@([0-9.]+)(?:-([0-9.]+)x([0-9.]+))?")

@@ -8,7 +8,7 @@ from statistics import median_low
 from typing import TypeVar
 
 from baton.core import Pace
-from simulator.profile_fit import Gaps
+from baton.planner.fit import Gaps
 
 SHORT = 16  # tokens of a prompt
 BESIDE = 4  # rows that decode while prompts are computed

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from baton.core import Role
 from baton.errors import HandoffError
+from baton.planner.sim.engine import Row
+from baton.planner.sim.network import Flow
+from baton.planner.sim.worker import FINGERPRINT, Worker
 from kvtransfer.handoff import Offer
-from simulator.links import Flow
-from simulator.rows import Row
-from simulator.worker import FINGERPRINT, Worker
 
 if TYPE_CHECKING:
-    from simulator.attempt import Attempt
+    from baton.planner.sim.router import Attempt
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from simulator.kernel import Event, Kernel
+    from baton.planner.sim.event_loop import Event, Kernel
 
 
 class Way:

@@ -1,4 +1,4 @@
-"""How fast the simulator is: `python -m simulator --requests 1000000 --workers 1000`, on one core.
+"""How fast the simulator is: `python -m baton.planner.sim --requests 1000000 --workers 1000`, on one core.
 
 A load that the cluster takes: a fifth of the workers prefill, the rest decode, Poisson arrivals, prompts of 512 tokens
 and answers of 128 on average. The last line of stdout is one JSON object.
@@ -17,9 +17,9 @@ from random import Random
 
 from baton.bench.traces import Arrival
 from baton.logs import configure_logging
-from simulator import simulate
-from simulator.scenario import Network, Pool, Scenario
-from simulator.steps import Linear, line
+from baton.planner.sim.cluster import simulate
+from baton.planner.sim.scenario import Network, Pool, Scenario
+from baton.planner.sim.step_cost import Linear, line
 
 _COST = Linear(line(0.004, 2e-5, 1e-9), line(0.010, 2e-4, 2e-8))
 _RATE = 8.0  # requests per second and worker
@@ -46,7 +46,9 @@ def scale_load(requests: int, rate: float, seed: int = 0) -> Iterator[Arrival]:
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(prog="python -m simulator", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(
+        prog="python -m baton.planner.sim", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--workers", type=int, default=100)
     parser.add_argument("--rate", type=float, default=_RATE, help="requests per second and worker")

@@ -56,7 +56,7 @@ class CountedPool(BlockPool):
     """See `BlockPool`; `on_names(added, removed)` is its `on_index`.
 
     `used_most`: blocks that were held at once. `growing`: held by rows that decode, and in none of their allocations
-    yet (see `simulator.engine`).
+    yet (see `baton.planner.sim.engine`).
     """
 
     def __init__(self, total: int) -> None:  # not that of BlockPool, which makes a list of all blocks

@@ -12,9 +12,9 @@ from pydantic import Field, ValidationError, field_validator
 
 from baton.config.schema import Section
 from baton.errors import ConfigError
+from baton.planner.sim.scenario import Contention, Network, Overheads, Pool, Slowed
+from baton.planner.sim.step_cost import Linear, Piecewise, StepCost, line
 from router.placement.cost_model import Cost
-from simulator.scenario import Contention, Network, Overheads, Pool, Slowed
-from simulator.steps import Linear, Piecewise, StepCost, line
 
 FOLDER = Path(__file__).parent / "profiles"
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -114,7 +114,7 @@ class Link(Section):
 
 
 class Beside(Section):
-    """Seconds of a request outside of steps and links, as `simulator.scenario.Overheads` names them."""
+    """Seconds of a request outside of steps and links, as `baton.planner.sim.scenario.Overheads` names them."""
 
     admit_s: Seconds = 0.0
     hop_s: Seconds = 0.0

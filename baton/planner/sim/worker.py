@@ -10,20 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 from baton.core import Channel, Incarnation, KVLayout, Load, Role, WorkerInfo, WorkerRef
 from baton.ledger.prefix_index import Change, Holder
-from simulator.blocks import told
-from simulator.engine import Engine
-from simulator.links import Way
-from simulator.router import SimLink
-from simulator.rows import Row
-from simulator.timing import Timing
+from baton.planner.sim.block_pool import told
+from baton.planner.sim.engine import Engine, Row
+from baton.planner.sim.network import Way
+from baton.planner.sim.router import SimLink
+from baton.planner.sim.timing import Timing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from baton.core import HandoffId
-    from simulator.attempt import Attempt
-    from simulator.cluster import Cluster
-    from simulator.scenario import Pool
+    from baton.planner.sim.cluster import Cluster
+    from baton.planner.sim.router import Attempt
+    from baton.planner.sim.scenario import Pool
 
 FINGERPRINT = "simulated"
 
@@ -65,7 +64,7 @@ class Worker(ABC):
     def begin(self) -> None:
         """What the role has beside."""
 
-    # --- simulator.engine.Listener ------------------------------------------------------------------------------
+    # --- baton.planner.sim.engine.Listener -------------------------------------------------------------------------
 
     def chunk(self, row: Row, count: int, seconds: float) -> None:
         """See `Listener`."""

@@ -6,5 +6,3 @@ scenario  what is simulated      steps     what a step costs
 report    what came of it        histogram percentiles in flat memory
 cluster   all of it together: kernel (time), router and life (a request), attempt, worker*, engine, blocks, links
 """
-
-from simulator.cluster import simulate as simulate

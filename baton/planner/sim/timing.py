@@ -1,18 +1,131 @@
 """How long a step of one simulated worker takes now: what it costs by itself, by how much such steps differ, and what
 other workers of its host do meanwhile.
+
+What steps took, as a worker reports it: see `baton.worker.engine_loop.Paces`.
+
+Steps of a worker in which nothing changes: each has one token more of every row than the one before.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from simulator.scenario import Contention
+from baton.core import Pace
+from baton.planner.sim.scenario import Contention
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from random import Random
 
-    from simulator.scenario import Pool
+    from baton.planner.sim.scenario import Pool
+
+
+class Paces:
+    """All steps so far, by kind. They change: `told` is what a report has."""
+
+    def __init__(self) -> None:
+        self.prefill, self.decode = Pace(), Pace()
+        self.joint, self.beside = Pace(), Pace()
+
+    def decoded(self, steps: int, tokens: int, context: int, seconds: float) -> None:
+        """Steps that only decoded."""
+        _add(self.decode, steps, tokens, context, seconds)
+
+    def planned(self, prompts: int, context: int, decodes: int, beside: int, seconds: float) -> None:
+        """A step: of prompts so many tokens and positions, of rows as well."""
+        if not prompts:
+            _add(self.decode, 1, decodes, beside, seconds)
+        elif not decodes:
+            _add(self.prefill, 1, prompts, context, seconds)
+        else:
+            _add(self.joint, 1, prompts, context, seconds)
+            _add(self.beside, 1, decodes, beside, 0.0)
+
+    def told(self) -> Paces:
+        """As they are now."""
+        now = Paces()
+        now.prefill, now.decode = replace(self.prefill), replace(self.decode)
+        now.joint, now.beside = replace(self.joint), replace(self.beside)
+        return now
+
+
+def _add(pace: Pace, steps: int, tokens: int, context: int, seconds: float) -> None:
+    pace.steps += steps
+    pace.tokens += tokens
+    pace.context += context
+    pace.seconds += seconds
+
+
+_ALIKE = 0.01  # steps whose lengths differ by less count as equally long
+_MOST_PIECES = 16
+
+
+class Stretch:
+    """`count` steps from `began` on, of `first_s` seconds and each `more_s` longer than the one before; or as long as
+    `drawn` says.
+    """
+
+    __slots__ = ("_ends", "began", "count", "first_s", "more_s")
+
+    def __init__(self, began: float, count: int, first_s: float, more_s: float, drawn: Sequence[float] = ()) -> None:
+        self.began, self.count, self.first_s, self.more_s = began, count, first_s, more_s
+        self._ends = list(accumulate(drawn))
+
+    def seconds(self, steps: int) -> float:
+        """That the first so many take."""
+        if self._ends:
+            return self._ends[steps - 1] if steps else 0.0
+        return steps * self.first_s + self.more_s * (steps * (steps - 1) / 2)
+
+    def end(self, steps: int) -> float:
+        """When the first so many are done."""
+        return self.began + self.seconds(steps)
+
+    def done_by(self, now: float) -> int:
+        """How many are done then, if it is not at its end."""
+        if self._ends:
+            return min(bisect_right(self._ends, now - self.began), self.count)
+        steps = min(self._about(now - self.began), self.count)
+        while steps > 0 and self.end(steps) > now:
+            steps -= 1
+        while steps < self.count and self.end(steps + 1) <= now:
+            steps += 1
+        return steps
+
+    def next_end(self, now: float) -> int:
+        """The number of the step that is under way then: jobs wait for its end."""
+        if self._ends:
+            return min(bisect_left(self._ends, now - self.began) + 1, self.count)
+        done = self.done_by(now)
+        return max(done if self.end(done) == now else min(done + 1, self.count), 1)
+
+    def pieces(self, steps: int) -> list[tuple[int, float]]:
+        """The first so many: numbers of steps, and seconds of each of these."""
+        if self._ends:
+            return [(1, end - before) for before, end in zip((0.0, *self._ends), self._ends[:steps], strict=False)]
+        growth = self.more_s * (steps - 1)
+        count = min(max(1, math.ceil(growth / (self.first_s * _ALIKE))), _MOST_PIECES, steps) if self.first_s else 1
+        if count == 1:
+            return [(steps, self.first_s + growth / 2)]
+        ends = [steps * place // count for place in range(count + 1)]
+        spans = pairwise(ends)
+        return [(end - begin, (self.seconds(end) - self.seconds(begin)) / (end - begin)) for begin, end in spans]
+
+    def _about(self, elapsed: float) -> int:
+        """Close to how many steps take so long."""
+        if self.first_s <= 0 and self.more_s <= 0:
+            return self.count
+        if elapsed <= 0:
+            return 0
+        a, b = self.more_s / 2, self.first_s - self.more_s / 2
+        if a <= 0:
+            return int(elapsed / self.first_s)
+        return int(2 * elapsed / (b + math.sqrt(b * b + 4 * a * elapsed)))  # the root, without cancellation
 
 
 class Host:

@@ -8,16 +8,16 @@ from baton.core import HandoffId, Role, Sampling, SequenceSpec, Token
 from baton.engine.block_pool import Reservation
 from baton.errors import HandoffError
 from baton.event_journal import History
+from baton.planner.sim.engine import Row
+from baton.planner.sim.worker import FINGERPRINT, Worker
 from decode_workers.reservations import Reservations, State
 from kvtransfer.handoff import CommitState
-from simulator.rows import Row
-from simulator.worker import FINGERPRINT, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from simulator.attempt import Attempt
-    from simulator.worker_prefill import PrefillWorker
+    from baton.planner.sim.prefill import PrefillWorker
+    from baton.planner.sim.router import Attempt
 
 _FIRST = (Token(0, 0, ""),)
 _SAMPLING = Sampling()

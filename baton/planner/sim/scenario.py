@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from baton.errors import ConfigError
+from baton.planner.sim.step_cost import Linear, StepCost
 from router.placement.policy import POLICIES
-from simulator.steps import Linear, StepCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,8 @@ class Overheads:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """The router's settings, by the names of the cluster file. `report_s`: see `simulator.router`. `slo_itl_s`: what
-    it keeps where it can; None: what requests are judged by.
+    """The router's settings, by the names of the cluster file. `report_s`: see
+    `baton.planner.sim.router`. `slo_itl_s`: what it keeps where it can; None: what requests are judged by.
     """
 
     policy: str = "predicted"

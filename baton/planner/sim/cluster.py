@@ -7,25 +7,23 @@ import math
 from typing import TYPE_CHECKING
 
 from baton.core import Role
-from simulator.blocks import Names
-from simulator.gaps import Gaps
-from simulator.kernel import Kernel
-from simulator.life import Life
-from simulator.router import SimRouter
-from simulator.scenario import Death, Slow
-from simulator.tally import Tally
-from simulator.timing import Host
-from simulator.worker_decode import DecodeWorker
-from simulator.worker_prefill import PrefillWorker
+from baton.planner.sim.block_pool import Names
+from baton.planner.sim.decode import DecodeWorker
+from baton.planner.sim.event_loop import Kernel
+from baton.planner.sim.prefill import PrefillWorker
+from baton.planner.sim.router import Life, SimRouter
+from baton.planner.sim.scenario import Death, Slow
+from baton.planner.sim.stats import Gaps, Tally
+from baton.planner.sim.timing import Host
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from baton.bench.traces import Arrival
+    from baton.planner.sim.network import Way
+    from baton.planner.sim.scenario import Fault, Scenario, SlowLink
+    from baton.planner.sim.stats import Report
     from router.workers.placement import Claim
-    from simulator.links import Way
-    from simulator.report import Report
-    from simulator.scenario import Fault, Scenario, SlowLink
 
 _COLLECT = 200_000  # objects more than before
 _QUIET = 1  # beats while nothing runs

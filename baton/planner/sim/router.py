@@ -1,0 +1,429 @@
+"""One attempt at a request, as `router.request.attempt` draws it: what the router does when workers say something.
+
+The life of a request, as `router.request.lifecycle` has it: through as many attempts as it takes.
+
+The router of a simulation: production's admission, policies, claims, fitted costs and prefix map, without streams.
+
+What is simplified:
+- There is one router. What it costs in processor time is `Overheads` alone.
+- A worker reports with each message that it sends (room granted, a first token, an end), a hop later, and every
+  `report_s` in any case, as in production; but not after each step: between messages little changes but how far rows
+  have grown into blocks that were left to them. Costs are fitted from a report of each worker every `report_s`, not
+  from one every 8 steps.
+- The prefix map knows whole blocks of arrivals, as of the worker's last report, which in production is a beat later.
+- KV is never fetched from a decode worker to a prefill worker. There are no deadlines, priorities or tenants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from baton.core import HandoffId, Role, Sampling, SequenceSpec, WorkerInfo
+from baton.errors import DeadlineExceeded, NoWorker, Overloaded
+from baton.ledger.prefix_index import PrefixMap
+from baton.planner.sim.block_pool import UNSHARED
+from router.admission.admission import Admission, Bounds, ticket_for
+from router.placement.policy import ALONE, POLICIES
+from router.placement.snapshot import WorkerView
+from router.request.lifecycle import DEADLY
+from router.workers.placement import NO_WISH, Claim, Wish
+from router.workers.pool import WorkerPool
+from router.workers.stream import WorkerLink
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from baton.bench.traces import Arrival
+    from baton.core import Load
+    from baton.planner.sim.cluster import Cluster
+    from baton.planner.sim.decode import DecodeWorker
+    from baton.planner.sim.event_loop import Kernel
+    from baton.planner.sim.prefill import PrefillWorker
+    from baton.planner.sim.scenario import Scenario
+
+
+_THROUGH = {"no_room", "preempted"}  # nothing of it is left at the decode worker
+
+
+class Attempt:
+    """`known` tokens are to be computed, `tokens` are to come, and the client had `before` of the answer."""
+
+    __slots__ = (
+        "_claim", "_kernel", "before", "cached", "committed", "computed", "decode", "decoding", "died",
+        "failed", "fencing", "first_at", "handoff", "kept", "known", "life", "over", "prefill", "repushes", "sent",
+        "tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self, life: Life, claim: Claim, prefill: PrefillWorker | None, decode: DecodeWorker, known: int, before: int
+    ) -> None:
+        self.life, self._claim, self._kernel = life, claim, life.kernel
+        self.prefill, self.decode = prefill, decode
+        self.handoff = HandoffId(life.name, life.attempts)
+        self.known, self.before, self.tokens = known, before, life.tokens - before
+        self.cached = 0  # tokens at the decode worker
+        self.first_at = 0.0  # the first token, at its worker
+        self.over = self.kept = self.failed = self.died = False
+        self.sent = self.repushes = self.computed = self.decoding = self.committed = self.fencing = False
+        decode.attempts[self] = None
+        if prefill is not None:
+            prefill.attempts[self] = None
+        self._send(decode, decode.reserve, self)
+        if prefill is None:  # now: a prompt that is told of after the answer waits for one more step
+            self._send(decode, decode.compute, self)
+
+    @property
+    def held(self) -> bool:
+        """The prefill worker has what the next attempt needs."""
+        prefill, over = self.prefill, self.decoding or self.fencing  # fencing: it is gone
+        return self.sent and not over and prefill is not None and self in prefill.attempts
+
+    # --- what workers say ----------------------------------------------------------------------------------------
+
+    def reserved(self, cached: int) -> None:
+        """There is room."""
+        if self.over:
+            return
+        self._claim.reserved()
+        self.cached, self.sent = cached, True
+        self.life.accepted = True
+        prefill, held = self.prefill, self.life.held
+        self.life.held = None
+        if prefill is None:
+            return  # the decode worker was told with the Reserve
+        if held is not None:
+            self.repushes = True
+            self._send(prefill, prefill.repush, held, self)
+        else:
+            self._send(prefill, prefill.prefill, self)
+
+    def no_room(self) -> None:
+        """There is none."""
+        self._claim.decode.view.full = True
+        self.end("no_room")
+
+    def first(self) -> None:
+        """The first token is at the client."""
+        if self.over:
+            return
+        self.computed = True
+        self.life.told(self.before + 1, first=True)
+        if self.prefill is None:
+            self._claim.prefill_done()
+        else:
+            self._claim.computed()
+
+    def adopted(self) -> None:
+        """The decode worker goes on, and needs nobody for it."""
+        self.committed, self.fencing = True, False
+        if not self.over:
+            self.decoding = True
+            self._claim.prefill_done()
+
+    def finished(self) -> None:
+        """All tokens are there."""
+        if not self.over:
+            self.life.told(self.life.tokens)
+            self.end("")
+
+    def preempted(self, delivered: int) -> None:
+        """The decode worker needed the room for others."""
+        if not self.over:
+            self.life.told(delivered)
+            self.end("preempted")
+
+    def kv_dropped(self) -> None:
+        """The prefill worker did, before it could hand over."""
+        self.end("kv_dropped")
+
+    def fenced(self) -> None:
+        """It will never be committed."""
+        self.failed = True
+        self.end("prefill_lost")
+
+    def lost(self, role: Role) -> None:
+        """A worker's process is gone."""
+        if self.over:
+            return
+        computes = (self.decoding or self.prefill is None) if role is Role.DECODE else self._computes
+        self.died = self.died or computes
+        if role is Role.DECODE:
+            self.failed = True
+            if self.prefill is not None:
+                self.prefill.lost_peer(self)
+            self.end("decode_lost")
+        elif not self.sent:
+            self.failed = True
+            self.end("prefill_lost")
+        elif not (self.committed or self.fencing):
+            self.fencing = True
+            self._send(self.decode, self.decode.fence, self)
+
+    @property
+    def _computes(self) -> bool:
+        return self.sent and not (self.computed or self.repushes)
+
+    def end(self, reason: str) -> None:
+        """It is over; once. "": with all its tokens; else why another attempt is needed."""
+        if not self.over:
+            self.over = True
+            self._kernel.at(self._kernel.now, self.life.over, self, reason)
+
+    def leave(self, reason: str) -> None:
+        """Both workers are rid of it, but for what is kept, and those that said so themselves."""
+        prefill, decode = self.prefill, self.decode
+        del decode.attempts[self]
+        if reason not in _THROUGH and not (self.decoding and not reason):
+            self._send(decode, decode.release, self)
+        if prefill is not None:
+            del prefill.attempts[self]
+            if reason and not (self.decoding or self.kept):
+                self._send(prefill, prefill.release, self)
+        self._claim.release()
+
+    def _send(self, worker: PrefillWorker | DecodeWorker, act: object, *facts: object) -> None:
+        """A message to a worker; one that is gone does not get it."""
+        self._kernel.after(self.life.overheads.hop_s, _arrived, worker, act, facts)
+
+
+def _arrived(worker: PrefillWorker | DecodeWorker, act, facts) -> None:  # type: ignore[no-untyped-def]
+    if not worker.dead:
+        act(*facts)
+
+
+class Life:
+    """One request. `told` is how far its client is; `gaps` are its own, if they are kept."""
+
+    __slots__ = (
+        "_arrival", "_cluster", "_deaths", "_directory_names", "_failures", "_first_at", "_last_at", "_since",
+        "accepted", "attempts", "came_at", "content", "delivered", "gaps", "held", "kernel", "name", "number",
+        "overheads", "tokens",
+    )  # fmt: skip
+
+    def __init__(self, cluster: Cluster, arrival: Arrival, number: int) -> None:
+        self._cluster, self._arrival = cluster, arrival
+        self.kernel, self.overheads = cluster.kernel, cluster.scenario.overheads
+        self.number, self.name = number, str(number)
+        self.tokens = max(1, arrival.max_tokens)
+        self.content, self._directory_names = cluster.names.of(arrival) if arrival.blocks else (UNSHARED, [])
+        self.attempts = self.delivered = self._failures = self._deaths = 0
+        self.came_at = arrival.at_s
+        self._since: float | None = None  # it has been looking for a pair
+        self.accepted = False
+        self.held: Attempt | None = None  # whose KV its prefill worker keeps
+        self.gaps: list[tuple[float, int]] = []
+        self._first_at = self._last_at = 0.0
+
+    def told(self, tokens: int, *, first: bool = False) -> None:
+        """The client has so many. `first`: it is an attempt's first, which came after a wait of its own."""
+        now = self.kernel.now
+        if tokens <= self.delivered:
+            return
+        if not self.delivered:
+            self._first_at = now
+        elif first:
+            self._cluster.tally.itl.add(now - self._last_at)
+            self.gaps.append((now - self._last_at, 1))
+        self.delivered, self._last_at = tokens, now
+
+    def begin(self) -> None:
+        """It comes to the queue."""
+        self._seek()
+
+    def over(self, attempt: Attempt, reason: str) -> None:
+        """What is next after an attempt."""
+        if attempt.sent:
+            self._since = None
+        attempt.kept = attempt.failed and attempt.held
+        attempt.leave(reason)
+        if not reason:
+            self._end("completed")
+            return
+        self._failures += attempt.failed
+        self._deaths += attempt.died
+        if attempt.kept:
+            self.held = attempt
+        if self._deaths >= DEADLY or (attempt.failed and self._failures >= self._cluster.scenario.router.attempts):
+            self._end("failed")
+            return
+        self._cluster.tally.recoveries[reason] += 1
+        if self.delivered < self.tokens:
+            self._seek()
+        else:
+            self._end("completed")
+
+    def _seek(self) -> None:
+        """A pair of workers. Mostly there is one at once, and no task is needed to wait for it."""
+        if self._since is None:
+            self._since = self.kernel.now
+        router, held = self._cluster.router, self.held
+        known = held.known if held is not None else self._arrival.prompt_tokens + self.delivered
+        link = held.prefill.link if held is not None and held.prefill is not None else None
+        wish = router.wish(link, self._directory_names, self._arrival.block_tokens)
+        claim = router.admission.at_once(known, wish, returning=self.attempts > 0)
+        if claim is None:
+            self.kernel.spawn(self._wait(known, wish, self._since))
+        else:
+            self._attempt(claim)
+
+    async def _wait(self, known: int, wish: AskedWish, since: float) -> None:
+        ticket, returning = ticket_for(self.number, 0), self.attempts > 0
+        admit = self._cluster.router.admission.admit
+        try:
+            claim = await admit(ticket, known, wish, returning=returning, accepted=self.accepted, since=since)
+        except Overloaded:
+            waited = self.attempts or self.kernel.now > self.came_at + self.overheads.admit_s
+            self._end("expired" if waited else "refused")
+        except (NoWorker, DeadlineExceeded):
+            self._end("expired")
+        else:
+            self._attempt(claim)
+
+    def _end(self, outcome: str) -> None:
+        self._let_go()
+        self._cluster.ended(self, outcome)
+
+    def _attempt(self, claim: Claim) -> None:
+        """The next one. What is held is of no use to another prefill worker."""
+        if not self.attempts:
+            self._cluster.tally.queue.add(self.kernel.now - self.came_at)
+        prefill, decode = self._cluster.workers_of(claim)
+        if self.held is not None and self.held.prefill is not prefill:
+            self._let_go()
+        self.attempts += 1
+        held = self.held
+        before = self.delivered if held is None else held.before
+        known = self._arrival.prompt_tokens + before if held is None else held.known
+        if prefill is None:
+            self._cluster.tally.local_prefills += 1
+        Attempt(self, claim, prefill, decode, known, before)
+
+    def _let_go(self) -> None:
+        """Nothing is held for another attempt any more."""
+        held, self.held = self.held, None
+        if held is not None and held.prefill is not None and not held.prefill.dead:
+            held.prefill.release(held)
+
+    def measures(self) -> tuple[float, float]:
+        """TTFT and E2E in seconds."""
+        return self._first_at - self.came_at, self._last_at - self.came_at
+
+
+_SHARED = SequenceSpec((), Sampling())  # of a request whose beginning others may have
+
+
+class SimLink(WorkerLink):
+    """A link that is up as long as its worker lives."""
+
+    def __init__(self, info: WorkerInfo) -> None:  # not that of WorkerLink, which connects
+        self.view = WorkerView(info)
+        self.state = "connected"
+        self.retired = False
+
+
+class Directory(PrefixMap):
+    """`asked`: the names of the request that is looked at, of blocks of `block_tokens`; workers have `block_size`."""
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__()
+        self.asked: Sequence[bytes] = ()
+        self.block_tokens = 0
+        self.most = 0  # tokens: one is left to compute
+        self._block_size = block_size
+
+    def leading(self, digests: Iterable[bytes]) -> list[tuple[int, int]]:
+        """Of the request that is asked for, in blocks of workers."""
+        each, size, most = self.block_tokens, self._block_size, self.most // self._block_size
+        return [(bits, min(count * each // size, most)) for bits, count in super().leading(self.asked)]
+
+
+class SimPool(WorkerPool):
+    """Workers are added and dropped as they live and die. `asks(wish)` has the directory look for what is asked."""
+
+    def __init__(self, scenario: Scenario, kernel: Kernel, directory: Directory) -> None:
+        policy, itl_s = POLICIES[scenario.router.policy], scenario.router.slo_itl_s
+        slo_itl_s = scenario.slo.itl_s if itl_s is None else itl_s
+        super().__init__(_nobody, policy, "router", 10.0, kernel, prefixes=directory, slo_itl_s=slo_itl_s)
+        self.alone, self.chunk = ALONE[scenario.router.policy], scenario.decode.max_batched_tokens
+        self.colocated = scenario.mode == "colocated"
+        self.local_prefill = scenario.router.local_prefill and scenario.router.policy == "predicted"
+        self._there = dict.fromkeys(Role, 0)
+
+    def add(self, link: SimLink) -> None:
+        """It is there from now on."""
+        self._there[link.info.role] += 1
+        self._add(link)
+        self.on_change()
+
+    def drop(self, link: SimLink) -> None:
+        """It is gone."""
+        self._there[link.info.role] -= 1
+        link.state = "lost"
+        del self._links[link.info.ref]
+        self._fleet.drop(link.info.ref)
+        self.on_change()
+
+    def reported(self, link: SimLink, load: Load, *, teaches: bool) -> None:
+        """A report has come; `teaches`: one that costs are fitted from."""
+        if link.state != "connected":
+            return
+        link.view.load, link.view.full = load, False
+        if teaches:
+            self._fleet.touch(link.info.ref)
+        else:
+            self._fleet.mark(link.info.ref)
+        self.on_change()
+
+    def has_pair(self, wish: Wish = NO_WISH) -> bool:
+        """All workers fit each other, and none is looked at."""
+        return not self.colocated and all(self._there.values())
+
+    def serves(self, wish: Wish = NO_WISH) -> bool:
+        return self._there[Role.DECODE] > 0
+
+
+class SimRouter:
+    """Admission before a pool."""
+
+    def __init__(self, scenario: Scenario, kernel: Kernel) -> None:
+        settings = scenario.router
+        self.directory = Directory(scenario.decode.block_size)
+        self.pool = SimPool(scenario, kernel, self.directory)
+        self.admission: Admission[Claim] = Admission(
+            self._claim,
+            Claim.release,
+            self.pool.serves,
+            kernel,
+            Bounds(settings.max_requests, settings.max_tokens, settings.max_wait_s),
+        )
+        self.pool.on_change = self._changed
+        self.queue_peak = 0
+
+    def wish(self, keep: SimLink | None, names: Sequence[bytes], block_tokens: int) -> AskedWish:
+        """What a request has to do with the choice of its workers."""
+        return AskedWish(Wish(keep, _SHARED if names else None), names, block_tokens)
+
+    def _claim(self, tokens: int, asked: AskedWish) -> Claim | None:
+        self.directory.asked, self.directory.block_tokens = asked.names, asked.block_tokens
+        self.directory.most = tokens - 1
+        return self.pool.claim(tokens, asked.wish)
+
+    def _changed(self) -> None:
+        waiting = self.admission.waiting
+        if waiting:
+            self.queue_peak = max(self.queue_peak, waiting)
+            self.admission.changed()
+
+
+class AskedWish:
+    """A wish, and the names of the request's blocks in the directory."""
+
+    __slots__ = ("block_tokens", "names", "wish")
+
+    def __init__(self, wish: Wish, names: Sequence[bytes], block_tokens: int) -> None:
+        self.wish, self.names, self.block_tokens = wish, names, block_tokens
+
+
+async def _nobody() -> Sequence[WorkerInfo]:
+    return ()
