@@ -36,12 +36,12 @@ from baton.core import (
     WorkerInfo,
     WorkerRef,
 )
-from baton.engine.prefix_cache import Chain, scope_key
-from baton.ledger.prefix_index import NAME_BYTES, Change, Holder, PrefixMap
+from baton.engine.prefix_cache import BlockHashChain, scope_key
+from baton.ledger.prefix_index import NAME_BYTES, Change, Holder, PrefixIndex
 from benchmarks.lib.machine import machine
 from benchmarks.lib.report import markdown
 from router.placement.fleet import Fleet
-from router.placement.policy import POLICIES, sooner_alone
+from router.placement.policy import POLICIES, local_prefill_if_faster
 from router.placement.snapshot import WorkerView
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def prompt(rng: random.Random, begins: Sequence[int] = ()) -> SequenceSpec:
     return SequenceSpec((*begins, *(rng.randrange(100_000) for _ in range(rest))), Sampling())
 
 
-def publish(prefixes: PrefixMap, fleet: list[Worker], per_worker: int, rng: random.Random) -> dict[str, list[int]]:
+def publish(prefixes: PrefixIndex, fleet: list[Worker], per_worker: int, rng: random.Random) -> dict[str, list[int]]:
     """Let each worker have `per_worker` blocks; returns the beginnings of prompts that some, or all of them, have."""
     shared = [rng.randrange(100_000) for _ in range(8 * LAYOUT.block_size)]  # of every prompt, on every worker
     deep = list(prompt(rng, shared).prompt)
@@ -104,7 +104,7 @@ def publish(prefixes: PrefixMap, fleet: list[Worker], per_worker: int, rng: rand
 
 
 def _names(tokens: Sequence[int]) -> list[bytes]:
-    chain = Chain(scope_key(MODEL, ""), tokens, LAYOUT.block_size)
+    chain = BlockHashChain(scope_key(MODEL, ""), tokens, LAYOUT.block_size)
     return [chain.digest(block)[:NAME_BYTES] for block in range(BLOCKS)]
 
 
@@ -135,7 +135,7 @@ def measure(
         snapshot, ask = fleet.snapshot(), fleet.ask(len(spec), turn, None, spec)
         pair = POLICIES[policy](snapshot, ask)
         if policy == "predicted" and pair is not None:
-            sooner_alone(snapshot, ask, pair)  # as `router.local_prefill: auto` does
+            local_prefill_if_faster(snapshot, ask, pair)  # as `router.local_prefill: auto` does
         seconds.append(time.perf_counter() - began)
         assert pair is not None
     return seconds
@@ -154,7 +154,7 @@ def naming(asks: list[SequenceSpec]) -> float:
 def run(count: int, blocks: int, rounds: int) -> dict[str, float]:
     """Print the table, and return medians in microseconds."""
     rng = random.Random(7)
-    members, prefixes = workers(count, rng), PrefixMap()
+    members, prefixes = workers(count, rng), PrefixIndex()
     beginnings = publish(prefixes, members, blocks // count, rng)
     fleet = Fleet(prefixes, slo_itl_s=0.1)
     for worker in members:

@@ -24,7 +24,7 @@ MOST_BYTES = 2**20  # of what is remembered of one stream: some ten thousand tok
 _REPLAYED = frozenset({"tokens", "finish", "preempted", "failed"})  # what a router must know to go on
 
 
-class Nobody:
+class NoRouter:
     """Stands in for a router that is gone: what it is told, nobody hears."""
 
     router_id = ""
@@ -79,11 +79,11 @@ def _end(event: pb.WorkerEvent) -> int:
     return int(getattr(event.tokens, "from")) + len(event.tokens.ids)
 
 
-class Parking:
+class DetachedStreams:
     """By handoff. Streams that nobody opened here are none of its business: every method leaves them alone."""
 
     def __init__(self, clock: Clock) -> None:
-        self.nobody = Nobody()
+        self.nobody = NoRouter()
         self._clock = clock
         self._streams: dict[HandoffId, _Stream] = {}
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 
-class Pins:
+class FetchPins:
     """Of no use before `attach`."""
 
     def __init__(self, info: WorkerInfo, engine: Engine, loop: EngineLoop) -> None:

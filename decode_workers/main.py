@@ -6,22 +6,22 @@ from dataclasses import replace
 
 from baton.core import Load
 from baton.ledger.ownership import OwnershipLog
-from baton.ledger.prefix_directory import DirectoryLog
+from baton.ledger.prefix_directory import PrefixPublisher
 from baton.worker.kv_endpoints import Transfers
-from baton.worker.role import HostParts
-from decode_workers.worker import DecodeRole
+from baton.worker.role import RoleDeps
+from decode_workers.worker import DecodeWorker
 
 
-class HostedDecode(DecodeRole):
+class HostedDecode(DecodeWorker):
     """The role with the listener for its peers, the sender of what they fetch, and the writer of its records."""
 
-    def __init__(self, parts: HostParts) -> None:
+    def __init__(self, parts: RoleDeps) -> None:
         self._log = OwnershipLog(parts.ledger, parts.info.ref)
         super().__init__(parts.info, parts.engine, parts.loop, self._log, parts.clock)
         self.counts = self.reservations.counts
         self._transfers = Transfers(parts, self.reservations, self.push_ended)
         self.attach(self._transfers.sender)
-        self._directory = DirectoryLog(parts.ledger, parts.info.ref)
+        self._directory = PrefixPublisher(parts.ledger, parts.info.ref)
         parts.engine.pool.on_index = self._directory.note
 
     @property

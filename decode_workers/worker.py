@@ -25,8 +25,8 @@ from baton.worker import events
 from baton.worker.block_census import Holding
 from baton.worker.handoff_timing import DecodeTimes
 from baton.worker.service import deadline_after
-from decode_workers.detached_streams import Nobody, Parking
-from decode_workers.fetch_pins import Pins
+from decode_workers.detached_streams import DetachedStreams, NoRouter
+from decode_workers.fetch_pins import FetchPins
 from decode_workers.reservations import Reservations, State
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvtransfer.handoff import CommitState
 
     Told = tuple[HandoffId, list[worker_pb2.WorkerEvent]]
-    Owner = Session | Nobody
+    Owner = Session | NoRouter
     Batches = dict[Owner, list[worker_pb2.WorkerEvent]]
 
 
@@ -70,7 +70,7 @@ def refusal_of(
     return None
 
 
-def holdings(
+def held_blocks(
     open_: Iterable[Entry],
     decoding: Iterable[tuple[HandoffId, Blocks | None]],
     fetched: Mapping[HandoffId, Blocks],
@@ -89,7 +89,7 @@ def _holding(handoff: HandoffId, state: str, held: Blocks | None, owners: Mappin
     return Holding(handoff, state, held.blocks if held else (), owners.get(handoff, ""))
 
 
-def taken_over(handoff: HandoffId, commit: CommitState, times: DecodeTimes) -> list[worker_pb2.WorkerEvent]:
+def adoption_events(handoff: HandoffId, commit: CommitState, times: DecodeTimes) -> list[worker_pb2.WorkerEvent]:
     """The commit counts; then the thoughts and the token, which the prefill worker may have died with."""
     committed = events.committed(
         handoff,
@@ -132,7 +132,7 @@ def ended(result: StepResult) -> Iterator[tuple[HandoffId, str]]:
 log = structlog.get_logger(__name__)
 
 
-class DecodeRole:
+class DecodeWorker:
     """Handoffs arrive through `reservations`; from their commit on they are sequences of the engine."""
 
     def __init__(self, info: WorkerInfo, engine: Engine, loop: EngineLoop, records: OwnershipLog, clock: Clock) -> None:
@@ -141,10 +141,10 @@ class DecodeRole:
         self._history = engine.pool.history
         self._sessions: dict[HandoffId, Owner] = {}
         self._adopted: set[HandoffId] = set()
-        self.pins = Pins(info, engine, loop)
+        self.pins = FetchPins(info, engine, loop)
         self.push_ended = self.pins.push_ended
         self.reservations = Reservations(info.fingerprint, self.committed, self.pins.fetch, self._history)
-        self.parking, self._times = Parking(clock), DecodeTimes(clock, engine.counters)
+        self.parking, self._times = DetachedStreams(clock), DecodeTimes(clock, engine.counters)
         self.draining = self._leaving = False
         if engine.backend.device.type == "cpu":  # elsewhere steps are short, and graphs tell nobody about their layers
             engine.watch(lambda work, layer: loop.progressed(), lambda sequence: None)
@@ -299,9 +299,9 @@ class DecodeRole:
             log.info("handoff_parked", handoff=handoff, router=session.router_id)
 
     def holdings(self) -> Iterator[Holding]:
-        """See `RoleBehaviour.holdings`."""
+        """See `RoleBehaviour.held_blocks`."""
         owners = {handoff: owner.router_id for handoff, owner in self._sessions.items()}
-        return holdings(self.reservations.entries(), self._engine.holdings(), self.pins.holdings(), owners)
+        return held_blocks(self.reservations.entries(), self._engine.holdings(), self.pins.holdings(), owners)
 
     def _drop(self, handoff: HandoffId) -> None:
         """Forget a handoff in whatever state, and free its blocks."""
@@ -349,7 +349,7 @@ class DecodeRole:
             return
         self._history.tokens("adopted", handoff, commit.first)
         self._decodes(handoff, commit.spec, session)
-        said = taken_over(handoff, commit, self._times)
+        said = adoption_events(handoff, commit, self._times)
         self._times.begin(handoff, tokens, alone=False)
         self.parking.note(handoff, said)
         session.emit(said)

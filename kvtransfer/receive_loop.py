@@ -32,11 +32,11 @@ from kvtransfer.wire import FingerprintRefused, FrameRefused, end_of, frame_of, 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvtransfer.transports.unix_socket import Express
+    from kvtransfer.transports.unix_socket import ControlSocket
 
 
 @dataclass(slots=True, eq=False)
-class Inbound:
+class IncomingHandoff:
     """A handoff that was offered on this channel and accepted by the table. `dropped`: by whoever knows it first."""
 
     handoff: HandoffId
@@ -59,7 +59,7 @@ class Inbound:
             raise DigestMismatch(f"handoff {self.handoff}: {what}")
 
 
-def inbound_of(end: Endpoint, handoff: HandoffId, message: pb.Offer) -> tuple[Offer, Inbound]:
+def inbound_of(end: Endpoint, handoff: HandoffId, message: pb.Offer) -> tuple[Offer, IncomingHandoff]:
     """What `message` offers, as the table and the session want it. Raises OfferRefused for what cannot be taken."""
     offer, layout = Offer(message.fingerprint, message.known_tokens, message.skip), end.kv.layout
     if offer.fingerprint != end.fingerprint:
@@ -68,40 +68,40 @@ def inbound_of(end: Endpoint, handoff: HandoffId, message: pb.Offer) -> tuple[Of
         raise OfferRefused(f"{offer.known_tokens} tokens with {offer.skip} skipped: at least 1 that fits is due")
     coverage = Coverage(layout, offer.skip, offer.known_tokens)
     whole = KVDigest(layout) if end.settings.verify_kv or message.verify_kv else None
-    return offer, Inbound(handoff, offer.known_tokens, coverage, whole)
+    return offer, IncomingHandoff(handoff, offer.known_tokens, coverage, whole)
 
 
 @dataclass(slots=True, eq=False)
 class Frame:
     """A frame that was announced, for this handoff; None: a piece of the probe's pattern."""
 
-    inbound: Inbound | None
+    inbound: IncomingHandoff | None
     spec: FrameSpec
     number: int
     announced_at: float
 
 
 @dataclass(slots=True, eq=False)
-class Ended:
+class EndOfHandoff:
     """The sender has said all of this handoff, with the first `after` frames of the channel. None: it gave up."""
 
-    inbound: Inbound
+    inbound: IncomingHandoff
     commit: pb.Commit | None
     after: int
 
 
-Item = Frame | Ended | pb.PeerCommand | None
+Item = Frame | EndOfHandoff | pb.PeerCommand | None
 """What the thread of a session is given: what came by express is still to be checked; None: it is over."""
 
 
-class Inbox:
+class ReceiveQueue:
     """Items for the thread of a session: put here by the event loop, or come from the sender by `express`.
 
-    Each way keeps its order; between the two there is none, but what `Ended.after` says.
+    Each way keeps its order; between the two there is none, but what `EndOfHandoff.after` says.
     """
 
     def __init__(self) -> None:
-        self.express: Express | None = None  # set by the thread, before it takes
+        self.express: ControlSocket | None = None  # set by the thread, before it takes
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()  # bounded by credits and offers
 
     def put(self, item: Item) -> None:
@@ -123,7 +123,7 @@ class Inbox:
         return self._items.get()
 
 
-class Intake:
+class ReceiveLoop:
     """What the thread of a session does: `serve`. The rest is for the event loop.
 
     `inbound`: the handoffs of which frames may come; the event loop enters them before it says so to the sender.
@@ -138,9 +138,9 @@ class Intake:
         transport: str,
         reply: Callable[[pb.PeerReply], None],
     ) -> None:
-        self.inbox = Inbox()
-        self.inbound: dict[HandoffId, Inbound] = {}
-        self.open: dict[HandoffId, Inbound] = {}
+        self.inbox = ReceiveQueue()
+        self.inbound: dict[HandoffId, IncomingHandoff] = {}
+        self.open: dict[HandoffId, IncomingHandoff] = {}
         self.over = False
         self.announced = 0  # frames
         self.received = 0  # counted before their credit is given
@@ -163,8 +163,8 @@ class Intake:
         if channel.express is not None and self.announced:
             raise FrameRefused("a frame was announced before the channel was built")
         self.inbox.express = channel.express
-        todo: deque[Frame | Ended | None] = deque()
-        early: deque[Ended] = deque()
+        todo: deque[Frame | EndOfHandoff | None] = deque()
+        early: deque[EndOfHandoff] = deque()
         while not self.over:
             while not todo or self.inbox.ready:
                 self._take_up(channel, todo, early)
@@ -175,7 +175,9 @@ class Intake:
             elif item is not None:
                 self._conclude(item)
 
-    def _take_up(self, channel: ChannelEnd, todo: deque[Frame | Ended | None], early: deque[Ended]) -> None:
+    def _take_up(
+        self, channel: ChannelEnd, todo: deque[Frame | EndOfHandoff | None], early: deque[EndOfHandoff]
+    ) -> None:
         """Wait for an item; expect a frame at once, and an end after the frames that come before it."""
         item = self.inbox.take()
         if isinstance(item, pb.PeerCommand):
@@ -196,12 +198,12 @@ class Intake:
         """A commit: its turn comes after the frames before it. From either thread, wherever it came."""
         handoff = convert.handoff_from_pb(command.commit.handoff)
         if (inbound := self.open.pop(handoff, None)) is not None:
-            self.inbox.put(Ended(inbound, command.commit, command.after))
+            self.inbox.put(EndOfHandoff(inbound, command.commit, command.after))
         else:
             error = StaleAttempt(f"handoff {handoff} was not offered on this channel")
             self._reply(refusal_to_pb(error, handoff))
 
-    def checked(self, message: pb.FrameAnnounce, known: Mapping[HandoffId, Inbound]) -> Frame:
+    def checked(self, message: pb.FrameAnnounce, known: Mapping[HandoffId, IncomingHandoff]) -> Frame:
         """The frame that is next; `known`: of which one may come. Raises FrameRefused for one that was not agreed.
 
         Called where announcements come: by the event loop, or by the thread where there is an express.
@@ -257,7 +259,7 @@ class Intake:
         if frame.number == wire.FRAMES - 1:
             self._reply(pb.PeerReply(probed=pb.Probed(frames=wire.FRAMES)))
 
-    def _write(self, inbound: Inbound, spec: FrameSpec, data: Tensor) -> None:
+    def _write(self, inbound: IncomingHandoff, spec: FrameSpec, data: Tensor) -> None:
         try:
             with self._table.writing(inbound.handoff, self._sender) as blocks:
                 if self.over:  # set before the table heard `lost`: what it lets in now is for a newer channel
@@ -268,7 +270,7 @@ class Intake:
             inbound.dropped = True
             self._reply(refusal_to_pb(error, inbound.handoff))
 
-    def _conclude(self, ended: Ended) -> None:
+    def _conclude(self, ended: EndOfHandoff) -> None:
         """Raises InvalidRequest or FrameRefused for a commit that makes no sense: that ends the session."""
         inbound, message = ended.inbound, ended.commit
         del self.inbound[inbound.handoff]
@@ -288,7 +290,7 @@ class Intake:
         else:
             self._hurry(pb.PeerReply(commit_ack=pb.CommitAck(handoff=message.handoff)))
 
-    def _commit(self, inbound: Inbound, end: PushEnd, message: pb.Commit) -> None:
+    def _commit(self, inbound: IncomingHandoff, end: PushEnd, message: pb.Commit) -> None:
         if inbound.dropped or self.over:
             raise StaleAttempt(f"handoff {inbound.handoff} has ended here")
         try:

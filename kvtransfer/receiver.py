@@ -29,7 +29,7 @@ from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
 from baton.rpc.v1.peer_pb2_grpc import PeerServicer
 from kvtransfer.handoff import HandoffTable, TransferSettings
-from kvtransfer.receive_loop import Ended, Inbound, Intake, inbound_of
+from kvtransfer.receive_loop import EndOfHandoff, IncomingHandoff, ReceiveLoop, inbound_of
 from kvtransfer.transports.base import ChannelName, Endpoint, KeyRelay, Side, Transport
 from kvtransfer.wire import FingerprintRefused, FrameRefused, VersionRefused, refusal_to_pb
 
@@ -61,7 +61,7 @@ class Session:
         welcome = pb.PeerWelcome(credits=self._ring.slots, frame_size=self._ring.size, transport=transport.name)
         self._replies.put_nowait(pb.PeerReply(welcome=welcome))
         self._keys = KeyRelay(lambda key, value: self._reply(pb.PeerReply(store_key=pb.StoreKey(key=key, value=value))))
-        self._intake = Intake(end, table, sender, transport.name, self._reply)
+        self._intake = ReceiveLoop(end, table, sender, transport.name, self._reply)
         self._thread = threading.Thread(target=self._run, name=f"kv-recv-{self._name}", daemon=True)
         self._thread.start()
 
@@ -127,7 +127,7 @@ class Session:
         else:
             self._replies.put_nowait(pb.PeerReply(offer_accepted=pb.OfferAccepted(handoff=message.handoff)))
 
-    def _accept(self, handoff: HandoffId, message: pb.Offer) -> Inbound:
+    def _accept(self, handoff: HandoffId, message: pb.Offer) -> IncomingHandoff:
         if handoff in self._intake.inbound:
             raise StaleAttempt(f"handoff {handoff} was offered before")
         offer, inbound = inbound_of(self._end, handoff, message)
@@ -152,7 +152,7 @@ class Session:
         self._table.aborted(handoff, self.sender)
         if (inbound := self._intake.open.pop(handoff, None)) is not None:
             inbound.dropped = True
-            self._intake.inbox.put(Ended(inbound, None, after))
+            self._intake.inbox.put(EndOfHandoff(inbound, None, after))
 
     # From any thread
 

@@ -40,15 +40,15 @@ from kvtransfer.wire import announcement, commit_of, offer_of, refusal_from_pb
 if TYPE_CHECKING:
     from baton.engine.kv_cache import Mark
     from kvtransfer.frames import KVDigest
-    from kvtransfer.transports.unix_socket import Express
+    from kvtransfer.transports.unix_socket import ControlSocket
 
 
-class Bell:
+class ChangeSignal:
     """`changed` guards what is waited for; `express` is set by the thread that waits."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.express: Express | None = None
+        self.express: ControlSocket | None = None
         self._listens = False
 
     def ring(self) -> None:
@@ -118,7 +118,7 @@ class Push:
         )
 
 
-class Window:
+class FlowControl:
     """`slots`: of the ring; 0 as long as they are not known. `batch`: announcements that may wait for each other."""
 
     def __init__(self, say: Callable[[pb.PeerCommand], None]) -> None:
@@ -157,14 +157,14 @@ class Window:
 T = TypeVar("T")
 
 
-class Outbox:
+class SendQueue:
     """Thread-safe. Once it is broken it stays so: every push has its report, and waiting raises the reason."""
 
     def __init__(
         self, end: Endpoint, title: str, say: Callable[[pb.PeerCommand], None], keys: KeyRelay, reports: Reports
     ) -> None:
-        self.window = Window(say)  # the link's thread alone announces
-        self.bell = Bell()
+        self.window = FlowControl(say)  # the link's thread alone announces
+        self.bell = ChangeSignal()
         self._end, self._title = end, title
         self._say, self._keys = say, keys
         self._report, self._unfetched = reports.done, reports.unfetched

@@ -33,7 +33,7 @@ from baton.rpc.v1.peer_pb2_grpc import PeerStub
 from kvtransfer import wire
 from kvtransfer.frames import FrameSpec, KVDigest, wire_digest
 from kvtransfer.handoff import PushEnd, PushJob, PushResult, Reports, TransferSettings
-from kvtransfer.send_queue import Outbox, Push
+from kvtransfer.send_queue import Push, SendQueue
 from kvtransfer.transports.base import ChannelEnd, ChannelName, Endpoint, KeyRelay, Ring, Side, Transport
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class Sender:
         self._on_done = on_done
         self._told = Reports(self._report, on_unfetched)
         self._lock = threading.Lock()
-        self._links: list[Link] = []  # least recently used first; broken ones stay until their thread has ended
+        self._links: list[SendChannel] = []  # least recently used first; broken ones stay until their thread has ended
         self._generations = itertools.count(1)
         self._closed = threading.Event()
         self._reports = ThreadPoolExecutor(1, thread_name_prefix="kv-reports")
@@ -179,7 +179,7 @@ class Sender:
         self._watch.join()
         self._reports.shutdown()
 
-    def _all(self) -> list[Link]:
+    def _all(self) -> list[SendChannel]:
         with self._lock:
             return list(self._links)
 
@@ -191,7 +191,7 @@ class Sender:
             link = next((link for link in self._links if link.to == job.to and not link.outbox.broken), None)
             if link is None:
                 self._retire_idle()
-                self._links.append(Link(self._end, self._connect, job, next(self._generations), self._told))
+                self._links.append(SendChannel(self._end, self._connect, job, next(self._generations), self._told))
                 return True
             self._links.remove(link)
             self._links.append(link)
@@ -219,7 +219,7 @@ class Sender:
             log.exception("push_report_failed", handoff=handoff)
 
 
-class Link:
+class SendChannel:
     """Runs from the start until it breaks, which is final. The state of its pushes is in `outbox`.
 
     It has its first push before it runs: one that breaks at once has somebody to tell.
@@ -232,7 +232,7 @@ class Link:
         self._connect = connect
         self._name = ChannelName(end.me.incarnation, to.incarnation, generation)
         self._keys = KeyRelay(lambda key, value: self._say(pb.PeerCommand(store_key=pb.StoreKey(key=key, value=value))))
-        self.outbox = Outbox(end, f"channel {self._name} to {to}", self._say, self._keys, reports)
+        self.outbox = SendQueue(end, f"channel {self._name} to {to}", self._say, self._keys, reports)
         self._stream: PeerStream | None = None
         self.outbox.add(job)
         self._thread = threading.Thread(target=self._run, name=f"kv-send-{self._name}", daemon=True)

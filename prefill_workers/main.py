@@ -6,25 +6,25 @@ from dataclasses import replace
 
 from baton.core import HandoffId, Load
 from baton.errors import HandoffError, StaleAttempt
-from baton.ledger.prefix_directory import DirectoryLog
+from baton.ledger.prefix_directory import PrefixPublisher
 from baton.metrics.worker import Counts
 from baton.worker.kv_endpoints import Transfers
-from baton.worker.role import HostParts
+from baton.worker.role import RoleDeps
 from kvtransfer.handoff import PushResult
-from prefill_workers.worker import PrefillRole
+from prefill_workers.worker import PrefillWorker
 
 
-class HostedPrefill(PrefillRole):
+class HostedPrefill(PrefillWorker):
     """The role with its sender, and with the listener for what it fetches."""
 
-    def __init__(self, parts: HostParts) -> None:
+    def __init__(self, parts: RoleDeps) -> None:
         self.counts = Counts()
         transfer = parts.settings.transfer
         less, fetch_s = transfer.coalesce_below, transfer.frame_deadline_s
         super().__init__(parts.info, parts.engine, parts.loop, parts.clock, coalesce_below=less, fetch_s=fetch_s)
         self._transfers = Transfers(parts, self.fetches, self.push_ended, self.fetch_ended)
         self.attach(self._transfers.sender)
-        self._directory = DirectoryLog(parts.ledger, parts.info.ref)
+        self._directory = PrefixPublisher(parts.ledger, parts.info.ref)
         parts.engine.pool.on_index = self._directory.note
 
     def push_ended(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:

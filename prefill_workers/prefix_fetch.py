@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from baton.engine.prefix_cache import Chain, scope_key
+from baton.engine.prefix_cache import BlockHashChain, scope_key
 from baton.errors import OfferRefused, StaleAttempt
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class Fetches:
 
     def _names(self, spec: SequenceSpec, blocks: int) -> list[bytes]:
         scope = scope_key(self._engine.backend.fingerprint, spec.cache_scope, spec.deterministic)
-        chain = Chain(scope, spec.tokens, self._engine.layout.block_size)
+        chain = BlockHashChain(scope, spec.tokens, self._engine.layout.block_size)
         return [chain.digest(block) for block in range(blocks)]
 
     # --- kvtransfer.handoff.HandoffTable -------------------------------------------------------------------------

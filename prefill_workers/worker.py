@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.core import ThinkingState
     from baton.engine.engine import Engine
-    from baton.engine.sequence import Work as StepWork
-    from baton.engine.step_result import Output, StepResult
+    from baton.engine.sequence import ScheduledSequence as StepWork
+    from baton.engine.step_result import SequenceOutput, StepResult
     from baton.event_journal import Blocks
     from baton.worker.engine_loop import EngineLoop
     from baton.worker.kv_endpoints import Pusher
@@ -45,14 +45,16 @@ if TYPE_CHECKING:
     Event = worker_pb2.WorkerEvent
 
 
-def in_step(step: Iterable[StepWork], works: Mapping[HandoffId, Work], began: float) -> None:
+def in_step(step: Iterable[StepWork], works: Mapping[HandoffId, PrefillJob], began: float) -> None:
     """The first layer of a step that began then is there."""
     for item in step:
         if (work := works.get(item.sequence.key)) is not None:
             work.times.in_step(began, streams=work.streams)
 
 
-def stepped(result: StepResult, works: Mapping[HandoffId, Work]) -> Iterator[tuple[Work, list[worker_pb2.WorkerEvent]]]:
+def stepped(
+    result: StepResult, works: Mapping[HandoffId, PrefillJob]
+) -> Iterator[tuple[PrefillJob, list[worker_pb2.WorkerEvent]]]:
     """In the order in which each router is to hear it. Those that failed are not forgotten yet."""
     for key, thoughts in result.thoughts:
         if (work := works.get(key)) is not None:
@@ -66,7 +68,7 @@ def stepped(result: StepResult, works: Mapping[HandoffId, Work]) -> Iterator[tup
             yield work, [events.failed(key, error, spans=work.times.said())]
 
 
-def _output(item: Output, work: Work) -> list[worker_pb2.WorkerEvent]:
+def _output(item: SequenceOutput, work: PrefillJob) -> list[worker_pb2.WorkerEvent]:
     said = events.output(item)
     work.times.computed(len(work.spec), item.cached_tokens)
     if item.finish is not None:
@@ -74,7 +76,7 @@ def _output(item: Output, work: Work) -> list[worker_pb2.WorkerEvent]:
     return said
 
 
-def pushed(handoff: HandoffId, outcome: PushResult | HandoffError, work: Work) -> Event:
+def pushed(handoff: HandoffId, outcome: PushResult | HandoffError, work: PrefillJob) -> Event:
     """A push ended."""
     if isinstance(outcome, PushResult):
         said = events.pushed(
@@ -94,7 +96,7 @@ def pushed(handoff: HandoffId, outcome: PushResult | HandoffError, work: Work) -
 
 
 @dataclass(slots=True)
-class Work:
+class PrefillJob:
     """One handoff here. `streams`: its KV leaves layer by layer, it is long. `first`: what was sampled, once it was.
 
     `waits`: its push failed, and its KV waits for a Repush or a Release.
@@ -105,7 +107,7 @@ class Work:
     deadline: float | None
     streams: bool
     times: PrefillTimes
-    first: Output | None = None
+    first: SequenceOutput | None = None
     waits: bool = False
     thoughts: Thoughts = field(default_factory=Thoughts)
 
@@ -141,13 +143,13 @@ def final(item: StepWork, layer: int, layers: int) -> Iterator[tuple[int, int]]:
         yield layer + 1, sequence.computed + item.count
 
 
-def overdue(works: Mapping[HandoffId, Work], now: float) -> list[tuple[HandoffId, Work]]:
+def overdue(works: Mapping[HandoffId, PrefillJob], now: float) -> list[tuple[HandoffId, PrefillJob]]:
     """Whose deadline passed before they were computed, or while their KV waited for a Repush."""
     late = [(handoff, work) for handoff, work in works.items() if work.deadline is not None and work.deadline <= now]
     return [(handoff, work) for handoff, work in late if work.first is None or work.waits]
 
 
-def spare(works: Mapping[HandoffId, Work]) -> HandoffId | None:
+def spare(works: Mapping[HandoffId, PrefillJob]) -> HandoffId | None:
     """Whose KV to give up if prompts find no room: the oldest that waits for a Repush, unless a push is under way.
 
     That one will free blocks by itself. KV that waits may do so for ever: who is to take it may have no room before one
@@ -157,8 +159,8 @@ def spare(works: Mapping[HandoffId, Work]) -> HandoffId | None:
     return computed[0][0] if computed and all(waits for _, waits in computed) else None
 
 
-def holdings(
-    works: Mapping[HandoffId, Work],
+def held_blocks(
+    works: Mapping[HandoffId, PrefillJob],
     fetched: Mapping[HandoffId, Blocks],
     computed: Iterable[tuple[HandoffId, Blocks | None]],
 ) -> Iterator[Holding]:
@@ -169,7 +171,7 @@ def holdings(
         yield _holding(works.get(handoff), handoff, "", allocation)
 
 
-def _holding(work: Work | None, handoff: HandoffId, state: str, held: Blocks | None) -> Holding:
+def _holding(work: PrefillJob | None, handoff: HandoffId, state: str, held: Blocks | None) -> Holding:
     blocks = held.blocks if held else []
     state = state or (work.state if work and blocks else "queued")
     return Holding(handoff, state, blocks, work.session.router_id if work else "")
@@ -178,7 +180,7 @@ def _holding(work: Work | None, handoff: HandoffId, state: str, held: Blocks | N
 log = structlog.get_logger(__name__)
 
 
-class PrefillRole:
+class PrefillWorker:
     """Prompts come as commands, leave as KV; `attach` gives it the sender it pushes with.
 
     KV of more than `coalesce_below` bytes leaves while the prompt is computed, shorter ones when it is. What the decode
@@ -199,7 +201,7 @@ class PrefillRole:
         self._clock = clock
         self._history = engine.pool.history
         self._coalesce_below = coalesce_below
-        self._work: dict[HandoffId, Work] = {}
+        self._work: dict[HandoffId, PrefillJob] = {}
         self._attempts = Attempts()
         self.draining = False
         self._pusher: Pusher | None = None
@@ -240,7 +242,7 @@ class PrefillRole:
             session.emit([events.finished(handoff, finish)])
             return
         self._history.step("prefill", handoff)
-        self._work[handoff] = Work(session, spec, deadline, streams, PrefillTimes(self._clock))
+        self._work[handoff] = PrefillJob(session, spec, deadline, streams, PrefillTimes(self._clock))
         session.handoffs.add(handoff)
         fetch = self.fetches.begin(handoff, spec, to, message.skip)
         if fetch is None:
@@ -338,8 +340,8 @@ class PrefillRole:
             self._drop(handoff)
 
     def holdings(self) -> Iterator[Holding]:
-        """See `RoleBehaviour.holdings`."""
-        return holdings(self._work, self.fetches.holdings(), self._engine.holdings())
+        """See `RoleBehaviour.held_blocks`."""
+        return held_blocks(self._work, self.fetches.holdings(), self._engine.holdings())
 
     def _drop(self, handoff: HandoffId) -> None:
         """Give a handoff up, and its push. The engine has the push withdrawn before it lets go of the blocks."""
@@ -387,7 +389,7 @@ class PrefillRole:
             for layers, end in final(item, layer, self._info.layout.layers):
                 self._pusher.computed(sequence.key, sequence.allocation.blocks, layers, end)
 
-    def _hand_over(self, item: Output) -> None:
+    def _hand_over(self, item: SequenceOutput) -> None:
         work = self._work.get(item.key)
         if work is None or self._pusher is None:
             return
@@ -397,7 +399,7 @@ class PrefillRole:
         work.first = item
         self._finish(item.key, work)
 
-    def _finish(self, handoff: HandoffId, work: Work) -> None:
+    def _finish(self, handoff: HandoffId, work: PrefillJob) -> None:
         assert self._pusher is not None
         blocks = self._engine.held(handoff).blocks
         self._pusher.computed(handoff, blocks, self._info.layout.layers, len(work.spec))

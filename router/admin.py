@@ -11,13 +11,13 @@ from grpc import StatusCode
 
 from baton.core import Role
 from baton.errors import BatonError, InvalidRequest, NoWorker, Violation
-from baton.ledger.control_state import Board, ControlReport, Order, Plan
+from baton.ledger.control_state import ControlReport, ControlState, PoolSizes, WorkerCommand
 from baton.rpc.status import abort
 from baton.rpc.v1 import admin_pb2
 from baton.rpc.v1.admin_pb2_grpc import AdminServicer
 from router.auth.interceptor import current_grant
-from router.context import Floor
-from router.observe.status import Live, Overview, plan_to_pb
+from router.context import RouterContext
+from router.observe.status import Overview, StatusBroadcaster, plan_to_pb
 from router.request.delivery import Context
 
 log = structlog.get_logger(__name__)
@@ -28,11 +28,11 @@ _TRIES = 5  # against others who say a plan at the same time
 class Admin(AdminServicer):
     """`baton.v1.Admin`: what this router is, and what it knows of the workers."""
 
-    def __init__(self, floor: Floor, board: Board | None) -> None:
+    def __init__(self, floor: RouterContext, board: ControlState | None) -> None:
         self._floor = floor
         self._board = board
         self._overview = Overview(floor, board)
-        self.live = Live(floor, self._overview)
+        self.live = StatusBroadcaster(floor, self._overview)
 
     async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> admin_pb2.StatusReply:
         return await self._overview.status()
@@ -60,7 +60,9 @@ class Admin(AdminServicer):
                     "worker_id", f"no such worker is here: {request.worker_id!r}; known are {known}"
                 )
             grace_s = self._floor.settings.drain_s
-            order = Order(incarnation=str(info.ref.incarnation), role=info.role, drain=True, grace_s=grace_s, wish=True)
+            order = WorkerCommand(
+                incarnation=str(info.ref.incarnation), role=info.role, drain=True, grace_s=grace_s, wish=True
+            )
             await board.put_order(request.worker_id, order)
             log.info("drain_wished", worker=info.ref)
             return admin_pb2.DrainReply()
@@ -90,7 +92,7 @@ class Admin(AdminServicer):
         found = next(running, None) or self._floor.traces.find(name)
         return None if found is None else found.reply()
 
-    async def _replan(self, wanted: admin_pb2.ScaleRequest | None) -> Plan:
+    async def _replan(self, wanted: admin_pb2.ScaleRequest | None) -> PoolSizes:
         """Say the next plan: of other sizes, or (None) of another generation. Raises InvalidRequest, NoWorker."""
         for _ in range(_TRIES):
             board, control = await self._controlled()
@@ -105,7 +107,7 @@ class Admin(AdminServicer):
                 return following
         raise NoWorker("others change the plan all the time; try again")
 
-    async def _controlled(self) -> tuple[Board, ControlReport]:
+    async def _controlled(self) -> tuple[ControlState, ControlReport]:
         """Raises NoWorker when nobody would do what is asked."""
         control = await self._board.control() if self._board else None
         if self._board is None or control is None:

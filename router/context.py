@@ -14,23 +14,23 @@ from baton.clock import Clock
 from baton.core import Role
 from baton.errors import ConfigError
 from baton.event_journal import History
-from baton.ledger.prefix_index import PrefixMap
+from baton.ledger.prefix_index import PrefixIndex
 from baton.metrics import Metrics
 from baton.rpc.channel import Wire
-from router.admission.admission import Admission, Bounds
-from router.admission.capability_wait import Alike
+from router.admission.admission import Admission, QueueLimits
+from router.admission.capability_wait import CapabilityWait
 from router.auth.tokens import TokenFile
-from router.observe.activity import Seen
+from router.observe.activity import ActivityRecorder
 from router.placement.policy import ALONE, POLICIES
 from router.request.traces import Traces
-from router.workers.placement import Claim
+from router.workers.placement import Placement
 from router.workers.pool import WorkerPool, WorkerSource
 
 if TYPE_CHECKING:
     from baton.config.schema import TlsConfig
     from baton.ledger.ownership import OwnershipRecord
     from baton.tracing.otlp import Exporter
-    from router.request.client_request import Call
+    from router.request.client_request import ClientRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ async def _nowhere(name: str) -> None:
     """No ledger."""
 
 
-class Floor:
+class RouterContext:
     """One per router. `prefixes`: what workers have cached, `streams`: who decodes what, as far as it is known here.
 
     Raises ConfigError for files of certificates or tokens that cannot be used, or an exporter that is not there.
@@ -102,7 +102,7 @@ class Floor:
         settings: RouterSettings,
         workers: WorkerSource,
         clock: Clock,
-        prefixes: PrefixMap | None = None,
+        prefixes: PrefixIndex | None = None,
         streams: StreamSource | None = None,
     ) -> None:
         self.wire = Wire.of(settings.tls)
@@ -121,9 +121,11 @@ class Floor:
             prefixes=prefixes,
             slo_itl_s=settings.slo_itl_s,
         )
-        bounds = Bounds(settings.queue_max_requests, settings.queue_max_tokens, settings.queue_max_wait_s)
-        self.admission = Admission(self.pool.claim, Claim.release, self.pool.serves, clock, bounds, settings.tenants)
-        self.alike = Alike(self.pool.serves, self.pool.why_not, clock, bounds.wait_s, bounds.requests)
+        bounds = QueueLimits(settings.queue_max_requests, settings.queue_max_tokens, settings.queue_max_wait_s)
+        self.admission = Admission(
+            self.pool.claim, Placement.release, self.pool.serves, clock, bounds, settings.tenants
+        )
+        self.alike = CapabilityWait(self.pool.serves, self.pool.why_not, clock, bounds.wait_s, bounds.requests)
         self.pool.on_change = self._changed
         self.pool.local_prefill, self.pool.colocated = settings.local_prefill, settings.colocated
         self.pool.alone, self.pool.chunk = ALONE[settings.policy], settings.chunk
@@ -134,15 +136,15 @@ class Floor:
         self.metrics.watch_channels(self.pool.channels)
         self.metrics.watch_verifying(self.pool.loads)
         self.metrics.watch_queue(lambda: self.admission.waiting, lambda: self.admission.waiting_tokens)
-        self.seen = Seen(clock)
+        self.seen = ActivityRecorder(clock)
         exporter = _exporter(settings)
         self.traces = Traces(settings.traces, settings.trace_sample, clock, exporter.put if exporter else None)
         self.exporter = exporter
         self.streams = streams or _nowhere
         self.arrivals = itertools.count()
         self.accepting = True
-        self.running: set[Call] = set()
-        self.named: dict[tuple[str, str], Call] = {}  # of these: by tenant, and request id or idempotency key
+        self.running: set[ClientRequest] = set()
+        self.named: dict[tuple[str, str], ClientRequest] = {}  # of these: by tenant, and request id or idempotency key
         self.outcomes: Counter[str] = Counter()  # of those before; "accepted" beside how each ended
 
     def _changed(self) -> None:

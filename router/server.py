@@ -20,8 +20,8 @@ from grpc_reflection.v1alpha import reflection
 from baton.clock import Clock, SystemClock
 from baton.core import Role
 from baton.errors import ConfigError, LedgerError, NoWorker
-from baton.ledger.control_state import Board
-from baton.ledger.prefix_index import PrefixMap
+from baton.ledger.control_state import ControlState
+from baton.ledger.prefix_index import PrefixIndex
 from baton.metrics import MetricsServer
 from baton.metrics.http import Target, target
 from baton.rpc import channel
@@ -30,8 +30,8 @@ from baton.rpc.v1 import admin_pb2_grpc, inference_pb2_grpc
 from baton.tokenizer import Tokenizer
 from router.admin import Admin
 from router.auth.interceptor import Guard
-from router.context import Floor, RouterSettings, StreamSource
-from router.openai.loopback import Inner
+from router.context import RouterContext, RouterSettings, StreamSource
+from router.openai.loopback import LoopbackListener
 from router.placement import demand
 from router.placement.policy import POLICIES
 from router.service import Inference
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _WITHIN_S = 1.0  # a scraper waits no longer for what is only told here
 
 
-async def look(floor: Floor, board: Board | None) -> None:
+async def look(floor: RouterContext, board: ControlState | None) -> None:
     """Before a scrape: what the controller said last. Without the ledger, what was known before holds."""
     if board is None:
         return
@@ -61,7 +61,7 @@ async def look(floor: Floor, board: Board | None) -> None:
         )
 
 
-async def targets(floor: Floor, board: Board | None) -> Sequence[Target]:
+async def targets(floor: RouterContext, board: ControlState | None) -> Sequence[Target]:
     """All routers and workers that are known here. Without the ledger: this router, and its workers."""
     routers = {floor.router_id: floor.metrics_at}
     if board is not None:
@@ -83,14 +83,14 @@ _GOODBYE_S = 1.0
 class Router:
     """A router. `grpc`, `admin`, `metrics` and `http` (empty without a gateway) are what `start` has bound."""
 
-    def __init__(self, floor: Floor, tokenizer: Tokenizer, board: Board | None = None) -> None:
+    def __init__(self, floor: RouterContext, tokenizer: Tokenizer, board: ControlState | None = None) -> None:
         self.floor = floor
         self.grpc = self.admin = self.metrics = self.http = ""
         guards = [Guard(floor.tokens)] if floor.tokens else []
         share = floor.settings.share_port
         self._public = channel.aio_server(link=channel.PUBLIC, interceptors=guards, share_port=share)
         self._private = channel.aio_server(link=channel.INTERNAL, interceptors=guards)
-        self._inner = Inner(guards)
+        self._inner = LoopbackListener(guards)
         self._look = partial(look, floor, board)  # before a scrape
         self._metrics = MetricsServer(
             floor.metrics,
@@ -138,7 +138,7 @@ class Router:
         if self.floor.tokens is not None:
             self._watches.append(asyncio.create_task(self.floor.tokens.watch(), name="tokens"))
         if self._board is not None:
-            self._watches.append(asyncio.create_task(demand.tell(self.floor, self._board), name="demand"))
+            self._watches.append(asyncio.create_task(demand.publish(self.floor, self._board), name="demand"))
         if self._gateway is not None:
             self.http = self._gateway.address
             await self._gateway.start(inner, IN_THE_CLEAR)
@@ -182,7 +182,7 @@ class Router:
         log.info("router_stopped", router_id=self.floor.router_id)
 
     @property
-    def _servers(self) -> tuple[grpc.aio.Server | Inner, ...]:
+    def _servers(self) -> tuple[grpc.aio.Server | LoopbackListener, ...]:
         return self._public, self._inner, self._private
 
     async def _tell_health(self) -> None:
@@ -193,7 +193,7 @@ class Router:
             await asyncio.sleep(_LOOK_S)
 
 
-def _gateway(floor: Floor, admin: Admin, look: Callable[[], Awaitable[None]]) -> HttpServer:
+def _gateway(floor: RouterContext, admin: Admin, look: Callable[[], Awaitable[None]]) -> HttpServer:
     """Bound. Raises ConfigError, also when its libraries are not there."""
     try:
         from router.dashboard.app import Shown
@@ -217,9 +217,9 @@ async def serve(
     workers: WorkerSource,
     tokenizer: Tokenizer,
     clock: Clock | None = None,
-    prefixes: PrefixMap | None = None,
+    prefixes: PrefixIndex | None = None,
     streams: StreamSource | None = None,
-    board: Board | None = None,
+    board: ControlState | None = None,
 ) -> Router:
     """Start a router; returns when its listeners are bound. Raises ConfigError naming what is wrong.
 
@@ -229,6 +229,6 @@ async def serve(
     """
     if settings.policy not in POLICIES:
         raise ConfigError(f"router.policy: {settings.policy!r} is not one of {', '.join(sorted(POLICIES))}")
-    router = Router(Floor(settings, workers, clock or SystemClock(), prefixes, streams), tokenizer, board)
+    router = Router(RouterContext(settings, workers, clock or SystemClock(), prefixes, streams), tokenizer, board)
     await router.start()
     return router

@@ -21,10 +21,10 @@ from baton.tokenizer import Tokenizer
 from baton.tracing.trace import TRACEPARENT, TraceContext
 from router.auth.interceptor import current_grant
 from router.auth.limits import Concurrency, TextCall, limited, may_end
-from router.context import Floor
+from router.context import RouterContext
 from router.parsing.chat import Chats
 from router.parsing.generate_request import (
-    Reading,
+    ParseLimiter,
     check_model,
     check_received,
     check_resumes,
@@ -38,8 +38,8 @@ from router.parsing.generate_request import (
     received_of,
     resumed_name,
 )
-from router.request.client_request import Call, answer, seed_of
-from router.request.delivery import Context, EventStream, Patience
+from router.request.client_request import ClientRequest, seed_of, serve_request
+from router.request.delivery import Context, EventStream, StallTimeout
 from router.request.thoughts import Asked
 
 log = structlog.get_logger(__name__)
@@ -50,14 +50,14 @@ _REFUSALS = (InvalidRequest, errors.UnknownModel, errors.Overloaded, errors.NoWo
 class Inference(InferenceServicer):
     """`baton.v1.Inference` over the parts that all requests share."""
 
-    def __init__(self, floor: Floor, tokenizer: Tokenizer) -> None:
+    def __init__(self, floor: RouterContext, tokenizer: Tokenizer) -> None:
         self._floor = floor
         self._tokenizer = tokenizer
         self._chats = Chats.of(tokenizer)
         self._concurrency, self._texts = Concurrency(), Concurrency()
-        self._reading = Reading()
+        self._reading = ParseLimiter()
         self._grammars = Grammars(tokenizer)
-        self._patience = Patience(floor.settings.client_stall_s)
+        self._patience = StallTimeout(floor.settings.client_stall_s)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Ends once: finished, or with the status of one typed error. Cancellation is gRPC's own ending."""
@@ -73,7 +73,7 @@ class Inference(InferenceServicer):
         most_s = self._floor.settings.max_request_s
         task = cast("asyncio.Task[None]", asyncio.current_task())
         within_s = most_s if left_s is None else min(left_s, most_s)
-        call = Call(self._floor, task, within_s, resumed_name(message), current_grant(), _trace_of(context))
+        call = ClientRequest(self._floor, task, within_s, resumed_name(message), current_grant(), _trace_of(context))
         try:
             if resumes:
                 check_resumes(message)
@@ -93,7 +93,7 @@ class Inference(InferenceServicer):
             completed.ClearField("spans")  # the client has them
             self._note(call, request, None, **MessageToDict(completed, preserving_proto_field_name=True))
 
-    async def _answer(self, message: pb.ResumeRequest, call: Call, context: Context) -> pb.Completed:
+    async def _answer(self, message: pb.ResumeRequest, call: ClientRequest, context: Context) -> pb.Completed:
         floor, request = self._floor, message.request
         if not floor.accepting:
             raise errors.NoWorker("this router is stopping")
@@ -109,7 +109,7 @@ class Inference(InferenceServicer):
         finally:
             await client.close()
 
-    async def _answers(self, message: pb.ResumeRequest, call: Call, client: EventStream) -> pb.Completed:
+    async def _answers(self, message: pb.ResumeRequest, call: ClientRequest, client: EventStream) -> pb.Completed:
         floor, request = self._floor, message.request
         model, length = floor.settings.model, floor.pool.max_model_len()
         seed = seed_of(request.idempotency_key or call.name)
@@ -123,10 +123,10 @@ class Inference(InferenceServicer):
         call.asked, call.traced = Asked.of(request, self._tokenizer), request.trace
         call.determinism = message.system_fingerprint if spec.deterministic else ""
         call.resumable_s = request.resumable_s if request.HasField("resumable_s") else floor.settings.resumable_s
-        return await answer(floor, call, spec, received, client)
+        return await serve_request(floor, call, spec, received, client)
 
     @asynccontextmanager
-    async def _entered(self, call: Call, key: str) -> AsyncIterator[None]:
+    async def _entered(self, call: ClientRequest, key: str) -> AsyncIterator[None]:
         """Found, and ended, by its name from here on. Who comes with a name or a key that is in use takes over: a
         tenant from itself, others' names are not its own.
         """
@@ -196,7 +196,9 @@ class Inference(InferenceServicer):
         served = pb.Model(id=model, max_model_len=length, vocab_size=vocabulary, tool_form=form, thinking_chunk=thinks)
         return pb.ListModelsReply(models=[served])
 
-    def _note(self, call: Call, message: pb.GenerateRequest, error: BatonError | None, **facts: object) -> None:
+    def _note(
+        self, call: ClientRequest, message: pb.GenerateRequest, error: BatonError | None, **facts: object
+    ) -> None:
         """Count and log how a request ended; `error` None: it finished."""
         floor, outcome = self._floor, _outcome(call, error)
         floor.outcomes[outcome] += 1
@@ -242,7 +244,7 @@ def _reason(error: BatonError) -> str:
     return "; ".join(v.field if v.field.startswith(quoting) else str(v) for v in error.violations)
 
 
-def _outcome(call: Call, error: BatonError | None) -> str:
+def _outcome(call: ClientRequest, error: BatonError | None) -> str:
     if error is None:
         return "finished"
     if isinstance(error, _REFUSALS) and not call.accepted:

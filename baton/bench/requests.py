@@ -22,7 +22,7 @@ TRACE = "trace"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BenchPlan:
     """The options. Times are in seconds. A closed loop keeps `concurrency` requests under way; `rate` (per second) or
     the `arrivals` of a trace make it an open one.
     """
@@ -87,13 +87,13 @@ class Ask:
 class Load:
     """What the distributions and files of a plan say. Only a load with a `count` ends."""
 
-    plan: Plan
+    plan: BenchPlan
     lengths: Lengths
     trace: Trace | None
     times: Times | None
 
     @classmethod
-    def read(cls, plan: Plan) -> Load:
+    def read(cls, plan: BenchPlan) -> Load:
         """Raises ConfigError naming the option, or the line of a file, that is wrong."""
         plan.check()
         lengths = Lengths.parse(plan.prompt_tokens, plan.max_tokens)
@@ -144,7 +144,7 @@ class Load:
             yield Ask(prompt, fit.max_tokens, fit.at_s, is_deterministic, fit is not one)
 
 
-def _replayed(plan: Plan, trace: Trace) -> Trace:
+def _replayed(plan: BenchPlan, trace: Trace) -> Trace:
     """At the times of the file, divided by the speed, or by what makes them come at the rate."""
     if not trace.timed:
         raise ConfigError(f"--arrivals trace: {trace.path} does not say when its requests came")

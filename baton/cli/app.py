@@ -245,7 +245,7 @@ def plan(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     from baton.cli import plan as command
 
     command.plan(
-        command.Asked(
+        command.PlanOptions(
             profile,
             rate,
             prompt_tokens,
@@ -289,7 +289,7 @@ def logs(
     from baton.logs import LEVELS
 
     begin = time.time() - command.parse_age(since) if since else 0.0
-    wanted = command.Wanted(request, worker, LEVELS[level.upper()], begin)
+    wanted = command.LogFilter(request, worker, LEVELS[level.upper()], begin)
     command.logs(name, wanted, lines, follow=follow, as_json=as_json)
 
 
@@ -409,7 +409,7 @@ def generate(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     options: Options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "n": n}
     options |= {"seed": seed, "stop": stop or [], "deterministic": deterministic or None, "model": model}
     options |= {"think_while_decoding": think_while_decoding}
-    wanted = command.Shown.parse(show, as_json=as_json)
+    wanted = command.GenerateOptions.parse(show, as_json=as_json)
     command.generate(Router(name, target, timeout, token, tls).client(), prompt, options, wanted, trace)
 
 

@@ -15,7 +15,7 @@ import typer
 from baton.cli.options import LENGTHS, ClusterName, Json, ModelName, Target, Temperature, Timeout, Tls, Token
 
 if TYPE_CHECKING:
-    from baton.bench.requests import Plan
+    from baton.bench.requests import BenchPlan
     from baton.bench.sample import Goals
     from baton.bench.targets import Server
     from baton.cli.target import Router
@@ -102,11 +102,11 @@ def bench(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     """Send requests and measure: latencies, throughput, goodput. `baton bench compare A B`: two reports."""
     if context.invoked_subcommand is not None:
         return
-    from baton.bench.requests import Plan
+    from baton.bench.requests import BenchPlan
     from baton.bench.sample import Goals
     from baton.cli.target import Router
 
-    plan = Plan(trace=trace, scale=scale, speed=speed, clip=clip, vocab_size=vocab_size, seed=seed, warmup=warmup)
+    plan = BenchPlan(trace=trace, scale=scale, speed=speed, clip=clip, vocab_size=vocab_size, seed=seed, warmup=warmup)
     plan = replace(plan, concurrency=concurrency, rate=rate, arrivals=arrivals, max_in_flight=max_in_flight)
     plan = replace(plan, requests=requests, duration=duration, deterministic_share=deterministic_share, model=model)
     plan = replace(plan, prompt_tokens=prompt_tokens, max_tokens=max_tokens, temperature=temperature)
@@ -124,7 +124,7 @@ def compare(first: Path, second: Path, as_json: Json = False) -> None:
 
 
 def _bench(
-    plan: Plan, goals: Goals, router: Router, url: str | None, as_json: bool, out: Path | None, plot: Path | None
+    plan: BenchPlan, goals: Goals, router: Router, url: str | None, as_json: bool, out: Path | None, plot: Path | None
 ) -> None:
     _check_files(out, plot)
     from baton.bench import output
@@ -133,7 +133,7 @@ def _bench(
     output.bench(_server(plan, router, url), Load.read(plan), goals, output.Output(as_json, out, plot))
 
 
-def _server(plan: Plan, router: Router, url: str | None) -> Server:
+def _server(plan: BenchPlan, router: Router, url: str | None) -> Server:
     from baton.bench.targets import GrpcServer
     from baton.clock import SystemClock
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 import grpc
 import typer
 
-from baton.cli.credentials import NO_REACH, Reach, find_reach
+from baton.cli.credentials import NO_REACH, Target, find_reach
 from baton.cli.up import find_cluster
 from baton.core import HandoffId
 from baton.errors import BatonError
@@ -62,7 +62,7 @@ def census(name: str | None, target: str | None, tls: Path | None = None, *, as_
         raise typer.Exit(1)
 
 
-def look(admin: str, reach: Reach = NO_REACH, others: Sequence[str] = ()) -> tuple[list[Census], list[Problem]]:
+def look(admin: str, reach: Target = NO_REACH, others: Sequence[str] = ()) -> tuple[list[Census], list[Problem]]:
     """The census of each worker that this router knows. A request that ran before it or after it is one that runs, here
     or at one of the other routers.
     """
@@ -113,7 +113,7 @@ def _read(message: worker_pb2.CensusReply) -> Census:
     return Census(convert.ref_from_pb(message.worker), convert.counts_from_pb(message.blocks), tuple(held))
 
 
-def _ask(address: str, reach: Reach, call: Callable[[grpc.Channel, Metadata], T]) -> T:
+def _ask(address: str, reach: Target, call: Callable[[grpc.Channel, Metadata], T]) -> T:
     with reach.channel(address) as channel:
         try:
             return call(channel, reach.metadata)

@@ -17,7 +17,7 @@ TOKEN_VARIABLE = "BATON_TOKEN"  # no option: everybody on a machine sees a comma
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class Target:
     """How to reach a cluster."""
 
     wire: Wire = IN_THE_CLEAR
@@ -33,12 +33,12 @@ class Reach:
         return self.wire.sync(address)
 
 
-NO_REACH = Reach()  # in the clear, and without a token
+NO_REACH = Target()  # in the clear, and without a token
 
 
-def reach_of(config: ClusterConfig) -> Reach:
+def reach_of(config: ClusterConfig) -> Target:
     """Of a cluster whose file is known. Raises ConfigError."""
-    return Reach(Wire.of(config.security.tls), os.environ.get(TOKEN_VARIABLE) or None)
+    return Target(Wire.of(config.security.tls), os.environ.get(TOKEN_VARIABLE) or None)
 
 
 def check_tokens(config: ClusterConfig) -> None:
@@ -47,10 +47,10 @@ def check_tokens(config: ClusterConfig) -> None:
         read_tokens(config.security.tokens)
 
 
-def find_reach(cluster: ClusterState | None, tls: Path | None) -> Reach:
+def find_reach(cluster: ClusterState | None, tls: Path | None) -> Target:
     """`tls`: a folder of `baton certs`, or a CA file; without it, as the running `cluster` says. Raises ConfigError."""
     token = os.environ.get(TOKEN_VARIABLE) or None
     if tls is not None:
-        return Reach(Wire.of_path(tls), token)
+        return Target(Wire.of_path(tls), token)
     file = StateFolder(cluster.name).config if cluster else None
-    return reach_of(load_config(file)) if file is not None and file.exists() else Reach(token=token)
+    return reach_of(load_config(file)) if file is not None and file.exists() else Target(token=token)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import typer
 
-from baton.cli.credentials import Reach, reach_of
+from baton.cli.credentials import Target, reach_of
 from baton.cli.generate import latency, placed
 from baton.cli.up import run_cluster
 from baton.client import Client
@@ -36,7 +36,7 @@ LONGEST = 200  # new tokens
 FLOW_PROMPTS = ("The color of dog", "What is the largest ocean?", "The capital of France is", "Mia has a red ball.")
 
 
-def flow(state: ClusterState, reach: Reach, stop: Stop) -> None:
+def flow(state: ClusterState, reach: Target, stop: Stop) -> None:
     """Say where the page is, and send requests until `stop`. What becomes of them, the page shows."""
     typer.echo(f"\nthe live page: http://{from_here(state.http)}/  requests flow until Ctrl-C")
     with ThreadPoolExecutor(STREAMS) as streams:
@@ -44,7 +44,7 @@ def flow(state: ClusterState, reach: Reach, stop: Stop) -> None:
             streams.submit(_stream, state, reach, stop, random.Random(number))
 
 
-def _stream(state: ClusterState, reach: Reach, stop: Stop, draw: random.Random) -> None:
+def _stream(state: ClusterState, reach: Target, stop: Stop, draw: random.Random) -> None:
     with Client(from_here(state.grpc), timeout=30.0, token=reach.token, tls=reach.wire) as client:
         while not stop.drain.wait(draw.expovariate(1 / PAUSE_S)):
             try:
@@ -92,7 +92,7 @@ def demo(file: Path, sets: Sequence[str], stop: Stop, *, stay: bool) -> None:
         answered.result()
 
 
-def _ask(state: ClusterState, reach: Reach, stop: Stop, *, stay: bool) -> None:
+def _ask(state: ClusterState, reach: Target, stop: Stop, *, stay: bool) -> None:
     try:
         with Client(
             from_here(state.grpc), admin=from_here(state.admin), timeout=30.0, token=reach.token, tls=reach.wire

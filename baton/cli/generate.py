@@ -20,7 +20,7 @@ STAGES = ("queue", "route", "reserve", "prefill", "transfer", "commit", "decode"
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class GenerateOptions:
     """What is printed beside the text."""
 
     timings: bool
@@ -29,7 +29,7 @@ class Shown:
     thoughts: bool = False
 
     @classmethod
-    def parse(cls, text: str, *, as_json: bool) -> Shown:
+    def parse(cls, text: str, *, as_json: bool) -> GenerateOptions:
         """From `--show a,b`. Raises InvalidRequest naming what is not known."""
         names = [name.strip() for name in text.split(",") if name.strip()]
         for name in names:
@@ -38,7 +38,7 @@ class Shown:
         return cls("timings" in names, "tokens" in names, as_json, "thoughts" in names)
 
 
-def generate(client: Client, prompt: str, options: Options, shown: Shown, trace: Path | None = None) -> None:
+def generate(client: Client, prompt: str, options: Options, shown: GenerateOptions, trace: Path | None = None) -> None:
     """Print the answer as it comes; `trace`: write where its time went to this file. Raises BatonError."""
     # As in an argument: what is not UTF-8 is refused by name later, and not a traceback here.
     text = sys.stdin.buffer.read().decode(errors="surrogateescape") if prompt == "-" else prompt
@@ -82,7 +82,7 @@ def numbered(completion: Completion) -> Iterator[str]:
         yield choice.text
 
 
-def describe(completion: Completion, shown: Shown) -> None:
+def describe(completion: Completion, shown: GenerateOptions) -> None:
     """What `--show` asks for."""
     if completion.finish_reason is None:
         raise EngineFault("the stream ended without a reason")

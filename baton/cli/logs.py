@@ -213,7 +213,7 @@ SHOWN_FIRST = ("timestamp", "level", "process", "event", "exception")  # in plac
 
 
 @dataclass(slots=True)
-class Wanted:
+class LogFilter:
     """Which lines to show. `since` is Unix time. What is no event has no level, and may explain all of it."""
 
     request: str = ""
@@ -277,7 +277,7 @@ def find_logs(name: str | None) -> Path:
     raise NoWorker(f"{problem}: {home} has {', '.join(there) or 'none'}")
 
 
-def logs(name: str | None, wanted: Wanted, lines: int | None, *, follow: bool, as_json: bool) -> None:
+def logs(name: str | None, wanted: LogFilter, lines: int | None, *, follow: bool, as_json: bool) -> None:
     """Show the last `lines` that are wanted, and with `follow` what comes after them. Ends with KeyboardInterrupt."""
     folder = find_logs(name)
     most = lines if lines is not None else (None if wanted.since else LINES)
@@ -307,7 +307,7 @@ def _look(folder: Path, files: dict[Path, LogFile]) -> None:
             files[path] = LogFile(path)
 
 
-def _learn_names(files: Iterable[LogFile], wanted: Wanted) -> None:
+def _learn_names(files: Iterable[LogFile], wanted: LogFilter) -> None:
     """Who resumed it may have called it differently: routers say so when they accept it."""
     for file in files:
         if file.process.startswith("router"):

@@ -14,7 +14,7 @@ from typing import TypeVar
 import grpc
 import typer
 
-from baton.cli.credentials import Reach, find_reach
+from baton.cli.credentials import Target, find_reach
 from baton.cli.up import find_cluster
 from baton.client import Client
 from baton.client.types import ClusterStatus
@@ -22,7 +22,7 @@ from baton.clock import SystemClock
 from baton.config import ClusterConfig, load_config
 from baton.core import WorkerRef
 from baton.errors import BatonError, DeadlineExceeded, NoWorker
-from baton.ledger.control_state import Board, Order
+from baton.ledger.control_state import ControlState, WorkerCommand
 from baton.ledger.registry import Ledger
 from baton.rpc.channel import from_here
 from baton.rpc.status import from_rpc_error
@@ -41,7 +41,7 @@ class Operator:
     """Calls `Admin` of the first of `admins` that answers; any router will do. Errors are typed."""
 
     admins: Sequence[str]
-    reach: Reach
+    reach: Target
 
     @classmethod
     def find(cls, name: str | None, target: str | None, tls: Path | None) -> Operator:
@@ -145,8 +145,8 @@ async def _drain_host(config: ClusterConfig, host: str, wait_s: float) -> list[s
     try:
         told = [info for info in await ledger.workers() if info.host == host]
         for info in told:
-            order = Order(incarnation=str(info.ref.incarnation), role=info.role, drain=True, grace_s=grace_s)
-            await Board(ledger.connection).put_order(info.ref.worker_id, order)
+            order = WorkerCommand(incarnation=str(info.ref.incarnation), role=info.role, drain=True, grace_s=grace_s)
+            await ControlState(ledger.connection).put_order(info.ref.worker_id, order)
         if wait_s:
             await _wait_gone(ledger, {info.ref for info in told}, wait_s)
         return [info.ref.worker_id for info in told]

@@ -30,7 +30,7 @@ POISSON = "poisson"  # arrivals, where nothing else is asked for
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PlanOptions:
     """The options of the command. `rate` and the goals are None where the trace or the cluster file says them."""
 
     profile: str
@@ -51,7 +51,7 @@ class Asked:
     sets: tuple[str, ...]
 
 
-def plan(asked: Asked, *, as_json: bool) -> None:
+def plan(asked: PlanOptions, *, as_json: bool) -> None:
     """Print the plan, or one layout's report. Raises ConfigError."""
     configure_logging("error", "auto")  # of simulated workers nobody wants to read
     if not 0 < asked.attainment <= 1:
@@ -90,7 +90,7 @@ def _try_own(planner: Planner, own: Shape, rate: float) -> None:
     typer.echo(f"not tried: the file's own {own}, as profile {profile.name} has tp {known} only", err=True)
 
 
-def _what_if(asked: Asked, site: Site, workload: Workload, rate: float, own: Shape, *, as_json: bool) -> None:
+def _what_if(asked: PlanOptions, site: Site, workload: Workload, rate: float, own: Shape, *, as_json: bool) -> None:
     what = parse_what_if(asked.what_if or "", own)
     site = replace(site, faults=what.faults)
     shape = what.shape
@@ -106,7 +106,7 @@ def _what_if(asked: Asked, site: Site, workload: Workload, rate: float, own: Sha
     typer.echo(tried.report.table())
 
 
-def _workload(asked: Asked) -> Workload:
+def _workload(asked: PlanOptions) -> Workload:
     if asked.trace is None and asked.scale != 1:
         raise ConfigError(f"--scale: must be left out without a trace, whose lengths it divides, got {asked.scale:g}")
     trace = read_trace(asked.trace, scale=asked.scale) if asked.trace else None
@@ -121,7 +121,7 @@ def _workload(asked: Asked) -> Workload:
     return workload
 
 
-def _rate(asked: Asked, workload: Workload) -> float:
+def _rate(asked: PlanOptions, workload: Workload) -> float:
     rate = asked.rate if asked.rate is not None else workload.own_rate
     if rate is None:
         raise ConfigError("--rate: must be given, in requests per second, without a trace that has times")
@@ -130,7 +130,7 @@ def _rate(asked: Asked, workload: Workload) -> float:
     return rate
 
 
-def _site(asked: Asked, config: ClusterConfig | None) -> Site:
+def _site(asked: PlanOptions, config: ClusterConfig | None) -> Site:
     """Of the cluster file what it says of workers, router and goals; of options what they say."""
     site = Site(load_profile(asked.profile), seed=asked.seed)
     goals = Slo(config.slo.ttft_ms / 1e3, config.slo.itl_ms / 1e3) if config is not None else site.slo

@@ -49,7 +49,7 @@ def run_role(role: Role, file: Path, sets: Sequence[str], worker_id: str, log_fi
     config = _prepare(file, sets, log_file, worker_id)
     if role not in config.bounds:
         raise ConfigError(f"mode: {config.mode} has no {role.value} workers; start one of the other role")
-    from baton.worker.process import run_worker
+    from baton.worker.process import run_worker_process
     from baton.worker.settings import of_both_roles
 
     stop = threading.Event()
@@ -64,7 +64,7 @@ def run_role(role: Role, file: Path, sets: Sequence[str], worker_id: str, log_fi
         reported.set()
         report_ready({"worker": str(ref), "address": ref.address, "pid": os.getpid()})
 
-    run_worker(of_both_roles(config, worker_id, role), role_factories(), role, stop, ready)
+    run_worker_process(of_both_roles(config, worker_id, role), role_factories(), role, stop, ready)
 
 
 def role_factories() -> dict[Role, RoleFactory]:
@@ -84,16 +84,16 @@ def run_router(file: Path, sets: Sequence[str], log_file: Path | None, index: in
 
 
 async def _route(config: ClusterConfig, index: int) -> None:
-    from baton.ledger.control_state import Board
+    from baton.ledger.control_state import ControlState
     from baton.ledger.ownership import OwnershipStore
-    from baton.ledger.prefix_directory import DirectoryView
+    from baton.ledger.prefix_directory import PrefixReplica
     from baton.ledger.registry import Ledger
     from baton.tokenizer import load_tokenizer
     from router.server import serve
 
     ledger = await Ledger.connect(config.redis.url, f"baton:{config.name}", config.ledger.lease_s, SystemClock())
     tokenizer = load_tokenizer(config.model.path)
-    directory = DirectoryView(ledger.connection)
+    directory = PrefixReplica(ledger.connection)
     following = asyncio.create_task(directory.run(), name="prefix directory")
     handle = await serve(
         router_settings(config, index),
@@ -101,7 +101,7 @@ async def _route(config: ClusterConfig, index: int) -> None:
         tokenizer,
         prefixes=directory.prefixes,
         streams=OwnershipStore(ledger.connection).find,
-        board=Board(ledger.connection),
+        board=ControlState(ledger.connection),
     )
     gc.collect()
     gc.freeze()  # what is here now stays: no later collection need look at it

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from baton.cli.credentials import Reach, find_reach
+from baton.cli.credentials import Target, find_reach
 from baton.cli.up import find_cluster
 from baton.client import Client
 from baton.client.types import ClusterStatus, Control, WorkerStatus
@@ -74,7 +74,7 @@ def watch(show: Callable[[], None]) -> None:
         time.sleep(WATCH_S)
 
 
-def _ask(admin: str, reach: Reach) -> ClusterStatus | BatonError:
+def _ask(admin: str, reach: Target) -> ClusterStatus | BatonError:
     """What it says, or why it does not: one of several may be just being replaced."""
     if not admin:
         return NoWorker("it is not there yet")

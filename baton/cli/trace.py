@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from baton.cli.credentials import Reach, find_reach
+from baton.cli.credentials import Target, find_reach
 from baton.cli.operate import TIMEOUT_S
 from baton.cli.up import find_cluster
 from baton.errors import BatonError, ConfigError, InvalidRequest, NoWorker
@@ -33,7 +33,7 @@ SHOWN = ("tokens", "cached_tokens", "chunks", "kv_bytes", "transport", "steps", 
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Found:
+class FoundTrace:
     """What a router said of a request."""
 
     request_id: str
@@ -57,17 +57,17 @@ def trace(
         show(found)
 
 
-def find(request: str, admins: Sequence[str], reach: Reach) -> Found:
+def find(request: str, admins: Sequence[str], reach: Target) -> FoundTrace:
     """Of whichever router had it; without a name, the one of all that began last."""
     asked = [_ask(request, admin, reach) for admin in admins]
-    found = [one for one in asked if isinstance(one, Found)]
+    found = [one for one in asked if isinstance(one, FoundTrace)]
     if found:
         return max(found, key=lambda one: one.spans[0].start_s if one.spans else 0.0)
     failure = next((one for one in asked if isinstance(one, BatonError) and not isinstance(one, InvalidRequest)), None)
     raise failure or next((one for one in asked if isinstance(one, BatonError)), NoWorker("no router is there"))
 
 
-def _ask(request: str, admin: str, reach: Reach) -> Found | BatonError:
+def _ask(request: str, admin: str, reach: Target) -> FoundTrace | BatonError:
     with reach.channel(admin) as channel:
         try:
             call = AdminStub(channel).Trace
@@ -76,7 +76,7 @@ def _ask(request: str, admin: str, reach: Reach) -> Found | BatonError:
             if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.NOT_FOUND:
                 return InvalidRequest.of("REQUEST", str(error.details()))
             return from_rpc_error(error, admin)
-    return Found(reply.request_id, reply.trace_id, reply.outcome, tuple(map(span_from_pb, reply.spans)))
+    return FoundTrace(reply.request_id, reply.trace_id, reply.outcome, tuple(map(span_from_pb, reply.spans)))
 
 
 def write(out: Path, spans: Sequence[Span], request_id: str, trace_id: str) -> None:
@@ -88,7 +88,7 @@ def write(out: Path, spans: Sequence[Span], request_id: str, trace_id: str) -> N
     typer.echo(f"trace written to {out}: open it at https://ui.perfetto.dev", err=True)
 
 
-def show(found: Found, console: Console | None = None) -> None:
+def show(found: FoundTrace, console: Console | None = None) -> None:
     """Bars on one axis, a group of rows for each process."""
     console = console or Console(highlight=False)
     console.print(f"request   {found.request_id}, {found.outcome}\ntrace     {found.trace_id}", markup=False)

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from baton.config import ClusterConfig
 from baton.core import Role
-from baton.ledger.control_state import Plan, RouterReport, WorkerDemand
+from baton.ledger.control_state import PoolSizes, RouterReport, WorkerDemand
 
 _FULL = 0.9  # of the KV blocks of decode workers: what is decoded grows
 _SATURATED = 0.9  # of the time of prefill workers: beyond it, prompts wait long
@@ -26,7 +26,7 @@ _REMEMBERED_S = 5.0  # how busy prefill workers were
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
+class LoadMeasure:
     """One of a pool's, as a share of what may be: `fixed` stays, `shared` is divided by however many workers there are.
     `text` is for a reader; empty: nothing is known. One that does not press only says how many workers are enough.
     """
@@ -41,18 +41,18 @@ class Measure:
         return self.fixed + self.shared if self.presses else 0.0
 
 
-NOTHING = Measure("", 0.0)
+NOTHING = LoadMeasure("", 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Pressure:
+class PoolLoad:
     """What a pool has to do, which `there` workers do."""
 
     there: int
-    measures: tuple[Measure, ...]
+    measures: tuple[LoadMeasure, ...]
 
     @property
-    def worst(self) -> Measure:
+    def worst(self) -> LoadMeasure:
         return _worst(self.measures)
 
     @property
@@ -69,7 +69,7 @@ class Pressure:
         return ", ".join(one.text for one in self.measures if one.text)
 
 
-class Pressures:
+class PoolLoads:
     """Of both pools, look by look."""
 
     def __init__(self, config: ClusterConfig) -> None:
@@ -78,7 +78,7 @@ class Pressures:
         self._colocated = config.mode == "colocated"
         self._busy = _Busy()
 
-    def look(self, routers: Sequence[RouterReport], there: Mapping[Role, int], now: float) -> dict[Role, Pressure]:
+    def look(self, routers: Sequence[RouterReport], there: Mapping[Role, int], now: float) -> dict[Role, PoolLoad]:
         """At `now` (monotonic). `routers`: at least one; `there`: workers of each role that take requests.
 
         Room on decode workers is reserved before a prompt is computed. While prefill workers have too much to do, what
@@ -98,34 +98,36 @@ class Pressures:
         wait_s = (1.0 - blame) * max(report.queue_s for report in routers)
         prompts = (
             _worst(self._first_token(report, blame) for report in routers),
-            Measure(f"busy {share:.0%}", share / _SATURATED, presses=False),
+            LoadMeasure(f"busy {share:.0%}", share / _SATURATED, presses=False),
         )
         return {
-            Role.PREFILL: Pressure(there[Role.PREFILL], (NOTHING,) if self._colocated else prompts),
-            Role.DECODE: Pressure(
+            Role.PREFILL: PoolLoad(there[Role.PREFILL], (NOTHING,) if self._colocated else prompts),
+            Role.DECODE: PoolLoad(
                 there[Role.DECODE],
                 (
                     prompts[0] if self._colocated else NOTHING,
                     _worst(self._next_token(report) for report in routers),
-                    Measure(f"KV {used - blocked:.0%} of {_FULL:.0%}", (used - blocked) / _FULL),
-                    Measure(f"{rows} of {most} rows", rows / most),
-                    Measure(f"queue {wait_s:.2f} s of {self._ttft_s:.2f} s" if wait_s else "", wait_s / self._ttft_s),
+                    LoadMeasure(f"KV {used - blocked:.0%} of {_FULL:.0%}", (used - blocked) / _FULL),
+                    LoadMeasure(f"{rows} of {most} rows", rows / most),
+                    LoadMeasure(
+                        f"queue {wait_s:.2f} s of {self._ttft_s:.2f} s" if wait_s else "", wait_s / self._ttft_s
+                    ),
                 ),
             ),
         }
 
-    def _first_token(self, report: RouterReport, blame: float = 0.0) -> Measure:
+    def _first_token(self, report: RouterReport, blame: float = 0.0) -> LoadMeasure:
         """`blame`: the part of the wait in the queue that prefill workers are the reason for."""
         wait_s = report.ttft_s - report.queue_s - report.ttft_alone_s + blame * report.queue_s
         may_s = max(self._ttft_s, _AT_LEAST * report.ttft_alone_s)
         took_s = report.ttft_alone_s + max(wait_s, 0.0)
         text = f"TTFT {took_s:.2f} s of {may_s:.2f} s" if took_s else ""
-        return Measure(text, max(wait_s, 0.0) / may_s, report.ttft_alone_s / may_s)
+        return LoadMeasure(text, max(wait_s, 0.0) / may_s, report.ttft_alone_s / may_s)
 
-    def _next_token(self, report: RouterReport) -> Measure:
+    def _next_token(self, report: RouterReport) -> LoadMeasure:
         more_s, may_s = max(report.itl_s - report.itl_alone_s, 0.0), max(self._itl_s, _AT_LEAST * report.itl_alone_s)
         text = f"ITL {report.itl_s * 1e3:.3g} ms of {may_s * 1e3:.3g} ms" if report.itl_s else ""
-        return Measure(text, more_s / may_s, report.itl_alone_s / may_s)
+        return LoadMeasure(text, more_s / may_s, report.itl_alone_s / may_s)
 
 
 class _Busy:
@@ -149,7 +151,7 @@ class _Busy:
         return now, busy_s, mean
 
 
-def _worst(measures: Iterable[Measure]) -> Measure:
+def _worst(measures: Iterable[LoadMeasure]) -> LoadMeasure:
     return max(measures, key=lambda one: one.now)
 
 
@@ -186,7 +188,7 @@ class Autoscaler:
         pools = {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
         self._bounds = {role: pool.bounds for role, pool in pools.items() if pool.autoscale}
         self._scaling = config.scaling
-        self._pressures = Pressures(config)
+        self._pressures = PoolLoads(config)
         self._pools = {role: _Pool() for role in Role}
         self._last: float | None = None  # look
         self._number: int | None = None  # of the plan
@@ -194,8 +196,8 @@ class Autoscaler:
         self._missing_since: float | None = None
 
     def look(
-        self, plan: Plan, routers: Sequence[RouterReport], workers: Collection[Worker], now: float
-    ) -> tuple[Plan | None, str]:
+        self, plan: PoolSizes, routers: Sequence[RouterReport], workers: Collection[Worker], now: float
+    ) -> tuple[PoolSizes | None, str]:
         """The next plan, or None, and what a reader of `baton status` may want to know; empty: it is off.
 
         `workers`: those in the ledger. A plan that did not come to be is proposed again at the next look.
@@ -219,7 +221,7 @@ class Autoscaler:
         new = self._grown(plan, pressures) or self._shrunk(plan, pressures)
         return new, f"{seen}; {new.reason if new else self._outlook(plan, pressures)}"
 
-    def _bounded(self, plan: Plan) -> Plan | None:
+    def _bounded(self, plan: PoolSizes) -> PoolSizes | None:
         """The plan within the bounds; None: it is."""
         sizes = {role: min(max(plan.of(role), least), most) for role, (least, most) in self._bounds.items()}
         if all(plan.of(role) == size for role, size in sizes.items()):
@@ -227,7 +229,7 @@ class Autoscaler:
         bounds = ", ".join(f"{role} {least} to {most}" for role, (least, most) in self._bounds.items())
         return _following(plan, sizes, f"autoscale allows {bounds}")
 
-    def _changing(self, plan: Plan, there: Mapping[Role, int], last: float, now: float) -> str:
+    def _changing(self, plan: PoolSizes, there: Mapping[Role, int], last: float, now: float) -> str:
         """What is waited for before anything is decided; empty: nothing. The controller does not ask while a plan is
         carried out: that time counts.
         """
@@ -242,14 +244,14 @@ class Autoscaler:
         left_s = self._quiet_until - now
         return f"settles for {left_s:.0f} s" if left_s > 0 else ""
 
-    def _count(self, pool: _Pool, pressure: Pressure, fewer: int, least: int, passed: float) -> None:
+    def _count(self, pool: _Pool, pressure: PoolLoad, fewer: int, least: int, passed: float) -> None:
         sign = 1 if pressure.now > 1 else -1
         pool.over_s = min(max(pool.over_s + sign * passed, 0.0), self._scaling.up_after_s)
         small = pressure.with_only(fewer) if fewer >= least else math.inf
         pool.spare_s = pool.spare_s + passed if small < _SPARE else 0.0
         pool.enough_s = pool.enough_s + passed if small < _ENOUGH else 0.0
 
-    def _grown(self, plan: Plan, pressures: Mapping[Role, Pressure]) -> Plan | None:
+    def _grown(self, plan: PoolSizes, pressures: Mapping[Role, PoolLoad]) -> PoolSizes | None:
         sizes: dict[Role, int] = {}
         why = []
         for role in self._pressed():
@@ -268,7 +270,7 @@ class Autoscaler:
                 why.append(f"{role} {count} to {goal}: {text}")
         return _following(plan, sizes, "; ".join(why)) if sizes else None
 
-    def _shrunk(self, plan: Plan, pressures: Mapping[Role, Pressure]) -> Plan | None:
+    def _shrunk(self, plan: PoolSizes, pressures: Mapping[Role, PoolLoad]) -> PoolSizes | None:
         sizes, why = {}, []
         for role, (least, _) in self._bounds.items():
             count, after_s = plan.of(role), self._scaling.down_after_s
@@ -287,7 +289,7 @@ class Autoscaler:
         """As many as share it out, at most twice as many; `count` when there may be no more."""
         return min(max(count + 1, min(math.ceil(count * pressure), 2 * count)), self._bounds[role][1])
 
-    def _spared(self, role: Role, plan: Plan, pressure: Pressure, most: int) -> int:
+    def _spared(self, role: Role, plan: PoolSizes, pressure: PoolLoad, most: int) -> int:
         """How many of this pool, at most so many, the other one can have."""
         if not self._scaling.turn or role not in self._bounds or self._pools[role].spare_s < self._scaling.up_after_s:
             return 0
@@ -295,7 +297,7 @@ class Autoscaler:
         able = (n for n in range(min(most, count - least), 0, -1) if pressure.with_only(count - n) < _SPARE)
         return next(able, 0)
 
-    def _outlook(self, plan: Plan, pressures: Mapping[Role, Pressure]) -> str:
+    def _outlook(self, plan: PoolSizes, pressures: Mapping[Role, PoolLoad]) -> str:
         said = []
         for role, (_, most) in self._bounds.items():
             pool, after, text = self._pools[role], self._scaling, pressures[role].worst.text
@@ -308,6 +310,6 @@ class Autoscaler:
         return "; ".join(said) or "steady"
 
 
-def _following(plan: Plan, sizes: Mapping[Role, int], reason: str) -> Plan:
+def _following(plan: PoolSizes, sizes: Mapping[Role, int], reason: str) -> PoolSizes:
     changed = {role.value: size for role, size in sizes.items()}
     return plan.model_copy(update=changed | {"number": plan.number + 1, "by": "autoscaler", "reason": reason})

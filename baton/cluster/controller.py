@@ -11,12 +11,12 @@ import structlog
 from baton.clock import Clock
 from baton.cluster.backend_process import START_TIMEOUT_S, StartError
 from baton.cluster.interfaces import Placement
-from baton.cluster.reconcile import Step, Unit, free_id, next_step
-from baton.cluster.worker_supervisor import Journal, Keeper
+from baton.cluster.reconcile import Step, WorkerState, free_id, reconcile_step
+from baton.cluster.worker_supervisor import DecisionLog, WorkerSupervisor
 from baton.config import ClusterConfig
 from baton.core import Role, WorkerInfo, sizes_text
 from baton.errors import LedgerError
-from baton.ledger.control_state import Board, ControlReport, Plan, RouterReport, Slot
+from baton.ledger.control_state import ControlReport, ControlState, PoolSizes, RouterReport, WorkerSlot
 from baton.ledger.registry import Ledger
 
 REPORT_S = 1.0
@@ -30,8 +30,8 @@ class Autoscaler(Protocol):
     """Proposes another plan."""
 
     def look(
-        self, plan: Plan, routers: list[RouterReport], workers: list[WorkerInfo], now: float
-    ) -> tuple[Plan | None, str]:
+        self, plan: PoolSizes, routers: list[RouterReport], workers: list[WorkerInfo], now: float
+    ) -> tuple[PoolSizes | None, str]:
         """The plan to have instead (None: this one), and what is seen, for a reader; asked once a second."""
 
 
@@ -43,11 +43,11 @@ class Controller:
         config: ClusterConfig,
         placement: Placement,
         ledger: Ledger,
-        board: Board,
+        board: ControlState,
         clock: Clock,
         autoscaler: Autoscaler | None = None,
     ) -> None:
-        self.plan = Plan(prefill=config.prefill.replicas, decode=config.decode.replicas)
+        self.plan = PoolSizes(prefill=config.prefill.replicas, decode=config.decode.replicas)
         self._placement = placement
         self._ledger = ledger
         self._board = board
@@ -55,8 +55,8 @@ class Controller:
         self._autoscaler = autoscaler
         self._scaling = config.scaling
         self._patience_s = config.ledger.lease_s / 2
-        self._journal = Journal(clock)
-        self._keeper = Keeper(placement, self._journal, self._patience_s, config.scaling.drain_s)
+        self._journal = DecisionLog(clock)
+        self._keeper = WorkerSupervisor(placement, self._journal, self._patience_s, config.scaling.drain_s)
         self._units = self._keeper.units
         pools = {(pool.tensor_parallel, pool.device) for pool in (config.prefill, config.decode)}
         self._turns = config.scaling.turn and len(pools) == 1
@@ -91,7 +91,7 @@ class Controller:
             self._be_calm()
             self._journal.say("plan", f"took over {len(found)} workers that an earlier controller started")
 
-    def _begin_plan(self, said: Plan | None, *, taken_over: bool) -> None:
+    def _begin_plan(self, said: PoolSizes | None, *, taken_over: bool) -> None:
         """The cluster file's, when the cluster starts, and as long as nobody else has said one."""
         plan = self.plan
         kept = taken_over and said is not None and said.by != "file" and (said.prefill > 0) == (plan.prefill > 0)
@@ -104,9 +104,9 @@ class Controller:
             plan = plan.model_copy(update={"number": said.number + 1, "generation": said.generation, "reason": reason})
         self._follow(plan)
 
-    def _take_over(self, worker_id: str, role: Role, slot: Slot | None) -> None:
+    def _take_over(self, worker_id: str, role: Role, slot: WorkerSlot | None) -> None:
         now = self._clock.monotonic()
-        unit = self._units[worker_id] = Unit(worker_id, role, self.plan.generation, born=now)
+        unit = self._units[worker_id] = WorkerState(worker_id, role, self.plan.generation, born=now)
         if slot is not None:
             unit.role, unit.generation, unit.restarts = slot.role, slot.generation, slot.restarts
             if slot.state == "draining":
@@ -169,7 +169,7 @@ class Controller:
         elif said != self.plan:
             self._follow(said)
 
-    def _follow(self, plan: Plan) -> None:
+    def _follow(self, plan: PoolSizes) -> None:
         self.plan = plan
         sizes = sizes_text(plan.prefill, plan.decode)
         self._journal.say("plan", f"{sizes}, generation {plan.generation}: {plan.reason or plan.by}")
@@ -178,7 +178,7 @@ class Controller:
     def _change(self, now: float) -> None:
         """All that may be changed towards the plan at once; what must wait comes in later passes."""
         started: list[tuple[str, str]] = []
-        while (step := next_step(list(self._units.values()), self.plan, now, turns=self._turns)) is not None:
+        while (step := reconcile_step(list(self._units.values()), self.plan, now, turns=self._turns)) is not None:
             if step.unit is None:
                 started.append((step.reason, self._start(step, now)))
             elif step.kind == "turn":
@@ -191,7 +191,7 @@ class Controller:
 
     def _start(self, step: Step, now: float) -> str:
         worker_id = free_id(step.role, self._units)
-        self._keeper.start(Unit(worker_id, step.role, self.plan.generation), now)
+        self._keeper.start(WorkerState(worker_id, step.role, self.plan.generation), now)
         return worker_id
 
     async def _say_orders(self) -> None:

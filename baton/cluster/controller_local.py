@@ -12,7 +12,7 @@ from baton.cluster.interfaces import Placement
 from baton.cluster.signals import Stop
 from baton.config import ClusterConfig
 from baton.errors import LedgerError
-from baton.ledger.control_state import Board
+from baton.ledger.control_state import ControlState
 from baton.ledger.registry import Ledger
 
 READY_POLL_S = 0.05
@@ -35,7 +35,7 @@ class LocalControl:
     async def _begin(self, redis_url: str) -> None:
         config, clock = self._config, SystemClock()
         self._ledger = await Ledger.connect(redis_url, f"baton:{config.name}", config.ledger.lease_s, clock)
-        board = Board(self._ledger.connection)
+        board = ControlState(self._ledger.connection)
         controller = Controller(config, self._placement, self._ledger, board, clock, Autoscaler(config))
         await controller.begin()
         await controller.poll()

@@ -8,7 +8,7 @@ from typing import Literal
 
 from baton.cluster.interfaces import Seen
 from baton.core import Role, WorkerInfo
-from baton.ledger.control_state import Order, Plan, Slot
+from baton.ledger.control_state import PoolSizes, WorkerCommand, WorkerSlot
 
 MAX_IN_A_ROW = 10  # deaths, without STABLE_S of life between them
 ROOM_S = 60.0  # a successor that has no process after so long finds no room beside what it is to replace
@@ -17,7 +17,7 @@ State = Literal["starting", "ready", "turning", "draining", "failed"]
 
 
 @dataclass(slots=True)
-class Unit:
+class WorkerState:
     """A worker's place. `role` is what it should be; times are monotonic seconds."""
 
     worker_id: str
@@ -47,9 +47,9 @@ class Unit:
         return "ready" if self.info is not None else "starting"
 
     @property
-    def slot(self) -> Slot:
+    def slot(self) -> WorkerSlot:
         """For the report."""
-        return Slot(
+        return WorkerSlot(
             worker_id=self.worker_id,
             role=self.role,
             state=self.state,
@@ -74,11 +74,11 @@ class Unit:
             self.note = ""
         self.missing_since = None
 
-    def old(self, plan: Plan) -> bool:
+    def old(self, plan: PoolSizes) -> bool:
         """Whether another is to take its place."""
         return self.unwanted or self.generation < plan.generation
 
-    def obey(self, order: Order | None, now: float) -> None:
+    def obey(self, order: WorkerCommand | None, now: float) -> None:
         """What is said of its live incarnation by an operator (a wish), or by the controller before this one."""
         if order is None or self.info is None or self.leaving:
             return
@@ -95,11 +95,13 @@ class Unit:
     def turn(self, role: Role, now: float) -> None:
         self.role, self.told_at = role, now
 
-    def order(self, grace_s: float) -> Order | None:
+    def order(self, grace_s: float) -> WorkerCommand | None:
         """What its live incarnation has to be told; None: nothing."""
         if self.info is None or not (self.leaving or self.info.role is not self.role):
             return None
-        return Order(incarnation=str(self.info.ref.incarnation), role=self.role, drain=self.leaving, grace_s=grace_s)
+        return WorkerCommand(
+            incarnation=str(self.info.ref.incarnation), role=self.role, drain=self.leaving, grace_s=grace_s
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +111,10 @@ class Step:
     kind: Literal["start", "turn", "leave"]
     reason: str
     role: Role
-    unit: Unit | None = None
+    unit: WorkerState | None = None
 
 
-def next_step(units: Sequence[Unit], plan: Plan, now: float, *, turns: bool) -> Step | None:
+def reconcile_step(units: Sequence[WorkerState], plan: PoolSizes, now: float, *, turns: bool) -> Step | None:
     """The next change towards the plan that may be made now; None: there is none, or one must be waited for.
 
     No ready worker is taken away that leaves fewer ready ones than planned; but where its successor finds no room
@@ -139,7 +141,7 @@ def next_step(units: Sequence[Unit], plan: Plan, now: float, *, turns: bool) -> 
     return _successor(units, kept, plan)
 
 
-def _successor(units: Sequence[Unit], kept: dict[Role, list[Unit]], plan: Plan) -> Step | None:
+def _successor(units: Sequence[WorkerState], kept: dict[Role, list[WorkerState]], plan: PoolSizes) -> Step | None:
     """One more than planned, for a worker that is to be replaced; one at a time, when nothing else is under way."""
     if any(unit.state not in {"ready", "failed"} for unit in units):
         return None
@@ -151,7 +153,7 @@ def _successor(units: Sequence[Unit], kept: dict[Role, list[Unit]], plan: Plan) 
     return None
 
 
-def _spare(kept: Sequence[Unit], plan: Plan, role: Role, now: float) -> Unit | None:
+def _spare(kept: Sequence[WorkerState], plan: PoolSizes, role: Role, now: float) -> WorkerState | None:
     """Which of too many goes next: one that is to be replaced, not ready, newest; None: none may go now."""
     ranked = sorted(kept, key=lambda unit: _index(unit.worker_id), reverse=True)
     old = [unit for unit in ranked if unit.old(plan)]
@@ -167,7 +169,7 @@ def _spare(kept: Sequence[Unit], plan: Plan, role: Role, now: float) -> Unit | N
     return next((unit for unit in ready if not old or unit in old), None) if len(ready) > least else None
 
 
-def _without_room(unit: Unit, now: float) -> bool:
+def _without_room(unit: WorkerState, now: float) -> bool:
     placed = unit.seen is not None and (unit.seen.state != "starting" or unit.seen.pid is not None)
     return unit.state == "starting" and unit.in_a_row == 0 and not placed and now - unit.born > ROOM_S
 

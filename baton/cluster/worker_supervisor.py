@@ -11,7 +11,7 @@ import structlog
 from baton.clock import Clock
 from baton.cluster.backend_process import BACKOFF_S, STABLE_S, START_TIMEOUT_S, StartError
 from baton.cluster.interfaces import Placement
-from baton.cluster.reconcile import MAX_IN_A_ROW, Unit
+from baton.cluster.reconcile import MAX_IN_A_ROW, WorkerState
 from baton.ledger.control_state import DECISIONS, Decision
 
 PAUSE_S = 60.0  # until what failed too often is tried once more
@@ -23,7 +23,7 @@ Kind = Literal["plan", "start", "turn", "drain", "end", "replace", "give_up"]
 log = structlog.get_logger(__name__)
 
 
-class Journal:
+class DecisionLog:
     """What was decided, and why: logged, and the last of it kept for the report."""
 
     def __init__(self, clock: Clock) -> None:
@@ -36,25 +36,25 @@ class Journal:
         self.decisions.append(Decision(at=self._clock.wall(), kind=kind, text=text[:MAX_TEXT]))
 
 
-class Keeper:
+class WorkerSupervisor:
     """All processes of one cluster's workers. It changes no role and no number of them, unless it is told to."""
 
-    def __init__(self, placement: Placement, journal: Journal, patience_s: float, drain_s: float) -> None:
+    def __init__(self, placement: Placement, journal: DecisionLog, patience_s: float, drain_s: float) -> None:
         """`patience_s`: how long who has lost its lease may take to enter again, before it is taken for frozen."""
-        self.units: dict[str, Unit] = {}
+        self.units: dict[str, WorkerState] = {}
         self._placement = placement
         self._journal = journal
         self._patience_s = patience_s
         self._drain_s = drain_s
 
-    def start(self, unit: Unit, now: float) -> None:
+    def start(self, unit: WorkerState, now: float) -> None:
         """Begin to start its process; it has none now."""
         unit.born, unit.retry_at, unit.told_at, unit.missing_since, unit.killed = now, None, None, None, False
         unit.seen, unit.info, unit.unwanted = None, None, False
         self.units[unit.worker_id] = unit
         self._placement.start(unit.worker_id, unit.role)
 
-    def leave(self, unit: Unit, reason: str, now: float) -> None:
+    def leave(self, unit: WorkerState, reason: str, now: float) -> None:
         """A live one is to be told to drain; who is not live holds nothing, and is ended at once."""
         drains = unit.state == "ready"
         unit.leave(now)
@@ -72,13 +72,13 @@ class Keeper:
                 self._journal.say("replace", f"{unit.worker_id} {reason}; its process is killed")
                 self._placement.kill(unit.worker_id)
 
-    def retry(self, units: Iterable[Unit], now: float) -> None:
+    def retry(self, units: Iterable[WorkerState], now: float) -> None:
         """What failed is given another chance at once."""
         for unit in units:
             if unit.retry_at is not None:
                 unit.in_a_row, unit.retry_at = 0, now
 
-    def _ended(self, unit: Unit, generation: int, now: float) -> None:
+    def _ended(self, unit: WorkerState, generation: int, now: float) -> None:
         if unit.leaving:
             self._placement.forget(unit.worker_id)
             del self.units[unit.worker_id]
@@ -90,7 +90,7 @@ class Keeper:
             unit.generation, unit.restarts = generation, unit.restarts + 1
             self.start(unit, now)
 
-    def _died(self, unit: Unit, now: float) -> None:
+    def _died(self, unit: WorkerState, now: float) -> None:
         unit.in_a_row = 1 if now - unit.born > STABLE_S else unit.in_a_row + 1
         unit.info = None
         error = unit.seen.error if unit.seen else None
@@ -103,7 +103,7 @@ class Keeper:
         elif not hopeless and not unit.killed:
             self._journal.say("replace", f"{unit.worker_id}, started again in {pause:g} s: {why}")
 
-    def _overdue(self, unit: Unit, now: float) -> str:
+    def _overdue(self, unit: WorkerState, now: float) -> str:
         """Why it must be taken for frozen; empty: it need not."""
         assert unit.seen is not None
         if unit.told_at is not None:

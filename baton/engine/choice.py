@@ -102,7 +102,7 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-class Choices:
+class OutputFactory:
     """Begins the choices of one engine."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, max_model_len: int) -> None:
@@ -116,16 +116,16 @@ class Choices:
         check_spec(spec, self._vocab_size, self._max_model_len)
         self._grammars.check(spec.constraint)
 
-    def start(self, spec: SequenceSpec) -> Choice:
+    def start(self, spec: SequenceSpec) -> OutputState:
         """A choice that has `spec.known` already. Raises InvalidRequest if its constraint does not allow that."""
         guide = self._grammars.start(spec.constraint)
-        choice = Choice(spec, self._tokenizer, self._vocab_size, self._max_model_len, guide)
+        choice = OutputState(spec, self._tokenizer, self._vocab_size, self._max_model_len, guide)
         if guide is not None and guide.broken:
             raise InvalidRequest.of("known", "has tokens that the constraint does not allow")
         return choice
 
 
-class Choice:
+class OutputState:
     """A pure function of the spec and the tokens pushed: `spec.known` is replayed first, and may already have ended it.
 
     `tokens` are prompt and output. A token that ends the choice by its id (EOS, stop token) is not part of the output.

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, TypeVar
 import structlog
 
 from baton.engine.block_pool import BlockPool, Reservation
-from baton.engine.choice import Choices
-from baton.engine.determinism.shapes import parts
+from baton.engine.choice import OutputFactory
+from baton.engine.determinism.shapes import split_exact
 from baton.engine.determinism.verifier import FixedForwards
 from baton.engine.model_runner import Inputs, OrdinaryForwards
-from baton.engine.request import Beginnings
+from baton.engine.request import RequestFactory
 from baton.engine.scheduler import Scheduler
-from baton.engine.step_result import Counters, Output, StepResult, load_of
+from baton.engine.step_result import Counters, SequenceOutput, StepResult, load_of
 from baton.engine.thinking.states import Thoughts
 from baton.errors import EngineFault, RankLost
 
@@ -34,16 +34,18 @@ if TYPE_CHECKING:
 
     from baton.core import Finish, HandoffId, Load, SequenceSpec, ThinkingState
     from baton.engine.block_pool import Allocation
-    from baton.engine.determinism.planner import Window
+    from baton.engine.determinism.planner import VerifyWork
     from baton.engine.determinism.shapes import FixedShapes
-    from baton.engine.determinism.verifier import Taken
+    from baton.engine.determinism.verifier import VerifiedTokens
     from baton.engine.model_backend import ModelBackend
-    from baton.engine.model_runner import Drawn
+    from baton.engine.model_runner import SampledToken
     from baton.engine.request import Request
-    from baton.engine.sequence import Sequence, Work
+    from baton.engine.sequence import ScheduledSequence, Sequence
     from baton.tokenizer import Tokenizer
 
-    LayerListener = Callable[[list[Work], int], None]  # the work of a step; a layer whose K and V are written for it
+    LayerListener = Callable[
+        [list[ScheduledSequence], int], None
+    ]  # the work of a step; a layer whose K and V are written for it
 
 _Found = TypeVar("_Found")
 NO_TOKEN = "no token can be drawn: the best logit is not a finite number"
@@ -89,11 +91,11 @@ class Engine:
         self._thoughts = None if backend.thinker is None else Thoughts(backend.thinker, self.layout)
         self._ordinary = OrdinaryForwards(Inputs(backend, max_batched_tokens, max_running, max_blocks), self._thoughts)
         self._fixed = FixedForwards(backend, shapes, max_blocks, total_blocks, self._thoughts) if shapes else None
-        choices = Choices(tokenizer, backend.vocab_size, self.max_model_len)
-        self._beginnings = Beginnings(backend, choices, self._fixed, self._thoughts, prefix_cache)
+        choices = OutputFactory(tokenizer, backend.vocab_size, self.max_model_len)
+        self._beginnings = RequestFactory(backend, choices, self._fixed, self._thoughts, prefix_cache)
         self._exact_rows = shapes.exact_rows if shapes else 0
         self._requests: dict[HandoffId, Request] = {}
-        self._ended: list[Output] = []  # ended by what was known already; told with the next step
+        self._ended: list[SequenceOutput] = []  # ended by what was known already; told with the next step
         self._on_layer: LayerListener | None = None
 
     def watch(self, on_layer: LayerListener, on_free: Callable[[Sequence], None]) -> None:
@@ -207,10 +209,10 @@ class Engine:
             self._run_fixed(windows, result)
         return result
 
-    def _run(self, work: list[Work], result: StepResult) -> None:
-        done: list[Work] = []
-        drawn: list[Drawn] = []
-        for part in parts(work, self._exact_rows):
+    def _run(self, work: list[ScheduledSequence], result: StepResult) -> None:
+        done: list[ScheduledSequence] = []
+        drawn: list[SampledToken] = []
+        for part in split_exact(work, self._exact_rows):
             requests = [self._requests[item.sequence.key] for item in part.work]
             compute = partial(self._ordinary.compute, part, requests, self.backend, self.kv, self._on_layer)
             sampled = self._tried(compute, [item.sequence for item in part.work], result)
@@ -224,7 +226,7 @@ class Engine:
             for each in drawn:
                 self._deliver(each, result)
 
-    def _run_fixed(self, windows: list[Window], result: StepResult) -> None:
+    def _run_fixed(self, windows: list[VerifyWork], result: StepResult) -> None:
         assert self._fixed is not None
         fixed, requests = self._fixed, [self._requests[window.sequence.key] for window in windows]
         sequences = [request.sequence for request in requests]
@@ -246,7 +248,7 @@ class Engine:
                 self._fail(sequence.key, f"{type(error).__name__}: {error}", result)
             return None
 
-    def _deliver(self, each: Drawn, result: StepResult) -> None:
+    def _deliver(self, each: SampledToken, result: StepResult) -> None:
         request, drawn = each.request, each.sampled
         if not each.final:
             return request.push_candidate(drawn.token_id)
@@ -258,7 +260,7 @@ class Engine:
         if token is not None:
             request.confirm()
         said = [] if token is None else [token]
-        result.outputs.append(Output(sequence.key, said, choice.finish, sequence.cached or 0))
+        result.outputs.append(SequenceOutput(sequence.key, said, choice.finish, sequence.cached or 0))
         self._go_on(request)
 
     def _go_on(self, request: Request) -> None:
@@ -269,14 +271,14 @@ class Engine:
         elif request.choice.finish is not None:
             self.release(request.sequence.key)
 
-    def _settle(self, request: Request, taken: Taken | None, result: StepResult) -> None:
+    def _settle(self, request: Request, taken: VerifiedTokens | None, result: StepResult) -> None:
         """What a verify pass brought."""
         sequence, finish = request.sequence, request.choice.finish
         if taken is None:
             return self._fail(sequence.key, NO_TOKEN, result)
         self._scheduler.settle(sequence, taken.final, len(request.tokens))
         if taken.tokens or finish is not None:
-            result.outputs.append(Output(sequence.key, taken.tokens, finish, sequence.cached or 0))
+            result.outputs.append(SequenceOutput(sequence.key, taken.tokens, finish, sequence.cached or 0))
             self._go_on(request)
 
     def _fail(self, key: HandoffId, message: str, result: StepResult) -> None:
@@ -289,8 +291,8 @@ class Engine:
         if key in self._requests or any(output.key == key for output in self._ended):
             raise ValueError(f"handoff {key} is already here")
 
-    def _registered(self, begun: Request | Output) -> Request | None:
-        if isinstance(begun, Output):
+    def _registered(self, begun: Request | SequenceOutput) -> Request | None:
+        if isinstance(begun, SequenceOutput):
             self._ended.append(begun)
             return None
         self._requests[begun.sequence.key] = begun

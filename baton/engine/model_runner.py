@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from baton.engine.model_backend import ModelBackend
     from baton.engine.request import Request
     from baton.engine.sampling.sampler import Sampled
-    from baton.engine.sequence import Work
+    from baton.engine.sequence import ScheduledSequence
     from baton.engine.thinking.states import Thoughts
 
     Array = np.ndarray[Any, np.dtype[Any]]
@@ -94,7 +94,7 @@ class Inputs:
 
     def build(
         self,
-        work: Sequence[Work],
+        work: Sequence[ScheduledSequence],
         tokens: Sequence[list[int]],
         on_layer: Callable[[int], None] | None = None,
         *,
@@ -130,7 +130,7 @@ class Inputs:
             self._copied[self._stage].record()
         return batch
 
-    def _write_tables(self, work: Sequence[Work], width: int) -> torch.Tensor:
+    def _write_tables(self, work: Sequence[ScheduledSequence], width: int) -> torch.Tensor:
         changed = False
         for row, item in enumerate(work):
             allocation = item.sequence.allocation
@@ -168,7 +168,7 @@ class Inputs:
         self._query_starts.array[1 : len(counts) + 1] = ends
         return n
 
-    def _rows_wanted(self, work: Sequence[Work], counts: list[int], ones: bool) -> torch.Tensor:
+    def _rows_wanted(self, work: Sequence[ScheduledSequence], counts: list[int], ones: bool) -> torch.Tensor:
         wanted = [item.completes for item in work]
         if ones and all(wanted):
             return self._rows_of_ones[: len(work)]
@@ -177,7 +177,7 @@ class Inputs:
         return self._logit_rows.push(len(rows), self._stage)
 
 
-class Drawn(NamedTuple):
+class SampledToken(NamedTuple):
     """What comes next in a request; `final`: unless it is a candidate of a deterministic one."""
 
     request: Request
@@ -198,8 +198,8 @@ class OrdinaryForwards:
         requests: Sequence[Request],
         backend: ModelBackend,
         kv: KVCache,
-        on_layer: Callable[[list[Work], int], None] | None,
-    ) -> list[Drawn]:
+        on_layer: Callable[[list[ScheduledSequence], int], None] | None,
+    ) -> list[SampledToken]:
         """Run the model; a draw for each sequence of which all known tokens are computed then. Work of which a thought
         takes something back has a smaller `count` afterwards.
         """
@@ -214,7 +214,7 @@ class OrdinaryForwards:
             logits = logits[[item.completes for item in wanted]]
         ready = [request for request, item in zip(requests, part.work, strict=True) if item.completes]
         draws = self._sampler.sample(logits, [request.row for request in ready]) if ready else []
-        return [Drawn(*each, _is_final(each[0], part)) for each in zip(ready, draws, strict=True)]
+        return [SampledToken(*each, _is_final(each[0], part)) for each in zip(ready, draws, strict=True)]
 
 
 def _is_final(request: Request, part: Part) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from baton.core import KVLayout
-from baton.engine.choice import Choices
+from baton.engine.choice import OutputFactory
 from baton.engine.kv_cache import KVCache
 from baton.engine.sampling.noise import GOLDEN64, mix64, mix64_tensor, signed64
 from baton.engine.sampling.sampler import Sampler
@@ -125,7 +125,7 @@ class OracleBackend:
 
     def expected(self, spec: SequenceSpec, n: int | None = None) -> list[int]:
         """The first `n` (None: all) output tokens that follow `spec.known`, from the tokens alone."""
-        choice = Choices(self.tokenizer, self.vocab_size, self.max_model_len).start(spec)
+        choice = OutputFactory(self.tokenizer, self.vocab_size, self.max_model_len).start(spec)
         sampler, state, folded, done, produced = Sampler(), self._start, 0, 0, list[int]()
         while choice.finish is None and (n is None or len(produced) < n):
             states = self._chain(state, choice.tokens[done:])

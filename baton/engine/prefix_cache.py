@@ -28,7 +28,7 @@ def scope_key(fingerprint: str, scope: str, deterministic: bool = False) -> byte
     return keyed_digest(_KEY, fingerprint.encode(), scope.encode(), *([b"deterministic"] * deterministic))
 
 
-def named_blocks(spec: SequenceSpec, block_size: int, *, thinks: bool = False) -> int:
+def hashable_blocks(spec: SequenceSpec, block_size: int, *, thinks: bool = False) -> int:
     """How many blocks of a request that is to be computed have names: full ones, and one token is left to compute.
 
     Of a deterministic request only those of its prompt: the bits of what follows come from verify passes. And where the
@@ -40,14 +40,14 @@ def named_blocks(spec: SequenceSpec, block_size: int, *, thinks: bool = False) -
     return min(named, len(spec.prompt) // block_size) if prompt_only else named
 
 
-def names_of(spec: SequenceSpec, fingerprint: str, block_size: int, *, thinks: bool) -> Iterator[bytes]:
+def block_hashes_of(spec: SequenceSpec, fingerprint: str, block_size: int, *, thinks: bool) -> Iterator[bytes]:
     """The names of these blocks as workers with this `fingerprint` call them, each made when it is asked for."""
     scope = scope_key(fingerprint, spec.cache_scope, spec.deterministic)
-    chain = Chain(scope, spec.tokens, block_size)
-    return (chain.digest(block) for block in range(named_blocks(spec, block_size, thinks=thinks)))
+    chain = BlockHashChain(scope, spec.tokens, block_size)
+    return (chain.digest(block) for block in range(hashable_blocks(spec, block_size, thinks=thinks)))
 
 
-class Chain:
+class BlockHashChain:
     """The names of a sequence's full blocks, each computed once, when it is first asked for.
 
     `tokens` may grow, and must not change otherwise.

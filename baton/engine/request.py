@@ -8,15 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baton.engine.determinism.shapes import Draft
-from baton.engine.prefix_cache import Chain, scope_key
+from baton.engine.determinism.shapes import CandidateTokens
+from baton.engine.prefix_cache import BlockHashChain, scope_key
 from baton.engine.sequence import Sequence
-from baton.engine.step_result import Output
+from baton.engine.step_result import SequenceOutput
 from baton.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from baton.core import HandoffId, SequenceSpec, ThinkingState
-    from baton.engine.choice import Choice, Choices
+    from baton.engine.choice import OutputFactory, OutputState
     from baton.engine.determinism.verifier import FixedForwards
     from baton.engine.model_backend import ModelBackend
     from baton.engine.sampling.sampler import Row
@@ -28,10 +28,10 @@ class Request:
     """Its progress, and its output. `draft`: of a deterministic one, whose `choice` has verified tokens alone."""
 
     sequence: Sequence
-    choice: Choice
+    choice: OutputState
     hold: bool = False
     held: bool = False
-    draft: Draft | None = None
+    draft: CandidateTokens | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -60,15 +60,15 @@ class Request:
     def start_over(self) -> None:
         """Its KV is gone: candidates are, too."""
         if self.draft is not None:
-            self.draft = Draft(self.choice)
+            self.draft = CandidateTokens(self.choice)
 
 
 @dataclass(slots=True)
-class Beginnings:
+class RequestFactory:
     """Checks specs and makes requests of them. `fixed`: for deterministic ones; None: these are refused."""
 
     backend: ModelBackend
-    choices: Choices
+    choices: OutputFactory
     fixed: FixedForwards | None
     thoughts: Thoughts | None
     prefix_cache: bool
@@ -84,25 +84,27 @@ class Beginnings:
             raise InvalidRequest.of("think_while_decoding", "not together with deterministic")
         self.choices.check(spec)
 
-    def begin(self, key: HandoffId, spec: SequenceSpec, *, hold: bool) -> Request | Output:
+    def begin(self, key: HandoffId, spec: SequenceSpec, *, hold: bool) -> Request | SequenceOutput:
         """Computed from its first token on; or only its ending, if what it knows has ended it."""
         thinking = None if self.thoughts is None else self.thoughts.begin(spec)
         return self._begin(key, spec, Sequence(key, 0, len(spec), len(spec), thinking=thinking), hold=hold)
 
-    def adopt(self, key: HandoffId, spec: SequenceSpec, carried: ThinkingState | None) -> Request | Output:
+    def adopt(self, key: HandoffId, spec: SequenceSpec, carried: ThinkingState | None) -> Request | SequenceOutput:
         """The same with the KV of all that it knows, but of the last token. ValueError: `carried` is not right."""
         thinking = None if self.thoughts is None else self.thoughts.adopt(spec, carried)
         computed = len(spec) - 1
         return self._begin(key, spec, Sequence(key, 0, len(spec), computed, computed, thinking=thinking))
 
-    def _begin(self, key: HandoffId, spec: SequenceSpec, sequence: Sequence, *, hold: bool = False) -> Request | Output:
+    def _begin(
+        self, key: HandoffId, spec: SequenceSpec, sequence: Sequence, *, hold: bool = False
+    ) -> Request | SequenceOutput:
         if (choice := self.choices.start(spec)).finish is not None:
-            return Output(key, [], choice.finish)
+            return SequenceOutput(key, [], choice.finish)
         self.arrivals += 1
         sequence.arrival, sequence.priority = self.arrivals, spec.priority
         if self.prefix_cache:
             scope = scope_key(self.backend.fingerprint, spec.cache_scope, spec.deterministic)
-            sequence.chain = Chain(scope, choice.tokens, self.backend.layout.block_size)
+            sequence.chain = BlockHashChain(scope, choice.tokens, self.backend.layout.block_size)
         request = Request(sequence, choice, hold)
         if self.fixed is not None and spec.deterministic:
             self.fixed.begin(request, len(spec.prompt))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from baton.engine.block_pool import BlockState
 from baton.engine.determinism.planner import WindowPlanner, begin
-from baton.engine.sequence import Plan, Sequence, Work
+from baton.engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
 from baton.engine.thinking.progress import Notes
 
 if TYPE_CHECKING:
@@ -97,9 +97,9 @@ class Scheduler:
         sequence.allocation.release()
         sequence.allocation = None
 
-    def plan(self) -> Plan:
+    def plan(self) -> SchedulerOutput:
         """Decide the next step, and take the blocks that it needs."""
-        plan = Plan()
+        plan = SchedulerOutput()
         self._steps += 1
         self._admit_elders(plan)
         plan.windows = self._windows.next(self.running, self._has_blocks)
@@ -118,7 +118,7 @@ class Scheduler:
             plan.windows = self._windows.next(self.running, self._has_blocks)
         return plan
 
-    def advance(self, work: list[Work]) -> None:
+    def advance(self, work: list[ScheduledSequence]) -> None:
         """The work is done: its tokens are computed, and blocks that became full can be found from now on."""
         for item in work:
             sequence, before = item.sequence, item.sequence.computed
@@ -143,7 +143,7 @@ class Scheduler:
                 self._notes.publish(names, sequence.thinking, first, self.block_size)
             self.pool.history.blocks("published", sequence.key, sequence.allocation, first, end)
 
-    def _admit_elders(self, plan: Plan) -> None:
+    def _admit_elders(self, plan: SchedulerOutput) -> None:
         """Who waits and ranks before some that run goes first, if need be and if it helps at the cost of the last."""
         while self.waiting and self.running and _rank(self.waiting[0]) < _rank(self.running[-1]):
             if self._admit(plan) is not None:
@@ -160,7 +160,7 @@ class Scheduler:
         room = self.pool.available + self.pool.freed_by(allocations)
         return behind < self.max_running and room >= self._blocks(sequence.known) + behind
 
-    def _continue_running(self, plan: Plan, budget: int) -> int:
+    def _continue_running(self, plan: SchedulerOutput, budget: int) -> int:
         """Give each running sequence its share, in order of rank. Returns the budget that is left."""
         decodes = sum(sequence.known - sequence.computed == 1 for sequence in self.running)
         turn = 0
@@ -176,14 +176,14 @@ class Scheduler:
                 budget -= self._schedule(plan, sequence, share)
         return budget
 
-    def _schedule(self, plan: Plan, sequence: Sequence, count: int) -> int:
+    def _schedule(self, plan: SchedulerOutput, sequence: Sequence, count: int) -> int:
         assert sequence.allocation is not None
         end = sequence.computed + count
         sequence.allocation.check_writable(sequence.computed // self.block_size, self._blocks(end))
-        plan.work.append(Work(sequence, count))
+        plan.work.append(ScheduledSequence(sequence, count))
         return count
 
-    def _make_room(self, plan: Plan, sequence: Sequence, count: int, keep: int) -> bool:
+    def _make_room(self, plan: SchedulerOutput, sequence: Sequence, count: int, keep: int) -> bool:
         """Blocks for `count` more tokens, if need be from those behind the first `keep` running, the last first."""
         assert sequence.allocation is not None
         missing = self._blocks(sequence.computed + count) - len(sequence.allocation)
@@ -195,7 +195,7 @@ class Scheduler:
         self.pool.history.blocks("owned", sequence.key, sequence.allocation, before)
         return grown
 
-    def _preempt(self, plan: Plan) -> None:
+    def _preempt(self, plan: SchedulerOutput) -> None:
         """The last gives up its blocks. It cannot be in the plan yet: that is filled in order of rank."""
         victim = self.running.pop()
         self.let_go(victim)
@@ -209,7 +209,7 @@ class Scheduler:
         if self.recompute_preempted:
             self.add(victim)
 
-    def _admit(self, plan: Plan) -> Sequence | None:
+    def _admit(self, plan: SchedulerOutput) -> Sequence | None:
         """Let the next in line run, with blocks for all that it knows; None if there is none or no room."""
         if not self.waiting or len(self.running) >= self.max_running:
             return None

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from baton.core import HandoffId
     from baton.engine.block_pool import Allocation
-    from baton.engine.determinism.planner import Fixed, Window
-    from baton.engine.prefix_cache import Chain
+    from baton.engine.determinism.planner import VerifiedProgress, VerifyWork
+    from baton.engine.prefix_cache import BlockHashChain
     from baton.engine.thinking.progress import Thinking
 
 
@@ -28,10 +28,10 @@ class Sequence:
     computed: int = 0
     allocation: Allocation | None = None
     priority: int = 0
-    chain: Chain | None = None
+    chain: BlockHashChain | None = None
     cached: int | None = None  # tokens that were in the cache when it was first admitted
     rank: tuple[int, int] | None = None  # who has less goes first; given by the scheduler, once
-    fixed: Fixed | None = None  # of a deterministic one
+    fixed: VerifiedProgress | None = None  # of a deterministic one
     thinking: Thinking | None = None  # of a model that thinks
 
     @property
@@ -65,7 +65,7 @@ class Sequence:
 
 
 @dataclass(slots=True)  # not frozen: that would cost as much as all the rest of its step
-class Work:
+class ScheduledSequence:
     """Compute `count` tokens of `sequence`, from its position `computed`."""
 
     sequence: Sequence
@@ -88,13 +88,13 @@ class Work:
 
 
 @dataclass(slots=True)
-class Plan:
+class SchedulerOutput:
     """One step: what to compute, who had to give its blocks back before, and how many tokens the cache saved."""
 
-    work: list[Work] = field(default_factory=list)
+    work: list[ScheduledSequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     cached_tokens: int = 0
-    windows: list[Window] = field(default_factory=list)  # of the forward of a fixed shape
+    windows: list[VerifyWork] = field(default_factory=list)  # of the forward of a fixed shape
 
     @property
     def verified(self) -> list[Sequence]:

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from baton.core import Finish, HandoffId, Thought, Token
     from baton.engine.determinism.planner import Verifying
     from baton.engine.scheduler import Scheduler
-    from baton.engine.sequence import Sequence, Work
+    from baton.engine.sequence import ScheduledSequence, Sequence
     from baton.errors import EngineFault
 
 
 @dataclass(slots=True)  # not frozen: one for each token, and that would double what it costs
-class Output:
+class SequenceOutput:
     """What one step brought to one request. The last output of a request has `finish` set.
 
     `cached_tokens` of what it knew at its submission were found in the cache.
@@ -39,7 +39,7 @@ class StepResult:
     consecutive chunks of each sequence, and come before what `outputs` tell of it.
     """
 
-    outputs: list[Output] = field(default_factory=list)
+    outputs: list[SequenceOutput] = field(default_factory=list)
     thoughts: list[tuple[HandoffId, list[Thought]]] = field(default_factory=list)
     preempted: list[HandoffId] = field(default_factory=list)
     failed: list[tuple[HandoffId, EngineFault]] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Counters:
     rollbacks: int = 0  # candidates that a verify pass did not agree with
     recomputed_tokens: int = 0  # dropped with them, or behind them
 
-    def count(self, work: list[Work], result: StepResult) -> None:
+    def count(self, work: list[ScheduledSequence], result: StepResult) -> None:
         """An ordinary batch was computed; before its sequences are told."""
         result.computed = total = sum(item.count for item in work)
         result.prefill = prefill = sum(item.prefill_tokens for item in work)

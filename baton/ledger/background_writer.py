@@ -19,7 +19,7 @@ FIRST_DELAY_S = 0.05
 LONGEST_DELAY_S = 2.0
 
 
-class BesideWriter(ABC):
+class BackgroundWriter(ABC):
     """Runs `_write` while something is `_left`, with growing delays while Redis is away. Create it on the event loop.
 
     `_repeat` is called when the store lost something, and every `repeat_s`, so that what is still true never expires.

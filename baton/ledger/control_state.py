@@ -31,11 +31,11 @@ Text = Annotated[str, Field(max_length=1024)]
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class _Row(BaseModel):
+class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class Plan(_Row):
+class PoolSizes(_Record):
     """What the cluster should be. Workers of an older generation are replaced, one after the other."""
 
     prefill: Count
@@ -49,7 +49,7 @@ class Plan(_Row):
         return self.prefill if role is Role.PREFILL else self.decode
 
 
-class Order(_Row):
+class WorkerCommand(_Record):
     """What one incarnation is told: to be of this role, or to drain and end. `grace_s`: for what it still has."""
 
     incarnation: Id
@@ -59,7 +59,7 @@ class Order(_Row):
     wish: bool = False  # an operator's, for the controller; the worker does nothing yet
 
 
-class WorkerDemand(_Row):
+class WorkerDemand(_Record):
     """One worker's part in what a router sees."""
 
     role: Role
@@ -73,7 +73,7 @@ class WorkerDemand(_Row):
     busy_s: Number = 0.0  # prefill: in steps, since its process began
 
 
-class RouterReport(_Row):
+class RouterReport(_Record):
     """What one router sees. Times in seconds; 0 where nothing is known."""
 
     router_id: Id
@@ -93,7 +93,7 @@ class RouterReport(_Row):
     metrics: Text = ""  # host:port
 
 
-class Slot(_Row):
+class WorkerSlot(_Record):
     """A worker's place, as the controller sees it. `role` is what it should be."""
 
     worker_id: Id
@@ -104,7 +104,7 @@ class Slot(_Row):
     note: Text = ""
 
 
-class Decision(_Row):
+class Decision(_Record):
     """Something that the controller decided: at what time (wall clock), what, and why."""
 
     at: Number
@@ -112,18 +112,18 @@ class Decision(_Row):
     text: Text
 
 
-class ControlReport(_Row):
+class ControlReport(_Record):
     """What the controller sees and has decided. `at`: wall clock."""
 
-    plan: Plan
+    plan: PoolSizes
     at: Number
-    slots: tuple[Slot, ...] = ()
+    slots: tuple[WorkerSlot, ...] = ()
     decisions: tuple[Decision, ...] = ()
     host: Text = ""
     outlook: Text = ""  # what the autoscaler sees, for a reader; empty: it is off
 
 
-Row = TypeVar("Row", bound=_Row)
+Row = TypeVar("Row", bound=_Record)
 
 # KEYS: plan. ARGV: the new plan, its number, kept for (ms). Answers 1, or 0 if a plan of that number or later is there.
 _PUT_PLAN = Script(
@@ -141,28 +141,28 @@ _PUT_PLAN = Script(
 )
 
 
-class Board:
+class ControlState:
     """One process's view of it. Every method raises LedgerError when Redis cannot be used."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    async def plan(self) -> Plan | None:
+    async def plan(self) -> PoolSizes | None:
         """None: nobody has said one, or the store forgot."""
-        return await self._get(Plan, "plan")
+        return await self._get(PoolSizes, "plan")
 
-    async def put_plan(self, plan: Plan) -> bool:
+    async def put_plan(self, plan: PoolSizes) -> bool:
         """False: one of that number, or a later one, is there; read it, and say yours again with a higher number."""
         key = self._connection.key("plan")
         args = (plan.model_dump_json(), plan.number, KEPT_S * 1000)
         return bool(await self._connection.run(_PUT_PLAN, [key], args))
 
-    async def order(self, ref: WorkerRef) -> Order | None:
+    async def order(self, ref: WorkerRef) -> WorkerCommand | None:
         """What this very incarnation is told; None: nothing."""
-        found = await self._get(Order, "order", ref.worker_id)
+        found = await self._get(WorkerCommand, "order", ref.worker_id)
         return found if found is not None and found.incarnation == str(ref.incarnation) else None
 
-    async def put_order(self, worker_id: str, order: Order) -> None:
+    async def put_order(self, worker_id: str, order: WorkerCommand) -> None:
         await self._put(order, KEPT_S * 1000, "order", worker_id)
 
     async def drop_order(self, worker_id: str) -> None:
@@ -198,7 +198,7 @@ class Board:
     async def drop_control(self) -> None:
         await self._connection.call("DEL", self._connection.key("control"))
 
-    async def _put(self, row: _Row, kept_ms: int, *key: str) -> None:
+    async def _put(self, row: _Record, kept_ms: int, *key: str) -> None:
         await self._connection.call("SET", self._connection.key(*key), row.model_dump_json(), "PX", kept_ms)
 
     async def _get(self, kind: type[Row], *key: str) -> Row | None:

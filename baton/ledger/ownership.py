@@ -35,7 +35,7 @@ import structlog
 
 from baton.core import HandoffId, Incarnation, WorkerRef
 from baton.errors import LedgerError
-from baton.ledger.background_writer import BesideWriter
+from baton.ledger.background_writer import BackgroundWriter
 from baton.ledger.redis_client import Arg, Connection, Script
 from baton.ledger.registry import Ledger
 
@@ -294,7 +294,7 @@ class _Entry:
     queued: int = 0
 
 
-class OwnershipLog(BesideWriter):
+class OwnershipLog(BackgroundWriter):
     """Writes one decode worker's records beside the path, in order for each request. Create it on the event loop.
 
     At most one round trip is under way, and all that is noted meanwhile goes with the next: one write per request,

@@ -24,8 +24,8 @@ import structlog
 
 from baton.core import Incarnation, WorkerRef
 from baton.errors import LedgerError
-from baton.ledger.background_writer import BesideWriter
-from baton.ledger.prefix_index import NAME_BYTES, Change, Holder, PrefixMap
+from baton.ledger.background_writer import BackgroundWriter
+from baton.ledger.prefix_index import NAME_BYTES, Change, Holder, PrefixIndex
 from baton.ledger.redis_client import Connection, Script
 from baton.ledger.registry import Ledger
 
@@ -158,7 +158,7 @@ BATCH = 1024  # names in one event
 INTERVAL_S = 0.05  # between two round trips: what is noted meanwhile goes together
 
 
-class DirectoryLog(BesideWriter):
+class PrefixPublisher(BackgroundWriter):
     """Keeps the set of names that this worker has, and in Redis a copy. Create it on the event loop.
 
     What was added and removed between two writes is not written at all. So the queue is bounded, however long Redis is
@@ -242,7 +242,7 @@ COMPARE_S = 5.0
 RETRY_S = 1.0
 
 
-class DirectoryView:
+class PrefixReplica:
     """Answers from memory, `prefixes`. `run` keeps it up to date; while Redis is away it answers what it knows.
 
     Every `compare_s` the numbers of the last changes are compared with the store's. That finds all that events cannot
@@ -252,7 +252,7 @@ class DirectoryView:
     def __init__(self, connection: Connection, *, compare_s: float = COMPARE_S) -> None:
         self._store = DirectoryStore(connection)
         self._compare_s = compare_s
-        self.prefixes = PrefixMap()
+        self.prefixes = PrefixIndex()
         self._last = ""  # the last event that was taken in; "": none yet
 
     def holders(self, digests: Sequence[bytes]) -> dict[Holder, int]:

@@ -34,7 +34,7 @@ class Change:
     removed: Collection[bytes] = ()
 
 
-class PrefixMap:
+class PrefixIndex:
     """The sets of all holders, each as it was after one of its changes. Used by one thread.
 
     For whoever keeps columns of workers each holder has a slot, a small number from 1, until it is forgotten.

@@ -12,7 +12,7 @@ from baton.rpc.convert import thoughts_to_pb
 from baton.rpc.v1 import common_pb2, worker_pb2
 
 if TYPE_CHECKING:
-    from baton.engine.step_result import Output
+    from baton.engine.step_result import SequenceOutput
 
 Event = worker_pb2.WorkerEvent
 Spans = Sequence[common_pb2.Span]
@@ -56,7 +56,7 @@ def finished(handoff: HandoffId, finish: Finish) -> Event:
     return Event(handoff=convert.handoff_to_pb(handoff), finish=convert.finish_to_pb(finish))
 
 
-def output(item: Output) -> list[Event]:
+def output(item: SequenceOutput) -> list[Event]:
     """The events of one sequence's step: its tokens, and its end if it ended."""
     events = [tokens(item.key, item.tokens)] if item.tokens else []
     if item.finish:

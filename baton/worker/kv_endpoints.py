@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from baton.core import HandoffId
     from baton.errors import HandoffError
-    from baton.worker.role import HostParts
+    from baton.worker.role import RoleDeps
     from kvtransfer.handoff import HandoffTable, PushEnd, PushJob, PushResult
 
 
@@ -43,7 +43,7 @@ class Transfers:
 
     def __init__(
         self,
-        parts: HostParts,
+        parts: RoleDeps,
         table: HandoffTable,
         on_done: Callable[[HandoffId, PushResult | HandoffError], None],
         on_unfetched: Callable[[HandoffId], None] = lambda handoff: None,

@@ -30,7 +30,7 @@ from baton.core import Incarnation, WorkerInfo, WorkerRef
 from baton.engine.determinism.checks import bits_fingerprint
 from baton.errors import EngineFault, LedgerError
 from baton.event_journal import OFF, History
-from baton.ledger.control_state import Board, Order
+from baton.ledger.control_state import ControlState, WorkerCommand
 from baton.ledger.registry import Ledger
 from baton.metrics.http import MetricsServer
 from baton.metrics.worker import Watched, WorkerMetrics
@@ -40,7 +40,7 @@ from baton.rpc.channel import Wire
 from baton.rpc.v1 import worker_pb2_grpc
 from baton.worker.engine_factory import thinking_chunk
 from baton.worker.engine_loop import EngineLoop, Paces
-from baton.worker.role import HostedRole, HostParts, RoleFactory
+from baton.worker.role import RoleDeps, RoleFactory, WorkerRole
 from baton.worker.service import WorkerService
 from baton.worker.settings import WorkerSettings
 
@@ -134,7 +134,7 @@ async def measured(settings: WorkerSettings, leaving: AsyncExitStack) -> tuple[W
     return metrics, called(bound, settings.advertise, settings.interface, settings.redis_url, key)
 
 
-def watched(info: WorkerInfo, lease: Lease, stepping: Stepping, service: WorkerService, role: HostedRole) -> Watched:
+def watched(info: WorkerInfo, lease: Lease, stepping: Stepping, service: WorkerService, role: WorkerRole) -> Watched:
     """An incarnation, as its metrics are to see it."""
     return Watched(
         info,
@@ -161,7 +161,7 @@ class _Stepping:
     `drained`: it drains, and nothing is left.
     """
 
-    def __init__(self, engine: Engine, role: HostedRole, paces: Paces) -> None:
+    def __init__(self, engine: Engine, role: WorkerRole, paces: Paces) -> None:
         self._engine = engine
         self._paces = paces
         self._role = role
@@ -188,9 +188,9 @@ class _Stepping:
         return self._paces.into(self._role.load(self._engine.load()))
 
 
-async def live(
+async def run_incarnation(
     settings: WorkerSettings, engine: Engine, factory: RoleFactory, stop: asyncio.Event, ready: Ready
-) -> Order | None:
+) -> WorkerCommand | None:
     """Until `stop` is set (None), or until the worker has drained, as it was told: that order.
 
     Raises BatonError when it cannot register, or must not go on. When it returns, nothing of it is left but `engine`.
@@ -206,7 +206,7 @@ async def live(
         history = _history(settings, info.ref, clock)
         engine.pool.history = leaving.enter_context(history)
         loop = EngineLoop(engine, clock=clock)
-        role = factory(HostParts(settings, info, engine, loop, ledger, server, clock, wire))
+        role = factory(RoleDeps(settings, info, engine, loop, ledger, server, clock, wire))
         stepping = _Stepping(engine, role, loop.paces)
         service = WorkerService(info, loop, role, lambda: convert.load_to_pb(stepping.load))
         health = _Health(server, metrics)
@@ -227,7 +227,7 @@ async def live(
         log.info("worker_ready", worker=info.ref, role=info.role.value, address=address, fingerprint=info.fingerprint)
         await health.tell(serving=True)
         ready(info.ref)
-        beats = Beats(info, lease, loop, service, Board(ledger.connection), settings, clock)
+        beats = Beats(info, lease, loop, service, ControlState(ledger.connection), settings, clock)
         order = await beats.run(stop)
         if order is not None:
             await health.tell(serving=False)
@@ -263,7 +263,7 @@ class Beats:
         lease: Lease,
         loop: EngineLoop,
         service: WorkerService,
-        board: Board,
+        board: ControlState,
         settings: WorkerSettings,
         clock: Clock,
     ) -> None:
@@ -276,7 +276,7 @@ class Beats:
         self._clock = clock
         self._seen = -1
 
-    async def run(self, stop: asyncio.Event) -> Order | None:
+    async def run(self, stop: asyncio.Event) -> WorkerCommand | None:
         """Until `stop` is set (None), or something is ordered that this worker is not doing already."""
         while not stop.is_set():
             await self._beat()
@@ -287,7 +287,7 @@ class Beats:
             await _wait(stop, self._every_s)
         return None
 
-    async def drain(self, stop: asyncio.Event, grace_s: float, role: HostedRole, drained: Callable[[], bool]) -> None:
+    async def drain(self, stop: asyncio.Event, grace_s: float, role: WorkerRole, drained: Callable[[], bool]) -> None:
         """Until `stop` is set, nothing is left, and routers were told so, or `grace_s` have passed."""
         until, over = self._clock.monotonic() + grace_s, False
         self._loop.submit(role.drain)
@@ -305,7 +305,7 @@ class Beats:
             self._seen = self._loop.iterations
             await self._lease.renew(self._seen)
 
-    async def _order(self) -> Order | None:
+    async def _order(self) -> WorkerCommand | None:
         """None, too, if it cannot be read within a sixth of the lease, which must not lapse over it."""
         try:
             async with asyncio.timeout(self._ask_s):
@@ -320,7 +320,7 @@ async def _wait(stop: asyncio.Event, seconds: float) -> None:
         await asyncio.wait_for(stop.wait(), seconds)
 
 
-async def _leave(loop: EngineLoop, role: HostedRole) -> None:
+async def _leave(loop: EngineLoop, role: WorkerRole) -> None:
     """Hand over what is under way, and let what is nearly done be done."""
     left: Future[None] = Future()
     loop.submit(lambda: left.set_result(role.leave()))  # type: ignore[func-returns-value]  # None, once it has left

@@ -28,7 +28,7 @@ from baton.core import Role, WorkerRef
 from baton.errors import BatonError, Cancelled
 from baton.logs import configure_logging, redirect_output
 from baton.worker.engine_factory import build_engine, free_memory, load_backend, settled, use_threads
-from baton.worker.lifecycle import Ready, live
+from baton.worker.lifecycle import Ready, run_incarnation
 from baton.worker.role import RoleFactory
 from baton.worker.settings import of_both_roles
 
@@ -56,7 +56,7 @@ async def serve(
         while True:
             settings = await asyncio.to_thread(settled, both[role])
             engine = await asyncio.to_thread(model.engine, settings)
-            order = await live(settings, engine, factories[role], stop, ready)
+            order = await run_incarnation(settings, engine, factories[role], stop, ready)
             del engine  # with its KV, before the next one's is made
             if order is None or order.drain:
                 return
@@ -93,7 +93,7 @@ def reasons_to_load(before: WorkerSettings, after: WorkerSettings) -> list[str]:
     return [f"{name}: {left}, {right}" for name, left, right in found if left != right]
 
 
-def run_worker(
+def run_worker_process(
     both: Mapping[Role, WorkerSettings], factories: Factories, role: Role, stop: threading.Event, ready: Ready
 ) -> None:
     """`serve` on an event loop of its own, until `stop` is set from any thread. Blocks."""
@@ -180,7 +180,7 @@ class WorkerActor:
         configure_logging(config.log.level, config.log.format, worker_id)
         log.info("process_started", version=__version__, pid=os.getpid())
         both, begins = of_both_roles(config, worker_id, Role(role)), Role(role)
-        self._worker = HostedWorker(partial(run_worker, both, factories, begins))
+        self._worker = HostedWorker(partial(run_worker_process, both, factories, begins))
 
     def ready(self) -> dict[str, object]:
         """Wait until the worker is registered; then who and where it is."""

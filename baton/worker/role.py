@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from baton.worker.settings import WorkerSettings
 
 
-class HostedRole(RoleBehaviour, Protocol):
+class WorkerRole(RoleBehaviour, Protocol):
     """A role as the host sees it."""
 
     counts: Counts
@@ -53,7 +53,7 @@ class HostedRole(RoleBehaviour, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class HostParts:
+class RoleDeps:
     """What a role is built from."""
 
     settings: WorkerSettings
@@ -66,5 +66,5 @@ class HostParts:
     wire: Wire = IN_THE_CLEAR
 
 
-RoleFactory = Callable[[HostParts], HostedRole]
+RoleFactory = Callable[[RoleDeps], WorkerRole]
 Factories = Mapping["Role", RoleFactory]

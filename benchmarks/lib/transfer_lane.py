@@ -13,7 +13,7 @@ from baton.core import HandoffId, Incarnation, Sampling, SequenceSpec, Token, Wo
 from baton.errors import HandoffError
 from benchmarks.lib.transfer_peer import FINGERPRINT
 from kvtransfer.handoff import PushEnd, PushJob, PushResult
-from kvtransfer.send_queue import Window
+from kvtransfer.send_queue import FlowControl
 from kvtransfer.sender import GrpcPeerStream, Sender
 from kvtransfer.transports.select import make_transports
 
@@ -77,7 +77,7 @@ class Lane:
         """One handoff with all of its KV there: seconds from `begin`, or from `computed`, until it is acknowledged."""
         handoff, tokens = self.new(), len(end.spec or ()) - 1
         told, began = self.told[handoff.request_id], time.monotonic()
-        with patch("kvtransfer.send_queue.Window", self._window):  # a link that this makes is this lane's
+        with patch("kvtransfer.send_queue.FlowControl", self._window):  # a link that this makes is this lane's
             self.sender.begin(PushJob(handoff, self.to, tokens))
         if not from_begin:
             told.accepted.wait(WAIT_S)  # as it is long before a prompt is computed
@@ -134,11 +134,11 @@ class Lane:
 
         return GrpcPeerStream(address, noted, on_end)
 
-    def _window(self, say: Callable[[pb.PeerCommand], None]) -> Window:
+    def _window(self, say: Callable[[pb.PeerCommand], None]) -> FlowControl:
         return _Noted(say, self.told)
 
 
-class _Noted(Window):
+class _Noted(FlowControl):
     """Notes when frames are announced, whichever way that is said."""
 
     def __init__(self, say: Callable[[pb.PeerCommand], None], told: dict[str, Told]) -> None:

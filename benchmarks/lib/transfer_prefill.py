@@ -29,7 +29,7 @@ from benchmarks.lib.transfer_partner import Partner
 from benchmarks.lib.transfer_peer import DTYPES, FINGERPRINT
 from benchmarks.lib.transfer_watch import DECODE, NotedSender, Router, Steps
 from kvtransfer.handoff import TransferSettings
-from prefill_workers.worker import PrefillRole
+from prefill_workers.worker import PrefillWorker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,7 +54,7 @@ class Prefill:
         self._loop, self._steps = EngineLoop(self._engine), Steps()
         self._loop.start(self._steps)
         self._router, self._random = Router(), random.Random(0)
-        self._lanes: dict[int, tuple[Lane, NotedSender, PrefillRole]] = {}
+        self._lanes: dict[int, tuple[Lane, NotedSender, PrefillWorker]] = {}
         self._numbers = count()
 
     def open(self, settings: dict[str, object]) -> Answer:
@@ -64,7 +64,7 @@ class Prefill:
         blocks, length = self._engine.pool.total, self._engine.max_model_len
         info = WorkerInfo(ref, Role.PREFILL, FINGERPRINT, "benchmark", length, blocks, layout)
         below, number = lane.settings.coalesce_below, next(self._numbers)
-        role = PrefillRole(info, self._engine, self._loop, SystemClock(), coalesce_below=below)
+        role = PrefillWorker(info, self._engine, self._loop, SystemClock(), coalesce_below=below)
         self._lanes[number] = lane, NotedSender(lane.sender), role
         return {"lane": number}
 
@@ -99,7 +99,7 @@ class Prefill:
             "began": began,
         }
 
-    def _attach(self, role: PrefillRole, sender: NotedSender) -> None:
+    def _attach(self, role: PrefillWorker, sender: NotedSender) -> None:
         sender.computed_at.clear()
         self._steps.role = role
         role.attach(sender)

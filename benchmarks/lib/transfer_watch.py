@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from baton.core import HandoffId
     from baton.engine.step_result import StepResult
     from kvtransfer.sender import Sender
-    from prefill_workers.worker import PrefillRole
+    from prefill_workers.worker import PrefillWorker
 
 LONG_S = 10 * WAIT_S
 DECODE = "decode"  # the request whose tokens are timed
@@ -64,7 +64,7 @@ class Steps:
     """Whom the engine's loop tells: the role that is measured, and the clock of a request that decodes here."""
 
     def __init__(self) -> None:
-        self.role: PrefillRole | None = None
+        self.role: PrefillWorker | None = None
         self._tokens_at: queue.SimpleQueue[float] = queue.SimpleQueue()
 
     def stepped(self, result: StepResult) -> None:

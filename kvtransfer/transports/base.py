@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from baton.core import Incarnation, WorkerRef
     from baton.engine.kv_cache import KVCache
     from kvtransfer.handoff import TransferSettings
-    from kvtransfer.transports.unix_socket import Express
+    from kvtransfer.transports.unix_socket import ControlSocket
 
 
 MAX_KEYS = 64
@@ -83,7 +83,7 @@ class ChannelEnd(Protocol):
     """
 
     @property
-    def express(self) -> Express | None: ...
+    def express(self) -> ControlSocket | None: ...
 
     def slot(self, number: int) -> Tensor:
         """Staging of frame `number`: uint8 [ring.size], contiguous, aligned to 64 bytes, on the transport's device."""
@@ -187,7 +187,7 @@ class RingEnd(ABC):
     alone: a kept exception would keep the connection, and its sockets.
     """
 
-    express: Express | None = None
+    express: ControlSocket | None = None
 
     def __init__(self, title: str, staging: Tensor) -> None:
         self._title = title

@@ -19,7 +19,7 @@ from baton.engine.kernels.gpu.cuda_memory import HANDLE_BYTES, CudaDevice, Devic
 from kvtransfer.transports import unix_socket
 from kvtransfer.transports.base import Side, told
 from kvtransfer.transports.rendezvous import awaited_key, host_reach
-from kvtransfer.transports.unix_socket import PairEnd, UnixPair
+from kvtransfer.transports.unix_socket import SocketEnd, UnixSocketPair
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,9 +46,9 @@ class CudaIpcTransport:
         self.device = device
         self.reach = f"{host_reach('ipc', 'pid')}-{self._gpu.uuid}"
         self._lock = threading.Lock()
-        self._quarantine: list[tuple[int, Ring, UnixPair]] = []
+        self._quarantine: list[tuple[int, Ring, UnixSocketPair]] = []
 
-    def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> PairEnd:
+    def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> SocketEnd:
         """See `Transport`. No tensor of a slot may be used after the end was closed."""
         self._free_what_is_proved()
         title, build = f"cuda_ipc channel {name}", self._take if side is Side.RECEIVER else self._give
@@ -60,7 +60,7 @@ class CudaIpcTransport:
         self._free_what_is_proved()
         return sum(ring.nbytes for _, ring, _ in self._quarantine)
 
-    def _give(self, title: str, keys: KeyRelay, ring: Ring, deadline_s: float) -> PairEnd:
+    def _give(self, title: str, keys: KeyRelay, ring: Ring, deadline_s: float) -> SocketEnd:
         with ExitStack() as undo:
             address = self._gpu.allocate(ring.nbytes)
             undo.callback(self._gpu.free, address)
@@ -73,9 +73,9 @@ class CudaIpcTransport:
             pair.expect(0, ring.nbytes)
             staging = self._gpu.tensor(address, ring.nbytes).view(ring.slots, ring.size)
             undo.pop_all()
-        return PairEnd(title, staging, pair, Side.SENDER, let_go, lambda n: events[n % ring.slots][0]())
+        return SocketEnd(title, staging, pair, Side.SENDER, let_go, lambda n: events[n % ring.slots][0]())
 
-    def _take(self, title: str, keys: KeyRelay, ring: Ring, deadline_s: float) -> PairEnd:
+    def _take(self, title: str, keys: KeyRelay, ring: Ring, deadline_s: float) -> SocketEnd:
         with ExitStack() as held:
             pair = unix_socket.accept(keys, deadline_s)
             held.callback(pair.close)  # after the memory: it is the proof for the sender
@@ -89,9 +89,11 @@ class CudaIpcTransport:
             staging = self._gpu.tensor(address, ring.nbytes).view(ring.slots, ring.size)
             pair.tell(0, ring.nbytes)  # all of it is seen
             let_go = held.pop_all().close
-        return PairEnd(title, staging, pair, Side.RECEIVER, let_go, lambda n: _wait(events[n % ring.slots], deadline_s))
+        return SocketEnd(
+            title, staging, pair, Side.RECEIVER, let_go, lambda n: _wait(events[n % ring.slots], deadline_s)
+        )
 
-    def _let_go(self, address: int, ring: Ring, pair: UnixPair) -> None:
+    def _let_go(self, address: int, ring: Ring, pair: UnixSocketPair) -> None:
         with suppress(OSError):
             pair.socket.shutdown(socket.SHUT_WR)  # the receiver hears it, and closes
         with self._lock:

@@ -19,7 +19,7 @@ from baton.errors import ConfigError
 from kvtransfer.transports import unix_socket
 from kvtransfer.transports.base import Side, told
 from kvtransfer.transports.rendezvous import host_reach
-from kvtransfer.transports.unix_socket import PairEnd, UnixPair
+from kvtransfer.transports.unix_socket import SocketEnd, UnixSocketPair
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,17 +40,17 @@ class ShmTransport:
         except (AttributeError, OSError) as error:
             raise ConfigError(f"shm needs sealed memory files: {error}") from error
 
-    def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> PairEnd:
+    def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> SocketEnd:
         """See `Transport`. All pages are there when it returns: no frame waits for the kernel to find some.
 
         The memory is unmapped when no tensor of it is left, so a slot that somebody still holds stays readable.
         """
         title, build = f"shm channel {name}", _give if side is Side.RECEIVER else _take
         pair, staging = told(f"{title}: not built", lambda: build(name, keys, ring, deadline_s))
-        return PairEnd(title, staging, pair, side, pair.close)
+        return SocketEnd(title, staging, pair, side, pair.close)
 
 
-def _give(name: ChannelName, keys: KeyRelay, ring: Ring, deadline_s: float) -> tuple[UnixPair, Tensor]:
+def _give(name: ChannelName, keys: KeyRelay, ring: Ring, deadline_s: float) -> tuple[UnixSocketPair, Tensor]:
     """The receiver's part. Raises OSError."""
     with ExitStack() as leaving, ExitStack() as failing:
         file = _sealed(f"baton-kv-{name}", ring.nbytes)
@@ -63,7 +63,7 @@ def _give(name: ChannelName, keys: KeyRelay, ring: Ring, deadline_s: float) -> t
     return pair, staging
 
 
-def _take(name: ChannelName, keys: KeyRelay, ring: Ring, deadline_s: float) -> tuple[UnixPair, Tensor]:
+def _take(name: ChannelName, keys: KeyRelay, ring: Ring, deadline_s: float) -> tuple[UnixSocketPair, Tensor]:
     """The sender's part. Raises OSError."""
     with ExitStack() as leaving, ExitStack() as failing:
         pair = unix_socket.connect(keys, deadline_s)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 MAX_PACKET = 1 << 15
 
 
-class Express:
+class ControlSocket:
     """One end; `connected` is a SOCK_SEQPACKET socket. One thread sends and receives, any may `wake` it.
 
     Packets arrive whole, in order, or the other end is seen to be gone. `send` waits if some hundred are unread: more
@@ -108,7 +108,7 @@ _EXPRESS_BYTES = 1 << 18  # for 64 packets of some 100 bytes and a commit: it co
 _NOTICE = struct.Struct("<QQ")  # number and bytes of a frame
 
 
-class UnixPair:
+class UnixSocketPair:
     """One end of a connected pair. Each message is one packet; a peer that is gone is seen at once, however it went.
 
     Methods raise OSError. `socket` has the channel's deadline, and so has `express`, a second pair for its user.
@@ -154,7 +154,7 @@ class UnixPair:
         return bool(poll.poll(0))
 
 
-class PairEnd(RingEnd):
+class SocketEnd(RingEnd):
     """An end of a ring that both ends see: a notice says that a slot is filled, nothing is copied.
 
     `mark` is called with the number of a frame, at the sender before the notice, at the receiver after it.
@@ -164,7 +164,7 @@ class PairEnd(RingEnd):
         self,
         title: str,
         staging: Tensor,
-        pair: UnixPair,
+        pair: UnixSocketPair,
         side: Side,
         let_go: Callable[[], object],
         mark: Callable[[int], object] = lambda number: None,
@@ -175,7 +175,7 @@ class PairEnd(RingEnd):
         self._let_go = let_go
         self._mark = mark
         self._expected: dict[int, int] = {}
-        self.express = Express(title, pair.express)
+        self.express = ControlSocket(title, pair.express)
 
     def _start(self, number: int, nbytes: int) -> None:
         if self._side is Side.SENDER:
@@ -198,7 +198,7 @@ class PairEnd(RingEnd):
         self._let_go()
 
 
-def accept(keys: KeyRelay, deadline_s: float) -> UnixPair:
+def accept(keys: KeyRelay, deadline_s: float) -> UnixSocketPair:
     """Listen, say where, and wait for the other end. Whoever else connects is turned away. Raises OSError."""
     name = _PREFIX + secrets.token_hex(16).encode()
     secret, deadline = secrets.token_bytes(_SECRET_BYTES), time.monotonic() + deadline_s
@@ -212,7 +212,7 @@ def accept(keys: KeyRelay, deadline_s: float) -> UnixPair:
     raise TimeoutError(f"the other end did not connect within {deadline_s} s")
 
 
-def connect(keys: KeyRelay, deadline_s: float) -> UnixPair:
+def connect(keys: KeyRelay, deadline_s: float) -> UnixSocketPair:
     """Connect to where the other end says it listens. Raises OSError."""
     value = awaited_key(keys, KEY, deadline_s)
     secret, name = value[:_SECRET_BYTES], value[_SECRET_BYTES:]
@@ -231,10 +231,10 @@ def connect(keys: KeyRelay, deadline_s: float) -> UnixPair:
         express = socket.socket(fileno=files[0])
         express.settimeout(deadline_s)
         failing.pop_all()
-    return UnixPair(connected, express)
+    return UnixSocketPair(connected, express)
 
 
-def _with_express(connected: socket.socket, deadline_s: float) -> UnixPair:
+def _with_express(connected: socket.socket, deadline_s: float) -> UnixSocketPair:
     """Make the second pair, and give the other end its half."""
     connected.settimeout(deadline_s)
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -246,7 +246,7 @@ def _with_express(connected: socket.socket, deadline_s: float) -> UnixPair:
             half.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _EXPRESS_BYTES)
         socket.send_fds(connected, [b"\0"], [theirs.fileno()])
         failing.pop_all()
-    return UnixPair(connected, mine)
+    return UnixSocketPair(connected, mine)
 
 
 def _next(listener: socket.socket, secret: bytes, timeout_s: float) -> socket.socket | None:

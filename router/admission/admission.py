@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 
 from baton.clock import Clock
 from baton.errors import BatonError, DeadlineExceeded, NoWorker, Overloaded
-from router.admission.capability_wait import NobodyAlike
+from router.admission.capability_wait import NoCapableWorker
 from router.admission.fair_queue import OVERTAKES, Entry, FairQueue, Ticket, ticket_for
 
 _WINDOW_S = 5.0
@@ -32,7 +32,7 @@ _WINDOW_REQUESTS = 32  # where so many take longer than the time
 _ENOUGH = 8.0  # requests, before that nothing is known
 
 
-class Drain:
+class DrainRate:
     """Exponentially weighted over the last seconds, or the last requests if those take longer.
 
     A gap of more than `longest_s` counts as that when it is over: nobody waits longer, and workers came back.
@@ -90,7 +90,7 @@ class Drain:
         return max(self._busy_s + waited, 1e-6)
 
 
-__all__ = ["OVERTAKES", "Admission", "Bounds", "Ticket", "ticket_for"]
+__all__ = ["OVERTAKES", "Admission", "QueueLimits", "Ticket", "ticket_for"]
 
 Claim = TypeVar("Claim")
 
@@ -100,7 +100,7 @@ _RESERVE = 8  # one part in so many, on top of a bound, is for tenants who have 
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class QueueLimits:
     """How much may wait: requests, their known tokens, and each for how long."""
 
     requests: int
@@ -130,10 +130,10 @@ class Admission(Generic[Claim]):
         give_back: Callable[[Claim], None],
         serves: Callable[[], bool],
         clock: Clock,
-        bounds: Bounds,
+        bounds: QueueLimits,
         weights: Mapping[str, float] | None = None,
     ) -> None:
-        self.drain = Drain(clock, bounds.wait_s)
+        self.drain = DrainRate(clock, bounds.wait_s)
         self._claim = claim
         self._give_back = give_back
         self._serves = serves
@@ -217,7 +217,7 @@ class Admission(Generic[Claim]):
         if not tried and self._queue.first is waiter:
             try:
                 claim = self._claim(waiter.tokens, waiter.wish)
-            except NobodyAlike:
+            except NoCapableWorker:
                 self._queue.remove(waiter)
                 raise
             if claim is not None:
@@ -290,7 +290,7 @@ class Admission(Generic[Claim]):
             return True
         try:
             claim = self._claim(first.tokens, first.wish)
-        except NobodyAlike as error:  # it waits elsewhere
+        except NoCapableWorker as error:  # it waits elsewhere
             self._queue.remove(first)
             first.served.set_exception(error)
             return True

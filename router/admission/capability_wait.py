@@ -10,24 +10,24 @@ from typing import TypeVar
 
 from baton.clock import Clock
 from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, NoWorker, Overloaded, Violation
-from router.workers.placement import Wish
+from router.workers.placement import Requirements
 
 T = TypeVar("T")
 
 
-class NobodyAlike(NoWorker):
+class NoCapableWorker(NoWorker):
     """No decode worker is there that may compute a particular request, with room or without."""
 
 
-class Alike:
+class CapabilityWait:
     """`serves`: is a worker there for it? `why_not`: why none of those here takes it; empty: one does, or nobody is
     here. A newcomer finds no place beside `most` others. Call `changed` whenever a worker may have come.
     """
 
     def __init__(
         self,
-        serves: Callable[[Wish], bool],
-        why_not: Callable[[Wish], list[Violation]],
+        serves: Callable[[Requirements], bool],
+        why_not: Callable[[Requirements], list[Violation]],
         clock: Clock,
         wait_s: float,
         most: int,
@@ -46,7 +46,7 @@ class Alike:
                 waiter.set_result(None)
 
     async def admitted(
-        self, wish: Wish, admit: Callable[[], Awaitable[T]], *, deadline_s: float, since: float | None
+        self, wish: Requirements, admit: Callable[[], Awaitable[T]], *, deadline_s: float, since: float | None
     ) -> T:
         """What `admit` gives. When it raises NobodyAlike it is asked again, once somebody is there.
 
@@ -64,10 +64,10 @@ class Alike:
                 await self._present(wish, began + self._wait_s, deadline)
             try:
                 return await admit()
-            except NobodyAlike:
+            except NoCapableWorker:
                 continue
 
-    async def _present(self, wish: Wish, until: float, deadline: float) -> None:
+    async def _present(self, wish: Requirements, until: float, deadline: float) -> None:
         try:
             async with asyncio.timeout(max(min(until, deadline) - self._clock.monotonic(), 0.0)):
                 while not self._serves(wish):
@@ -76,13 +76,13 @@ class Alike:
         except TimeoutError:
             raise self._gave_up(wish, late=deadline < until) from None
 
-    def _check_place(self, wish: Wish) -> None:
+    def _check_place(self, wish: Requirements) -> None:
         if (count := len(self._waiting)) >= self._most:
             what = "deterministic requests" if wish.deterministic else "requests"
             text = f"{count} {what} wait already for a worker that computes them, no more are taken"
             raise Overloaded(text, self._wait_s)
 
-    def _refuse(self, wish: Wish) -> None:
+    def _refuse(self, wish: Requirements) -> None:
         if wrong := self._why_not(wish):
             raise InvalidRequest(*wrong)
 
@@ -94,7 +94,7 @@ class Alike:
         finally:
             del self._waiting[waiter]
 
-    def _gave_up(self, wish: Wish, *, late: bool) -> BatonError:
+    def _gave_up(self, wish: Requirements, *, late: bool) -> BatonError:
         whose = f"with the system fingerprint {wish.determinism} " if wish.determinism else ""
         what = f"{whose}that computes deterministic requests " if wish.deterministic else ""
         text = f"no decode worker {what}is connected"

@@ -27,13 +27,13 @@ from baton.errors import InvalidRequest, Unauthenticated
 from baton.rpc.v1 import admin_pb2
 from router.auth.interceptor import check
 from router.auth.tokens import TokenFile
-from router.observe.status import Shared
+from router.observe.status import SingleFlight
 from router.openai.errors import JSON, HttpError
 from router.openai.job import as_json
 from router.openai.responses import EVENT_STREAM, unless_left
 
 if TYPE_CHECKING:
-    from router.observe.status import Live
+    from router.observe.status import StatusBroadcaster
 
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _HEADERS = {
@@ -54,7 +54,7 @@ class Shown:
     by its id; None: it is not known.
     """
 
-    live: Live
+    live: StatusBroadcaster
     tokens: TokenFile | None
     trace: Callable[[str], admin_pb2.TraceReply | None]
 
@@ -65,7 +65,7 @@ class LivePaths:
     def __init__(self, shown: Shown | None, stall_s: float) -> None:
         self._shown, self._stall_s = shown, stall_s
         self._files = {file.name: file.read_bytes() for file in (files("router.dashboard") / "static").iterdir()}
-        self._text = None if shown is None else Shared(shown.live.views.get, self._encode, SystemClock())
+        self._text = None if shown is None else SingleFlight(shown.live.views.get, self._encode, SystemClock())
 
     def routes(self) -> list[Route]:
         """Of this gateway."""
@@ -85,7 +85,7 @@ class LivePaths:
         return self._file(request.path_params["name"])
 
     async def live(self, request: Request) -> Response:
-        """GET /live: an event for each `Live`, every `interval_s` seconds."""
+        """GET /live: an event for each `StatusBroadcaster`, every `interval_s` seconds."""
         shown = self._allowed(request, "Watch")
         if request.method == "HEAD":  # which would wait for the end of what has none
             return Response(headers=_EVENT_HEADERS)

@@ -25,9 +25,9 @@ from baton.rpc.v1 import admin_pb2
 
 if TYPE_CHECKING:
     from router.request.attempt import Attempt
-    from router.request.client_request import Call
-    from router.request.lifecycle import Life
-    from router.workers.stream import WorkerLink
+    from router.request.client_request import ClientRequest
+    from router.request.lifecycle import ChoiceRun
+    from router.workers.stream import WorkerStream
 
 
 KEPT = 200
@@ -41,7 +41,7 @@ class _Pending:
     times: int = 1
 
 
-class Happenings:
+class EventFeed:
     """The latest `KEPT`, numbered from 1. Equal ones between two looks are one: a lost worker fails many requests."""
 
     def __init__(self, clock: Clock) -> None:
@@ -115,7 +115,7 @@ class _Second:
             self.gaps.clear()
 
 
-class Recent:
+class LastMinute:
     """Counts what it is told, and forgets it after a minute. All durations in seconds."""
 
     def __init__(self, clock: Clock) -> None:
@@ -207,22 +207,22 @@ def _quantile(ordered: Iterable[tuple[int, int]], rank: float) -> float:
 _OURS = (errors.Overloaded, errors.NoWorker, errors.WorkerLost, errors.DeadlineExceeded)  # texts without a caller's
 
 
-class Seen:
+class ActivityRecorder:
     """One per router."""
 
     def __init__(self, clock: Clock) -> None:
-        self.recent = Recent(clock)
-        self.happenings = Happenings(clock)
+        self.recent = LastMinute(clock)
+        self.happenings = EventFeed(clock)
         self._workers: dict[tuple[str, str], Role] = {}  # connected: by id and incarnation
 
-    def tokens(self, life: Life, count: int, gap_s: float | None) -> None:
+    def tokens(self, life: ChoiceRun, count: int, gap_s: float | None) -> None:
         """A client got `count` new tokens; `gap_s` None: its first ones."""
         if gap_s is None:
             self.recent.first_tokens(count, life.stages.age_s, 0 if life.choice else life.call.prompt_tokens)
         else:
             self.recent.tokens(count, gap_s)
 
-    def recovered(self, life: Life, attempt: Attempt) -> None:
+    def recovered(self, life: ChoiceRun, attempt: Attempt) -> None:
         """Another attempt follows this one."""
         prefill, decode = attempt.workers
         reason = attempt.handed_back
@@ -232,7 +232,7 @@ class Seen:
         worker = prefill if reason.startswith(Role.PREFILL) else decode
         self.happenings.add("recovered", f"goes on with another attempt: {reason}", life.call.name, worker)
 
-    def ended(self, call: Call, outcome: str, error: BatonError | None) -> None:
+    def ended(self, call: ClientRequest, outcome: str, error: BatonError | None) -> None:
         """As `Metrics.ended`."""
         self.recent.count("ended")
         if outcome in {"failed", "refused"}:
@@ -246,7 +246,7 @@ class Seen:
                 if all(life.met_slo() for life in call.lives):
                     self.recent.count("kept")
 
-    def look(self, links: Iterable[WorkerLink]) -> None:
+    def look(self, links: Iterable[WorkerStream]) -> None:
         """Who is connected that was not, and who is not any more. To be called each second."""
         self.recent.second()
         connected = {

@@ -17,15 +17,15 @@ import structlog
 
 from baton.clock import Clock
 from baton.errors import InvalidRequest, LedgerError, Overloaded
-from baton.ledger.control_state import Board, ControlReport, Plan
+from baton.ledger.control_state import ControlReport, ControlState, PoolSizes
 from baton.limits import MAX_SHOWN_REQUESTS, MAX_WATCHERS
 from baton.rpc import convert
 from baton.rpc.v1 import admin_pb2
 from baton.stages import Stage
-from router.context import Floor
-from router.request.client_request import Call
-from router.request.lifecycle import Life
-from router.workers.stream import WorkerLink
+from router.context import RouterContext
+from router.request.client_request import ClientRequest
+from router.request.lifecycle import ChoiceRun
+from router.workers.stream import WorkerStream
 
 log = structlog.get_logger(__name__)
 
@@ -33,7 +33,7 @@ log = structlog.get_logger(__name__)
 class Overview:
     """`control`: what the controller said last; None: it is not there, or Redis is not."""
 
-    def __init__(self, floor: Floor, board: Board | None) -> None:
+    def __init__(self, floor: RouterContext, board: ControlState | None) -> None:
         self.control: ControlReport | None = None
         self._floor = floor
         self._board = board
@@ -77,7 +77,7 @@ class Overview:
             self.control = None
 
 
-def plan_to_pb(plan: Plan) -> admin_pb2.Plan:
+def plan_to_pb(plan: PoolSizes) -> admin_pb2.Plan:
     """As it is said to operators."""
     return admin_pb2.Plan(**plan.model_dump())
 
@@ -95,7 +95,7 @@ def _report(report: ControlReport, wall: float) -> admin_pb2.Control:
     )
 
 
-def _worker(link: WorkerLink, note: str) -> admin_pb2.WorkerStatus:
+def _worker(link: WorkerStream, note: str) -> admin_pb2.WorkerStatus:
     return admin_pb2.WorkerStatus(
         info=convert.info_to_pb(link.info),
         load=convert.load_to_pb(link.view.load),
@@ -112,7 +112,7 @@ _SHARE = 20  # it is shown for so many times as long as it took: thousands of wo
 _STALE_S = 2.0  # but never longer: one making that had to wait for a core must not stop the picture
 
 
-class Shared(Generic[T]):
+class SingleFlight(Generic[T]):
     """What `make` gave last, until that is too old. `first` is awaited before: what others take is no work of ours, and
     a Redis that is silent must not make old what is shown.
     """
@@ -142,16 +142,16 @@ _RETRY_S = 10.0
 _UNPLACED = (Stage.QUEUE, Stage.ROUTE)
 
 
-class Live:
+class StatusBroadcaster:
     """One per router. A watcher asks when it is ready for more, so a slow one misses views and holds up nobody.
 
     `views`, which have no happenings, are shared by all who watch, and never changed.
     """
 
-    def __init__(self, floor: Floor, overview: Overview) -> None:
+    def __init__(self, floor: RouterContext, overview: Overview) -> None:
         self._floor = floor
         self._overview = overview
-        self.views = Shared(overview.look, self._make, floor.clock)
+        self.views = SingleFlight(overview.look, self._make, floor.clock)
         self._decided = 0.0  # when the controller decided what was told last
         self._watchers = 0
         self._closed = asyncio.Event()
@@ -218,7 +218,7 @@ class Live:
                 self._floor.seen.happenings.add("decision", f"{one.kind}: {text}", at=one.at)
 
 
-def _shown(call: Call, life: Life) -> admin_pb2.RequestView:
+def _shown(call: ClientRequest, life: ChoiceRun) -> admin_pb2.RequestView:
     stage, placed = life.stages.stage, life.placed
     workers = {}
     if placed is not None and stage not in _UNPLACED:

@@ -20,7 +20,7 @@ from baton.rpc import channel
 _NAME = re.compile(r"baton-router-(\d{1,9})-.+")  # of the folder, with the process's id
 
 
-class Inner:
+class LoopbackListener:
     """A Unix socket in a folder that only this user may enter; so it needs no TLS. Tokens are asked for as elsewhere.
 
     `server` takes the services, then `bind`. What killed routers left behind is removed by the next one that binds.

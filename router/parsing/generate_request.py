@@ -287,7 +287,7 @@ SMALL_BYTES = 4096  # what is no larger is read without a thread, so that no two
 Message: TypeAlias = pb.ResumeRequest | pb.TokenizeRequest | pb.DetokenizeRequest
 
 
-class Reading:
+class ParseLimiter:
     """Counts what is being read. Small messages without a constraint are always welcome.
 
     So a token's text, which the gateway asks for in the middle of an answer, is never refused.

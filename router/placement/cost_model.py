@@ -59,13 +59,13 @@ class Cost(NamedTuple):
 UNKNOWN = Cost(0.0, 0.0, 0.0, 0.0)
 
 
-class StepFit:
+class StepCostFit:
     """Least squares of relative errors with exponential forgetting, in memory that does not grow.
 
     `prior`, which is of something else, stands in until this one has seen enough.
     """
 
-    def __init__(self, prior: StepFit | None = None) -> None:
+    def __init__(self, prior: StepCostFit | None = None) -> None:
         self._prior = prior
         self._sums: Matrix = np.zeros((3, 5))  # x x', x y, and (weight, tokens, context)
         self._off = 0.0  # how far off predictions usually are, as a share of them
@@ -98,14 +98,14 @@ class StepFit:
         self._sums *= share
         self._due -= (1.0 - share) / (1.0 - _IDLE)
 
-    def cost(self, prior: StepFit | None = None) -> Cost:
+    def cost(self, prior: StepCostFit | None = None) -> Cost:
         """The fit; `prior`, of its like, fills in where this one has seen little."""
         if self._due <= 0:
             self._cost = _solve(self._with(prior or self._prior))
             self._due = min(8, 1 + self.seen // 2)
         return self._cost
 
-    def _with(self, prior: StepFit | None) -> Matrix:
+    def _with(self, prior: StepCostFit | None) -> Matrix:
         """The sums with some steps of `prior`, weighed as errors of this one's size."""
         if prior is None:
             return self._sums
@@ -148,27 +148,27 @@ _STEPS = 8  # that become one observation: a fit costs more than a report
 _SELDOM = 0.999  # what is known of prompts at a decode worker counts after a report without: they are tried again
 
 
-class Likes:
+class CostModels:
     """What is known of all workers of one model, by role, and of prompts at its decode workers: until there were any,
     what they cost at its prefill workers, in steps of their own.
     """
 
     def __init__(self) -> None:
-        self.steps = {role: StepFit() for role in Role}
-        self.prompts = StepFit(self.steps[Role.PREFILL])
+        self.steps = {role: StepCostFit() for role in Role}
+        self.prompts = StepCostFit(self.steps[Role.PREFILL])
 
 
-class Learned:
+class WorkerCostModel:
     """One worker. `like`: what others like it have told, which it goes by until it has told enough itself."""
 
-    def __init__(self, role: Role, like: Likes) -> None:
+    def __init__(self, role: Role, like: CostModels) -> None:
         self._role = role
         self._like = like.steps[role]
         self._prompts_like = like.prompts
         self._last = Load()
         self._seen = self._last  # that was learned from
-        self.fit = StepFit()
-        self.prompts_fit = StepFit()
+        self.fit = StepCostFit()
+        self.prompts_fit = StepCostFit()
 
     @property
     def cost(self) -> Cost:

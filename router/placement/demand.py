@@ -10,12 +10,12 @@ import structlog
 
 from baton.core import Role
 from baton.errors import LedgerError
-from baton.ledger.control_state import Board, RouterReport, WorkerDemand
+from baton.ledger.control_state import ControlState, RouterReport, WorkerDemand
 from router.placement.policy import chunked_s
 from router.placement.snapshot import Facts, WorkerView
 
 if TYPE_CHECKING:
-    from router.context import Floor
+    from router.context import RouterContext
 
 log = structlog.get_logger(__name__)
 
@@ -25,7 +25,7 @@ _NEW = 0.05  # what one prompt more counts in the mean
 _ENDED = ("finished", "cancelled", "failed", "refused")
 
 
-class Typical:
+class TypicalRequest:
     """A running mean of prompts: their known tokens, and how many of them were cached where they went."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Typical:
 
 
 def expected(
-    router_id: str, rows: Sequence[tuple[WorkerView, Facts[float]]], typical: Typical, chunk: float | None = None
+    router_id: str, rows: Sequence[tuple[WorkerView, Facts[float]]], typical: TypicalRequest, chunk: float | None = None
 ) -> RouterReport:
     """What these workers have to do, and what a typical prompt that is given to them now may expect.
 
@@ -69,7 +69,7 @@ def expected(
     )
 
 
-def demand(floor: Floor) -> RouterReport:
+def current_demand(floor: RouterContext) -> RouterReport:
     """All of it, as of now: what waits for room, and what workers have."""
     report, waits, outcomes = floor.pool.expected(), floor.admission, floor.outcomes
     return report.model_copy(
@@ -87,13 +87,13 @@ def demand(floor: Floor) -> RouterReport:
     )
 
 
-async def tell(floor: Floor, board: Board) -> None:
+async def publish(floor: RouterContext, board: ControlState) -> None:
     """Until cancelled. Nothing here needs it: while the board cannot be reached, nobody is told."""
     told = True
     while True:
         before = told
         try:
-            await board.put_router(demand(floor), _LEASE_S)
+            await board.put_router(current_demand(floor), _LEASE_S)
             told = True
         except LedgerError as error:
             told = False
@@ -108,7 +108,7 @@ def _least(offers: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
     return now, alone
 
 
-def _prompt_s(at: Facts[float], typical: Typical) -> float:
+def _prompt_s(at: Facts[float], typical: TypicalRequest) -> float:
     """At a prefill worker that has nothing else: as `router.policy.ttft_s` has it."""
     new = typical.tokens - typical.cached
     return at.step_s + at.token_s * new + at.context_s * new * (typical.cached + (new + 1.0) * 0.5)

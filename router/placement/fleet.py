@@ -12,9 +12,9 @@ from typing import Protocol
 import numpy as np
 
 from baton.core import Channel, Role, SequenceSpec, WorkerInfo, WorkerRef
-from baton.engine.prefix_cache import names_of
-from baton.ledger.prefix_index import NAME_BYTES, Holder, PrefixMap
-from router.placement.cost_model import UNKNOWN, Cost, Learned, Likes
+from baton.engine.prefix_cache import block_hashes_of
+from baton.ledger.prefix_index import NAME_BYTES, Holder, PrefixIndex
+from router.placement.cost_model import UNKNOWN, Cost, CostModels, WorkerCostModel
 from router.placement.snapshot import Ask, Column, Facts, Loaded, Side, Snapshot, WorkerView, spread
 
 _NEW_SPEED = 0.1  # what the last report of channels counts
@@ -22,8 +22,8 @@ Kind = tuple[str, int, bool]
 """What the names of blocks depend on beside the request: fingerprint, block size, and whether the model thinks."""
 
 
-class Link(Protocol):
-    """What the fleet reads of a `router.workers.stream.WorkerLink`."""
+class WorkerRow(Protocol):
+    """What the fleet reads of a `router.workers.stream.WorkerStream`."""
 
     @property
     def info(self) -> WorkerInfo: ...
@@ -37,10 +37,10 @@ class Link(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    link: Link
+    link: WorkerRow
     side: Side
     row: int
-    learned: Learned
+    learned: WorkerCostModel
     channels: tuple[Channel, ...] = ()  # as last reported
     order: int = 0
     group: int = 0
@@ -52,7 +52,7 @@ class Prompt:
 
     def __init__(self, spec: SequenceSpec, kind: Kind) -> None:
         fingerprint, block_size, thinks = kind
-        self._left = names_of(spec, fingerprint, block_size, thinks=thinks)
+        self._left = block_hashes_of(spec, fingerprint, block_size, thinks=thinks)
         self._names: list[bytes] = []
 
     def __iter__(self) -> Iterator[bytes]:
@@ -65,7 +65,7 @@ class Prompt:
 class Fleet:
     """Feeds `snapshot`. `prefixes` says who has which blocks; `slo_itl_s` is what `predicted` keeps to."""
 
-    def __init__(self, prefixes: PrefixMap | None = None, slo_itl_s: float = np.inf) -> None:
+    def __init__(self, prefixes: PrefixIndex | None = None, slo_itl_s: float = np.inf) -> None:
         self._snapshot = Snapshot(slo_itl_s=slo_itl_s)
         self._prefixes = prefixes
         self._generation = 0  # of the slots
@@ -75,15 +75,15 @@ class Fleet:
         self._stale: set[_Member] = set()  # whose rows are to be written
         self._kinds: dict[Kind, None] = {}
         self._bits: dict[tuple[str, str], int] = {}  # fingerprints, of KV and of bits: from 1 on
-        self._likes: dict[str, Likes] = {}  # by fingerprint
+        self._likes: dict[str, CostModels] = {}  # by fingerprint
         self._byte_s: float | None = None
         self._prompts: tuple[SequenceSpec | None, dict[Kind, Prompt]] = (None, {})  # of the last request
 
-    def add(self, link: Link) -> None:
+    def add(self, link: WorkerRow) -> None:
         """A worker is there."""
         role = link.info.role
         side = self._snapshot.prefill if role is Role.PREFILL else self._snapshot.decode
-        learned = Learned(role, self._likes.setdefault(link.info.fingerprint, Likes()))
+        learned = WorkerCostModel(role, self._likes.setdefault(link.info.fingerprint, CostModels()))
         member = self._members[_holder(link.info.ref)] = _Member(link, side, side.add(), learned)
         self._owners[role, member.row] = link.info.ref
         self._changed = True
@@ -119,7 +119,7 @@ class Fleet:
         """Whose row of the snapshot that is, as it was added. Raises KeyError."""
         return self._owners[role, row]
 
-    def rows(self) -> Iterator[tuple[Link, Facts[float]]]:
+    def rows(self) -> Iterator[tuple[WorkerRow, Facts[float]]]:
         """All workers, and what is known of each in numbers; after `snapshot`."""
         for member in self._members.values():
             yield member.link, member.side.facts(member.row)
@@ -156,7 +156,7 @@ class Fleet:
         others = ~np.isin(snapshot.decode.bits[: len(ask.decode_cached)], bits)
         return replace(ask, bits=bits, decode_cached=np.where(others, 0.0, ask.decode_cached))
 
-    def _cached(self, spec: SequenceSpec, prefixes: PrefixMap) -> Column | None:
+    def _cached(self, spec: SequenceSpec, prefixes: PrefixIndex) -> Column | None:
         """Cached tokens by slot. Blocks are named once for a request, and no further than somebody has them."""
         if self._prompts[0] is not spec:
             self._prompts = (spec, {kind: Prompt(spec, kind) for kind in self._kinds})
@@ -205,7 +205,7 @@ class Fleet:
         member.side.put(member.row, facts_of(member.link, member.order, member.group, learned.cost, prompts))
 
 
-def loaded(link: Link) -> Loaded:
+def loaded(link: WorkerRow) -> Loaded:
     """What changes all the time, in numbers."""
     view, block_size = link.view, link.info.layout.block_size
     able, blocks = link.usable and not view.full, view.load.blocks
@@ -214,7 +214,9 @@ def loaded(link: Link) -> Loaded:
     return able, view.requests, view.dispatched, view.prefill_backlog, room, blocks.available, busy * block_size
 
 
-def facts_of(link: Link, order: int = 0, group: int = 0, cost: Cost = UNKNOWN, prompts: Cost = UNKNOWN) -> Facts[float]:
+def facts_of(
+    link: WorkerRow, order: int = 0, group: int = 0, cost: Cost = UNKNOWN, prompts: Cost = UNKNOWN
+) -> Facts[float]:
     """A worker in numbers; `prompts`: what they cost at a decode worker, beside what it decodes."""
     layout = link.info.layout
     return Facts(

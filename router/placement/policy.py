@@ -126,7 +126,7 @@ def predicted(snapshot: Snapshot, ask: Ask) -> Pair | None:
     return None if pair is None else pair._replace(ttft_s=float(ttft[pair.prefill]))
 
 
-def alone(snapshot: Snapshot, ask: Ask) -> Alone | None:
+def local_prefill(snapshot: Snapshot, ask: Ask) -> Alone | None:
     """Who is to compute the prompt as well, where nobody else does: of those with room, and with an ITL within the SLO,
     the lowest predicted TTFT; of those that are not clearly later, the fewest requests. What nothing is known of costs
     nothing.
@@ -152,7 +152,7 @@ def alone_prefix(snapshot: Snapshot, ask: Ask) -> Alone | None:
     return _alone(snapshot, ask, lambda: crowded, lambda: at.backlog - ask.decode_cached)
 
 
-def alone_in_turn(snapshot: Snapshot, ask: Ask) -> Alone | None:
+def local_round_robin(snapshot: Snapshot, ask: Ask) -> Alone | None:
     """By worker id, skipping who has no room."""
     rows = _with_room(snapshot, ask)
     return Alone(_in_turn(rows, snapshot.decode.at.order, ask.turn), 0.0) if rows.size else None
@@ -165,7 +165,7 @@ def _alone(snapshot: Snapshot, ask: Ask, *columns: Callable[[], Column]) -> Alon
     return Alone(_narrowed(rows, criteria, Role.DECODE), 0.0) if rows.size else None
 
 
-def sooner_alone(snapshot: Snapshot, ask: Ask, pair: Pair) -> Alone | None:
+def local_prefill_if_faster(snapshot: Snapshot, ask: Ask, pair: Pair) -> Alone | None:
     """A decode worker that is expected to say the first token clearly before the pair would, by computing what it lacks
     of the prompt itself, in a step that is within the ITL of the SLO; None: the pair does.
 
@@ -209,10 +209,10 @@ POLICIES: dict[str, Policy] = {
     "round_robin": round_robin,
 }
 ALONE: dict[str, AlonePolicy] = {
-    "predicted": alone,
+    "predicted": local_prefill,
     "least_loaded": alone_least_loaded,
     "prefix": alone_prefix,
-    "round_robin": alone_in_turn,
+    "round_robin": local_round_robin,
 }
 
 

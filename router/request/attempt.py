@@ -26,7 +26,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from baton.core import Finish, HandoffId, Role, SequenceSpec, Thought, Token
-from baton.engine.prefix_cache import names_of
+from baton.engine.prefix_cache import block_hashes_of
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, EngineFault, InvalidRequest, NoWorker, WorkerLost
 from baton.metrics import Metrics
 from baton.rpc import convert
@@ -34,8 +34,8 @@ from baton.rpc.v1 import worker_pb2 as pb
 from baton.stages import Stage
 from router.request.thoughts import most_events
 from router.request.traces import Track
-from router.workers.placement import Claim
-from router.workers.stream import Item, Mailbox, WorkerLink
+from router.workers.placement import Placement
+from router.workers.stream import EventMailbox, Item, WorkerStream
 
 # What a worker's words mean to the client; what is not listed: WorkerLost for a failure, EngineFault for a refusal.
 FAILURES: dict[str, type[BatonError]] = {
@@ -47,12 +47,12 @@ REFUSALS: dict[int, type[BatonError]] = {
     pb.REFUSAL_REASON_FINGERPRINT: NoWorker,  # it serves another model now
     pb.REFUSAL_REASON_STALE: WorkerLost,
 }
-WORTH_ANOTHER = (WorkerLost, NoWorker)
-MAY_FIT_LATER = (pb.REFUSAL_REASON_NO_ROOM, pb.REFUSAL_REASON_DRAINING)
+RETRYABLE = (WorkerLost, NoWorker)
+RETRY_LATER = (pb.REFUSAL_REASON_NO_ROOM, pb.REFUSAL_REASON_DRAINING)
 
 
 @dataclass(frozen=True, slots=True)
-class Lasting:
+class StreamRetention:
     """A stream that outlives its router: for so many `seconds`, under its client's name for it. `parks`: it is to go on
     without this one, which is leaving.
     """
@@ -72,11 +72,11 @@ class Attempt:
     def __init__(
         self,
         handoff: HandoffId,
-        claim: Claim,
+        claim: Placement,
         spec: SequenceSpec,
         track: Track,
         metrics: Metrics,
-        lasting: Lasting | None = None,
+        lasting: StreamRetention | None = None,
     ) -> None:
         self.cached_tokens: int | None = None  # at D; None: not reserved yet
         self.prefill_cached = 0  # tokens that P did not have to compute
@@ -90,8 +90,8 @@ class Attempt:
         self._claim, self.spec = claim, spec
         self._spec: pb.SequenceSpec | None = None  # as workers are told of it
         self._track, self._stages = track, track.stages
-        self._metrics, self._lasting = metrics, lasting or Lasting()
-        self._mailbox = Mailbox(spec.sampling.max_tokens + most_events(spec, claim.decode.info) + _SPARE_EVENTS)
+        self._metrics, self._lasting = metrics, lasting or StreamRetention()
+        self._mailbox = EventMailbox(spec.sampling.max_tokens + most_events(spec, claim.decode.info) + _SPARE_EVENTS)
         self.thoughts: list[Thought] = []  # heard, not handed on yet
         self._tokens: list[Token] = []  # heard, not handed on yet
         self._decoding = False
@@ -112,7 +112,7 @@ class Attempt:
         return self._claim.determinism
 
     @property
-    def prefill_link(self) -> WorkerLink:
+    def prefill_link(self) -> WorkerStream:
         assert self._claim.prefill is not None
         return self._claim.prefill
 
@@ -141,7 +141,7 @@ class Attempt:
         self._claim.release()
 
     @property
-    def _links(self) -> list[WorkerLink]:
+    def _links(self) -> list[WorkerStream]:
         return [link for link in (self._claim.prefill, self._claim.decode) if link is not None]
 
     async def reserve(self, deadline_s: float) -> bool:
@@ -154,7 +154,9 @@ class Attempt:
                 known_tokens=len(self.spec),
                 max_total=len(self.spec.prompt) + self.spec.sampling.max_tokens,
                 deadline_s=deadline_s,
-                prefix=names_of(self.spec, info.fingerprint, info.layout.block_size, thinks=info.thinking_chunk > 0),
+                prefix=block_hashes_of(
+                    self.spec, info.fingerprint, info.layout.block_size, thinks=info.thinking_chunk > 0
+                ),
                 resumable_s=self._lasting.seconds,
                 stream=self._lasting.stream,
             )
@@ -293,7 +295,7 @@ class Attempt:
         if self.handed_back:
             return  # D alone has nothing reserved to compute the prompt in: it was refused just before
         text = f"{self._worker(source)} refused the request: {refused.detail}"
-        if refused.reason in MAY_FIT_LATER:
+        if refused.reason in RETRY_LATER:
             self.handed_back = "no_room"
         elif refused.reason == pb.REFUSAL_REASON_TOO_LONG:
             raise InvalidRequest.of("prompt", text)
@@ -306,7 +308,7 @@ class Attempt:
         if failed.kind == "DigestMismatch":
             self._metrics.digest_mismatch()
         if failed.kind == "Cancelled":  # another router has it: it is not for this one to release
-            self._through, self._lasting = True, Lasting()
+            self._through, self._lasting = True, StreamRetention()
         kind = FAILURES.get(failed.kind, WorkerLost)
         self._failed(source, kind(f"{self._worker(source)}: {failed.kind}: {failed.message}"), holds=failed.held)
 
@@ -321,7 +323,7 @@ class Attempt:
 
     def _lose(self, source: Role, error: BatonError) -> None:
         """The attempt is over. Raises what the next one would meet again."""
-        if not isinstance(error, WORTH_ANOTHER):
+        if not isinstance(error, RETRYABLE):
             raise error
         self.lost, self.handed_back = error, f"{source}_lost"
 
@@ -329,7 +331,7 @@ class Attempt:
         return f"the {source} worker {self.workers[source is Role.DECODE]}"
 
 
-class Attached(Attempt):
+class TakeoverAttempt(Attempt):
     """Reserving is attaching, and there is no prompt to compute. Its claim has no prefill worker."""
 
     @property

@@ -15,15 +15,15 @@ from baton.rpc.v1 import inference_pb2 as pb
 from baton.tracing.trace import TraceContext
 from router.audit_digest import Delivered, audit_digest
 from router.auth.tokens import Grant
-from router.context import Floor
-from router.request.attempt import Lasting
+from router.context import RouterContext
+from router.request.attempt import StreamRetention
 from router.request.delivery import EventStream
-from router.request.lifecycle import Life, run
+from router.request.lifecycle import ChoiceRun, serve_choice
 from router.request.thoughts import Asked
 from router.request.traces import Trace
 
 
-class Call:
+class ClientRequest:
     """One request of a client. It ends after `within_s` at the latest.
 
     `name` is the request id that the client knows, also of a stream that it resumes. `scope` is what `task` runs in;
@@ -32,7 +32,7 @@ class Call:
 
     def __init__(
         self,
-        floor: Floor,
+        floor: RouterContext,
         task: asyncio.Task[None],
         within_s: float,
         name: str = "",
@@ -52,8 +52,8 @@ class Call:
         self.reason: BatonError | None = None
         self.resumable_s = 0.0  # for so long it goes on without a router
         self.handing_over = False  # another router is to go on with it
-        self.lives: list[Life] = []
-        self.prompt_tokens = 0  # known from `answer` on, as is the next
+        self.lives: list[ChoiceRun] = []
+        self.prompt_tokens = 0  # known from `serve_request` on, as is the next
         self.deterministic = False
         self.trace = Trace(self.name, context or TraceContext.new(), floor.router_id, self.arrived[1])
         self.exemplar = exemplar_of(self.name, self.trace.context.trace_id)
@@ -69,11 +69,11 @@ class Call:
         """What its client calls a choice, on whatever router."""
         return f"{self.name}.{choice}" if choice else self.name
 
-    def lasting(self, choice: int) -> Lasting:
+    def lasting(self, choice: int) -> StreamRetention:
         """As workers are told of it."""
         if not self.resumable_s:
-            return Lasting()
-        return Lasting(self.resumable_s, self.stream(choice), lambda: self.handing_over)
+            return StreamRetention()
+        return StreamRetention(self.resumable_s, self.stream(choice), lambda: self.handing_over)
 
     def end(self, reason: BatonError) -> None:
         """Release its workers and answer its client with `reason`. The first reason counts."""
@@ -90,8 +90,12 @@ class Call:
         return any(life.accepted for life in self.lives)
 
 
-async def answer(
-    floor: Floor, call: Call, request: SequenceSpec, received: Sequence[Sequence[int]], client: EventStream
+async def serve_request(
+    floor: RouterContext,
+    call: ClientRequest,
+    request: SequenceSpec,
+    received: Sequence[Sequence[int]],
+    client: EventStream,
 ) -> pb.Completed:
     """All choices of a request, one for each of `received`: what the client has of it already. The first one computes
     the prompt; the others begin when it is there, and find it in the prefix cache.
@@ -99,13 +103,15 @@ async def answer(
     Raises the one typed error that ended it: of whichever choice it was, the others end with it.
     """
     call.prompt_tokens, call.deterministic = len(request.prompt), request.deterministic
-    call.lives = [Life(floor, call, choice, ids) for choice, ids in enumerate(received)]
+    call.lives = [ChoiceRun(floor, call, choice, ids) for choice, ids in enumerate(received)]
     for life in call.lives if request.deterministic else ():
         life.delivery.logprobs = []
     if call.resumes and call.resumable_s:
         await asyncio.gather(*(life.look_for_it() for life in call.lives))
     try:
-        completed = await (_all(request, call.lives, client) if received[1:] else run(request, call.lives[0], client))
+        completed = await (
+            _all(request, call.lives, client) if received[1:] else serve_choice(request, call.lives[0], client)
+        )
     finally:
         for life in call.lives:
             life.let_go()
@@ -123,7 +129,7 @@ async def answer(
     return completed
 
 
-def _audit(request: SequenceSpec, lives: Sequence[Life]) -> str:
+def _audit(request: SequenceSpec, lives: Sequence[ChoiceRun]) -> str:
     """Empty: another router delivered logprobs that nobody here knows."""
     answers = [Delivered(life.delivery.ids, life.delivery.logprobs or ()) for life in lives]
     if request.sampling.logprobs is not None and any(len(one.tokens) > len(one.logprobs) for one in answers):
@@ -131,7 +137,7 @@ def _audit(request: SequenceSpec, lives: Sequence[Life]) -> str:
     return audit_digest(request.prompt, request.sampling, answers)
 
 
-async def _all(request: SequenceSpec, lives: list[Life], client: EventStream) -> pb.Completed:
+async def _all(request: SequenceSpec, lives: list[ChoiceRun], client: EventStream) -> pb.Completed:
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_one(request, life, lives[0], client)) for life in lives]
@@ -145,13 +151,13 @@ async def _all(request: SequenceSpec, lives: list[Life], client: EventStream) ->
     return completed
 
 
-async def _one(request: SequenceSpec, life: Life, first: Life, client: EventStream) -> pb.Completed:
+async def _one(request: SequenceSpec, life: ChoiceRun, first: ChoiceRun, client: EventStream) -> pb.Completed:
     if life is not first:
         await first.started.wait()
         seed = seed_of(f"{request.sampling.seed} {life.choice}")
         request = replace(request, sampling=replace(request.sampling, seed=seed))
     try:
-        return await run(request, life, client)
+        return await serve_choice(request, life, client)
     finally:
         life.started.set()
 

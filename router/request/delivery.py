@@ -62,7 +62,7 @@ class Delivery:
         self._early.clear()
 
 
-class Patience:
+class StallTimeout:
     """A client that takes nothing for `stall_s` is given up: one timer for all of a router's clients."""
 
     def __init__(self, stall_s: float) -> None:
@@ -98,7 +98,7 @@ class EventStream:
     """
 
     def __init__(
-        self, context: Context, request_id: str, patience: Patience, give_up: Callable[[BatonError], None]
+        self, context: Context, request_id: str, patience: StallTimeout, give_up: Callable[[BatonError], None]
     ) -> None:
         self.give_up = give_up
         self._context = context

@@ -1,4 +1,4 @@
-"""The life of a request, in `run`. The states of one attempt are drawn in `attempt.py`."""
+"""The life of a request, in `serve_choice`. The states of one attempt are drawn in `attempt.py`."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from baton.rpc.v1 import common_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.stages import Stage
 from router.admission.admission import ticket_for
-from router.context import Floor
-from router.request.attempt import Attached, Attempt
+from router.context import RouterContext
+from router.request.attempt import Attempt, TakeoverAttempt
 from router.request.delivery import Delivery, EventStream
 from router.request.thoughts import Thoughts, fitted
 from router.request.traces import Track
-from router.workers.placement import Claim, Wish
-from router.workers.stream import WorkerLink
+from router.workers.placement import Placement, Requirements
+from router.workers.stream import WorkerStream
 
 if TYPE_CHECKING:
     from baton.ledger.ownership import OwnershipRecord
-    from router.request.client_request import Call
+    from router.request.client_request import ClientRequest
 
 log = structlog.get_logger(__name__)
 
 DEADLY = 2  # a request that as many workers died of may be the reason
 
 
-async def run(request: SequenceSpec, life: Life, client: EventStream) -> pb.Completed:
+async def serve_choice(request: SequenceSpec, life: ChoiceRun, client: EventStream) -> pb.Completed:
     """Carry one choice of a request from arrival to its end, through as many attempts as it takes: decode workers run
     full, and workers are lost.
 
@@ -69,19 +69,21 @@ async def run(request: SequenceSpec, life: Life, client: EventStream) -> pb.Comp
 class Held:
     """What a prefill worker keeps of an attempt that was lost: the KV of `spec`."""
 
-    link: WorkerLink
+    link: WorkerStream
     handoff: HandoffId
     spec: SequenceSpec
 
 
-class Life:
+class ChoiceRun:
     """The state of one choice of a request: its names, its clock, and what its client has of it.
 
     `call` is what the choices of a request have in common, `received` what the client has from a router that was lost.
     Workers know the choice by its `request_id`.
     """
 
-    def __init__(self, floor: Floor, call: Call, choice: int = 0, received: Sequence[int] = ()) -> None:
+    def __init__(
+        self, floor: RouterContext, call: ClientRequest, choice: int = 0, received: Sequence[int] = ()
+    ) -> None:
         self.call, self.choice = call, choice
         self.request_id = call.life_id(choice)
         self.started = asyncio.Event()  # the first token is there
@@ -91,7 +93,7 @@ class Life:
         self.delivery, self._received = Delivery(received), len(received)
         self.thoughts = Thoughts(choice, call.asked)
         self.attempts = self._failures = self._deaths = 0
-        self.placed: Claim | None = None  # of the last attempt
+        self.placed: Placement | None = None  # of the last attempt
         self.cached_tokens: int | None = None  # as the client is told; None: not accepted yet
         self._floor = floor
         self._first_token_at: float | None = None
@@ -120,14 +122,14 @@ class Life:
         """What the next attempt starts from: what the client has is never sampled again. KV that is held is of less."""
         return self._held.spec if self._held else replace(request, known=tuple(self.delivery.ids))
 
-    async def admit(self, request: SequenceSpec) -> Claim:
+    async def admit(self, request: SequenceSpec) -> Placement:
         """A pair of workers; a request that has been there before keeps its place in the queue."""
         known, ticket = self.known(request), ticket_for(self.call.arrival, request.priority)
         self._waits_since = self._waits_since or self._floor.clock.monotonic()
         thinks = () if self.call.accepted else self.call.asked.fields  # later nobody is refused for it any more
-        wish = Wish(self._held.link if self._held else None, known, self.call.determinism, thinks)
+        wish = Requirements(self._held.link if self._held else None, known, self.call.determinism, thinks)
 
-        async def admit() -> Claim:
+        async def admit() -> Placement:
             return await self._floor.admission.admit(
                 ticket,
                 len(known),
@@ -154,7 +156,7 @@ class Life:
         if self._parked is not None:
             await self._floor.pool.settled(self._parked.worker_id, self._parked.incarnation)
 
-    def claim_parked(self) -> Claim | None:
+    def claim_parked(self) -> Placement | None:
         """Of the decode worker that goes on with it, once."""
         if self._parked is None:
             return None
@@ -166,7 +168,7 @@ class Life:
             self._parked = None
         return claim
 
-    def attempt(self, claim: Claim, request: SequenceSpec) -> Attempt:
+    def attempt(self, claim: Placement, request: SequenceSpec) -> Attempt:
         """The next attempt. What is held is of no use to another worker."""
         if self._held is not None and self._held.link is not claim.prefill:
             self.let_go()
@@ -183,7 +185,7 @@ class Life:
         self.thoughts.begin(len(request.prompt), info.thinking_chunk, parked=parked is not None)
         self._parked = None
         if parked is not None:
-            return Attached(parked.handoff, *rest)
+            return TakeoverAttempt(parked.handoff, *rest)
         return Attempt(HandoffId(self.request_id, self.attempts), *rest)
 
     def begin(self, attempt: Attempt) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from baton.core import SequenceSpec, WorkerInfo, WorkerRef
-from router.workers.stream import WorkerLink
+from router.workers.stream import WorkerStream
 
 
-class Wish(NamedTuple):
+class Requirements(NamedTuple):
     """What a request has to do with the choice of its workers, beside its length.
 
     `keep`: the prefill worker that holds its KV already, and is taken while it is there. `spec`: the request, whose
@@ -17,7 +17,7 @@ class Wish(NamedTuple):
     `thinks`: the fields by which it asks for a model that thinks.
     """
 
-    keep: WorkerLink | None = None
+    keep: WorkerStream | None = None
     spec: SequenceSpec | None = None
     determinism: str = ""
     thinks: Sequence[str] = ()
@@ -39,10 +39,10 @@ class Wish(NamedTuple):
         return info.determinism == self.determinism if self.determinism else bool(info.determinism)
 
 
-NO_WISH = Wish()
+NO_REQUIREMENTS = Requirements()
 
 
-class Claim:
+class Placement:
     """A pair of workers that counts as loaded from choice to `release`, which comes once and makes up for the rest.
 
     Without a prefill worker the decode worker is to compute the prompt itself. `tokens` are known, of which `cached`
@@ -51,8 +51,8 @@ class Claim:
 
     def __init__(
         self,
-        prefill: WorkerLink | None,
-        decode: WorkerLink,
+        prefill: WorkerStream | None,
+        decode: WorkerStream,
         tokens: int,
         cached: int,
         on_change: Callable[[WorkerRef], None],
@@ -117,6 +117,6 @@ class Claim:
             self._tokens = 0
             self._tell(self._computes)
 
-    def _tell(self, *links: WorkerLink) -> None:
+    def _tell(self, *links: WorkerStream) -> None:
         for link in links:
             self._on_change(link.info.ref)

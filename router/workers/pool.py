@@ -15,15 +15,15 @@ from baton.clock import Clock
 from baton.core import BlockCounts, Channel, Incarnation, Load, Role, WorkerInfo, WorkerRef
 from baton.errors import Violation
 from baton.ledger.control_state import RouterReport
-from baton.ledger.prefix_index import PrefixMap
+from baton.ledger.prefix_index import PrefixIndex
 from baton.rpc.channel import IN_THE_CLEAR, Wire
-from router.admission.capability_wait import NobodyAlike
-from router.placement.demand import Typical, expected
+from router.admission.capability_wait import NoCapableWorker
+from router.placement.demand import TypicalRequest, expected
 from router.placement.fleet import Fleet
-from router.placement.policy import Alone, AlonePolicy, Policy, alone, sooner_alone
+from router.placement.policy import Alone, AlonePolicy, Policy, local_prefill, local_prefill_if_faster
 from router.placement.snapshot import Ask, has_pair, misfit
-from router.workers.placement import NO_WISH, Claim, Wish
-from router.workers.stream import WorkerLink
+from router.workers.placement import NO_REQUIREMENTS, Placement, Requirements
+from router.workers.stream import WorkerStream
 
 log = structlog.get_logger(__name__)
 
@@ -53,13 +53,13 @@ class WorkerPool:
         clock: Clock,
         wire: Wire = IN_THE_CLEAR,
         *,
-        prefixes: PrefixMap | None = None,
+        prefixes: PrefixIndex | None = None,
         slo_itl_s: float = math.inf,
     ) -> None:
         self.on_change: Callable[[], None] = lambda: None
         self.on_predicted: Callable[[float], None] = lambda off_s: None
         self.local_prefill = self.colocated = False
-        self.alone: AlonePolicy = alone
+        self.alone: AlonePolicy = local_prefill
         self.chunk = math.inf
         self._source = source
         self._policy = policy
@@ -68,14 +68,14 @@ class WorkerPool:
         self._clock = clock
         self._wire = wire
         self._fleet = Fleet(prefixes, slo_itl_s)
-        self._links: dict[WorkerRef, WorkerLink] = {}
+        self._links: dict[WorkerRef, WorkerStream] = {}
         self._seen: dict[WorkerRef, float] = {}
-        self._typical = Typical()
+        self._typical = TypicalRequest()
         self._turn = 0
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def links(self) -> list[WorkerLink]:
+    def links(self) -> list[WorkerStream]:
         return list(self._links.values())
 
     async def start(self) -> None:
@@ -90,7 +90,7 @@ class WorkerPool:
             await asyncio.wait([self._task])
         await asyncio.gather(*(link.stop() for link in self._links.values()))
 
-    def claim(self, tokens: int, wish: Wish = NO_WISH) -> Claim | None:
+    def claim(self, tokens: int, wish: Requirements = NO_REQUIREMENTS) -> Placement | None:
         """A pair for a request of `tokens` known tokens, counted as loaded from now; None when nobody has room.
 
         With no prefill worker left, a decode worker alone. Raises NobodyAlike.
@@ -98,7 +98,7 @@ class WorkerPool:
         snapshot, (keep, spec, determinism, _) = self._fleet.snapshot(), wish
         snapshot.chunk = self.chunk
         if wish.particular and not self.serves(wish):
-            raise NobodyAlike(f"no decode worker here takes such requests{_as(determinism)}")
+            raise NoCapableWorker(f"no decode worker here takes such requests{_as(determinism)}")
         if not snapshot.has_room(tokens):
             return None
         kept = keep.info.ref if keep is not None and self._can_hand_over(keep, wish) else None
@@ -107,29 +107,29 @@ class WorkerPool:
         if pair is None:
             found = None if self.has_pair(wish) else self.alone(snapshot, ask)
             return None if found is None else self._alone(tokens, found, ask)
-        if self.local_prefill and (sooner := sooner_alone(snapshot, ask, pair)) is not None:
+        if self.local_prefill and (sooner := local_prefill_if_faster(snapshot, ask, pair)) is not None:
             return self._alone(tokens, sooner, ask)
         self._turn += 1
         prefill = self._links[self._fleet.ref(Role.PREFILL, pair.prefill)]
         decode = self._links[self._fleet.ref(Role.DECODE, pair.decode)]
         cached = int(ask.prefill_cached[pair.prefill])
         self._typical.saw(tokens, cached)
-        claim = Claim(prefill, decode, tokens, cached, self._fleet.mark, self.on_change)
+        claim = Placement(prefill, decode, tokens, cached, self._fleet.mark, self.on_change)
         return self._predict(claim, pair.ttft_s if kept is None else 0.0)
 
-    def _predict(self, claim: Claim, ttft_s: float) -> Claim:
+    def _predict(self, claim: Placement, ttft_s: float) -> Placement:
         """It is expected to say the first token so many seconds from now; 0: nobody knows."""
         if ttft_s:
             claim.predicted_ttft_s = ttft_s
             claim.on_first = partial(self._compare, ttft_s, self._clock.monotonic())
         return claim
 
-    def _alone(self, tokens: int, found: Alone, ask: Ask) -> Claim:
+    def _alone(self, tokens: int, found: Alone, ask: Ask) -> Placement:
         self._turn += 1
         row = found.decode
         decode, cached = self._links[self._fleet.ref(Role.DECODE, row)], int(ask.decode_cached[row])
         self._typical.saw(tokens, cached)
-        claim = Claim(None, decode, tokens, cached, self._fleet.mark, self.on_change)
+        claim = Placement(None, decode, tokens, cached, self._fleet.mark, self.on_change)
         return self._predict(claim, found.ttft_s)
 
     def expected(self) -> RouterReport:
@@ -138,12 +138,12 @@ class WorkerPool:
         rows = [(link.view, facts) for link, facts in self._fleet.rows() if link.usable]
         return expected(self._router_id, rows, self._typical, self.chunk if self.colocated else None)
 
-    def claim_of(self, worker_id: str, incarnation: Incarnation) -> Claim | None:
+    def claim_of(self, worker_id: str, incarnation: Incarnation) -> Placement | None:
         """This decode worker, for what it decodes already; None: it is not there."""
         link = self._link(worker_id, incarnation)
         if link is None or link.state != "connected" or link.info.role is not Role.DECODE:
             return None
-        return Claim(None, link, 0, 0, self._fleet.mark, self.on_change)
+        return Placement(None, link, 0, 0, self._fleet.mark, self.on_change)
 
     async def settled(self, worker_id: str, incarnation: Incarnation) -> None:
         """Wait until it is known whether this worker can be reached; not for long."""
@@ -152,25 +152,25 @@ class WorkerPool:
             with suppress(TimeoutError):
                 await asyncio.wait_for(link.settled.wait(), _SETTLE_S)
 
-    def _link(self, worker_id: str, incarnation: Incarnation) -> WorkerLink | None:
+    def _link(self, worker_id: str, incarnation: Incarnation) -> WorkerStream | None:
         found = [ref for ref in self._links if (ref.worker_id, ref.incarnation) == (worker_id, incarnation)]
         return self._links[found[0]] if found else None
 
     def _compare(self, predicted_s: float, since: float) -> None:
         self.on_predicted(abs(self._clock.monotonic() - since - predicted_s))
 
-    def has_pair(self, wish: Wish = NO_WISH) -> bool:
+    def has_pair(self, wish: Requirements = NO_REQUIREMENTS) -> bool:
         """Are there two live workers that can hand over to each other what is wished, room aside?"""
         if self.colocated:
             return False
         views = ([link.view for link in self._usable(role, wish)] for role in (Role.PREFILL, Role.DECODE))
         return has_pair(*views, alike=wish.deterministic)
 
-    def serves(self, wish: Wish = NO_WISH) -> bool:
+    def serves(self, wish: Requirements = NO_REQUIREMENTS) -> bool:
         """Is a decode worker there for it? Room, and prefill workers, aside."""
         return bool(self._usable(Role.DECODE, wish)) and not (wish.thinks and not self.thinking_chunk())
 
-    def why_not(self, wish: Wish) -> list[Violation]:
+    def why_not(self, wish: Requirements) -> list[Violation]:
         """What of it the workers that are known will not do; empty: they may, or none is known."""
         wrong = [Violation(field, "the model that is served does not think") for field in wish.thinks]
         wrong = wrong if self.thinking_chunk() == 0 else []
@@ -213,23 +213,23 @@ class WorkerPool:
         infos = [link.info for link in self._links.values()]
         return [(info.ref.worker_id, info.metrics) for info in infos if info.metrics]
 
-    def misfit(self, link: WorkerLink) -> str:
+    def misfit(self, link: WorkerStream) -> str:
         """Why a worker can hand over to none of the others here; "": it can, or it is alone."""
         return misfit(link.info, [other.info for other in self._links.values() if other.usable])
 
-    def note(self, link: WorkerLink) -> str:
+    def note(self, link: WorkerStream) -> str:
         """What an operator should know of it; "": nothing."""
         if link.info.role is Role.DECODE and not (self.colocated or self._usable(Role.PREFILL)):
             return "no prefill worker is there: it computes prompts itself"
         reason = self.misfit(link)
         return f"fits no other worker: {reason}" if reason else ""
 
-    def _can_hand_over(self, keep: WorkerLink, wish: Wish) -> bool:
+    def _can_hand_over(self, keep: WorkerStream, wish: Requirements) -> bool:
         """Is it there, and a decode worker that takes what it holds, room aside? Else that is waited for in vain."""
         takers = self._usable(Role.DECODE, wish) if keep.usable else []
         return any(link.info.fingerprint == keep.info.fingerprint for link in takers)
 
-    def _usable(self, role: Role, wish: Wish = NO_WISH) -> list[WorkerLink]:
+    def _usable(self, role: Role, wish: Requirements = NO_REQUIREMENTS) -> list[WorkerStream]:
         links = self._links.values()
         return [link for link in links if link.info.role is role and link.usable and wish.takes(link.info)]
 
@@ -253,7 +253,7 @@ class WorkerPool:
             self._seen[info.ref] = now
             if info.ref not in self._links:
                 self._add(
-                    WorkerLink(info, self._router_id, self._silence_s, partial(self._changed, info.ref), self._wire)
+                    WorkerStream(info, self._router_id, self._silence_s, partial(self._changed, info.ref), self._wire)
                 )
                 link = self._links[info.ref]
                 if reason := self.misfit(link):
@@ -261,7 +261,7 @@ class WorkerPool:
         for ref, link in list(self._links.items()):
             await self._check(ref, link, now - self._seen[ref])
 
-    def _add(self, link: WorkerLink) -> None:
+    def _add(self, link: WorkerStream) -> None:
         self._links[link.info.ref] = link
         self._fleet.add(link)
 
@@ -269,7 +269,7 @@ class WorkerPool:
         self._fleet.touch(ref)
         self.on_change()
 
-    async def _check(self, ref: WorkerRef, link: WorkerLink, absent_s: float) -> None:
+    async def _check(self, ref: WorkerRef, link: WorkerStream, absent_s: float) -> None:
         """A worker without a lease takes nothing new; it is dropped when its stream is gone too, or when time is up.
 
         Not at once: a ledger that came back empty must not end requests between parties that are alive.

@@ -38,14 +38,14 @@ SHORTEST_S, LONGEST_S = 0.001, 0.02
 _LOOK_S = 0.05  # the least time over which the use of the processor is measured
 
 
-class Rounds:
+class WakeupBatcher:
     """Of one link, on the thread of `loop`. `cpu` gives the seconds of processor time that this thread has used."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, cpu: Callable[[], float] = time.thread_time) -> None:
         self.length_s = 0.0
         self._cpu = cpu
         self._loop = loop
-        self._held: dict[Mailbox, None] = {}
+        self._held: dict[EventMailbox, None] = {}
         self._looked = loop.time(), cpu()
         self._end = 0.0
 
@@ -58,7 +58,7 @@ class Rounds:
         self._end = now + self.length_s
         return False
 
-    def later(self, mailbox: Mailbox) -> None:
+    def later(self, mailbox: EventMailbox) -> None:
         """Its reader is woken at the end of this round."""
         if not self._held:
             self._loop.call_at(self._end, self._wake)
@@ -91,7 +91,7 @@ Late = Callable[[Role, str, pb.WorkerEvent], None]
 """Takes what a worker of this role and id says."""
 
 
-class Mailbox:
+class EventMailbox:
     """What the workers of one handoff said, in order of arrival, each with the role of its sender.
 
     Bounded by what a request can produce; a worker that says more than `limit` things is at fault.
@@ -136,7 +136,7 @@ class Mailbox:
         return items
 
 
-class WorkerLink:
+class WorkerStream:
     """The router's end of the stream to one incarnation of a worker, until `stop`. `view` is what the policies read.
 
     A worker reports its load at each heartbeat: `silence_s` without a word, and the stream is cut.
@@ -153,7 +153,7 @@ class WorkerLink:
         self._silence_s = silence_s
         self._on_change = on_change
         self._wire = wire
-        self._mailboxes: dict[HandoffId, Mailbox] = {}
+        self._mailboxes: dict[HandoffId, EventMailbox] = {}
         self._late: dict[HandoffId, Late] = {}  # the oldest first
         self._commands: list[pb.RouterCommand] = []
         self._wake = asyncio.Event()
@@ -161,7 +161,7 @@ class WorkerLink:
         self._settling = False
         self._fault: InvalidRequest | None = None  # what its worker said that cannot be
         self._loop = asyncio.get_running_loop()
-        self._rounds = Rounds(self._loop)
+        self._rounds = WakeupBatcher(self._loop)
         self._task = asyncio.create_task(self._run(), name=f"link {info.ref}")
 
     @property
@@ -178,7 +178,7 @@ class WorkerLink:
         self._task.cancel()
         await asyncio.wait([self._task])
 
-    def open(self, handoff: HandoffId, mailbox: Mailbox) -> None:
+    def open(self, handoff: HandoffId, mailbox: EventMailbox) -> None:
         """Events of `handoff` go to `mailbox` from now on. When the worker is gone already, it says so at once."""
         self._mailboxes[handoff] = mailbox
         if self.state != "connected":
@@ -304,7 +304,7 @@ class WorkerLink:
             self._wake.set()
         self._on_change()
 
-    def _hand_on(self, event: pb.WorkerEvent, mailbox: Mailbox, holds: bool) -> None:
+    def _hand_on(self, event: pb.WorkerEvent, mailbox: EventMailbox, holds: bool) -> None:
         if holds and getattr(event.tokens, "from"):  # a first token never waits, nor what is none
             mailbox.add(self.info.role, event)
             self._rounds.later(mailbox)

@@ -18,7 +18,7 @@ from baton.rpc.convert import thinking_from_pb, thoughts_from_pb
 from baton.rpc.v1 import common_pb2, worker_pb2
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.handoff import TransferSettings
-from kvtransfer.receive_loop import Intake, inbound_of
+from kvtransfer.receive_loop import ReceiveLoop, inbound_of
 from kvtransfer.wire import frame_of, refusal_from_pb, refusal_to_pb
 from tests.fuzz import messages
 from tests.fuzzing.common import FREELY, Target, outcome
@@ -50,7 +50,7 @@ def read(message: Any, reader: Callable[[Any], object]) -> None:
     assert error is None or all(each.field and each.description for each in error.violations)
 
 
-def told(intake: Intake, command: pb.PeerCommand) -> None:
+def told(intake: ReceiveLoop, command: pb.PeerCommand) -> None:
     """As the event loop of a session takes it up, without the channel's thread. Raises BatonError."""
     match command.WhichOneof("command"):
         case "offer":
@@ -71,7 +71,7 @@ def told(intake: Intake, command: pb.PeerCommand) -> None:
 
 def conversation(commands: list[Any]) -> None:
     """No more is received than was offered, and than the slots hold; what makes no sense ends the channel, in words."""
-    intake = Intake(END, None, None, "shm", lambda reply: None)  # type: ignore[arg-type]  # nothing is written
+    intake = ReceiveLoop(END, None, None, "shm", lambda reply: None)  # type: ignore[arg-type]  # nothing is written
     for command in commands:
         _, error = outcome(lambda c=command: told(intake, c), BatonError)  # type: ignore[misc]
         if error is not None:

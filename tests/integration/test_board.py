@@ -13,7 +13,16 @@ from baton.cli.operate import Operator
 from baton.clock import SystemClock
 from baton.core import Incarnation, Role, WorkerInfo, WorkerRef
 from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, LedgerError, NoWorker
-from baton.ledger.control_state import Board, ControlReport, Decision, Order, Plan, RouterReport, Slot, WorkerDemand
+from baton.ledger.control_state import (
+    ControlReport,
+    ControlState,
+    Decision,
+    PoolSizes,
+    RouterReport,
+    WorkerCommand,
+    WorkerDemand,
+    WorkerSlot,
+)
 from baton.ledger.redis_client import COMMANDS, Connection
 from baton.ledger.registry import Ledger
 from baton.tokenizer import OracleTokenizer
@@ -29,21 +38,21 @@ call = asyncio.to_thread
 
 
 @pytest.fixture
-def board(ledger: Ledger) -> Board:
-    return Board(ledger.connection)
+def board(ledger: Ledger) -> ControlState:
+    return ControlState(ledger.connection)
 
 
 async def test_of_two_plans_the_later_number_stays(board):
     assert await board.plan() is None
-    assert await board.put_plan(Plan(prefill=1, decode=2, number=4))
+    assert await board.put_plan(PoolSizes(prefill=1, decode=2, number=4))
     for number in (3, 4):
-        assert not await board.put_plan(Plan(prefill=9, decode=9, number=number)), "it is not newer"
-    assert await board.put_plan(Plan(prefill=2, decode=2, number=5, by="operator"))
-    assert await board.plan() == Plan(prefill=2, decode=2, number=5, by="operator")
+        assert not await board.put_plan(PoolSizes(prefill=9, decode=9, number=number)), "it is not newer"
+    assert await board.put_plan(PoolSizes(prefill=2, decode=2, number=5, by="operator"))
+    assert await board.plan() == PoolSizes(prefill=2, decode=2, number=5, by="operator")
 
 
 async def test_of_many_who_plan_at_once_one_wins_each_number(board):
-    said = await asyncio.gather(*(board.put_plan(Plan(prefill=i, decode=1, number=7)) for i in range(1, 20)))
+    said = await asyncio.gather(*(board.put_plan(PoolSizes(prefill=i, decode=1, number=7)) for i in range(1, 20)))
     assert sum(said) == 1
 
 
@@ -51,11 +60,11 @@ async def test_of_many_who_plan_at_once_one_wins_each_number(board):
 async def test_a_damaged_plan_is_none_and_gives_way(board, ledger, server, garbage):
     raw(server).set(ledger.connection.key("plan"), garbage)
     assert await board.plan() is None
-    assert await board.put_plan(Plan(prefill=1, decode=1, number=0)), "nobody can read what was there"
+    assert await board.put_plan(PoolSizes(prefill=1, decode=1, number=0)), "nobody can read what was there"
 
 
 async def test_an_order_is_for_one_incarnation_alone(board):
-    order = Order(incarnation=str(HERE.incarnation), role=Role.DECODE)
+    order = WorkerCommand(incarnation=str(HERE.incarnation), role=Role.DECODE)
     await board.put_order("prefill-0", order)
     assert await board.order(HERE) == order
     assert await board.order(WorkerRef("prefill-0", Incarnation(3, 5), "")) is None
@@ -77,7 +86,9 @@ async def test_routers_that_say_nothing_more_are_forgotten(board, ledger, server
 
 
 async def test_what_a_newer_controller_says_more_is_passed_over(board, ledger, server):
-    report = ControlReport(plan=Plan(prefill=1, decode=1), at=1.0, decisions=(Decision(at=1.0, kind="plan", text="x"),))
+    report = ControlReport(
+        plan=PoolSizes(prefill=1, decode=1), at=1.0, decisions=(Decision(at=1.0, kind="plan", text="x"),)
+    )
     raw(server).set(ledger.connection.key("control"), report.model_dump_json()[:-1] + ', "mood": "good"}')
     assert await board.control() == report
     await board.drop_control()
@@ -87,10 +98,10 @@ async def test_what_a_newer_controller_says_more_is_passed_over(board, ledger, s
 async def test_it_keeps_to_the_commands_that_the_documented_user_may(board, server):
     client = raw(server)
     client.config_resetstat()
-    await board.put_plan(Plan(prefill=1, decode=1))
-    await board.put_order("prefill-0", Order(incarnation="1.1", role=Role.PREFILL))
+    await board.put_plan(PoolSizes(prefill=1, decode=1))
+    await board.put_order("prefill-0", WorkerCommand(incarnation="1.1", role=Role.PREFILL))
     await board.put_router(RouterReport(router_id="r"), 1.0)
-    await board.put_control(ControlReport(plan=Plan(prefill=1, decode=1), at=0.0), 1.0)
+    await board.put_control(ControlReport(plan=PoolSizes(prefill=1, decode=1), at=0.0), 1.0)
     for asked in (board.plan(), board.order(HERE), board.routers(), board.control()):
         await asked
     for dropped in (board.drop_order("prefill-0"), board.drop_router("r"), board.drop_control()):
@@ -109,7 +120,7 @@ async def workers() -> AsyncIterator[list[FakeWorker]]:
 
 
 @pytest.fixture
-async def router(board: Board, workers: list[FakeWorker]) -> AsyncIterator[Router]:
+async def router(board: ControlState, workers: list[FakeWorker]) -> AsyncIterator[Router]:
     async def source() -> list[WorkerInfo]:
         return [one.info for one in workers]
 
@@ -126,13 +137,13 @@ def operator(router: Router) -> Operator:
     return Operator([router.admin], NO_REACH)
 
 
-async def controlled(board: Board, *slots: Slot, **plan: Any) -> None:
+async def controlled(board: ControlState, *slots: WorkerSlot, **plan: Any) -> None:
     """A controller is there, with this plan and these workers."""
-    planned, now = Plan(prefill=1, decode=2, **plan), SystemClock().wall()
+    planned, now = PoolSizes(prefill=1, decode=2, **plan), SystemClock().wall()
     await board.put_control(ControlReport(plan=planned, at=now, slots=slots, host="h", outlook="calm"), 60.0)
 
 
-READY = Slot(worker_id="prefill-0", role=Role.PREFILL, state="ready")
+READY = WorkerSlot(worker_id="prefill-0", role=Role.PREFILL, state="ready")
 
 
 async def test_without_a_controller_nobody_is_told_that_something_happens(operator, board):

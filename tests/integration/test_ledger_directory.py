@@ -19,7 +19,7 @@ from baton.core import WorkerInfo
 from baton.errors import LedgerError
 from baton.ledger import prefix_directory
 from baton.ledger.embedded_redis import EmbeddedRedis
-from baton.ledger.prefix_directory import DONE, GAP, REFUSED, DirectoryLog, DirectoryStore, DirectoryView
+from baton.ledger.prefix_directory import DONE, GAP, REFUSED, DirectoryStore, PrefixPublisher, PrefixReplica
 from baton.ledger.prefix_index import Change, Holder
 from baton.ledger.registry import Ledger
 from tests.support.redis_ledger import LONG_LEASE_S, password_of, raw, registered
@@ -35,7 +35,7 @@ def holder_of(info: WorkerInfo) -> Holder:
 
 
 @contextlib.asynccontextmanager
-async def following(view: DirectoryView) -> AsyncIterator[None]:
+async def following(view: PrefixReplica) -> AsyncIterator[None]:
     task = asyncio.create_task(view.run())
     try:
         yield
@@ -49,7 +49,7 @@ async def following(view: DirectoryView) -> AsyncIterator[None]:
 async def written(ledger):
     """A worker, its log that has written three blocks, and a view that has seen them."""
     info = await registered(ledger)
-    log, view = DirectoryLog(ledger, info.ref), DirectoryView(ledger.connection)
+    log, view = PrefixPublisher(ledger, info.ref), PrefixReplica(ledger.connection)
     log.note(DIGESTS[:3])
     await log.flush()
     await view.compare()
@@ -60,12 +60,12 @@ async def written(ledger):
 
 async def test_a_router_that_starts_late_knows_all_and_one_that_follows_is_told(ledger):
     one, two = await registered(ledger, "prefill-0"), await registered(ledger, "prefill-1")
-    logs = [DirectoryLog(ledger, info.ref) for info in (one, two)]
+    logs = [PrefixPublisher(ledger, info.ref) for info in (one, two)]
     logs[0].note(DIGESTS)
     logs[1].note(DIGESTS[:10])
     for log in logs:
         await log.flush()
-    view = DirectoryView(ledger.connection, compare_s=3600)
+    view = PrefixReplica(ledger.connection, compare_s=3600)
     await view.compare()
     assert view.holders(DIGESTS) == {holder_of(one): 5000, holder_of(two): 10}
     async with following(view):
@@ -74,7 +74,7 @@ async def test_a_router_that_starts_late_knows_all_and_one_that_follows_is_told(
         logs[0].note([], DIGESTS[100:])
         await until(lambda: view.holders(DIGESTS) == {holder_of(one): 100, holder_of(two): 20})
         replaced = await registered(ledger, "prefill-1")
-        newer = DirectoryLog(ledger, replaced.ref)
+        newer = PrefixPublisher(ledger, replaced.ref)
         newer.note(DIGESTS[:3])
         await newer.flush()
         await until(lambda: view.holders(DIGESTS).get(holder_of(replaced)) == 3)
@@ -139,12 +139,12 @@ async def test_the_stream_is_bounded_and_a_reader_that_was_away_longer_reads_the
 
 async def test_a_dead_workers_blocks_expire_and_a_live_ones_do_not(ledger, server):
     dead, live = await registered(ledger, "prefill-0"), await registered(ledger, "prefill-1")
-    last, log = DirectoryLog(ledger, dead.ref, ttl_s=0.4), DirectoryLog(ledger, live.ref, ttl_s=0.4)
+    last, log = PrefixPublisher(ledger, dead.ref, ttl_s=0.4), PrefixPublisher(ledger, live.ref, ttl_s=0.4)
     for one in (last, log):
         one.note(DIGESTS[:3])
         await one.flush()
     await last.close()  # says nothing any more
-    view = DirectoryView(ledger.connection)
+    view = PrefixReplica(ledger.connection)
     await view.compare()
     assert set(view.holders(DIGESTS)) == {holder_of(dead), holder_of(live)}
 
@@ -203,7 +203,7 @@ async def test_a_redis_that_is_killed_and_comes_back_empty(tmp_path, monkeypatch
     server = EmbeddedRedis.start(tmp_path)
     ledger = await Ledger.connect(server.url, "baton:x", LONG_LEASE_S, SystemClock())
     info = await registered(ledger)
-    log, view = DirectoryLog(ledger, info.ref), DirectoryView(ledger.connection, compare_s=0.05)
+    log, view = PrefixPublisher(ledger, info.ref), PrefixReplica(ledger.connection, compare_s=0.05)
     log.note(DIGESTS[:100])
     await log.flush()
     async with following(view):
@@ -229,9 +229,9 @@ class Cluster:
     def __init__(self, ledger: Ledger, server: EmbeddedRedis, seed: int) -> None:
         self.dice = random.Random(seed)
         self.ledger, self.redis, self.key = ledger, raw(server), ledger.connection.key
-        self.view = DirectoryView(ledger.connection)
+        self.view = PrefixReplica(ledger.connection)
         self.infos: dict[str, WorkerInfo] = {}
-        self.logs: dict[str, DirectoryLog] = {}
+        self.logs: dict[str, PrefixPublisher] = {}
         self.held: dict[str, set[int]] = {}
         self.done: Counter[str] = Counter()
 
@@ -245,7 +245,7 @@ class Cluster:
         if name in self.logs:
             await self.logs[name].close()
         self.infos[name], self.held[name] = await registered(self.ledger, name), set()
-        self.logs[name] = DirectoryLog(self.ledger, self.infos[name].ref)
+        self.logs[name] = PrefixPublisher(self.ledger, self.infos[name].ref)
 
     async def change(self, name: str) -> None:
         added, removed = (set(self.dice.sample(range(30), self.dice.randrange(8))) for _ in range(2))

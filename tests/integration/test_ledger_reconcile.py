@@ -16,7 +16,7 @@ from baton.core import HandoffId
 from baton.errors import LedgerError
 from baton.ledger.embedded_redis import EmbeddedRedis
 from baton.ledger.ownership import OwnershipLog, OwnershipStore, RecordState
-from baton.ledger.prefix_directory import DirectoryLog
+from baton.ledger.prefix_directory import PrefixPublisher
 from baton.ledger.registry import Ledger
 from baton.worker.lifecycle import Lease
 from tests.support import redis_ledger as support
@@ -162,7 +162,7 @@ async def test_records_and_blocks_of_the_living_are_back_after_a_kill(tmp_path):
     info = info_of(await ledger.mint("decode-0"))
     lease = Lease(ledger, info, LONG_LEASE_S, SystemClock())
     await lease.take()
-    records, blocks = OwnershipLog(ledger, info.ref), DirectoryLog(ledger, info.ref)
+    records, blocks = OwnershipLog(ledger, info.ref), PrefixPublisher(ledger, info.ref)
     store = OwnershipStore(ledger.connection)
     live = {"reserved": RESERVED, "prepared": PREPARED, "committed": COMMITTED}
     for request, state in {**live, "released": RELEASED}.items():
@@ -248,7 +248,7 @@ async def test_every_key_has_a_time_to_live_but_the_two_that_carry_the_order(led
     log = OwnershipLog(ledger, info.ref)
     for state in RecordState:
         log.note(HandoffId(state.name, 1), "router", state)
-    blocks = DirectoryLog(ledger, info.ref)
+    blocks = PrefixPublisher(ledger, info.ref)
     blocks.note([b"x" * 32])
     for writer in (log, blocks):
         await writer.flush()

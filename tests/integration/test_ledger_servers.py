@@ -19,7 +19,7 @@ from baton.errors import LedgerError
 from baton.ledger import redis_client
 from baton.ledger.embedded_redis import EmbeddedRedis, server_binary
 from baton.ledger.ownership import OwnershipLog, OwnershipStore, RecordState
-from baton.ledger.prefix_directory import DirectoryLog, DirectoryView
+from baton.ledger.prefix_directory import PrefixPublisher, PrefixReplica
 from baton.ledger.redis_client import COMMANDS, Connection
 from baton.ledger.registry import Ledger
 from tests.support import redis_ledger as support
@@ -58,8 +58,8 @@ async def everything(url: str, prefix: str) -> None:
     info = await registered(worker, "decode-0")
     assert await worker.renew(info.ref, 1)
     assert await router.workers() == [info]
-    records, blocks = OwnershipLog(worker, info.ref), DirectoryLog(worker, info.ref)
-    view, store = DirectoryView(router.connection), OwnershipStore(router.connection)
+    records, blocks = OwnershipLog(worker, info.ref), PrefixPublisher(worker, info.ref)
+    view, store = PrefixReplica(router.connection), OwnershipStore(router.connection)
     following = asyncio.create_task(view.run())
 
     async def told() -> None:
@@ -124,7 +124,7 @@ async def test_with_a_user_limited_to_the_prefix_and_the_listed_commands(server)
         foreign.workers(),
         store.write(HandoffId("r", 1), info.ref, "router", RecordState.RESERVED),
         store.records_of("decode-0", info.ref.incarnation),
-        DirectoryView(foreign.connection).compare(),
+        PrefixReplica(foreign.connection).compare(),
         foreign.connection.call("FLUSHALL"),
         foreign.connection.call("KEYS", "*"),
         foreign.connection.call("CONFIG", "GET", "*"),

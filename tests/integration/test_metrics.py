@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from baton.core import Role
 from baton.errors import BatonError
-from baton.ledger.control_state import Board, ControlReport, Decision, Plan, RouterReport, Slot
+from baton.ledger.control_state import ControlReport, ControlState, Decision, PoolSizes, RouterReport, WorkerSlot
 from baton.metrics.base import LABELS, values
 from baton.rpc.v1 import inference_pb2 as pb
 from router import server
@@ -141,8 +141,8 @@ async def test_targets_are_the_router_and_its_workers_that_serve_any(make):
 
 class FakeBoard:
     def __init__(self):
-        slot = Slot(worker_id="decode-0", role=Role.DECODE, state="failed", restarts=4)
-        plan, decision = Plan(prefill=1, decode=2), Decision(at=5.0, kind="plan", text="")
+        slot = WorkerSlot(worker_id="decode-0", role=Role.DECODE, state="failed", restarts=4)
+        plan, decision = PoolSizes(prefill=1, decode=2), Decision(at=5.0, kind="plan", text="")
         self.report: ControlReport | None = ControlReport(plan=plan, at=5.0, slots=(slot,), decisions=(decision,))
 
     async def control(self):
@@ -154,7 +154,7 @@ class FakeBoard:
 
 async def test_other_routers_and_the_controller_are_asked_for_at_a_scrape(make):
     floor, board = (await make()).router.floor, FakeBoard()
-    asked = cast("Board", board)
+    asked = cast("ControlState", board)
     found = await server.targets(floor, asked)
     assert sorted(str(target["targets"]) for target in found) == ["['10.0.0.8:9100']", f"['{floor.metrics_at}']"]
     read = floor.metrics.registry.get_sample_value
@@ -168,7 +168,7 @@ async def test_other_routers_and_the_controller_are_asked_for_at_a_scrape(make):
 
 async def test_both_listeners_ask_the_controller_before_they_are_read(make, monkeypatch):
     async def look(floor, board):
-        await scraped_look(floor, cast("Board", FakeBoard()))
+        await scraped_look(floor, cast("ControlState", FakeBoard()))
 
     scraped_look = server.look
     monkeypatch.setattr("router.server.look", look)

@@ -228,7 +228,7 @@ class Endless:
 
 
 async def test_tokens_that_are_held_back_leave_as_one_message_with_the_end_at_the_latest(make, monkeypatch):
-    monkeypatch.setattr("router.workers.stream.Rounds", Endless)
+    monkeypatch.setattr("router.workers.stream.WakeupBatcher", Endless)
     cluster = await make()
     prefill, decode = cluster.prefill[0], cluster.decode[0]
     at_prefill, at_decode = (link._rounds for link in cluster.links)
@@ -252,7 +252,7 @@ async def test_tokens_that_are_held_back_leave_as_one_message_with_the_end_at_th
 
 
 async def test_a_failure_waits_for_no_round(make, monkeypatch):
-    monkeypatch.setattr("router.workers.stream.Rounds", Endless)
+    monkeypatch.setattr("router.workers.stream.WakeupBatcher", Endless)
     cluster = await make(decode=2)
     cluster.decode[0].preempt_at = [5]
     cluster.decode[1].preempt_at = [3]

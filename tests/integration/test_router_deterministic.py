@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from baton.core import Role, Sampling, TokenLogprobs
-from baton.engine.prefix_cache import Chain, scope_key
+from baton.engine.prefix_cache import BlockHashChain, scope_key
 from baton.errors import InvalidRequest, NoWorker
 from router.audit_digest import Delivered, audit_digest
 from tests.support.in_process_router import LAYOUT, FakeWorker
@@ -73,7 +73,7 @@ async def test_names_of_its_blocks_are_its_own_and_only_of_its_prompt(make):
     await resume(cluster, [1] * 40, fingerprint="x", max_tokens=64)
     *reserved, long = cluster.decode[0].reserves
     for made, scope, marked in zip(reserved, ("", "mine", ""), (True, True, False), strict=True):
-        chain = Chain(scope_key("fp", scope, marked), PROMPT, LAYOUT.block_size)
+        chain = BlockHashChain(scope_key("fp", scope, marked), PROMPT, LAYOUT.block_size)
         assert list(made.prefix) == [chain.digest(0), chain.digest(1)]
     assert list(long.prefix) == list(reserved[0].prefix), "80 tokens are known, 40 of them are output"
 

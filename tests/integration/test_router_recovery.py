@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 
 from baton.core import HandoffId, Role
-from baton.engine.prefix_cache import Chain, scope_key
+from baton.engine.prefix_cache import BlockHashChain, scope_key
 from baton.errors import NoWorker, WorkerLost
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1 import worker_pb2
@@ -374,7 +374,7 @@ async def test_a_reserve_names_the_full_blocks_of_what_is_known(cluster):
     cluster.decode[0].preempt_at = [30]
     await cluster.answer(cluster.call(prompt, 40, cache_scope="mine"))
     for message, tokens in zip(cluster.decode[0].reserves, (prompt, prompt + right(prompt, 30)), strict=True):
-        chain = Chain(scope_key("fp", "mine"), tokens, LAYOUT.block_size)
+        chain = BlockHashChain(scope_key("fp", "mine"), tokens, LAYOUT.block_size)
         assert message.known_tokens == len(tokens)
         assert list(message.prefix) == [chain.digest(block) for block in range(len(tokens) // LAYOUT.block_size)]
     for length in (15, 16, 17, 32, 33):  # the last position is in no name

@@ -17,7 +17,7 @@ from baton.rpc.v1 import admin_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.admin_pb2_grpc import AdminStub
 from baton.tokenizer import OracleTokenizer
-from router.request.client_request import Call, seed_of
+from router.request.client_request import ClientRequest, seed_of
 from router.service import Inference
 from tests.support.in_process_router import LAYOUT, at
 from tests.support.routers import PROMPT, asked, ids_of, kinds, recovered, right
@@ -176,7 +176,7 @@ async def test_who_takes_over_may_be_gone_first(make):
     inference = Inference(floor, OracleTokenizer())
     task = asyncio.current_task()
     assert task is not None
-    older, newer = Call(floor, task, 60.0), Call(floor, task, 60.0)
+    older, newer = ClientRequest(floor, task, 60.0), ClientRequest(floor, task, 60.0)
 
     async def take_over() -> None:
         async with older.scope, inference._entered(older, "k"):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core import Role
-from baton.engine.prefix_cache import Chain, scope_key
+from baton.engine.prefix_cache import BlockHashChain, scope_key
 from baton.errors import EngineFault, InvalidRequest, WorkerLost
 from baton.rpc.v1 import common_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
@@ -219,5 +219,5 @@ async def test_only_blocks_of_the_prompt_have_names_unless_it_thinks_on(make, th
     prompt = list(range(1, 41))
     await cluster.resume(asked(prompt, 64, think_while_decoding=while_decoding), [1] * 40)
     (reserve,) = cluster.decode[0].reserves
-    chain = Chain(scope_key("fp", ""), prompt + [1] * 40, LAYOUT.block_size)
+    chain = BlockHashChain(scope_key("fp", ""), prompt + [1] * 40, LAYOUT.block_size)
     assert list(reserve.prefix) == [chain.digest(block) for block in range(named)]

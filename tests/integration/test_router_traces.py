@@ -20,8 +20,8 @@ from baton.rpc.v1 import admin_pb2, common_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.admin_pb2_grpc import AdminStub
 from baton.stages import Stage
-from router.context import Floor, RouterSettings
-from router.workers.stream import Mailbox
+from router.context import RouterContext, RouterSettings
+from router.workers.stream import EventMailbox
 from tests.support.in_process_router import FakeWorker, InProcessCluster, at
 from tests.support.routers import asked
 from tests.support.waiting import until
@@ -214,7 +214,7 @@ async def test_what_a_prefill_worker_says_after_the_end_is_not_lost(cluster):
 
 
 async def test_what_a_prefill_worker_says_while_the_last_tokens_are_handed_on_is_not_lost(cluster, monkeypatch):
-    late, drain = holds_pushed(cluster.prefill[0]), Mailbox.drain
+    late, drain = holds_pushed(cluster.prefill[0]), EventMailbox.drain
 
     async def and_then(self):
         items = await drain(self)
@@ -223,7 +223,7 @@ async def test_what_a_prefill_worker_says_while_the_last_tokens_are_handed_on_is
             self.put(Role.PREFILL, late[0])
         return items
 
-    monkeypatch.setattr(Mailbox, "drain", and_then)
+    monkeypatch.setattr(EventMailbox, "drain", and_then)
     await cluster.generate()
     assert spans_of(await trace_of(cluster), "prefill", 1) == ["compute"]
 
@@ -276,7 +276,7 @@ async def test_without_its_libraries_the_extra_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "baton.tracing.otlp")
     settings: Any = RouterSettings(name="test", model="oracle", otlp="http://127.0.0.1:1"), asyncio.Future, FakeClock()
     with pytest.raises(ConfigError, match=r"^tracing\.otlp: .* not installed: pip install 'baton-serve\[otel\]'"):
-        Floor(*settings)
+        RouterContext(*settings)
 
 
 async def test_choices_have_tracks_of_their_own(cluster):

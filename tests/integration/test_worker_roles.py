@@ -17,7 +17,7 @@ from baton.clock import SystemClock
 from baton.config import load_config
 from baton.core import Role, WorkerRef
 from baton.engine.kv_cache import KVCache
-from baton.ledger.control_state import Board, Order
+from baton.ledger.control_state import ControlState, WorkerCommand
 from baton.ledger.ownership import OwnershipStore, RecordState
 from baton.ledger.registry import Ledger
 from baton.rpc.channel import aio_channel
@@ -61,7 +61,9 @@ class Worker:
 
     async def order(self, role, **facts):
         worker_id, incarnation = self.refs[-1].worker_id, str(self.refs[-1].incarnation)
-        await Board(self.ledger.connection).put_order(worker_id, Order(incarnation=incarnation, role=role, **facts))
+        await ControlState(self.ledger.connection).put_order(
+            worker_id, WorkerCommand(incarnation=incarnation, role=role, **facts)
+        )
 
     async def roles(self):
         return {info.ref.worker_id: info.role for info in await self.ledger.workers()}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from baton.engine.batch import Batch
     from baton.engine.block_pool import Reservation
     from baton.engine.kv_cache import KVCache
-    from baton.engine.step_result import Output, StepResult
+    from baton.engine.step_result import SequenceOutput, StepResult
     from tests.simulation.worker import WorkerPlan
     from tests.simulation.world import World
 
@@ -112,7 +112,7 @@ class WatchedEngine(Engine):
         met["deterministic preempted"] += sum(s.key in result.preempted or s in waiting for s in running)
         return result
 
-    def _check(self, output: Output) -> None:
+    def _check(self, output: SequenceOutput) -> None:
         wanted, at = expected(self._specs[output.key]), self._next[output.key]
         said = [(token.index, token.token_id) for token in output.tokens]
         right = [*enumerate(wanted)][at : at + len(said)]

@@ -10,10 +10,10 @@ import pytest
 
 from baton.core import HandoffId, Role, Sampling
 from kvtransfer.handoff import TransferSettings
-from prefill_workers.worker import PrefillRole
+from prefill_workers.worker import PrefillWorker
 from router.context import RouterSettings
-from router.request.lifecycle import Life
-from router.workers.stream import WorkerLink
+from router.request.lifecycle import ChoiceRun
+from router.workers.stream import WorkerStream
 from tests.simulation.cluster import LEASE_S, Cluster, Plan
 from tests.simulation.front import Ask, Client
 from tests.simulation.patches import simulated
@@ -103,7 +103,7 @@ class StillCluster(Cluster):
         if one.role is not None:
             host.process.kill()
             return
-        role, (held, _, _) = cast("PrefillRole", host.role), self.placed[one.attempt - 1]
+        role, (held, _, _) = cast("PrefillWorker", host.role), self.placed[one.attempt - 1]
         host.loop.submit(lambda: role._drop(held))
 
     def _allowed(self, client: Client) -> list[str]:
@@ -145,30 +145,30 @@ async def _told(case: Case, patch: pytest.MonkeyPatch) -> Story:
 
 def _watch(patch: pytest.MonkeyPatch, story: Story, cluster: StillCluster, world: StillWorld) -> None:
     """What the router tells workers, and what it makes of the end of an attempt."""
-    send, attempt, handed_back = WorkerLink.send, Life.attempt, Life.handed_back
+    send, attempt, handed_back = WorkerStream.send, ChoiceRun.attempt, ChoiceRun.handed_back
 
     def leg_of(handoff: Any) -> Any:
         return story.leg(world.number(handoff.request_id), handoff.attempt)
 
-    def sent(link: WorkerLink, **command: Any) -> None:
+    def sent(link: WorkerStream, **command: Any) -> None:
         [(kind, message)] = command.items()
         if kind != "release":
             leg_of(message.handoff).commands.append(kind)
         send(link, **command)
 
-    def begun(life: Life, *args: Any) -> Any:
+    def begun(life: ChoiceRun, *args: Any) -> Any:
         made = attempt(life, *args)
         leg_of(made.handoff).knows(len(made.spec.known))
         if world.number(life.request_id) == 1:
             cluster.placed[life.attempts] = (made.handoff, *made.workers)
         return made
 
-    async def over(life: Life, made: Any, client: Any) -> None:
+    async def over(life: ChoiceRun, made: Any, client: Any) -> None:
         leg = leg_of(made.handoff)
         leg.ended, leg.failed, leg.died, leg.held = made.handed_back, made.lost is not None, made.died, made.held
         await handed_back(life, made, client)
         story.recoveries[made.handed_back] += 1  # it has not raised
 
-    patch.setattr(WorkerLink, "send", sent)
-    patch.setattr(Life, "attempt", begun)
-    patch.setattr(Life, "handed_back", over)
+    patch.setattr(WorkerStream, "send", sent)
+    patch.setattr(ChoiceRun, "attempt", begun)
+    patch.setattr(ChoiceRun, "handed_back", over)

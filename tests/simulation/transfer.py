@@ -20,10 +20,10 @@ from torch import Tensor
 from baton.errors import BatonError, ChannelBroken, HandoffError
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import wire
-from kvtransfer.receive_loop import Ended, Frame
+from kvtransfer.receive_loop import EndOfHandoff, Frame
 from kvtransfer.receiver import Session
-from kvtransfer.send_queue import Outbox
-from kvtransfer.sender import REASON_S, Link, Sender
+from kvtransfer.send_queue import SendQueue
+from kvtransfer.sender import REASON_S, SendChannel, Sender
 from kvtransfer.transports.base import ChannelEnd, ChannelName, KeyRelay, Ring, Side
 from tests.simulation.clock import SimCondition, SimQueue
 from tests.simulation.world import PROCESS, Process, World
@@ -167,7 +167,7 @@ class SimEnd:
             raise ChannelBroken("closed")
 
 
-class SimLink(Link):
+class SimLink(SendChannel):
     """`_run` and `_serve` as coroutines, step by step the same."""
 
     async def _run(self) -> None:  # type: ignore[override]
@@ -230,7 +230,7 @@ class SimLink(Link):
         outbox.wait_probed(wire.FRAMES)
 
 
-async def _until(outbox: Outbox, ready: Callable[[], Any], within_s: float | None) -> None:
+async def _until(outbox: SendQueue, ready: Callable[[], Any], within_s: float | None) -> None:
     """What the outbox would wait for: after this, its own waiting returns or raises at once."""
     clock, express = asyncio.get_running_loop().time, cast("SimExpress | None", outbox.bell.express)
     due = None if within_s is None else clock() + within_s
@@ -252,7 +252,7 @@ async def _until(outbox: Outbox, ready: Callable[[], Any], within_s: float | Non
         raise outbox._late("answer")
 
 
-def _condition(outbox: Outbox) -> SimCondition:
+def _condition(outbox: SendQueue) -> SimCondition:
     return cast("SimCondition", outbox._changed)
 
 
@@ -300,8 +300,8 @@ class SimSession(Session):
     async def _go(self, process: Process, channel: SimEnd) -> None:
         intake, inbox, express = self._intake, self._intake.inbox, channel.express
         inbox.express = express
-        todo: deque[Frame | Ended | None] = deque()
-        early: deque[Ended] = deque()
+        todo: deque[Frame | EndOfHandoff | None] = deque()
+        early: deque[EndOfHandoff] = deque()
         while not intake.over:
             while not todo or inbox.ready:
                 if express is None:

@@ -16,11 +16,11 @@ from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2
 from baton.worker.lifecycle import _DRAIN_LOOK_S, LEAVE_S, Lease
 from baton.worker.service import Session, WorkerService
-from decode_workers.worker import DecodeRole
+from decode_workers.worker import DecodeWorker
 from kvtransfer.handoff import CommitState, TransferSettings
 from kvtransfer.receiver import PeerService
 from prefill_workers.prefix_fetch import CostModel
-from prefill_workers.worker import PrefillRole
+from prefill_workers.worker import PrefillWorker
 from tests.simulation.clock import LoopClock, OrderedSet
 from tests.simulation.engine import engine_of
 from tests.simulation.ledger import SimLedger
@@ -55,7 +55,7 @@ class WorkerPlan:
         return f"bits of {self.shapes.rows} x {self.shapes.tokens}" if self.shapes else ""
 
 
-class SimDecode(DecodeRole):
+class SimDecode(DecodeWorker):
     """The role, watched."""
 
     def command(self, session: Session, command: worker_pb2.RouterCommand) -> None:
@@ -176,8 +176,8 @@ class WorkerHost:
         ends = self.engine.kv, ref, self.info.fingerprint, plan.transfer
         if prefill:
             less, fetch_s = plan.transfer.coalesce_below, plan.transfer.frame_deadline_s
-            role = PrefillRole(self.info, self.engine, loop, clock, coalesce_below=less, fetch_s=fetch_s)
-            self.role: PrefillRole | SimDecode = role
+            role = PrefillWorker(self.info, self.engine, loop, clock, coalesce_below=less, fetch_s=fetch_s)
+            self.role: PrefillWorker | SimDecode = role
             table: Any = role.fetches
             unfetched: Callable[[HandoffId], None] = role.fetch_ended
         else:
@@ -211,7 +211,7 @@ class WorkerHost:
         self.world.loop.call_later(LEAVE_S, self.process.kill)
 
     def drain(self, *, turn: bool) -> None:
-        """An order: as `baton.worker.lifecycle.live` obeys it. The next incarnation may be of the other role."""
+        """As `baton.worker.lifecycle.run_incarnation` obeys it. The next incarnation may be of the other role."""
         self.told = True
         if turn:
             role = Role.DECODE if self.plan.role is Role.PREFILL else Role.PREFILL
@@ -264,7 +264,7 @@ class WorkerHost:
             "pushes": sum(len(link.outbox._pushes) for link in self.sender._all()),
             "poisoned": not cast("Any", self.engine.pool).untouched(),
         }
-        if isinstance(role, PrefillRole):
+        if isinstance(role, PrefillWorker):
             found |= {"work": len(role._work), "fetches": len(role.fetches._fetches)}
         else:
             found |= {"reservations": len(role.reservations), "sessions": len(role._sessions)}

@@ -15,7 +15,7 @@ from baton.engine.block_pool import Allocation, BlockPool, Reservation
 from baton.engine.engine import Engine
 from baton.engine.model_backend import ModelBackend
 from baton.engine.oracle import OracleBackend, oracle_layout
-from baton.engine.prefix_cache import Chain, scope_key
+from baton.engine.prefix_cache import BlockHashChain, scope_key
 from baton.engine.step_result import StepResult
 from baton.tokenizer import OracleTokenizer
 
@@ -54,7 +54,7 @@ def ids(tokens: Iterable[Token]) -> list[int]:
 
 def block_names(backend: ModelBackend, tokens: Sequence[int], scope: str = "", size: int = BLOCK) -> list[bytes]:
     """The names under which a cache finds the full blocks of `tokens`."""
-    chain = Chain(scope_key(backend.fingerprint, scope), tokens, size)
+    chain = BlockHashChain(scope_key(backend.fingerprint, scope), tokens, size)
     return [chain.digest(block) for block in range(len(tokens) // size)]
 
 

@@ -41,7 +41,7 @@ from baton.rpc.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_s
 from baton.tokenizer import OracleTokenizer
 from router.context import RouterSettings
 from router.server import Router, serve
-from router.workers.stream import Item, WorkerLink
+from router.workers.stream import Item, WorkerStream
 from tests.support.routers import asked, expected, thought
 from tests.support.waiting import until
 
@@ -452,7 +452,7 @@ class InProcessCluster:
             await worker.kill()
 
     @property
-    def links(self) -> list[WorkerLink]:
+    def links(self) -> list[WorkerStream]:
         return self.router.floor.pool.links
 
     def call(self, prompt: list[int] | None = None, max_tokens: int = 8, timeout: float | None = None, **fields):

@@ -14,7 +14,7 @@ from baton.errors import BatonError, Cancelled
 from baton.rpc.status import from_rpc_error
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from router.workers.stream import WorkerLink
+from router.workers.stream import WorkerStream
 
 PROMPT = [1, 2, 3]
 
@@ -85,7 +85,7 @@ def spied(cluster: Any) -> list[str]:
     """Will hold what the router gives to its links: one that stops ends its streams before workers heard all."""
     given: list[str] = []
 
-    def note(link: WorkerLink, send: Callable[..., None], **command: Any) -> None:
+    def note(link: WorkerStream, send: Callable[..., None], **command: Any) -> None:
         given.extend(f"{link.info.ref.worker_id} {kind}" for kind in command)
         send(**command)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from baton.core import HandoffId, Incarnation, Sampling, SequenceSpec, WorkerRef
 from baton.engine.oracle import OracleBackend, oracle_layout
-from baton.engine.prefix_cache import Chain, scope_key
+from baton.engine.prefix_cache import BlockHashChain, scope_key
 from baton.rpc import convert
 from baton.rpc.convert import thoughts_from_pb
 from baton.rpc.v1 import worker_pb2 as pb
@@ -40,7 +40,7 @@ def expected(spec=None, tokens=None):
 
 def names_of(tokens, block_size=BLOCK):
     """The names under which a cache keeps the full blocks of `tokens`."""
-    chain = Chain(scope_key(BACKEND.fingerprint, ""), tokens, block_size)
+    chain = BlockHashChain(scope_key(BACKEND.fingerprint, ""), tokens, block_size)
     return [chain.digest(block) for block in range(len(tokens) // block_size)]
 
 

@@ -14,9 +14,9 @@ from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.errors import InvalidRequest
 from baton.tokenizer import OracleTokenizer
 from baton.worker.service import not_taken
-from decode_workers.worker import DecodeRole
+from decode_workers.worker import DecodeWorker
 from kvtransfer.handoff import Offer
-from prefill_workers.worker import PrefillRole
+from prefill_workers.worker import PrefillWorker
 from tests.support.fake_pusher import CUT, FakePusher, commit_of, done_of
 from tests.support.sessions import (
     BACKEND,
@@ -149,7 +149,7 @@ class PrefillSide(Side):
         self.clock, engine = clock or FakeClock(), engine_of(Role.PREFILL, blocks, **options)
         loop = loop(engine)
         info = info_of(P, Role.PREFILL, engine, thinking_chunk)
-        super().__init__(engine, PrefillRole(info, engine, loop, self.clock, coalesce_below=coalesce_below), loop)
+        super().__init__(engine, PrefillWorker(info, engine, loop, self.clock, coalesce_below=coalesce_below), loop)
         self.attach_pusher()
 
     def bring(self, session, state):
@@ -166,7 +166,7 @@ class DecodeSide(Side):
         engine = engine_of(Role.DECODE, blocks, **options)
         loop = loop(engine)
         info = info_of(D, Role.DECODE, engine)
-        super().__init__(engine, DecodeRole(info, engine, loop, self.records, self.clock), loop)
+        super().__init__(engine, DecodeWorker(info, engine, loop, self.records, self.clock), loop)
 
     def receive(self, session, handoff=H, *, skip=0, **reserving):
         """It is reserved, and offered by P."""

@@ -31,7 +31,7 @@ class Verifying:
 
 
 @dataclass(slots=True, eq=False)
-class Fixed:
+class VerifiedProgress:
     """What is final of a deterministic sequence: `verified` tokens, and the KV of its first `final` positions.
 
     KV behind `final` is of candidates, written by the ordinary batch, and is written again by a verify pass.
@@ -70,7 +70,7 @@ class Fixed:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class VerifyWork:
     """`count` known tokens of `sequence` from position `start` on, in a row of `size` tokens."""
 
     sequence: Sequence
@@ -85,7 +85,7 @@ class WindowPlanner:
     def __init__(self) -> None:
         self._grid_was_last = False
 
-    def next(self, running: Iterable[Sequence], ready: Callable[[Sequence], bool]) -> list[Window]:
+    def next(self, running: Iterable[Sequence], ready: Callable[[Sequence], bool]) -> list[VerifyWork]:
         """Windows of one forward, all on the grid (one) or all to verify; none: nothing is worth one now.
 
         `running` in order of rank; `ready`: it has the blocks for what it knows.
@@ -97,7 +97,7 @@ class WindowPlanner:
         self._grid_was_last = bool(grid) and not (verify and self._grid_was_last)
         return grid if self._grid_was_last else verify
 
-    def _verify(self, sequences: list[Sequence], *, idle: bool) -> list[Window]:
+    def _verify(self, sequences: list[Sequence], *, idle: bool) -> list[VerifyWork]:
         due = [sequence for sequence in sequences if _of(sequence).due(sequence.known)]
         if not due:
             return []
@@ -113,25 +113,27 @@ class WindowPlanner:
         return [_window(sequence) for sequence in joined]
 
 
-def begin(sequences: list[Sequence]) -> list[Window]:
+def begin(sequences: list[Sequence]) -> list[VerifyWork]:
     """The next chunk of the grid for the first of them that has one to come."""
     for sequence in sequences:
         fixed = _of(sequence)
         if fixed.on_grid:
             chunk = fixed.shapes.chunk(fixed.final)
-            return [Window(sequence, chunk.start, min(chunk.stop, fixed.prompt) - chunk.start, len(chunk))]
+            return [VerifyWork(sequence, chunk.start, min(chunk.stop, fixed.prompt) - chunk.start, len(chunk))]
     return []
 
 
-def _window(sequence: Sequence) -> Window:
+def _window(sequence: Sequence) -> VerifyWork:
     fixed = _of(sequence)
-    return Window(sequence, fixed.final, min(sequence.known - fixed.final, fixed.shapes.tokens), fixed.shapes.tokens)
+    return VerifyWork(
+        sequence, fixed.final, min(sequence.known - fixed.final, fixed.shapes.tokens), fixed.shapes.tokens
+    )
 
 
 def _candidates(sequence: Sequence) -> int:
     return sequence.known - _of(sequence).verified
 
 
-def _of(sequence: Sequence) -> Fixed:
+def _of(sequence: Sequence) -> VerifiedProgress:
     assert sequence.fixed is not None
     return sequence.fixed

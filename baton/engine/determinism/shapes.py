@@ -22,18 +22,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from baton.engine.choice import Choice
-    from baton.engine.sequence import Work
+    from baton.engine.choice import OutputState
+    from baton.engine.sequence import ScheduledSequence
 
 
-class Draft:
+class CandidateTokens:
     """`tokens` are prompt, verified output and candidates. `ended`: by what is known here, nothing follows the last,
     since the next one ends the request by its id, or is none (`stopped`), or since there is no room for more.
 
     Stop strings are left to the choice itself: candidates behind one are drawn in vain, and text is made once.
     """
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: OutputState) -> None:
         self.tokens = list(choice.tokens)
         self.row = choice.row.copy()
         self._choice = choice
@@ -58,11 +58,11 @@ class Draft:
 class Part(NamedTuple):
     """What one forward computes; `exact`: in a fixed one."""
 
-    work: list[Work]
+    work: list[ScheduledSequence]
     exact: bool
 
 
-def parts(work: list[Work], rows: int) -> list[Part]:
+def split_exact(work: list[ScheduledSequence], rows: int) -> list[Part]:
     """The forwards of an ordinary batch: one, but where that would not be exact and somebody needs it to be so.
 
     Decode rows of others fill the exact ones up to `rows`; prompts, and who does not fit, have a forward of their own.
@@ -80,7 +80,7 @@ def parts(work: list[Work], rows: int) -> list[Part]:
     return [*found, Part(rest, False)] if rest else found
 
 
-def _final(item: Work) -> bool:
+def _final(item: ScheduledSequence) -> bool:
     """Whether all that it reads is final, so that what it writes and draws may be."""
     return item.count == 1 and item.sequence.confirmed
 

@@ -36,7 +36,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Passes:
+class VerifyShapeTimes:
     """Seconds of one verify pass by its tokens. `steady`: with at most so many, decode steps can be exact; 0: never."""
 
     seconds: Mapping[int, float]
@@ -52,7 +52,7 @@ class Passes:
         return min(total for total, seconds in each.items() if seconds <= CLOSE * min(each.values()))
 
 
-def measure_passes(backend: ModelBackend, max_rows: int) -> Passes:
+def measure_passes(backend: ModelBackend, max_rows: int) -> VerifyShapeTimes:
     """Of at most so many rows. Makes a cache: the backend's one before it must not be used any more."""
     start = max(0, min(CONTEXT, backend.max_model_len - WINDOW))
     totals = [total for total in TOTALS if total // WINDOW <= max(1, max_rows)]
@@ -64,7 +64,7 @@ def measure_passes(backend: ModelBackend, max_rows: int) -> Passes:
         for total in totals
     ]
     seconds = alternate([partial(_forward, backend, kv, batch) for batch in batches])
-    return Passes(dict(zip(totals, seconds, strict=True)), backend.steady_rows())
+    return VerifyShapeTimes(dict(zip(totals, seconds, strict=True)), backend.steady_rows())
 
 
 @torch.inference_mode()
@@ -74,7 +74,7 @@ def _forward(backend: ModelBackend, kv: KVCache, batch: Batch) -> None:
         torch.cuda.synchronize(backend.device)
 
 
-def load_passes(path: Path) -> Passes | None:
+def load_passes(path: Path) -> VerifyShapeTimes | None:
     """What was measured before; None where nothing was, or where the file is not whole."""
     try:
         stored = json.loads(path.read_text())
@@ -82,7 +82,7 @@ def load_passes(path: Path) -> Passes | None:
         whole = seconds and all(t >= WINDOW and t % WINDOW == 0 and 0 < s < math.inf for t, s in seconds.items())
         if not whole:
             raise ValueError("no times of verify passes")
-        return Passes(seconds, int(stored["steady"]))
+        return VerifyShapeTimes(seconds, int(stored["steady"]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -90,7 +90,7 @@ def load_passes(path: Path) -> Passes | None:
         return None
 
 
-def save_passes(path: Path, passes: Passes) -> None:
+def save_passes(path: Path, passes: VerifyShapeTimes) -> None:
     """Write it in one piece."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(".part")

@@ -20,19 +20,19 @@ import torch
 
 from baton.core import Token
 from baton.engine.batch import Batch
-from baton.engine.determinism.planner import Fixed
-from baton.engine.determinism.shapes import Draft
+from baton.engine.determinism.planner import VerifiedProgress
+from baton.engine.determinism.shapes import CandidateTokens
 from baton.engine.model_runner import Mirror
 from baton.engine.sampling.sampler import Sampler
-from baton.engine.sequence import Work
+from baton.engine.sequence import ScheduledSequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from baton.engine.choice import Choice
-    from baton.engine.determinism.planner import Window
+    from baton.engine.choice import OutputState
+    from baton.engine.determinism.planner import VerifyWork
     from baton.engine.determinism.shapes import FixedShapes
     from baton.engine.kv_cache import KVCache
     from baton.engine.model_backend import ModelBackend
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from baton.engine.thinking.states import Thoughts
 
 
-class Taken(NamedTuple):
+class VerifiedTokens(NamedTuple):
     """What a pass brought to one sequence: verified tokens, and how many positions of its KV are final."""
 
     tokens: list[Token]
@@ -69,7 +69,7 @@ class FixedInputs:
 
     def build(
         self,
-        windows: Sequence[Window],
+        windows: Sequence[VerifyWork],
         tokens: Sequence[list[int]],
         on_layer: Callable[[int], None] | None = None,
         thoughts: Thoughts | None = None,
@@ -106,7 +106,7 @@ class FixedInputs:
             thinking=None if thoughts is None else thoughts.inject_fixed(windows, n),
         )
 
-    def _write(self, row: int, window: Window, known: list[int]) -> None:
+    def _write(self, row: int, window: VerifyWork, known: list[int]) -> None:
         assert window.sequence.allocation is not None
         size, start, at = window.size, window.start, row * window.size
         blocks, table = window.sequence.allocation.blocks, self._tables.array[row]
@@ -121,7 +121,7 @@ class FixedInputs:
         self._slots.array[own] = table[places // self._block_size].astype(np.int64) * self._block_size
         self._slots.array[own] += places % self._block_size
 
-    def _wanted_of(self, window: Window, n: int, *, on_grid: bool) -> int:
+    def _wanted_of(self, window: VerifyWork, n: int, *, on_grid: bool) -> int:
         if not on_grid:
             self._wanted.array[:n] = np.arange(n)
             return n
@@ -148,22 +148,22 @@ class FixedForwards:
     def begin(self, request: Request, prompt: int) -> None:
         """It is deterministic, and its prompt has so many tokens."""
         sequence = request.sequence
-        sequence.fixed = Fixed(self._shapes, prompt, sequence.known, sequence.computed, holds=request.hold)
-        request.draft = Draft(request.choice)
+        sequence.fixed = VerifiedProgress(self._shapes, prompt, sequence.known, sequence.computed, holds=request.hold)
+        request.draft = CandidateTokens(request.choice)
 
     @torch.inference_mode()
     def compute(
         self,
-        windows: Sequence[Window],
+        windows: Sequence[VerifyWork],
         requests: Sequence[Request],
         kv: KVCache,
-        on_layer: Callable[[list[Work], int], None] | None,
-    ) -> list[Draws]:
+        on_layer: Callable[[list[ScheduledSequence], int], None] | None,
+    ) -> list[VerifySamples]:
         """Run the model: what it says of the tokens that come next in each window. Nothing of a chunk of the grid that
         is to be computed again, with what was thought about a part of it.
         """
         self._began = time.monotonic()
-        work = [Work(window.sequence, window.count) for window in windows]
+        work = [ScheduledSequence(window.sequence, window.count) for window in windows]
         told = partial(on_layer, work) if on_layer is not None else None
         batch = self._inputs.build(windows, [request.tokens for request in requests], told, self._thoughts)
         logits = self._backend.forward(batch, kv)
@@ -172,7 +172,7 @@ class FixedForwards:
             return []
         return self._draws(windows, requests, logits)
 
-    def count(self, windows: Sequence[Window], result: StepResult, counters: Counters) -> None:
+    def count(self, windows: Sequence[VerifyWork], result: StepResult, counters: Counters) -> None:
         """What a forward cost, not what came of it."""
         size, on_grid = windows[0].size, _of(windows[0]).on_grid
         tokens = size * (1 if on_grid else self._shapes.rows)
@@ -182,7 +182,9 @@ class FixedForwards:
         result.context += context
         result.prefill_context += context * on_grid
         counters.steps += result.computed == tokens  # else the ordinary batch has counted it
-        counters.prefill_tokens += sum(Work(window.sequence, window.count).prefill_tokens for window in windows)
+        counters.prefill_tokens += sum(
+            ScheduledSequence(window.sequence, window.count).prefill_tokens for window in windows
+        )
         counters.verify_passes += not on_grid
         for window in () if on_grid else windows:
             verifying = _of(window).verifying
@@ -190,9 +192,11 @@ class FixedForwards:
             verifying.seconds += time.monotonic() - self._began
             result.verifying.append((window.sequence.key, verifying))
 
-    def _draws(self, windows: Sequence[Window], requests: Sequence[Request], logits: Tensor) -> list[Draws]:
+    def _draws(self, windows: Sequence[VerifyWork], requests: Sequence[Request], logits: Tensor) -> list[VerifySamples]:
         """For each window. Rows whose state follows from the position alone are drawn at once."""
-        found = [Draws(self._sampler, window, request) for window, request in zip(windows, requests, strict=True)]
+        found = [
+            VerifySamples(self._sampler, window, request) for window, request in zip(windows, requests, strict=True)
+        ]
         rows, places = [], list[int]()
         for number, draws in enumerate(found):
             at = number * windows[0].size if len(logits) > 1 else -draws.first
@@ -207,10 +211,12 @@ class FixedForwards:
                     draws.ready = [next(drawn) for _ in range(draws.last - draws.first)]
         return found
 
-    def take(self, window: Window, request: Request, draws: Draws, counters: Counters) -> Taken | None:
+    def take(
+        self, window: VerifyWork, request: Request, draws: VerifySamples, counters: Counters
+    ) -> VerifiedTokens | None:
         """Give what was drawn to the request's choice, as far as its inputs were right; None: no token can be drawn.
 
-        Afterwards the draft goes on behind the verified tokens, of which `Fixed.verified` tells the number.
+        Afterwards the draft goes on behind the verified tokens, of which `VerifiedProgress.verified` tells the number.
         """
         choice, draft, fixed = request.choice, request.draft, _of(window)
         assert draft is not None
@@ -231,15 +237,15 @@ class FixedForwards:
             draft.push(choice.tokens[-1])  # the free one, behind candidates that were all right
         elif choice.finish is not None or not agrees:
             counters.recomputed_tokens += max(0, len(draft.tokens) - final)
-            draft = request.draft = Draft(choice)
+            draft = request.draft = CandidateTokens(choice)
         fixed.verified, fixed.ended = len(choice.tokens), draft.ended
-        return Taken(tokens, final)
+        return VerifiedTokens(tokens, final)
 
 
-class Draws:
+class VerifySamples:
     """The tokens that follow the inputs [first, last) of one window, one after the other."""
 
-    def __init__(self, sampler: Sampler, window: Window, request: Request) -> None:
+    def __init__(self, sampler: Sampler, window: VerifyWork, request: Request) -> None:
         self.first = min(_of(window).verified - 1 - window.start, window.count)
         self.last = window.count
         self.row = request.choice.row
@@ -255,13 +261,13 @@ class Draws:
         return self._sampler.sample(self.logits[number : number + 1], [self.row])[0]
 
 
-def _agrees(draft: Draft, position: int, token_id: int, choice: Choice) -> bool:
+def _agrees(draft: CandidateTokens, position: int, token_id: int, choice: OutputState) -> bool:
     """Whether the candidate at `position`, if there is one, is this token: an end agrees with an end."""
     if position < len(draft.tokens):
         return draft.tokens[position] == token_id
     return not draft.stopped or choice.ends_by_id(token_id) is not None
 
 
-def _of(window: Window) -> Fixed:
+def _of(window: VerifyWork) -> VerifiedProgress:
     assert window.sequence.fixed is not None
     return window.sequence.fixed

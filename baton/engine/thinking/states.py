@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from baton.core import KVLayout, SequenceSpec
-    from baton.engine.determinism.planner import Window
+    from baton.engine.determinism.planner import VerifyWork
     from baton.engine.models.thinking import Thinker
+    from baton.engine.sequence import ScheduledSequence
     from baton.engine.sequence import Sequence as Progress
-    from baton.engine.sequence import Work
 
 
 class Thoughts:
@@ -80,7 +80,7 @@ class Thoughts:
 
     # --- into a forward ------------------------------------------------------------------------------------------
 
-    def inject(self, work: Sequence[Work]) -> Injection:
+    def inject(self, work: Sequence[ScheduledSequence]) -> Injection:
         """For the rows of an ordinary batch."""
         states, wanted, at = list[torch.Tensor](), list[int](), 0
         for item in work:
@@ -91,7 +91,7 @@ class Thoughts:
         rows = torch.tensor(wanted, device=self._thinker.zeros.device) if wanted else None
         return Injection(torch.cat(states), rows)
 
-    def inject_fixed(self, windows: Sequence[Window], rows: int) -> Injection:
+    def inject_fixed(self, windows: Sequence[VerifyWork], rows: int) -> Injection:
         """For a forward of so many rows. On the grid all hidden rows are wanted, in one shape, while any is."""
         states = [piece for w in windows for piece in self._states(_of(w.sequence), w.start, w.size)]
         missing = rows - sum(window.size for window in windows)
@@ -127,14 +127,14 @@ class Thoughts:
 
     # --- out of a forward ----------------------------------------------------------------------------------------
 
-    def settle(self, work: Sequence[Work], injection: Injection) -> None:
+    def settle(self, work: Sequence[ScheduledSequence], injection: Injection) -> None:
         """Think about the whole chunks that an ordinary batch has computed, and take back what it assumed wrongly: the
         `count` of such work becomes smaller.
         """
         if injection.hidden is None:
             return
         at, chunks = 0, list[torch.Tensor]()
-        read: list[tuple[Work, Tensor]] = []
+        read: list[tuple[ScheduledSequence, Tensor]] = []
         for item in work:
             thinking = _of(item.sequence)
             if count := self._read(thinking, item.sequence.computed, item.count):
@@ -148,7 +148,7 @@ class Thoughts:
         for item, rows in read:
             self._take(item, rows, [next(first) for _ in range(len(rows) // self._size)])
 
-    def _take(self, item: Work, rows: Tensor, first: list[int]) -> None:
+    def _take(self, item: ScheduledSequence, rows: Tensor, first: list[int]) -> None:
         """`rows` are hidden ones from the beginning of the open chunk on; `first`: of the thoughts about whole ones."""
         sequence, thinking = item.sequence, _of(item.sequence)
         begin = sequence.computed // self._size * self._size
@@ -160,7 +160,7 @@ class Thoughts:
         left = rows[chunk * self._size - begin : computed - begin]
         thinking.rows = left.clone() if len(left) and chunk < thinking.until else None
 
-    def settle_fixed(self, window: Window, injection: Injection) -> bool:
+    def settle_fixed(self, window: VerifyWork, injection: Injection) -> bool:
         """The same for a forward on the grid: whether it stays as it is, or is to be computed again. Its first rows
         have the same bits then: they depend on what is before them alone.
         """

@@ -13,7 +13,7 @@ import torch
 
 from baton.engine.models.config import read_config
 from baton.engine.tp.all_reduce import SharedExchange
-from baton.engine.tp.group import CACHE, END, STEP, Plan, Ranks, memory_is_ordered
+from baton.engine.tp.group import CACHE, END, STEP, Ranks, TpLayout, memory_is_ordered
 from baton.engine.tp.kv_memory import kv_memory
 from baton.engine.tp.rank_process import Followers, body, lengths, load_rank
 from baton.engine.tp.sharding import divided
@@ -44,7 +44,7 @@ class ShardedBackend:
     """
 
     def __init__(
-        self, plan: Plan, local: TransformerBackend, ranks: Ranks, followers: Followers, memory: KVMemory
+        self, plan: TpLayout, local: TransformerBackend, ranks: Ranks, followers: Followers, memory: KVMemory
     ) -> None:
         self.name, self.vocab_size, self.max_model_len = local.name, local.vocab_size, local.max_model_len
         self.device, self.fingerprint, self.layout = local.device, local.fingerprint, local.layout
@@ -164,7 +164,7 @@ def load_sharded(
     cpu = torch.device(device).type == "cpu"
     shared = memory_is_ordered() if ranking.shared_memory is None else ranking.shared_memory
     with tempfile.TemporaryDirectory(prefix="baton-ranks-") as folder:
-        plan = Plan(
+        plan = TpLayout(
             folder=str(path),
             key=ranking.key,
             size=size,
@@ -184,7 +184,7 @@ def load_sharded(
         return _started(plan, progress)
 
 
-def _started(plan: Plan, progress: Progress | None) -> ShardedBackend:
+def _started(plan: TpLayout, progress: Progress | None) -> ShardedBackend:
     followers = Followers(plan)
     try:
         followers.wait("started", START_S)
@@ -206,7 +206,7 @@ def _memory(nbytes: int) -> int:
     return descriptor
 
 
-def _close_memory(plan: Plan) -> None:
+def _close_memory(plan: TpLayout) -> None:
     for descriptor in (plan.memory, plan.kv):
         if descriptor >= 0:
             os.close(descriptor)

@@ -37,7 +37,7 @@ END, CACHE, STEP = range(3)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TpLayout:
     """What every rank is started with. `memory` and `kv` are descriptors of shared memory, -1 where there is none.
 
     `capacity` is the largest part of an exchange in elements, `timeout_s` how long a rank may be silent in a forward.
@@ -63,7 +63,7 @@ class Plan:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
+    def from_json(cls, text: str) -> TpLayout:
         return cls(**json.loads(text))
 
     def device_of(self, rank: int) -> torch.device:
@@ -86,7 +86,7 @@ class Ranks:
     `alive` is called while waiting and raises RankLost if a rank has ended, on rank 0, which alone can know.
     """
 
-    def __init__(self, plan: Plan, rank: int, alive: Callable[[], None]) -> None:
+    def __init__(self, plan: TpLayout, rank: int, alive: Callable[[], None]) -> None:
         self.rank, self.size, self.device = rank, plan.size, plan.device_of(rank)
         store = FileStore(plan.store, plan.size)
         self._control = _gloo(PrefixStore("control", store), rank, plan)
@@ -139,7 +139,7 @@ class Ranks:
         options.rootRank, options.timeout = 0, self._limit
         _wait(lambda: group.broadcast([data], options))  # type: ignore[union-attr]  # not in the stub
 
-    def _exchange(self, plan: Plan, alive: Callable[[], None]) -> Exchange:
+    def _exchange(self, plan: TpLayout, alive: Callable[[], None]) -> Exchange:
         if plan.memory < 0:
             return GroupExchange(self._data, plan.size, plan.capacity, self.device, plan.timeout_s)
         memory = mmap.mmap(plan.memory, SharedExchange.nbytes(plan.size, plan.capacity))
@@ -158,7 +158,7 @@ def memory_is_ordered() -> bool:
     return platform.system() == "Linux" and platform.machine() == "x86_64"
 
 
-def _gloo(store: Store, rank: int, plan: Plan) -> Group:
+def _gloo(store: Store, rank: int, plan: TpLayout) -> Group:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub calls it Options
     options._timeout = timedelta(seconds=plan.timeout_s)
     options._threads = 1
@@ -166,7 +166,7 @@ def _gloo(store: Store, rank: int, plan: Plan) -> Group:
     return dist.ProcessGroupGloo(store, rank, plan.size, options)
 
 
-def _nccl(store: Store, rank: int, plan: Plan) -> Group:
+def _nccl(store: Store, rank: int, plan: TpLayout) -> Group:
     """Not run yet: written where there were no two GPUs."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=plan.timeout_s)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from baton.core import KVLayout
     from baton.engine.kernels.gpu.cuda_memory import Device
-    from baton.engine.tp.group import Plan, Ranks
+    from baton.engine.tp.group import Ranks, TpLayout
 
     GpuOf = Callable[[int], Device]
     """The device of a rank, as this process uses it."""
@@ -57,7 +57,7 @@ class KVMemory(Protocol):
         """Let go of the cache: on rank 0 before it says END, on the others after that."""
 
 
-def kv_memory(plan: Plan, ranks: Ranks, layout: KVLayout, gpu_of: GpuOf | None = None) -> KVMemory:
+def kv_memory(plan: TpLayout, ranks: Ranks, layout: KVLayout, gpu_of: GpuOf | None = None) -> KVMemory:
     """Made on all ranks. `layout` is that of the whole model. `gpu_of` is for tests.
 
     Raises ConfigError where the memory of a GPU cannot be shared.
@@ -70,7 +70,7 @@ def kv_memory(plan: Plan, ranks: Ranks, layout: KVLayout, gpu_of: GpuOf | None =
 class HostMemory:
     """Implements `KVMemory` on a CPU: the file `plan.kv`, as large as the largest cache yet."""
 
-    def __init__(self, plan: Plan, rank: int, layout: KVLayout) -> None:
+    def __init__(self, plan: TpLayout, rank: int, layout: KVLayout) -> None:
         self._file, self._layout, self._own = plan.kv, layout, rank_layout(layout, plan.size)
         self._heads = Heads(layout.kv_heads, plan.size).held(rank)
 
@@ -95,7 +95,7 @@ class HostMemory:
 class GpuMemory:
     """Implements `KVMemory` on GPUs."""
 
-    def __init__(self, plan: Plan, ranks: Ranks, layout: KVLayout, gpu_of: GpuOf) -> None:
+    def __init__(self, plan: TpLayout, ranks: Ranks, layout: KVLayout, gpu_of: GpuOf) -> None:
         self._ranks, self._layout, self._own = ranks, layout, rank_layout(layout, plan.size)
         self._devices = [plan.device_of(rank) for rank in range(plan.size)]
         reached = range(1, plan.size) if ranks.rank == 0 else (ranks.rank,)

@@ -31,7 +31,7 @@ import torch
 
 from baton.engine.batch import Batch
 from baton.engine.models.loading import load_model
-from baton.engine.tp.group import CACHE, END, Plan, Ranks
+from baton.engine.tp.group import CACHE, END, Ranks, TpLayout
 from baton.engine.tp.kv_memory import kv_memory
 from baton.engine.tp.sharding import ShardedParts, ShardedWeights, divided
 from baton.errors import BatonError, RankLost
@@ -85,7 +85,7 @@ def unpack(numbers: list[int], tensors: Tensor) -> Batch:
 class Split:
     """Implements `baton.engine.models.loading.Split` for one rank."""
 
-    plan: Plan
+    plan: TpLayout
     ranks: Ranks
 
     @property
@@ -100,7 +100,7 @@ class Split:
         return ShardedParts(weights, kernels, self.ranks.exchange)
 
 
-def load_rank(plan: Plan, ranks: Ranks, progress: Progress | None = None) -> TransformerBackend:
+def load_rank(plan: TpLayout, ranks: Ranks, progress: Progress | None = None) -> TransformerBackend:
     """The model of this rank. Its layout and fingerprint are those of the whole. Raises as `load_model`."""
     return load_model(
         plan.folder,
@@ -122,7 +122,7 @@ GRACE_S = 0.5  # a broken connection is seen a little before the exit code of wh
 class Followers:
     """The processes of ranks 1 and up. Started from a thread that lives as long as they shall: they die with it."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: TpLayout) -> None:
         self._folder = Path(plan.store).parent
         command = [sys.executable, "-m", "baton.engine.tp.rank_process", plan.to_json()]
         shared = [fd for fd in (plan.memory, plan.kv) if fd >= 0]
@@ -181,7 +181,7 @@ def _mark(folder: Path, stage: str, rank: int) -> Path:
     return folder / f"{stage}-{rank}"
 
 
-def follow(plan: Plan, rank: int, gpu_of: GpuOf | None = None) -> None:
+def follow(plan: TpLayout, rank: int, gpu_of: GpuOf | None = None) -> None:
     """Compute what rank 0 says until it says END. Raises RankLost when the group breaks. `gpu_of` is for tests."""
     folder, device = Path(plan.store).parent, plan.device_of(rank)
     if device.type == "cuda":
@@ -202,7 +202,7 @@ def follow(plan: Plan, rank: int, gpu_of: GpuOf | None = None) -> None:
 
 def main() -> int:
     """The exit code."""
-    plan, rank = Plan.from_json(sys.argv[1]), int(sys.argv[2])
+    plan, rank = TpLayout.from_json(sys.argv[1]), int(sys.argv[2])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != plan.parent:
         return 1  # it ended before we could ask

@@ -20,7 +20,7 @@ from baton.ledger.prefix_index import NAME_BYTES
 
 if TYPE_CHECKING:
     from baton.bench.traces import Arrival
-    from baton.engine.prefix_cache import Chain
+    from baton.engine.prefix_cache import BlockHashChain
 
 Listener = Callable[[Sequence[int], Sequence[int]], None]
 
@@ -206,7 +206,7 @@ class CountedPool(BlockPool):
 
 
 class Content:
-    """Stands for `engine.prefix_cache.Chain`: the names of a request's blocks, as far as others may have the same."""
+    """Stands for `BlockHashChain` of the engine: the block hashes of a request, as far as others may have the same."""
 
     __slots__ = ("names",)
 
@@ -223,9 +223,9 @@ class Content:
         return [*names, *[0] * (end - first - len(names))]
 
     @property
-    def chain(self) -> Chain:
+    def chain(self) -> BlockHashChain:
         """Itself."""
-        return cast("Chain", self)
+        return cast("BlockHashChain", self)
 
 
 UNSHARED = Content(())

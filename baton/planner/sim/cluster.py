@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from baton.planner.sim.network import Way
     from baton.planner.sim.scenario import Fault, Scenario, SlowLink
     from baton.planner.sim.stats import Report
-    from router.workers.placement import Claim
+    from router.workers.placement import Placement
 
 _COLLECT = 200_000  # objects more than before
 _QUIET = 1  # beats while nothing runs
@@ -82,7 +82,7 @@ class Cluster:
         else:
             self.tally.outcomes[outcome] += 1
 
-    def workers_of(self, claim: Claim) -> tuple[PrefillWorker | None, DecodeWorker]:
+    def workers_of(self, claim: Placement) -> tuple[PrefillWorker | None, DecodeWorker]:
         """Those that the router chose."""
         decode = self._workers[claim.decode.info.ref.worker_id]
         assert isinstance(decode, DecodeWorker)

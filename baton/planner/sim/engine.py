@@ -20,7 +20,7 @@ from itertools import count as counting
 from typing import TYPE_CHECKING, Any, Protocol
 
 from baton.engine.scheduler import Scheduler
-from baton.engine.sequence import Plan, Sequence, Work
+from baton.engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
 from baton.planner.sim.block_pool import CountedPool, Held
 from baton.planner.sim.stats import Gaps
 from baton.planner.sim.timing import Paces, Stretch
@@ -165,7 +165,7 @@ class Rows:
                 row.last_at = now
                 self._fresh.append(row)
 
-    def stall(self, work: list[Work], now: float) -> None:
+    def stall(self, work: list[ScheduledSequence], now: float) -> None:
         """Rows that are not in the step have their tokens a step later."""
         here = {item.sequence for item in work}
         for row in [row for row in self._rows if row not in here]:
@@ -222,12 +222,12 @@ class Rows:
         missing = -((row.computed + count) // -self._block_size) - len(held)
         if missing > 0:
             self._pool.settle(held, missing)
-        self._scheduler.advance([Work(row, count)])
+        self._scheduler.advance([ScheduledSequence(row, count)])
         row.known += count
         row.synced = self.steps
 
 
-def row_of(item: Work) -> Row:
+def row_of(item: ScheduledSequence) -> Row:
     """Whose work that is."""
     row = item.sequence
     assert isinstance(row, Row)
@@ -451,7 +451,7 @@ class Engine:
         assert last is not None
         return first > last
 
-    def _planned(self, work: list[Work], decodes: int, seconds: float) -> None:
+    def _planned(self, work: list[ScheduledSequence], decodes: int, seconds: float) -> None:
         now = self.kernel.now
         here = self.rows.take_fresh()
         for row in here:
@@ -488,7 +488,7 @@ class Engine:
         row.last_at = self.kernel.now
         self.listener.first(row)
 
-    def _preempted(self, plan: Plan) -> None:
+    def _preempted(self, plan: SchedulerOutput) -> None:
         self.tally.preemptions += len(plan.preempted)
         for row in plan.preempted:
             assert isinstance(row, Row)

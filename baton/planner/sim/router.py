@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING
 
 from baton.core import HandoffId, Role, Sampling, SequenceSpec, WorkerInfo
 from baton.errors import DeadlineExceeded, NoWorker, Overloaded
-from baton.ledger.prefix_index import PrefixMap
+from baton.ledger.prefix_index import PrefixIndex
 from baton.planner.sim.block_pool import UNSHARED
-from router.admission.admission import Admission, Bounds, ticket_for
+from router.admission.admission import Admission, QueueLimits, ticket_for
 from router.placement.policy import ALONE, POLICIES
 from router.placement.snapshot import WorkerView
 from router.request.lifecycle import DEADLY
-from router.workers.placement import NO_WISH, Claim, Wish
+from router.workers.placement import NO_REQUIREMENTS, Placement, Requirements
 from router.workers.pool import WorkerPool
-from router.workers.stream import WorkerLink
+from router.workers.stream import WorkerStream
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -56,7 +56,7 @@ class Attempt:
     )  # fmt: skip
 
     def __init__(
-        self, life: Life, claim: Claim, prefill: PrefillWorker | None, decode: DecodeWorker, known: int, before: int
+        self, life: Life, claim: Placement, prefill: PrefillWorker | None, decode: DecodeWorker, known: int, before: int
     ) -> None:
         self.life, self._claim, self._kernel = life, claim, life.kernel
         self.prefill, self.decode = prefill, decode
@@ -284,7 +284,7 @@ class Life:
         self._let_go()
         self._cluster.ended(self, outcome)
 
-    def _attempt(self, claim: Claim) -> None:
+    def _attempt(self, claim: Placement) -> None:
         """The next one. What is held is of no use to another prefill worker."""
         if not self.attempts:
             self._cluster.tally.queue.add(self.kernel.now - self.came_at)
@@ -313,7 +313,7 @@ class Life:
 _SHARED = SequenceSpec((), Sampling())  # of a request whose beginning others may have
 
 
-class SimLink(WorkerLink):
+class SimLink(WorkerStream):
     """A link that is up as long as its worker lives."""
 
     def __init__(self, info: WorkerInfo) -> None:  # not that of WorkerLink, which connects
@@ -322,7 +322,7 @@ class SimLink(WorkerLink):
         self.retired = False
 
 
-class Directory(PrefixMap):
+class Directory(PrefixIndex):
     """`asked`: the names of the request that is looked at, of blocks of `block_tokens`; workers have `block_size`."""
 
     def __init__(self, block_size: int) -> None:
@@ -375,11 +375,11 @@ class SimPool(WorkerPool):
             self._fleet.mark(link.info.ref)
         self.on_change()
 
-    def has_pair(self, wish: Wish = NO_WISH) -> bool:
+    def has_pair(self, wish: Requirements = NO_REQUIREMENTS) -> bool:
         """All workers fit each other, and none is looked at."""
         return not self.colocated and all(self._there.values())
 
-    def serves(self, wish: Wish = NO_WISH) -> bool:
+    def serves(self, wish: Requirements = NO_REQUIREMENTS) -> bool:
         return self._there[Role.DECODE] > 0
 
 
@@ -390,21 +390,21 @@ class SimRouter:
         settings = scenario.router
         self.directory = Directory(scenario.decode.block_size)
         self.pool = SimPool(scenario, kernel, self.directory)
-        self.admission: Admission[Claim] = Admission(
+        self.admission: Admission[Placement] = Admission(
             self._claim,
-            Claim.release,
+            Placement.release,
             self.pool.serves,
             kernel,
-            Bounds(settings.max_requests, settings.max_tokens, settings.max_wait_s),
+            QueueLimits(settings.max_requests, settings.max_tokens, settings.max_wait_s),
         )
         self.pool.on_change = self._changed
         self.queue_peak = 0
 
     def wish(self, keep: SimLink | None, names: Sequence[bytes], block_tokens: int) -> AskedWish:
         """What a request has to do with the choice of its workers."""
-        return AskedWish(Wish(keep, _SHARED if names else None), names, block_tokens)
+        return AskedWish(Requirements(keep, _SHARED if names else None), names, block_tokens)
 
-    def _claim(self, tokens: int, asked: AskedWish) -> Claim | None:
+    def _claim(self, tokens: int, asked: AskedWish) -> Placement | None:
         self.directory.asked, self.directory.block_tokens = asked.names, asked.block_tokens
         self.directory.most = tokens - 1
         return self.pool.claim(tokens, asked.wish)
@@ -421,7 +421,7 @@ class AskedWish:
 
     __slots__ = ("block_tokens", "names", "wish")
 
-    def __init__(self, wish: Wish, names: Sequence[bytes], block_tokens: int) -> None:
+    def __init__(self, wish: Requirements, names: Sequence[bytes], block_tokens: int) -> None:
         self.wish, self.names, self.block_tokens = wish, names, block_tokens
 
 

@@ -141,7 +141,7 @@ def test_nothing_secret_is_in_a_repr(file):
 
 
 def call(key: str = "a") -> Any:
-    """The part of a `router.request.client_request.Call` that is read."""
+    """The part of a `router.request.client_request.ClientRequest` that is read."""
     return Mock(grant=Grant("tenant", Right.USER, Limits(max_concurrent=1), key), reason=None)
 
 

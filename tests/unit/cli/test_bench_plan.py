@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.bench.requests import Load, Plan, served
+from baton.bench.requests import BenchPlan, Load, served
 from baton.client import Model
 from baton.errors import ConfigError, InvalidRequest, UnknownModel
 
@@ -17,7 +17,7 @@ MOONCAKE = '{"timestamp": %d, "input_length": %d, "output_length": 16, "hash_ids
 
 
 def asks(model: Model = MODEL, **options: Any) -> list[Any]:
-    return list(Load.read(Plan(**{"prompt_tokens": "8", "max_tokens": "4", **options})).asks(model))
+    return list(Load.read(BenchPlan(**{"prompt_tokens": "8", "max_tokens": "4", **options})).asks(model))
 
 
 def written(folder: Path, text: str) -> Path:
@@ -83,7 +83,7 @@ def test_some_are_deterministic():
 
 
 def test_what_warms_up_has_the_same_lengths_and_other_tokens(mooncake: Path):
-    load = Load.read(Plan(trace=mooncake, scale=32, warmup=2, deterministic_share=1))
+    load = Load.read(BenchPlan(trace=mooncake, scale=32, warmup=2, deterministic_share=1))
     warm, real = list(load.warmup(MODEL)), list(load.asks(MODEL))
     assert [(len(ask.prompt), ask.max_tokens) for ask in warm] == [(32, 1)] * 2
     assert not any(ask.deterministic for ask in warm)

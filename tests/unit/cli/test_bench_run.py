@@ -14,7 +14,7 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 
 from baton.bench import output
-from baton.bench.requests import Ask, Load, Plan
+from baton.bench.requests import Ask, BenchPlan, Load
 from baton.bench.runner import Run
 from baton.bench.sample import Goals, Sample
 from baton.bench.targets import HttpServer
@@ -59,7 +59,7 @@ class Fake:
 
 
 async def made(fake: Fake, **options: Any) -> Run:
-    load = Load.read(Plan(**{"prompt_tokens": "8", "max_tokens": "4", **options}))
+    load = Load.read(BenchPlan(**{"prompt_tokens": "8", "max_tokens": "4", **options}))
     run = Run(fake, load, SystemClock(), lambda _: None)
     await run.whole()
     return run
@@ -126,7 +126,7 @@ async def test_a_server_is_left_when_it_cannot_be_asked():
 
 
 def test_each_file_is_tried_and_what_fails_is_named(tmp_path: Path, capsys):
-    load, picture = Load.read(Plan(prompt_tokens="8", max_tokens="4", requests=2)), tmp_path / "p.svg"
+    load, picture = Load.read(BenchPlan(prompt_tokens="8", max_tokens="4", requests=2)), tmp_path / "p.svg"
     with pytest.raises(ConfigError, match=r"^--out: cannot write /dev/full: No space left on device$"):
         output.bench(Fake(), load, Goals(), output.Output(True, Path("/dev/full"), picture))
     assert "<svg" in picture.read_text()
@@ -137,7 +137,7 @@ def test_the_report_is_given_when_the_screen_is_clear(monkeypatch):
     shown = MagicMock()
     monkeypatch.setattr(output, "shown", shown)
     monkeypatch.setattr(output.Output, "give", shown.give)
-    load = Load.read(Plan(prompt_tokens="8", max_tokens="4", requests=1))
+    load = Load.read(BenchPlan(prompt_tokens="8", max_tokens="4", requests=1))
     output.bench(Fake(), load, Goals(), output.Output(True, None, None))
     assert [name for name, *_ in shown.mock_calls][-2:] == ["().__exit__", "give"]
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from baton.cli import up
 from baton.cli.app import app
-from baton.cli.generate import Shown, generate, latency, placed
+from baton.cli.generate import GenerateOptions, generate, latency, placed
 from baton.client._accumulator import Fold
 from baton.cluster.state_dir import ClusterState, ProcessId, StateFolder
 from baton.errors import InvalidRequest, NoWorker
@@ -25,9 +25,9 @@ Event = inference.GenerateEvent
     ("text", "timings", "tokens"), [("", False, False), ("timings", True, False), (" tokens , timings,", True, True)]
 )
 def test_show(text, timings, tokens):
-    assert Shown.parse(text, as_json=False) == Shown(timings, tokens, False)
+    assert GenerateOptions.parse(text, as_json=False) == GenerateOptions(timings, tokens, False)
     with pytest.raises(InvalidRequest, match="'colors' is not one of timings"):
-        Shown.parse(f"{text},colors", as_json=True)
+        GenerateOptions.parse(f"{text},colors", as_json=True)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def thinking() -> Thinking:
 
 def test_thoughts_are_shown_as_they_come(capsys):
     stream = thinking()
-    generate(stream, "x", {"n": 1}, Shown.parse("thoughts,tokens", as_json=False))  # type: ignore[arg-type]
+    generate(stream, "x", {"n": 1}, GenerateOptions.parse("thoughts,tokens", as_json=False))  # type: ignore[arg-type]
     assert stream.asked == {"n": 1, "thoughts": True}
     out, err = capsys.readouterr()
     assert err == "chunk 0: a dog\nchunk 1: -\n\nchunk 2: 3 4\n"
@@ -113,7 +113,7 @@ def test_thoughts_are_shown_as_they_come(capsys):
 
 
 def test_thoughts_are_in_the_json(capsys):
-    generate(thinking(), "x", {}, Shown.parse("thoughts", as_json=True))  # type: ignore[arg-type]
+    generate(thinking(), "x", {}, GenerateOptions.parse("thoughts", as_json=True))  # type: ignore[arg-type]
     out, err = capsys.readouterr()
     (choice,), usage = json.loads(out)["choices"], json.loads(out)["usage"]
     assert choice["thoughts"][:2] == [
@@ -136,7 +136,7 @@ def test_thinking_while_decoding_is_an_option(monkeypatch):
 def test_a_prompt_on_standard_input_need_not_be_text(monkeypatch, data, text):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
     stream = thinking()
-    generate(stream, "-", {}, Shown(False, False, False))  # type: ignore[arg-type]
+    generate(stream, "-", {}, GenerateOptions(False, False, False))  # type: ignore[arg-type]
     assert stream.prompt == text
 
 

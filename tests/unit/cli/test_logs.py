@@ -13,7 +13,7 @@ import typer
 
 from baton.cli import logs
 from baton.cli import logs as command
-from baton.cli.logs import LogFile, Wanted, find_logs, merged, parse_age, pretty
+from baton.cli.logs import LogFile, LogFilter, find_logs, merged, parse_age, pretty
 from baton.cluster.state_dir import StateFolder
 from baton.errors import NoWorker
 
@@ -33,8 +33,8 @@ def write(path: Path, *lines: str, mode: str = "w") -> Path:
     return path
 
 
-def last(path: Path, wanted: Wanted | None = None, most: int | None = None) -> list[str]:
-    wanted = wanted or Wanted()
+def last(path: Path, wanted: LogFilter | None = None, most: int | None = None) -> list[str]:
+    wanted = wanted or LogFilter()
     return [shown(line) for line in LogFile(path).last(wanted.takes, wanted.since, most)]
 
 
@@ -46,7 +46,7 @@ def shown(line: logs.Line) -> str:
 def printed(cluster, capsys):
     """A function that returns the events that `baton logs --json` prints."""
 
-    def run(wanted: Wanted, most: int | None = None) -> list[str]:
+    def run(wanted: LogFilter, most: int | None = None) -> list[str]:
         command.logs("local", wanted, most, follow=False, as_json=True)
         return [json.loads(line)["event"] for line in capsys.readouterr().out.splitlines()]
 
@@ -65,10 +65,10 @@ def cluster(tmp_path, monkeypatch):
 def test_files_are_merged_by_time(cluster, capsys, printed):
     write(cluster / "router.log", event(0, "a"), event(2, "c"))
     write(cluster / "decode-0.log", event(1, "b"), event(3, "d"))
-    command.logs("local", Wanted(), None, follow=False, as_json=False)
+    command.logs("local", LogFilter(), None, follow=False, as_json=False)
     lines = [event(at, what) for at, what in enumerate("abcd")]
     assert capsys.readouterr().out.splitlines() == lines, "off a terminal a line is what it was"
-    assert printed(Wanted(), 3) == ["b", "c", "d"]
+    assert printed(LogFilter(), 3) == ["b", "c", "d"]
 
 
 def test_of_a_large_file_only_the_end_is_read(tmp_path, monkeypatch):
@@ -78,7 +78,7 @@ def test_of_a_large_file_only_the_end_is_read(tmp_path, monkeypatch):
     assert last(path, most=3) == ["e9997", "e9998", "e9999"]
     read = sum(size for (_, size, _), _ in pread.call_args_list)
     assert read <= 2 * logs.CHUNK_BYTES < path.stat().st_size / 8
-    assert last(path, Wanted(since=BEGIN + 9.9985)) == ["e9999"]
+    assert last(path, LogFilter(since=BEGIN + 9.9985)) == ["e9999"]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 10_000])
@@ -87,7 +87,7 @@ def test_lines_are_whole_wherever_a_chunk_ends(tmp_path, monkeypatch, chunk):
     lines = [event(n, f"e{n}", text="ä\u2028" * n) for n in range(12)]
     path = write(tmp_path / "a.log", *lines)
     file = LogFile(path)
-    assert [line.text for line in file.last(Wanted().takes, 0.0, None)] == lines
+    assert [line.text for line in file.last(LogFilter().takes, 0.0, None)] == lines
     write(path, event(13, "e13"), mode="a")
     assert [shown(line) for line in file.more()] == ["e13"]
 
@@ -95,18 +95,18 @@ def test_lines_are_whole_wherever_a_chunk_ends(tmp_path, monkeypatch, chunk):
 def test_what_is_no_event_is_as_old_as_the_event_before_it(tmp_path):
     trace = ["Traceback (most recent call last):", '  File "x.py", line 1', "MemoryError"]
     path = write(tmp_path / "decode-0.log", "Fatal: too early", event(5, "a"), *trace, event(9, "b"), "last words")
-    lines = LogFile(path).last(Wanted().takes, 0.0, None)
+    lines = LogFile(path).last(LogFilter().takes, 0.0, None)
     assert [shown(line) for line in lines] == ["Fatal: too early", "a", *trace, "b", "last words"]
     assert [line.at - BEGIN for line in lines] == [5, 5, 5, 5, 5, 9, 9]
     other = write(tmp_path / "router.log", event(7, "r"))
-    both = merged([lines, LogFile(other).last(Wanted().takes, 0.0, None)])
+    both = merged([lines, LogFile(other).last(LogFilter().takes, 0.0, None)])
     assert [shown(line) for line in both][5:] == ["r", "b", "last words"]
     said = json.loads(lines[2].as_json())
     assert (said["process"], said["event"], said["text"]) == ("decode-0", "output", trace[0])
     assert datetime.fromisoformat(said["timestamp"]).timestamp() == BEGIN + 5
     path = write(tmp_path / "redis.log", "no", "event")
     os.utime(path, (BEGIN, BEGIN))
-    times = [line.at for line in LogFile(path).last(Wanted().takes, 0.0, None)]
+    times = [line.at for line in LogFile(path).last(LogFilter().takes, 0.0, None)]
     assert times == [BEGIN, BEGIN], "where there is no event, that of the file"
 
 
@@ -124,7 +124,7 @@ RAY = "[2026-11-22 11:33:45,081 E 14856 14857] logging.cc:474: *** SIGABRT"
 )
 def test_others_have_levels_too(tmp_path, text, level, says, at):
     path = write(tmp_path / "redis.log", "4242:M 22 Nov 2026 10:49:29.000 * Ready", text)
-    (found,) = LogFile(path).last(Wanted(level=30).takes, 0.0, None)
+    (found,) = LogFile(path).last(LogFilter(level=30).takes, 0.0, None)
     assert (found.level, shown(found), found.at) == (level, says, at.timestamp())
 
 
@@ -175,11 +175,11 @@ def test_lines_of_a_request_with_its_choices_and_the_name_it_had_before(cluster,
         "not of a request",
     )
     write(cluster / "decode-0.log", event(3, "committed", request_id="r9", attempt=1), event(3, "x", request_id="z"))
-    assert printed(Wanted(request="mine")) == ["accepted", "committed", "finished", "choice"]
+    assert printed(LogFilter(request="mine")) == ["accepted", "committed", "finished", "choice"]
 
 
 @pytest.mark.parametrize(
-    "wanted", [Wanted("mine", since=BEGIN + 2), Wanted("mine", level=30), Wanted("mine", "decode-0")]
+    "wanted", [LogFilter("mine", since=BEGIN + 2), LogFilter("mine", level=30), LogFilter("mine", "decode-0")]
 )
 def test_a_name_is_learned_from_a_line_that_is_not_shown(cluster, printed, wanted):
     write(cluster / "router.log", event(0, "accepted", request_id="r9", stream="mine"))
@@ -196,9 +196,9 @@ def test_lines_of_a_worker_or_a_level(tmp_path):
         event(3, "router's own"),
         "Segmentation fault",
     )
-    assert last(path, Wanted(worker="decode-0")) == ["connected", "accepted"]
-    assert last(path, Wanted(worker="router", level=30)) == ["lost", "Segmentation fault"]
-    assert last(path, Wanted(level=30)) == ["lost", "Segmentation fault"]
+    assert last(path, LogFilter(worker="decode-0")) == ["connected", "accepted"]
+    assert last(path, LogFilter(worker="router", level=30)) == ["lost", "Segmentation fault"]
+    assert last(path, LogFilter(level=30)) == ["lost", "Segmentation fault"]
 
 
 def test_an_age():

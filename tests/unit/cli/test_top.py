@@ -16,7 +16,7 @@ from textual.widgets import RichLog, Static
 from typer.testing import CliRunner
 
 from baton.cli.app import app as commands
-from baton.cli.credentials import NO_REACH, Reach
+from baton.cli.credentials import NO_REACH, Target
 from baton.cli.operate import Operator
 from baton.cli.top import feed, render
 from baton.cli.top.app import Help, Table, Top, Trace
@@ -109,13 +109,13 @@ def router(monkeypatch, serve):
     return router
 
 
-def screen(router: Router, interval_s: float = 0.5, reach: Reach = NO_REACH) -> Top:
+def screen(router: Router, interval_s: float = 0.5, reach: Target = NO_REACH) -> Top:
     return Top(Feed(lambda: Operator([router.address], reach), interval_s))
 
 
 @asynccontextmanager
 async def shown(
-    router: Router, said: admin_pb2.Live | None = None, interval_s: float = 0.5, reach: Reach = NO_REACH
+    router: Router, said: admin_pb2.Live | None = None, interval_s: float = 0.5, reach: Target = NO_REACH
 ) -> AsyncIterator[tuple[Top, Pilot[Any]]]:
     """The screen, when it shows the three requests of what the router has said."""
     app = screen(router, interval_s, reach)
@@ -153,7 +153,7 @@ def column(shown: Table, name: str) -> list[str]:
 
 
 async def test_what_a_router_says_is_shown_and_the_token_is_not(router):
-    async with shown(router, reach=Reach(token="marker-token-of-this-test")) as (app, _):
+    async with shown(router, reach=Target(token="marker-token-of-this-test")) as (app, _):
         assert (router.intervals, router.tokens) == ([0.5], ["Bearer marker-token-of-this-test"])
         assert "marker-token-of-this-test" not in app.export_screenshot()
         assert text(app, "head").startswith("local tiny  router r-1")

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from baton.cluster.autoscaler import Autoscaler
 from baton.config import ClusterConfig
 from baton.core import BlockCounts, Incarnation, KVLayout, Load, Pace, Role, WorkerInfo, WorkerRef
-from baton.ledger.control_state import Plan, RouterReport
-from router.placement.demand import Typical, expected
+from baton.ledger.control_state import PoolSizes, RouterReport
+from router.placement.demand import TypicalRequest, expected
 from router.placement.snapshot import BLANK, Facts, WorkerView
 
 TICK_S = 0.05
@@ -82,15 +82,15 @@ class Cluster:
 
     def __init__(self, config: ClusterConfig, seed: float) -> None:
         self.autoscaler = Autoscaler(config)
-        self.plan = Plan(prefill=config.prefill.replicas, decode=config.decode.replicas)
-        self.plans: list[tuple[float, Plan]] = []
+        self.plan = PoolSizes(prefill=config.prefill.replicas, decode=config.decode.replicas)
+        self.plans: list[tuple[float, PoolSizes]] = []
         self.outlook = ""
         self.most = 0  # workers at once
         self.now = 1000.0
         self.done: list[Request] = []
         self._random = random.Random(seed)
         self._names = iter(f"worker-{n}" for n in range(10_000))
-        self._typical = Typical()
+        self._typical = TypicalRequest()
         self._queue: deque[Request] = deque()
         self.workers: list[Worker] = []
         for role in Role:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from baton.cluster.autoscaler import Autoscaler
 from baton.config import ClusterConfig
 from baton.core import Role
-from baton.ledger.control_state import Plan, RouterReport, WorkerDemand
+from baton.ledger.control_state import PoolSizes, RouterReport, WorkerDemand
 from tests.unit.cluster.scaling import Cluster
 
 UP_S, DOWN_S, SETTLE_S = 5.0, 60.0, 10.0
@@ -37,7 +37,7 @@ class Run:
 
     def __init__(self, prefill=2, decode=2, cluster=None, obeys=True):
         self.autoscaler = Autoscaler(cluster or config())
-        self.plan = Plan(prefill=prefill, decode=decode)
+        self.plan = PoolSizes(prefill=prefill, decode=decode)
         self.here = {Role.PREFILL: prefill, Role.DECODE: decode}
         self.now, self.outlook, self.obeys = 100.0, "", obeys
         self._busy_s = 0.0
@@ -234,7 +234,7 @@ def test_workers_that_never_come_do_not_hold_up_everything():
 def test_an_operators_plan_is_left_alone_for_a_while():
     run = Run().settled(**BUSY)
     assert run.until(UP_S - 1, **SLOW, **BUSY) is None
-    run.plan = Plan(prefill=2, decode=5, number=7, by="operator", generation=3)
+    run.plan = PoolSizes(prefill=2, decode=5, number=7, by="operator", generation=3)
     run.here[Role.DECODE] = 5
     assert run.until(SETTLE_S + UP_S - 2, **SLOW, **BUSY) is None
     new = run.until(3, **SLOW, **BUSY)
@@ -298,14 +298,14 @@ def test_whatever_is_reported_sizes_stay_within_bounds_and_every_plan_has_a_reas
     prefill, decode, prefills, decodes, turn, looked
 ):
     cluster = config(prefill, decode, turn=turn, up_after_s=1.0, down_after_s=2.0, settle_s=1.0)
-    autoscaler, plan, now, changed = Autoscaler(cluster), Plan(prefill=prefills, decode=decodes), 0.0, -1e9
+    autoscaler, plan, now, changed = Autoscaler(cluster), PoolSizes(prefill=prefills, decode=decodes), 0.0, -1e9
     for seen, passed, comes in looked:
         now += passed
         new, outlook = autoscaler.look(plan, seen, here({role: plan.of(role) if comes else 1 for role in Role}), now)
         assert bool(outlook) == bool(prefill or decode)
         if new is None:
             continue
-        assert Plan.model_validate(new.model_dump()) == new
+        assert PoolSizes.model_validate(new.model_dump()) == new
         assert (new.number, new.by, bool(new.reason)) == (plan.number + 1, "autoscaler", True)
         assert (new.prefill, new.decode) != (plan.prefill, plan.decode)
         for role, allowed in ((Role.PREFILL, prefill), (Role.DECODE, decode)):

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from baton.engine.determinism.checks import exact_rows
-from baton.engine.determinism.planner import Fixed
-from baton.engine.determinism.shapes import FixedShapes, parts
+from baton.engine.determinism.planner import VerifiedProgress
+from baton.engine.determinism.shapes import FixedShapes, split_exact
 from baton.engine.engine import Engine
 from baton.engine.kernels.cpu.kernel_choice import Choice, Profile
 from baton.engine.kernels.cpu.ops import CpuKernels
 from baton.engine.models.loading import load_model
-from baton.engine.sequence import Sequence, Work
+from baton.engine.sequence import ScheduledSequence, Sequence
 from baton.tokenizer import load_tokenizer
 from tests.support.engines import Streams, key_of
 from tests.unit.engine.test_determinism import DEMO
@@ -75,22 +75,22 @@ def item(number, *, count=1, known=20, verified=None, final=None):
     """`verified`: of a deterministic sequence."""
     sequence = Sequence(key_of(number), number, known, 10, known - count)
     if verified is not None:
-        sequence.fixed = Fixed(SHAPES, 10, verified, verified - 1 if final is None else final)
-    return Work(sequence, count)
+        sequence.fixed = VerifiedProgress(SHAPES, 10, verified, verified - 1 if final is None else final)
+    return ScheduledSequence(sequence, count)
 
 
 def test_which_forwards_a_batch_needs():
     sure, plain, chunk = item(1, verified=20), item(2), item(3, count=7)
     doubtful = item(4, verified=18)  # has candidates
-    assert parts([plain, chunk], 4) == [([plain, chunk], False)]
-    assert parts([sure, plain], 0) == [([sure, plain], False)]
-    assert parts([plain, doubtful], 4) == [([plain, doubtful], False)]
-    assert parts([plain, sure], 4) == [([plain, sure], True)]
-    assert parts([chunk, sure, plain], 4) == [([sure, plain], True), ([chunk], False)]
-    assert parts([plain, sure, doubtful], 1) == [([sure], True), ([plain, doubtful], False)]
+    assert split_exact([plain, chunk], 4) == [([plain, chunk], False)]
+    assert split_exact([sure, plain], 0) == [([sure, plain], False)]
+    assert split_exact([plain, doubtful], 4) == [([plain, doubtful], False)]
+    assert split_exact([plain, sure], 4) == [([plain, sure], True)]
+    assert split_exact([chunk, sure, plain], 4) == [([sure, plain], True), ([chunk], False)]
+    assert split_exact([plain, sure, doubtful], 1) == [([sure], True), ([plain, doubtful], False)]
     several = [item(number, verified=20) for number in range(5)]
     wanted = [(several[:3], True), ([*several[3:], plain], True), ([chunk], False)]
-    assert parts([*several, plain, chunk], 3) == wanted
+    assert split_exact([*several, plain, chunk], 3) == wanted
 
 
 def compiled_demo(dtype, **options):

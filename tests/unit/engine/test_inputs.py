@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from baton.engine.block_pool import BlockPool
 from baton.engine.model_runner import STAGES, Inputs, Mirror
 from baton.engine.oracle import oracle_layout
-from baton.engine.sequence import Sequence, Work
+from baton.engine.sequence import ScheduledSequence, Sequence
 from tests.support.engines import Streams, allocated, engine_of, key_of, numbers, oracle, spec_of
 from tests.unit.model.harness import Row, assert_same_batch, make_batch
 
@@ -63,7 +63,7 @@ def test_steady_decoding_writes_no_row_of_the_table_again():
     held = [allocated(pool, 2) for _ in range(3)]
     sequences = [Sequence(key_of(i), i, 5, 5, 4, held[i]) for i in range(3)]
     tokens = [[7] * 5 for _ in sequences]
-    tables = inputs.build([Work(sequence, 1) for sequence in sequences], tokens).block_tables
+    tables = inputs.build([ScheduledSequence(sequence, 1) for sequence in sequences], tokens).block_tables
     tables[1, 0] = 77  # a mark that a row written again would lose
     for step in range(5, 9):
         for sequence, known in zip(sequences, tokens, strict=True):
@@ -71,7 +71,7 @@ def test_steady_decoding_writes_no_row_of_the_table_again():
             known.append(step)
         if step == 8:
             assert all(held[i].grow(1) for i in (1, 0, 2))
-        batch = inputs.build([Work(sequence, 1) for sequence in sequences], tokens)
+        batch = inputs.build([ScheduledSequence(sequence, 1) for sequence in sequences], tokens)
         assert batch.block_tables[1, 0] == 77
         assert batch.positions.tolist() == [step] * 3
     assert batch.block_tables[:, 2].tolist() == [each.blocks[2] for each in held]
@@ -96,7 +96,10 @@ def test_builds_take_the_stages_in_turn(monkeypatch):
         return push(self, n, stage)
 
     monkeypatch.setattr(Mirror, "push", noted)
-    inputs, work = inputs_of(staged=True), Work(Sequence(key_of(), 1, 5, 5, 0, BlockPool(9).allocate(2)), 5)
+    inputs, work = (
+        inputs_of(staged=True),
+        ScheduledSequence(Sequence(key_of(), 1, 5, 5, 0, BlockPool(9).allocate(2)), 5),
+    )
     each = []
     for _ in range(4):
         inputs.build([work], [[3] * 5])

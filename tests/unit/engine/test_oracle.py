@@ -4,7 +4,7 @@ import torch
 from baton.core import KVLayout
 from baton.engine.model_runner import Inputs
 from baton.engine.oracle import OracleBackend, oracle_layout
-from baton.engine.sequence import Sequence, Work
+from baton.engine.sequence import ScheduledSequence, Sequence
 from baton.errors import ConfigError
 from baton.worker.engine_factory import generate
 from tests.support import engines
@@ -25,7 +25,7 @@ def test_every_flipped_byte_changes_the_logits():
         room = reserved(engine, tokens)
         engine.kv.scatter(layers, room.blocks, 0, tokens, data)
         position = Sequence(key_of("d"), 1, len(known), tokens, tokens, room.own)
-        logits = backend.forward(Inputs(backend, 1, 1, 4).build([Work(position, 1)], [known]), engine.kv)
+        logits = backend.forward(Inputs(backend, 1, 1, 4).build([ScheduledSequence(position, 1)], [known]), engine.kv)
         room.release()
         return logits
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.determinism.tuning import Passes, load_passes, measure_passes, save_passes
+from baton.engine.determinism.tuning import VerifyShapeTimes, load_passes, measure_passes, save_passes
 from baton.engine.models.loading import load_model
 from baton.engine.oracle import OracleBackend
 
@@ -15,7 +15,7 @@ DEMO = Path(__file__).parents[3] / "models" / "demo"
 
 def passes(steady=0, **microseconds):
     """Passes that take so long for a token, by their size: `of_64=2.0`."""
-    return Passes({int(name[3:]): int(name[3:]) * value for name, value in microseconds.items()}, steady)
+    return VerifyShapeTimes({int(name[3:]): int(name[3:]) * value for name, value in microseconds.items()}, steady)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core import Sampling, SequenceSpec
-from baton.engine.prefix_cache import Chain, named_blocks, names_of, scope_key
+from baton.engine.prefix_cache import BlockHashChain, block_hashes_of, hashable_blocks, scope_key
 from baton.worker.engine_factory import generate
 from tests.support import engines
 from tests.support.engines import BLOCK, Faulty, Streams, engine_of, ids, key_of, oracle, spec_of
@@ -37,7 +37,7 @@ def test_a_name_says_all_tokens_up_to_its_end_in_its_scope():
 
 def test_a_chain_grows_with_its_tokens_and_never_names_half_a_block():
     tokens = [1, 2, 3, 4, 5]
-    chain = Chain(scope_key(oracle().fingerprint, ""), tokens, BLOCK)
+    chain = BlockHashChain(scope_key(oracle().fingerprint, ""), tokens, BLOCK)
     with pytest.raises(IndexError, match="block 1 is not full: 1 of 4"):
         chain.digest(1)
     tokens += [6, 7, 8]
@@ -140,9 +140,9 @@ def test_what_a_failed_step_wrote_or_read_is_not_found(fault):
 def test_blocks_of_output_tokens_have_no_names_if_bits_or_thoughts_count(prompt, known, ordinary, deterministic):
     spec = SequenceSpec(tuple(range(prompt)), Sampling(), tuple(range(known)))
     exact = replace(spec, deterministic=True, cache_scope="b")
-    assert (named_blocks(spec, 4), named_blocks(spec, 4, thinks=True)) == (ordinary, deterministic)
-    assert named_blocks(replace(spec, think_while_decoding=True), 4, thinks=True) == ordinary
-    chain = Chain(scope_key("a", "b", True), spec.tokens, 4)
+    assert (hashable_blocks(spec, 4), hashable_blocks(spec, 4, thinks=True)) == (ordinary, deterministic)
+    assert hashable_blocks(replace(spec, think_while_decoding=True), 4, thinks=True) == ordinary
+    chain = BlockHashChain(scope_key("a", "b", True), spec.tokens, 4)
     for thinks in (True, False):
-        assert named_blocks(exact, 4, thinks=thinks) == deterministic
-        assert list(names_of(exact, "a", 4, thinks=thinks)) == [chain.digest(i) for i in range(deterministic)]
+        assert hashable_blocks(exact, 4, thinks=thinks) == deterministic
+        assert list(block_hashes_of(exact, "a", 4, thinks=thinks)) == [chain.digest(i) for i in range(deterministic)]

@@ -5,7 +5,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.core import HandoffId
 from baton.engine.block_pool import BlockPool
-from baton.engine.prefix_cache import Chain
+from baton.engine.prefix_cache import BlockHashChain
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Sequence
 
@@ -41,7 +41,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         sequence = Sequence(key, self.arrivals, known, prefill_end, computed, allocation, priority)
         content = data.draw(st.sampled_from([None, 1, 2]))
         if content is not None:
-            sequence.chain = Chain(bytes(32), [content] * length, self.block_size)
+            sequence.chain = BlockHashChain(bytes(32), [content] * length, self.block_size)
         self.alive[sequence] = length
         self.endings[sequence] = 0
         return sequence
@@ -260,7 +260,7 @@ def test_a_preempted_sequence_finds_its_own_blocks():
     s = scheduler(total=6, budget=100)
     s.add(old := sequence(1, known=7))
     s.add(young := sequence(2, known=9))
-    young.chain = Chain(bytes(32), [7] * 20, 4)
+    young.chain = BlockHashChain(bytes(32), [7] * 20, 4)
     s.advance(s.plan().work)
     old.known = 9
     foreign = s.pool.allocate(s.pool.available, reserved=True)

@@ -18,7 +18,7 @@ from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.frames import wire_digest
 from kvtransfer.receiver import PeerService
 from kvtransfer.transports.base import Ring, local_ring
-from kvtransfer.transports.unix_socket import Express
+from kvtransfer.transports.unix_socket import ControlSocket
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.support import (
@@ -59,7 +59,7 @@ class HandMade:
 class HandMadeEnd:
     """`ours`: the test's half of its express, where it has one."""
 
-    express: Express | None = None
+    express: ControlSocket | None = None
     ours: socket.socket | None = None
 
     def __init__(self, ring: Ring, *, express: bool) -> None:
@@ -72,7 +72,7 @@ class HandMadeEnd:
         if express:
             theirs, self.ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             theirs.settimeout(scaled(5))
-            self.express = Express("by hand", theirs)
+            self.express = ControlSocket("by hand", theirs)
 
     def arrive(self, data: torch.Tensor = ZEROS) -> None:
         """The next frame is there, whether it was expected or not."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from baton.core import HandoffId, Incarnation
 from baton.rpc.v1 import common_pb2 as pb_common
 from baton.rpc.v1 import peer_pb2 as pb
-from kvtransfer.send_queue import Outbox
+from kvtransfer.send_queue import SendQueue
 from kvtransfer.transports.base import Ring
 from kvtransfer.transports.memory import MemoryTransport
 from tests.support.waiting import eventually
@@ -86,15 +86,15 @@ def test_a_push_that_meets_the_eviction_of_its_channel_is_not_lost(pairs, monkey
     pair, others = farm(pairs, 2, replace(SETTINGS, staging_memory=RING.nbytes))
     jobs = [reserved(others, f"r{n}", where) for n, where in enumerate([0, 0, 1])]
     pair.reports.done(hand_over(pair.sender, jobs[0], [0]))
-    found_idle, late = vars(Outbox)["idle"], [jobs[1]]
+    found_idle, late = vars(SendQueue)["idle"], [jobs[1]]
 
-    def idle(outbox: Outbox) -> bool:
+    def idle(outbox: SendQueue) -> bool:
         was = found_idle.fget(outbox)
         if was and late:
             outbox.add(late.pop())  # another thread's push, right after the look
         return was
 
-    monkeypatch.setattr(Outbox, "idle", property(idle))
+    monkeypatch.setattr(SendQueue, "idle", property(idle))
     hand_over(pair.sender, jobs[2], [0])
     assert not late
     pair.complete(jobs[1], [0])

@@ -11,7 +11,7 @@ import pytest
 
 from baton.core import HandoffId
 from baton.errors import StaleAttempt
-from kvtransfer.send_queue import Outbox
+from kvtransfer.send_queue import SendQueue
 from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.conftest import Pair, Pairs
 from tests.unit.kvtransfer.ends import Stopped
@@ -94,9 +94,9 @@ def test_withdraw_does_not_wait_for_reads_of_others(eager: Pair) -> None:
 def test_what_is_withdrawn_between_the_choice_and_the_read_is_not_read(pairs: Pairs, monkeypatch) -> None:
     """Although there are blocks again: less of them is final than was chosen."""
     pair = pairs(replace(EAGER, frame_size=1 << 16), source=poisoned())
-    push, chosen, choose = prompt(pair, "r", 8, [0, 1], [10, 11]), threading.Event(), Outbox.next
+    push, chosen, choose = prompt(pair, "r", 8, [0, 1], [10, 11]), threading.Event(), SendQueue.next
 
-    def next_and_withdraw(outbox: Outbox):
+    def next_and_withdraw(outbox: SendQueue):
         found = choose(outbox)
         if not chosen.is_set():
             push.withdraw()
@@ -105,7 +105,7 @@ def test_what_is_withdrawn_between_the_choice_and_the_read_is_not_read(pairs: Pa
             chosen.set()
         return found
 
-    monkeypatch.setattr(Outbox, "next", next_and_withdraw)
+    monkeypatch.setattr(SendQueue, "next", next_and_withdraw)
     push.begin().layer(0, 0, 8)
     assert chosen.wait(scaled(5))
     push.chunk(0, 3)

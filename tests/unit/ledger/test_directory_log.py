@@ -14,7 +14,7 @@ from baton.clock import FakeClock
 from baton.core import Incarnation, WorkerRef
 from baton.errors import LedgerError
 from baton.ledger import prefix_directory
-from baton.ledger.prefix_directory import DONE, GAP, REFUSED, DirectoryLog
+from baton.ledger.prefix_directory import DONE, GAP, REFUSED, PrefixPublisher
 from baton.ledger.prefix_index import NAME_BYTES
 from baton.ledger.registry import Ledger
 from tests.support.redis_stub import StubConnection
@@ -89,12 +89,12 @@ def ledger(stub):
 
 @pytest.fixture
 async def log(ledger):
-    made = DirectoryLog(ledger, OWNER)
+    made = PrefixPublisher(ledger, OWNER)
     yield made
     await made.close(0.1)
 
 
-async def written(log: DirectoryLog, added: Iterable[int], removed: Iterable[int] = ()) -> None:
+async def written(log: PrefixPublisher, added: Iterable[int], removed: Iterable[int] = ()) -> None:
     log.note(list(map(digest, added)), list(map(digest, removed)))
     await log.flush()
 
@@ -139,7 +139,7 @@ async def test_a_lost_answer_costs_one_repetition_and_not_the_whole_set(log, stu
 
 
 async def test_an_idle_worker_says_that_it_is_still_there(stub, ledger):
-    log = DirectoryLog(ledger, OWNER, ttl_s=0.03)
+    log = PrefixPublisher(ledger, OWNER, ttl_s=0.03)
     await written(log, [1])
     stub.arrived.clear()
     await stub.arrived.wait()
@@ -201,7 +201,7 @@ async def trouble(steps: list[Any]) -> None:
     stub = Store()
     ledger = Ledger(stub, 1.0, FakeClock())  # type: ignore[arg-type]
     ledger._saw(1)
-    log = DirectoryLog(ledger, OWNER)
+    log = PrefixPublisher(ledger, OWNER)
     held: set[int] = set()
     for step in steps:
         match step:

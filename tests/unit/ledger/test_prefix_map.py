@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.core import Incarnation
-from baton.ledger.prefix_index import NAME_BYTES, Change, Holder, PrefixMap
+from baton.ledger.prefix_index import NAME_BYTES, Change, Holder, PrefixIndex
 
 A, B = Holder("prefill-0", Incarnation(5, 1)), Holder("decode-0", Incarnation(5, 2))
 NAMES = [bytes([n]) * NAME_BYTES for n in range(6)]
 
 
 def test_a_change_out_of_order_is_not_applied():
-    prefixes = PrefixMap()
+    prefixes = PrefixIndex()
     assert not prefixes.apply(Change(A, 1, added=NAMES))  # what was before?
     assert prefixes.apply(Change(A, 1, reset=True, added=NAMES[:1]))
     assert not prefixes.apply(Change(A, 3, added=NAMES[1:2]))
@@ -30,7 +30,7 @@ def test_a_change_out_of_order_is_not_applied():
 
 
 def test_a_chain_is_read_no_further_than_somebody_has_it():
-    prefixes, asked = PrefixMap(), []
+    prefixes, asked = PrefixIndex(), []
     prefixes.apply(Change(A, 1, reset=True, added=NAMES[:2]))
     prefixes.apply(Change(B, 1, reset=True, added=NAMES[:1]))
 
@@ -44,7 +44,7 @@ def test_a_chain_is_read_no_further_than_somebody_has_it():
 
 
 def test_a_slot_is_given_again_and_that_is_told():
-    prefixes = PrefixMap()
+    prefixes = PrefixIndex()
     prefixes.apply(Change(A, 1, reset=True, added=NAMES[:2]))
     slot, told = prefixes.slot(A), prefixes.generation
     prefixes.apply(Change(A, 2, added=NAMES[2:3]))
@@ -70,7 +70,7 @@ class Directory(RuleBasedStateMachine):
         self.stored: dict[str, tuple[Holder, int, set[bytes]]] = {}
         self.events: list[Change] = []
         self.position = 0
-        self.reader = PrefixMap()
+        self.reader = PrefixIndex()
 
     def last(self, holder: Holder) -> int:
         return max((seq for one, seq in self.history if one == holder), default=0)
@@ -159,7 +159,7 @@ TestDirectory.settings = settings(max_examples=150, stateful_step_count=40, dead
 )
 def test_leading_blocks_are_counted_for_each_holder(chain, sets, other_half):
     """As a plain loop does. Whole digests are asked by their names; a holder with none is left out."""
-    prefixes = PrefixMap()
+    prefixes = PrefixIndex()
     for holder, names in sets.items():
         prefixes.apply(Change(holder, 1, reset=True, added=names))
     counts = {h: sum(1 for _ in itertools.takewhile(names.__contains__, chain)) for h, names in sets.items()}

@@ -8,14 +8,14 @@ from typing import Any, cast
 
 from baton.clock import FakeClock
 from baton.core import BlockCounts, Incarnation, KVLayout, Load, Pace, Role, WorkerInfo, WorkerRef
-from baton.engine.prefix_cache import Chain, scope_key
-from baton.ledger.prefix_index import NAME_BYTES, Change, Holder, PrefixMap
-from router.context import Floor, RouterSettings
+from baton.engine.prefix_cache import BlockHashChain, scope_key
+from baton.ledger.prefix_index import NAME_BYTES, Change, Holder, PrefixIndex
+from router.context import RouterContext, RouterSettings
 from router.placement.fleet import Fleet
 from router.placement.policy import POLICIES
 from router.placement.snapshot import BLANK, WorkerView
 from router.workers.pool import WorkerPool
-from router.workers.stream import WorkerLink
+from router.workers.stream import WorkerStream
 
 BUSY = BLANK._replace(  # a decode worker with work of all kinds
     able=1.0, requests=4.0, room=1e6, kv_tokens=1000.0, step_s=0.008, token_s=0.0005, context_s=1e-6,
@@ -81,7 +81,7 @@ def block_names(
     tokens: Sequence[int], count: int, fingerprint: str = "a", scope: str = "", *, size: int = 16, marked=False
 ):
     """Names of the first `count` blocks; `marked`: as deterministic requests have them."""
-    chain = Chain(scope_key(fingerprint, scope, marked), tokens, size)
+    chain = BlockHashChain(scope_key(fingerprint, scope, marked), tokens, size)
     return [chain.digest(block)[:NAME_BYTES] for block in range(count)]
 
 
@@ -89,7 +89,7 @@ def holder(one: FakeLink) -> Holder:
     return Holder(one.info.ref.worker_id, one.info.ref.incarnation)
 
 
-def publish(prefixes: PrefixMap, one: FakeLink, names: list[bytes], seq: int = 1) -> None:
+def publish(prefixes: PrefixIndex, one: FakeLink, names: list[bytes], seq: int = 1) -> None:
     """The directory has these of this worker now."""
     prefixes.apply(Change(holder(one), seq, True, names))
 
@@ -101,14 +101,14 @@ async def no_workers() -> list[WorkerInfo]:
 def pool_of(*links: FakeLink, policy: str = "least_loaded", clock: FakeClock | None = None, **facts: Any) -> WorkerPool:
     pool = WorkerPool(no_workers, POLICIES[policy], "router-a", 1.0, clock or FakeClock(), **facts)
     for one in links:
-        pool._add(cast("WorkerLink", one))
+        pool._add(cast("WorkerStream", one))
     return pool
 
 
-def floor_of(*links: FakeLink, **settings: Any) -> Floor:
-    floor = Floor(RouterSettings(name="c", model="m", **settings), no_workers, FakeClock())
+def floor_of(*links: FakeLink, **settings: Any) -> RouterContext:
+    floor = RouterContext(RouterSettings(name="c", model="m", **settings), no_workers, FakeClock())
     for one in links:
-        floor.pool._add(cast("WorkerLink", one))
+        floor.pool._add(cast("WorkerStream", one))
     return floor
 
 

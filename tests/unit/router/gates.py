@@ -11,7 +11,7 @@ import pytest
 
 from baton.clock import Clock, FakeClock
 from baton.errors import Overloaded
-from router.admission.admission import Admission, Bounds, ticket_for
+from router.admission.admission import Admission, QueueLimits, ticket_for
 from tests.simulation.clock import VirtualLoop
 
 Result = TypeVar("Result")
@@ -56,7 +56,7 @@ class Gate:
         self.wishes: list[object] = []  # of each claim that was tried
         self.tasks: list[asyncio.Task[int]] = []
         self._by_tokens = by_tokens
-        limits = Bounds(**{"requests": 1000, "tokens": 100_000, "wait_s": 30.0, **bounds})
+        limits = QueueLimits(**{"requests": 1000, "tokens": 100_000, "wait_s": 30.0, **bounds})
         self.admission = Admission(self.claim, self.give_back, lambda: self.pair, self.clock, limits, weights)
 
     def claim(self, tokens: int, wish: object) -> int | None:

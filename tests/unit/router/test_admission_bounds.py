@@ -6,7 +6,7 @@ import pytest
 
 from baton.clock import FakeClock
 from baton.errors import NoWorker, Overloaded
-from router.admission.admission import Drain
+from router.admission.admission import DrainRate
 
 
 async def test_the_bound_in_tokens(make):
@@ -128,7 +128,7 @@ async def test_waits_that_led_to_nothing_count_together(make, pair, error):
 
 def draining(over_s=10.0, *, waiting=True):
     clock = FakeClock()
-    drain = Drain(clock, over_s)
+    drain = DrainRate(clock, over_s)
     drain.watch(waiting=waiting)
     return clock, drain
 

@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 
 from baton.clock import FakeClock
 from baton.core import Role, Sampling, SequenceSpec
-from baton.engine.prefix_cache import named_blocks
+from baton.engine.prefix_cache import hashable_blocks
 from baton.errors import DeadlineExceeded, InvalidRequest, NoWorker, Overloaded
-from baton.ledger.prefix_index import PrefixMap
-from router.admission.admission import Admission, Bounds
-from router.admission.capability_wait import Alike, NobodyAlike
-from router.placement.policy import POLICIES, sooner_alone
-from router.workers.placement import Claim, Wish
+from baton.ledger.prefix_index import PrefixIndex
+from router.admission.admission import Admission, QueueLimits
+from router.admission.capability_wait import CapabilityWait, NoCapableWorker
+from router.placement.policy import POLICIES, local_prefill_if_faster
+from router.workers.placement import Placement, Requirements
 from tests.unit.router import fakes
 from tests.unit.router.fakes import block_names, named, pair_of, pool_of, publish, say
 
 SPEC = SequenceSpec(tuple(range(40)), Sampling(), deterministic=True)
 PLAIN = replace(SPEC, deterministic=False)
-DETERMINISTIC, THOUGHTS = Wish(spec=SPEC), Wish(spec=PLAIN, thinks=("thoughts",))
+DETERMINISTIC, THOUGHTS = Requirements(spec=SPEC), Requirements(spec=PLAIN, thinks=("thoughts",))
 
 
 def pool_with(*workers):
@@ -60,7 +60,7 @@ def test_a_pair_is_alike_and_is_found_whenever_there_is_one(policy, left, right,
 
 def test_others_may_go_anywhere():
     pool = pool_with(*MIXED)
-    pairs = {pair_of(pool.claim(40, wish)) for wish in (Wish(), Wish(spec=PLAIN)) * 6}
+    pairs = {pair_of(pool.claim(40, wish)) for wish in (Requirements(), Requirements(spec=PLAIN)) * 6}
     assert {decode for _, decode in pairs} == {"d0", "d1"}
     assert {prefill for prefill, _ in pairs} == {"p0", "p1", "p2"}
     assert {pair_of(pool.claim(40, DETERMINISTIC)) for _ in range(4)} == {("p1", "d1")}
@@ -78,7 +78,7 @@ def test_who_has_no_room_is_waited_for_and_who_is_not_there_is_said():
     say(pool, "d1", full=True)
     assert pool.claim(40, DETERMINISTIC) is None
     say(pool, "d1", usable=False)
-    with pytest.raises(NobodyAlike):
+    with pytest.raises(NoCapableWorker):
         pool.claim(40, DETERMINISTIC)
     assert pool.claim(40) is not None
 
@@ -91,7 +91,7 @@ def test_local_prefill_keeps_to_who_is_alike():
         fakes.decode("d0", bits="x", **joint, beside=fakes.pace(1000, 1, 40)),
         fakes.decode("d1", bits="y", **joint, beside=fakes.pace(1000, 1, 40)),
     ]
-    prefixes = PrefixMap()
+    prefixes = PrefixIndex()
     publish(prefixes, links[2], block_names(SPEC.prompt, 2, marked=True))
     fleet = fakes.fleet_of(*links, prefixes=prefixes)
     snapshot = fleet.snapshot()
@@ -101,15 +101,15 @@ def test_local_prefill_keeps_to_who_is_alike():
         pair = POLICIES["predicted"](snapshot, ask)
         assert (pair is None) == (begun == "y")
         if pair is not None:
-            alone = sooner_alone(snapshot, ask, pair)
+            alone = local_prefill_if_faster(snapshot, ask, pair)
             assert alone is not None
             assert fleet.ref(D, alone.decode).worker_id == "d0"
-            plain = sooner_alone(snapshot, fleet.ask(len(PLAIN), 0, None, PLAIN), pair)
+            plain = local_prefill_if_faster(snapshot, fleet.ask(len(PLAIN), 0, None, PLAIN), pair)
             assert plain is not None
 
 
 def test_what_is_cached_is_found_by_names_of_their_own():
-    prefixes, one = PrefixMap(), fakes.prefill("p0", bits="x")
+    prefixes, one = PrefixIndex(), fakes.prefill("p0", bits="x")
     fleet = fakes.fleet_of(one, fakes.decode("d0", bits="x"), prefixes=prefixes)
     size = fakes.LAYOUT.block_size
     grown = replace(SPEC, known=tuple(range(40)))
@@ -117,12 +117,12 @@ def test_what_is_cached_is_found_by_names_of_their_own():
         publish(prefixes, one, block_names(spec.tokens, 4, marked=marked), 1 + (not marked))
         fleet.snapshot()
         cached = fleet.ask(len(spec), 0, None, spec).prefill_cached
-        assert list(cached) == [named_blocks(spec, size) * size]
+        assert list(cached) == [hashable_blocks(spec, size) * size]
         assert list(fleet.ask(len(spec), 0, None, replace(spec, deterministic=not marked)).prefill_cached) == [0]
 
 
 def test_blocks_behind_the_prompt_are_looked_for_only_where_the_model_does_not_think():
-    prefixes, links = PrefixMap(), [fakes.prefill("p0"), fakes.prefill("p1", "b"), fakes.decode("d0")]
+    prefixes, links = PrefixIndex(), [fakes.prefill("p0"), fakes.prefill("p1", "b"), fakes.decode("d0")]
     links[1].view.info = replace(links[1].info, thinking_chunk=8)
     fleet, grown = fakes.fleet_of(*links, prefixes=prefixes), replace(PLAIN, known=tuple(range(40)))
     for one in links[:2]:
@@ -136,12 +136,12 @@ def test_blocks_behind_the_prompt_are_looked_for_only_where_the_model_does_not_t
 
 
 class Gate:
-    """`Alike` over a pool, and an admission; time stands still."""
+    """`CapabilityWait` over a pool, and an admission; time stands still."""
 
     def __init__(self, pool, wait_s=10.0, most=100):
         self.pool, self.clock = pool, (clock := FakeClock())
-        self.admission = Admission(pool.claim, Claim.release, pool.serves, clock, Bounds(8, 10**6, wait_s))
-        self.alike = Alike(pool.serves, pool.why_not, clock, wait_s, most)
+        self.admission = Admission(pool.claim, Placement.release, pool.serves, clock, QueueLimits(8, 10**6, wait_s))
+        self.alike = CapabilityWait(pool.serves, pool.why_not, clock, wait_s, most)
         pool.on_change = self.changed
         self.tickets = 0
 
@@ -184,7 +184,7 @@ async def test_who_waits_for_workers_that_are_not_there_is_in_nobodys_way():
     say(gate.pool, "d1", usable=False)
     waits = await gate.waiting(DETERMINISTIC)
     assert gate.admission.waiting == 0
-    assert (await gate.ask(Wish(spec=PLAIN))).decode.info.ref.worker_id == "d0"
+    assert (await gate.ask(Requirements(spec=PLAIN))).decode.info.ref.worker_id == "d0"
     say(gate.pool, "d1", usable=True)
     assert pair_of(await waits) == ("p1", "d1")
 
@@ -193,7 +193,7 @@ async def test_who_is_first_in_the_queue_when_its_workers_leave_lets_others_pass
     gate = Gate(pool_with(*MIXED))
     for name in ("d0", "d1"):
         say(gate.pool, name, full=True)
-    first, second = gate.ask(DETERMINISTIC), gate.ask(Wish(spec=PLAIN))
+    first, second = gate.ask(DETERMINISTIC), gate.ask(Requirements(spec=PLAIN))
     await turns()
     assert gate.admission.waiting == 2
     say(gate.pool, "d1", usable=False)
@@ -249,8 +249,13 @@ async def test_a_model_thinks_if_all_its_workers_say_so():
     [
         (THOUGHTS, 60.0, NoWorker, r"waited 0\.01 s: no decode worker is connected"),
         (DETERMINISTIC, 60.0, NoWorker, r"waited 0\.01 s: no decode worker that computes deterministic requests"),
-        (Wish(None, SPEC, "z"), 60.0, NoWorker, "no decode worker with the system fingerprint z that computes"),
-        (Wish(None, SPEC, "z"), 0.001, DeadlineExceeded, "its deadline came while it waited: no decode worker with"),
+        (Requirements(None, SPEC, "z"), 60.0, NoWorker, "no decode worker with the system fingerprint z that computes"),
+        (
+            Requirements(None, SPEC, "z"),
+            0.001,
+            DeadlineExceeded,
+            "its deadline came while it waited: no decode worker with",
+        ),
     ],
 )
 async def test_it_waits_no_longer_than_others_do(wish, deadline_s, error, says):

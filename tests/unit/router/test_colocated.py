@@ -12,7 +12,7 @@ from baton.errors import InvalidRequest
 from baton.rpc.v1 import admin_pb2
 from router.admin import _sizes
 from router.placement import demand
-from router.placement.policy import ALONE, POLICIES, Alone, alone, alone_ttft_s
+from router.placement.policy import ALONE, POLICIES, Alone, alone_ttft_s, local_prefill
 from router.placement.snapshot import BLANK, Ask, Snapshot
 from tests.unit.router import fakes
 from tests.unit.router.fakes import BUSY, pace
@@ -54,7 +54,7 @@ def test_a_prompt_takes_as_many_steps_as_it_has_chunks(cached, backlog, chunk, s
     (found,) = alone_ttft_s(snapshot, ask)
     expected = USUAL * (steps + 1) + prompt_s(steps + 1, 600 - cached, backlog)
     assert found == pytest.approx(expected), "and the step that runs"
-    assert alone(snapshot, ask) == Alone(0, found)
+    assert local_prefill(snapshot, ask) == Alone(0, found)
 
 
 def test_at_one_that_does_nothing_no_step_is_waited_for():
@@ -142,7 +142,7 @@ def test_what_a_typical_prompt_may_expect_is_that_of_the_worker_that_it_would_ge
     floor = floor_of(worker("a", running=3, reported=4000), worker("b", running=2, reported=900))
     claim = floor.pool.claim(300)
     snapshot, ask = floor.pool._fleet.snapshot(), floor.pool._fleet.ask(300, 0, None, None)
-    report = demand.demand(floor)
+    report = demand.current_demand(floor)
     assert claim.decode.info.ref.worker_id == "b"
     assert report.ttft_s == pytest.approx(alone_ttft_s(snapshot, ask).min())
     assert 0 < report.ttft_alone_s < report.ttft_s / 2

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core import Pace
-from router.placement.cost_model import UNKNOWN, StepFit
+from router.placement.cost_model import UNKNOWN, StepCostFit
 
 TRUE = (0.004, 0.0003, 2e-8)
 
@@ -29,7 +29,7 @@ def prompts(rng, true=TRUE, noise=0.05, spikes=0.0):
 
 
 def fitted(paces, count, fit=None):
-    fit = fit or StepFit()
+    fit = fit or StepCostFit()
     for _ in range(count):
         fit.observe(next(paces))
         fit.cost()
@@ -58,7 +58,7 @@ def test_outliers_are_passed_over(seed):
 
 
 def test_warming_up_is_forgotten_at_once():
-    rng, fit = random.Random(1), StepFit()
+    rng, fit = random.Random(1), StepCostFit()
     fit.observe(Pace(1, 10, 55, 20.0))  # what kernels are compiled in
     fit.cost()
     fit.observe(Pace(1, 10, 55, 0.01))
@@ -72,7 +72,7 @@ reports = st.builds(Pace, *[st.integers(-5, 10**6)] * 3, st.floats(-1.0, 1e4))
 
 @given(st.lists(st.one_of(reports, st.none()), max_size=60))
 def test_no_cost_is_negative_or_endless_whatever_is_reported(sequence):
-    fit = StepFit()
+    fit = StepCostFit()
     for report in sequence:
         if report is None:
             fit.idle()
@@ -86,7 +86,7 @@ def test_no_cost_is_negative_or_endless_whatever_is_reported(sequence):
 @pytest.mark.parametrize("digits", [90, *range(110, 340, 3)])
 def test_what_was_forgotten_long_ago_is_not_known(digits):
     """Days of beats without a step: sums go to nothing, some before others."""
-    fit = StepFit()
+    fit = StepCostFit()
     for number in range(12):
         fit.observe(Pace(10, 100 + number, 4000 + number * number, 0.05 + 0.001 * number))
     for _ in range(2):
@@ -97,12 +97,12 @@ def test_what_was_forgotten_long_ago_is_not_known(digits):
 
 
 def test_nothing_is_known_before_a_report():
-    assert StepFit().cost() == StepFit().cost(StepFit()) == UNKNOWN
+    assert StepCostFit().cost() == StepCostFit().cost(StepCostFit()) == UNKNOWN
     assert not UNKNOWN.known
 
 
 def test_who_has_seen_little_goes_by_its_like():
-    like, own = fitted(prompts(random.Random(3)), 100), StepFit()
+    like, own = fitted(prompts(random.Random(3)), 100), StepCostFit()
     assert off(own.cost(like)) < 0.1
     slower = tuple(5 * value for value in TRUE)
     paces = prompts(random.Random(4), slower)
@@ -117,7 +117,7 @@ def test_who_has_seen_little_goes_by_its_like():
 
 
 def test_equal_steps_are_put_down_to_their_tokens():
-    fit = StepFit()
+    fit = StepCostFit()
     for _ in range(20):
         fit.observe(Pace(1, 100, 5050, 0.1))
     assert fit.cost().of(200, 20100) == pytest.approx(0.2, rel=0.2)

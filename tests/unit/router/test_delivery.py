@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from baton.core import Finish, FinishReason, Token
 from baton.errors import Cancelled, EngineFault
-from router.request.delivery import Delivery, EventStream, Patience
+from router.request.delivery import Delivery, EventStream, StallTimeout
 from tests.unit.router.gates import virtual
 
 
@@ -97,7 +97,7 @@ class Client:
 async def opened(patience=None):
     """A stream whose metadata are under way, and why its request was given up."""
     client, reasons = Client(), list[BaseException]()
-    stream = EventStream(cast("Any", client), "a", patience or Patience(30.0), reasons.append)
+    stream = EventStream(cast("Any", client), "a", patience or StallTimeout(30.0), reasons.append)
     stream.open(("baton-request-id", "a"), within_s=0)
     await breath()
     return client, stream, reasons
@@ -191,14 +191,14 @@ async def test_a_client_that_has_gone_does_not_keep_the_status(message):
 
 @virtual
 async def test_nor_does_one_that_takes_nothing():
-    _, stream, _ = await opened(Patience(0.01))
+    _, stream, _ = await opened(StallTimeout(0.01))
     await asyncio.wait_for(stream.close(), 5.0)
 
 
 @virtual
 async def test_choices_that_wait_for_each_other_are_not_stalled():
     """Each message is taken in time, the last of them later than a message may take."""
-    client, stream, reasons = await begun(Patience(1.0))
+    client, stream, reasons = await begun(StallTimeout(1.0))
     writing = [writing_to(stream, choice) for choice in range(4)]
     for _ in writing:
         await asyncio.sleep(0.6)
@@ -210,7 +210,7 @@ async def test_choices_that_wait_for_each_other_are_not_stalled():
 
 @virtual
 async def test_those_who_take_nothing_are_given_up_one_by_one_and_no_others():
-    patience = Patience(0.05)
+    patience = StallTimeout(0.05)
     silent, quick = [await begun(patience) for _ in range(2)], await begun(patience)
     writing = [writing_to(stream) for _, stream, _ in (*silent, quick)]
     await breath()
@@ -227,7 +227,7 @@ async def test_those_who_take_nothing_are_given_up_one_by_one_and_no_others():
 
 @virtual
 async def test_patience_begins_anew_with_each_message():
-    client, stream, reasons = await begun(Patience(0.3))
+    client, stream, reasons = await begun(StallTimeout(0.3))
     for _ in range(4):
         writing = writing_to(stream)
         await asyncio.sleep(0.2)

@@ -12,7 +12,7 @@ from baton.core import BlockCounts, Role
 from baton.errors import LedgerError
 from router.placement import demand
 from router.placement.policy import itl_s, ttft_s
-from router.workers.placement import NO_WISH
+from router.workers.placement import NO_REQUIREMENTS
 from tests.support.waiting import until
 from tests.unit.router import fakes
 from tests.unit.router.fakes import floor_of, pace, say
@@ -29,7 +29,7 @@ def test_what_is_predicted_is_what_workers_are_chosen_by():
     floor = floor_of(*pair(queued_tokens=700), fakes.prefill("q", pace=PROMPTS, queued_tokens=200))
     claim = floor.pool.claim(100)
     assert claim is not None
-    report = demand.demand(floor)
+    report = demand.current_demand(floor)
     snapshot = floor.pool._fleet.snapshot()
     ask = floor.pool._fleet.ask(100, 0, None, None)
     assert report.prompt_tokens == 100
@@ -39,23 +39,23 @@ def test_what_is_predicted_is_what_workers_are_chosen_by():
     claim.release()
     for name in "pq":
         say(floor.pool, name, queued_tokens=0)
-    report = demand.demand(floor)
+    report = demand.current_demand(floor)
     assert report.ttft_s == pytest.approx(report.ttft_alone_s)
     assert report.itl_s == pytest.approx(report.itl_alone_s)
 
 
 def test_nothing_is_predicted_of_workers_that_are_unknown_or_take_nothing_new():
-    report = demand.demand(floor_of(fakes.prefill(), fakes.decode()))
+    report = demand.current_demand(floor_of(fakes.prefill(), fakes.decode()))
     assert (report.ttft_s, report.ttft_alone_s, report.itl_s, report.itl_alone_s) == (0, 0, 0, 0)
-    assert demand.demand(floor_of()).workers == {}
+    assert demand.current_demand(floor_of()).workers == {}
     left, right = pair()
     left.usable = False
-    report = demand.demand(floor_of(left, right))
+    report = demand.current_demand(floor_of(left, right))
     assert (list(report.workers), report.ttft_s) == (["d"], 0)
 
 
 def test_a_typical_prompt_is_a_mean_of_the_last_and_what_was_cached_costs_nothing():
-    typical = demand.Typical()
+    typical = demand.TypicalRequest()
     for _ in range(200):
         typical.saw(1000, 0)
     for _ in range(200):
@@ -63,9 +63,9 @@ def test_a_typical_prompt_is_a_mean_of_the_last_and_what_was_cached_costs_nothin
     assert [typical.tokens, typical.cached] == pytest.approx([300, 260], abs=1)
     floor = floor_of(*pair())
     floor.pool._typical = typical
-    cached = demand.demand(floor).ttft_alone_s
+    cached = demand.current_demand(floor).ttft_alone_s
     typical.cached = 0.0
-    assert demand.demand(floor).ttft_alone_s > 3 * cached
+    assert demand.current_demand(floor).ttft_alone_s > 3 * cached
 
 
 def test_each_worker_says_what_it_has():
@@ -73,7 +73,7 @@ def test_each_worker_says_what_it_has():
     say(floor.pool, "p", report={"waiting": 3})
     blocks = BlockCounts(100, free=30, owned=50, reserved=10, cached=10)
     say(floor.pool, "d", report={"running": 5, "waiting": 2, "blocks": blocks})
-    workers = demand.demand(floor).workers
+    workers = demand.current_demand(floor).workers
     prefill, decode = workers["p"], workers["d"]
     assert (prefill.role, prefill.waiting, prefill.queued_tokens, prefill.step_s) == (Role.PREFILL, 3, 700, 0)
     assert prefill.busy_s == pytest.approx(PROMPTS.seconds)
@@ -85,16 +85,16 @@ def test_each_worker_says_what_it_has():
 
 def test_full_decode_workers_have_a_next_token_too():
     floor = floor_of(*pair(), fakes.decode("e", pace=pace(100, 4, 2000, step_s=0.2)))
-    both = demand.demand(floor).itl_s
+    both = demand.current_demand(floor).itl_s
     say(floor.pool, "d", full=True)
-    assert demand.demand(floor).itl_s > 4 * both  # a newcomer has e
+    assert demand.current_demand(floor).itl_s > 4 * both  # a newcomer has e
     say(floor.pool, "e", full=True)
-    assert demand.demand(floor).itl_s == pytest.approx(both)
+    assert demand.current_demand(floor).itl_s == pytest.approx(both)
 
 
 async def queued(floor, count):
     say(floor.pool, "d", full=True)
-    waiting = [asyncio.create_task(floor.admission.admit((n, n), 50, NO_WISH)) for n in range(count)]
+    waiting = [asyncio.create_task(floor.admission.admit((n, n), 50, NO_REQUIREMENTS)) for n in range(count)]
     await asyncio.sleep(0)
     return waiting
 
@@ -103,12 +103,12 @@ async def test_the_queue_is_in_the_first_token():
     floor = floor_of(*pair())
     waiting = await queued(floor, 3)
     cast("FakeClock", floor.clock).advance(4.0)
-    report = demand.demand(floor)
+    report = demand.current_demand(floor)
     assert (report.queued, report.queued_tokens, report.oldest_s, report.queue_s) == (3, 150, 4.0, 4.0)
     assert report.ttft_s == pytest.approx(4.0 + report.ttft_alone_s)
     say(floor.pool, "d", full=False)
     claims = [await task for task in waiting]
-    report = demand.demand(floor)
+    report = demand.current_demand(floor)
     assert (report.queued, report.oldest_s, report.queue_s) == (0, 0, 0)
     for claim in claims:
         claim.release()
@@ -120,7 +120,7 @@ async def test_a_wait_is_predicted_by_how_fast_the_queue_drains():
     for _ in range(10):  # two in a second
         cast("FakeClock", floor.clock).advance(0.5)
         floor.admission.drain.served(50)
-    assert demand.demand(floor).queue_s == pytest.approx(15.0, rel=0.01)
+    assert demand.current_demand(floor).queue_s == pytest.approx(15.0, rel=0.01)
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
@@ -129,7 +129,7 @@ async def test_a_wait_is_predicted_by_how_fast_the_queue_drains():
 def test_requests_are_counted_from_the_beginning():
     floor = floor_of()
     floor.outcomes.update(finished=5, refused=2, failed=1, accepted=6)
-    report = demand.demand(floor)
+    report = demand.current_demand(floor)
     assert (report.arrived, report.refused, report.running) == (8, 2, 0)
 
 
@@ -137,7 +137,7 @@ async def test_a_board_that_is_away_is_told_when_it_is_back(monkeypatch):
     monkeypatch.setattr(demand, "_EVERY_S", 0.0)
     board, floor = AsyncMock(), floor_of()
     board.put_router.side_effect = cycle([LedgerError("away"), None])
-    telling = asyncio.create_task(demand.tell(floor, board))
+    telling = asyncio.create_task(demand.publish(floor, board))
     await until(lambda: board.put_router.await_count >= 6)
     telling.cancel()
     await asyncio.wait([telling])

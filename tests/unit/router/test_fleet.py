@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from baton.core import BlockCounts, Channel, Incarnation, Load, Role, Sampling, SequenceSpec, WorkerRef
-from baton.ledger.prefix_index import PrefixMap
+from baton.ledger.prefix_index import PrefixIndex
 from router.placement.cost_model import UNKNOWN
 from router.placement.fleet import Fleet, facts_of
 from router.placement.policy import predicted
@@ -42,7 +42,7 @@ class Changes(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.prefixes = PrefixMap()
+        self.prefixes = PrefixIndex()
         self.fleet = Fleet(self.prefixes)
         self.here = {}
         self.born = 0
@@ -172,7 +172,7 @@ def test_a_count_that_goes_back_is_no_observation():
 
 
 def test_what_is_cached_is_found_by_its_name_in_its_scope_and_leaves_one_token_to_compute():
-    prefixes, one, other = PrefixMap(), decode("1"), decode("2", "b")
+    prefixes, one, other = PrefixIndex(), decode("1"), decode("2", "b")
     for each in (one, other):
         publish(prefixes, each, block_names(PROMPT, 6))
     fleet = fleet_of(one, other, prefixes=prefixes)
@@ -198,7 +198,7 @@ def test_what_is_known_of_an_idle_worker_ages():
 
 
 def test_a_prompt_that_waits_is_looked_for_under_new_names_too():
-    prefixes, asked = PrefixMap(), spec()
+    prefixes, asked = PrefixIndex(), spec()
     fleet = fleet_of(decode("1"), prefixes=prefixes)
     fleet.snapshot()
     assert not fleet.ask(100, 0, None, asked).decode_cached.any()

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
-from router.openai.loopback import Inner
+from router.openai.loopback import LoopbackListener
 
 KILLED = """
 import asyncio
-from router.openai.loopback import Inner
+from router.openai.loopback import LoopbackListener
 
 async def main():
-    inner = Inner([])
+    inner = LoopbackListener([])
     print(inner.bind(), flush=True)
     await asyncio.Event().wait()
 
@@ -52,7 +52,7 @@ def bound():
     """The folder of one that binds and stops, and what was beside it meanwhile."""
 
     async def bind_and_stop():
-        inner = Inner([])
+        inner = LoopbackListener([])
         folder = Path(inner.bind().removeprefix("unix:")).parent
         there = names(folder.parent)
         await inner.stop(None)

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core import BlockCounts, Load, Pace, Role
-from router.placement.cost_model import Learned, Likes
-from router.placement.policy import Alone, Pair, alone_s, predicted, sooner_alone
+from router.placement.cost_model import CostModels, WorkerCostModel
+from router.placement.policy import Alone, Pair, alone_s, local_prefill_if_faster, predicted
 from router.placement.snapshot import BLANK, Ask, Snapshot
 from tests.unit.router.fakes import BUSY, decode, fleet_of, pace, prefill
 
@@ -38,7 +38,7 @@ def offered(decodes, cached, ttft_s, slo=np.inf, keep=None, group=0.0):
     for side, rows in ((snapshot.prefill, [BLANK._replace(group=group)]), (snapshot.decode, decodes)):
         for facts in rows:
             side.put(side.add(), facts)
-    return sooner_alone(snapshot, Ask(100, np.zeros(1), np.array(cached), keep=keep), Pair(0, 0, ttft_s))
+    return local_prefill_if_faster(snapshot, Ask(100, np.zeros(1), np.array(cached), keep=keep), Pair(0, 0, ttft_s))
 
 
 def test_near_equality_keeps_to_the_pair():
@@ -144,7 +144,7 @@ class Workers:
         for tokens in range(1, 3000):
             ask = self.fleet.ask(tokens, 0, None, None)
             pair = predicted(snapshot, ask)
-            alone.append(pair is not None and sooner_alone(snapshot, ask, pair) is not None)
+            alone.append(pair is not None and local_prefill_if_faster(snapshot, ask, pair) is not None)
         count = sum(alone)
         assert all(alone[:count]), "what is shorter is computed there too"
         return count
@@ -192,7 +192,7 @@ def test_prompts_that_turned_out_dear_are_tried_again_in_the_end():
 
 def test_steps_with_prompts_alone_tell_too():
     """Of a decode worker that decodes nothing at the moment."""
-    one = Learned(Role.DECODE, Likes())
+    one = WorkerCostModel(Role.DECODE, CostModels())
     for number in range(1, 60):
         only = pace(number, 100, 5050, 0.009, 0.0003)
         assert one.told(Load(step=20 * number, decode_pace=pace(10 * number, 4, 400, 0.004), prefill_pace=only))
@@ -201,7 +201,7 @@ def test_steps_with_prompts_alone_tell_too():
 
 def test_a_prompt_costs_something_whatever_is_reported():
     """Steps with prompts that seem to be faster than those without."""
-    one = Learned(Role.DECODE, Likes())
+    one = WorkerCostModel(Role.DECODE, CostModels())
     one.told(Load(step=10, decode_pace=pace(10, 4, 400, 0.01)))
     one.told(Load(step=30, decode_pace=pace(10, 4, 400, 0.01), joint_pace=pace(10, 50, 1275, 0.001)))
     assert one.prompts.known

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core import Role
-from router.placement.policy import POLICIES, least_loaded, predicted, prefix, round_robin, sooner_alone
+from router.placement.policy import POLICIES, least_loaded, local_prefill_if_faster, predicted, prefix, round_robin
 from router.placement.snapshot import Ask, Facts, Snapshot, has_pair, misfit
 from tests.unit.router.fakes import LAYOUT, decode, fleet_of, holder, link, pace, prefill
 
@@ -155,7 +155,7 @@ def alone_at(*links, tokens=100, cached=None, slo_itl_s=np.inf, keep=None):
     fleet, snapshot, ask = asked(links, tokens, 0, cached, slo_itl_s, keep)
     pair = predicted(snapshot, ask)
     assert pair is not None
-    found = sooner_alone(snapshot, ask, pair)
+    found = local_prefill_if_faster(snapshot, ask, pair)
     return None if found is None else fleet.ref(Role.DECODE, found.decode).worker_id
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from baton.errors import Overloaded
 from baton.rpc.v1 import inference_pb2 as pb
-from router.parsing.generate_request import SMALL_BYTES, Reading
+from router.parsing.generate_request import SMALL_BYTES, ParseLimiter
 
 SMALL = pb.TokenizeRequest(text="x" * (SMALL_BYTES - 8))
 LARGE = pb.TokenizeRequest(text="x" * 5000)
@@ -20,7 +20,7 @@ def refused(reading, message):
 
 
 def test_as_many_as_allowed_and_then_again_also_after_one_that_failed():
-    reading = Reading(at_once=2)
+    reading = ParseLimiter(at_once=2)
     for _ in range(2):
         with suppress(ValueError), reading.one_more(LARGE), reading.one_more(CONSTRAINED):
             assert refused(reading, LARGE)
@@ -29,13 +29,13 @@ def test_as_many_as_allowed_and_then_again_also_after_one_that_failed():
 
 
 def test_small_ones_are_always_welcome_and_take_no_place():
-    reading = Reading(at_once=1)
+    reading = ParseLimiter(at_once=1)
     with reading.one_more(SMALL), reading.one_more(LARGE), reading.one_more(SMALL):
         assert refused(reading, LARGE)
 
 
 def test_bytes_count_too_but_one_alone_is_read_whatever_its_size():
-    reading = Reading(most_bytes=4999)
+    reading = ParseLimiter(most_bytes=4999)
     with reading.one_more(LARGE):
         assert refused(reading, LARGE)
         assert refused(reading, CONSTRAINED)

@@ -5,7 +5,7 @@ from unittest.mock import Mock
 import pytest
 
 from router.workers import stream
-from router.workers.stream import LONGEST_S, Rounds
+from router.workers.stream import LONGEST_S, WakeupBatcher
 
 
 class Machine:
@@ -38,7 +38,7 @@ def machine():
 
 @pytest.fixture
 def paced(machine):
-    return Rounds(machine, machine.cpu)
+    return WakeupBatcher(machine, machine.cpu)
 
 
 def after(machine, paced, looks, busy, step=stream._LOOK_S * 1.01):
@@ -104,7 +104,7 @@ def test_what_comes_within_a_round_is_woken_once_at_its_end_and_another_round_be
 
 def test_the_processor_is_asked_now_and_then_only(machine):
     cpu = Mock(return_value=0.0)
-    paced = Rounds(machine, cpu)
+    paced = WakeupBatcher(machine, cpu)
     for _ in range(1000):
         machine.run(0.001, 1.0)
         paced.holds()

@@ -8,16 +8,16 @@ import pytest
 
 from baton.clock import FakeClock
 from baton.core import Token
-from router.request.lifecycle import Life
+from router.request.lifecycle import ChoiceRun
 
 
-def life_of(clock: FakeClock, *, ttft_s: float, itl_s: float, received: list[int]) -> Life:
+def life_of(clock: FakeClock, *, ttft_s: float, itl_s: float, received: list[int]) -> ChoiceRun:
     floor, call = MagicMock(clock=clock), MagicMock(arrived=(clock.monotonic(), clock.wall()))
     floor.settings.slo_ttft_s, floor.settings.slo_itl_s = ttft_s, itl_s
-    return Life(floor, call, 0, received)
+    return ChoiceRun(floor, call, 0, received)
 
 
-def delivered(clock: FakeClock, life: Life, *waits_s: float) -> None:
+def delivered(clock: FakeClock, life: ChoiceRun, *waits_s: float) -> None:
     """Deliver one token after each wait. The stage clock sees the first, as an attempt would report it."""
     begin = len(life.delivery.ids)
     for index, wait_s in enumerate(waits_s):

@@ -13,8 +13,8 @@ import pytest
 from baton.clock import FakeClock
 from baton.errors import NoWorker, Overloaded
 from baton.tracing.trace import Ended, TraceContext
-from router.observe.activity import KEPT, Happenings, Recent, Seen
-from router.observe.status import Live, Shared
+from router.observe.activity import KEPT, ActivityRecorder, EventFeed, LastMinute
+from router.observe.status import SingleFlight, StatusBroadcaster
 from router.request.traces import Trace, Traces, Track
 
 
@@ -24,7 +24,7 @@ def clock():
 
 
 def test_quantiles_are_right_within_their_bounds(clock, seed):
-    recent, rng = Recent(clock), random.Random(seed)
+    recent, rng = LastMinute(clock), random.Random(seed)
     gaps = [math.exp(rng.gauss(-4, 1)) for _ in range(20_000)]
     for number, gap in enumerate(gaps):
         recent.tokens(1, gap)
@@ -38,7 +38,7 @@ def test_quantiles_are_right_within_their_bounds(clock, seed):
 
 
 def test_what_was_a_minute_ago_is_forgotten(clock):
-    recent = Recent(clock)
+    recent = LastMinute(clock)
     recent.first_tokens(1, 0.2, 100)
     recent.tokens(3, 0.3)
     recent.finished(0.5)
@@ -60,7 +60,7 @@ def test_what_was_a_minute_ago_is_forgotten(clock):
 
 
 def test_a_rate_is_of_the_time_that_there_was(clock):
-    recent = Recent(clock)
+    recent = LastMinute(clock)
     recent.count("ended")
     assert recent.window().requests_per_s == 1, "not of no time at all"
     clock.advance(2)
@@ -72,7 +72,7 @@ def test_a_rate_is_of_the_time_that_there_was(clock):
 
 
 def test_durations_that_no_bound_fits(clock):
-    recent = Recent(clock)
+    recent = LastMinute(clock)
     recent.tokens(1, 0.0)
     recent.first_tokens(1, 1e9, 0)
     assert recent.window().itl.p99 == pytest.approx(1e-4, rel=0.026)
@@ -80,7 +80,7 @@ def test_durations_that_no_bound_fits(clock):
 
 
 def test_happenings_are_numbered_and_equal_ones_are_one(clock):
-    happenings = Happenings(clock)
+    happenings = EventFeed(clock)
     assert happenings.settle() == 0
     happenings.add("joined", "here", worker_id="p-0")
     for number in range(3):
@@ -96,7 +96,7 @@ def test_happenings_are_numbered_and_equal_ones_are_one(clock):
 
 
 def test_happenings_are_bounded(clock):
-    happenings = Happenings(clock)
+    happenings = EventFeed(clock)
     for times, (number, how) in enumerate(((3 * KEPT, "in way"), (KEPT, "in another way")), 1):
         for each in range(number):
             happenings.add("failed", f"{how} {each}")
@@ -107,9 +107,9 @@ def test_happenings_are_bounded(clock):
 
 async def test_the_latest_happenings_are_known_though_nobody_has_watched(clock, monkeypatch):
     monkeypatch.setattr("router.observe.status._LOOK_S", 0)
-    floor: Any = SimpleNamespace(seen=(seen := Seen(clock)), clock=clock, pool=SimpleNamespace(links=[]))
+    floor: Any = SimpleNamespace(seen=(seen := ActivityRecorder(clock)), clock=clock, pool=SimpleNamespace(links=[]))
     overview: Any = SimpleNamespace(look=None)
-    looking = asyncio.create_task(Live(floor, overview).run())
+    looking = asyncio.create_task(StatusBroadcaster(floor, overview).run())
     for when in ("early", "late"):
         for number in range(KEPT):
             seen.happenings.add("failed", f"{when} {number}")
@@ -120,7 +120,7 @@ async def test_the_latest_happenings_are_known_though_nobody_has_watched(clock, 
 
 
 def test_refusals_under_load_leave_room_for_what_else_happens(clock):
-    seen = Seen(clock)
+    seen = ActivityRecorder(clock)
     call: Any = SimpleNamespace(lives=[], name="r")
     for number in range(2 * KEPT):
         seen.ended(call, "refused", Overloaded(f"it would wait for about {number} s", 1.0))
@@ -133,7 +133,7 @@ def test_refusals_under_load_leave_room_for_what_else_happens(clock):
 
 def test_happenings_name_a_request_as_its_client_does(clock):
     """One that was resumed has another name on the workers, under which nobody finds its trace."""
-    seen = Seen(clock)
+    seen = ActivityRecorder(clock)
     call: Any = SimpleNamespace(name="mine", lives=[SimpleNamespace(request_id="r9")])
     life: Any = SimpleNamespace(call=call, request_id="r9")
     for reason in ("decode_lost", "prefill_lost"):
@@ -145,7 +145,7 @@ def test_happenings_name_a_request_as_its_client_does(clock):
 
 
 def test_a_prompt_counts_once_however_many_choices_it_has(clock):
-    seen, call = Seen(clock), SimpleNamespace(prompt_tokens=100)
+    seen, call = ActivityRecorder(clock), SimpleNamespace(prompt_tokens=100)
     for choice in range(3):
         life: Any = SimpleNamespace(choice=choice, call=call, stages=SimpleNamespace(age_s=0.5))
         seen.tokens(life, 1, None)
@@ -192,7 +192,7 @@ async def test_a_view_is_shown_for_as_long_as_its_making_is_worth_not_as_redis_i
         made.append(clock.monotonic() - works_s)
         return len(made)
 
-    shared = Shared(wait, make, clock)
+    shared = SingleFlight(wait, make, clock)
     assert await shared.get() == 1
     clock.advance(made[0] + shown_s - 0.001 - clock.monotonic())
     assert await shared.get() == 1
@@ -204,8 +204,8 @@ async def test_a_decision_is_told_once_and_without_the_end_of_a_log(clock):
     said = [(1.0, "started"), (2.0, 'ended:\n{"event": "loaded"}'), (2.0, "at the same time")]
     decisions = [SimpleNamespace(at=at, kind="replace", text=text) for at, text in said]
     overview: Any = SimpleNamespace(look=None, control=SimpleNamespace(decisions=decisions))
-    floor: Any = SimpleNamespace(seen=(seen := Seen(clock)), clock=clock)
-    live = Live(floor, overview)
+    floor: Any = SimpleNamespace(seen=(seen := ActivityRecorder(clock)), clock=clock)
+    live = StatusBroadcaster(floor, overview)
     for _ in range(2):
         live._tell_decisions()
         assert seen.happenings.settle() == 3

@@ -8,9 +8,9 @@ import pytest
 from baton.clock import FakeClock
 from baton.core import BlockCounts, Role, Sampling, SequenceSpec
 from baton.errors import LedgerError
-from baton.ledger.prefix_index import PrefixMap
+from baton.ledger.prefix_index import PrefixIndex
 from router.placement.policy import POLICIES
-from router.workers.placement import Wish
+from router.workers.placement import Requirements
 from tests.unit.router import fakes
 from tests.unit.router.fakes import block_names, named, pair_of, pool_of, publish, say
 
@@ -26,7 +26,7 @@ def pool():
 
 
 def test_the_worker_that_holds_the_kv_is_taken_while_it_is_there(pool):
-    kept = Wish(named(pool, "prefill-1"))
+    kept = Requirements(named(pool, "prefill-1"))
     say(pool, "prefill-1", queued_tokens=1000)
     assert pair_of(pool.claim(10)) == ("prefill-0", "decode-0")
     assert pair_of(pool.claim(10, kept)) == ("prefill-1", "decode-1")
@@ -41,14 +41,14 @@ def test_the_worker_that_holds_the_kv_is_taken_while_it_is_there(pool):
 def test_what_is_held_is_given_up_when_nobody_is_there_who_could_take_it():
     """Else the request would wait for ever, and all others behind it: two models, as in the middle of an upgrade."""
     pool = pool_of(*(fakes.link(role, f"{role}-{model}", model) for role in Role for model in "ab"))
-    kept = Wish(named(pool, "prefill-a"))
+    kept = Requirements(named(pool, "prefill-a"))
     assert pair_of(pool.claim(10, kept)) == ("prefill-a", "decode-a")
     say(pool, "decode-a", usable=False)
     assert pair_of(pool.claim(10, kept)) == ("prefill-b", "decode-b")
 
 
 def test_a_claim_counts_until_it_is_given_back_and_blocks_until_they_are_reserved(pool):
-    claim = pool.claim(40, Wish(named(pool, "prefill-1")))
+    claim = pool.claim(40, Requirements(named(pool, "prefill-1")))
     prefill, decode = named(pool, "prefill-1").view, named(pool, "decode-0").view
     assert (prefill.dispatched, prefill.queued_tokens) == (1, 40)
     assert (decode.dispatched, decode.pending_blocks) == (1, 3)
@@ -75,10 +75,10 @@ def test_requests_of_one_moment_spread(policy):
 
 
 def test_the_cached_part_of_a_prompt_is_no_backlog():
-    spec, prefixes = SequenceSpec(tuple(range(100)), Sampling()), PrefixMap()
+    spec, prefixes = SequenceSpec(tuple(range(100)), Sampling()), PrefixIndex()
     pool = workers(2, policy="prefix", prefixes=prefixes)
     publish(prefixes, named(pool, "prefill-1"), block_names(spec.prompt, 4))
-    claim = pool.claim(100, Wish(spec=spec))
+    claim = pool.claim(100, Requirements(spec=spec))
     assert pair_of(claim)[0] == "prefill-1"
     assert claim.prefill.view.queued_tokens == 100 - 64
     claim.computed()
@@ -103,7 +103,7 @@ def test_a_prediction_is_compared_with_what_came():
     assert off == pytest.approx([0.25], abs=0.01)
     pool.claim(100).release()
     assert len(off) == 1, "no first token came"
-    assert pool.claim(100, Wish(named(pool, "prefill-0"))).predicted_ttft_s is None, "its KV is there already"
+    assert pool.claim(100, Requirements(named(pool, "prefill-0"))).predicted_ttft_s is None, "its KV is there already"
 
 
 def test_a_worker_that_comes_back_is_counted_from_nothing(pool):

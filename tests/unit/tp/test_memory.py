@@ -23,7 +23,7 @@ from baton.core import KVLayout
 from baton.engine.engine import Engine
 from baton.engine.models.loading import load_model
 from baton.engine.tp.backend import ShardedBackend
-from baton.engine.tp.group import CACHE, END, Plan, Ranks
+from baton.engine.tp.group import CACHE, END, Ranks, TpLayout
 from baton.engine.tp.kv_cache import ShardedCache
 from baton.engine.tp.kv_memory import GpuMemory, kv_memory
 from baton.engine.tp.rank_process import follow, load_rank
@@ -37,14 +37,14 @@ from tests.unit.tp.support import GQA, gpus, put, whole, wire_of
 
 
 @pytest.fixture
-def plan_of(tmp_path) -> Callable[..., Plan]:
+def plan_of(tmp_path) -> Callable[..., TpLayout]:
     torch.set_num_threads(1)
 
-    def plan(size: int, folder: str = "") -> Plan:
+    def plan(size: int, folder: str = "") -> TpLayout:
         model: dict[str, Any] = {"dtype": "auto", "device": "cpu", "block_size": 8, "max_model_len": None}
         ranks: dict[str, Any] = {"threads": 1, "store": str(tmp_path / "store"), "parent": os.getpid()}
         limits: dict[str, Any] = {"capacity": 1 << 16, "timeout_s": scaled(20.0)}
-        return Plan(folder=folder, key="tensor_parallel", size=size, **model, **ranks, **limits)
+        return TpLayout(folder=folder, key="tensor_parallel", size=size, **model, **ranks, **limits)
 
     return plan
 
@@ -63,7 +63,7 @@ def started(work: Callable, *arguments: Any) -> Future:
     return future
 
 
-def obey(plan: Plan, rank: int, on_gpus: list[Any]) -> None:
+def obey(plan: TpLayout, rank: int, on_gpus: list[Any]) -> None:
     ranks = Ranks(plan, rank, lambda: None)
     memory = memory_of(plan, ranks, GQA, on_gpus)
     while (message := ranks.hear()).kind != END:
@@ -71,14 +71,14 @@ def obey(plan: Plan, rank: int, on_gpus: list[Any]) -> None:
     memory.close()
 
 
-def memory_of(plan: Plan, ranks: Ranks, layout: KVLayout, on_gpus: list[Any]) -> GpuMemory:
+def memory_of(plan: TpLayout, ranks: Ranks, layout: KVLayout, on_gpus: list[Any]) -> GpuMemory:
     memory = kv_memory(plan, ranks, layout, on_gpus.__getitem__)
     assert isinstance(memory, GpuMemory)
     return memory
 
 
 @contextmanager
-def obeyed(plan: Plan, on_gpus: list[Any]) -> Iterator[tuple[Ranks, GpuMemory]]:
+def obeyed(plan: TpLayout, on_gpus: list[Any]) -> Iterator[tuple[Ranks, GpuMemory]]:
     """Rank 0 and its memory; the other ranks make caches until the block ends."""
     ends = [started(obey, plan, rank, on_gpus) for rank in range(1, plan.size)]
     ranks = Ranks(plan, 0, lambda: None)
@@ -137,7 +137,7 @@ def test_all_ranks_hear_what_each_says(plan_of) -> None:
     assert [each.result(scaled(10)) for each in heard] == [said] * 3
 
 
-def backend_of(plan: Plan, fails: str = "") -> tuple[ShardedBackend, Mock]:
+def backend_of(plan: TpLayout, fails: str = "") -> tuple[ShardedBackend, Mock]:
     """A backend over doubles; their parent has the calls in order. The method `fails` raises RuntimeError."""
     calls = Mock(**{f"{fails}.side_effect": RuntimeError(f"no {fails}")} if fails else {})
     calls.followers.explain = lambda error: RankLost(str(error))
@@ -175,7 +175,7 @@ def test_a_cache_that_cannot_be_made_ends_the_worker(plan_of, fails: str) -> Non
     calls.followers.close.assert_called_once_with(0.0)
 
 
-def on_threads(plan: Plan, on_gpus: list[Any]) -> ShardedBackend:
+def on_threads(plan: TpLayout, on_gpus: list[Any]) -> ShardedBackend:
     """A model on ranks with a cache each, as on GPUs; sums go over gloo."""
     ends = [started(follow, plan, rank, on_gpus.__getitem__) for rank in range(1, plan.size)]
     ranks = Ranks(plan, 0, lambda: None)

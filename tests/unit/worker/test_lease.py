@@ -8,7 +8,7 @@ import pytest
 from baton.clock import FakeClock
 from baton.core import Role
 from baton.errors import EngineFault, LedgerError
-from baton.ledger.control_state import Order
+from baton.ledger.control_state import WorkerCommand
 from baton.worker.lifecycle import Beats, Lease
 from tests.simulation.clock import LoopClock, VirtualLoop
 from tests.support.sessions import D
@@ -114,7 +114,7 @@ def test_a_call_without_an_answer_is_given_up_before_the_lease_lapses(ledger):
 
 
 def order_of(role=Role.DECODE, **facts):
-    return Order(incarnation=str(D.incarnation), role=role, **facts)
+    return WorkerCommand(incarnation=str(D.incarnation), role=role, **facts)
 
 
 DRAIN, TURN, STAY = order_of(drain=True), order_of(Role.PREFILL), order_of()

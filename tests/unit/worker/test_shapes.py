@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from baton.core import Role
 from baton.engine.determinism.shapes import FixedShapes
-from baton.engine.determinism.tuning import Passes, save_passes
+from baton.engine.determinism.tuning import VerifyShapeTimes, save_passes
 from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.errors import ConfigError
 from baton.worker import process
@@ -17,7 +17,7 @@ from baton.worker.engine_factory import passes_path, settled
 
 DEMO = Path(__file__).parents[3] / "models/demo"
 PRESET = FixedShapes().rows
-MEASURED = Passes({32: 8.0, 64: 8.0, 128: 8.0, 256: 8.0}, steady=128)
+MEASURED = VerifyShapeTimes({32: 8.0, 64: 8.0, 128: 8.0, 256: 8.0}, steady=128)
 
 
 @pytest.fixture

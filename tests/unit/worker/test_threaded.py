@@ -9,7 +9,7 @@ import pytest
 
 from baton.errors import Cancelled, ConfigError, EngineFault
 from baton.worker import process
-from baton.worker.process import HostedWorker, run_worker
+from baton.worker.process import HostedWorker, run_worker_process
 from tests.support.sessions import D
 from tests.support.time_factor import scaled
 
@@ -40,7 +40,7 @@ def exits():
 def hosted(exits, monkeypatch):
     def start(serve):
         monkeypatch.setattr(process, "serve", lambda settings, factories, role, stop, ready: serve(stop, ready))
-        return exits.worker(partial(run_worker, *NO_SETTINGS))
+        return exits.worker(partial(run_worker_process, *NO_SETTINGS))
 
     return start
 
@@ -62,7 +62,7 @@ def test_what_kept_it_from_starting_is_raised_by_ready(exits):
 
 @pytest.mark.parametrize("error", [EngineFault("the engine thread failed"), RuntimeError("a bug"), None])
 def test_a_worker_that_ends_by_itself_ends_the_process(exits, hosted, error):
-    """`run_worker` must not make its own end look like a stop that was asked for."""
+    """`run_worker_process` must not make its own end look like a stop that was asked for."""
     go_on = threading.Event()
 
     async def serve(stop, ready):
