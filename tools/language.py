@@ -70,10 +70,13 @@ def texts_of_python(path: str, source: str, *, strings: bool) -> Iterator[Text]:
                 yield Text(path, first.value.lineno, first.value.value)
     if strings:
         for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
-                if len(re.findall(r"[A-Za-z]{2,}", node.value)) >= 3 and " " in node.value.strip():
-                    yield Text(path, node.lineno, node.value)
+            if isinstance(node, ast.Constant) and node not in docstrings and _is_prose(node.value):
+                yield Text(path, node.lineno, str(node.value))
     yield from _comments(path, source)
+
+
+def _is_prose(value: object) -> bool:
+    return isinstance(value, str) and " " in value.strip() and len(re.findall(r"[A-Za-z]{2,}", value)) >= 3
 
 
 def _comments(path: str, source: str) -> Iterator[Text]:
