@@ -105,7 +105,7 @@ class DetachedStreams:
         if (stream := self._streams.get(handoff)) is not None:
             stream.spec, stream.ids, stream.first = spec, list(spec.known), len(spec.known)
 
-    def note(self, handoff: HandoffId, events: Sequence[pb.WorkerEvent]) -> None:
+    def record(self, handoff: HandoffId, events: Sequence[pb.WorkerEvent]) -> None:
         """These were said of it."""
         stream = self._streams.get(handoff)
         if stream is None or stream.spec is None:
@@ -118,7 +118,7 @@ class DetachedStreams:
                     stream.first = getattr(event.tokens, "from")  # the token of the commit, which is said again
                 stream.add(event)
 
-    def park(self, handoff: HandoffId) -> bool:
+    def detach(self, handoff: HandoffId) -> bool:
         """Its router is gone: from now on its time counts. False: it ends with its router."""
         stream = self._streams.get(handoff)
         if stream is None or stream.spec is None:
@@ -138,7 +138,7 @@ class DetachedStreams:
         """Nobody will resume it."""
         self._streams.pop(handoff, None)
 
-    def over(self) -> list[HandoffId]:
+    def expired(self) -> list[HandoffId]:
         """Parked for too long, or having said more since than is remembered: whoever came would not get all of it."""
         now = self._clock.monotonic()
         return [

@@ -144,7 +144,7 @@ class DecodeWorker:
         self.pins = FetchPins(info, engine, loop)
         self.push_ended = self.pins.push_ended
         self.reservations = Reservations(info.fingerprint, self.committed, self.pins.fetch, self._history)
-        self.parking, self._times = DetachedStreams(clock), DecodeTimes(clock, engine.counters)
+        self.detached, self._times = DetachedStreams(clock), DecodeTimes(clock, engine.counters)
         self.draining = self._leaving = False
         if engine.backend.device.type == "cpu":  # elsewhere steps are short, and graphs tell nobody about their layers
             engine.watch(lambda work, layer: loop.progressed(), lambda sequence: None)
@@ -189,7 +189,7 @@ class DecodeWorker:
         self.reservations.open(handoff, reservation, message.known_tokens, deadline)
         cached = reservation.cached_tokens
         log.debug("handoff_reserved", handoff=handoff, known_tokens=message.known_tokens, cached=cached)
-        self.parking.open(handoff, message.stream, message.resumable_s)
+        self.detached.open(handoff, message.stream, message.resumable_s)
         self._sessions[handoff] = session
         session.handoffs.add(handoff)
         self._records.note(handoff, session.router_id, RecordState.RESERVED)
@@ -221,13 +221,13 @@ class DecodeWorker:
     def _decodes(self, handoff: HandoffId, spec: SequenceSpec, session: Owner) -> None:
         """The engine has it."""
         self._adopted.add(handoff)
-        self.parking.begin(handoff, spec)
-        self._records.note(handoff, session.router_id, RecordState.COMMITTED, self.parking.name(handoff))
+        self.detached.begin(handoff, spec)
+        self._records.note(handoff, session.router_id, RecordState.COMMITTED, self.detached.name(handoff))
 
     def _attach(self, session: Session, message: worker_pb2.Attach) -> None:
         """Another router has died, or is about to: this one's client wants the rest."""
         handoff, spec = convert.handoff_from_pb(message.handoff), convert.spec_from_pb(message.spec)
-        missed = self.parking.attach(handoff, spec)
+        missed = self.detached.attach(handoff, spec)
         if missed is None:
             text = f"nothing that follows {len(spec.known)} tokens of {handoff} is here"
             session.emit([events.refused(handoff, worker_pb2.REFUSAL_REASON_STALE, text)])
@@ -253,7 +253,7 @@ class DecodeWorker:
 
     def _release(self, session: Session, handoff: HandoffId) -> None:
         owner = self._sessions.get(handoff, session)
-        if owner is not session and self.parking.name(handoff):
+        if owner is not session and self.detached.name(handoff):
             return  # who had it before, and was told
         session.handoffs.discard(handoff)  # also of what has ended, and was remembered
         self._drop(handoff)
@@ -287,7 +287,7 @@ class DecodeWorker:
 
     def gone(self, session: Session) -> None:
         for handoff in list(session.handoffs):
-            if self.parking.park(handoff):
+            if self.detached.detach(handoff):
                 self._park(session, handoff)
             else:
                 self._drop(handoff)
@@ -295,7 +295,7 @@ class DecodeWorker:
     def _park(self, session: Session, handoff: HandoffId) -> None:
         session.handoffs.discard(handoff)
         if handoff in self._sessions:  # else it has ended, and its blocks are free
-            self._sessions[handoff] = self.parking.nobody
+            self._sessions[handoff] = self.detached.nobody
             log.info("handoff_parked", handoff=handoff, router=session.router_id)
 
     def holdings(self) -> Iterator[Holding]:
@@ -312,7 +312,7 @@ class DecodeWorker:
             self._history.blocks("let_go", handoff, reservation)
             reservation.release()
         self._engine.release(handoff)
-        self.parking.drop(handoff)
+        self.detached.drop(handoff)
         self._forget(handoff)
 
     def _forget(self, handoff: HandoffId, how: str = "released") -> None:
@@ -322,7 +322,7 @@ class DecodeWorker:
         session = self._sessions.pop(handoff, None)
         if session is not None:
             self._history.step(how, handoff)
-            if not self.parking.name(handoff):
+            if not self.detached.name(handoff):
                 session.handoffs.discard(handoff)
             self._records.note(handoff, session.router_id, RecordState.RELEASED)
 
@@ -343,7 +343,7 @@ class DecodeWorker:
         except (InvalidRequest, ValueError) as error:
             self._history.blocks("let_go", handoff, reservation)
             reservation.release()
-            self.parking.drop(handoff)
+            self.detached.drop(handoff)
             self._forget(handoff, "failed")
             session.emit([events.failed(handoff, HandoffError(str(error)))])
             return
@@ -351,7 +351,7 @@ class DecodeWorker:
         self._decodes(handoff, commit.spec, session)
         said = adoption_events(handoff, commit, self._times)
         self._times.begin(handoff, tokens, alone=False)
-        self.parking.note(handoff, said)
+        self.detached.record(handoff, said)
         session.emit(said)
         if self._leaving:
             self._hand_back(handoff)
@@ -370,12 +370,12 @@ class DecodeWorker:
 
     def _say(self, batches: Batches, key: HandoffId, said: list[worker_pb2.WorkerEvent]) -> None:
         if (session := self._sessions.get(key)) is not None:
-            self.parking.note(key, said)
+            self.detached.record(key, said)
             batches[session] += said
 
     def tick(self) -> None:
         """Reclaim reservations whose deadline passed: fence, free, tell the router; and what nobody came back for."""
-        for handoff in self.parking.over():
+        for handoff in self.detached.expired():
             log.info("handoff_parked_in_vain", handoff=handoff)
             self._drop(handoff)
         for handoff in self.reservations.expired(self._clock.monotonic()):

@@ -123,9 +123,11 @@ class RouterContext:
         )
         bounds = QueueLimits(settings.queue_max_requests, settings.queue_max_tokens, settings.queue_max_wait_s)
         self.admission = Admission(
-            self.pool.claim, Placement.release, self.pool.serves, clock, bounds, settings.tenants
+            self.pool.place, Placement.release, self.pool.can_serve, clock, bounds, settings.tenants
         )
-        self.alike = CapabilityWait(self.pool.serves, self.pool.why_not, clock, bounds.wait_s, bounds.requests)
+        self.alike = CapabilityWait(
+            self.pool.can_serve, self.pool.reasons_not_to_serve, clock, bounds.wait_s, bounds.requests
+        )
         self.pool.on_change = self._changed
         self.pool.local_prefill, self.pool.colocated = settings.local_prefill, settings.colocated
         self.pool.alone, self.pool.chunk = ALONE[settings.policy], settings.chunk

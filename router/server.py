@@ -94,7 +94,7 @@ class Router:
         self._look = partial(look, floor, board)  # before a scrape
         self._metrics = MetricsServer(
             floor.metrics,
-            ready=lambda: floor.accepting and floor.pool.serves(),
+            ready=lambda: floor.accepting and floor.pool.can_serve(),
             look=self._look,
             targets=partial(targets, floor, board),
         )
@@ -188,7 +188,7 @@ class Router:
     async def _tell_health(self) -> None:
         """grpc.health.v1: "" while the process serves, the Inference service while a pair of workers is there."""
         while True:
-            status = "SERVING" if self.floor.pool.serves() else "NOT_SERVING"
+            status = "SERVING" if self.floor.pool.can_serve() else "NOT_SERVING"
             await self._health.set(SERVICE, health_pb2.HealthCheckResponse.ServingStatus.Value(status))
             await asyncio.sleep(_LOOK_S)
 

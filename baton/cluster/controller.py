@@ -182,7 +182,7 @@ class Controller:
             if step.unit is None:
                 started.append((step.reason, self._start(step, now)))
             elif step.kind == "turn":
-                step.unit.turn(step.role, now)
+                step.unit.change_role(step.role, now)
                 self._journal.say("turn", f"{step.unit.worker_id} becomes {step.role.value}: {step.reason}")
             else:
                 self._keeper.leave(step.unit, step.reason, now)

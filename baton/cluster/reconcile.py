@@ -87,12 +87,12 @@ class WorkerState:
         elif order.drain:
             self.leave(now)
         elif order.role is not self.role and order.role is not self.info.role:
-            self.turn(order.role, now)
+            self.change_role(order.role, now)
 
     def leave(self, now: float) -> None:
         self.leaving, self.told_at, self.note = True, now, ""
 
-    def turn(self, role: Role, now: float) -> None:
+    def change_role(self, role: Role, now: float) -> None:
         self.role, self.told_at = role, now
 
     def order(self, grace_s: float) -> WorkerCommand | None:

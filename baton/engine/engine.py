@@ -172,7 +172,7 @@ class Engine:
         self._ended = [output for output in self._ended if output.key != key]
         if (request := self._requests.pop(key, None)) is not None:
             self._scheduler.remove(request.sequence)
-            self._scheduler.let_go(request.sequence)
+            self._scheduler.free(request.sequence)
 
     def finish_of(self, spec: SequenceSpec) -> Finish | None:
         """How `spec.known` ends its request already, if it does. Raises InvalidRequest like `submit`."""
@@ -194,7 +194,7 @@ class Engine:
     def step(self) -> StepResult:
         """Schedule, compute, and tell what came of it."""
         result, self._ended = StepResult(outputs=self._ended), []
-        plan = self._scheduler.plan()
+        plan = self._scheduler.schedule()
         self.counters.preemptions += len(plan.preempted)
         self.counters.cached_tokens += plan.cached_tokens
         for sequence in plan.preempted:
@@ -221,7 +221,7 @@ class Engine:
                 drawn += sampled
         if done:
             self.counters.count(done, result)
-            self._scheduler.advance(done)
+            self._scheduler.commit_step(done)
             result.tell_thoughts(item.sequence for item in done)
             for each in drawn:
                 self._deliver(each, result)
@@ -276,7 +276,7 @@ class Engine:
         sequence, finish = request.sequence, request.choice.finish
         if taken is None:
             return self._fail(sequence.key, NO_TOKEN, result)
-        self._scheduler.settle(sequence, taken.final, len(request.tokens))
+        self._scheduler.commit_verified(sequence, taken.final, len(request.tokens))
         if taken.tokens or finish is not None:
             result.outputs.append(SequenceOutput(sequence.key, taken.tokens, finish, sequence.cached or 0))
             self._go_on(request)

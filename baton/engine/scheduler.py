@@ -88,7 +88,7 @@ class Scheduler:
         if not self._leave(self.running, sequence) and self._leave(self.waiting, sequence):
             self.waiting_tokens -= sequence.known
 
-    def let_go(self, sequence: Sequence) -> None:
+    def free(self, sequence: Sequence) -> None:
         """Release its blocks, if it has any that are not in quarantine."""
         if sequence.allocation is None or sequence.allocation.state is BlockState.QUARANTINED:
             return
@@ -97,11 +97,11 @@ class Scheduler:
         sequence.allocation.release()
         sequence.allocation = None
 
-    def plan(self) -> SchedulerOutput:
+    def schedule(self) -> SchedulerOutput:
         """Decide the next step, and take the blocks that it needs."""
         plan = SchedulerOutput()
         self._steps += 1
-        self._admit_elders(plan)
+        self._admit_higher_ranked(plan)
         plan.windows = self._windows.next(self.running, self._has_blocks)
         left = self.max_batched_tokens - sum(window.size for window in plan.windows)
         budget = self._continue_running(plan, min(max(left, len(self.running)), self.max_batched_tokens))
@@ -118,14 +118,14 @@ class Scheduler:
             plan.windows = self._windows.next(self.running, self._has_blocks)
         return plan
 
-    def advance(self, work: list[ScheduledSequence]) -> None:
+    def commit_step(self, work: list[ScheduledSequence]) -> None:
         """The work is done: its tokens are computed, and blocks that became full can be found from now on."""
         for item in work:
             sequence, before = item.sequence, item.sequence.computed
             sequence.computed = before + item.count
             self._publish(sequence, before)
 
-    def settle(self, sequence: Sequence, final: int, known: int) -> None:
+    def commit_verified(self, sequence: Sequence, final: int, known: int) -> None:
         """A forward of a fixed shape has made the first `final` positions of a deterministic sequence final; it has
         `known` tokens from now on, and what was computed of others counts no more.
         """
@@ -143,17 +143,17 @@ class Scheduler:
                 self._notes.publish(names, sequence.thinking, first, self.block_size)
             self.pool.history.blocks("published", sequence.key, sequence.allocation, first, end)
 
-    def _admit_elders(self, plan: SchedulerOutput) -> None:
+    def _admit_higher_ranked(self, plan: SchedulerOutput) -> None:
         """Who waits and ranks before some that run goes first, if need be and if it helps at the cost of the last."""
         while self.waiting and self.running and _rank(self.waiting[0]) < _rank(self.running[-1]):
             if self._admit(plan) is not None:
                 continue
-            if not self._can_displace(self.waiting[0]):
+            if not self._can_preempt_for(self.waiting[0]):
                 return
             while self._admit(plan) is None:
                 self._preempt(plan)
 
-    def _can_displace(self, sequence: Sequence) -> bool:
+    def _can_preempt_for(self, sequence: Sequence) -> bool:
         """Would there be room for `sequence` without those who rank behind it? Others may hold blocks too."""
         behind = bisect_left(self.running, _rank(sequence), key=_rank)
         allocations = [other.allocation for other in self.running[behind:] if other.allocation is not None]
@@ -198,7 +198,7 @@ class Scheduler:
     def _preempt(self, plan: SchedulerOutput) -> None:
         """The last gives up its blocks. It cannot be in the plan yet: that is filled in order of rank."""
         victim = self.running.pop()
-        self.let_go(victim)
+        self.free(victim)
         victim.computed = 0
         if victim.fixed is not None:
             victim.known = victim.fixed.verified

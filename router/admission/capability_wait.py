@@ -56,10 +56,10 @@ class CapabilityWait:
         DeadlineExceeded, and what `admit` raises.
         """
         deadline = self._clock.monotonic() + deadline_s
-        if since is not None and wish.particular and not self._serves(wish):
+        if since is not None and wish.is_special and not self._serves(wish):
             self._check_place(wish)
         while True:
-            if wish.particular:
+            if wish.is_special:
                 began = self._clock.monotonic() if since is None else since
                 await self._present(wish, began + self._wait_s, deadline)
             try:

@@ -30,7 +30,7 @@ class Delivery:
         self.logprobs: list[TokenLogprobs] | None = None  # of the others, if they are kept
         self._early: dict[int, Token] = {}  # later indices, held back until the earlier ones are there
 
-    def take(self, tokens: Iterable[Token]) -> list[Token]:
+    def merge(self, tokens: Iterable[Token]) -> list[Token]:
         """Those that the client gets now, in order. Raises EngineFault when two witnesses contradict each other."""
         ready: list[Token] = []
         for token in tokens:
@@ -57,7 +57,7 @@ class Delivery:
         if self._early:
             raise EngineFault(f"token {len(self.ids)} never came, token {min(self._early)} did")
 
-    def forget_early(self) -> None:
+    def drop_pending(self) -> None:
         """A new attempt begins: what was held back is computed again."""
         self._early.clear()
 

@@ -141,7 +141,7 @@ class ChoiceRun:
                 since=self._waits_since,
             )
 
-        if not wish.particular:
+        if not wish.is_special:
             return await admit()
         since = None if self.call.accepted else self._waits_since
         return await self._floor.alike.admitted(wish, admit, deadline_s=self.remaining_s(), since=since)
@@ -154,7 +154,7 @@ class ChoiceRun:
         except LedgerError as error:
             log.warning("not_looked_for", request_id=self.request_id, stream=name, error=str(error))
         if self._parked is not None:
-            await self._floor.pool.settled(self._parked.worker_id, self._parked.incarnation)
+            await self._floor.pool.wait_known(self._parked.worker_id, self._parked.incarnation)
 
     def claim_parked(self) -> Placement | None:
         """Of the decode worker that goes on with it, once."""
@@ -219,7 +219,7 @@ class ChoiceRun:
 
     def deliver(self, tokens: list[Token]) -> list[Token]:
         """What of `tokens` is new to the client, in order."""
-        fresh = self.delivery.take(tokens)
+        fresh = self.delivery.merge(tokens)
         if fresh:
             self.started.set()
             self.note("delivered", first=fresh[0].index, count=len(fresh))
@@ -251,7 +251,7 @@ class ChoiceRun:
 
     async def handed_back(self, attempt: Attempt, client: EventStream) -> None:
         """The attempt did not end the request: another one follows. Raises its failure if that was one too many."""
-        self.delivery.forget_early()
+        self.delivery.drop_pending()
         self._failures += attempt.lost is not None
         self._deaths += attempt.died
         self.stages.note(ended=attempt.handed_back, **({"error": type(attempt.lost).__name__} if attempt.lost else {}))

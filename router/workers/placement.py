@@ -23,7 +23,7 @@ class Requirements(NamedTuple):
     thinks: Sequence[str] = ()
 
     @property
-    def particular(self) -> bool:
+    def is_special(self) -> bool:
         """Whether it waits beside the queue for workers that can do what it asks for."""
         return self.deterministic or bool(self.thinks)
 
@@ -32,7 +32,7 @@ class Requirements(NamedTuple):
         """Whether its workers must be alike to the bit."""
         return self.spec is not None and self.spec.deterministic
 
-    def takes(self, info: WorkerInfo) -> bool:
+    def accepts(self, info: WorkerInfo) -> bool:
         """Whether this worker may compute it, room aside."""
         if not self.deterministic:
             return True

@@ -90,14 +90,14 @@ class WorkerPool:
             await asyncio.wait([self._task])
         await asyncio.gather(*(link.stop() for link in self._links.values()))
 
-    def claim(self, tokens: int, wish: Requirements = NO_REQUIREMENTS) -> Placement | None:
+    def place(self, tokens: int, wish: Requirements = NO_REQUIREMENTS) -> Placement | None:
         """A pair for a request of `tokens` known tokens, counted as loaded from now; None when nobody has room.
 
         With no prefill worker left, a decode worker alone. Raises NobodyAlike.
         """
         snapshot, (keep, spec, determinism, _) = self._fleet.snapshot(), wish
         snapshot.chunk = self.chunk
-        if wish.particular and not self.serves(wish):
+        if wish.is_special and not self.can_serve(wish):
             raise NoCapableWorker(f"no decode worker here takes such requests{_as(determinism)}")
         if not snapshot.has_room(tokens):
             return None
@@ -145,7 +145,7 @@ class WorkerPool:
             return None
         return Placement(None, link, 0, 0, self._fleet.mark, self.on_change)
 
-    async def settled(self, worker_id: str, incarnation: Incarnation) -> None:
+    async def wait_known(self, worker_id: str, incarnation: Incarnation) -> None:
         """Wait until it is known whether this worker can be reached; not for long."""
         link = self._link(worker_id, incarnation)
         if link is not None:
@@ -166,11 +166,11 @@ class WorkerPool:
         views = ([link.view for link in self._usable(role, wish)] for role in (Role.PREFILL, Role.DECODE))
         return has_pair(*views, alike=wish.deterministic)
 
-    def serves(self, wish: Requirements = NO_REQUIREMENTS) -> bool:
+    def can_serve(self, wish: Requirements = NO_REQUIREMENTS) -> bool:
         """Is a decode worker there for it? Room, and prefill workers, aside."""
         return bool(self._usable(Role.DECODE, wish)) and not (wish.thinks and not self.thinking_chunk())
 
-    def why_not(self, wish: Requirements) -> list[Violation]:
+    def reasons_not_to_serve(self, wish: Requirements) -> list[Violation]:
         """What of it the workers that are known will not do; empty: they may, or none is known."""
         wrong = [Violation(field, "the model that is served does not think") for field in wish.thinks]
         wrong = wrong if self.thinking_chunk() == 0 else []
@@ -231,7 +231,7 @@ class WorkerPool:
 
     def _usable(self, role: Role, wish: Requirements = NO_REQUIREMENTS) -> list[WorkerStream]:
         links = self._links.values()
-        return [link for link in links if link.info.role is role and link.usable and wish.takes(link.info)]
+        return [link for link in links if link.info.role is role and link.usable and wish.accepts(link.info)]
 
     async def _run(self) -> None:
         while True:
@@ -239,7 +239,7 @@ class WorkerPool:
             await self._follow()
 
     def _complete(self) -> bool:
-        return self.serves() if self.colocated else self.has_pair()
+        return self.can_serve() if self.colocated else self.has_pair()
 
     async def _follow(self) -> None:
         try:

@@ -422,7 +422,7 @@ async def test_health_reflection_status_and_metrics(cluster):
 
 async def test_health_follows_the_workers(cluster):
     await cluster.decode[0].kill()
-    await until(lambda: not cluster.router.floor.pool.serves(), "noticed")
+    await until(lambda: not cluster.router.floor.pool.can_serve(), "noticed")
     assert "503" in await cluster.http("/ready")
     assert "200 OK" in await cluster.http("/health")
     await health_is(cluster, SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)

@@ -172,12 +172,12 @@ async def test_a_router_spares_who_drains_and_takes_who_has_turned(worker):
     await pool.start()
     try:
         async with reserved(ref) as router:
-            await until(pool.serves)
+            await until(pool.can_serve)
             (link,) = pool.links
             await worker.order(Role.PREFILL)
             await router.until(lambda: router.load.draining)
-            await until(lambda: not pool.serves())
-            assert (link.state, link.retired, pool.claim(10)) == ("connected", False, None)
+            await until(lambda: not pool.can_serve())
+            assert (link.state, link.retired, pool.place(10)) == ("connected", False, None)
             await router.say(sessions.release(handoff_of("waits")))
             after = await worker.ready(3)
         await until(lambda: [link.info.ref for link in pool.links if link.usable] == [after])

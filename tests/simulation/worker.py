@@ -268,5 +268,5 @@ class WorkerHost:
             found |= {"work": len(role._work), "fetches": len(role.fetches._fetches)}
         else:
             found |= {"reservations": len(role.reservations), "sessions": len(role._sessions)}
-            found |= {"pins": len(role.pins), "parked": len(role.parking), "adopted": len(role._adopted)}
+            found |= {"pins": len(role.pins), "parked": len(role.detached), "adopted": len(role._adopted)}
         return [f"{self.name} has {what}: {number}" for what, number in found.items() if number]

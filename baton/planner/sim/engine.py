@@ -222,7 +222,7 @@ class Rows:
         missing = -((row.computed + count) // -self._block_size) - len(held)
         if missing > 0:
             self._pool.settle(held, missing)
-        self._scheduler.advance([ScheduledSequence(row, count)])
+        self._scheduler.commit_step([ScheduledSequence(row, count)])
         row.known += count
         row.synced = self.steps
 
@@ -303,7 +303,7 @@ class Engine:
         if row in self.rows:
             self.rows.leave(row)
         self.scheduler.remove(row)
-        self.scheduler.let_go(row)
+        self.scheduler.free(row)
 
     def slow_down(self, factor: float) -> None:
         """Steps take so many times as long from now on."""
@@ -420,7 +420,7 @@ class Engine:
 
     def _plan(self) -> None:
         self.rows.sync_all()
-        plan = self.scheduler.plan()
+        plan = self.scheduler.schedule()
         self.tally.cached_tokens += plan.cached_tokens
         if plan.preempted:
             self._preempted(plan)
@@ -460,7 +460,7 @@ class Engine:
             self.tally.itl.add(seconds, decodes - len(here))
         if self.gaps is not None:
             self.gaps.add(self.rows.steps, 1, seconds)
-        self.scheduler.advance(work)
+        self.scheduler.commit_step(work)
         self.rows.step()
         for item in work:
             row = row_of(item)
@@ -480,7 +480,7 @@ class Engine:
             self.scheduler.remove(row)
         elif row.tokens == 1:
             self.scheduler.remove(row)
-            self.scheduler.let_go(row)
+            self.scheduler.free(row)
         else:
             row.end = self.rows.steps + row.tokens - 1
             self.rows.enter(row)
@@ -501,5 +501,5 @@ class Engine:
         self._stuck = False
         self.rows.leave(row)
         self.scheduler.remove(row)
-        self.scheduler.let_go(row)
+        self.scheduler.free(row)
         self.listener.finished(row)

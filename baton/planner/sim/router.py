@@ -393,7 +393,7 @@ class SimRouter:
         self.admission: Admission[Placement] = Admission(
             self._claim,
             Placement.release,
-            self.pool.serves,
+            self.pool.can_serve,
             kernel,
             QueueLimits(settings.max_requests, settings.max_tokens, settings.max_wait_s),
         )
@@ -407,7 +407,7 @@ class SimRouter:
     def _claim(self, tokens: int, asked: AskedWish) -> Placement | None:
         self.directory.asked, self.directory.block_tokens = asked.names, asked.block_tokens
         self.directory.most = tokens - 1
-        return self.pool.claim(tokens, asked.wish)
+        return self.pool.place(tokens, asked.wish)
 
     def _changed(self) -> None:
         waiting = self.admission.waiting

@@ -15,10 +15,10 @@ OTHERS = {"prompt": (9, 9, 9), "cache_scope": "x", "priority": 5, "think_while_d
 
 def ends_free(side):
     side.run()
-    assert (side.all_free, len(side.role.parking)) == (True, 0)
+    assert (side.all_free, len(side.role.detached)) == (True, 0)
     assert not side.role._sessions
     assert not side.role._adopted
-    assert not side.role.parking.nobody.handoffs
+    assert not side.role.detached.nobody.handoffs
 
 
 def test_a_router_dies_and_another_goes_on(begin, side, router, second):
@@ -57,7 +57,7 @@ def test_it_ends_while_nobody_is_there(begin, side, router, second):
 def test_what_has_ended_is_kept_until_it_is_released(begin, side, router):
     begin(router)
     side.run()
-    assert (router.kinds()[-1], len(side.role.parking)) == ("finish", 1)
+    assert (router.kinds()[-1], len(side.role.detached)) == ("finish", 1)
     assert (H, "router-d", "COMMITTED", "mine") in side.records.notes
     side.take(router, release())
     ends_free(side)
@@ -72,7 +72,7 @@ def test_nobody_comes(pair, begin, side, router, second, state):
     side.role.gone(router)
     pair.clock.advance(LASTS_S - 0.1)
     side.role.tick()
-    assert len(side.role.parking) == 1
+    assert len(side.role.detached) == 1
     pair.clock.advance(0.2)
     side.role.tick()
     side.take(second, attach(known=1))
@@ -146,7 +146,7 @@ def test_who_attaches_takes_it_from_whom_it_had(begin, side, router, second):
 
 def test_what_is_remembered_is_bounded(begin, side, router, second, monkeypatch):
     begin(router, tokens=2)
-    stream = side.role.parking._streams[H]
+    stream = side.role.detached._streams[H]
     monkeypatch.setattr(detached_streams, "MOST_BYTES", 2 * stream.size)
     side.step(3)
     assert stream.first > 0

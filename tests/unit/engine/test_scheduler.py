@@ -82,7 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         before = {sequence: (sequence.known, sequence.computed) for sequence in self.alive}
         newcomers = list(self.scheduler.waiting)
         eldest = min(self.alive, key=rank, default=None)
-        plan = self.scheduler.plan()
+        plan = self.scheduler.schedule()
         self.check(plan, eldest)
         for sequence in plan.preempted:
             assert (sequence.known, sequence.computed) == (before[sequence][0], 0)
@@ -94,7 +94,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert (item.sequence.known, item.sequence.computed) == (known, cached)
             assert cached % self.block_size == 0 or item.sequence not in newcomers
         completed = [item.sequence for item in plan.work if item.completes]
-        self.scheduler.advance(plan.work)
+        self.scheduler.commit_step(plan.work)
         for sequence in completed:
             self.sampled(sequence)
 
@@ -195,9 +195,9 @@ def steps_until_served(s, victim, rivals):
 
 
 def completed(s):
-    work = s.plan().work
+    work = s.schedule().work
     done = [item.sequence for item in work if item.completes]
-    s.advance(work)
+    s.commit_step(work)
     return done
 
 
@@ -221,11 +221,11 @@ def test_nobody_starves_behind_an_endless_stream_of_the_more_urgent(lead, length
 def test_the_urgent_go_first_and_take_the_place_of_the_last_if_that_helps():
     s = scheduler(total=4, budget=100)
     s.add(low := sequence(1, known=15))
-    advance(s.plan())
+    advance(s.schedule())
     assert low in s.running
     s.add(sequence(2, known=4))
     s.add(sequence(3, known=4, priority=1))
-    plan = s.plan()
+    plan = s.schedule()
     assert plan.preempted == [low]
     assert counts(plan) == {3: 4}
     assert [w.arrival for w in s.waiting] == [1, 2]
@@ -235,13 +235,13 @@ def test_nobody_is_preempted_for_what_would_not_fit_even_then():
     s = scheduler(total=4, budget=100)
     foreign = s.pool.allocate(2, reserved=True)
     s.add(low := sequence(1, known=5))
-    advance(s.plan())
+    advance(s.schedule())
     s.add(sequence(2, known=12, priority=1))
-    plan = s.plan()
+    plan = s.schedule()
     assert plan.preempted == []
     assert counts(plan) == {1: 1}
     foreign.release()
-    assert s.plan().preempted == [low]
+    assert s.schedule().preempted == [low]
 
 
 def test_of_equal_priority_the_latest_is_preempted_and_of_others_the_least_urgent():
@@ -252,7 +252,7 @@ def test_of_equal_priority_the_latest_is_preempted_and_of_others_the_least_urgen
     assert first.arrival == 1
     for computed, preempted in ((8, 2), (16, 3)):
         first.known, first.computed = computed + 1, computed
-        assert [v.arrival for v in s.plan().preempted] == [preempted]
+        assert [v.arrival for v in s.schedule().preempted] == [preempted]
         s.pool.allocate(s.pool.available, reserved=True)
 
 
@@ -261,13 +261,13 @@ def test_a_preempted_sequence_finds_its_own_blocks():
     s.add(old := sequence(1, known=7))
     s.add(young := sequence(2, known=9))
     young.chain = BlockHashChain(bytes(32), [7] * 20, 4)
-    s.advance(s.plan().work)
+    s.commit_step(s.schedule().work)
     old.known = 9
     foreign = s.pool.allocate(s.pool.available, reserved=True)
-    assert s.plan().preempted == [young]
+    assert s.schedule().preempted == [young]
     old.allocation.release()
     s.remove(old)
-    plan = s.plan()
+    plan = s.schedule()
     assert (counts(plan), plan.cached_tokens, young.computed) == ({2: 1}, 8, 8)
     assert young.cached == 0, "what it found at first is what it saved"
     foreign.release()
@@ -278,7 +278,7 @@ def test_long_prompt_is_cut_and_leaves_room_for_decodes():
     s.add(sequence(1, known=20))
     found = []
     for _ in range(3):
-        plan = s.plan()
+        plan = s.schedule()
         found.append(counts(plan))
         advance(plan)
         if len(found) == 1:
@@ -291,7 +291,7 @@ def test_full_pool_preempts_the_latest_and_the_oldest_goes_on(recompute):
     s = scheduler(total=3, recompute=recompute)
     adopted(s, 1, 5, 1)
     young = adopted(s, 2, 6, 2)
-    plan = s.plan()
+    plan = s.schedule()
     assert counts(plan) == {1: 1}
     assert plan.preempted == [young]
     assert s.waiting == ([young] if recompute else [])
@@ -302,7 +302,7 @@ def test_youngest_without_room_waits_and_keeps_its_blocks():
     s = scheduler(total=3)
     adopted(s, 1, 6, 2)
     young = adopted(s, 2, 5, 1)
-    plan = s.plan()
+    plan = s.schedule()
     assert (counts(plan), plan.preempted) == ({1: 1}, [])
     assert len(young.allocation or ()) == 1
 
@@ -311,7 +311,7 @@ def test_admission_leaves_a_growth_block_for_each_that_runs():
     s = scheduler(total=4, budget=20)
     s.add(sequence(1, known=8))
     s.add(sequence(2, known=8))
-    assert counts(s.plan()) == {1: 8}
+    assert counts(s.schedule()) == {1: 8}
     assert [w.arrival for w in s.waiting] == [2]
     assert s.watermark == 1 + 2
 

@@ -60,27 +60,27 @@ def test_a_pair_is_alike_and_is_found_whenever_there_is_one(policy, left, right,
 
 def test_others_may_go_anywhere():
     pool = pool_with(*MIXED)
-    pairs = {pair_of(pool.claim(40, wish)) for wish in (Requirements(), Requirements(spec=PLAIN)) * 6}
+    pairs = {pair_of(pool.place(40, wish)) for wish in (Requirements(), Requirements(spec=PLAIN)) * 6}
     assert {decode for _, decode in pairs} == {"d0", "d1"}
     assert {prefill for prefill, _ in pairs} == {"p0", "p1", "p2"}
-    assert {pair_of(pool.claim(40, DETERMINISTIC)) for _ in range(4)} == {("p1", "d1")}
+    assert {pair_of(pool.place(40, DETERMINISTIC)) for _ in range(4)} == {("p1", "d1")}
 
 
 def test_a_decode_worker_does_it_alone_where_no_prefill_worker_is_like_it():
     pool = pool_with((P, "p0", "x"), (P, "p1", ""), (D, "d0", ""), (D, "d1", "y"))
-    claim = pool.claim(40, DETERMINISTIC)
+    claim = pool.place(40, DETERMINISTIC)
     assert (claim.prefill, claim.decode.info.ref.worker_id, claim.determinism) == (None, "d1", "y")
-    assert pool.claim(40).prefill is not None, "others have a pair"
+    assert pool.place(40).prefill is not None, "others have a pair"
 
 
 def test_who_has_no_room_is_waited_for_and_who_is_not_there_is_said():
     pool = pool_with(*MIXED)
     say(pool, "d1", full=True)
-    assert pool.claim(40, DETERMINISTIC) is None
+    assert pool.place(40, DETERMINISTIC) is None
     say(pool, "d1", usable=False)
     with pytest.raises(NoCapableWorker):
-        pool.claim(40, DETERMINISTIC)
-    assert pool.claim(40) is not None
+        pool.place(40, DETERMINISTIC)
+    assert pool.place(40) is not None
 
 
 def test_local_prefill_keeps_to_who_is_alike():
@@ -140,8 +140,8 @@ class Gate:
 
     def __init__(self, pool, wait_s=10.0, most=100):
         self.pool, self.clock = pool, (clock := FakeClock())
-        self.admission = Admission(pool.claim, Placement.release, pool.serves, clock, QueueLimits(8, 10**6, wait_s))
-        self.alike = CapabilityWait(pool.serves, pool.why_not, clock, wait_s, most)
+        self.admission = Admission(pool.place, Placement.release, pool.can_serve, clock, QueueLimits(8, 10**6, wait_s))
+        self.alike = CapabilityWait(pool.can_serve, pool.reasons_not_to_serve, clock, wait_s, most)
         pool.on_change = self.changed
         self.tickets = 0
 

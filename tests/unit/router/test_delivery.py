@@ -28,7 +28,7 @@ def test_any_order_and_any_number_of_witnesses_give_each_index_once(count, seed,
     delivery, heard, came = Delivery(), [], set()
     while said:
         batch, said = said[: (size := rng.randint(1, 4))], said[size:]
-        heard += delivery.take(batch)
+        heard += delivery.merge(batch)
         came |= {t.index for t in batch}
         assert [t.index for t in heard] == list(takewhile(came.__contains__, range(count)))
     assert delivery.ids == [100 + i for i in range(count)]
@@ -42,23 +42,23 @@ def test_any_order_and_any_number_of_witnesses_give_each_index_once(count, seed,
 )
 def test_a_token_that_contradicts_one_that_came_before(before, index):
     delivery = Delivery()
-    delivery.take(before)
+    delivery.merge(before)
     with pytest.raises(EngineFault, match=f"token {index}: {100 + index} and 7"):
-        delivery.take([token(index, 7)])
+        delivery.merge([token(index, 7)])
 
 
 def test_an_end_before_an_earlier_token_came():
     delivery = Delivery()
-    delivery.take([token(0), token(2)])
+    delivery.merge([token(0), token(2)])
     with pytest.raises(EngineFault, match="token 1 never came, token 2 did"):
         delivery.complete()
 
 
 def test_a_new_attempt_starts_from_what_was_delivered():
     delivery = Delivery()
-    delivery.take([token(0), token(2, 5)])
-    delivery.forget_early()
-    assert [t.token_id for t in delivery.take([token(0), token(1), token(2, 6)])] == [101, 6]
+    delivery.merge([token(0), token(2, 5)])
+    delivery.drop_pending()
+    assert [t.token_id for t in delivery.merge([token(0), token(1), token(2, 6)])] == [101, 6]
 
 
 # --- on the way to a client

@@ -27,7 +27,7 @@ def pair(**facts):
 
 def test_what_is_predicted_is_what_workers_are_chosen_by():
     floor = floor_of(*pair(queued_tokens=700), fakes.prefill("q", pace=PROMPTS, queued_tokens=200))
-    claim = floor.pool.claim(100)
+    claim = floor.pool.place(100)
     assert claim is not None
     report = demand.current_demand(floor)
     snapshot = floor.pool._fleet.snapshot()

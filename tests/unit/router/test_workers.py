@@ -28,27 +28,27 @@ def pool():
 def test_the_worker_that_holds_the_kv_is_taken_while_it_is_there(pool):
     kept = Requirements(named(pool, "prefill-1"))
     say(pool, "prefill-1", queued_tokens=1000)
-    assert pair_of(pool.claim(10)) == ("prefill-0", "decode-0")
-    assert pair_of(pool.claim(10, kept)) == ("prefill-1", "decode-1")
+    assert pair_of(pool.place(10)) == ("prefill-0", "decode-0")
+    assert pair_of(pool.place(10, kept)) == ("prefill-1", "decode-1")
     for name in ("decode-0", "decode-1"):
         say(pool, name, full=True)
-    assert pool.claim(10, kept) is None, "it finds no decode worker, and no other is taken"
+    assert pool.place(10, kept) is None, "it finds no decode worker, and no other is taken"
     say(pool, "decode-0", full=False)
     say(pool, "prefill-1", usable=False)
-    assert pair_of(pool.claim(10, kept))[0] == "prefill-0"
+    assert pair_of(pool.place(10, kept))[0] == "prefill-0"
 
 
 def test_what_is_held_is_given_up_when_nobody_is_there_who_could_take_it():
     """Else the request would wait for ever, and all others behind it: two models, as in the middle of an upgrade."""
     pool = pool_of(*(fakes.link(role, f"{role}-{model}", model) for role in Role for model in "ab"))
     kept = Requirements(named(pool, "prefill-a"))
-    assert pair_of(pool.claim(10, kept)) == ("prefill-a", "decode-a")
+    assert pair_of(pool.place(10, kept)) == ("prefill-a", "decode-a")
     say(pool, "decode-a", usable=False)
-    assert pair_of(pool.claim(10, kept)) == ("prefill-b", "decode-b")
+    assert pair_of(pool.place(10, kept)) == ("prefill-b", "decode-b")
 
 
 def test_a_claim_counts_until_it_is_given_back_and_blocks_until_they_are_reserved(pool):
-    claim = pool.claim(40, Requirements(named(pool, "prefill-1")))
+    claim = pool.place(40, Requirements(named(pool, "prefill-1")))
     prefill, decode = named(pool, "prefill-1").view, named(pool, "decode-0").view
     assert (prefill.dispatched, prefill.queued_tokens) == (1, 40)
     assert (decode.dispatched, decode.pending_blocks) == (1, 3)
@@ -65,7 +65,7 @@ def test_requests_of_one_moment_spread(policy):
     done = fakes.pace(1000, 100, 5050, 0.01, 0.001)
     for one in pool.links:
         say(pool, one.info.ref.worker_id, report={"step": 1000, "prefill_pace": done, "decode_pace": done})
-    claims = [pool.claim(100) for _ in range(16)]
+    claims = [pool.place(100) for _ in range(16)]
     for role in range(2):
         assert Counter(pair_of(claim)[role] for claim in claims).most_common(1)[0][1] == 4
     for claim in claims:
@@ -78,7 +78,7 @@ def test_the_cached_part_of_a_prompt_is_no_backlog():
     spec, prefixes = SequenceSpec(tuple(range(100)), Sampling()), PrefixIndex()
     pool = workers(2, policy="prefix", prefixes=prefixes)
     publish(prefixes, named(pool, "prefill-1"), block_names(spec.prompt, 4))
-    claim = pool.claim(100, Requirements(spec=spec))
+    claim = pool.place(100, Requirements(spec=spec))
     assert pair_of(claim)[0] == "prefill-1"
     assert claim.prefill.view.queued_tokens == 100 - 64
     claim.computed()
@@ -89,25 +89,25 @@ def test_a_prediction_is_compared_with_what_came():
     clock = FakeClock()
     pool = workers(1, policy="predicted", clock=clock)
     pool.on_predicted = (off := list[float]()).append
-    unknown = pool.claim(100)
+    unknown = pool.place(100)
     assert unknown.predicted_ttft_s is None
     unknown.computed()
     unknown.release()
     say(pool, "prefill-0", report={"step": 9, "prefill_pace": fakes.pace(1000, 100, 5050, 0.0, 0.001)})
-    claim = pool.claim(100)
+    claim = pool.place(100)
     assert claim.predicted_ttft_s == pytest.approx(0.1, rel=0.01)
     clock.advance(0.35)
     claim.computed()
     claim.computed()
     claim.release()
     assert off == pytest.approx([0.25], abs=0.01)
-    pool.claim(100).release()
+    pool.place(100).release()
     assert len(off) == 1, "no first token came"
-    assert pool.claim(100, Requirements(named(pool, "prefill-0"))).predicted_ttft_s is None, "its KV is there already"
+    assert pool.place(100, Requirements(named(pool, "prefill-0"))).predicted_ttft_s is None, "its KV is there already"
 
 
 def test_a_worker_that_comes_back_is_counted_from_nothing(pool):
-    claim = pool.claim(40)
+    claim = pool.place(40)
     one = claim.decode
     one.view = type(one.view)(one.info)
     say(pool, one.info.ref.worker_id, report={"blocks": BlockCounts(100, 100)})
@@ -121,19 +121,19 @@ def test_a_decode_worker_is_asked_alone_where_that_is_sooner_and_allowed():
     for name in ("prefill-0", "decode-0"):
         say(pool, name, report={"step": 100, **paces})
     say(pool, "prefill-0", queued_tokens=1000)
-    paired = pool.claim(100)
+    paired = pool.place(100)
     assert pair_of(paired) == ("prefill-0", "decode-0")
     paired.release()
     pool.local_prefill = True
     pool.on_predicted = (off := list[float]()).append
-    claim = pool.claim(100)
+    claim = pool.place(100)
     assert (claim.prefill, claim.decode.info.ref.worker_id) == (None, "decode-0")
     assert named(pool, "decode-0").view.queued_tokens == 100
     pool._clock.advance(claim.predicted_ttft_s + 0.5)
     claim.prefill_done()  # its first token is here
     assert off == pytest.approx([0.5])
     claim.release()
-    pool.claim(100).release()
+    pool.place(100).release()
     assert len(off) == 1, "no first token came"
     view = named(pool, "decode-0").view
     assert (view.dispatched, view.queued_tokens, view.pending_blocks) == (0, 0, 0)
@@ -143,7 +143,7 @@ def test_who_does_it_all_has_one_request_more(pool):
     """Not two until the first token: the next one would go to who has just said it, and not in turn."""
     for name in ("prefill-0", "prefill-1"):
         say(pool, name, usable=False)
-    claims = [pool.claim(10) for _ in range(4)]
+    claims = [pool.place(10) for _ in range(4)]
     assert Counter(claim.decode.info.ref.worker_id for claim in claims) == {"decode-0": 2, "decode-1": 2}
     decodes = [named(pool, name).view for name in ("decode-0", "decode-1")]
     assert [view.dispatched for view in decodes] == [2, 2]
@@ -156,14 +156,14 @@ def test_who_does_it_all_has_one_request_more(pool):
 
 async def test_a_worker_without_a_lease_takes_nothing_new(pool):
     one = named(pool, "prefill-0")
-    assert pair_of(pool.claim(10))[0] == "prefill-0"
+    assert pair_of(pool.place(10))[0] == "prefill-0"
     one.usable = False  # as a link's is that is retired
     await pool._check(one.info.ref, one, 0.5)
-    assert pair_of(pool.claim(10))[0] == "prefill-1"
-    assert pair_of(pool.claim(10))[0] == "prefill-1"
+    assert pair_of(pool.place(10))[0] == "prefill-1"
+    assert pair_of(pool.place(10))[0] == "prefill-1"
     one.usable = True
     await pool._check(one.info.ref, one, 0.0)
-    assert pair_of(pool.claim(10))[0] == "prefill-0"
+    assert pair_of(pool.place(10))[0] == "prefill-0"
 
 
 @pytest.mark.parametrize("failed", [1, 3])

@@ -92,7 +92,7 @@ def test_so_is_what_decodes_for_nobody(pair, router):
     pair.decode.role.drain()
     assert not pair.decode.role.idle
     pair.decode.run()
-    assert len(pair.decode.role.parking) == 1  # remembered, and not missed
+    assert len(pair.decode.role.detached) == 1  # remembered, and not missed
     ends_in_peace(pair.decode)
 
 
@@ -152,7 +152,7 @@ def test_a_commit_that_was_accepted_is_told_and_then_handed_back(pair, router):
 def test_what_is_parked_is_let_go(pair, router):
     park(pair.decode, router)
     pair.decode.role.leave()
-    assert len(pair.decode.role.parking) == 0
+    assert len(pair.decode.role.detached) == 0
     ends_free(pair.decode)
 
 
