@@ -110,7 +110,7 @@ class QueueLimits:
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class _Waiter(Entry, Generic[Claim]):
-    wish: object
+    requirements: object
     since: float  # on the clock, as is the next
     deadline: float
     served: asyncio.Future[Claim]
@@ -126,7 +126,7 @@ class Admission(Generic[Claim]):
 
     def __init__(
         self,
-        claim: Callable[[int, Any], Claim | None],
+        placement: Callable[[int, Any], Claim | None],
         give_back: Callable[[Claim], None],
         serves: Callable[[], bool],
         clock: Clock,
@@ -134,7 +134,7 @@ class Admission(Generic[Claim]):
         weights: Mapping[str, float] | None = None,
     ) -> None:
         self.drain = DrainRate(clock, bounds.wait_s)
-        self._claim = claim
+        self._placement = placement
         self._give_back = give_back
         self._serves = serves
         self._clock = clock
@@ -167,7 +167,7 @@ class Admission(Generic[Claim]):
         self,
         ticket: Ticket,
         tokens: int,
-        wish: object = None,
+        requirements: object = None,
         *,
         returning: bool = False,
         accepted: bool = False,
@@ -185,8 +185,8 @@ class Admission(Generic[Claim]):
         was nobody to wait for; NobodyAlike, as soon as its turn has come).
         """
         alone = not self.waiting
-        if (claim := self.at_once(tokens, wish, returning=returning)) is not None:
-            return claim
+        if (placement := self.at_once(tokens, requirements, returning=returning)) is not None:
+            return placement
         now = self._clock.monotonic()
         since = now if since is None else since
         waiter: _Waiter[Claim] = _Waiter(
@@ -194,7 +194,7 @@ class Admission(Generic[Claim]):
             tokens,
             tenant,
             returning,
-            wish=wish,
+            requirements=requirements,
             since=since,
             deadline=math.inf if deadline_s is None else now + deadline_s,
             served=asyncio.get_running_loop().create_future(),
@@ -204,25 +204,25 @@ class Admission(Generic[Claim]):
         found = self._enter(waiter, tried=alone)
         return await self._wait(waiter) if found is None else found
 
-    def at_once(self, tokens: int, wish: object = None, *, returning: bool = False) -> Claim | None:
+    def at_once(self, tokens: int, requirements: object = None, *, returning: bool = False) -> Claim | None:
         """As `admit`, without a wait; None: somebody waits, or there is no room."""
-        if self.waiting or (claim := self._claim(tokens, wish)) is None:  # nobody to be fair to
+        if self.waiting or (placement := self._placement(tokens, requirements)) is None:  # nobody to be fair to
             return None
         self._served(tokens, returning=returning)
-        return claim
+        return placement
 
     def _enter(self, waiter: _Waiter[Claim], *, tried: bool) -> Claim | None:
         """A claim at once for who comes first and has not `tried`, or a place in the queue. Raises Overloaded."""
         self._queue.push(waiter)
         if not tried and self._queue.first is waiter:
             try:
-                claim = self._claim(waiter.tokens, waiter.wish)
+                placement = self._placement(waiter.tokens, waiter.requirements)
             except NoCapableWorker:
                 self._queue.remove(waiter)
                 raise
-            if claim is not None:
+            if placement is not None:
                 self._serve(waiter)
-                return claim
+                return placement
         refusal = None if waiter.returning or waiter.accepted else self._full(waiter) or self._too_long(waiter)
         if refusal is not None:
             self._queue.remove(waiter)
@@ -289,15 +289,15 @@ class Admission(Generic[Claim]):
             self._queue.remove(first)
             return True
         try:
-            claim = self._claim(first.tokens, first.wish)
+            placement = self._placement(first.tokens, first.requirements)
         except NoCapableWorker as error:  # it waits elsewhere
             self._queue.remove(first)
             first.served.set_exception(error)
             return True
-        if claim is None:
+        if placement is None:
             return False
         self._serve(first)
-        first.served.set_result(claim)
+        first.served.set_result(placement)
         return True
 
     def _full(self, waiter: _Waiter[Claim]) -> Overloaded | None:

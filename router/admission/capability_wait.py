@@ -46,7 +46,7 @@ class CapabilityWait:
                 waiter.set_result(None)
 
     async def admitted(
-        self, wish: Requirements, admit: Callable[[], Awaitable[T]], *, deadline_s: float, since: float | None
+        self, requirements: Requirements, admit: Callable[[], Awaitable[T]], *, deadline_s: float, since: float | None
     ) -> T:
         """What `admit` gives. When it raises NobodyAlike it is asked again, once somebody is there.
 
@@ -56,34 +56,34 @@ class CapabilityWait:
         DeadlineExceeded, and what `admit` raises.
         """
         deadline = self._clock.monotonic() + deadline_s
-        if since is not None and wish.is_special and not self._serves(wish):
-            self._check_place(wish)
+        if since is not None and requirements.is_special and not self._serves(requirements):
+            self._check_place(requirements)
         while True:
-            if wish.is_special:
+            if requirements.is_special:
                 began = self._clock.monotonic() if since is None else since
-                await self._present(wish, began + self._wait_s, deadline)
+                await self._present(requirements, began + self._wait_s, deadline)
             try:
                 return await admit()
             except NoCapableWorker:
                 continue
 
-    async def _present(self, wish: Requirements, until: float, deadline: float) -> None:
+    async def _present(self, requirements: Requirements, until: float, deadline: float) -> None:
         try:
             async with asyncio.timeout(max(min(until, deadline) - self._clock.monotonic(), 0.0)):
-                while not self._serves(wish):
-                    self._refuse(wish)
+                while not self._serves(requirements):
+                    self._refuse(requirements)
                     await self._news()
         except TimeoutError:
-            raise self._gave_up(wish, late=deadline < until) from None
+            raise self._gave_up(requirements, late=deadline < until) from None
 
-    def _check_place(self, wish: Requirements) -> None:
+    def _check_place(self, requirements: Requirements) -> None:
         if (count := len(self._waiting)) >= self._most:
-            what = "deterministic requests" if wish.deterministic else "requests"
+            what = "deterministic requests" if requirements.deterministic else "requests"
             text = f"{count} {what} wait already for a worker that computes them, no more are taken"
             raise Overloaded(text, self._wait_s)
 
-    def _refuse(self, wish: Requirements) -> None:
-        if wrong := self._why_not(wish):
+    def _refuse(self, requirements: Requirements) -> None:
+        if wrong := self._why_not(requirements):
             raise InvalidRequest(*wrong)
 
     async def _news(self) -> None:
@@ -94,9 +94,9 @@ class CapabilityWait:
         finally:
             del self._waiting[waiter]
 
-    def _gave_up(self, wish: Requirements, *, late: bool) -> BatonError:
-        whose = f"with the system fingerprint {wish.determinism} " if wish.determinism else ""
-        what = f"{whose}that computes deterministic requests " if wish.deterministic else ""
+    def _gave_up(self, requirements: Requirements, *, late: bool) -> BatonError:
+        whose = f"with the system fingerprint {requirements.determinism} " if requirements.determinism else ""
+        what = f"{whose}that computes deterministic requests " if requirements.deterministic else ""
         text = f"no decode worker {what}is connected"
         if late:
             return DeadlineExceeded(f"its deadline came while it waited: {text}")

@@ -72,7 +72,7 @@ class Attempt:
     def __init__(
         self,
         handoff: HandoffId,
-        claim: Placement,
+        placement: Placement,
         spec: SequenceSpec,
         track: Track,
         metrics: Metrics,
@@ -87,11 +87,13 @@ class Attempt:
         self.kept = False  # P's KV is for the next attempt
         self.died = False  # a worker's process was lost, with this request among what it computed
         self.handoff, self._name = handoff, convert.handoff_to_pb(handoff)
-        self._claim, self.spec = claim, spec
+        self._placement, self.spec = placement, spec
         self._spec: pb.SequenceSpec | None = None  # as workers are told of it
         self._track, self._stages = track, track.stages
         self._metrics, self._lasting = metrics, lasting or StreamRetention()
-        self._mailbox = EventMailbox(spec.sampling.max_tokens + most_events(spec, claim.decode.info) + _SPARE_EVENTS)
+        self._mailbox = EventMailbox(
+            spec.sampling.max_tokens + most_events(spec, placement.decode.info) + _SPARE_EVENTS
+        )
         self.thoughts: list[Thought] = []  # heard, not handed on yet
         self._tokens: list[Token] = []  # heard, not handed on yet
         self._decoding = False
@@ -104,17 +106,19 @@ class Attempt:
     @property
     def workers(self) -> tuple[str, str]:
         """The ids of P and D."""
-        return (self._claim.prefill or self._claim.decode).info.ref.worker_id, self._claim.decode.info.ref.worker_id
+        return (
+            self._placement.prefill or self._placement.decode
+        ).info.ref.worker_id, self._placement.decode.info.ref.worker_id
 
     @property
     def determinism(self) -> str:
         """What the workers say of their bits, if they say the same; else empty."""
-        return self._claim.determinism
+        return self._placement.determinism
 
     @property
     def prefill_link(self) -> WorkerStream:
-        assert self._claim.prefill is not None
-        return self._claim.prefill
+        assert self._placement.prefill is not None
+        return self._placement.prefill
 
     @property
     def held(self) -> bool:
@@ -127,7 +131,7 @@ class Attempt:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        prefill, decode = self._claim.prefill, self._claim.decode
+        prefill, decode = self._placement.prefill, self._placement.decode
         for source, event in self._mailbox.left():  # it came while the last tokens were handed on
             self._note(source, event)
         parked = self._lasting.parks() and self._decoding  # D goes on with it when this router's stream ends
@@ -138,16 +142,16 @@ class Attempt:
         for link in self._links:
             speaks = link is prefill and self._through and self._holds and not self.kept  # of its push
             link.close(self.handoff, self._track.owe() if speaks else None)
-        self._claim.release()
+        self._placement.release()
 
     @property
     def _links(self) -> list[WorkerStream]:
-        return [link for link in (self._claim.prefill, self._claim.decode) if link is not None]
+        return [link for link in (self._placement.prefill, self._placement.decode) if link is not None]
 
     async def reserve(self, deadline_s: float) -> bool:
         """Ask D for room; False: none now. `deadline_s` from now, 0: none. Raises what ended the attempt."""
-        info = self._claim.decode.info
-        self._claim.decode.send(
+        info = self._placement.decode.info
+        self._placement.decode.send(
             reserve=pb.Reserve(
                 handoff=self._name,
                 fingerprint=info.fingerprint,
@@ -163,20 +167,22 @@ class Attempt:
         )
         await asyncio.sleep(0)  # it is told at once, and what follows is done while it answers
         self._spec = convert.spec_to_pb(self.spec)
-        if self._claim.prefill is None:  # now: a prompt that is told of after the answer waits for one more step
+        if self._placement.prefill is None:  # now: a prompt that is told of after the answer waits for one more step
             self.alone = True
-            self._claim.decode.send(prefill=pb.Prefill(handoff=self._name, spec=self._spec, deadline_s=deadline_s))
+            self._placement.decode.send(prefill=pb.Prefill(handoff=self._name, spec=self._spec, deadline_s=deadline_s))
         return await self._granted()
 
     async def _granted(self) -> bool:
         while self.cached_tokens is None and not self.handed_back:
             for source, item in await self._heard(_ANSWER_S):
                 if isinstance(item, BatonError):  # of P too: nothing is computed yet that would be worth a fence
-                    self.died = self.alone and self._claim.decode.state != "connected"  # it may compute since it heard
+                    self.died = (
+                        self.alone and self._placement.decode.state != "connected"
+                    )  # it may compute since it heard
                     self._lose(source, item)
                 else:
                     self._take(source, item)
-        self._claim.reserved()
+        self._placement.reserved()
         return not self.handed_back
 
     def prefill(self, deadline_s: float) -> None:
@@ -184,13 +190,13 @@ class Attempt:
         if self.alone:
             return  # D was told with the Reserve
         message = pb.Prefill(handoff=self._name, spec=self._spec, deadline_s=deadline_s)
-        message.to.CopyFrom(convert.ref_to_pb(self._claim.decode.info.ref))
+        message.to.CopyFrom(convert.ref_to_pb(self._placement.decode.info.ref))
         message.skip, self._holds = self.cached_tokens or 0, True
         self.prefill_link.send(prefill=message)
 
     def repush(self, held: HandoffId, deadline_s: float) -> None:
         """Let P hand over to D what it holds of an attempt that was lost. `deadline_s` from now, 0: none."""
-        to = convert.ref_to_pb(self._claim.decode.info.ref)
+        to = convert.ref_to_pb(self._placement.decode.info.ref)
         message = pb.Repush(held=convert.handoff_to_pb(held), handoff=self._name, to=to, deadline_s=deadline_s)
         message.skip, self._holds, self._repushes = self.cached_tokens or 0, True, True
         self.prefill_link.send(repush=message)
@@ -277,11 +283,11 @@ class Attempt:
         if self._decoding:
             return
         if source is Role.PREFILL:
-            self._claim.computed()
+            self._placement.computed()
             self._stages.first_token()
         else:
             self._decoding = True
-            self._claim.prefill_done()
+            self._placement.prefill_done()
             self._stages.handed_over(self.committed.commit_s if self.committed else 0.0)
 
     def _on_committed(self, committed: pb.Committed) -> None:
@@ -319,7 +325,7 @@ class Attempt:
             self._lose(source, error)
         elif self.finish is None and self.committed is None and self.fencing is None:
             self.fencing = error
-            self._claim.decode.send(fence=pb.Fence(handoff=self._name))
+            self._placement.decode.send(fence=pb.Fence(handoff=self._name))
 
     def _lose(self, source: Role, error: BatonError) -> None:
         """The attempt is over. Raises what the next one would meet again."""
@@ -337,12 +343,12 @@ class TakeoverAttempt(Attempt):
     @property
     def workers(self) -> tuple[str, str]:
         """No prefill worker, and D."""
-        return "", self._claim.decode.info.ref.worker_id
+        return "", self._placement.decode.info.ref.worker_id
 
     async def reserve(self, deadline_s: float) -> bool:
         """Ask D for what comes after the known tokens; False: it has nothing of the kind. Raises what ended it."""
         self.alone = True
-        self._claim.decode.send(attach=pb.Attach(handoff=self._name, spec=convert.spec_to_pb(self.spec)))
+        self._placement.decode.send(attach=pb.Attach(handoff=self._name, spec=convert.spec_to_pb(self.spec)))
         return await self._granted()
 
     def prefill(self, deadline_s: float) -> None:
@@ -352,7 +358,7 @@ class TakeoverAttempt(Attempt):
     def _take(self, source: Role, item: Item) -> None:
         if isinstance(item, pb.WorkerEvent) and item.HasField("attached"):
             self.cached_tokens, self._decoding = len(self.spec), True
-            self._claim.prefill_done()
+            self._placement.prefill_done()
         elif isinstance(item, pb.WorkerEvent) and item.HasField("refused"):
             self.handed_back, self._through = "not_there", True
         else:

@@ -42,9 +42,9 @@ async def serve_choice(request: SequenceSpec, life: ChoiceRun, client: EventStre
     """
     while True:
         life.stages.enter(Stage.QUEUE)
-        claim = life.claim_parked() or await life.admit(request)  # waits for a pair of workers with room
+        placement = life.claim_parked() or await life.admit(request)  # waits for a pair of workers with room
         life.stages.enter(Stage.ROUTE)
-        async with life.attempt(claim, request) as attempt:
+        async with life.attempt(placement, request) as attempt:
             life.stages.enter(Stage.RESERVE)
             if not await attempt.reserve(life.remaining_s()):
                 await life.handed_back(attempt, client)  # D filled up meanwhile, or one was lost: back to the queue
@@ -127,13 +127,13 @@ class ChoiceRun:
         known, ticket = self.known(request), ticket_for(self.call.arrival, request.priority)
         self._waits_since = self._waits_since or self._floor.clock.monotonic()
         thinks = () if self.call.accepted else self.call.asked.fields  # later nobody is refused for it any more
-        wish = Requirements(self._held.link if self._held else None, known, self.call.determinism, thinks)
+        requirements = Requirements(self._held.link if self._held else None, known, self.call.determinism, thinks)
 
         async def admit() -> Placement:
             return await self._floor.admission.admit(
                 ticket,
                 len(known),
-                wish,
+                requirements,
                 returning=self.attempts > 0,
                 accepted=self.call.accepted,
                 tenant=self.call.tenant or request.cache_scope,
@@ -141,10 +141,10 @@ class ChoiceRun:
                 since=self._waits_since,
             )
 
-        if not wish.is_special:
+        if not requirements.is_special:
             return await admit()
         since = None if self.call.accepted else self._waits_since
-        return await self._floor.alike.admitted(wish, admit, deadline_s=self.remaining_s(), since=since)
+        return await self._floor.alike.admitted(requirements, admit, deadline_s=self.remaining_s(), since=since)
 
     async def look_for_it(self) -> None:
         """Find out whether a decode worker still goes on with what another router began."""
@@ -160,28 +160,28 @@ class ChoiceRun:
         """Of the decode worker that goes on with it, once."""
         if self._parked is None:
             return None
-        claim = self._floor.pool.claim_of(self._parked.worker_id, self._parked.incarnation)
-        if claim is not None and self.call.determinism not in {"", claim.determinism}:
-            claim.release()
-            claim = None
-        if claim is None:
+        placement = self._floor.pool.claim_of(self._parked.worker_id, self._parked.incarnation)
+        if placement is not None and self.call.determinism not in {"", placement.determinism}:
+            placement.release()
+            placement = None
+        if placement is None:
             self._parked = None
-        return claim
+        return placement
 
-    def attempt(self, claim: Placement, request: SequenceSpec) -> Attempt:
+    def attempt(self, placement: Placement, request: SequenceSpec) -> Attempt:
         """The next attempt. What is held is of no use to another worker."""
-        if self._held is not None and self._held.link is not claim.prefill:
+        if self._held is not None and self._held.link is not placement.prefill:
             self.let_go()
         self.attempts += 1
-        self.placed = claim
-        workers = {"prefill": claim.prefill, "decode": claim.decode}
+        self.placed = placement
+        workers = {"prefill": placement.prefill, "decode": placement.decode}
         refs = {role: str(link.info.ref) for role, link in workers.items() if link is not None}
         self.note("attempt", **refs)
         self.stages.attempt = self.attempts
         self.stages.note(**refs)
         log.debug("request_attempted", request_id=self.request_id, attempt=self.attempts, workers=[*refs.values()])
-        info, known, parked = claim.decode.info, self.known(request), self._parked
-        rest = (claim, fitted(known, info), self.track, self._floor.metrics, self.call.lasting(self.choice))
+        info, known, parked = placement.decode.info, self.known(request), self._parked
+        rest = (placement, fitted(known, info), self.track, self._floor.metrics, self.call.lasting(self.choice))
         self.thoughts.begin(len(request.prompt), info.thinking_chunk, parked=parked is not None)
         self._parked = None
         if parked is not None:

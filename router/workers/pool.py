@@ -90,22 +90,22 @@ class WorkerPool:
             await asyncio.wait([self._task])
         await asyncio.gather(*(link.stop() for link in self._links.values()))
 
-    def place(self, tokens: int, wish: Requirements = NO_REQUIREMENTS) -> Placement | None:
+    def place(self, tokens: int, requirements: Requirements = NO_REQUIREMENTS) -> Placement | None:
         """A pair for a request of `tokens` known tokens, counted as loaded from now; None when nobody has room.
 
         With no prefill worker left, a decode worker alone. Raises NobodyAlike.
         """
-        snapshot, (keep, spec, determinism, _) = self._fleet.snapshot(), wish
+        snapshot, (keep, spec, determinism, _) = self._fleet.snapshot(), requirements
         snapshot.chunk = self.chunk
-        if wish.is_special and not self.can_serve(wish):
+        if requirements.is_special and not self.can_serve(requirements):
             raise NoCapableWorker(f"no decode worker here takes such requests{_as(determinism)}")
         if not snapshot.has_room(tokens):
             return None
-        kept = keep.info.ref if keep is not None and self._can_hand_over(keep, wish) else None
+        kept = keep.info.ref if keep is not None and self._can_hand_over(keep, requirements) else None
         ask = self._fleet.ask(tokens, self._turn, kept, spec, determinism)
         pair = None if self.colocated else self._policy(snapshot, ask)
         if pair is None:
-            found = None if self.has_pair(wish) else self.alone(snapshot, ask)
+            found = None if self.has_pair(requirements) else self.alone(snapshot, ask)
             return None if found is None else self._alone(tokens, found, ask)
         if self.local_prefill and (sooner := local_prefill_if_faster(snapshot, ask, pair)) is not None:
             return self._alone(tokens, sooner, ask)
@@ -114,23 +114,23 @@ class WorkerPool:
         decode = self._links[self._fleet.ref(Role.DECODE, pair.decode)]
         cached = int(ask.prefill_cached[pair.prefill])
         self._typical.saw(tokens, cached)
-        claim = Placement(prefill, decode, tokens, cached, self._fleet.mark, self.on_change)
-        return self._predict(claim, pair.ttft_s if kept is None else 0.0)
+        placement = Placement(prefill, decode, tokens, cached, self._fleet.mark, self.on_change)
+        return self._predict(placement, pair.ttft_s if kept is None else 0.0)
 
-    def _predict(self, claim: Placement, ttft_s: float) -> Placement:
+    def _predict(self, placement: Placement, ttft_s: float) -> Placement:
         """It is expected to say the first token so many seconds from now; 0: nobody knows."""
         if ttft_s:
-            claim.predicted_ttft_s = ttft_s
-            claim.on_first = partial(self._compare, ttft_s, self._clock.monotonic())
-        return claim
+            placement.predicted_ttft_s = ttft_s
+            placement.on_first = partial(self._compare, ttft_s, self._clock.monotonic())
+        return placement
 
     def _alone(self, tokens: int, found: Alone, ask: Ask) -> Placement:
         self._turn += 1
         row = found.decode
         decode, cached = self._links[self._fleet.ref(Role.DECODE, row)], int(ask.decode_cached[row])
         self._typical.saw(tokens, cached)
-        claim = Placement(None, decode, tokens, cached, self._fleet.mark, self.on_change)
-        return self._predict(claim, found.ttft_s)
+        placement = Placement(None, decode, tokens, cached, self._fleet.mark, self.on_change)
+        return self._predict(placement, found.ttft_s)
 
     def expected(self) -> RouterReport:
         """What its workers have to do, and what a typical request may expect of them now. The queue is not in it."""
@@ -159,22 +159,22 @@ class WorkerPool:
     def _compare(self, predicted_s: float, since: float) -> None:
         self.on_predicted(abs(self._clock.monotonic() - since - predicted_s))
 
-    def has_pair(self, wish: Requirements = NO_REQUIREMENTS) -> bool:
+    def has_pair(self, requirements: Requirements = NO_REQUIREMENTS) -> bool:
         """Are there two live workers that can hand over to each other what is wished, room aside?"""
         if self.colocated:
             return False
-        views = ([link.view for link in self._usable(role, wish)] for role in (Role.PREFILL, Role.DECODE))
-        return has_pair(*views, alike=wish.deterministic)
+        views = ([link.view for link in self._usable(role, requirements)] for role in (Role.PREFILL, Role.DECODE))
+        return has_pair(*views, alike=requirements.deterministic)
 
-    def can_serve(self, wish: Requirements = NO_REQUIREMENTS) -> bool:
+    def can_serve(self, requirements: Requirements = NO_REQUIREMENTS) -> bool:
         """Is a decode worker there for it? Room, and prefill workers, aside."""
-        return bool(self._usable(Role.DECODE, wish)) and not (wish.thinks and not self.thinking_chunk())
+        return bool(self._usable(Role.DECODE, requirements)) and not (requirements.thinks and not self.thinking_chunk())
 
-    def reasons_not_to_serve(self, wish: Requirements) -> list[Violation]:
+    def reasons_not_to_serve(self, requirements: Requirements) -> list[Violation]:
         """What of it the workers that are known will not do; empty: they may, or none is known."""
-        wrong = [Violation(field, "the model that is served does not think") for field in wish.thinks]
+        wrong = [Violation(field, "the model that is served does not think") for field in requirements.thinks]
         wrong = wrong if self.thinking_chunk() == 0 else []
-        if wish.deterministic and not wish.determinism and (reason := self.nondeterminism()):
+        if requirements.deterministic and not requirements.determinism and (reason := self.nondeterminism()):
             wrong.append(Violation("deterministic", f"no worker computes such requests: {reason}"))
         return wrong
 
@@ -224,14 +224,14 @@ class WorkerPool:
         reason = self.misfit(link)
         return f"fits no other worker: {reason}" if reason else ""
 
-    def _can_hand_over(self, keep: WorkerStream, wish: Requirements) -> bool:
+    def _can_hand_over(self, keep: WorkerStream, requirements: Requirements) -> bool:
         """Is it there, and a decode worker that takes what it holds, room aside? Else that is waited for in vain."""
-        takers = self._usable(Role.DECODE, wish) if keep.usable else []
+        takers = self._usable(Role.DECODE, requirements) if keep.usable else []
         return any(link.info.fingerprint == keep.info.fingerprint for link in takers)
 
-    def _usable(self, role: Role, wish: Requirements = NO_REQUIREMENTS) -> list[WorkerStream]:
+    def _usable(self, role: Role, requirements: Requirements = NO_REQUIREMENTS) -> list[WorkerStream]:
         links = self._links.values()
-        return [link for link in links if link.info.role is role and link.usable and wish.accepts(link.info)]
+        return [link for link in links if link.info.role is role and link.usable and requirements.accepts(link.info)]
 
     async def _run(self) -> None:
         while True:

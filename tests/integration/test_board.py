@@ -181,7 +181,7 @@ async def test_a_drain_is_an_order_to_the_process_that_is_there(operator, board,
     assert process == str(workers[0].info.ref)
     order = await board.order(workers[0].info.ref)
     assert (order.drain, order.role, order.grace_s) == (True, Role.PREFILL, 7.0)
-    assert order.wish, "the controller sees to it that another one is there first"
+    assert order.requirements, "the controller sees to it that another one is there first"
     for name in ("prefill-1", ""):
         with pytest.raises(InvalidRequest, match="known are prefill-0"):
             await call(operator.drain, name)

@@ -19,9 +19,9 @@ LAST_WORDS = {"finish": events.finished(H, Finish(FinishReason.LENGTH)), "preemp
 @pytest.mark.parametrize("last", LAST_WORDS)
 async def test_a_fence_that_meets_a_handoff_which_has_ended_is_no_failure(last):
     """D commits, ends, and forgets the handoff; the Fence comes then, and D can only say FENCED."""
-    claim = MagicMock()
-    claim.decode.info.thinking_chunk = 0
-    attempt = Attempt(H, claim, SequenceSpec((1, 2), Sampling(max_tokens=4)), MagicMock(), MagicMock())
+    placement = MagicMock()
+    placement.decode.info.thinking_chunk = 0
+    attempt = Attempt(H, placement, SequenceSpec((1, 2), Sampling(max_tokens=4)), MagicMock(), MagicMock())
     attempt._mailbox.put(Role.PREFILL, events.tokens(H, [FIRST]))
     attempt._mailbox.put(Role.PREFILL, WorkerLost("it died"))
     heard = attempt.outputs()

@@ -82,13 +82,13 @@ class Cluster:
         else:
             self.tally.outcomes[outcome] += 1
 
-    def workers_of(self, claim: Placement) -> tuple[PrefillWorker | None, DecodeWorker]:
+    def workers_of(self, placement: Placement) -> tuple[PrefillWorker | None, DecodeWorker]:
         """Those that the router chose."""
-        decode = self._workers[claim.decode.info.ref.worker_id]
+        decode = self._workers[placement.decode.info.ref.worker_id]
         assert isinstance(decode, DecodeWorker)
-        if claim.prefill is None:
+        if placement.prefill is None:
             return None, decode
-        prefill = self._workers[claim.prefill.info.ref.worker_id]
+        prefill = self._workers[placement.prefill.info.ref.worker_id]
         assert isinstance(prefill, PrefillWorker)
         return prefill, decode
 

@@ -50,15 +50,21 @@ class Attempt:
     """`known` tokens are to be computed, `tokens` are to come, and the client had `before` of the answer."""
 
     __slots__ = (
-        "_claim", "_kernel", "before", "cached", "committed", "computed", "decode", "decoding", "died",
+        "_kernel", "_placement", "before", "cached", "committed", "computed", "decode", "decoding", "died",
         "failed", "fencing", "first_at", "handoff", "kept", "known", "life", "over", "prefill", "repushes", "sent",
         "tokens",
     )  # fmt: skip
 
     def __init__(
-        self, life: Life, claim: Placement, prefill: PrefillWorker | None, decode: DecodeWorker, known: int, before: int
+        self,
+        life: Life,
+        placement: Placement,
+        prefill: PrefillWorker | None,
+        decode: DecodeWorker,
+        known: int,
+        before: int,
     ) -> None:
-        self.life, self._claim, self._kernel = life, claim, life.kernel
+        self.life, self._placement, self._kernel = life, placement, life.kernel
         self.prefill, self.decode = prefill, decode
         self.handoff = HandoffId(life.name, life.attempts)
         self.known, self.before, self.tokens = known, before, life.tokens - before
@@ -85,7 +91,7 @@ class Attempt:
         """There is room."""
         if self.over:
             return
-        self._claim.reserved()
+        self._placement.reserved()
         self.cached, self.sent = cached, True
         self.life.accepted = True
         prefill, held = self.prefill, self.life.held
@@ -100,7 +106,7 @@ class Attempt:
 
     def no_room(self) -> None:
         """There is none."""
-        self._claim.decode.view.full = True
+        self._placement.decode.view.full = True
         self.end("no_room")
 
     def first(self) -> None:
@@ -110,16 +116,16 @@ class Attempt:
         self.computed = True
         self.life.told(self.before + 1, first=True)
         if self.prefill is None:
-            self._claim.prefill_done()
+            self._placement.prefill_done()
         else:
-            self._claim.computed()
+            self._placement.computed()
 
     def adopted(self) -> None:
         """The decode worker goes on, and needs nobody for it."""
         self.committed, self.fencing = True, False
         if not self.over:
             self.decoding = True
-            self._claim.prefill_done()
+            self._placement.prefill_done()
 
     def finished(self) -> None:
         """All tokens are there."""
@@ -180,7 +186,7 @@ class Attempt:
             del prefill.attempts[self]
             if reason and not (self.decoding or self.kept):
                 self._send(prefill, prefill.release, self)
-        self._claim.release()
+        self._placement.release()
 
     def _send(self, worker: PrefillWorker | DecodeWorker, act: object, *facts: object) -> None:
         """A message to a worker; one that is gone does not get it."""
@@ -260,35 +266,37 @@ class Life:
         router, held = self._cluster.router, self.held
         known = held.known if held is not None else self._arrival.prompt_tokens + self.delivered
         link = held.prefill.link if held is not None and held.prefill is not None else None
-        wish = router.wish(link, self._directory_names, self._arrival.block_tokens)
-        claim = router.admission.at_once(known, wish, returning=self.attempts > 0)
-        if claim is None:
-            self.kernel.spawn(self._wait(known, wish, self._since))
+        requirements = router.requirements(link, self._directory_names, self._arrival.block_tokens)
+        placement = router.admission.at_once(known, requirements, returning=self.attempts > 0)
+        if placement is None:
+            self.kernel.spawn(self._wait(known, requirements, self._since))
         else:
-            self._attempt(claim)
+            self._attempt(placement)
 
-    async def _wait(self, known: int, wish: AskedWish, since: float) -> None:
+    async def _wait(self, known: int, requirements: AskedWish, since: float) -> None:
         ticket, returning = ticket_for(self.number, 0), self.attempts > 0
         admit = self._cluster.router.admission.admit
         try:
-            claim = await admit(ticket, known, wish, returning=returning, accepted=self.accepted, since=since)
+            placement = await admit(
+                ticket, known, requirements, returning=returning, accepted=self.accepted, since=since
+            )
         except Overloaded:
             waited = self.attempts or self.kernel.now > self.came_at + self.overheads.admit_s
             self._end("expired" if waited else "refused")
         except (NoWorker, DeadlineExceeded):
             self._end("expired")
         else:
-            self._attempt(claim)
+            self._attempt(placement)
 
     def _end(self, outcome: str) -> None:
         self._let_go()
         self._cluster.ended(self, outcome)
 
-    def _attempt(self, claim: Placement) -> None:
+    def _attempt(self, placement: Placement) -> None:
         """The next one. What is held is of no use to another prefill worker."""
         if not self.attempts:
             self._cluster.tally.queue.add(self.kernel.now - self.came_at)
-        prefill, decode = self._cluster.workers_of(claim)
+        prefill, decode = self._cluster.workers_of(placement)
         if self.held is not None and self.held.prefill is not prefill:
             self._let_go()
         self.attempts += 1
@@ -297,7 +305,7 @@ class Life:
         known = self._arrival.prompt_tokens + before if held is None else held.known
         if prefill is None:
             self._cluster.tally.local_prefills += 1
-        Attempt(self, claim, prefill, decode, known, before)
+        Attempt(self, placement, prefill, decode, known, before)
 
     def _let_go(self) -> None:
         """Nothing is held for another attempt any more."""
@@ -375,11 +383,11 @@ class SimPool(WorkerPool):
             self._fleet.mark(link.info.ref)
         self.on_change()
 
-    def has_pair(self, wish: Requirements = NO_REQUIREMENTS) -> bool:
+    def has_pair(self, requirements: Requirements = NO_REQUIREMENTS) -> bool:
         """All workers fit each other, and none is looked at."""
         return not self.colocated and all(self._there.values())
 
-    def serves(self, wish: Requirements = NO_REQUIREMENTS) -> bool:
+    def serves(self, requirements: Requirements = NO_REQUIREMENTS) -> bool:
         return self._there[Role.DECODE] > 0
 
 
@@ -391,7 +399,7 @@ class SimRouter:
         self.directory = Directory(scenario.decode.block_size)
         self.pool = SimPool(scenario, kernel, self.directory)
         self.admission: Admission[Placement] = Admission(
-            self._claim,
+            self._place,
             Placement.release,
             self.pool.can_serve,
             kernel,
@@ -400,14 +408,14 @@ class SimRouter:
         self.pool.on_change = self._changed
         self.queue_peak = 0
 
-    def wish(self, keep: SimLink | None, names: Sequence[bytes], block_tokens: int) -> AskedWish:
+    def requirements(self, keep: SimLink | None, names: Sequence[bytes], block_tokens: int) -> AskedWish:
         """What a request has to do with the choice of its workers."""
         return AskedWish(Requirements(keep, _SHARED if names else None), names, block_tokens)
 
-    def _claim(self, tokens: int, asked: AskedWish) -> Placement | None:
+    def _place(self, tokens: int, asked: AskedWish) -> Placement | None:
         self.directory.asked, self.directory.block_tokens = asked.names, asked.block_tokens
         self.directory.most = tokens - 1
-        return self.pool.place(tokens, asked.wish)
+        return self.pool.place(tokens, asked.requirements)
 
     def _changed(self) -> None:
         waiting = self.admission.waiting
@@ -419,10 +427,10 @@ class SimRouter:
 class AskedWish:
     """A wish, and the names of the request's blocks in the directory."""
 
-    __slots__ = ("block_tokens", "names", "wish")
+    __slots__ = ("block_tokens", "names", "requirements")
 
-    def __init__(self, wish: Requirements, names: Sequence[bytes], block_tokens: int) -> None:
-        self.wish, self.names, self.block_tokens = wish, names, block_tokens
+    def __init__(self, requirements: Requirements, names: Sequence[bytes], block_tokens: int) -> None:
+        self.requirements, self.names, self.block_tokens = requirements, names, block_tokens
 
 
 async def _nobody() -> Sequence[WorkerInfo]:

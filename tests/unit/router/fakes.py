@@ -126,5 +126,5 @@ def say(pool: WorkerPool, name: str, *, report: dict[str, Any] | None = None, **
     pool._changed(one.info.ref)
 
 
-def pair_of(claim: Any) -> tuple[str, str]:
-    return claim.prefill.info.ref.worker_id, claim.decode.info.ref.worker_id
+def pair_of(placement: Any) -> tuple[str, str]:
+    return placement.prefill.info.ref.worker_id, placement.decode.info.ref.worker_id

@@ -57,18 +57,18 @@ class Gate:
         self.tasks: list[asyncio.Task[int]] = []
         self._by_tokens = by_tokens
         limits = QueueLimits(**{"requests": 1000, "tokens": 100_000, "wait_s": 30.0, **bounds})
-        self.admission = Admission(self.claim, self.give_back, lambda: self.pair, self.clock, limits, weights)
+        self.admission = Admission(self.placement, self.give_back, lambda: self.pair, self.clock, limits, weights)
 
-    def claim(self, tokens: int, wish: object) -> int | None:
-        self.wishes.append(wish)
+    def placement(self, tokens: int, requirements: object) -> int | None:
+        self.wishes.append(requirements)
         needs = tokens if self._by_tokens else 1
         if needs > self.room:
             return None
         self.room -= needs
         return tokens
 
-    def give_back(self, claim: int) -> None:
-        self.free(claim if self._by_tokens else 1)
+    def give_back(self, placement: int) -> None:
+        self.free(placement if self._by_tokens else 1)
 
     def free(self, more: int = 1) -> None:
         self.room += more

@@ -144,8 +144,8 @@ async def test_a_queue_of_no_length_still_admits_what_has_room(make):
 
 async def test_a_claim_asks_for_the_worker_that_holds_the_kv_at_once_and_from_the_queue(make):
     gate = make(1)
-    assert await gate.enter(wish="mine") == 10
-    waiting, behind = await gate.enter(wish="mine too"), await gate.enter()
+    assert await gate.enter(requirements="mine") == 10
+    waiting, behind = await gate.enter(requirements="mine too"), await gate.enter()
     gate.free(2)
     assert [await waiting, await behind] == [10, 10]
     assert gate.wishes == ["mine", "mine too", "mine too", None]

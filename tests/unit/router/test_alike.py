@@ -60,7 +60,7 @@ def test_a_pair_is_alike_and_is_found_whenever_there_is_one(policy, left, right,
 
 def test_others_may_go_anywhere():
     pool = pool_with(*MIXED)
-    pairs = {pair_of(pool.place(40, wish)) for wish in (Requirements(), Requirements(spec=PLAIN)) * 6}
+    pairs = {pair_of(pool.place(40, requirements)) for requirements in (Requirements(), Requirements(spec=PLAIN)) * 6}
     assert {decode for _, decode in pairs} == {"d0", "d1"}
     assert {prefill for prefill, _ in pairs} == {"p0", "p1", "p2"}
     assert {pair_of(pool.place(40, DETERMINISTIC)) for _ in range(4)} == {("p1", "d1")}
@@ -68,8 +68,8 @@ def test_others_may_go_anywhere():
 
 def test_a_decode_worker_does_it_alone_where_no_prefill_worker_is_like_it():
     pool = pool_with((P, "p0", "x"), (P, "p1", ""), (D, "d0", ""), (D, "d1", "y"))
-    claim = pool.place(40, DETERMINISTIC)
-    assert (claim.prefill, claim.decode.info.ref.worker_id, claim.determinism) == (None, "d1", "y")
+    placement = pool.place(40, DETERMINISTIC)
+    assert (placement.prefill, placement.decode.info.ref.worker_id, placement.determinism) == (None, "d1", "y")
     assert pool.place(40).prefill is not None, "others have a pair"
 
 
@@ -149,15 +149,15 @@ class Gate:
         self.alike.changed()
         self.admission.changed()
 
-    def ask(self, wish, since=None, deadline_s=60.0, **admitted):
+    def ask(self, requirements, since=None, deadline_s=60.0, **admitted):
         self.tickets += 1
         ticket = (self.tickets, self.tickets)
-        admit = partial(self.admission.admit, ticket, 40, wish, **admitted)
-        return asyncio.create_task(self.alike.admitted(wish, admit, deadline_s=deadline_s, since=since))
+        admit = partial(self.admission.admit, ticket, 40, requirements, **admitted)
+        return asyncio.create_task(self.alike.admitted(requirements, admit, deadline_s=deadline_s, since=since))
 
-    async def waiting(self, wish, **facts):
+    async def waiting(self, requirements, **facts):
         """A request that waits now."""
-        task = self.ask(wish, **facts)
+        task = self.ask(requirements, **facts)
         await turns()
         assert not task.done()
         return task
@@ -245,7 +245,7 @@ async def test_a_model_thinks_if_all_its_workers_say_so():
 
 
 @pytest.mark.parametrize(
-    ("wish", "deadline_s", "error", "says"),
+    ("requirements", "deadline_s", "error", "says"),
     [
         (THOUGHTS, 60.0, NoWorker, r"waited 0\.01 s: no decode worker is connected"),
         (DETERMINISTIC, 60.0, NoWorker, r"waited 0\.01 s: no decode worker that computes deterministic requests"),
@@ -258,11 +258,11 @@ async def test_a_model_thinks_if_all_its_workers_say_so():
         ),
     ],
 )
-async def test_it_waits_no_longer_than_others_do(wish, deadline_s, error, says):
-    bits = "" if wish.determinism else "x"  # else it would be refused: what was begun is not
-    gate = gate_of_one(bits, "", wait_s=0.01) if wish.deterministic else Gate(pool_of(), wait_s=0.01)
+async def test_it_waits_no_longer_than_others_do(requirements, deadline_s, error, says):
+    bits = "" if requirements.determinism else "x"  # else it would be refused: what was begun is not
+    gate = gate_of_one(bits, "", wait_s=0.01) if requirements.deterministic else Gate(pool_of(), wait_s=0.01)
     with pytest.raises(error, match=says):
-        await gate.ask(wish, deadline_s=deadline_s)
+        await gate.ask(requirements, deadline_s=deadline_s)
     assert not gate.alike._waiting
 
 

@@ -129,10 +129,10 @@ def test_each_policy_has_its_like_here():
 def test_one_worker_does_it_all_though_another_could_prefill():
     """A prefill worker that is still there, of a plan before, is not asked; nor is one missed where there is none."""
     pool = floor_of(worker("a"), worker("b"), fakes.prefill("p")).pool
-    claims = [pool.place(100), pool.place(100)]
-    assert {claim.decode.info.ref.worker_id for claim in claims} == {"a", "b"}
-    assert [claim.prefill for claim in claims] == [None, None]
-    assert all(claim.predicted_ttft_s for claim in claims)
+    placements = [pool.place(100), pool.place(100)]
+    assert {placement.decode.info.ref.worker_id for placement in placements} == {"a", "b"}
+    assert [placement.prefill for placement in placements] == [None, None]
+    assert all(placement.predicted_ttft_s for placement in placements)
     assert [link.view.prefill_backlog for link in pool.links if link.info.role is Role.DECODE] == [100, 100]
     assert [pool.note(link) for link in floor_of(worker("a")).pool.links] == [""]
     assert floor_of(worker("a")).pool.can_serve()
@@ -140,10 +140,10 @@ def test_one_worker_does_it_all_though_another_could_prefill():
 
 def test_what_a_typical_prompt_may_expect_is_that_of_the_worker_that_it_would_get():
     floor = floor_of(worker("a", running=3, reported=4000), worker("b", running=2, reported=900))
-    claim = floor.pool.place(300)
+    placement = floor.pool.place(300)
     snapshot, ask = floor.pool._fleet.snapshot(), floor.pool._fleet.ask(300, 0, None, None)
     report = demand.current_demand(floor)
-    assert claim.decode.info.ref.worker_id == "b"
+    assert placement.decode.info.ref.worker_id == "b"
     assert report.ttft_s == pytest.approx(alone_ttft_s(snapshot, ask).min())
     assert 0 < report.ttft_alone_s < report.ttft_s / 2
 

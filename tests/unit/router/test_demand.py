@@ -27,8 +27,8 @@ def pair(**facts):
 
 def test_what_is_predicted_is_what_workers_are_chosen_by():
     floor = floor_of(*pair(queued_tokens=700), fakes.prefill("q", pace=PROMPTS, queued_tokens=200))
-    claim = floor.pool.place(100)
-    assert claim is not None
+    placement = floor.pool.place(100)
+    assert placement is not None
     report = demand.current_demand(floor)
     snapshot = floor.pool._fleet.snapshot()
     ask = floor.pool._fleet.ask(100, 0, None, None)
@@ -36,7 +36,7 @@ def test_what_is_predicted_is_what_workers_are_chosen_by():
     assert report.ttft_s == pytest.approx(ttft_s(snapshot, ask).min())
     assert report.itl_s == pytest.approx(itl_s(snapshot, ask).min())
     assert 0 < report.ttft_alone_s < report.ttft_s  # 300 tokens wait on q, and a step runs
-    claim.release()
+    placement.release()
     for name in "pq":
         say(floor.pool, name, queued_tokens=0)
     report = demand.current_demand(floor)
@@ -107,11 +107,11 @@ async def test_the_queue_is_in_the_first_token():
     assert (report.queued, report.queued_tokens, report.oldest_s, report.queue_s) == (3, 150, 4.0, 4.0)
     assert report.ttft_s == pytest.approx(4.0 + report.ttft_alone_s)
     say(floor.pool, "d", full=False)
-    claims = [await task for task in waiting]
+    placements = [await task for task in waiting]
     report = demand.current_demand(floor)
     assert (report.queued, report.oldest_s, report.queue_s) == (0, 0, 0)
-    for claim in claims:
-        claim.release()
+    for placement in placements:
+        placement.release()
 
 
 async def test_a_wait_is_predicted_by_how_fast_the_queue_drains():

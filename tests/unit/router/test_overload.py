@@ -39,14 +39,14 @@ class Pool(Gate):
         began, tokens = asyncio.get_running_loop().time(), self.rng.randint(50, 500)
         ticket = ticket_for(self.arrivals, 0)
         try:
-            claim = await self.admission.admit(ticket, tokens, tenant=tenant)
+            placement = await self.admission.admit(ticket, tokens, tenant=tenant)
         except Overloaded as error:
             assert asyncio.get_running_loop().time() - began <= self.wait_s + 1e-6
             self.refused.setdefault(tenant, []).append(error.retry_after_s)
             return error.retry_after_s
         self.ttft.setdefault(tenant, []).append(asyncio.get_running_loop().time() - began + PREFILL_S)
         await asyncio.sleep(HELD_S * self.rng.uniform(0.5, 1.5))
-        self.give_back(claim)
+        self.give_back(placement)
         return None
 
     async def arrive(self, per_s, for_s, **kwargs):

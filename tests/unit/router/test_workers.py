@@ -48,14 +48,14 @@ def test_what_is_held_is_given_up_when_nobody_is_there_who_could_take_it():
 
 
 def test_a_claim_counts_until_it_is_given_back_and_blocks_until_they_are_reserved(pool):
-    claim = pool.place(40, Requirements(named(pool, "prefill-1")))
+    placement = pool.place(40, Requirements(named(pool, "prefill-1")))
     prefill, decode = named(pool, "prefill-1").view, named(pool, "decode-0").view
     assert (prefill.dispatched, prefill.queued_tokens) == (1, 40)
     assert (decode.dispatched, decode.pending_blocks) == (1, 3)
     assert pool._fleet.snapshot().decode.at.kv_tokens.sum() == 48
-    claim.reserved()
+    placement.reserved()
     assert pool._fleet.snapshot().decode.at.kv_tokens.sum() == 0
-    claim.release()
+    placement.release()
     assert (prefill.dispatched, prefill.queued_tokens, decode.dispatched, decode.pending_blocks) == (0, 0, 0, 0)
 
 
@@ -65,11 +65,11 @@ def test_requests_of_one_moment_spread(policy):
     done = fakes.pace(1000, 100, 5050, 0.01, 0.001)
     for one in pool.links:
         say(pool, one.info.ref.worker_id, report={"step": 1000, "prefill_pace": done, "decode_pace": done})
-    claims = [pool.place(100) for _ in range(16)]
+    placements = [pool.place(100) for _ in range(16)]
     for role in range(2):
-        assert Counter(pair_of(claim)[role] for claim in claims).most_common(1)[0][1] == 4
-    for claim in claims:
-        claim.release()
+        assert Counter(pair_of(placement)[role] for placement in placements).most_common(1)[0][1] == 4
+    for placement in placements:
+        placement.release()
     left = {(one.view.dispatched, one.view.queued_tokens, one.view.pending_blocks) for one in pool.links}
     assert left == {(0, 0, 0)}
 
@@ -78,11 +78,11 @@ def test_the_cached_part_of_a_prompt_is_no_backlog():
     spec, prefixes = SequenceSpec(tuple(range(100)), Sampling()), PrefixIndex()
     pool = workers(2, policy="prefix", prefixes=prefixes)
     publish(prefixes, named(pool, "prefill-1"), block_names(spec.prompt, 4))
-    claim = pool.place(100, Requirements(spec=spec))
-    assert pair_of(claim)[0] == "prefill-1"
-    assert claim.prefill.view.queued_tokens == 100 - 64
-    claim.computed()
-    assert claim.prefill.view.queued_tokens == 0
+    placement = pool.place(100, Requirements(spec=spec))
+    assert pair_of(placement)[0] == "prefill-1"
+    assert placement.prefill.view.queued_tokens == 100 - 64
+    placement.computed()
+    assert placement.prefill.view.queued_tokens == 0
 
 
 def test_a_prediction_is_compared_with_what_came():
@@ -94,12 +94,12 @@ def test_a_prediction_is_compared_with_what_came():
     unknown.computed()
     unknown.release()
     say(pool, "prefill-0", report={"step": 9, "prefill_pace": fakes.pace(1000, 100, 5050, 0.0, 0.001)})
-    claim = pool.place(100)
-    assert claim.predicted_ttft_s == pytest.approx(0.1, rel=0.01)
+    placement = pool.place(100)
+    assert placement.predicted_ttft_s == pytest.approx(0.1, rel=0.01)
     clock.advance(0.35)
-    claim.computed()
-    claim.computed()
-    claim.release()
+    placement.computed()
+    placement.computed()
+    placement.release()
     assert off == pytest.approx([0.25], abs=0.01)
     pool.place(100).release()
     assert len(off) == 1, "no first token came"
@@ -107,11 +107,11 @@ def test_a_prediction_is_compared_with_what_came():
 
 
 def test_a_worker_that_comes_back_is_counted_from_nothing(pool):
-    claim = pool.place(40)
-    one = claim.decode
+    placement = pool.place(40)
+    one = placement.decode
     one.view = type(one.view)(one.info)
     say(pool, one.info.ref.worker_id, report={"blocks": BlockCounts(100, 100)})
-    claim.release()
+    placement.release()
     assert (one.view.dispatched, one.view.pending_blocks) == (0, 0)
 
 
@@ -126,13 +126,13 @@ def test_a_decode_worker_is_asked_alone_where_that_is_sooner_and_allowed():
     paired.release()
     pool.local_prefill = True
     pool.on_predicted = (off := list[float]()).append
-    claim = pool.place(100)
-    assert (claim.prefill, claim.decode.info.ref.worker_id) == (None, "decode-0")
+    placement = pool.place(100)
+    assert (placement.prefill, placement.decode.info.ref.worker_id) == (None, "decode-0")
     assert named(pool, "decode-0").view.queued_tokens == 100
-    pool._clock.advance(claim.predicted_ttft_s + 0.5)
-    claim.prefill_done()  # its first token is here
+    pool._clock.advance(placement.predicted_ttft_s + 0.5)
+    placement.prefill_done()  # its first token is here
     assert off == pytest.approx([0.5])
-    claim.release()
+    placement.release()
     pool.place(100).release()
     assert len(off) == 1, "no first token came"
     view = named(pool, "decode-0").view
@@ -143,14 +143,14 @@ def test_who_does_it_all_has_one_request_more(pool):
     """Not two until the first token: the next one would go to who has just said it, and not in turn."""
     for name in ("prefill-0", "prefill-1"):
         say(pool, name, usable=False)
-    claims = [pool.place(10) for _ in range(4)]
-    assert Counter(claim.decode.info.ref.worker_id for claim in claims) == {"decode-0": 2, "decode-1": 2}
+    placements = [pool.place(10) for _ in range(4)]
+    assert Counter(placement.decode.info.ref.worker_id for placement in placements) == {"decode-0": 2, "decode-1": 2}
     decodes = [named(pool, name).view for name in ("decode-0", "decode-1")]
     assert [view.dispatched for view in decodes] == [2, 2]
-    claims[0].prefill_done()
+    placements[0].prefill_done()
     assert [view.dispatched for view in decodes] == [2, 2]
-    for claim in claims:
-        claim.release()
+    for placement in placements:
+        placement.release()
     assert [view.dispatched for view in decodes] == [0, 0]
 
 
