@@ -28,18 +28,18 @@ _TRIES = 5  # against others who say a plan at the same time
 class Admin(AdminServicer):
     """`baton.v1.Admin`: what this router is, and what it knows of the workers."""
 
-    def __init__(self, floor: RouterContext, board: ControlState | None) -> None:
-        self._floor = floor
+    def __init__(self, context: RouterContext, board: ControlState | None) -> None:
+        self._context = context
         self._board = board
-        self._overview = Overview(floor, board)
-        self.live = StatusBroadcaster(floor, self._overview)
+        self._overview = Overview(context, board)
+        self.live = StatusBroadcaster(context, self._overview)
 
     async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> admin_pb2.StatusReply:
         return await self._overview.status()
 
     async def Requests(self, request: admin_pb2.RequestsRequest, context: Context) -> admin_pb2.RequestsReply:
-        ids = [life.request_id for call in self._floor.running for life in call.lives]
-        return admin_pb2.RequestsReply(router_id=self._floor.router_id, request_ids=ids)
+        ids = [life.request_id for call in self._context.running for life in call.lives]
+        return admin_pb2.RequestsReply(router_id=self._context.router_id, request_ids=ids)
 
     async def Scale(self, request: admin_pb2.ScaleRequest, context: Context) -> admin_pb2.ScaleReply:
         async with _told(context):
@@ -52,14 +52,14 @@ class Admin(AdminServicer):
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainReply:
         async with _told(context):
             board, control = await self._controlled()
-            refs = {link.info.ref.worker_id: link.info for link in self._floor.pool.links if not link.retired}
+            refs = {link.info.ref.worker_id: link.info for link in self._context.pool.links if not link.retired}
             info = refs.get(request.worker_id)
             if info is None or request.worker_id not in {slot.worker_id for slot in control.slots}:
                 known = ", ".join(sorted(refs)) or "none"
                 raise InvalidRequest.of(
                     "worker_id", f"no such worker is here: {request.worker_id!r}; known are {known}"
                 )
-            grace_s = self._floor.settings.drain_s
+            grace_s = self._context.settings.drain_s
             order = WorkerCommand(
                 incarnation=str(info.ref.incarnation), role=info.role, drain=True, grace_s=grace_s, wish=True
             )
@@ -68,7 +68,7 @@ class Admin(AdminServicer):
             return admin_pb2.DrainReply()
 
     async def Watch(self, request: admin_pb2.WatchRequest, context: Context) -> AsyncIterator[admin_pb2.Live]:
-        tokens, grant = self._floor.tokens, current_grant()
+        tokens, grant = self._context.tokens, current_grant()
         confirm = partial(tokens.confirm, grant) if tokens is not None and grant is not None else None
         async with _told(context), aclosing(self.live.watch(request.interval_s, confirm)) as views:
             async for view, happenings in views:
@@ -88,8 +88,8 @@ class Admin(AdminServicer):
         last. None: it is not known.
         """
         name = request_id.partition(".")[0]
-        running = (call.trace for call in self._floor.running if call.trace.request_id == name)
-        found = next(running, None) or self._floor.traces.find(name)
+        running = (call.trace for call in self._context.running if call.trace.request_id == name)
+        found = next(running, None) or self._context.traces.find(name)
         return None if found is None else found.reply()
 
     async def _replan(self, wanted: admin_pb2.ScaleRequest | None) -> PoolSizes:
@@ -100,7 +100,7 @@ class Admin(AdminServicer):
             if wanted is None:
                 change = {"generation": plan.generation + 1, "reason": "all workers are to be replaced"}
             else:
-                change = _sizes(wanted, self._floor.settings.scale) | {"reason": "an operator said so"}
+                change = _sizes(wanted, self._context.settings.scale) | {"reason": "an operator said so"}
             following = plan.model_copy(update=change | {"number": plan.number + 1, "by": "operator"})
             if await board.put_plan(following):
                 log.info("plan_said", prefill=following.prefill, decode=following.decode, number=following.number)

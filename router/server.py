@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _WITHIN_S = 1.0  # a scraper waits no longer for what is only told here
 
 
-async def look(floor: RouterContext, board: ControlState | None) -> None:
+async def look(context: RouterContext, board: ControlState | None) -> None:
     """Before a scrape: what the controller said last. Without the ledger, what was known before holds."""
     if board is None:
         return
@@ -52,25 +52,25 @@ async def look(floor: RouterContext, board: ControlState | None) -> None:
         async with asyncio.timeout(_WITHIN_S):
             report = await board.control()
         if report is None:
-            floor.metrics.control.nobody()
+            context.metrics.control.nobody()
             return
-        floor.metrics.control.said(
+        context.metrics.control.said(
             {role.value: report.plan.of(role) for role in Role},
             [(slot.role.value, slot.state, slot.restarts) for slot in report.slots],
             [(decision.at, decision.kind) for decision in report.decisions],
         )
 
 
-async def targets(floor: RouterContext, board: ControlState | None) -> Sequence[Target]:
+async def targets(context: RouterContext, board: ControlState | None) -> Sequence[Target]:
     """All routers and workers that are known here. Without the ledger: this router, and its workers."""
-    routers = {floor.router_id: floor.metrics_at}
+    routers = {context.router_id: context.metrics_at}
     if board is not None:
         with suppress(LedgerError, TimeoutError):
             async with asyncio.timeout(_WITHIN_S):
                 routers |= {report.router_id: report.metrics for report in await board.routers() if report.metrics}
-    name = floor.settings.name
+    name = context.settings.name
     found = [target(address, name, "router", router_id) for router_id, address in sorted(routers.items())]
-    return found + [target(address, name, "worker", worker_id) for worker_id, address in floor.pool.told_metrics()]
+    return found + [target(address, name, "worker", worker_id) for worker_id, address in context.pool.told_metrics()]
 
 
 log = structlog.get_logger(__name__)
@@ -83,30 +83,30 @@ _GOODBYE_S = 1.0
 class Router:
     """A router. `grpc`, `admin`, `metrics` and `http` (empty without a gateway) are what `start` has bound."""
 
-    def __init__(self, floor: RouterContext, tokenizer: Tokenizer, board: ControlState | None = None) -> None:
-        self.floor = floor
+    def __init__(self, context: RouterContext, tokenizer: Tokenizer, board: ControlState | None = None) -> None:
+        self.context = context
         self.grpc = self.admin = self.metrics = self.http = ""
-        guards = [Guard(floor.tokens)] if floor.tokens else []
-        share = floor.settings.share_port
+        guards = [Guard(context.tokens)] if context.tokens else []
+        share = context.settings.share_port
         self._public = channel.aio_server(link=channel.PUBLIC, interceptors=guards, share_port=share)
         self._private = channel.aio_server(link=channel.INTERNAL, interceptors=guards)
         self._inner = LoopbackListener(guards)
-        self._look = partial(look, floor, board)  # before a scrape
+        self._look = partial(look, context, board)  # before a scrape
         self._metrics = MetricsServer(
-            floor.metrics,
-            ready=lambda: floor.accepting and floor.pool.can_serve(),
+            context.metrics,
+            ready=lambda: context.accepting and context.pool.can_serve(),
             look=self._look,
-            targets=partial(targets, floor, board),
+            targets=partial(targets, context, board),
         )
         self._health = health_aio.HealthServicer()
         self._gateway: HttpServer | None = None
         self._board = board
         self._watches: list[asyncio.Task[None]] = []
-        inference = Inference(floor, tokenizer)
+        inference = Inference(context, tokenizer)
         for server in (self._public, self._inner.server):
             inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        self._admin = Admin(floor, board)
+        self._admin = Admin(context, board)
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, self._private)
         names = (SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._public)
@@ -114,43 +114,43 @@ class Router:
 
     async def start(self) -> None:
         """Bind, look for workers, serve. Raises ConfigError; then nothing is left behind."""
-        settings = self.floor.settings
+        settings = self.context.settings
         try:
-            self.grpc = channel.bind(self._public, settings.grpc, self.floor.wire.public)
-            self.admin = channel.bind(self._private, settings.admin, self.floor.wire.private)
-            self.metrics = self.floor.metrics_at = await self._metrics.start(settings.metrics)
-            self._gateway = _gateway(self.floor, self._admin, self._look) if settings.http else None
+            self.grpc = channel.bind(self._public, settings.grpc, self.context.wire.public)
+            self.admin = channel.bind(self._private, settings.admin, self.context.wire.private)
+            self.metrics = self.context.metrics_at = await self._metrics.start(settings.metrics)
+            self._gateway = _gateway(self.context, self._admin, self._look) if settings.http else None
             inner = self._inner.bind() if settings.http else ""
         except ConfigError as error:
             if self._gateway is not None:
                 await self._gateway.stop(0)
             await asyncio.gather(*(server.stop(None) for server in self._servers), self._metrics.stop())
-            if self.floor.exporter is not None:
-                self.floor.exporter.close()
-            self.floor.history.close(error)
+            if self.context.exporter is not None:
+                self.context.exporter.close()
+            self.context.history.close(error)
             raise
-        await self.floor.pool.start()
+        await self.context.pool.start()
         await asyncio.gather(self._public.start(), self._private.start())
         if inner:
             await self._inner.server.start()
         self._watches.append(asyncio.create_task(self._tell_health(), name="health"))
         self._watches.append(asyncio.create_task(self._admin.live.run(), name="live"))
-        if self.floor.tokens is not None:
-            self._watches.append(asyncio.create_task(self.floor.tokens.watch(), name="tokens"))
+        if self.context.tokens is not None:
+            self._watches.append(asyncio.create_task(self.context.tokens.watch(), name="tokens"))
         if self._board is not None:
-            self._watches.append(asyncio.create_task(demand.publish(self.floor, self._board), name="demand"))
+            self._watches.append(asyncio.create_task(demand.publish(self.context, self._board), name="demand"))
         if self._gateway is not None:
             self.http = self._gateway.address
             await self._gateway.start(inner, IN_THE_CLEAR)
         bound = {"grpc": self.grpc, "admin": self.admin, "metrics": self.metrics, "http": self.http}
-        log.info("router_started", router_id=self.floor.router_id, **bound)
+        log.info("router_started", router_id=self.context.router_id, **bound)
 
     async def stop(self, grace_s: float = 30.0) -> None:
         """Take nothing new, let running requests finish for `grace_s`, end the rest with NoWorker, close.
 
         Decode workers go on with those that may be resumed.
         """
-        self.floor.accepting = False
+        self.context.accepting = False
         # Its connections are told to go (GOAWAY) and it listens no more: what comes now goes to another router.
         closing = asyncio.create_task(self._public.stop(grace_s + 2 * _GOODBYE_S))
         for watch in self._watches:
@@ -159,9 +159,9 @@ class Router:
             async with asyncio.timeout(1.0):
                 await self._health.enter_graceful_shutdown()
         leaving = [asyncio.create_task(self._gateway.stop(grace_s + _GOODBYE_S))] if self._gateway is not None else []
-        if self.floor.running:
-            await asyncio.wait([call.task for call in self.floor.running], timeout=grace_s)
-        for call in self.floor.running:
+        if self.context.running:
+            await asyncio.wait([call.task for call in self.context.running], timeout=grace_s)
+        for call in self.context.running:
             call.handing_over = True
             call.end(NoWorker("this router is stopping"))
         self._admin.live.close()
@@ -173,13 +173,13 @@ class Router:
         if self._board is not None:
             with suppress(LedgerError, TimeoutError):
                 async with asyncio.timeout(_GOODBYE_S):
-                    await self._board.drop_router(self.floor.router_id)
-        await self.floor.pool.stop()
+                    await self._board.drop_router(self.context.router_id)
+        await self.context.pool.stop()
         await self._metrics.stop()
-        if self.floor.exporter is not None:
-            await asyncio.to_thread(self.floor.exporter.close)
-        self.floor.history.close()
-        log.info("router_stopped", router_id=self.floor.router_id)
+        if self.context.exporter is not None:
+            await asyncio.to_thread(self.context.exporter.close)
+        self.context.history.close()
+        log.info("router_stopped", router_id=self.context.router_id)
 
     @property
     def _servers(self) -> tuple[grpc.aio.Server | LoopbackListener, ...]:
@@ -188,12 +188,12 @@ class Router:
     async def _tell_health(self) -> None:
         """grpc.health.v1: "" while the process serves, the Inference service while a pair of workers is there."""
         while True:
-            status = "SERVING" if self.floor.pool.can_serve() else "NOT_SERVING"
+            status = "SERVING" if self.context.pool.can_serve() else "NOT_SERVING"
             await self._health.set(SERVICE, health_pb2.HealthCheckResponse.ServingStatus.Value(status))
             await asyncio.sleep(_LOOK_S)
 
 
-def _gateway(floor: RouterContext, admin: Admin, look: Callable[[], Awaitable[None]]) -> HttpServer:
+def _gateway(context: RouterContext, admin: Admin, look: Callable[[], Awaitable[None]]) -> HttpServer:
     """Bound. Raises ConfigError, also when its libraries are not there."""
     try:
         from router.dashboard.app import Shown
@@ -203,9 +203,9 @@ def _gateway(floor: RouterContext, admin: Admin, look: Callable[[], Awaitable[No
     except ModuleNotFoundError as error:
         text = f"{error.name} is not installed: pip install 'baton-serve[gateway]', or leave router.http out"
         raise ConfigError(f"router.http: {text}") from error
-    settings = floor.settings
-    patience, registry = Patience(stall_s=settings.client_stall_s), floor.metrics.registry
-    shown = Shown(admin.live, floor.tokens, admin.trace_of)
+    settings = context.settings
+    patience, registry = Patience(stall_s=settings.client_stall_s), context.metrics.registry
+    shown = Shown(admin.live, context.tokens, admin.trace_of)
     serving = GatewaySettings(
         settings.version, settings.http_body, patience, registry, look, tls=settings.tls, shown=shown
     )

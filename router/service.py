@@ -50,14 +50,14 @@ _REFUSALS = (InvalidRequest, errors.UnknownModel, errors.Overloaded, errors.NoWo
 class Inference(InferenceServicer):
     """`baton.v1.Inference` over the parts that all requests share."""
 
-    def __init__(self, floor: RouterContext, tokenizer: Tokenizer) -> None:
-        self._floor = floor
+    def __init__(self, context: RouterContext, tokenizer: Tokenizer) -> None:
+        self._context = context
         self._tokenizer = tokenizer
         self._chats = Chats.of(tokenizer)
         self._concurrency, self._texts = Concurrency(), Concurrency()
         self._reading = ParseLimiter()
         self._grammars = Grammars(tokenizer)
-        self._patience = StallTimeout(floor.settings.client_stall_s)
+        self._patience = StallTimeout(context.settings.client_stall_s)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Ends once: finished, or with the status of one typed error. Cancellation is gRPC's own ending."""
@@ -70,10 +70,10 @@ class Inference(InferenceServicer):
     async def _serve(self, message: pb.ResumeRequest, context: Context, *, resumes: bool = False) -> None:
         request = message.request
         left_s = cast("float | None", context.time_remaining())  # None: no deadline; the stubs do not know
-        most_s = self._floor.settings.max_request_s
+        most_s = self._context.settings.max_request_s
         task = cast("asyncio.Task[None]", asyncio.current_task())
         within_s = most_s if left_s is None else min(left_s, most_s)
-        call = ClientRequest(self._floor, task, within_s, resumed_name(message), current_grant(), _trace_of(context))
+        call = ClientRequest(self._context, task, within_s, resumed_name(message), current_grant(), _trace_of(context))
         try:
             if resumes:
                 check_resumes(message)
@@ -94,8 +94,8 @@ class Inference(InferenceServicer):
             self._note(call, request, None, **MessageToDict(completed, preserving_proto_field_name=True))
 
     async def _answer(self, message: pb.ResumeRequest, call: ClientRequest, context: Context) -> pb.Completed:
-        floor, request = self._floor, message.request
-        if not floor.accepting:
+        request = message.request
+        if not self._context.accepting:
             raise errors.NoWorker("this router is stopping")
         client = EventStream(context, call.name, self._patience, call.end)
         try:
@@ -110,42 +110,42 @@ class Inference(InferenceServicer):
             await client.close()
 
     async def _answers(self, message: pb.ResumeRequest, call: ClientRequest, client: EventStream) -> pb.Completed:
-        floor, request = self._floor, message.request
-        model, length = floor.settings.model, floor.pool.max_model_len()
+        context, request = self._context, message.request
+        model, length = context.settings.model, context.pool.max_model_len()
         seed = seed_of(request.idempotency_key or call.name)
         with self._reading.one_more(message):
             rest = (self._tokenizer, model, length, self._chats, self._grammars)
-            thinks = floor.settings.think_while_decoding
+            thinks = context.settings.think_while_decoding
             spec = await parse(request, *rest, seed=seed, while_decoding=thinks)
             spec = limited(spec, request, call.grant)
             received = received_of(message, spec, self._tokenizer.vocab_size)
             await check_received(self._grammars, spec, received)
         call.asked, call.traced = Asked.of(request, self._tokenizer), request.trace
         call.determinism = message.system_fingerprint if spec.deterministic else ""
-        call.resumable_s = request.resumable_s if request.HasField("resumable_s") else floor.settings.resumable_s
-        return await serve_request(floor, call, spec, received, client)
+        call.resumable_s = request.resumable_s if request.HasField("resumable_s") else context.settings.resumable_s
+        return await serve_request(context, call, spec, received, client)
 
     @asynccontextmanager
     async def _entered(self, call: ClientRequest, key: str) -> AsyncIterator[None]:
         """Found, and ended, by its name from here on. Who comes with a name or a key that is in use takes over: a
         tenant from itself, others' names are not its own.
         """
-        floor, names = self._floor, [(call.tenant, call.name), (call.tenant, f"key {key}")][: 1 + bool(key)]
+        context, names = self._context, [(call.tenant, call.name), (call.tenant, f"key {key}")][: 1 + bool(key)]
         for name in names:
-            if name in floor.named:
-                floor.named[name].end(Cancelled("another call has taken over this request"))
-        floor.running.add(call)
-        floor.named |= dict.fromkeys(names, call)
+            if name in context.named:
+                context.named[name].end(Cancelled("another call has taken over this request"))
+        context.running.add(call)
+        context.named |= dict.fromkeys(names, call)
         try:
             yield
         finally:
-            floor.running.remove(call)
+            context.running.remove(call)
             for name in names:
-                if floor.named.get(name) is call:  # who took over may have gone first
-                    del floor.named[name]
+                if context.named.get(name) is call:  # who took over may have gone first
+                    del context.named[name]
 
     async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelReply:
-        asking, named = current_grant(), [call for call in self._floor.running if call.name == request.request_id]
+        asking, named = current_grant(), [call for call in self._context.running if call.name == request.request_id]
         found = [call for call in named if may_end(asking, call.grant)]
         for call in found:
             call.end(Cancelled("by a Cancel call"))
@@ -153,7 +153,7 @@ class Inference(InferenceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeReply:
         try:
-            check_model(request.model, self._floor.settings.model)
+            check_model(request.model, self._context.settings.model)
             check_text(request.text)
             with self._text_call(request):
                 if request.HasField("chat"):
@@ -166,7 +166,7 @@ class Inference(InferenceServicer):
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeReply:
         try:
-            check_model(request.model, self._floor.settings.model)
+            check_model(request.model, self._context.settings.model)
             _check_ids(request.ids, self._tokenizer.vocab_size)
             with self._text_call(request):
                 text = await decode(self._tokenizer, request.ids)
@@ -186,13 +186,13 @@ class Inference(InferenceServicer):
             with self._texts.one_more(TextCall(current_grant())), self._reading.one_more(request):
                 yield
         except errors.Overloaded as error:
-            self._floor.metrics.refused(error)
+            self._context.metrics.refused(error)
             raise
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsReply:
-        model, length = self._floor.settings.model, self._floor.pool.max_model_len() or 0
+        model, length = self._context.settings.model, self._context.pool.max_model_len() or 0
         vocabulary, form = self._tokenizer.vocab_size, self._chats.tool_form
-        thinks = self._floor.pool.thinking_chunk() or 0
+        thinks = self._context.pool.thinking_chunk() or 0
         served = pb.Model(id=model, max_model_len=length, vocab_size=vocabulary, tool_form=form, thinking_chunk=thinks)
         return pb.ListModelsReply(models=[served])
 
@@ -200,21 +200,21 @@ class Inference(InferenceServicer):
         self, call: ClientRequest, message: pb.GenerateRequest, error: BatonError | None, **facts: object
     ) -> None:
         """Count and log how a request ended; `error` None: it finished."""
-        floor, outcome = self._floor, _outcome(call, error)
-        floor.outcomes[outcome] += 1
-        floor.outcomes["accepted"] += call.accepted
+        context, outcome = self._context, _outcome(call, error)
+        context.outcomes[outcome] += 1
+        context.outcomes["accepted"] += call.accepted
         for life in call.lives:
             life.note("ended", outcome=outcome, count=len(life.delivery.ids))
-        floor.traces.ended(call.trace, outcome, type(error).__name__ if error else "")
+        context.traces.ended(call.trace, outcome, type(error).__name__ if error else "")
         last = None if error else max(call.lives, key=lambda life: life.stages.timings().e2e_s)
         timings = last.stages.timings() if last else None
         tokens = len(last.delivery.ids) if last and not call.resumes else 0
-        floor.metrics.ended(
+        context.metrics.ended(
             outcome, timings, deterministic=message.deterministic, tokens=tokens, exemplar=call.exemplar
         )
-        floor.seen.ended(call, outcome, error)
+        context.seen.ended(call, outcome, error)
         if outcome == "refused" and error is not None:
-            floor.metrics.refused(error)
+            context.metrics.refused(error)
         if error is not None:
             stage = call.lives[0].stages.stage.value if call.lives else "parse"
             facts = {"stage": stage, "error": type(error).__name__, "reason": _reason(error)}

@@ -110,7 +110,7 @@ async def _route(config: ClusterConfig, index: int) -> None:
     bound |= {"http": handle.http} if handle.http else {}
     router, url = config.router, config.redis.url
     told = {name: called(at, router.advertise, router.interface, url, "router.interface") for name, at in bound.items()}
-    handle.floor.metrics_at = told["metrics"]
+    handle.context.metrics_at = told["metrics"]
     log.info("router_told", **told)
     report_ready({**bound, "told": told, "pid": os.getpid()})
     await _told_to_stop()

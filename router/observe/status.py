@@ -33,11 +33,11 @@ log = structlog.get_logger(__name__)
 class Overview:
     """`control`: what the controller said last; None: it is not there, or Redis is not."""
 
-    def __init__(self, floor: RouterContext, board: ControlState | None) -> None:
+    def __init__(self, context: RouterContext, board: ControlState | None) -> None:
         self.control: ControlReport | None = None
-        self._floor = floor
+        self._context = context
         self._board = board
-        self._started = floor.clock.monotonic()
+        self._started = context.clock.monotonic()
 
     async def status(self) -> admin_pb2.StatusReply:
         """Taken now, and `control` with it."""
@@ -46,25 +46,25 @@ class Overview:
 
     def known(self) -> admin_pb2.StatusReply:
         """Taken now, but for `control`."""
-        floor, settings = self._floor, self._floor.settings
-        ended = {outcome: floor.outcomes[outcome] for outcome in ("finished", "cancelled", "failed", "refused")}
+        context, settings = self._context, self._context.settings
+        ended = {outcome: context.outcomes[outcome] for outcome in ("finished", "cancelled", "failed", "refused")}
         return admin_pb2.StatusReply(
             name=settings.name,
-            router_id=floor.router_id,
+            router_id=context.router_id,
             version=settings.version,
             model=settings.model,
-            uptime_s=floor.clock.monotonic() - self._started,
-            running=len(floor.running),
-            queued=floor.admission.waiting,
-            queued_tokens=floor.admission.waiting_tokens,
-            drain_requests_per_s=floor.admission.drain.requests_per_s,
-            drain_tokens_per_s=floor.admission.drain.tokens_per_s,
-            accepted=floor.outcomes["accepted"] + sum(call.accepted for call in floor.running),
+            uptime_s=context.clock.monotonic() - self._started,
+            running=len(context.running),
+            queued=context.admission.waiting,
+            queued_tokens=context.admission.waiting_tokens,
+            drain_requests_per_s=context.admission.drain.requests_per_s,
+            drain_tokens_per_s=context.admission.drain.tokens_per_s,
+            accepted=context.outcomes["accepted"] + sum(call.accepted for call in context.running),
             workers=[
-                _worker(link, floor.pool.note(link))
-                for link in sorted(floor.pool.links, key=lambda link: link.info.ref.worker_id)
+                _worker(link, context.pool.note(link))
+                for link in sorted(context.pool.links, key=lambda link: link.info.ref.worker_id)
             ],
-            control=None if self.control is None else _report(self.control, floor.clock.wall()),
+            control=None if self.control is None else _report(self.control, context.clock.wall()),
             **ended,
         )
 
@@ -148,10 +148,10 @@ class StatusBroadcaster:
     `views`, which have no happenings, are shared by all who watch, and never changed.
     """
 
-    def __init__(self, floor: RouterContext, overview: Overview) -> None:
-        self._floor = floor
+    def __init__(self, context: RouterContext, overview: Overview) -> None:
+        self._context = context
         self._overview = overview
-        self.views = SingleFlight(overview.look, self._make, floor.clock)
+        self.views = SingleFlight(overview.look, self._make, context.clock)
         self._decided = 0.0  # when the controller decided what was told last
         self._watchers = 0
         self._closed = asyncio.Event()
@@ -159,8 +159,8 @@ class StatusBroadcaster:
     async def run(self) -> None:
         """See who comes and goes, whether or not anybody watches; for ever."""
         while True:
-            self._floor.seen.look(self._floor.pool.links)
-            self._floor.seen.happenings.settle()
+            self._context.seen.look(self._context.pool.links)
+            self._context.seen.happenings.settle()
             await asyncio.sleep(_LOOK_S)
 
     def close(self) -> None:
@@ -182,7 +182,7 @@ class StatusBroadcaster:
             raise Overloaded(f"{MAX_WATCHERS} watch this router already, no more may", _RETRY_S)
         self._watchers += 1
         try:
-            known, happenings = 0, self._floor.seen.happenings
+            known, happenings = 0, self._context.seen.happenings
             while not self._closed.is_set():
                 if confirm is not None:
                     confirm()
@@ -195,14 +195,14 @@ class StatusBroadcaster:
             self._watchers -= 1
 
     async def _make(self) -> admin_pb2.Live:
-        floor, seen = self._floor, self._floor.seen
+        context, seen = self._context, self._context.seen
         status = self._overview.known()
-        seen.look(floor.pool.links)
+        seen.look(context.pool.links)
         self._tell_decisions()
-        newest = nlargest(MAX_SHOWN_REQUESTS, floor.running, key=lambda call: call.arrival)
+        newest = nlargest(MAX_SHOWN_REQUESTS, context.running, key=lambda call: call.arrival)
         seen.happenings.settle()
         return admin_pb2.Live(
-            time_s=floor.clock.wall(),
+            time_s=context.clock.wall(),
             status=status,
             requests=[_shown(call, life) for call in newest for life in call.lives][:MAX_SHOWN_REQUESTS],
             window=seen.recent.window(),
@@ -215,7 +215,7 @@ class StatusBroadcaster:
             if one.at > known:
                 self._decided = max(self._decided, one.at)
                 text = one.text.partition("\n")[0].rstrip(":")  # what a process wrote last may follow; it is in its log
-                self._floor.seen.happenings.add("decision", f"{one.kind}: {text}", at=one.at)
+                self._context.seen.happenings.add("decision", f"{one.kind}: {text}", at=one.at)
 
 
 def _shown(call: ClientRequest, life: ChoiceRun) -> admin_pb2.RequestView:

@@ -69,9 +69,9 @@ def expected(
     )
 
 
-def current_demand(floor: RouterContext) -> RouterReport:
+def current_demand(context: RouterContext) -> RouterReport:
     """All of it, as of now: what waits for room, and what workers have."""
-    report, waits, outcomes = floor.pool.expected(), floor.admission, floor.outcomes
+    report, waits, outcomes = context.pool.expected(), context.admission, context.outcomes
     return report.model_copy(
         update={
             "queued": waits.waiting,
@@ -79,21 +79,21 @@ def current_demand(floor: RouterContext) -> RouterReport:
             "oldest_s": waits.oldest_s,
             "queue_s": waits.wait_s,
             "ttft_s": report.ttft_s and report.ttft_s + waits.wait_s,
-            "running": len(floor.running),
-            "arrived": len(floor.running) + sum(outcomes[outcome] for outcome in _ENDED),
+            "running": len(context.running),
+            "arrived": len(context.running) + sum(outcomes[outcome] for outcome in _ENDED),
             "refused": outcomes["refused"],
-            "metrics": floor.metrics_at,
+            "metrics": context.metrics_at,
         }
     )
 
 
-async def publish(floor: RouterContext, board: ControlState) -> None:
+async def publish(context: RouterContext, board: ControlState) -> None:
     """Until cancelled. Nothing here needs it: while the board cannot be reached, nobody is told."""
     told = True
     while True:
         before = told
         try:
-            await board.put_router(current_demand(floor), _LEASE_S)
+            await board.put_router(current_demand(context), _LEASE_S)
             told = True
         except LedgerError as error:
             told = False

@@ -27,17 +27,17 @@ class ClientRequest:
     """One request of a client. It ends after `within_s` at the latest.
 
     `name` is the request id that the client knows, also of a stream that it resumes. `scope` is what `task` runs in;
-    `end` makes the task leave it with `reason`, in whatever state it is. `context`: the trace that it belongs to.
+    `end` makes the task leave it with `reason`, in whatever state it is. `trace_context`: the trace that it belongs to.
     """
 
     def __init__(
         self,
-        floor: RouterContext,
+        context: RouterContext,
         task: asyncio.Task[None],
         within_s: float,
         name: str = "",
         grant: Grant | None = None,
-        context: TraceContext | None = None,
+        trace_context: TraceContext | None = None,
     ) -> None:
         self._own = secrets.token_hex(16)  # no letter of it is an option to a command line, or has a meaning in a URL
         self.name = name or self._own
@@ -45,8 +45,8 @@ class ClientRequest:
         self.grant = grant  # of its caller; None: no tokens are configured
         self.task = task
         self.within_s = within_s
-        self.arrival = next(floor.arrivals)
-        self.arrived = floor.clock.monotonic(), floor.clock.wall()  # before it is read: a long prompt takes a while
+        self.arrival = next(context.arrivals)
+        self.arrived = context.clock.monotonic(), context.clock.wall()  # before it is read: a long prompt takes a while
         self.deadline = self.arrived[0] + within_s
         self.scope = asyncio.timeout(within_s)
         self.reason: BatonError | None = None
@@ -55,7 +55,7 @@ class ClientRequest:
         self.lives: list[ChoiceRun] = []
         self.prompt_tokens = 0  # known from `serve_request` on, as is the next
         self.deterministic = False
-        self.trace = Trace(self.name, context or TraceContext.new(), floor.router_id, self.arrived[1])
+        self.trace = Trace(self.name, trace_context or TraceContext.new(), context.router_id, self.arrived[1])
         self.exemplar = exemplar_of(self.name, self.trace.context.trace_id)
         self.traced = False  # its client wants all spans
         self.asked = Asked()  # of a model that thinks
@@ -91,7 +91,7 @@ class ClientRequest:
 
 
 async def serve_request(
-    floor: RouterContext,
+    context: RouterContext,
     call: ClientRequest,
     request: SequenceSpec,
     received: Sequence[Sequence[int]],
@@ -103,7 +103,7 @@ async def serve_request(
     Raises the one typed error that ended it: of whichever choice it was, the others end with it.
     """
     call.prompt_tokens, call.deterministic = len(request.prompt), request.deterministic
-    call.lives = [ChoiceRun(floor, call, choice, ids) for choice, ids in enumerate(received)]
+    call.lives = [ChoiceRun(context, call, choice, ids) for choice, ids in enumerate(received)]
     for life in call.lives if request.deterministic else ():
         life.delivery.logprobs = []
     if call.resumes and call.resumable_s:
@@ -119,13 +119,13 @@ async def serve_request(
         completed.usage.audit_digest = _audit(request, call.lives)
     completed.trace_id = call.trace.context.trace_id
     if call.traced:
-        await call.trace.settled(call.deadline - floor.clock.monotonic())
+        await call.trace.settled(call.deadline - context.clock.monotonic())
         completed.spans.extend(call.trace.spans())
     await client.completed(completed)
     used = completed.usage
-    floor.metrics.used(used.prompt_tokens, used.cached_tokens, used.completion_tokens)
+    context.metrics.used(used.prompt_tokens, used.cached_tokens, used.completion_tokens)
     if not call.resumes:  # another router said the first tokens, and knows when
-        floor.metrics.kept_slo(met=all(life.met_slo() for life in call.lives))
+        context.metrics.kept_slo(met=all(life.met_slo() for life in call.lives))
     return completed
 
 

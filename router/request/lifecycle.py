@@ -82,12 +82,12 @@ class ChoiceRun:
     """
 
     def __init__(
-        self, floor: RouterContext, call: ClientRequest, choice: int = 0, received: Sequence[int] = ()
+        self, context: RouterContext, call: ClientRequest, choice: int = 0, received: Sequence[int] = ()
     ) -> None:
         self.call, self.choice = call, choice
         self.request_id = call.life_id(choice)
         self.started = asyncio.Event()  # the first token is there
-        self.track = Track(floor.router_id, choice, floor.clock, call.arrived)
+        self.track = Track(context.router_id, choice, context.clock, call.arrived)
         self.stages = self.track.stages
         call.trace.tracks.append(self.track)
         self.delivery, self._received = Delivery(received), len(received)
@@ -95,7 +95,7 @@ class ChoiceRun:
         self.attempts = self._failures = self._deaths = 0
         self.placed: Placement | None = None  # of the last attempt
         self.cached_tokens: int | None = None  # as the client is told; None: not accepted yet
-        self._floor = floor
+        self._context = context
         self._first_token_at: float | None = None
         self._last_token_at: float | None = None
         self._computed = False
@@ -111,12 +111,12 @@ class ChoiceRun:
 
     def note(self, event: str, **facts: object) -> None:
         """Into the history: about the attempt that runs, or ran last."""
-        if self._floor.history.kept:
-            self._floor.history.note(event, HandoffId(self.request_id, self.attempts), **facts)
+        if self._context.history.kept:
+            self._context.history.note(event, HandoffId(self.request_id, self.attempts), **facts)
 
     def remaining_s(self) -> float:
         """Seconds until the deadline; never 0, which would mean "none" to a worker."""
-        return max(self.call.deadline - self._floor.clock.monotonic(), 0.001)
+        return max(self.call.deadline - self._context.clock.monotonic(), 0.001)
 
     def known(self, request: SequenceSpec) -> SequenceSpec:
         """What the next attempt starts from: what the client has is never sampled again. KV that is held is of less."""
@@ -125,12 +125,12 @@ class ChoiceRun:
     async def admit(self, request: SequenceSpec) -> Placement:
         """A pair of workers; a request that has been there before keeps its place in the queue."""
         known, ticket = self.known(request), ticket_for(self.call.arrival, request.priority)
-        self._waits_since = self._waits_since or self._floor.clock.monotonic()
+        self._waits_since = self._waits_since or self._context.clock.monotonic()
         thinks = () if self.call.accepted else self.call.asked.fields  # later nobody is refused for it any more
         requirements = Requirements(self._held.link if self._held else None, known, self.call.determinism, thinks)
 
         async def admit() -> Placement:
-            return await self._floor.admission.admit(
+            return await self._context.admission.admit(
                 ticket,
                 len(known),
                 requirements,
@@ -144,23 +144,23 @@ class ChoiceRun:
         if not requirements.is_special:
             return await admit()
         since = None if self.call.accepted else self._waits_since
-        return await self._floor.alike.admitted(requirements, admit, deadline_s=self.remaining_s(), since=since)
+        return await self._context.alike.admitted(requirements, admit, deadline_s=self.remaining_s(), since=since)
 
     async def look_for_it(self) -> None:
         """Find out whether a decode worker still goes on with what another router began."""
         name = self.call.stream(self.choice)
         try:
-            self._parked = await self._floor.streams(name)
+            self._parked = await self._context.streams(name)
         except LedgerError as error:
             log.warning("not_looked_for", request_id=self.request_id, stream=name, error=str(error))
         if self._parked is not None:
-            await self._floor.pool.wait_known(self._parked.worker_id, self._parked.incarnation)
+            await self._context.pool.wait_known(self._parked.worker_id, self._parked.incarnation)
 
     def claim_parked(self) -> Placement | None:
         """Of the decode worker that goes on with it, once."""
         if self._parked is None:
             return None
-        placement = self._floor.pool.claim_of(self._parked.worker_id, self._parked.incarnation)
+        placement = self._context.pool.claim_of(self._parked.worker_id, self._parked.incarnation)
         if placement is not None and self.call.determinism not in {"", placement.determinism}:
             placement.release()
             placement = None
@@ -181,7 +181,7 @@ class ChoiceRun:
         self.stages.note(**refs)
         log.debug("request_attempted", request_id=self.request_id, attempt=self.attempts, workers=[*refs.values()])
         info, known, parked = placement.decode.info, self.known(request), self._parked
-        rest = (placement, fitted(known, info), self.track, self._floor.metrics, self.call.lasting(self.choice))
+        rest = (placement, fitted(known, info), self.track, self._context.metrics, self.call.lasting(self.choice))
         self.thoughts.begin(len(request.prompt), info.thinking_chunk, parked=parked is not None)
         self._parked = None
         if parked is not None:
@@ -214,7 +214,7 @@ class ChoiceRun:
         if attempt.spec.deterministic:
             self.call.determinism = attempt.determinism
         if self.choice == 0:
-            self._floor.metrics.accepted(prompt_tokens)
+            self._context.metrics.accepted(prompt_tokens)
             await client.accepted(prompt_tokens, self.cached_tokens, attempt.determinism)
 
     def deliver(self, tokens: list[Token]) -> list[Token]:
@@ -223,21 +223,21 @@ class ChoiceRun:
         if fresh:
             self.started.set()
             self.note("delivered", first=fresh[0].index, count=len(fresh))
-            now = self._floor.clock.monotonic()
+            now = self._context.clock.monotonic()
             gap_s = None if self._last_token_at is None else now - self._last_token_at
-            self._floor.seen.tokens(self, len(fresh), gap_s)
+            self._context.seen.tokens(self, len(fresh), gap_s)
             if gap_s is None:
                 self._first_token_at = now
                 log.debug("request_first_token", request_id=self.request_id, attempt=self.attempts)
-                self._floor.metrics.first(len(fresh))
+                self._context.metrics.first(len(fresh))
             else:
-                self._floor.metrics.gap(gap_s, len(fresh), self.call.exemplar)
+                self._context.metrics.gap(gap_s, len(fresh), self.call.exemplar)
             self._last_token_at = now
         return fresh
 
     def met_slo(self) -> bool:
         """Whether the first token came within `slo.ttft_ms`, and the others within `slo.itl_ms` each on average."""
-        settings, first, last = self._floor.settings, self._first_token_at, self._last_token_at
+        settings, first, last = self._context.settings, self._first_token_at, self._last_token_at
         if first is None or last is None:  # no token, no wait for one
             return True
         itl_s = (last - first) / max(len(self.delivery.ids) - self._received - 1, 1)
@@ -259,14 +259,14 @@ class ChoiceRun:
             raise EngineFault(
                 f"{self._deaths} workers were lost while they computed this request: it is not tried again"
             )
-        if attempt.lost is not None and self._failures >= self._floor.settings.attempts:
+        if attempt.lost is not None and self._failures >= self._context.settings.attempts:
             raise attempt.lost
         if attempt.held:
             attempt.kept = True
             self._held = Held(attempt.prefill_link, attempt.handoff, attempt.spec)
         reason = attempt.handed_back
-        self._floor.metrics.recovery(reason)
-        self._floor.seen.recovered(self, attempt)
+        self._context.metrics.recovery(reason)
+        self._context.seen.recovered(self, attempt)
         self.note("recovered", reason=reason)
         log.info("request_handed_back", handoff=attempt.handoff, reason=reason, workers=attempt.workers)
         if attempt.lost is not None and self.accepted:
@@ -283,7 +283,7 @@ class ChoiceRun:
         self.stages.end()
         timings, (prefill, decode) = self.stages.timings(), attempt.workers
         if attempt.finish is not None:
-            self._floor.metrics.finished(attempt.finish.reason)
+            self._context.metrics.finished(attempt.finish.reason)
         done = pb.Completed(
             usage=pb.Usage(prompt_tokens=prompt_tokens, completion_tokens=len(self.delivery.ids)),
             timings=common_pb2.Timings(**asdict(timings), e2e_s=timings.e2e_s),

@@ -184,7 +184,7 @@ async def test_a_request_that_fails_gives_its_place_back(cluster):
     running = call(cluster, "alice", max_tokens=2000)
     await running.initial_metadata()
     running.cancel()
-    await until(lambda: not cluster.router.floor.running, "it is gone")
+    await until(lambda: not cluster.router.context.running, "it is gone")
     assert len(ids_of(await generate(cluster, "alice", max_tokens=4))) == 4
 
 
@@ -243,7 +243,7 @@ async def test_the_log_says_whose_a_request_was_and_not_what_it_said(cluster):
 
 async def test_a_new_file_counts_from_its_next_look_on(cluster, tmp_path):
     (tmp_path / "tokens").write_text("tokens: [{token: somebody-else-0123456789, tenant: new}]")
-    await cluster.router.floor.tokens.refresh()
+    await cluster.router.context.tokens.refresh()
     with pytest.raises(aio.AioRpcError) as caught:
         await cluster.stub.ListModels(pb.ListModelsRequest(), metadata=bearer("alice"))
     assert caught.value.code() is C.UNAUTHENTICATED
@@ -267,7 +267,7 @@ async def test_who_is_not_of_the_cluster_is_no_worker(make, folder, stranger, ot
     impostor.wire = stranger if other_ca else Wire()
     await impostor.start()
     cluster.infos = [*cluster.infos, impostor.info]
-    pool = cluster.router.floor.pool
+    pool = cluster.router.context.pool
     await until(lambda: [link.state for link in pool.links if link.info.ref == impostor.info.ref] == ["lost"], "tried")
     assert len(ids_of(await generate(cluster, None, max_tokens=2))) == 2
     await impostor.kill()

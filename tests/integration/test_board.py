@@ -127,7 +127,7 @@ async def router(board: ControlState, workers: list[FakeWorker]) -> AsyncIterato
     bounds = {Role.PREFILL: (1, 4096), Role.DECODE: (2, 4)}
     settings = RouterSettings("test", "oracle", grpc=ANY, metrics=ANY, scale=bounds, drain_s=7.0)
     made = await serve(settings, source, OracleTokenizer(), board=board)
-    await until(lambda: any(link.usable for link in made.floor.pool.links), "connected")
+    await until(lambda: any(link.usable for link in made.context.pool.links), "connected")
     yield made
     await made.stop(0.0)
 
@@ -181,7 +181,7 @@ async def test_a_drain_is_an_order_to_the_process_that_is_there(operator, board,
     assert process == str(workers[0].info.ref)
     order = await board.order(workers[0].info.ref)
     assert (order.drain, order.role, order.grace_s) == (True, Role.PREFILL, 7.0)
-    assert order.requirements, "the controller sees to it that another one is there first"
+    assert order.wish, "the controller sees to it that another one is there first"
     for name in ("prefill-1", ""):
         with pytest.raises(InvalidRequest, match="known are prefill-0"):
             await call(operator.drain, name)
@@ -220,7 +220,7 @@ async def test_a_redis_that_is_away_costs_the_status_nothing_but_that(router, op
 
 async def test_a_router_is_on_the_board_until_it_goes(router, board):
     async def shown() -> bool:
-        return [report.router_id for report in await board.routers()] == [router.floor.router_id]
+        return [report.router_id for report in await board.routers()] == [router.context.router_id]
 
     await until(shown)
     await router.stop(0.0)

@@ -172,7 +172,7 @@ async def test_stream_on_the_wire(gateway):
 
 async def test_deltas_come_as_they_are_made(cluster, gateway, held):
     found = await begun(gateway)
-    assert cluster.router.floor.running
+    assert cluster.router.context.running
     held.set()
     assert "".join([chunk.choices[0].text async for chunk in found]) == text_of(4).removeprefix("<0>")
 
@@ -187,7 +187,7 @@ async def test_leaving_cancels(cluster, gateway, held, streamed):
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
     await cluster.nothing_is_left()
-    assert cluster.router.floor.outcomes["cancelled"] == 1
+    assert cluster.router.context.outcomes["cancelled"] == 1
 
 
 @cluster_with(queue_max_wait_s=0.1)
@@ -280,7 +280,7 @@ async def test_a_slow_reader_has_the_time_that_the_router_gives(cluster):
 async def test_stop_lets_a_stream_finish(cluster, gateway, held):
     found = await begun(gateway)
     stopping = asyncio.create_task(cluster.router.stop(grace_s=20.0))
-    await until(lambda: not cluster.router.floor.accepting, "it stops")
+    await until(lambda: not cluster.router.context.accepting, "it stops")
     held.set()
     rest = [chunk.choices[0].text async for chunk in found]
     assert "<0>" + "".join(rest) == text_of(4)

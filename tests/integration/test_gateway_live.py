@@ -121,7 +121,7 @@ async def test_who_watches_and_loses_the_token_sees_no_more(make, tmp_path):
     async with watching(cluster, **dict(bearer("admin") or ())) as following:
         assert (await following())["status"]["router_id"]
         (tmp_path / "tokens").write_text("tokens: [{token: somebody-else-0123456789, tenant: new}]")
-        await cluster.router.floor.tokens.refresh()
+        await cluster.router.context.tokens.refresh()
         while await following() is not None:
             pass
 

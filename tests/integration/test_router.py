@@ -158,7 +158,7 @@ async def test_another_incarnation_at_the_same_address_is_not_the_worker(make):
 
 async def test_an_unreachable_ledger_stops_nothing(cluster):
     cluster.ledger_down = True
-    await cluster.router.floor.pool._follow()
+    await cluster.router.context.pool._follow()
     assert len(ids_of(await cluster.generate())) == 8
 
 
@@ -166,13 +166,13 @@ async def test_a_worker_without_a_lease_gets_nothing_new_but_finishes_what_it_ha
     cluster = await make(queue_max_wait_s=0.2)
     call = await at(cluster, "decoding")
     cluster.infos = [cluster.prefill[0].info]
-    await until(lambda: not cluster.router.floor.pool.has_pair(), "retired")
+    await until(lambda: not cluster.router.context.pool.has_pair(), "retired")
     with pytest.raises(errors.NoWorker):
         await cluster.generate()
     cluster.decode[0].open("decode")
     assert len(ids_of(await cluster.answer(call))) == 8
     cluster.infos = [worker.info for worker in cluster.workers]
-    await until(cluster.router.floor.pool.has_pair, "back")
+    await until(cluster.router.context.pool.has_pair, "back")
     assert len(ids_of(await cluster.generate())) == 8
 
 
@@ -180,7 +180,7 @@ async def test_a_worker_that_says_nothing_is_lost(make):
     cluster = await make(worker_silence_s=0.5)
     call = await at(cluster, "decoding")
     await until(lambda: any(link.state == "lost" for link in cluster.links), "lost")
-    await until(cluster.router.floor.pool.has_pair, "connected again")
+    await until(cluster.router.context.pool.has_pair, "connected again")
     cluster.decode[0].open("decode")
     assert len(ids_of(await cluster.answer(call))) == 8
     assert len(ids_of(await cluster.generate())) == 8
@@ -202,7 +202,7 @@ async def test_a_link_outlives_a_writer_that_breaks(cluster):
         link._commands.append("no command")
         link._wake.set()
         await until(lambda: link.state == "lost", "noticed")  # noqa: B023
-    await until(cluster.router.floor.pool.has_pair, "connected again")
+    await until(cluster.router.context.pool.has_pair, "connected again")
     assert len(ids_of(await cluster.generate())) == 8
 
 
@@ -283,7 +283,7 @@ async def test_cancel_releases_both_workers_in_every_state(cluster, state, how):
     await leave(cluster, call, how)
     await released(*cluster.workers)
     assert cluster.idle
-    await until(lambda: cluster.router.floor.outcomes["cancelled"] == 1, "counted")
+    await until(lambda: cluster.router.context.outcomes["cancelled"] == 1, "counted")
 
 
 async def test_cancel_while_queued_leaves_the_queue_and_touches_no_worker(make):
@@ -309,7 +309,7 @@ async def test_a_grpc_deadline_is_carried(cluster):
     cluster.decode[0].close("decode")
     with pytest.raises(errors.DeadlineExceeded):
         await cluster.generate(timeout=0.3)
-    await until(lambda: cluster.idle and cluster.router.floor.outcomes["failed"] == 1, "released and counted")
+    await until(lambda: cluster.idle and cluster.router.context.outcomes["failed"] == 1, "released and counted")
 
 
 async def test_the_decode_workers_message_may_overtake_the_prefill_workers(cluster):
@@ -339,7 +339,7 @@ async def test_a_slow_reader_blocks_nobody_and_is_given_up(make):
         await until(lambda: cluster.decode[0].messages > 100, "it streams")
         for _ in range(5):
             assert len(ids_of(await cluster.generate(max_tokens=20))) == 20
-        await until(lambda: cluster.router.floor.outcomes["cancelled"] == 1, "given up", 40)
+        await until(lambda: cluster.router.context.outcomes["cancelled"] == 1, "given up", 40)
         assert cluster.idle
         with pytest.raises(errors.Cancelled, match="did not read for 1 s"):
             await cluster.answer(slow)
@@ -422,7 +422,7 @@ async def test_health_reflection_status_and_metrics(cluster):
 
 async def test_health_follows_the_workers(cluster):
     await cluster.decode[0].kill()
-    await until(lambda: not cluster.router.floor.pool.can_serve(), "noticed")
+    await until(lambda: not cluster.router.context.pool.can_serve(), "noticed")
     assert "503" in await cluster.http("/ready")
     assert "200 OK" in await cluster.http("/health")
     await health_is(cluster, SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)

@@ -18,7 +18,7 @@ from tests.support.waiting import until
 
 async def waits(cluster, **fields):
     """One call more, in the queue."""
-    before = cluster.router.floor.admission.waiting
+    before = cluster.router.context.admission.waiting
     call = cluster.call(**fields)
     await until(partial(cluster.waits, before + 1), "queued")
     return call

@@ -46,9 +46,9 @@ class Second:
     async def __aenter__(self) -> Second:
         settings = replace(self._cluster.settings, name="second")
         self.router = await serve(settings, self._cluster.source, OracleTokenizer(), streams=self.find)
-        pool, workers = self.router.floor.pool, self._cluster.workers
+        pool, workers = self.router.context.pool, self._cluster.workers
         await until(lambda: sum(link.usable for link in pool.links) == len(workers), "it knows every worker")
-        self.channel = self.router.floor.wire.aio(self.router.grpc)
+        self.channel = self.router.context.wire.aio(self.router.grpc)
         self.stub = InferenceStub(self.channel)
         return self
 
@@ -180,7 +180,7 @@ async def test_the_worker_dies_after_all(make):
     name, first = await left(cluster, resumable()), cluster.decode[0]
     async with Second(cluster, {name: record(cluster, name)}) as second:
         resumed = asyncio.create_task(second.resume(name, resumable(), ANSWER[:SEEN]))
-        await until(lambda: any(call.accepted for call in second.router.floor.running), "attached")
+        await until(lambda: any(call.accepted for call in second.router.context.running), "attached")
         await first.kill()
         events = await resumed
     assert ids_of(events, SEEN) == ANSWER[SEEN:]

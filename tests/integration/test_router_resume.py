@@ -115,7 +115,7 @@ async def test_a_name_that_is_none(cluster, name):
     with capture_logs() as lines, pytest.raises(InvalidRequest, match="request_id: must be that of the stream"):
         await cluster.resume(asked(max_tokens=MOST), name=name)
     assert (await cluster.status()).refused == 1
-    (kept,) = cluster.router.floor.traces._kept
+    (kept,) = cluster.router.context.traces._kept
     (refused,) = (line for line in lines if line["event"] == "request_refused")
     assert name not in (kept, refused["request_id"]), "operators are not shown what anybody may have written"
     assert len(refused["request_id"]) <= 64
@@ -172,11 +172,11 @@ async def test_a_census_knows_all_choices(cluster):
 
 
 async def test_who_takes_over_may_be_gone_first(make):
-    floor = (await make()).router.floor
-    inference = Inference(floor, OracleTokenizer())
+    context = (await make()).router.context
+    inference = Inference(context, OracleTokenizer())
     task = asyncio.current_task()
     assert task is not None
-    older, newer = ClientRequest(floor, task, 60.0), ClientRequest(floor, task, 60.0)
+    older, newer = ClientRequest(context, task, 60.0), ClientRequest(context, task, 60.0)
 
     async def take_over() -> None:
         async with older.scope, inference._entered(older, "k"):
@@ -187,7 +187,7 @@ async def test_who_takes_over_may_be_gone_first(make):
     with pytest.raises(TimeoutError):  # the older one is told to end
         await take_over()
     assert str(older.reason) == "another call has taken over this request"
-    assert (floor.named, floor.running) == ({}, set())
+    assert (context.named, context.running) == ({}, set())
 
 
 async def test_who_comes_again_with_a_key_takes_over_and_is_sampled_alike(cluster):

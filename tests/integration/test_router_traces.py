@@ -99,12 +99,12 @@ async def test_all_spans_of_a_request_come_with_its_answer_if_it_wants_them(clus
     assert spans_of(done, "router") == ["queue", "route", "reserve", "prefill", "transfer", "decode"]
     assert spans_of(done, "prefill", 1) == ["wait", "compute", "push"]
     assert sorted(spans_of(done, "decode", 1)) == ["commit", "decode", "receive", "verify"]
-    assert {one.process for one in done.spans} == {"prefill-0", "decode-0", cluster.router.floor.router_id}
+    assert {one.process for one in done.spans} == {"prefill-0", "decode-0", cluster.router.context.router_id}
     (route,) = (one for one in done.spans if one.name == "route")
     assert {name: text.split("@")[0] for name, text in route.attributes.items()} == PLACED
     starts = [one.start_s for one in done.spans]
     assert starts == sorted(starts)
-    assert starts[0] == cluster.router.floor.traces.find("").began_s, "when it had arrived, and was not read yet"
+    assert starts[0] == cluster.router.context.traces.find("").began_s, "when it had arrived, and was not read yet"
     assert not (await cluster.generate())[-1].completed.spans, "nobody asked"
 
 
@@ -131,12 +131,12 @@ async def test_refused_failed_cancelled_and_running_ones_too(cluster):
     refused = await trace_of(cluster)
     assert (refused.outcome, len(refused.spans)) == ("refused", 0)
     call = await at(cluster, "transferring")
-    (running,) = cluster.router.floor.running
+    (running,) = cluster.router.context.running
     said = await trace_of(cluster, running.name)
     assert said.outcome == "running"
     assert [one.name for one in check_stages(said)] == ["queue", "route", "reserve", "prefill", "transfer"]
     call.cancel()
-    await until(lambda: not cluster.router.floor.running, "cancelled")
+    await until(lambda: not cluster.router.context.running, "cancelled")
     said = await trace_of(cluster, running.name)
     assert said.outcome == "cancelled"
     assert check_stages(said)[-1].attributes["error"] == "Cancelled"
@@ -204,7 +204,7 @@ async def test_what_a_prefill_worker_says_after_the_end_is_not_lost(cluster):
     assert not spans_of(said, "prefill")
     spoken(worker_pb2.WorkerEvent(handoff=late[0].handoff, tokens=worker_pb2.OutputTokens()))  # D's may overtake them
     spoken(*late)
-    kept = cluster.router.floor.traces.find("")
+    kept = cluster.router.context.traces.find("")
     await until(lambda: any(one.role == "prefill" for one in kept.spans()), "said late")
     said = await trace_of(cluster)
     assert spans_of(said, "prefill", 1) == ["wait", "compute", "push"]
@@ -286,7 +286,7 @@ async def test_choices_have_tracks_of_their_own(cluster):
         mine = admin_pb2.TraceReply(spans=[one for one in done.spans if one.choice == choice])
         check_stages(mine)
         assert spans_of(mine, "prefill") == ["wait", "compute", "push"]
-    (request_id,) = cluster.router.floor.traces._kept
+    (request_id,) = cluster.router.context.traces._kept
     assert (await trace_of(cluster, f"{request_id}.1")).trace_id == done.trace_id, "as logs and tables call a choice"
 
 

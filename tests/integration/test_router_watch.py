@@ -57,7 +57,7 @@ async def test_a_request_is_shown_where_it_is(make, state):
         placed = () if state == "queued" else tuple(w.info.ref.worker_id for w in cluster.workers)
         assert (view.prefill_worker, view.decode_worker) == (placed or ("", ""))
         assert view.prompt_tokens > 0
-        assert view.request_id in {each.name for each in cluster.router.floor.running}
+        assert view.request_id in {each.name for each in cluster.router.context.running}
         assert view.tokens == (state in {"transferring", "decoding"})
         call.cancel()
 
@@ -155,6 +155,6 @@ async def test_who_watches_and_loses_the_right_to_is_told(make, tmp_path):
     async with Watching(cluster, metadata=bearer("admin")) as watching:
         await watching.next()
         file.write_text(file.read_text().replace(", role: admin", ""))
-        await cluster.router.floor.tokens.refresh()
+        await cluster.router.context.tokens.refresh()
         with refused(Unauthenticated):
             await watching.until(lambda _: False)

@@ -33,17 +33,17 @@ class RouterHost:
         self.process.run(self._build)
 
     def _build(self) -> None:
-        self.floor = RouterContext(self._settings, self._ledger.workers, LoopClock(), streams=self._ledger.find)
-        self.inference = Inference(self.floor, BACKEND.tokenizer)
-        self.process.start(self.floor.pool.start(), "start")
+        self.context = RouterContext(self._settings, self._ledger.workers, LoopClock(), streams=self._ledger.find)
+        self.inference = Inference(self.context, BACKEND.tokenizer)
+        self.process.start(self.context.pool.start(), "start")
 
     def leftovers(self) -> list[str]:
         """What is counted here though no request runs."""
-        views = [(link.info.ref, link.view) for link in self.floor.pool.links]
+        views = [(link.info.ref, link.view) for link in self.context.pool.links]
         found = [f"{ref} counts as loaded" for ref, v in views if v.dispatched or v.queued_tokens or v.pending_blocks]
-        if self.floor.running or self.floor.admission.waiting:
+        if self.context.running or self.context.admission.waiting:
             found.append("requests that run or wait")
-        found += [f"a mailbox for {handoff}" for link in self.floor.pool.links for handoff in link._mailboxes]
+        found += [f"a mailbox for {handoff}" for link in self.context.pool.links for handoff in link._mailboxes]
         return [f"{self.process} has {what}" for what in found]
 
 

@@ -82,14 +82,14 @@ def simulated() -> Iterator[None]:
         (baton.engine.determinism.shapes, {"SHORT": 8, "SHORT_UNTIL": 16}),  # else each prompt here were one chunk
         (baton.tracing.trace, {"secrets": chance}),
         (baton.worker.service, {"Session": SimWorkerSession}),
-        (kvtransfer.send_queue, {"threading": plain}),
-        (kvtransfer.send_queue, {"time": clock}),
-        (kvtransfer.send_queue, {"time": clock}),
-        (kvtransfer.receiver, {"Session": SimSession}),
-        (kvtransfer.sender, {"threading": plain, "time": clock, "ThreadPoolExecutor": SimExecutor, "Link": SimLink}),
+        (kvtransfer.send_queue, {"threading": plain, "time": clock}),
+        (kvtransfer.receiver, {"Session": SimSession, "threading": plain}),
+        (
+            kvtransfer.sender,
+            {"threading": plain, "time": clock, "ThreadPoolExecutor": SimExecutor, "SendChannel": SimLink},
+        ),
         (kvtransfer.receive_loop, {"queue": SimpleNamespace(SimpleQueue=SimQueue)}),
         (kvtransfer.receive_loop, {"time": clock}),
-        (kvtransfer.receiver, {"threading": plain}),
         (prefill_workers.prefix_fetch, {"CostModel": SimCost}),
         (router.context, {"secrets": chance, "Metrics": cache(Metrics)}),  # nobody reads them
         (Metrics, dict.fromkeys(("watch_blocks", "watch_channels", "watch_verifying", "watch_queue"), _unwatched)),

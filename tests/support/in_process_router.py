@@ -429,7 +429,7 @@ class InProcessCluster:
             await worker.start()
         self.infos = [worker.info for worker in self.workers]
         self.router: Router = await serve(self.settings, self.source, OracleTokenizer())
-        self.channel = self.router.floor.wire.aio(self.router.grpc)
+        self.channel = self.router.context.wire.aio(self.router.grpc)
         self.stub = InferenceStub(self.channel)
         await until(lambda: sum(link.usable for link in self.links) == len(self.workers), "connected")
 
@@ -453,7 +453,7 @@ class InProcessCluster:
 
     @property
     def links(self) -> list[WorkerStream]:
-        return self.router.floor.pool.links
+        return self.router.context.pool.links
 
     def call(self, prompt: list[int] | None = None, max_tokens: int = 8, timeout: float | None = None, **fields):
         return self.stub.Generate(asked(prompt, max_tokens, **fields), timeout=timeout)
@@ -497,14 +497,14 @@ class InProcessCluster:
         return bool(self.prefill[0].specs) and self.links[0].view.dispatched == 0
 
     def waits(self, count: int) -> bool:
-        return self.router.floor.admission.waiting == count
+        return self.router.context.admission.waiting == count
 
     async def nothing_is_left(self) -> None:
         """No claim, no reservation and no KV, on any worker that lives."""
         await until(lambda: self.idle, "every claim is given back")
         alive = [worker for worker in self.workers if worker.alive]
         await until(lambda: all(worker.holds_nothing for worker in alive), "every worker has let go")
-        await until(lambda: not self.router.floor.running, "no request is left")
+        await until(lambda: not self.router.context.running, "no request is left")
 
     async def status(self) -> admin_pb2.StatusReply:
         async with aio_channel(self.router.admin) as channel:

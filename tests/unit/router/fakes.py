@@ -106,10 +106,10 @@ def pool_of(*links: FakeLink, policy: str = "least_loaded", clock: FakeClock | N
 
 
 def floor_of(*links: FakeLink, **settings: Any) -> RouterContext:
-    floor = RouterContext(RouterSettings(name="c", model="m", **settings), no_workers, FakeClock())
+    context = RouterContext(RouterSettings(name="c", model="m", **settings), no_workers, FakeClock())
     for one in links:
-        floor.pool._add(cast("WorkerStream", one))
-    return floor
+        context.pool._add(cast("WorkerStream", one))
+    return context
 
 
 def named(pool: WorkerPool, name: str) -> Any:

@@ -139,10 +139,10 @@ def test_one_worker_does_it_all_though_another_could_prefill():
 
 
 def test_what_a_typical_prompt_may_expect_is_that_of_the_worker_that_it_would_get():
-    floor = floor_of(worker("a", running=3, reported=4000), worker("b", running=2, reported=900))
-    placement = floor.pool.place(300)
-    snapshot, ask = floor.pool._fleet.snapshot(), floor.pool._fleet.ask(300, 0, None, None)
-    report = demand.current_demand(floor)
+    context = floor_of(worker("a", running=3, reported=4000), worker("b", running=2, reported=900))
+    placement = context.pool.place(300)
+    snapshot, ask = context.pool._fleet.snapshot(), context.pool._fleet.ask(300, 0, None, None)
+    report = demand.current_demand(context)
     assert placement.decode.info.ref.worker_id == "b"
     assert report.ttft_s == pytest.approx(alone_ttft_s(snapshot, ask).min())
     assert 0 < report.ttft_alone_s < report.ttft_s / 2

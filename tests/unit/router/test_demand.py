@@ -26,20 +26,20 @@ def pair(**facts):
 
 
 def test_what_is_predicted_is_what_workers_are_chosen_by():
-    floor = floor_of(*pair(queued_tokens=700), fakes.prefill("q", pace=PROMPTS, queued_tokens=200))
-    placement = floor.pool.place(100)
+    context = floor_of(*pair(queued_tokens=700), fakes.prefill("q", pace=PROMPTS, queued_tokens=200))
+    placement = context.pool.place(100)
     assert placement is not None
-    report = demand.current_demand(floor)
-    snapshot = floor.pool._fleet.snapshot()
-    ask = floor.pool._fleet.ask(100, 0, None, None)
+    report = demand.current_demand(context)
+    snapshot = context.pool._fleet.snapshot()
+    ask = context.pool._fleet.ask(100, 0, None, None)
     assert report.prompt_tokens == 100
     assert report.ttft_s == pytest.approx(ttft_s(snapshot, ask).min())
     assert report.itl_s == pytest.approx(itl_s(snapshot, ask).min())
     assert 0 < report.ttft_alone_s < report.ttft_s  # 300 tokens wait on q, and a step runs
     placement.release()
     for name in "pq":
-        say(floor.pool, name, queued_tokens=0)
-    report = demand.current_demand(floor)
+        say(context.pool, name, queued_tokens=0)
+    report = demand.current_demand(context)
     assert report.ttft_s == pytest.approx(report.ttft_alone_s)
     assert report.itl_s == pytest.approx(report.itl_alone_s)
 
@@ -61,19 +61,19 @@ def test_a_typical_prompt_is_a_mean_of_the_last_and_what_was_cached_costs_nothin
     for _ in range(200):
         typical.saw(300, 260)
     assert [typical.tokens, typical.cached] == pytest.approx([300, 260], abs=1)
-    floor = floor_of(*pair())
-    floor.pool._typical = typical
-    cached = demand.current_demand(floor).ttft_alone_s
+    context = floor_of(*pair())
+    context.pool._typical = typical
+    cached = demand.current_demand(context).ttft_alone_s
     typical.cached = 0.0
-    assert demand.current_demand(floor).ttft_alone_s > 3 * cached
+    assert demand.current_demand(context).ttft_alone_s > 3 * cached
 
 
 def test_each_worker_says_what_it_has():
-    floor = floor_of(*pair(reported=700))
-    say(floor.pool, "p", report={"waiting": 3})
+    context = floor_of(*pair(reported=700))
+    say(context.pool, "p", report={"waiting": 3})
     blocks = BlockCounts(100, free=30, owned=50, reserved=10, cached=10)
-    say(floor.pool, "d", report={"running": 5, "waiting": 2, "blocks": blocks})
-    workers = demand.current_demand(floor).workers
+    say(context.pool, "d", report={"running": 5, "waiting": 2, "blocks": blocks})
+    workers = demand.current_demand(context).workers
     prefill, decode = workers["p"], workers["d"]
     assert (prefill.role, prefill.waiting, prefill.queued_tokens, prefill.step_s) == (Role.PREFILL, 3, 700, 0)
     assert prefill.busy_s == pytest.approx(PROMPTS.seconds)
@@ -84,63 +84,63 @@ def test_each_worker_says_what_it_has():
 
 
 def test_full_decode_workers_have_a_next_token_too():
-    floor = floor_of(*pair(), fakes.decode("e", pace=pace(100, 4, 2000, step_s=0.2)))
-    both = demand.current_demand(floor).itl_s
-    say(floor.pool, "d", full=True)
-    assert demand.current_demand(floor).itl_s > 4 * both  # a newcomer has e
-    say(floor.pool, "e", full=True)
-    assert demand.current_demand(floor).itl_s == pytest.approx(both)
+    context = floor_of(*pair(), fakes.decode("e", pace=pace(100, 4, 2000, step_s=0.2)))
+    both = demand.current_demand(context).itl_s
+    say(context.pool, "d", full=True)
+    assert demand.current_demand(context).itl_s > 4 * both  # a newcomer has e
+    say(context.pool, "e", full=True)
+    assert demand.current_demand(context).itl_s == pytest.approx(both)
 
 
-async def queued(floor, count):
-    say(floor.pool, "d", full=True)
-    waiting = [asyncio.create_task(floor.admission.admit((n, n), 50, NO_REQUIREMENTS)) for n in range(count)]
+async def queued(context, count):
+    say(context.pool, "d", full=True)
+    waiting = [asyncio.create_task(context.admission.admit((n, n), 50, NO_REQUIREMENTS)) for n in range(count)]
     await asyncio.sleep(0)
     return waiting
 
 
 async def test_the_queue_is_in_the_first_token():
-    floor = floor_of(*pair())
-    waiting = await queued(floor, 3)
-    cast("FakeClock", floor.clock).advance(4.0)
-    report = demand.current_demand(floor)
+    context = floor_of(*pair())
+    waiting = await queued(context, 3)
+    cast("FakeClock", context.clock).advance(4.0)
+    report = demand.current_demand(context)
     assert (report.queued, report.queued_tokens, report.oldest_s, report.queue_s) == (3, 150, 4.0, 4.0)
     assert report.ttft_s == pytest.approx(4.0 + report.ttft_alone_s)
-    say(floor.pool, "d", full=False)
+    say(context.pool, "d", full=False)
     placements = [await task for task in waiting]
-    report = demand.current_demand(floor)
+    report = demand.current_demand(context)
     assert (report.queued, report.oldest_s, report.queue_s) == (0, 0, 0)
     for placement in placements:
         placement.release()
 
 
 async def test_a_wait_is_predicted_by_how_fast_the_queue_drains():
-    floor = floor_of(*pair())
-    waiting = await queued(floor, 30)
+    context = floor_of(*pair())
+    waiting = await queued(context, 30)
     for _ in range(10):  # two in a second
-        cast("FakeClock", floor.clock).advance(0.5)
-        floor.admission.drain.served(50)
-    assert demand.current_demand(floor).queue_s == pytest.approx(15.0, rel=0.01)
+        cast("FakeClock", context.clock).advance(0.5)
+        context.admission.drain.served(50)
+    assert demand.current_demand(context).queue_s == pytest.approx(15.0, rel=0.01)
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
 
 
 def test_requests_are_counted_from_the_beginning():
-    floor = floor_of()
-    floor.outcomes.update(finished=5, refused=2, failed=1, accepted=6)
-    report = demand.current_demand(floor)
+    context = floor_of()
+    context.outcomes.update(finished=5, refused=2, failed=1, accepted=6)
+    report = demand.current_demand(context)
     assert (report.arrived, report.refused, report.running) == (8, 2, 0)
 
 
 async def test_a_board_that_is_away_is_told_when_it_is_back(monkeypatch):
     monkeypatch.setattr(demand, "_EVERY_S", 0.0)
-    board, floor = AsyncMock(), floor_of()
+    board, context = AsyncMock(), floor_of()
     board.put_router.side_effect = cycle([LedgerError("away"), None])
-    telling = asyncio.create_task(demand.publish(floor, board))
+    telling = asyncio.create_task(demand.publish(context, board))
     await until(lambda: board.put_router.await_count >= 6)
     telling.cancel()
     await asyncio.wait([telling])
     for asked in board.put_router.await_args_list:
         report, lease_s = asked.args
-        assert (report.router_id, lease_s > 2.0) == (floor.router_id, True)
+        assert (report.router_id, lease_s > 2.0) == (context.router_id, True)

@@ -12,9 +12,9 @@ from router.request.lifecycle import ChoiceRun
 
 
 def life_of(clock: FakeClock, *, ttft_s: float, itl_s: float, received: list[int]) -> ChoiceRun:
-    floor, call = MagicMock(clock=clock), MagicMock(arrived=(clock.monotonic(), clock.wall()))
-    floor.settings.slo_ttft_s, floor.settings.slo_itl_s = ttft_s, itl_s
-    return ChoiceRun(floor, call, 0, received)
+    context, call = MagicMock(clock=clock), MagicMock(arrived=(clock.monotonic(), clock.wall()))
+    context.settings.slo_ttft_s, context.settings.slo_itl_s = ttft_s, itl_s
+    return ChoiceRun(context, call, 0, received)
 
 
 def delivered(clock: FakeClock, life: ChoiceRun, *waits_s: float) -> None:

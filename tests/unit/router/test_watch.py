@@ -107,9 +107,9 @@ def test_happenings_are_bounded(clock):
 
 async def test_the_latest_happenings_are_known_though_nobody_has_watched(clock, monkeypatch):
     monkeypatch.setattr("router.observe.status._LOOK_S", 0)
-    floor: Any = SimpleNamespace(seen=(seen := ActivityRecorder(clock)), clock=clock, pool=SimpleNamespace(links=[]))
+    context: Any = SimpleNamespace(seen=(seen := ActivityRecorder(clock)), clock=clock, pool=SimpleNamespace(links=[]))
     overview: Any = SimpleNamespace(look=None)
-    looking = asyncio.create_task(StatusBroadcaster(floor, overview).run())
+    looking = asyncio.create_task(StatusBroadcaster(context, overview).run())
     for when in ("early", "late"):
         for number in range(KEPT):
             seen.happenings.add("failed", f"{when} {number}")
@@ -204,8 +204,8 @@ async def test_a_decision_is_told_once_and_without_the_end_of_a_log(clock):
     said = [(1.0, "started"), (2.0, 'ended:\n{"event": "loaded"}'), (2.0, "at the same time")]
     decisions = [SimpleNamespace(at=at, kind="replace", text=text) for at, text in said]
     overview: Any = SimpleNamespace(look=None, control=SimpleNamespace(decisions=decisions))
-    floor: Any = SimpleNamespace(seen=(seen := ActivityRecorder(clock)), clock=clock)
-    live = StatusBroadcaster(floor, overview)
+    context: Any = SimpleNamespace(seen=(seen := ActivityRecorder(clock)), clock=clock)
+    live = StatusBroadcaster(context, overview)
     for _ in range(2):
         live._tell_decisions()
         assert seen.happenings.settle() == 3
