@@ -31,7 +31,7 @@ RULES: tuple[tuple[str, re.Pattern[str]], ...] = (
         "sentence begins with What, Who, Of or With",
         re.compile(_START + r"(?:What|Who|Whoever|Whose|Whom|Of|With) ", re.M),
     ),
-    ("a program is not 'who'", re.compile(r"\b(?:who|whoever|whom|whose|nobody|somebody|anybody|everybody)\b", re.I)),
+    ("a program is not 'who'", re.compile(r"\b(?:who|whoever|whom|nobody|somebody|anybody|everybody)\b", re.I)),
     (
         "only people say, tell, hear or know",
         re.compile(r"\b(?:says|saying|tells|telling|told|hears|heard|knows)\b", re.I),

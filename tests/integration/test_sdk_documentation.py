@@ -1,4 +1,4 @@
-"""The examples of the SDK's documentation run: those of the docstrings, and the README's."""
+"""The examples in the docstrings of the SDK and in docs/how-to/clients.md run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import baton.client.sync
 from baton import Client
 from tests.support.clients import Scripted, serving, soon
 
-README = Path(__file__).parents[2] / "README.md"
-MODULES = [baton.client.aio, baton.client.sync, baton.client.aio, baton.client.sync]
+PAGE = Path(__file__).parents[2] / "docs/how-to/clients.md"
+MODULES = [baton.client.aio, baton.client.sync]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
@@ -30,17 +30,17 @@ async def test_the_examples_of_the_docstrings_say_what_happens(module: Any):
             assert (result.failed, result.attempted > 1) == (0, True), test.name
 
 
-def readme_examples() -> list[str]:
+def page_examples() -> list[str]:
     """The Python blocks of the section on the SDK."""
-    section = README.read_text().split("\n## SDK\n", 1)[1].split("\n## ", 1)[0]
+    section = PAGE.read_text().split("\n## SDK\n", 1)[1].split("\n## ", 1)[0]
     return re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("number", range(len(readme_examples())))
-async def test_the_examples_of_the_readme_run(number: int, capsys: pytest.CaptureFixture[str]):
-    code = readme_examples()[number]
+@pytest.mark.parametrize("number", range(len(page_examples())))
+async def test_the_examples_of_the_page_run(number: int, capsys: pytest.CaptureFixture[str]):
+    code = page_examples()[number]
     async with serving(Scripted()) as scripted:
         here = re.sub(r"127\.0\.0\.1:\d+(,127\.0\.0\.1:\d+)*", scripted.address, code)
         assert here != code
-        await soon(asyncio.to_thread(exec, compile(here, "README.md", "exec"), {}))
+        await soon(asyncio.to_thread(exec, compile(here, PAGE.name, "exec"), {}))
     assert " can vary widely" in capsys.readouterr().out
