@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        # Workers and the command line import parts of this package and must not pay for the SDK.
+        # Workers and the command line import parts of this package and must not load the SDK.
         if name not in {"AsyncClient", "Client"}:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from baton.client import AsyncClient, Client

@@ -1,4 +1,4 @@
-"""`python -m baton` is the command `baton`."""
+"""Entry point of `python -m baton`, the same as the command `baton`."""
 
 from baton.cli.main import main
 

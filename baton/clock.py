@@ -1,7 +1,4 @@
-"""Time as an argument, so that tests and the simulator can hold it still.
-
-`Clock` is what code asks for; `SystemClock` is real, `FakeClock` moves only when told.
-"""
+"""Clocks as arguments, so that tests and the simulator control time."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """A source of monotonic seconds (for durations and deadlines) and of wall seconds (for humans and epochs)."""
+    """A source of monotonic seconds (for durations and deadlines) and of wall seconds (for display and epochs)."""
 
     def monotonic(self) -> float: ...
 
@@ -28,7 +25,7 @@ class SystemClock:
 
 
 class FakeClock:
-    """Stands still until `advance` is called; both clocks move together."""
+    """A clock that moves only by `advance`; monotonic and wall time are equal."""
 
     def __init__(self, start: float = 1000.0) -> None:
         self._now = start
@@ -40,7 +37,7 @@ class FakeClock:
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Move time forward. Raises ValueError for a negative step: monotonic time does not go back."""
+        """Move time forward. Raises ValueError if `seconds` is negative."""
         if seconds < 0:
             raise ValueError(f"time does not go back ({seconds} s)")
         self._now += seconds

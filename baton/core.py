@@ -1,14 +1,8 @@
-"""The nouns of Baton, as frozen values: who (incarnations, workers), what (requests, sampling, tokens) and where (KV).
+"""The nouns of Baton as values: requests, sampling, tokens, KV layout, workers, incarnations, and the load of a worker.
 
-No torch, no gRPC, no I/O. A value that exists is valid: constructors of what comes from outside check themselves and
-raise `InvalidRequest` naming the field.
-
-What the whole text of an answer must match, as a client says it. What it means to a model: `baton.structured_output`.
-
-What numbers a request may hold: the one table of bounds, both ends included.
-
-What a worker reports of itself with each step. Nothing here changes once it is made; to have that enforced would
-take several times as long as to make it.
+No torch, no gRPC, no I/O. Values that come from outside check themselves and raise `InvalidRequest` naming the field.
+No value changes after its creation. The load types are not frozen, because that makes creation several times slower.
+`SAMPLING` is the one table of numeric ranges, both ends included. `baton.structured_output` compiles constraints.
 """
 
 from __future__ import annotations
@@ -37,7 +31,7 @@ _MOST_BYTES = {"json_schema": MAX_SCHEMA_BYTES, "regex": MAX_REGEX_BYTES}
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """One JSON schema, one regular expression, or the texts of which the answer is one."""
+    """The format of a whole answer: a JSON schema, a regular expression, or a choice of texts."""
 
     kind: Kind
     texts: tuple[str, ...]
@@ -53,7 +47,7 @@ class Constraint:
             raise self.refused(f"must have 1 to {most} bytes, got {size}")
 
     def refused(self, why: str) -> InvalidRequest:
-        """The error that names what is wrong with it."""
+        """Return the error for this constraint."""
         return InvalidRequest.of(f"constraint.{self.kind}", why)
 
 
@@ -77,7 +71,7 @@ PROTOCOL_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class Incarnation:
-    """One life of a process: (store epoch, counter). Compared for equality only; order is the business of leases."""
+    """One life of a process: (store epoch, counter). Compare for equality only; leases define the order."""
 
     epoch: int
     counter: int
@@ -87,26 +81,26 @@ class Incarnation:
 
     @classmethod
     def parse(cls, text: str) -> Incarnation:
-        """Inverse of `str`. Raises ValueError."""
+        """Parse the result of `str`. Raises ValueError."""
         epoch, counter = text.split(".")
         return cls(int(epoch), int(counter))
 
 
 class Role(enum.StrEnum):
-    """What a worker does."""
+    """Role of a worker."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 def sizes_text(prefill: int, decode: int) -> str:
-    """How many workers a cluster has, for a reader. Without a prefill pool its mode is colocated."""
+    """Return the pool sizes as text. Without a prefill pool the mode is colocated."""
     return f"{prefill} prefill, {decode} decode" if prefill else f"{decode} colocated (role decode)"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRef:
-    """A worker as others address it: its place, its life and its listener. The same address is not the same worker."""
+    """Identity and address of a worker. After a restart the address may be the same; the incarnation differs."""
 
     worker_id: str
     incarnation: Incarnation
@@ -118,7 +112,7 @@ class WorkerRef:
 
 @dataclass(frozen=True, slots=True)
 class HandoffId:
-    """Names one handoff: the router's request id and its attempt, which only the owning router raises."""
+    """Id of one handoff: the router's request id and its attempt, which only the owning router increments."""
 
     request_id: str
     attempt: int
@@ -128,7 +122,7 @@ class HandoffId:
 
 
 class FinishReason(enum.StrEnum):
-    """Why a choice ended. Failures are errors, never reasons."""
+    """Reason why a choice ended. Failures are errors, never finish reasons."""
 
     EOS = "eos"
     STOP_TOKEN = "stop_token"
@@ -138,10 +132,10 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen. Field meanings follow the OpenAI and vLLM conventions of the same names.
+    """Sampling parameters, with the meaning of the same names in OpenAI's API and vLLM.
 
-    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 switch those filters off. `seed` None lets the router draw one,
-    so that every worker sees a number. `logprobs` None: none; 0: of the chosen token; k: of the k best as well.
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 disable those filters. If `seed` is None, the router draws one,
+    so that every worker gets a number. `logprobs` None returns none, 0 those of the chosen tokens, k also the k best.
     """
 
     max_tokens: int = 16
@@ -171,7 +165,7 @@ def _sampling_violations(s: Sampling) -> list[Violation]:
     found = [
         Violation(f"sampling.{name}", f"must be {allowed}, got {values[name]}")
         for name, low, high, allowed in SAMPLING
-        if name in values and not low <= values[name] <= high  # a NaN is in no range
+        if name in values and not low <= values[name] <= high  # rejects NaN too
     ]
     if s.min_tokens > s.max_tokens:
         allowed = f"must be at most max_tokens ({s.max_tokens})"
@@ -189,11 +183,11 @@ def _sampling_violations(s: Sampling) -> list[Violation]:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpec:
-    """All that a worker needs to compute a request: the prompt, what was already generated, how to go on.
+    """The complete input of a worker for a request: the prompt, the tokens generated so far, and how to continue.
 
-    `known` are output tokens of earlier attempts (or the first token, in a commit): they are never sampled again.
-    `text_sent` is not here on purpose: text is a function of the tokens, so every worker can rebuild it.
-    A higher `priority` (-100 to 100) goes first. Cached KV is shared only between requests of one `cache_scope`.
+    `known` are output tokens of earlier attempts (in a commit, the first token); they are never sampled again. Text is
+    a function of the tokens, therefore every worker can rebuild it. A higher `priority` (-100 to 100) runs first.
+    Cached KV is shared only between requests of one `cache_scope`.
     """
 
     prompt: tuple[int, ...]
@@ -202,8 +196,8 @@ class SequenceSpec:
     priority: int = 0
     cache_scope: str = ""
     constraint: Constraint | None = None  # of the whole output, `known` included
-    deterministic: bool = False  # the same tokens and logprobs bit for bit, whatever else is computed
-    think_while_decoding: bool = False  # go on thinking about what is generated; of a model that thinks
+    deterministic: bool = False  # tokens and logprobs are bit-identical, independent of the batch
+    think_while_decoding: bool = False  # a thinking model also thinks about generated tokens
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -223,10 +217,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One output token: its index within the choice (from 0), its id and the text that became final with it.
-
-    The pieces of `text` of a choice, put together, are its text; a piece is empty while a character or a possible
-    stop string is incomplete.
+    """One output token: index within the choice (from 0), id, and the text that became final with it. The texts of a
+    choice add up to its text; one is empty while a character or a possible stop string is incomplete.
     """
 
     index: int
@@ -237,9 +229,8 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How a choice ended. `matched` is the stop string or the stop token id (as text) where there is one.
-
-    `tail` is text that was held back for a stop string that did not come; it belongs after the last token's text.
+    """End of a choice. `matched` is the stop string, or the stop token id as text, or empty. `tail` is text that was
+    held back for a stop string that did not come; it follows the last token's text.
     """
 
     reason: FinishReason
@@ -249,10 +240,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """What a model that thinks made of chunk number `chunk` of a sequence, from 0; no tokens: nothing.
-
-    The end token that closes a thought is none of its tokens.
-    """
+    """A thinking model's thought about chunk `chunk` (from 0) of a sequence, without its end token; may be empty."""
 
     chunk: int
     token_ids: tuple[int, ...]
@@ -260,11 +248,11 @@ class Thought:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingState:
-    """What a sequence of a model that thinks needs beside its KV, to go on elsewhere with its next position.
+    """The state that a sequence of a thinking model needs besides its KV to continue elsewhere with its next position.
 
-    That one is at `offset` in chunk number `chunk`, the open one. `thinker` names all that thoughts and states follow
-    from. `state` is S of the open chunk, [chunk_size, hidden] in the model's dtype; `rows` its hidden rows so far,
-    [offset, hidden], where it will be thought about, else empty. `thoughts` are of the chunks before it, in order.
+    The position is at `offset` in the open chunk `chunk`. `thinker` identifies all that thoughts and states depend on.
+    `state` is S of the open chunk, [chunk_size, hidden] in the model's dtype. `rows` are its hidden rows so far,
+    [offset, hidden], or empty if it will not be thought about. `thoughts` belong to the earlier chunks, in order.
     """
 
     thinker: str
@@ -277,9 +265,8 @@ class ThinkingState:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The shape of KV on one rank: each of `tensors` is `[layers, blocks, block_size, kv_heads, head_dim]` of `dtype`.
-
-    They are K and V, or with latent attention one from which both are made.
+    """Shape of KV on one rank: each of `tensors` is `[layers, blocks, block_size, kv_heads, head_dim]` of `dtype`. They
+    are K and V, or with latent attention one tensor for both.
     """
 
     layers: int
@@ -296,12 +283,12 @@ class KVLayout:
 
     @property
     def layer_token_bytes(self) -> int:
-        """Bytes of one position of one layer, all `tensors` together."""
+        """Bytes of one position in one layer, all `tensors` together."""
         return len(self.tensors) * self.kv_heads * self.head_dim * self.itemsize
 
     @property
     def layer_block_bytes(self) -> int:
-        """Bytes of one block of one layer, all `tensors` together."""
+        """Bytes of one block in one layer, all `tensors` together."""
         return self.block_size * self.layer_token_bytes
 
     @property
@@ -311,21 +298,21 @@ class KVLayout:
 
     @property
     def wire(self) -> str:
-        """What two workers must have in common to hand over: all but the size of their blocks."""
+        """Layout that must match between two workers for a handoff: everything except the block size."""
         return repr(replace(self, block_size=0))
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks hold `tokens` positions."""
+        """Return the number of blocks that hold `tokens` positions."""
         return -(-tokens // self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker says of itself when it registers. Two workers can hand over if their fingerprints are equal.
+    """Description of a worker at registration. Two workers can hand over if their fingerprints are equal.
 
-    `determinism` names all that the bits of its results depend on: workers with the same one compute deterministic
-    requests alike. Empty: it cannot, and `nondeterminism` says why. `thinking_chunk`: tokens of a chunk that its model
-    thinks about; 0: it does not think.
+    `determinism` identifies everything that affects the bits of results: workers with equal values compute
+    deterministic requests identically. If empty, the worker cannot, and `nondeterminism` has the reason.
+    `thinking_chunk` is the number of tokens of a chunk that the model thinks about; 0 means that it does not think.
     """
 
     ref: WorkerRef
@@ -341,12 +328,12 @@ class WorkerInfo:
     determinism: str = ""
     nondeterminism: str = ""
     thinking_chunk: int = 0
-    metrics: str = ""  # host:port; empty: it serves none
+    metrics: str = ""  # host:port, or empty if it serves none
 
 
 @dataclass(slots=True)
 class BlockCounts:
-    """The block ledger of one worker. `check` is the invariant: every block is in exactly one state."""
+    """Block counts of one worker. Invariant, see `check`: every block is in exactly one state."""
 
     total: int
     free: int = 0
@@ -357,11 +344,11 @@ class BlockCounts:
 
     @property
     def available(self) -> int:
-        """Blocks that can be allocated: what is only cached makes room when it is needed."""
+        """Number of blocks that can be allocated; cached blocks are evicted when needed."""
         return self.free + self.cached
 
     def check(self) -> BlockCounts:
-        """Return self, or raise AssertionError with the counts: a block was lost or is owned twice."""
+        """Return self. Raises AssertionError with the counts if a block was lost or is owned twice."""
         if self.free + self.reserved + self.owned + self.cached + self.quarantined != self.total:
             raise AssertionError(f"block ledger does not add up: {self}")
         return self
@@ -369,7 +356,7 @@ class BlockCounts:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """A data channel that a worker sends on: to which worker, by what, and how fast its probe went through."""
+    """A send channel of a worker: receiver, transport, and the bandwidth that its probe measured."""
 
     peer: str
     transport: str
@@ -378,7 +365,7 @@ class Channel:
 
 @dataclass(slots=True)
 class Pace:
-    """Steps of one kind since the process began, all together, and the seconds they took."""
+    """Totals of all steps of one kind since the process began."""
 
     steps: int = 0
     tokens: int = 0  # computed
@@ -386,11 +373,11 @@ class Pace:
     seconds: float = 0.0
 
     def plus(self, tokens: int, context: int, seconds: float) -> Pace:
-        """After one more step."""
+        """Return the totals after one more step."""
         return Pace(self.steps + 1, self.tokens + tokens, self.context + context, self.seconds + seconds)
 
     def since(self, before: Pace) -> Pace:
-        """What came after `before`."""
+        """Return the difference to `before`."""
         return Pace(
             self.steps - before.steps,
             self.tokens - before.tokens,
@@ -401,7 +388,7 @@ class Pace:
 
 @dataclass(slots=True)
 class Load:
-    """What a worker reports with each step: the router's live view of it, and what `baton status` shows."""
+    """Load report of a worker with each step; the router's live view, also shown by `baton status`."""
 
     step: int = 0
     running: int = 0
@@ -414,18 +401,18 @@ class Load:
     blocks: BlockCounts = field(default_factory=lambda: BlockCounts(0))
     transfer_bytes: int = 0
     transport: str = ""
-    fetched_tokens: int = 0  # whose KV came from a decode worker instead of being computed
+    fetched_tokens: int = 0  # KV received from a decode worker, not computed
     channels: tuple[Channel, ...] = ()
     prefill_pace: Pace = field(default_factory=Pace)  # of steps that only computed prompts
     decode_pace: Pace = field(default_factory=Pace)  # of steps that only decoded
-    joint_pace: Pace = field(default_factory=Pace)  # of steps that did both: what they computed of prompts, and took
-    beside_pace: Pace = field(default_factory=Pace)  # what the same steps decoded, at no seconds
+    joint_pace: Pace = field(default_factory=Pace)  # Mixed steps: their prompt tokens, and their seconds.
+    beside_pace: Pace = field(default_factory=Pace)  # Decoded tokens of the same steps, with 0 seconds.
     verify_passes: int = 0  # of deterministic requests
-    rollbacks: int = 0  # candidates that a verify pass did not agree with
-    recomputed_tokens: int = 0  # dropped with them, or behind them
-    draining: bool = False  # takes nothing new, finishes what it has
+    rollbacks: int = 0  # candidates that a verify pass rejected
+    recomputed_tokens: int = 0  # dropped candidates and the tokens after them
+    draining: bool = False  # accepts nothing new, finishes its requests
 
     @property
     def starved(self) -> bool:
-        """After a step: all that is here waits for blocks, which others have."""
+        """True if, after a step, every request here waits for blocks."""
         return self.waiting > 0 and self.running == 0

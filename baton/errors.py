@@ -6,23 +6,23 @@
     ├── Unauthenticated       no or wrong credential                            UNAUTHENTICATED
     ├── PermissionDenied      the credential does not allow this                PERMISSION_DENIED
     ├── Unsupported           a method that this version does not offer         UNIMPLEMENTED
-    ├── Overloaded            queue full or waited too long; has retry_after_s  RESOURCE_EXHAUSTED
+    ├── Overloaded            queue full or wait too long; has retry_after_s    RESOURCE_EXHAUSTED
     ├── DeadlineExceeded      the caller's deadline passed                      DEADLINE_EXCEEDED
-    ├── Cancelled             the caller, or an operator, gave up               CANCELLED
+    ├── Cancelled             the caller, or an operator, cancelled it          CANCELLED
     ├── NoWorker              no live worker can take this now                  UNAVAILABLE
-    ├── WorkerLost            a worker died with this request in hand           UNAVAILABLE
+    ├── WorkerLost            a worker died while it served this request        UNAVAILABLE
     ├── EngineFault           the engine failed on this request                 INTERNAL
     │   └── RankLost          a process of a tensor-parallel worker is gone     INTERNAL
     ├── ConfigError           cluster file, flag or environment is wrong        exit code 3
     ├── CheckpointError       a model folder cannot be served                   exit code 3
-    ├── LedgerError           Redis refused or cannot be reached                exit code 4
-    └── HandoffError          this handoff cannot go on (never shown to clients)
+    ├── LedgerError           Redis returned an error or is unreachable         exit code 4
+    └── HandoffError          this handoff failed (never shown to clients)
         ├── StaleAttempt      message of another attempt or incarnation
-        ├── OfferRefused      receiver does not fit: version, fingerprint, layout, length
-        ├── DigestMismatch    bytes that arrived are not the bytes that left
+        ├── OfferRefused      receiver does not match: version, fingerprint, layout, length
+        ├── DigestMismatch    received bytes differ from sent bytes
         └── ChannelBroken     the channel failed; it is disposable and is rebuilt
 
-The one translation to gRPC status codes is in `baton.rpc.status`; the one to exit codes is in `baton.cli`.
+`baton.rpc.status` translates to gRPC status codes, `baton.cli` to exit codes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from dataclasses import dataclass
 
 
 class BatonError(Exception):
-    """Base of all errors below. `retryable` says whether trying the same again can help."""
+    """Base of all errors below. `retryable` is True if the same call may succeed later."""
 
     retryable = False
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One field of a request or config that is wrong, in the words a user needs."""
+    """One wrong field of a request or config, with a description for users."""
 
     field: str
     description: str
@@ -48,7 +48,7 @@ class Violation:
 
 
 class InvalidRequest(BatonError):
-    """The request is wrong; `violations` names every field that is."""
+    """The request is wrong; `violations` names every wrong field."""
 
     def __init__(self, *violations: Violation) -> None:
         super().__init__("; ".join(str(v) for v in violations))
@@ -56,7 +56,7 @@ class InvalidRequest(BatonError):
 
     @classmethod
     def of(cls, field: str, description: str) -> InvalidRequest:
-        """One violation: `InvalidRequest.of("sampling.temperature", "must be finite, got nan")`."""
+        """Return the error for one field: `InvalidRequest.of("sampling.temperature", "must be finite, got nan")`."""
         return cls(Violation(field, description))
 
 
@@ -77,7 +77,7 @@ class Unsupported(BatonError):
 
 
 class Overloaded(BatonError):
-    """No room now. `retry_after_s` is when to try again, in seconds."""
+    """No capacity now. Retry after `retry_after_s` seconds."""
 
     retryable = True
 
@@ -91,7 +91,7 @@ class DeadlineExceeded(BatonError):
 
 
 class Cancelled(BatonError):
-    """The caller, or an operator, gave the request up."""
+    """The caller, or an operator, cancelled the request."""
 
 
 class NoWorker(BatonError):
@@ -101,49 +101,49 @@ class NoWorker(BatonError):
 
 
 class WorkerLost(BatonError):
-    """A worker died, or stopped making progress, with this request in hand."""
+    """A worker died or hung while it served this request."""
 
     retryable = True
 
 
 class EngineFault(BatonError):
-    """The engine failed on this request; the worker lives on."""
+    """The engine failed on this request; the worker continues."""
 
 
 class RankLost(EngineFault):
-    """A rank of this worker died, failed or hangs: the worker as a whole cannot go on."""
+    """A rank of this worker died, failed or hangs, therefore the whole worker must stop."""
 
 
 class ConfigError(BatonError):
-    """The cluster file, a flag or the environment is wrong; names the key, the value and what is allowed."""
+    """The cluster file, a flag or the environment is wrong. The text has the key, the value and the allowed values."""
 
 
 class CheckpointError(BatonError):
-    """A model folder cannot be served; names the file or tensor."""
+    """A model folder cannot be served; the text names the file or tensor."""
 
 
 class LedgerError(BatonError):
-    """Redis refused a command or cannot be reached."""
+    """Redis returned an error or cannot be reached."""
 
     retryable = True
 
 
 class HandoffError(BatonError):
-    """This handoff cannot go on. Internal to workers and router: clients see WorkerLost or nothing at all."""
+    """This handoff failed. Internal to workers and router: clients see WorkerLost or nothing."""
 
     retryable = True
 
 
 class StaleAttempt(HandoffError):
-    """A message of, or for, another attempt or incarnation."""
+    """A message from, or for, another attempt or incarnation."""
 
 
 class OfferRefused(HandoffError):
-    """The receiver cannot take this KV: version, fingerprint, layout or length differ."""
+    """The receiver cannot take this KV, because version, fingerprint, layout or length differ."""
 
 
 class DigestMismatch(HandoffError):
-    """The bytes that arrived are not the bytes that left."""
+    """The received bytes differ from the sent bytes."""
 
 
 class ChannelBroken(HandoffError):

@@ -1,8 +1,8 @@
-"""What happened in this process, as JSON lines for an offline check (`tools/check_history.py`).
+"""A journal of this process's events, as JSON lines for an offline check (`tools/check_history.py`).
 
-A line is one event: `monotonic` and `wall` time in seconds, `process` and its `incarnation`, `event`, the handoff that
-it is about (`request`, `attempt`; attempt 0: none yet), and the facts of that event. Blocks are pairs of index and
-generation. Tokens are indices and counts: no prompt, no text and no token id is ever noted.
+A line has `monotonic` and `wall` time in seconds, `process`, `incarnation`, `event` and the facts of that event. Its
+handoff is `request` and `attempt`; attempt 0 means none yet. Blocks are pairs of index and generation. Tokens are
+indices and counts: no prompt, text or token id is ever written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 
 class Blocks(Protocol):
-    """Blocks and their generations, in the order of the positions that they hold: an allocation, or a reservation."""
+    """Blocks and their generations in the order of their positions: an allocation or a reservation."""
 
     @property
     def blocks(self) -> Sequence[int]: ...
@@ -37,10 +37,10 @@ class Blocks(Protocol):
 
 
 class History:
-    """The events of one process, in the order of its file; `History()` notes nothing. For any thread.
+    """The events of one process in file order. `History()` writes nothing. Thread-safe.
 
-    Each event is one write: a process that is killed loses at most the line that it was writing. As a context manager
-    it says at the end whether the process stopped in peace, or died of an error.
+    Each event is one write: a killed process loses at most the line in progress. Leaving the context writes a clean
+    stop or the error that ended the process.
     """
 
     def __init__(
@@ -53,9 +53,8 @@ class History:
 
     @classmethod
     def open(cls, folder: str | None, clock: Clock, role: str, process: str, incarnation: str = "") -> Self:
-        """Begin FOLDER/PROCESS[-INCARNATION].jsonl; no folder: none is kept. Raises ConfigError: not writable.
-
-        `role` is router, prefill or decode.
+        """Open FOLDER/PROCESS[-INCARNATION].jsonl; without a folder no events are kept. `role` is router, prefill or
+        decode. Raises ConfigError if the file is not writable.
         """
         if folder is None:
             return cls()
@@ -71,26 +70,26 @@ class History:
 
     @property
     def kept(self) -> bool:
-        """Whether anything is noted."""
+        """True if events are written."""
         return self._file is not None
 
     def step(self, event: str, handoff: HandoffId, **facts: object) -> None:
-        """Append one event, which is a line of the log as well."""
+        """Append one event, and log it."""
         log.debug(f"handoff_{event}", handoff=handoff, **facts)
         self.note(event, handoff, **facts)
 
     def note(self, event: str, handoff: HandoffId | None = None, **facts: object) -> None:
-        """Append one event. Facts are what JSON can say."""
+        """Append one event. Facts must be JSON values."""
         if self._file is None:
             return
         name = {} if handoff is None else {"request": handoff.request_id, "attempt": handoff.attempt}
         rest = self._head | {"event": event} | name | facts
-        with self._lock:  # the order of the file is the order of time
+        with self._lock:  # lines are in order of time
             now = {"monotonic": self._clock.monotonic(), "wall": self._clock.wall()}
             self._append(json.dumps(now | rest, separators=(",", ":")).encode() + b"\n")
 
     def tokens(self, event: str, handoff: HandoffId, tokens: Sequence[Token]) -> None:
-        """Note the indices of `tokens`, which follow each other, if there are any."""
+        """Append the indices of consecutive `tokens`, if there are any."""
         if tokens:
             self.note(event, handoff, first=tokens[0].index, count=len(tokens))
 
@@ -105,9 +104,8 @@ class History:
         shared: int = 0,
         part: str = "",
     ) -> None:
-        """Note the blocks first..end-1 of `held`, if there are any; `shared` of these are not the handoff's alone.
-
-        `part` tells apart what one handoff holds for two reasons, such as a fetch beside its sequence.
+        """Append the blocks first..end-1 of `held`, if there are any; the first `shared` of these are shared with other
+        handoffs. `part` distinguishes two sets of blocks of one handoff, for example a fetch and its sequence.
         """
         if self._file is None:
             return
@@ -117,7 +115,7 @@ class History:
             self.note(event, handoff, **{name: fact for name, fact in facts.items() if fact})
 
     def _append(self, line: bytes) -> None:
-        """A history that cannot be kept must not end the process; the check sees that it was cut off."""
+        """Write a line. On an error stop writing, not the process; the check detects the missing end."""
         if self._file is None:
             return
         try:
@@ -129,7 +127,7 @@ class History:
             self._file = None
 
     def close(self, error: BaseException | None = None) -> None:
-        """Note the end, and nothing after it."""
+        """Append the last event and close the file."""
         if error is None:
             self.note("stopped")
         else:

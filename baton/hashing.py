@@ -1,7 +1,7 @@
-"""Digests, each for one purpose: `frame_digest` guards bytes on a wire, `keyed_digest` names content.
+"""Digests, each for one purpose: `frame_digest` protects bytes on a wire, `keyed_digest` makes content addresses.
 
-xxh3 (128 bit) is fast enough to be always on and finds accidents; it is no defence against an attacker who
-controls the KV network (use the encrypted transport there). blake3 with a key is what content addresses use.
+xxh3 (128 bit) is fast enough to be always on. It detects accidents, but no attacker with control of the KV network;
+use the encrypted transport against that. Content addresses use keyed blake3.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def frame_digest(data: Buffer) -> bytes:
-    """16 bytes over `data` in wire order."""
+    """Return 16 bytes over `data` in wire order."""
     return xxhash.xxh3_128_digest(data)
 
 
 def keyed_digest(key: bytes, *parts: bytes) -> bytes:
-    """32 bytes over the length-prefixed `parts` under a 32-byte `key` (blake3 keyed mode)."""
+    """Return 32 bytes over the length-prefixed `parts` under a 32-byte `key` (blake3 keyed mode)."""
     hasher = blake3.blake3(key=key)
     for part in parts:
         hasher.update(len(part).to_bytes(8, "little"))
@@ -32,5 +32,5 @@ def keyed_digest(key: bytes, *parts: bytes) -> bytes:
 
 
 def fingerprint(parts: Iterable[str]) -> str:
-    """A short name (24 hex digits) for a set of facts, e.g. of what makes two workers' KV interchangeable."""
+    """Return 24 hex digits for a set of facts, for example those that make two workers' KV interchangeable."""
     return blake3.blake3("\x1f".join(parts).encode()).hexdigest()[:24]

@@ -1,6 +1,5 @@
-"""Every cap on what comes from outside, in one table. `docs/limits.md` is this table, and a test holds it so.
-
-The bounds of numbers, such as a temperature, are in `baton.core`; what a token of a tenant may do is in its file.
+"""Every cap on external input, in one table. A test keeps `docs/limits.md` equal to it. Ranges of numbers, such as a
+temperature, are in `baton.core`; the limits of a tenant's token are in the token file.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ MAX_SCHEMA_PATTERNS = 8
 MAX_CHOICE_TEXTS = 256
 MAX_CHOICE_CHARS = 1_024
 
-PUBLIC_RECEIVE_BYTES = 4 * 2**20  # what a stranger may make us read at once
-INTERNAL_RECEIVE_BYTES = 64 * 2**20  # a prompt of a million tokens, or one step's tokens of a full worker
-SEND_BYTES = 64 * 2**20  # the receiver's limit is the one that counts
+PUBLIC_RECEIVE_BYTES = 4 * 2**20  # Bytes of one message from the public network.
+INTERNAL_RECEIVE_BYTES = 64 * 2**20  # A prompt of a million tokens, or one step's tokens of a full worker
+SEND_BYTES = 64 * 2**20  # the receiver's limit decides
 
-MAX_READ_AT_ONCE = 256  # as many as a queue holds by default
+MAX_READ_AT_ONCE = 256  # the default length of a queue
 MAX_READ_BYTES = 32 * 2**20  # eight of the largest messages
 
 MAX_STATUS_MESSAGE_BYTES = 600
@@ -65,7 +64,7 @@ MAX_TOKENS_FILE_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Cap:
-    """One row: what is bounded, by how much, and what becomes of more."""
+    """One row: the limited thing, its limit, and the reaction beyond it."""
 
     what: str
     most: int
@@ -126,6 +125,6 @@ CAPS: tuple[Cap, ...] = (
 
 
 def as_markdown() -> str:
-    """The table of `docs/limits.md`."""
+    """Return the table of `docs/limits.md`."""
     rows = (f"| {cap.what} | {cap.most:,} {cap.unit}".rstrip() + f" | {cap.beyond} |" for cap in CAPS)
     return "\n".join(("| what | at most | beyond it |", "|---|---|---|", *rows)) + "\n"

@@ -1,6 +1,5 @@
-"""Logs: one event per line on stderr, as JSON unless that is a terminal (or the config says otherwise); `docs/logs.md`.
-
-What libraries say through `logging`, warnings, and exceptions that end a thread or the process are such lines, too.
+"""Logging: one event per line on stderr, as JSON unless stderr is a terminal or the config differs; see `docs/logs.md`.
+Library logs, warnings, and exceptions that end a thread or the process become such lines too.
 """
 
 from __future__ import annotations
@@ -24,14 +23,13 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 LEVELS = logging.getLevelNamesMapping()
-# What a terminal would obey, as text: a line may repeat what a client has called its request.
+# Escapes for control characters, because a line may contain text from a client.
 HARMLESS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
 def configure_logging(level: str = "info", form: str = "auto", process: str = "", copy: Path | None = None) -> None:
-    """Set up this process's logging. `form` is auto, json or console; `process` is on each line.
-
-    `copy`: a file that gets each line as JSON, also those of level info that stderr does not.
+    """Set up this process's logging. `form` is auto, json or console; `process` is on each line. `copy` is a file that
+    gets each line as JSON, down to level info even if stderr has fewer.
     """
     console = form == "console" or (form == "auto" and sys.stderr.isatty())
     lowest = min(LEVELS[level.upper()], logging.INFO if copy else logging.CRITICAL)
@@ -43,7 +41,7 @@ def configure_logging(level: str = "info", form: str = "auto", process: str = ""
     ]
     end: list[Processor] = [] if copy is None else [Copy(copy, LEVELS[level.upper()])]
     if console:
-        # Plainly: a traceback that shows locals shows prompts and passwords.
+        # Plain, because a traceback with locals reveals prompts and passwords.
         plain = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
         end += [structlog.processors.format_exc_info, _harmless, plain]
     else:
@@ -59,21 +57,18 @@ def configure_logging(level: str = "info", form: str = "auto", process: str = ""
 
 
 def log_to_stderr_by_default() -> None:
-    """Send log lines to stderr until `configure_logging` runs, unless the program has configured structlog.
-
-    structlog's own default is stdout, which belongs to the program that imports Baton as a library.
-    """
+    """Log to stderr until `configure_logging` runs: stdout belongs to the program that imports Baton as a library."""
     if not structlog.is_configured():
         structlog.configure(logger_factory=_to_stderr)
 
 
 def _to_stderr(*_: object) -> structlog.PrintLogger:
-    """One logger a line, because a program may replace `sys.stderr` later."""
+    """Return a new logger per line, because a program may replace `sys.stderr` later."""
     return structlog.PrintLogger(sys.stderr)
 
 
 def _named(process: str, _: WrappedLogger, __: str, event: EventDict) -> EventDict:
-    """Who says it first; a `handoff` is its request and attempt, and a `worker` its name, wherever they are said."""
+    """Put `process` first, and expand a `handoff` to request and attempt and a `worker` to its name."""
     handoff = event.pop("handoff", None)
     if isinstance(handoff, HandoffId):
         event = {"request_id": handoff.request_id, "attempt": handoff.attempt, **event}
@@ -87,10 +82,7 @@ def _harmless(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
 
 
 class Copy:
-    """A processor that writes each event to the end of `file`, and lets those pass that are of level `shown` or above.
-
-    A file that cannot be written is none: its folder may not be there yet, or no more.
-    """
+    """A processor that appends each event to `file` if possible, then drops those below level `shown`."""
 
     def __init__(self, file: Path, shown: int) -> None:
         self._file = file
@@ -104,7 +96,7 @@ class Copy:
         try:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(f"{line!s}\n")
-        except OSError:
+        except OSError:  # the folder may not exist yet or any more
             pass
         if LEVELS[event["level"].upper()] < self._shown:
             raise structlog.DropEvent
@@ -112,11 +104,11 @@ class Copy:
 
 
 class Libraries(logging.StreamHandler[Any]):
-    """What libraries say, as lines like ours."""
+    """Handler that logs library messages in our format."""
 
 
 def _take_libraries(begin: Sequence[Processor], end: Sequence[Processor], level: int) -> None:
-    """`level` is warning or above: below it they talk about themselves."""
+    """Install the handler for libraries. `level` is at least warning, because libraries are verbose below it."""
     handler, root = Libraries(sys.stderr), logging.getLogger()
     for old in [each for each in root.handlers if isinstance(each, Libraries)]:
         root.removeHandler(old)
@@ -145,7 +137,7 @@ def _thread_failed(failed: threading.ExceptHookArgs) -> None:
 
 
 def redirect_output(path: str) -> None:
-    """Send this process's stdout and stderr to the end of a file, the interpreter's and every library's alike."""
+    """Append this process's stdout and stderr, also those of native libraries, to a file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -1,4 +1,4 @@
-"""Where a model's files are: the folder that is named, or a snapshot from the Hugging Face Hub. No torch."""
+"""Locates a model's files: a folder, or a snapshot from the Hugging Face Hub. No torch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from baton.errors import CheckpointError
 
 SMALL_FILES = ("*.json", "*.jinja", "tokenizer*")
 WEIGHT_FILES = ("*.safetensors",)
-# Folders hold other forms of the same model, and `consolidated` is Mistral's second copy of it.
+# Subfolders hold other forms of the same model, and `consolidated` is Mistral's second copy of it.
 IGNORED = ("*/*", "consolidated*")
 
 
 def model_folder(path: Path | str, *, weights: bool = True) -> Path:
-    """The folder of a `model.path`. For `hf:org/name[@revision]` it is the snapshot in the local cache.
+    """Return the folder of a `model.path`. For `hf:org/name[@revision]` it is the snapshot in the local cache.
 
-    What is missing there is downloaded (without `weights`, only the small files beside them), as HF_HOME, HF_TOKEN,
-    HF_ENDPOINT and HF_HUB_OFFLINE say. Raises CheckpointError saying what was tried and what to do.
+    Missing files are downloaded, without `weights` only the small ones, according to HF_HOME, HF_TOKEN, HF_ENDPOINT and
+    HF_HUB_OFFLINE. Raises CheckpointError with the cause and a remedy.
     """
     try:
         name = parse_hub_name(str(path))
@@ -32,13 +32,13 @@ def model_folder(path: Path | str, *, weights: bool = True) -> Path:
 
 
 def pinned(path: str, folder: Path) -> str:
-    """The `hf:` name of exactly what is in `folder`: the same for all who ask from now on, whatever is pushed."""
+    """Return the `hf:` name of exactly the content of `folder`, which later pushes do not change."""
     name = parse_hub_name(path)
     return path if name is None else f"hf:{name.repo}@{folder.name}"
 
 
 def _snapshot(name: HubName, patterns: tuple[str, ...]) -> Path:
-    import huggingface_hub  # it takes a while, and a folder needs none of it
+    import huggingface_hub  # slow to import, and not needed for a folder
 
     wanted, ignored = list(patterns), list(IGNORED)
     try:
@@ -47,7 +47,7 @@ def _snapshot(name: HubName, patterns: tuple[str, ...]) -> Path:
                 name.repo, revision=name.revision, allow_patterns=wanted, ignore_patterns=ignored
             )
         )
-    except Exception as error:  # the boundary to a library with dozens of kinds, its HTTP client's included
+    except Exception as error:  # the library raises dozens of kinds, including those of its HTTP client
         revision = f"@{name.revision}" if name.revision else ""
         raise CheckpointError(f"model.path: hf:{name.repo}{revision}: {_why(name, error)}") from error
 

@@ -1,6 +1,5 @@
-"""What a host calls itself: the addresses of its network interfaces, and by which of them others reach a listener.
-
-Asked on the host that listens, never where its cluster file was read by somebody else.
+"""Addresses of this host: those of its network interfaces, and the one under which other hosts reach a listener. Call
+it on the listening host, not where its cluster file was loaded.
 """
 
 from __future__ import annotations
@@ -21,10 +20,7 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def interface_address(name: str, key: str, *, v6: bool = True) -> str:
-    """The first IPv4 address of a network interface of this host, else, if `v6`, one of IPv6 that needs no zone.
-
-    Raises ConfigError naming the key of the cluster file, and which interfaces there are.
-    """
+    """Return an interface's first IPv4 address, or else, if `v6`, an IPv6 one without a zone. Raises ConfigError."""
     known = psutil.net_if_addrs()
     if name not in known:
         raise ConfigError(f"{key}: this host has no network interface {name!r}, it has {', '.join(sorted(known))}")
@@ -36,10 +32,11 @@ def interface_address(name: str, key: str, *, v6: bool = True) -> str:
 
 
 def told_host(listen: str, advertise: str | None, interface: str | None, redis_url: str, key: str) -> str:
-    """The host by which others call a listener at `listen`; an address of IPv6 in brackets.
+    """Return the host under which others reach a listener at `listen`; IPv6 in brackets.
 
-    At one address: that. At all: `advertise`, else what `interface` has, else whence this host calls Redis, for there
-    the others are told; the loopback if Redis is there. Raises ConfigError about `key`, which names the interface.
+    It is `advertise` if set, else the listen address. A wildcard address becomes that of `interface`, else the local
+    address of a connection to Redis, where the others read it; loopback if Redis is local. Raises ConfigError about
+    `key`, the config key of the interface.
     """
     host = split_address(listen)[0]
     if advertise:
@@ -51,10 +48,7 @@ def told_host(listen: str, advertise: str | None, interface: str | None, redis_u
 
 
 def kv_host(listen: str, told: str, interface: str | None, key: str) -> str:
-    """The one address at which KV is taken and sent: of `interface`, else of the listener, else what others are told.
-
-    Raises ConfigError, as `told_host`.
-    """
+    """Return the address for KV: of `interface`, else the listener, else the advertised one. Raises ConfigError."""
     host = split_address(listen)[0]
     if interface:
         return interface_address(interface, key)
@@ -62,13 +56,13 @@ def kv_host(listen: str, told: str, interface: str | None, key: str) -> str:
 
 
 def called(address: str, advertise: str | None, interface: str | None, redis_url: str, key: str) -> str:
-    """`address`, where a router listens, as others call it: changed if it is at all addresses. Raises ConfigError."""
+    """Return a router's listen address for others; only wildcard addresses change. Raises ConfigError."""
     host, port = split_address(address)
     return f"{told_host(address, advertise, interface, redis_url, key)}:{port}" if host in EVERYWHERE else address
 
 
 def _towards(redis_url: str, *, v6: bool) -> str | None:
-    """From which address of this host a connection to Redis leaves. Nothing is sent: that is how UDP connects."""
+    """Return the local address of a connection to Redis. Connecting a UDP socket sends nothing."""
     url = urlsplit(redis_url)
     if not url.hostname:  # a Unix socket
         return None
@@ -78,14 +72,13 @@ def _towards(redis_url: str, *, v6: bool) -> str | None:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(there)
             here = str(probe.getsockname()[0])
-    except OSError:  # who connects to Redis says it better
+    except OSError:  # the Redis client reports it better
         return None
     return None if ipaddress.ip_address(here.partition("%")[0]).is_loopback else here
 
 
 def redacted(url: str) -> str:
-    """The URL with its password, and everything in its query, replaced by `***`: fit for a log.
-
+    """Return the URL for logs: its password and its whole query are replaced by `***`.
     `redis://user:secret@host/0?password=secret` becomes `redis://user:***@host/0?***`.
     """
     head, mark, query = url.partition("?")

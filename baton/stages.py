@@ -1,4 +1,4 @@
-"""Where the time of one request goes."""
+"""Stages of a request, and a clock that measures the time in each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NS = 1_000_000_000
 
 
 class Stage(enum.StrEnum):
-    """Where a request can be, in the order in which it passes. A preempted request passes some of them again."""
+    """Stages of a request in order. A preempted request passes some of them again."""
 
     QUEUE = "queue"
     ROUTE = "route"
@@ -21,12 +21,12 @@ class Stage(enum.StrEnum):
     TRANSFER = "transfer"
     COMMIT = "commit"
     DECODE = "decode"
-    VERIFY = "verify"  # a part of decoding, of which only the duration is known
+    VERIFY = "verify"  # part of decoding; only its duration is known
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds of one request by stage, as in `baton.v1.Timings`. `ttft_s` is 0 when no token came."""
+    """Seconds of one request by stage, as in `baton.v1.Timings`. `ttft_s` is 0 if no token came."""
 
     queue_s: float
     route_s: float
@@ -40,14 +40,14 @@ class Timings:
 
     @property
     def e2e_s(self) -> float:
-        """End to end: the sum of the stages, in their order."""
+        """Total seconds: the sum of the stages."""
         waited = self.queue_s + self.route_s + self.reserve_s
         return waited + self.prefill_s + self.transfer_s + self.commit_s + self.decode_s + self.verify_s
 
 
 @dataclass(slots=True)
 class Passage:
-    """Once through a stage, on the way of one request: whole nanoseconds since its arrival. `attempt` 0: none yet."""
+    """One pass through a stage, in whole nanoseconds since the arrival. `attempt` is 0 before the first attempt."""
 
     stage: Stage
     start: int
@@ -57,21 +57,20 @@ class Passage:
 
 
 class StageClock:
-    """Cuts the time of one request into stages: boundaries on one clock, so nothing is lost or counted twice.
+    """Divides the time of one request into stages, with all boundaries on one clock, from `queue` at its arrival.
 
-    It starts in `queue`, at the request's arrival. Kept in whole nanoseconds, so that sums do not drift. `passages` are
-    the same time in order: they follow each other without gap, and a stage may be passed several times. `attempt` is
-    the one that the stages from now on belong to. `arrived_s` is the arrival in Unix time.
+    It counts whole nanoseconds, so that sums do not drift. `passages` follow each other without a gap; a stage may
+    occur several times. `attempt` applies to the stages from now on. `arrived_s` is the arrival in Unix time.
     """
 
     def __init__(self, clock: Clock, arrived: tuple[float, float] | None = None) -> None:
-        """`arrived`: by the monotonic and by the wall clock; None: now."""
+        """`arrived` is the arrival by the monotonic and by the wall clock; None means now."""
         self._clock = clock
         monotonic, self.arrived_s = arrived or (clock.monotonic(), clock.wall())
         self._start = self._since = round(monotonic * _NS)
         self.passages: list[Passage] = []
         self.attempt = 0
-        self._notes: dict[str, str] = {}  # about the stage that it is in
+        self._notes: dict[str, str] = {}  # of the current stage
         self._stage = Stage.QUEUE
         self._ttft: int | None = None
         self._over = False
@@ -82,11 +81,11 @@ class StageClock:
 
     @property
     def age_s(self) -> float:
-        """Seconds since it started."""
+        """Seconds since the arrival."""
         return (self._now() - self._start) / _NS
 
     def note(self, **facts: object) -> None:
-        """About the stage that it is in."""
+        """Add facts to the current stage."""
         self._notes |= {name: str(fact) for name, fact in facts.items()}
 
     def enter(self, stage: Stage) -> None:
@@ -96,48 +95,46 @@ class StageClock:
             self._stage = stage
 
     def end(self) -> None:
-        """The request is over: later moments belong to no stage."""
+        """End the request; later time belongs to no stage."""
         self.enter(self._stage)
         self._over = True
 
     def so_far(self) -> list[Passage]:
-        """All of them until now, with the one that is not over."""
+        """Return all passages until now, including the current one."""
         if self._over:
             return self.passages
         since, now = self._since, self._now()
         return [*self.passages, Passage(self._stage, since - self._start, now - since, self._of(), dict(self._notes))]
 
     def first_token(self) -> None:
-        """The first token of an attempt is at the router: prefill ends, the handoff is what is waited for."""
+        """Record the arrival of an attempt's first token: prefill ends, transfer begins."""
         self.enter(Stage.TRANSFER)
         if self._ttft is None:
             self._ttft = self._since - self._start
 
     def handed_over(self, commit_s: float) -> None:
-        """The decode worker's first message is at the router, and says that its commit took the last `commit_s`.
-
-        What lies between the first token and this moment is transfer but for its end. No worker's clock is compared
-        with ours: only a duration is taken over, and no more of it than there is.
+        """Record the decode worker's first message. Time since the first token is transfer, except for the last
+        `commit_s`, at most that time. A reported duration is used because clocks of hosts are not comparable.
         """
         if self._stage is not Stage.TRANSFER:
-            self.first_token()  # the decode worker's message overtook the prefill worker's, or there is none
+            self.first_token()  # it arrived before the prefill worker's message, or there is none
             self._stage = Stage.DECODE
             return
         self._ends_with(Stage.COMMIT, commit_s)
         self._stage = Stage.DECODE
 
     def verified(self, verify_s: float) -> None:
-        """The decode worker has ended its part, and says that verify passes took so much of it; no more than it was."""
+        """Record the end of decoding. Its verify passes took `verify_s`, at most the time that passed."""
         if self._stage is Stage.DECODE and verify_s:
             self._ends_with(Stage.VERIFY, verify_s)
             self._stage = Stage.DECODE
 
     def ended_at_first_token(self) -> None:
-        """There was no handoff: what passed since the first token belongs to prefill."""
+        """Record an end without a handoff: the time since the first token belongs to prefill."""
         self._stage = Stage.PREFILL
 
     def timings(self) -> Timings:
-        """Where the time went until now."""
+        """Return the time by stage until now."""
         self.enter(self._stage)
         spent = dict.fromkeys(Stage, 0)
         for passage in self.passages:
@@ -146,16 +143,16 @@ class StageClock:
         return Timings(**seconds, ttft_s=(self._ttft or 0) / _NS)
 
     def _ends_with(self, stage: Stage, seconds: float) -> None:
-        """The current stage ends now, and its last `seconds`, as far as there are so many, were in `stage`."""
+        """End the current stage now and count its last `seconds`, at most all of it, as `stage`."""
         passed = self._now() - self._since
-        said = seconds * _NS  # too much of it is inf
+        said = seconds * _NS  # a huge value becomes inf
         part = min(max(round(said), 0), passed) if math.isfinite(said) else 0
         self._pass(passed - part)
         self._stage = stage
         self._pass(part)
 
     def _pass(self, duration: int) -> None:
-        """So much more of the current stage."""
+        """Add `duration` to the current stage."""
         notes, self._notes = self._notes, {}
         attempt = self._of()
         last = self.passages[-1] if self.passages else None

@@ -1,7 +1,7 @@
-"""Constraints as grammars over a model's tokens: which token may come next, and when an answer is complete.
+"""Constraints as grammars over a model's tokens: the allowed next tokens, and whether an answer is complete.
 
-The work is done by llguidance, which bounds what a grammar may cost, when it is compiled and in each step. It is loaded
-with the first constraint. No torch: the router refuses with this what a worker could not compute.
+llguidance does the work and limits the cost of a grammar, at compile time and in each step. It is loaded with the first
+constraint. No torch: the router uses this to reject constraints that a worker could not compute.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ if TYPE_CHECKING:
     Bits = np.ndarray[Any, np.dtype[np.int32]]
 
 COMPILED = 64  # grammars that are kept
-# Between the tokens of JSON, unless the schema says otherwise (`x-guidance`): a model that is lost writes nothing else.
+# Between JSON tokens, unless the schema differs (`x-guidance`): confused models would write only whitespace.
 _WHITESPACE = " ?"
 _MAX_REASON_CHARS = 300
 _MAX_PLACES = 20
-_DATA = frozenset({"$defs", "definitions", "const", "enum", "default", "examples"})  # of a schema, not schemas of it
+_DATA = frozenset({"$defs", "definitions", "const", "enum", "default", "examples"})  # not subschemas that apply
 _BY_NAME = frozenset({"properties", "patternProperties"})
 _WORDS = frozenset({"pattern", "format"})
-_BASES = frozenset({"$id", "id"})  # references below are not from the root
+_BASES = frozenset({"$id", "id"})  # with these, references do not start at the root
 
 
 class Guide:
-    """Where one answer stands in its grammar. `complete`: nothing can follow.
-
-    `broken`: it has a token that the grammar does not allow, or cost more than a step may; it allows nothing then.
+    """State of one answer in its grammar. `complete` is True if nothing can follow. `broken` is True, and nothing is
+    allowed, after a disallowed token or a step that cost too much.
     """
 
     def __init__(self, matcher: LLMatcher, words: int) -> None:
@@ -49,7 +48,7 @@ class Guide:
         self.broken = False
 
     def copy(self) -> Guide:
-        """Another one that goes its own way from here."""
+        """Return an independent copy."""
         other = Guide(self._matcher.deep_copy(), self.words)
         other.broken = self.broken
         return other
@@ -59,11 +58,11 @@ class Guide:
         return not self.broken and self._matcher.is_stopped()
 
     def advance(self, token_id: int) -> None:
-        """The answer has one more token, which is no end token."""
+        """Append a token, which is no end token."""
         self.broken = self.broken or not self._matcher.consume_token(token_id)
 
     def fill(self, allowed: Bits) -> None:
-        """Which tokens may come next, end tokens among them: bits of int32 `[words]`, contiguous, the lowest first."""
+        """Write the allowed next tokens, end tokens included, as int32 bits `[words]`, contiguous, lowest bit first."""
         if not self.broken:
             self._matcher.unsafe_compute_mask_ptr(allowed.ctypes.data, allowed.nbytes)
             self.broken = self._matcher.is_error()
@@ -72,10 +71,8 @@ class Guide:
 
 
 class Grammars:
-    """The grammars of one model's tokenizer; those that were used last are kept compiled.
-
-    Logits may have more columns than the tokenizer has ids: `vocab_size` counts them. From any thread, but a `Guide`
-    belongs to one.
+    """Compiled grammars of one model's tokenizer; the most recently used are kept. Thread-safe, but a `Guide` belongs
+    to one thread. `vocab_size` is the number of logit columns, which may exceed the tokenizer's ids.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int = 0) -> None:
@@ -84,12 +81,12 @@ class Grammars:
         self._compiled = lru_cache(COMPILED)(self._compile)
 
     def check(self, constraint: Constraint | None) -> None:
-        """Raises InvalidRequest, naming the field: it is no schema or no expression, or nothing can match it."""
+        """Raise InvalidRequest, naming the field, if it is no valid schema or expression, or matches nothing."""
         if constraint is not None:
             self._compiled(constraint)
 
     def start(self, constraint: Constraint | None) -> Guide | None:
-        """At the beginning of an answer; None: anything goes. Raises InvalidRequest like `check`."""
+        """Return the guide for a new answer; None if unconstrained. Raises InvalidRequest like `check`."""
         if constraint is None:
             return None
         return self._guide(self._compiled(constraint))
@@ -98,7 +95,7 @@ class Grammars:
         return Guide(matcher.deep_copy(), -(-self._tokenizer.vocab_size // 32))
 
     def check_known(self, constraint: Constraint, known: Iterable[Sequence[int]]) -> None:
-        """Raises InvalidRequest unless each of `known` is how an answer may begin."""
+        """Raise InvalidRequest unless an answer may begin with each of `known`."""
         for ids in known:
             if self._compiled(constraint).deep_copy().try_consume_tokens(list(ids)) < len(ids):
                 raise constraint.refused("does not allow the tokens that the answer has already")
@@ -106,7 +103,7 @@ class Grammars:
     def _compile(self, constraint: Constraint) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(verbose_errors=False)  # the errors are logged, what was asked for never is
+        limits = LLParserLimits(verbose_errors=False)  # errors are logged; requested text never is
         matcher = LLMatcher(self._tokenizer, _grammar(constraint), log_level=0, limits=limits)
         if matcher.is_error():
             raise constraint.refused(_reason(matcher.get_error()))
@@ -132,7 +129,7 @@ class Grammars:
 
 
 class _Bytes:
-    """A vocabulary as llguidance asks for it, if it cannot read the tokenizer's own file."""
+    """A vocabulary in llguidance's form, for tokenizers that it cannot read itself."""
 
     bos_token_id = None
 
@@ -171,10 +168,7 @@ def _grammar(constraint: Constraint) -> str:
 
 
 def _remainders(schema: object) -> int:
-    """The least common multiple of all `multipleOf`, in units of their finest decimal place.
-
-    It is what llguidance makes states of. Beside patterns that meet, it is the one thing that it does not bound.
-    """
+    """Return the least common multiple of all `multipleOf`, in units of their finest place: llguidance's states."""
     found, todo = set[Decimal](), [schema]
     while todo:
         item = todo.pop()
@@ -189,7 +183,7 @@ def _remainders(schema: object) -> int:
 
 
 def _check_patterns(constraint: Constraint, schema: dict[str, Any]) -> None:
-    """What llguidance does not bound: whether any text matches all patterns that meet takes twice as long with each."""
+    """Limit patterns that apply to one text: llguidance has no limit, and its time doubles with each."""
     try:
         found = _meeting(schema)
     except RecursionError:
@@ -201,10 +195,7 @@ def _check_patterns(constraint: Constraint, schema: dict[str, Any]) -> None:
 
 
 def _meeting(schema: dict[str, Any]) -> int:
-    """How many patterns and formats a text may have to match, at most: all that there are, or fewer if that is plain.
-
-    It is not where a reference may mean something else than its place in `schema`.
-    """
+    """Return how many patterns and formats a text must match at most; all of them if references may not resolve."""
     found, todo, plain = set[tuple[str, str]](), [schema], True
     while todo:
         item: Any = todo.pop()
@@ -217,7 +208,7 @@ def _meeting(schema: dict[str, Any]) -> int:
 
 
 def _patterns(node: object, root: object, known: dict[str, int]) -> int:
-    """How many patterns and formats a text may have to match because of `node`, at most. `known`: of references."""
+    """Return that bound for `node`. `known` caches the results for references."""
     if not isinstance(node, dict):
         return 0
     found = sum(isinstance(node.get(name), str) for name in _WORDS)
@@ -230,14 +221,14 @@ def _patterns(node: object, root: object, known: dict[str, int]) -> int:
 
 
 def _parts(name: str, value: object) -> Iterable[object]:
-    """The schemas under a keyword."""
+    """Return the schemas under a keyword."""
     if isinstance(value, dict):
         return value.values() if name in _BY_NAME else (value,)
     return value if isinstance(value, list) else ()
 
 
 def _patterns_behind(reference: object, root: object, known: dict[str, int]) -> int:
-    """Of what `reference` points to within `root`. 0 within itself: the outer one counts it."""
+    """Return the bound for the target of `reference`; 0 for a cycle, because the outer visit counts it."""
     if not isinstance(reference, str):
         return 0
     if reference not in known:
@@ -257,7 +248,7 @@ def _target(reference: str, node: Any) -> Any:
 
 
 def _reason(text: str) -> str:
-    """The error that a parser ends with, or begins with, in one line."""
+    """Return the first line with a parser's error, or else the first line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     found = next((line for line in lines if line.startswith("error:")), lines[0] if lines else "not understood")
     return found.removeprefix("error:").strip()[:_MAX_REASON_CHARS]

@@ -1,4 +1,4 @@
-"""Text to token ids and back, at once and token by token. No torch: the router uses this too."""
+"""Tokenizers and streaming detokenizers. No torch: the router uses this too."""
 
 from __future__ import annotations
 
@@ -21,27 +21,24 @@ if TYPE_CHECKING:
 
 ORACLE_MODEL = "oracle"
 ORACLE_EOS = 256
-_CONTEXT_TOKENS = 8  # how much of the prompt can change how the first output tokens are spelled
+_CONTEXT_TOKENS = 8  # number of prompt tokens that can change the spelling of the first output tokens
 _INCOMPLETE = "\ufffd"
-_FEW = 1024  # ids that are decoded before anybody else has to wait
-_SPELLINGS = 1 << 16  # texts of a token or a few that are kept: the context of a stream is mostly one token
+_FEW = 1024  # ids that may be decoded while other threads wait
+_SPELLINGS = 1 << 16  # cached texts of short token sequences; the context of a stream is mostly one token
 
 
 class Detokenizer(Protocol):
-    """Text of one token stream. What `push` returned, and `flush` at the end, put together are the text of all."""
+    """Text of one token stream. The results of all `push` calls and of `flush` add up to the text of all tokens."""
 
     def push(self, token_id: int) -> str:
-        """The text that became final with this token; empty while a character is incomplete."""
+        """Return the text that became final with this token; empty while a character is incomplete."""
 
     def flush(self) -> str:
-        """The text of tokens whose character was never completed."""
+        """Return the text of tokens with an incomplete character."""
 
 
 class Tokenizer(ABC):
-    """One model's tokenizer. `eos_ids` end a generation; `vocab_size` bounds the ids that it knows.
-
-    `folder` is where it came from, with what else describes the model; None: the oracle.
-    """
+    """One model's tokenizer. `eos_ids` end a generation; ids are below `vocab_size`. The oracle's `folder` is None."""
 
     vocab_size: int
     eos_ids: tuple[int, ...]
@@ -49,41 +46,39 @@ class Tokenizer(ABC):
 
     @staticmethod
     def load(folder: Path | str) -> Tokenizer:
-        """The tokenizer of a checkpoint folder. Raises CheckpointError naming a file that is missing or wrong."""
+        """Return the tokenizer of a checkpoint folder. Raises CheckpointError naming a missing or wrong file."""
         return _FolderTokenizer(Path(folder))
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the model wants around it."""
+        """Return the token ids of a prompt, with the model's special tokens around it."""
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of a text that has its special tokens already: none are added."""
+        """Return the token ids of a text that already has its special tokens."""
         return self.encode(text)
 
     @abstractmethod
     def vocabulary(self) -> str | list[bytes]:
-        """What each token is spelled as: its bytes by id, or the text of a tokenizer.json."""
+        """Return the spelling of each token: its bytes by id, or the text of a tokenizer.json."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; special tokens have none, and bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of `ids`. Special tokens have no text; bytes that are not UTF-8 become U+FFFD."""
 
     @abstractmethod
     def stream(self, prompt: Sequence[int]) -> Detokenizer:
-        """Decode what follows `prompt`."""
+        """Return a detokenizer for the tokens after `prompt`."""
 
 
 def load_tokenizer(model_path: Path | str) -> Tokenizer:
-    """The tokenizer for `model.path` of the cluster file: `oracle`, a folder, or `hf:org/name` of which the small files
-    are downloaded where they are missing. Raises CheckpointError.
-    """
+    """Return the tokenizer of `oracle`, a folder, or `hf:org/name` (downloads small files). Raises CheckpointError."""
     if str(model_path) == ORACLE_MODEL:
         return OracleTokenizer()
     return Tokenizer.load(model_folder(model_path, weights=False))
 
 
 class OracleTokenizer(Tokenizer):
-    """Bytes as tokens, and one more that ends. Any text that is UTF-8 comes back as it was."""
+    """One token per byte, and one end token. UTF-8 text round-trips exactly."""
 
     vocab_size = ORACLE_EOS + 1
     eos_ids = (ORACLE_EOS,)
@@ -135,7 +130,7 @@ class _FolderTokenizer(Tokenizer):
         return self._encode(text, special=False)
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
-        """As a batch of one: only then does the library let other threads run meanwhile."""
+        """Encode as a batch of one, because only then the library releases the GIL."""
         [found] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
         ids: list[int] = found.ids
         return ids
@@ -149,7 +144,7 @@ class _FolderTokenizer(Tokenizer):
         if len(ids) <= _FEW:
             text = self._tokenizer.decode(ids)
         else:
-            [text] = self._tokenizer.decode_batch([ids])  # other threads run meanwhile
+            [text] = self._tokenizer.decode_batch([ids])  # releases the GIL
         return text
 
     def stream(self, prompt: Sequence[int]) -> Detokenizer:
@@ -157,13 +152,13 @@ class _FolderTokenizer(Tokenizer):
 
 
 class _ContextStream:
-    """Decodes the newest tokens behind the last ones that were final, since spelling depends on neighbours."""
+    """Detokenizer that decodes new tokens after the last final ones, because spelling depends on neighbours."""
 
     def __init__(self, decode: _Decode, spelling: _Decode, prompt: tuple[int, ...]) -> None:
         self._decode, self._spelling = decode, spelling
         self._pending: tuple[int, ...] = ()
         self._context, self._known = prompt, decode(prompt)
-        if self._known.endswith(_INCOMPLETE):  # the prompt ends within a character: its half is not ours to finish
+        if self._known.endswith(_INCOMPLETE):  # the prompt ends within a character, which the output must not complete
             self._context, self._known = (), ""
 
     def push(self, token_id: int) -> str:
@@ -183,7 +178,7 @@ class _ContextStream:
 
 
 def _read_eos_ids(folder: Path) -> tuple[int, ...]:
-    """`eos_token_id` of generation_config.json and config.json, each a number, a list or absent."""
+    """Return `eos_token_id` of generation_config.json and config.json; each is a number, a list or absent."""
     found: list[int] = []
     for path in (folder / "generation_config.json", folder / "config.json"):
         value = _read_object(path).get("eos_token_id")

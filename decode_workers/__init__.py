@@ -1,1 +1,6 @@
-"""Decode workers: receive a prompt's KV cache and stream the remaining tokens."""
+"""Decode workers: receive the KV cache of a prompt and stream the remaining tokens.
+
+Start with `worker`, the role, and `reservations`, which decides which writes and commits count. `fetch_pins` pins
+blocks that prefill workers fetch. `detached_streams` keeps streams after their router died. `main` composes the role
+with its transfers.
+"""

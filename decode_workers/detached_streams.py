@@ -1,11 +1,10 @@
-"""Streams that outlive their router: it dies, the decode worker goes on, and another router attaches to what comes.
+"""Streams that outlive their router: the decode worker continues, and another router attaches to the output.
 
-    open ──begin──> with its router ──park──> parked ──attach──> with another one ── ...
-                        └───────── drop ─────────┴── its time is up, or it says too much: drop
+    open ──begin──> with its router ──park──> parked ──attach──> with another router ── ...
+                        └───────── drop ─────────┴── expired, or too much output: drop
 
-Of each such stream the last things said are remembered, from its commit here on, also when it has ended: its router may
-die before the client has them. So are the last thoughts, with those that came with the commit. All of this is the
-engine thread's. A stream that has ended holds no blocks.
+A stream's last events and thoughts are remembered from the commit on. They stay after its end, because its router may
+die before the client has them. A stream that has ended holds no blocks. Everything runs on the engine thread.
 """
 
 from __future__ import annotations
@@ -20,41 +19,41 @@ from baton.rpc.convert import thoughts_from_pb
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.worker.thought_log import Thoughts
 
-MOST_BYTES = 2**20  # of what is remembered of one stream: some ten thousand tokens without logprobs; of thoughts again
-_REPLAYED = frozenset({"tokens", "finish", "preempted", "failed"})  # what a router must know to go on
+MOST_BYTES = 2**20  # per stream, for events (about 10,000 tokens without logprobs) and again for thoughts
+_REPLAYED = frozenset({"tokens", "finish", "preempted", "failed"})  # events that a router needs to continue
 
 
 class NoRouter:
-    """Stands in for a router that is gone: what it is told, nobody hears."""
+    """Session of a lost router: drops all events."""
 
     router_id = ""
 
     def __init__(self) -> None:
-        self.handoffs: set[HandoffId] = set()  # none: what is parked has an end of its own
+        self.handoffs: set[HandoffId] = set()  # always empty: a parked stream has its own end
 
     def emit(self, events: Iterable[pb.WorkerEvent]) -> None:
-        """To nobody."""
+        """Drop the events."""
 
 
 @dataclass(slots=True)
 class _Stream:
-    """`ids` are all output tokens known here; `said` the events since token `first`, of `size` bytes."""
+    """One stream. `ids` has all its output tokens, `said` its events from token `first` on, of `size` bytes."""
 
     name: str
     resumable_s: float
-    spec: SequenceSpec | None = None  # as decoding began here; None: it has not
+    spec: SequenceSpec | None = None  # as decoding began here; None before that
     ids: list[int] = field(default_factory=list)
     said: deque[pb.WorkerEvent] = field(default_factory=deque)
     thoughts: Thoughts = field(default_factory=lambda: Thoughts(MOST_BYTES))
     first: int = 0
     size: int = 0
-    until: float | None = None  # parked until then
-    told: int = 0  # how many tokens its router was told before it died
+    until: float | None = None  # end of the parking time, if parked
+    told: int = 0  # tokens sent to the router before it died
 
     def add(self, event: pb.WorkerEvent) -> None:
-        """Remember it, and forget the oldest that there is no room for."""
+        """Remember an event, and forget the oldest ones beyond `MOST_BYTES`."""
         if event.HasField("tokens"):
-            begin = getattr(event.tokens, "from")  # a keyword here
+            begin = getattr(event.tokens, "from")  # `from` is a Python keyword
             self.ids[begin:] = event.tokens.ids
         self.said.append(event)
         self.size += event.ByteSize()
@@ -64,14 +63,14 @@ class _Stream:
             self.first = getattr(oldest.tokens, "from") + len(oldest.tokens.ids)
 
     def is_of(self, asked: SequenceSpec) -> bool:
-        """Is this what it asks for, and is all that comes after what it knows remembered?"""
+        """Whether this is the requested stream, and everything after the tokens known there is remembered."""
         if self.spec is None or replace(self.spec, known=()) != replace(asked, known=()):
             return False
         known = len(asked.known)
         return self.first <= known <= len(self.ids) and tuple(self.ids[:known]) == asked.known
 
     def after(self, known: int) -> list[pb.WorkerEvent]:
-        """What was said of all tokens but the first `known`."""
+        """Return the events about all tokens except the first `known`."""
         return [event for event in self.said if not event.HasField("tokens") or _end(event) > known]
 
 
@@ -80,7 +79,7 @@ def _end(event: pb.WorkerEvent) -> int:
 
 
 class DetachedStreams:
-    """By handoff. Streams that nobody opened here are none of its business: every method leaves them alone."""
+    """The resumable streams, by handoff. Every method ignores handoffs that were not opened here."""
 
     def __init__(self, clock: Clock) -> None:
         self.nobody = NoRouter()
@@ -91,22 +90,22 @@ class DetachedStreams:
         return len(self._streams)
 
     def open(self, handoff: HandoffId, name: str, resumable_s: float) -> None:
-        """This reservation is for a stream that may be resumed for so long after its router's death; 0: it may not."""
+        """Register a reservation for a stream that may be resumed for `resumable_s` seconds; 0 means never."""
         if resumable_s:
             self._streams[handoff] = _Stream(name, resumable_s)
 
     def name(self, handoff: HandoffId) -> str:
-        """What its client calls it; "": it cannot be resumed."""
+        """Return the client's name of the stream, or an empty string if it cannot be resumed."""
         stream = self._streams.get(handoff)
         return stream.name if stream is not None else ""
 
     def begin(self, handoff: HandoffId, spec: SequenceSpec) -> None:
-        """Decoding begins, after `spec.known`, of which the last may still be said here."""
+        """Start recording after `spec.known`; the last of these tokens may still be repeated."""
         if (stream := self._streams.get(handoff)) is not None:
             stream.spec, stream.ids, stream.first = spec, list(spec.known), len(spec.known)
 
     def record(self, handoff: HandoffId, events: Sequence[pb.WorkerEvent]) -> None:
-        """These were said of it."""
+        """Record events that were sent."""
         stream = self._streams.get(handoff)
         if stream is None or stream.spec is None:
             return
@@ -115,11 +114,11 @@ class DetachedStreams:
                 stream.thoughts.add(thoughts_from_pb(event.thoughts))
             elif event.WhichOneof("event") in _REPLAYED:
                 if not stream.said and event.HasField("tokens"):
-                    stream.first = getattr(event.tokens, "from")  # the token of the commit, which is said again
+                    stream.first = getattr(event.tokens, "from")  # the commit repeats the first token
                 stream.add(event)
 
     def detach(self, handoff: HandoffId) -> bool:
-        """Its router is gone: from now on its time counts. False: it ends with its router."""
+        """Start the parking time, because the router is gone. Return False if the stream must end with its router."""
         stream = self._streams.get(handoff)
         if stream is None or stream.spec is None:
             return False
@@ -127,7 +126,7 @@ class DetachedStreams:
         return True
 
     def attach(self, handoff: HandoffId, asked: SequenceSpec) -> list[pb.WorkerEvent] | None:
-        """All thoughts, and what came after `asked.known`; None: it is not here, or not so much of it."""
+        """Return all thoughts, and the events after `asked.known`; None if they are not all remembered here."""
         stream = self._streams.get(handoff)
         if stream is None or not stream.is_of(asked):
             return None
@@ -135,11 +134,11 @@ class DetachedStreams:
         return stream.thoughts.said(handoff) + stream.after(len(asked.known))
 
     def drop(self, handoff: HandoffId) -> None:
-        """Nobody will resume it."""
+        """Forget a stream that no router will resume."""
         self._streams.pop(handoff, None)
 
     def expired(self) -> list[HandoffId]:
-        """Parked for too long, or having said more since than is remembered: whoever came would not get all of it."""
+        """Return streams that are parked for too long, or can no longer be resumed completely."""
         now = self._clock.monotonic()
         return [
             handoff

@@ -1,6 +1,6 @@
-"""KV that prefill workers fetch from here: its blocks are held until the push has ended.
+"""Blocks that prefill workers fetch from here, pinned until the push has ended.
 
-Every method runs on the engine thread, but `fetch` and `push_ended`.
+Every method runs on the engine thread, except `fetch` and `push_ended`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 
 class FetchPins:
-    """Of no use before `attach`."""
+    """The pins and their pushes. Fetches are ignored before `attach`."""
 
     def __init__(self, info: WorkerInfo, engine: Engine, loop: EngineLoop) -> None:
         self._info = info
@@ -42,15 +42,15 @@ class FetchPins:
         return len(self._pins)
 
     def attach(self, shared: Callable[[HandoffId], list[int]], pusher: Pusher) -> None:
-        """`shared` says which blocks of a reservation were here before it; `pusher` sends them."""
+        """Set `shared`, which returns the blocks cached before a reservation, and `pusher`, which sends them."""
         self._shared, self._pusher = shared, pusher
 
     def holdings(self) -> Mapping[HandoffId, Allocation]:
-        """What is being fetched."""
+        """Return the blocks that are being fetched."""
         return self._pins
 
     def fetch(self, job: PushJob) -> None:
-        """Push what is here already of a reservation to its prefill worker. From any thread."""
+        """Push cached blocks of a reservation to its prefill worker. Called from any thread."""
         self._loop.submit(partial(self._push_back, job))
 
     def _push_back(self, job: PushJob) -> None:
@@ -61,9 +61,9 @@ class FetchPins:
             or len(shared) * self._info.layout.block_size < job.known_tokens
             or not self._engine.pool.can_share(shared)
         ):
-            return  # it is over, was asked for before, or a step failed with these blocks
+            return  # over, already requested, or invalidated by a failed step
         pin = self._engine.pool.allocate(0, shared=shared)
-        assert pin is not None  # nobody has to make room for what is held
+        assert pin is not None  # sharing needs no free blocks
         self._pins[job.handoff] = pin
         self._history.blocks("owned", job.handoff, pin, shared=len(pin), part="pin")
         try:
@@ -76,7 +76,7 @@ class FetchPins:
         self._pusher.finish(job.handoff, PushEnd())
 
     def push_ended(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
-        """The blocks that were fetched are not read any more. From a transfer thread, once per push."""
+        """Unpin the blocks of an ended push. Called once per push, from a transfer thread."""
         self._loop.submit(partial(self._unpin, handoff))
 
     def _unpin(self, handoff: HandoffId) -> None:

@@ -1,4 +1,4 @@
-"""Composition of a decode worker, for a plain process and for the Ray actor alike."""
+"""Composition of a decode worker, for a plain process and for the Ray actor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from decode_workers.worker import DecodeWorker
 
 
 class HostedDecode(DecodeWorker):
-    """The role with the listener for its peers, the sender of what they fetch, and the writer of its records."""
+    """The role with its peer listener, the sender for fetched KV, and the writer of ownership records."""
 
     def __init__(self, parts: RoleDeps) -> None:
         self._log = OwnershipLog(parts.ledger, parts.info.ref)
@@ -26,7 +26,7 @@ class HostedDecode(DecodeWorker):
 
     @property
     def busy(self) -> bool:
-        """See `HostedRole.busy`."""
+        """See `WorkerRole.busy`."""
         return False
 
     def load(self, load: Load) -> Load:

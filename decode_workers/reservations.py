@@ -1,11 +1,11 @@
-"""The reservation table: the one authority on who may write which blocks here, and whose commit counts.
+"""The reservation table: the only authority over writes into blocks and over commits on a decode worker.
 
-    open ──> RESERVED ──offer──> RECEIVING ──commit (once)──> COMMITTED ──adopt──> the engine's
+    open ──> RESERVED ──offer──> RECEIVING ──commit (once)──> COMMITTED ──adopt──> engine
                  │                   │                            │
                  └──fence, abort, lost channel, deadline──> FENCED ──take──> blocks freed
 
-`open`, `fence`, `take` and `expired` are called by the engine thread, the rest by transfer threads and the event loop.
-An entry's lock is held while KV is written into its blocks, so whoever fences or frees it waits for that write.
+`open`, `fence`, `take` and `expired` run on the engine thread, the rest on transfer threads and the event loop. An
+entry's lock is held while KV is written into its blocks, so fencing or freeing it waits for that write.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class State(enum.Enum):
-    """How far a handoff got here."""
+    """Progress of a handoff on this worker."""
 
     RESERVED = enum.auto()
     RECEIVING = enum.auto()
@@ -40,7 +40,7 @@ class State(enum.Enum):
 
 @dataclass(slots=True)
 class Entry:
-    """One handoff's blocks here, and how far it got. `lock` guards `state` and every write into the blocks."""
+    """The blocks and the state of one handoff. `lock` guards `state` and every write into the blocks."""
 
     handoff: HandoffId
     reservation: Reservation
@@ -58,16 +58,13 @@ class Entry:
 
 
 class Reservations:
-    """Implements `kvtransfer.handoff.HandoffTable`. `on_commit(handoff, state)` is called exactly once per handoff.
-
-    `on_fetch(job)`: the other side wants to be pushed what is here already.
-    """
+    """Implementation of `kvtransfer.handoff.HandoffTable`."""
 
     def __init__(
         self,
         fingerprint: str,
-        on_commit: Callable[[HandoffId, CommitState], None],
-        on_fetch: Callable[[PushJob], None],
+        on_commit: Callable[[HandoffId, CommitState], None],  # called exactly once per committed handoff
+        on_fetch: Callable[[PushJob], None],  # the prefill worker asks for KV cached here
         history: History = OFF,
     ) -> None:
         self.counts = Counts()
@@ -77,25 +74,24 @@ class Reservations:
         self._history = history
         self._lock = threading.Lock()
         self._entries: dict[HandoffId, Entry] = {}
-        self._attempts = Attempts()  # the engine thread's alone
+        self._attempts = Attempts()  # used only by the engine thread
 
     # --- the engine thread ---------------------------------------------------------------------------------------
 
     def check_new(self, handoff: HandoffId) -> None:
-        """Raises StaleAttempt if this attempt, or a later one, was seen here."""
+        """Raise StaleAttempt if this or a later attempt of the request was seen here."""
         self._attempts.check_new(handoff)
 
     def open(self, handoff: HandoffId, reservation: Reservation, known_tokens: int, deadline: float | None) -> None:
-        """Enter a reservation. Raises StaleAttempt for an attempt that is not newer than all seen of its request."""
+        """Add a reservation. Raises StaleAttempt unless the attempt is newer than all seen of its request."""
         self.check_new(handoff)
         self._attempts.saw(handoff)
         with self._lock:
             self._entries[handoff] = Entry(handoff, reservation, known_tokens, deadline)
 
     def fence(self, handoff: HandoffId) -> State:
-        """After this, `handoff` is never committed here, unless it was: returns FENCED or COMMITTED.
-
-        An unknown handoff is FENCED too: without a reservation there is no commit, and none is opened later.
+        """Prevent every later commit of `handoff`. Return COMMITTED if it was committed before, else FENCED. An unknown
+        handoff is FENCED too: it has no reservation, and `open` rejects it from now on.
         """
         self._attempts.saw(handoff)
         with self._lock:
@@ -108,9 +104,8 @@ class Reservations:
             return entry.state
 
     def take(self, handoff: HandoffId, *, alone: bool = False) -> Reservation | None:
-        """Remove the entry, fenced, and hand out its blocks: nobody writes into them any more. None: no such entry.
-
-        `alone`: the prompt is computed here, and so no handoff came to nothing.
+        """Remove the entry, fenced, and return its blocks, which no thread writes any more; None if there is no entry.
+        `alone` means that the prompt is computed here, so the handoff is not counted as fenced.
         """
         with self._lock:
             entry = self._entries.pop(handoff, None)
@@ -121,18 +116,18 @@ class Reservations:
             return entry.reservation
 
     def shared(self, handoff: HandoffId) -> list[int]:
-        """The blocks of a handoff that were here before it; none: it is over."""
+        """Return the blocks that were cached before the handoff, or an empty list if it is over."""
         with self._lock:
             entry = self._entries.get(handoff)
         return entry.reservation.shared.blocks if entry is not None else []
 
     def expired(self, now: float) -> list[HandoffId]:
-        """Handoffs whose deadline passed without a commit."""
+        """Return the handoffs past their deadline without a commit."""
         entries = [entry for entry in self.entries() if entry.deadline is not None and entry.deadline <= now]
         return [entry.handoff for entry in entries if entry.state is not State.COMMITTED]
 
     def entries(self) -> list[Entry]:
-        """All that is open."""
+        """Return all open entries."""
         with self._lock:
             return list(self._entries.values())
 
@@ -142,7 +137,7 @@ class Reservations:
     # --- kvtransfer.handoff.HandoffTable ------------------------------------------------------------------------
 
     def offer(self, handoff: HandoffId, sender: WorkerRef, offer: Offer) -> None:
-        """P asks to send. Raises StaleAttempt (no such reservation) or OfferRefused (does not fit)."""
+        """Bind the reservation to its sender. Raises StaleAttempt if there is none, OfferRefused if it does not fit."""
         entry = self._entry(handoff)
         with entry.lock:
             if entry.state is not State.RESERVED:
@@ -158,9 +153,8 @@ class Reservations:
 
     @contextlib.contextmanager
     def writing(self, handoff: HandoffId, sender: WorkerRef) -> Iterator[Sequence[int]]:
-        """The blocks of all the handoff's positions; fence and take wait until this is left. Raises StaleAttempt.
-
-        Those of the positions that the offer skipped are shared, and are not written.
+        """Yield the blocks of all positions; `fence` and `take` wait until exit. Blocks of skipped positions are shared
+        and must not be written. Raises StaleAttempt.
         """
         entry = self._entry(handoff)
         with entry.lock:
@@ -168,7 +162,7 @@ class Reservations:
             yield entry.reservation.blocks
 
     def commit(self, handoff: HandoffId, sender: WorkerRef, commit: CommitState) -> None:
-        """Accept the one commit. Raises StaleAttempt for any other."""
+        """Accept the first commit. Raises StaleAttempt for any other, OfferRefused for wrong tokens."""
         entry = self._entry(handoff)
         with entry.lock:
             entry.require(State.RECEIVING, sender)
@@ -184,7 +178,7 @@ class Reservations:
         self._on_commit(handoff, commit)
 
     def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int, *, verify: bool = False) -> None:
-        """P lacks KV of the part that it need not send. Raises StaleAttempt or OfferRefused."""
+        """Push back cached positions that the prefill worker lacks. Raises StaleAttempt or OfferRefused."""
         entry = self._entry(handoff)
         with entry.lock:
             entry.require(State.RECEIVING, sender)
@@ -193,14 +187,14 @@ class Reservations:
         self._on_fetch(PushJob(handoff, sender, end, begin, verify=verify))
 
     def aborted(self, handoff: HandoffId, sender: WorkerRef) -> None:
-        """P gave the handoff up: no commit of it will be accepted."""
+        """Fence a handoff that the prefill worker aborted, unless it is committed."""
         with self._lock:
             entry = self._entries.get(handoff)
         if entry is not None:
             self._give_up(entry, sender)
 
     def lost(self, sender: WorkerRef) -> None:
-        """The channel from `sender` is closed: what it was sending is fenced."""
+        """Fence the uncommitted handoffs from `sender`, because its channel is closed."""
         for entry in self.entries():
             self._give_up(entry, sender)
 
@@ -225,7 +219,7 @@ class Reservations:
 
 
 def _check_first(spec: SequenceSpec, first: Sequence[Token]) -> None:
-    """What the router was told must be what decoding goes on from."""
+    """Raise OfferRefused unless the tokens sent to the router are those that decoding continues from."""
     known = spec.known
     told = [(token.index, token.token_id) for token in first]
     if not known or told != [(len(known) - 1, token_id) for token_id in known[-1:]]:

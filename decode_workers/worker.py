@@ -1,10 +1,7 @@
-"""What a decode worker does: reserve room, take over KV, stream the rest; or compute the prompt as well.
+"""The decode worker role: reserve capacity, adopt received KV and stream the remaining tokens, or prefill locally.
 
-Every method runs on the engine thread, but `committed`, which the reservation table calls from wherever a commit lands.
-
-What is looked up in a decode worker's tables: may this be reserved, and who holds what. Nothing is changed here.
-
-What a decode worker tells routers of a commit, and of each step: events, made of what came. Nothing is kept here.
+Stateless functions come first: reservation checks, held blocks, events for routers. Then comes `DecodeWorker`. Every
+method runs on the engine thread except `committed`, which the reservation table calls from any thread.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ def refusal_of(
     reservations: Reservations,
     here: Container[HandoffId],
 ) -> worker_pb2.WorkerEvent | None:
-    """Why this can never be reserved here; None: it can, if there is room. `here`: what is under way."""
+    """Return the refusal if this can never be reserved here, else None. `here` holds the handoffs under way."""
     if message.fingerprint != info.fingerprint:
         text = f"fingerprint: {message.fingerprint} asked, {info.fingerprint} is served here"
         return events.refused(handoff, worker_pb2.REFUSAL_REASON_FINGERPRINT, text)
@@ -76,7 +73,7 @@ def held_blocks(
     fetched: Mapping[HandoffId, Blocks],
     owners: Mapping[HandoffId, str],
 ) -> Iterator[Holding]:
-    """Of each handoff what it holds, and by whose wish. `owners`: the routers, "" for one that is gone."""
+    """List the blocks of each handoff with its router. `owners` has router ids, empty for a lost router."""
     for entry in open_:
         yield _holding(entry.handoff, entry.state.name.lower(), entry.reservation, owners)
     for handoff, allocation in decoding:
@@ -90,7 +87,7 @@ def _holding(handoff: HandoffId, state: str, held: Blocks | None, owners: Mappin
 
 
 def adoption_events(handoff: HandoffId, commit: CommitState, times: DecodeTimes) -> list[worker_pb2.WorkerEvent]:
-    """The commit counts; then the thoughts and the token, which the prefill worker may have died with."""
+    """Return the commit event, then thoughts and first token again, because the prefill worker may have died."""
     committed = events.committed(
         handoff,
         transfer_s=commit.transfer_s,
@@ -106,7 +103,7 @@ def adoption_events(handoff: HandoffId, commit: CommitState, times: DecodeTimes)
 
 
 def stepped(result: StepResult, times: DecodeTimes) -> Iterator[Told]:
-    """In the order in which each router is to hear it: thoughts, tokens, ends."""
+    """Yield events in the order in which routers must receive them: thoughts, tokens, ends."""
     times.verified(result)
     for key, thoughts in result.thoughts:
         yield key, [events.thoughts(key, thoughts)]
@@ -123,7 +120,7 @@ def stepped(result: StepResult, times: DecodeTimes) -> Iterator[Told]:
 
 
 def ended(result: StepResult) -> Iterator[tuple[HandoffId, str]]:
-    """Of which nothing is held any more, and why."""
+    """Yield the handoffs that hold nothing any more, each with the reason."""
     yield from ((item.key, "finished") for item in result.outputs if item.finish)
     yield from ((key, "preempted") for key in result.preempted)
     yield from ((key, "failed") for key, _ in result.failed)
@@ -133,7 +130,7 @@ log = structlog.get_logger(__name__)
 
 
 class DecodeWorker:
-    """Handoffs arrive through `reservations`; from their commit on they are sequences of the engine."""
+    """The decode role. Handoffs arrive through `reservations` and become engine sequences when they commit."""
 
     def __init__(self, info: WorkerInfo, engine: Engine, loop: EngineLoop, records: OwnershipLog, clock: Clock) -> None:
         self._info, self._engine, self._loop = info, engine, loop
@@ -146,11 +143,11 @@ class DecodeWorker:
         self.reservations = Reservations(info.fingerprint, self.committed, self.pins.fetch, self._history)
         self.detached, self._times = DetachedStreams(clock), DecodeTimes(clock, engine.counters)
         self.draining = self._leaving = False
-        if engine.backend.device.type == "cpu":  # elsewhere steps are short, and graphs tell nobody about their layers
+        if engine.backend.device.type == "cpu":  # on GPUs steps are short, and graphs call no layer hooks
             engine.watch(lambda work, layer: loop.progressed(), lambda sequence: None)
 
     def attach(self, pusher: Pusher) -> None:
-        """`pusher` sends what prefill workers fetch."""
+        """Set the sender for KV that prefill workers fetch."""
         self.pins.attach(self.reservations.shared, pusher)
 
     # --- commands ------------------------------------------------------------------------------------------------
@@ -175,11 +172,11 @@ class DecodeWorker:
     def _reserve(self, session: Session, message: worker_pb2.Reserve) -> None:
         handoff = convert.handoff_from_pb(message.handoff)
         deadline = deadline_after(message.deadline_s, self._clock)
-        deadline_after(message.resumable_s, self._clock, "resumable_s")  # its range is the same
+        deadline_after(message.resumable_s, self._clock, "resumable_s")  # checks the range
         if (refusal := refusal_of(message, handoff, self._info, self.reservations, self._sessions)) is not None:
             session.emit([refusal])
             return
-        # All that the model can take may be known: the request has ended then, which remains to be said.
+        # The known tokens may fill the model's context: the request has ended then, and only its finish is sent.
         room = min(message.known_tokens, self._info.max_model_len - 1)
         reservation = None if self.draining else self._engine.reserve(room, message.prefix)
         if reservation is None:
@@ -196,7 +193,7 @@ class DecodeWorker:
         session.emit([events.reserved(handoff, cached)])
 
     def _compute(self, session: Session, message: worker_pb2.Prefill) -> None:
-        """The prompt is computed here as well, in what was reserved for it: nobody hands it over."""
+        """Run the prefill locally, in the capacity that was reserved for the handoff."""
         handoff, spec = convert.handoff_from_pb(message.handoff), convert.spec_from_pb(message.spec)
         if message.HasField("to"):
             raise InvalidRequest.of("to", "a decode worker hands over to nobody")
@@ -219,13 +216,13 @@ class DecodeWorker:
         self._decodes(handoff, spec, session)
 
     def _decodes(self, handoff: HandoffId, spec: SequenceSpec, session: Owner) -> None:
-        """The engine has it."""
+        """Record that the engine runs the sequence."""
         self._adopted.add(handoff)
         self.detached.begin(handoff, spec)
         self._records.note(handoff, session.router_id, RecordState.COMMITTED, self.detached.name(handoff))
 
     def _attach(self, session: Session, message: worker_pb2.Attach) -> None:
-        """Another router has died, or is about to: this one's client wants the rest."""
+        """Attach a new router to a stream, because its old router has died or is about to."""
         handoff, spec = convert.handoff_from_pb(message.handoff), convert.spec_from_pb(message.spec)
         missed = self.detached.attach(handoff, spec)
         if missed is None:
@@ -238,13 +235,13 @@ class DecodeWorker:
             owner.emit([events.failed(handoff, Cancelled(f"router {session.router_id} has taken over"))])
         if owner is not None:
             self._sessions[handoff] = session
-        session.handoffs.add(handoff)  # also of what has ended: its log goes with the router, or is parked again
+        session.handoffs.add(handoff)  # also for an ended stream: its log is dropped or parked with the router
         session.emit([events.attached(handoff), *missed])
 
     def _fence(self, session: Session, handoff: HandoffId) -> None:
         owner = self._sessions.get(handoff, session)
         if handoff in self._adopted or self.reservations.fence(handoff) is State.COMMITTED:
-            if owner is not session:  # to the owner, the Committed event is the answer: it was sent, or is about to be
+            if owner is not session:  # the owner gets its own Committed event
                 session.emit([events.committed(handoff)])
             return
         self._drop(handoff)
@@ -254,26 +251,26 @@ class DecodeWorker:
     def _release(self, session: Session, handoff: HandoffId) -> None:
         owner = self._sessions.get(handoff, session)
         if owner is not session and self.detached.name(handoff):
-            return  # who had it before, and was told
-        session.handoffs.discard(handoff)  # also of what has ended, and was remembered
+            return  # the session is a former owner and was notified
+        session.handoffs.discard(handoff)  # also for an ended stream that is still remembered
         self._drop(handoff)
         if owner is not session:
             owner.emit([events.failed(handoff, StaleAttempt(f"released by router {session.router_id}"))])
 
     def drain(self) -> None:
-        """See `HostedRole.drain`."""
+        """See `WorkerRole.drain`."""
         self.draining = True
 
     @property
     def idle(self) -> bool:
-        """See `HostedRole.idle`. What is only remembered of streams that have ended is not missed."""
+        """See `WorkerRole.idle`. Ended streams that are only remembered do not count."""
         return not self._sessions and not self.pins
 
     def leave(self) -> None:
-        """See `HostedRole.leave`. What decodes is handed back as if the pool were full: it goes on elsewhere."""
+        """See `WorkerRole.leave`. Running sequences are preempted, as if the pool were full, and continue elsewhere."""
         self.draining = self._leaving = True
         for entry in self.reservations.entries():
-            if self.reservations.fence(entry.handoff) is not State.COMMITTED:  # else `_adopt` is about to come
+            if self.reservations.fence(entry.handoff) is not State.COMMITTED:  # else `_adopt` follows
                 owner = self._sessions[entry.handoff]
                 self._drop(entry.handoff)
                 owner.emit([events.stopping(entry.handoff)])
@@ -299,12 +296,12 @@ class DecodeWorker:
             log.info("handoff_parked", handoff=handoff, router=session.router_id)
 
     def holdings(self) -> Iterator[Holding]:
-        """See `RoleBehaviour.held_blocks`."""
+        """See `RoleBehaviour.holdings`."""
         owners = {handoff: owner.router_id for handoff, owner in self._sessions.items()}
         return held_blocks(self.reservations.entries(), self._engine.holdings(), self.pins.holdings(), owners)
 
     def _drop(self, handoff: HandoffId) -> None:
-        """Forget a handoff in whatever state, and free its blocks."""
+        """Forget a handoff in any state and free its blocks."""
         if (session := self._sessions.get(handoff)) is not None:
             self._records.note(handoff, session.router_id, RecordState.ABORTED)
         reservation = self.reservations.take(handoff)
@@ -316,7 +313,7 @@ class DecodeWorker:
         self._forget(handoff)
 
     def _forget(self, handoff: HandoffId, how: str = "released") -> None:
-        """Nothing is held of it any more. What may be resumed is remembered until its router says that it need not."""
+        """Forget a handoff that holds nothing any more. A resumable stream is kept until its router releases it."""
         self._adopted.discard(handoff)
         self._times.ended(handoff)
         session = self._sessions.pop(handoff, None)
@@ -329,15 +326,15 @@ class DecodeWorker:
     # --- the handoff ---------------------------------------------------------------------------------------------
 
     def committed(self, handoff: HandoffId, commit: CommitState) -> None:
-        """The table accepted a commit: the engine thread takes it over. From any thread."""
+        """Pass a commit that the table accepted to the engine thread. Called from any thread."""
         self._loop.submit(partial(self._adopt, handoff, commit))
 
     def _adopt(self, handoff: HandoffId, commit: CommitState) -> None:
         reservation = self.reservations.take(handoff)
         session = self._sessions.get(handoff)
         if reservation is None or session is None:
-            return  # released between the commit and now: the blocks are free already
-        assert commit.spec is not None  # the table has seen to it
+            return  # released after the commit: the blocks are already free
+        assert commit.spec is not None  # checked by `Reservations.commit`
         try:
             tokens = self._engine.adopt(handoff, commit.spec, reservation, commit.thinking)
         except (InvalidRequest, ValueError) as error:
@@ -374,7 +371,7 @@ class DecodeWorker:
             batches[session] += said
 
     def tick(self) -> None:
-        """Reclaim reservations whose deadline passed: fence, free, tell the router; and what nobody came back for."""
+        """Drop expired reservations and notify their routers; drop parked streams that no router resumed in time."""
         for handoff in self.detached.expired():
             log.info("handoff_parked_in_vain", handoff=handoff)
             self._drop(handoff)

@@ -1,18 +1,16 @@
-"""Which rectangles of (layers x positions) of a handoff's KV travel together, decided as they are computed. Pure.
+"""Frames of a handoff: which rectangles of (layers x positions) travel together, and their digests. Pure.
 
         positions ->
 layers  | sent    | ready    .       Chunks of a prompt make KV ready from left to right, and in each chunk layer by
-  |     | sent    | ready    .       layer from the top. What is ready and not sent is cut into rectangles of at most a
-  v     | sent  .                    frame: as many whole layers as fit, else a part of one layer's positions.
+  |     | sent    | ready    .       layer from the top. Ready KV is cut into rectangles of at most one frame:
+  v     | sent  .                    as many whole layers as fit, else a part of one layer's positions.
 
-The sender keeps a `Progress`, the receiver a `Coverage`: of each layer only how far it has come. So the receiver needs
-no plan of the sender's: a frame must go on, in each of its layers, exactly where the one before has ended.
+The sender keeps a `Progress` and the receiver a `Coverage`: the position that each layer has reached. The receiver
+needs no plan, because a frame must continue exactly where the previous frame of its layers ended.
 
-Digests of KV on its way: of each frame as it is on the wire, always; of the whole KV, whatever the frames, if asked.
-
-The digest of the whole is a sum over rows (one position of one tensor of one layer), each hashed together with its
-place: so it does not depend on the order or the cut of the frames, and a row that is missing, twice, changed or swapped
-with another one changes it. It finds accidents; it is no defence against an attacker.
+Every frame has a digest of its wire bytes. On request, `KVDigest` also covers the whole KV: it sums hashes of rows (one
+position of one tensor of one layer) and their places. Order and size of frames do not change the sum; a row that is
+missing, repeated, changed or swapped does. It detects accidents, not attacks.
 """
 
 from __future__ import annotations
@@ -31,18 +29,18 @@ if TYPE_CHECKING:
 
     Words = np.ndarray[Any, np.dtype[np.uint64]]
 
-_MIX = np.uint64(0x9E3779B97F4A7C15)  # odd, as are all factors here: no bits are lost
+_MIX = np.uint64(0x9E3779B97F4A7C15)  # odd, like all factors here, so that no bits are lost
 _MIX2 = np.uint64(0xD6E8FEB86659FD93)
 _HALF = np.uint64(32)
 
 
 def wire_digest(data: Tensor) -> bytes:
-    """The digest of a frame in staging, wherever that lies. Waits for the device."""
+    """Return the digest of a frame in staging on any device. Waits for the device."""
     return frame_digest(data.cpu().numpy().data)
 
 
 class KVDigest:
-    """Sums up the frames of one handoff; `value` does not depend on how its KV was cut into them."""
+    """The digest of a handoff's whole KV, independent of how it was cut into frames."""
 
     def __init__(self, layout: KVLayout) -> None:
         self._tensors = len(layout.tensors)
@@ -52,17 +50,17 @@ class KVDigest:
         self._sum = np.uint64(0)
 
     def add(self, frame: FrameSpec, data: Tensor) -> None:
-        """The bytes of `frame`, in wire order: uint8 [frame.nbytes]."""
+        """Add the bytes of `frame`, in wire order: uint8 [frame.nbytes]."""
         rows = data.cpu().numpy().reshape(-1, self._row_bytes)
         if self._row_bytes % 8:
             rows = np.pad(rows, ((0, 0), (0, -self._row_bytes % 8)))
-        hashed = _mixed(rows.view(np.uint64) @ self._factors + np.uint64(1))  # 1: a row of zeros counts too
+        hashed = _mixed(rows.view(np.uint64) @ self._factors + np.uint64(1))  # + 1 because a row of zeros must count
         with np.errstate(over="ignore"):
             self._sum += (hashed * (_mixed(self._places(frame)) | np.uint64(1))).sum(dtype=np.uint64)
 
     @property
     def value(self) -> bytes:
-        """8 bytes."""
+        """The digest: 8 bytes, little-endian."""
         return int(self._sum).to_bytes(8, "little")
 
     def _places(self, frame: FrameSpec) -> Words:
@@ -95,7 +93,7 @@ class FrameSpec:
 
 
 class Progress:
-    """The sender's side of a handoff of positions [skip, tokens). Used under its owner's lock."""
+    """The sender's record of a handoff of positions [skip, tokens). Its owner's lock guards it."""
 
     __slots__ = ("_ready", "_sent", "_token_bytes", "_tokens")
 
@@ -106,18 +104,18 @@ class Progress:
         self._sent = [skip] * layout.layers
 
     def computed(self, layers: int, end: int) -> None:
-        """The KV of the first `layers` layers is final up to position `end`."""
+        """Mark KV of the first `layers` layers as final up to position `end`."""
         for layer in range(layers):
             self._ready[layer] = max(self._ready[layer], min(end, self._tokens))
 
     def withdrawn(self) -> None:
-        """What is not sent yet is lost, and will be computed again."""
+        """Unmark KV that was not sent, because it will be computed again."""
         self._ready = list(self._sent)
 
     def next(self, frame_size: int, at_least: int = 1) -> FrameSpec | None:
-        """The next frame, of at most `frame_size` bytes and (unless more would not fit) of `at_least`; None: not yet.
-
-        A position of a layer always fits. What is too little by itself does not hold up what comes after it.
+        """Return the next frame of `at_least` to `frame_size` bytes, or None if too little is ready. A smaller frame
+        counts as full if one more layer would not fit; one position of a layer always fits. A layer with too little
+        ready KV does not delay the others.
         """
         for first in self._waiting():
             frame = self._from(first, frame_size)
@@ -127,26 +125,26 @@ class Progress:
         return None
 
     def offers(self, frame: FrameSpec) -> bool:
-        """Whether `frame` can still be sent: nothing of it was withdrawn."""
+        """Whether `frame` can still be sent, because none of it was withdrawn."""
         return all(self._sent[layer] == frame.begin and self._ready[layer] >= frame.end for layer in frame.layers)
 
     def took(self, frame: FrameSpec) -> None:
-        """`frame` is on its way."""
+        """Record that `frame` was sent."""
         self._sent[frame.layer_begin : frame.layer_end] = [frame.end] * len(frame.layers)
 
     @property
     def complete(self) -> bool:
-        """All positions of all layers are on their way."""
+        """Whether all positions of all layers were sent."""
         return min(self._sent) == self._tokens
 
     def _waiting(self) -> list[int]:
-        """Of each run of layers that have come equally far and go on: the first. Those that are behind come first."""
+        """Return the first layer of each run of equally far layers with ready KV, the runs that are behind first."""
         sent = self._sent
         firsts = [n for n in range(len(sent)) if sent[n] < self._ready[n] and (n == 0 or sent[n - 1] != sent[n])]
         return sorted(firsts, key=sent.__getitem__)
 
     def _from(self, first: int, frame_size: int) -> FrameSpec:
-        """As much as fits, from this layer on: positions of the first layer before further layers."""
+        """Return the largest frame from this layer on: positions of the first layer before further layers."""
         begin, width = self._sent[first], frame_size // self._token_bytes
         end = min(self._ready[first], begin + max(1, width))
         last, most = first + 1, max(1, width // (end - begin))
@@ -156,7 +154,7 @@ class Progress:
 
 
 class Coverage:
-    """The receiver's side: what has been announced of positions [skip, tokens)."""
+    """The receiver's record of the announced part of positions [skip, tokens)."""
 
     __slots__ = ("_reached", "_token_bytes", "_tokens", "nbytes")
 
@@ -167,7 +165,7 @@ class Coverage:
         self.nbytes = 0
 
     def accepts(self, frame: FrameSpec) -> bool:
-        """Whether `frame` goes on where its layers have ended, within the handoff; then it counts."""
+        """Record `frame` if it is within the handoff and continues where its layers ended; return whether it does."""
         layers = self._reached[frame.layer_begin : frame.layer_end]
         fits = (
             0 <= frame.layer_begin < frame.layer_end <= len(self._reached) and frame.begin < frame.end <= self._tokens

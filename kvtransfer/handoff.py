@@ -1,7 +1,7 @@
-"""The values that the two ends of a handoff take and give, and the table that decides what lands.
+"""Values that the two ends of a handoff exchange, and the table that decides which KV is accepted.
 
-A push begins with a `PushJob`, is told what is computed, ends with a `PushEnd`, and comes back as a `PushResult` or a
-`HandoffError`. On the other side a `HandoffTable` is asked at each step: it is the authority over the reservations.
+A push starts with a `PushJob`, is fed by `computed` calls, ends with a `PushEnd` and returns a `PushResult` or a
+`HandoffError`. The receiver asks its `HandoffTable`, the authority over the reservations, at each step.
 """
 
 from __future__ import annotations
@@ -19,67 +19,56 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TransferSettings:
-    """How KV moves. `frame_deadline_s` bounds every single step (a frame, an answer), never a time spent queued."""
+    """Transfer settings. `frame_deadline_s` limits every single step (a frame, an answer), never a time in a queue."""
 
     transport: str = "auto"  # auto | gloo | nccl | shm | cuda_ipc | grpc | memory
     frame_size: int = 4 << 20  # bytes; the receiver's value holds for the channel
     credits: int = 4  # frames in flight, and slots of the staging ring; the receiver's value holds
-    coalesce_below: int = 256 << 10  # bytes that are waited for before a frame leaves, while there is more to compute
+    coalesce_below: int = 256 << 10  # bytes to wait for before a frame is sent, while there is more to compute
     frame_deadline_s: float = 10.0
-    bind_host: str = "127.0.0.1"  # where gloo listens and connects from
-    interface: str | None = None  # that NCCL takes; None: which it likes
-    staging_memory: int = 1 << 30  # bytes of all rings: when used up, the channel that is idle for longest is closed
-    encrypted: bool = False  # `auto` lets no KV leave its machine in the clear
-    verify_kv: bool = False  # beside the digest of each frame, one of the whole KV that knows no frames
+    bind_host: str = "127.0.0.1"  # gloo listens and connects here
+    interface: str | None = None  # for NCCL; None leaves the choice to NCCL
+    staging_memory: int = 1 << 30  # bytes of all rings; an idle channel is closed if they are used up
+    encrypted: bool = False  # `auto` never sends KV unencrypted to another machine
+    verify_kv: bool = False  # also verify a digest of the whole KV, independent of frames
 
 
 @dataclass(frozen=True, slots=True)
 class PushJob:
-    """KV of positions [skip, known_tokens) for the reservation at `to`, which has the first `skip` already.
-
-    `fetch`: positions [begin, end) of these first that the pusher lacks, and wants to be sent. `verify`: a digest of
-    the whole KV goes with it, and with what is fetched, whatever the settings say.
-    """
+    """A transfer of positions [skip, known_tokens) to the reservation at `to`, which has the first `skip` positions."""
 
     handoff: HandoffId
     to: WorkerRef
     known_tokens: int
     skip: int = 0
-    fetch: tuple[int, int] | None = None
-    verify: bool = False
+    fetch: tuple[int, int] | None = None  # skipped positions [begin, end) that the pusher lacks and requests
+    verify: bool = False  # verify a digest of the whole KV, and of fetched KV, whatever the settings are
 
 
 @dataclass(frozen=True, slots=True)
 class PushEnd:
-    """All is computed. `spec.known` ends with the first token, whose KV is not sent: `len(spec) == known_tokens + 1`.
+    """The end of a computed push. KV of the first token is not sent: `len(spec) == known_tokens + 1`."""
 
-    `first` is what the router was told. `spec` None: the answer to a fetch, after which nobody decodes.
-    """
-
-    spec: SequenceSpec | None = None
-    first: Sequence[Token] = ()
-    thinking: ThinkingState | None = None  # of a model that thinks, at the first position whose KV is not sent
+    spec: SequenceSpec | None = None  # None in the answer to a fetch: no decoding follows
+    first: Sequence[Token] = ()  # as sent to the router
+    thinking: ThinkingState | None = None  # of a thinking model, at the first position without sent KV
 
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """The decode worker accepted the commit. All in seconds, by the pusher's clock.
-
-    `exposed_s`: from `finish` to the acknowledgement. `round_trip_s`: what one message and its answer took (the
-    offer). `filling_s`: spent on reading KV into frames.
-    """
+    """The outcome of a push with an accepted commit. Times are in seconds, by the pusher's clock."""
 
     nbytes: int
     frames: int
-    exposed_s: float
-    round_trip_s: float
-    filling_s: float
+    exposed_s: float  # from `finish` to the acknowledgement
+    round_trip_s: float  # of the offer and its answer
+    filling_s: float  # spent on reading KV into frames
     transport: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """Where a sender says what became of a push: `done` exactly once; `unfetched` if its fetch was refused."""
+    """Callbacks of a sender: `done` exactly once per push, `unfetched` if its fetch was refused."""
 
     done: Callable[[HandoffId, PushResult | HandoffError], None]
     unfetched: Callable[[HandoffId], None] = lambda handoff: None
@@ -87,7 +76,7 @@ class Reports:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a sender wants to hand over: KV of positions [skip, known_tokens)."""
+    """A sender's offer: KV of positions [skip, known_tokens)."""
 
     fingerprint: str
     known_tokens: int
@@ -96,45 +85,42 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class CommitState:
-    """All that decoding needs beside KV, and what the transfer took.
+    """Everything that decoding needs except KV, and the figures of the transfer.
 
-    `transfer_s`: the time in which frames of it were under way, each from its announcement (or the end of the one
-    before, if that is later) until it was in its blocks. `commit_s`: from the last of these until the commit was
-    checked. `spec` None: the KV was fetched. `began_at`, `ended_at`: of the first frame's announcement, and of the last
-    one's end, in monotonic seconds here.
+    `transfer_s` adds up the times of all frames. A frame counts from its announcement, or from the end of the previous
+    frame if that is later, until it is in its blocks.
     """
 
-    spec: SequenceSpec | None
+    spec: SequenceSpec | None  # None if the KV was fetched
     first: Sequence[Token]
     transfer_s: float
-    commit_s: float
+    commit_s: float  # from the end of the last frame until the commit was checked
     kv_bytes: int
     transport: str
     thinking: ThinkingState | None = None
-    began_at: float = 0.0
-    ended_at: float = 0.0
+    began_at: float = 0.0  # announcement of the first frame, in monotonic seconds of this worker
+    ended_at: float = 0.0  # end of the last frame, likewise
 
 
 class HandoffTable(Protocol):
-    """A decode worker's reservations, as transfers see them. Thread-safe; no method blocks longer than a block copy.
-
-    `writing` and `commit` are called in a receiver thread, the others in the asyncio thread.
+    """A worker's reservations, as transfers use them. Thread-safe; no method blocks longer than a block copy. `writing`
+    and `commit` run on a receiving thread, the others in the event loop.
     """
 
     def offer(self, handoff: HandoffId, sender: WorkerRef, offer: Offer) -> None:
         """Bind the reservation to this sender. Raises OfferRefused or StaleAttempt."""
 
     def writing(self, handoff: HandoffId, sender: WorkerRef) -> AbstractContextManager[Sequence[int]]:
-        """The block ids to write, held until left: fencing and freeing wait. Raises StaleAttempt on entry."""
+        """Hold the block ids to write; fencing and freeing wait for the exit. Entering raises StaleAttempt."""
 
     def commit(self, handoff: HandoffId, sender: WorkerRef, commit: CommitState) -> None:
-        """Accept, exactly once. Raises StaleAttempt."""
+        """Accept the commit, exactly once. Raises StaleAttempt."""
 
     def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int, *, verify: bool = False) -> None:
-        """It wants KV of these positions, which are here. Returns at once. Raises HandoffError if they are not."""
+        """Request a push of these cached positions and return immediately. Raises HandoffError if they are not here."""
 
     def aborted(self, handoff: HandoffId, sender: WorkerRef) -> None:
-        """It gave up, or sent wrong bytes: no commit will come. No-op if not bound to it, or committed already."""
+        """Fence a handoff that `sender` aborted or corrupted. No-op if it is not bound to `sender` or is committed."""
 
     def lost(self, sender: WorkerRef) -> None:
-        """The channel is closed: what this sender offered and did not commit will never be written again."""
+        """Fence all uncommitted handoffs of `sender`, because its channel is closed."""

@@ -1,10 +1,8 @@
-"""The thread of a channel at the decode worker: frames into blocks, commits into the table, in their order.
+"""The receiving thread of a channel: writes frames into blocks and commits into the handoff table, in channel order.
 
-It expects only frames that it has checked, always in staging that belongs to this channel; all that are announced are
-expected at once, so that one is on its way while another is written. A frame of a handoff that ended meanwhile is still
-received, so that the channel stays in order, and is then dropped.
-
-What a session knows of the handoffs on its way in.
+`ReceiveLoop` posts a receive only for a frame that it has checked, and only into the channel's own staging. Every
+announced frame is posted immediately, so one frame arrives while another is written. A frame of an ended handoff is
+still received, to keep the channel in order, and then dropped.
 """
 
 from __future__ import annotations
@@ -37,20 +35,20 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class IncomingHandoff:
-    """A handoff that was offered on this channel and accepted by the table. `dropped`: by whoever knows it first."""
+    """A handoff offered on this channel and accepted by the table. The first thread to see its end sets `dropped`."""
 
     handoff: HandoffId
     known_tokens: int
     announced: Coverage
-    whole: KVDigest | None = None  # None: nobody looks at it
+    whole: KVDigest | None = None  # None unless the whole KV is verified
     digests: list[bytes] = field(default_factory=list)
     dropped: bool = False
     busy_s: float = 0.0
-    first_at: float = 0.0  # a frame was announced; 0: none was
+    first_at: float = 0.0  # time of the first announcement; 0 before it
     last_at: float = 0.0
 
     def check(self, message: pb.Commit) -> None:
-        """Raises DigestMismatch if what came is not what was sent."""
+        """Raise DigestMismatch if the received KV differs from the sent KV."""
         if list(message.digests) != self.digests:
             wrong = [n for n, pair in enumerate(zip_longest(self.digests, message.digests)) if len(set(pair)) > 1]
             raise DigestMismatch(f"handoff {self.handoff}: frames {wrong} of {len(self.digests)}")
@@ -60,7 +58,7 @@ class IncomingHandoff:
 
 
 def inbound_of(end: Endpoint, handoff: HandoffId, message: pb.Offer) -> tuple[Offer, IncomingHandoff]:
-    """What `message` offers, as the table and the session want it. Raises OfferRefused for what cannot be taken."""
+    """Convert an offer for the table and the session. Raises OfferRefused if this worker cannot take it."""
     offer, layout = Offer(message.fingerprint, message.known_tokens, message.skip), end.kv.layout
     if offer.fingerprint != end.fingerprint:
         raise FingerprintRefused(f"model fingerprint {offer.fingerprint!r}, here {end.fingerprint!r}")
@@ -73,7 +71,7 @@ def inbound_of(end: Endpoint, handoff: HandoffId, message: pb.Offer) -> tuple[Of
 
 @dataclass(slots=True, eq=False)
 class Frame:
-    """A frame that was announced, for this handoff; None: a piece of the probe's pattern."""
+    """An announced frame. `inbound` is None for a piece of the probe's pattern."""
 
     inbound: IncomingHandoff | None
     spec: FrameSpec
@@ -83,7 +81,7 @@ class Frame:
 
 @dataclass(slots=True, eq=False)
 class EndOfHandoff:
-    """The sender has said all of this handoff, with the first `after` frames of the channel. None: it gave up."""
+    """The end of a handoff, after the channel's first `after` frames. `commit` is None if the sender aborted it."""
 
     inbound: IncomingHandoff
     commit: pb.Commit | None
@@ -95,28 +93,27 @@ Item = Frame | EndOfHandoff | pb.PeerCommand | None
 
 
 class ReceiveQueue:
-    """Items for the thread of a session: put here by the event loop, or come from the sender by `express`.
-
-    Each way keeps its order; between the two there is none, but what `EndOfHandoff.after` says.
+    """Items for the receiving thread, from the event loop or from the sender's `express`. Each path keeps its order.
+    Only `EndOfHandoff.after` orders items across the two paths.
     """
 
     def __init__(self) -> None:
-        self.express: ControlSocket | None = None  # set by the thread, before it takes
+        self.express: ControlSocket | None = None  # set by the receiving thread before its first `take`
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()  # bounded by credits and offers
 
     def put(self, item: Item) -> None:
-        """From the event loop."""
+        """Add an item. Called from either thread."""
         self._items.put(item)
         if self.express is not None:
             self.express.wake()
 
     @property
     def ready(self) -> bool:
-        """Whether there is something to take."""
+        """Whether an item or a packet is waiting."""
         return not self._items.empty() or (self.express is not None and self.express.ready)
 
     def take(self) -> Item:
-        """Wait for the next one. Raises ChannelBroken."""
+        """Wait for the next item. Raises ChannelBroken if the express fails."""
         while self.express is not None and self._items.empty():
             if (packet := self.express.receive()) is not None:
                 return pb.PeerCommand.FromString(packet)
@@ -124,11 +121,7 @@ class ReceiveQueue:
 
 
 class ReceiveLoop:
-    """What the thread of a session does: `serve`. The rest is for the event loop.
-
-    `inbound`: the handoffs of which frames may come; the event loop enters them before it says so to the sender.
-    `open`: those of them that are neither committed nor aborted. Whoever takes one out says which it is.
-    """
+    """The work of the receiving thread (`serve`), and the state that it shares with the event loop."""
 
     def __init__(
         self,
@@ -139,11 +132,11 @@ class ReceiveLoop:
         reply: Callable[[pb.PeerReply], None],
     ) -> None:
         self.inbox = ReceiveQueue()
-        self.inbound: dict[HandoffId, IncomingHandoff] = {}
-        self.open: dict[HandoffId, IncomingHandoff] = {}
+        self.inbound: dict[HandoffId, IncomingHandoff] = {}  # may receive frames; added before the offer is accepted
+        self.open: dict[HandoffId, IncomingHandoff] = {}  # undecided; a removal is the decision to commit or abort
         self.over = False
         self.announced = 0  # frames
-        self.received = 0  # counted before their credit is given
+        self.received = 0  # frames, counted before the credit is sent
         self._end = end
         self._table = table
         self._sender = sender
@@ -151,15 +144,15 @@ class ReceiveLoop:
         self._reply = reply
         self._ring = end.ring
         self._credited = 0
-        self._done_at = 0.0  # when the last of these was done
+        self._done_at = 0.0  # when the last frame was done
 
     def stop(self) -> None:
-        """From now on no block is written and no commit is made, but by a write that the table has let in already."""
+        """Stop all writes and commits, except for a write that the table has already admitted."""
         self.over = True
         self.inbox.put(None)
 
     def serve(self, channel: ChannelEnd) -> None:
-        """Until `stop`. Raises BatonError: the channel, or what was said on it, is no good."""
+        """Run until `stop`. Raises BatonError if the channel fails or the peer violates the protocol."""
         if channel.express is not None and self.announced:
             raise FrameRefused("a frame was announced before the channel was built")
         self.inbox.express = channel.express
@@ -178,7 +171,7 @@ class ReceiveLoop:
     def _take_up(
         self, channel: ChannelEnd, todo: deque[Frame | EndOfHandoff | None], early: deque[EndOfHandoff]
     ) -> None:
-        """Wait for an item; expect a frame at once, and an end after the frames that come before it."""
+        """Wait for an item. Post a frame's receive immediately; queue an end behind the frames that precede it."""
         item = self.inbox.take()
         if isinstance(item, pb.PeerCommand):
             if item.HasField("commit"):
@@ -195,7 +188,7 @@ class ReceiveLoop:
             todo.append(early.popleft())
 
     def claim(self, command: pb.PeerCommand) -> None:
-        """A commit: its turn comes after the frames before it. From either thread, wherever it came."""
+        """Queue a commit behind its frames, or refuse it. Called from either thread."""
         handoff = convert.handoff_from_pb(command.commit.handoff)
         if (inbound := self.open.pop(handoff, None)) is not None:
             self.inbox.put(EndOfHandoff(inbound, command.commit, command.after))
@@ -204,9 +197,8 @@ class ReceiveLoop:
             self._reply(refusal_to_pb(error, handoff))
 
     def checked(self, message: pb.FrameAnnounce, known: Mapping[HandoffId, IncomingHandoff]) -> Frame:
-        """The frame that is next; `known`: of which one may come. Raises FrameRefused for one that was not agreed.
-
-        Called where announcements come: by the event loop, or by the thread where there is an express.
+        """Return an announced frame if it belongs to a handoff in `known`. Raises FrameRefused if it was not agreed.
+        Called by the event loop, or by the receiving thread if the channel has an express.
         """
         spec, number, inbound = frame_of(message), message.sequence, None
         if message.HasField("handoff"):
@@ -241,7 +233,7 @@ class ReceiveLoop:
         self.received += 1
 
     def _credit(self, *, at_once: bool) -> None:
-        """Give slots back: half a ring at a time, or all if there is nothing else to do."""
+        """Return slots to the sender: half a ring at a time, or all of them if no frame is waiting."""
         if not at_once and self.received - self._credited < self._ring.slots // 2:
             return
         self._credited = self.received
@@ -262,16 +254,16 @@ class ReceiveLoop:
     def _write(self, inbound: IncomingHandoff, spec: FrameSpec, data: Tensor) -> None:
         try:
             with self._table.writing(inbound.handoff, self._sender) as blocks:
-                if self.over:  # set before the table heard `lost`: what it lets in now is for a newer channel
+                if self.over:  # set before the table processes `lost`: an admission now is for a newer channel
                     raise StaleAttempt(f"handoff {inbound.handoff}: its channel is closed")
                 self._end.kv.scatter(spec.layers, blocks, spec.begin, spec.end, data)
-                self._end.kv.settle()  # before the blocks, and the slot, may be somebody else's
+                self._end.kv.settle()  # before the blocks or the slot are reused
         except HandoffError as error:
             inbound.dropped = True
             self._reply(refusal_to_pb(error, inbound.handoff))
 
     def _conclude(self, ended: EndOfHandoff) -> None:
-        """Raises InvalidRequest or FrameRefused for a commit that makes no sense: that ends the session."""
+        """Commit or drop an ended handoff. A bad commit raises InvalidRequest or FrameRefused; the session ends."""
         inbound, message = ended.inbound, ended.commit
         del self.inbound[inbound.handoff]
         if message is None:

@@ -1,14 +1,12 @@
-"""The decode worker's end: the Peer service. It admits a channel and gives it to a session.
+"""The receiving side of KV transfer: `PeerService` admits channels, and one `Session` serves each of them.
 
-The end of the stream, a newer channel of the same sender, or any error ends the session: the table hears `lost` once,
-after the session was told to stop and before a newer channel of that sender is welcomed.
-
-One channel at the decode worker: messages are checked in the event loop, bytes are taken by a thread of its own.
-
-    stream --(event loop)--> offers, aborts --items--> thread (intake.py): frames, commits
+    stream --(event loop)--> offers, aborts --items--> thread (receive_loop.py): frames, commits
            <--(event loop)-- replies <----------------'
-Where the channel has an express, announcements, credits and commits take that way; a commit and an abort say after
-how many frames they come.
+
+Messages are checked in the event loop; a thread per channel takes the bytes. Announcements, credits and commits use the
+channel's express if it has one; a commit or an abort states after how many frames it comes. A session ends with its
+stream, a newer channel of the same sender, or any error. The table then gets `lost` once: after the session was
+stopped, and before a newer channel of that sender is welcomed.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ log = structlog.get_logger()
 
 
 class Session:
-    """Make it in the event loop that serves its stream; it runs from there on."""
+    """One channel at the receiver. It is created in the event loop of its stream and runs from then on."""
 
     def __init__(
         self, end: Endpoint, table: HandoffTable, sender: WorkerRef, generation: int, transport: Transport
@@ -68,13 +66,13 @@ class Session:
     # In the event loop
 
     async def read(self, commands: AsyncIterator[pb.PeerCommand]) -> None:
-        """Take commands until the stream or the session ends."""
+        """Handle commands until the stream or the session ends."""
         try:
             async for command in commands:
                 self._take(command)
         except BatonError as error:
             self.end(error)
-        except Exception as error:  # the boundary of this task: the session must not outlive its reader
+        except Exception as error:  # task boundary: the session must not outlive its reader
             log.exception("channel_failed", worker=self.sender, channel=str(self._name))
             self.end(ChannelBroken(f"{type(error).__name__} at the receiver"))
         finally:
@@ -86,9 +84,8 @@ class Session:
             await context.write(reply)
 
     def end(self, error: BatonError | None) -> None:
-        """Once, for whatever reason; with an error, the sender hears it.
-
-        From now on no block is written and no commit is made, but by a write that the table has let in already.
+        """End the session once; later calls do nothing. An `error` is sent to the sender. From now on no block is
+        written and no commit is made, except for a write that the table has already admitted.
         """
         if self._intake.over:
             return
@@ -162,18 +159,18 @@ class Session:
 
     @property
     def idle(self) -> bool:
-        """No handoff is on its way."""
+        """Whether no handoff is under way."""
         return not self._intake.open and self._intake.received == self._intake.announced
 
     def join(self) -> None:
-        """Wait for the thread: at most the deadline of what is on the wire."""
+        """Wait for the thread, at most for the deadline of the frame on the wire."""
         self._thread.join()
 
     def _reply(self, reply: pb.PeerReply) -> None:
         self._in_loop(self._replies.put_nowait, reply)
 
     def _in_loop(self, call: Callable[[A], None], argument: A) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+        with suppress(RuntimeError):  # the event loop is closed, so the stream is too
             self._loop.call_soon_threadsafe(call, argument)
 
     # In the thread
@@ -186,22 +183,21 @@ class Session:
                 self._intake.serve(channel)
         except BatonError as error:
             self._in_loop(self.end, error)
-        except Exception as error:  # the boundary of this thread: the sender must hear that the channel is gone
+        except Exception as error:  # thread boundary: the sender must receive an error
             log.exception("channel_failed", worker=self.sender, channel=str(self._name))
             self._in_loop(self.end, ChannelBroken(f"channel {self._name}: {type(error).__name__} at the receiver"))
 
 
 class TakesData(Protocol):
-    """The part of a gRPC transport that serves the other end's bytes."""
+    """The part of the gRPC transport that receives the sender's bytes."""
 
     async def take(self, requests: AsyncIterator[pb.DataChunk]) -> None:
-        """The chunks of one channel until they end. Raises ChannelBroken."""
+        """Take the chunks of one channel until they end. Raises ChannelBroken."""
 
 
 class PeerService(PeerServicer):
-    """Add it to the worker's `grpc.aio` server; `await close()` after the server stopped.
-
-    `transports`: what may be used. `data`: takes the bytes of channels whose transport is grpc.
+    """The Peer service for a worker's `grpc.aio` server; `await close()` after the server stopped. `transports` lists
+    the usable ones, best first. `data` takes the bytes of channels over gRPC.
     """
 
     def __init__(
@@ -217,14 +213,14 @@ class PeerService(PeerServicer):
         self._end = Endpoint(kv, me, fingerprint, settings, tuple(transports))
         self._table = table
         self._data = data
-        self._sessions: list[Session] = []  # in order: all whose thread may run, and the last one of each worker
+        self._sessions: list[Session] = []  # in order: sessions with a live thread, and the last one of each worker
 
-    async def Connect(  # type: ignore[override]  # a coroutine that writes, as grpc.aio allows; the stub knows iterators
+    async def Connect(  # type: ignore[override]  # grpc.aio allows a coroutine that writes; the stub has only iterators
         self,
         request_iterator: AsyncIterator[pb.PeerCommand],
         context: grpc.aio.ServicerContext[pb.PeerCommand, pb.PeerReply],
     ) -> None:
-        """One channel, from hello to its end."""
+        """Serve one channel, from hello to its end."""
         try:
             session = await self._admit(request_iterator)
         except BatonError as error:
@@ -243,7 +239,7 @@ class PeerService(PeerServicer):
         request_iterator: AsyncIterator[pb.DataChunk],
         context: grpc.aio.ServicerContext[pb.DataChunk, pb.DataEnd],
     ) -> pb.DataEnd:
-        """The bytes of one channel."""
+        """Receive the bytes of one channel."""
         try:
             if self._data is None:
                 raise ChannelBroken("no channel here takes its bytes over gRPC")
@@ -253,7 +249,7 @@ class PeerService(PeerServicer):
         return pb.DataEnd()
 
     async def close(self) -> None:
-        """End all sessions and wait for their threads: at most the deadline of what is on the wire."""
+        """End all sessions and wait for their threads, at most for the deadline of the frames on the wire."""
         for session in self._sessions:
             session.end(ChannelBroken("the receiver is shutting down"))
         await asyncio.to_thread(_join, self._sessions)
@@ -276,7 +272,7 @@ class PeerService(PeerServicer):
         return self._sessions[-1]
 
     def _make_room(self) -> None:
-        """Staging memory for one more channel, if need be from the one that was opened first of those that are idle."""
+        """Free staging memory for one more channel, if necessary by closing the idle channel that was opened first."""
         running = [session for session in self._sessions if session.running]
         if len(running) < self._end.max_channels:
             return
@@ -292,7 +288,7 @@ def _join(sessions: list[Session]) -> None:
 
 
 def _check_hello(end: Endpoint, hello: pb.PeerHello) -> tuple[WorkerRef, Transport]:
-    """The sender and the transport, if both can understand each other. Raises HandoffError or InvalidRequest."""
+    """Return sender and transport of a compatible hello. Raises HandoffError or InvalidRequest for any other."""
     if hello.protocol_version != PROTOCOL_VERSION:
         raise VersionRefused(f"protocol version {hello.protocol_version}, here {PROTOCOL_VERSION}")
     sender, wanted = convert.ref_from_pb(hello.sender, "sender"), convert.ref_from_pb(hello.receiver, "receiver")
@@ -307,7 +303,7 @@ def _check_hello(end: Endpoint, hello: pb.PeerHello) -> tuple[WorkerRef, Transpo
 
 
 def _agreed(end: Endpoint, hello: pb.PeerHello) -> Transport:
-    """The sender's best that can be used here too. Raises VersionRefused."""
+    """Return the sender's best transport that also works here. Raises VersionRefused if there is none."""
     for offer in hello.transports:
         transport = end.transport(offer.name)
         if transport is not None and transport.reach == offer.reach:

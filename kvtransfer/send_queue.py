@@ -1,20 +1,14 @@
-"""The state of all pushes on one link. No I/O but `say`, which enqueues; no thread of its own.
+"""The state of all pushes on one send channel. It has no thread and does no I/O except `say`, which enqueues.
 
-The life of a push (any state may end in a report; an accepted offer is followed by Commit or Abort on the wire):
+The life of a push. Any state may end in a report; Commit or Abort follows every accepted offer on the wire:
 
-    WAITING --probed--> OFFERED --accepted--> ACCEPTED --all has left, finished--> COMMITTED --ack--> reported
-    (link not up)       (deadline)            (frames leave as KV is computed)     (deadline)
+    WAITING --probed--> OFFERED --accepted--> ACCEPTED --all sent, finished--> COMMITTED --ack--> reported
+    (channel not up)    (deadline)            (frames leave as KV is computed) (deadline)
 
-The engine thread says what is computed, and when that is all. The link's thread asks for the next frame, reads,
-announces and commits; the rest comes from any thread, and `expire` from one that nothing holds up. Blocks are read only
-inside `reading`, into staging: a push that ends outside it is reported at once, whatever the wire does, one that ends
-inside when it is left; `withdraw` waits for that too.
-
-Where the thread of a link waits: for a change of its pushes, and where there is an express, for a packet too.
-
-One push under way, as the outbox keeps it and the link's thread works on it.
-
-The frames of a channel that are in flight: numbered, announced in batches, credited. No lock of its own.
+The engine thread calls `computed` and `finish`. The channel's thread takes the next frame, reads, announces and
+commits. Other calls come from any thread, and `expire` from a thread that nothing blocks. Blocks are read only inside
+`reading`, into staging. A push that ends during a read is reported after it, any other push immediately; `withdraw`
+waits for the read too.
 """
 
 from __future__ import annotations
@@ -44,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class ChangeSignal:
-    """`changed` guards what is waited for; `express` is set by the thread that waits."""
+    """Wake-up of the thread that waits on a channel. `changed` guards the state; the waiting thread sets `express`."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -52,14 +46,14 @@ class ChangeSignal:
         self._listens = False
 
     def ring(self) -> None:
-        """Something has changed. With the lock."""
+        """Signal a change. Requires the lock."""
         self.changed.notify_all()
         if self._listens and self.express is not None:
             self.express.wake()
 
     def wait(self, timeout_s: float | None) -> bytes | None:
-        """Until the next change, or the next packet, which is returned, or the time is over. With the lock, which is
-        let go meanwhile. Raises ChannelBroken: the other end is gone.
+        """Wait for a change, a packet, or the timeout; return the packet if there is one. Requires the lock, which is
+        released during the wait. Raises ChannelBroken if the peer is gone.
         """
         if self.express is None:
             self.changed.wait(timeout_s)
@@ -77,7 +71,7 @@ NEVER = float("inf")
 
 
 class State(enum.Enum):
-    """Of a push; its life is drawn in `kvtransfer.send_queue`."""
+    """State of a push; see the module docstring."""
 
     WAITING = enum.auto()
     OFFERED = enum.auto()
@@ -87,27 +81,27 @@ class State(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Push:
-    """State under the outbox's lock; what stands below `outcome` is the link thread's own."""
+    """One push. The lock guards its state; fields below `outcome` belong to the channel's thread."""
 
     job: PushJob
     progress: Progress
     state: State = State.WAITING
     deadline: float = NEVER  # of the receiver's answer
-    blocks: Sequence[int] = ()  # of the pusher's cache, with all positions up to the last that was computed
-    mark: Mark | None = None  # on a GPU: what must be done before they are read
+    blocks: Sequence[int] = ()  # up to the last computed position
+    mark: Mark | None = None  # GPU work that must end before the blocks are read
     end: PushEnd | None = None
     offered_at: float = 0.0
     round_trip_s: float = 0.0
     finished_at: float = 0.0
     nbytes: int = 0
     reading: bool = False
-    outcome: HandoffError | None = None  # decided while `reading`, reported after it
+    outcome: HandoffError | None = None  # set while `reading`, reported after it
     digests: list[bytes] = field(default_factory=list)
     whole: KVDigest | None = None
     filling_s: float = 0.0
 
     def result(self, transport: str) -> PushResult:
-        """Acknowledged now."""
+        """Return the result of a push that was acknowledged now."""
         return PushResult(
             nbytes=self.nbytes,
             frames=len(self.digests),
@@ -119,12 +113,12 @@ class Push:
 
 
 class FlowControl:
-    """`slots`: of the ring; 0 as long as they are not known. `batch`: announcements that may wait for each other."""
+    """The frames in flight on a channel: numbered, announced in batches, credited. It has no lock of its own."""
 
     def __init__(self, say: Callable[[pb.PeerCommand], None]) -> None:
         self.number = 0  # of the next frame
-        self.slots = 0
-        self.batch = 1
+        self.slots = 0  # of the ring; 0 until the welcome
+        self.batch = 1  # announcements that may wait for each other
         self._say = say
         self._unsaid: list[pb.FrameAnnounce] = []
         self._credited = 0
@@ -135,20 +129,20 @@ class FlowControl:
         return self.number - self._credited < self.slots
 
     def announce(self, handoff: HandoffId | None, frame: FrameSpec) -> None:
-        """It enters the channel now; said at the latest with the next `flush`."""
+        """Let a frame enter the channel. It is announced with the next `flush` at the latest."""
         self._unsaid.append(announcement(handoff, self.number, frame))
         self.number += 1
         if len(self._unsaid) >= self.batch:
             self.flush()
 
     def flush(self) -> None:
-        """Say what was announced."""
+        """Send the pending announcements."""
         said, self._unsaid = self._unsaid, []
         if said:
             self._say(pb.PeerCommand(frame=said[0], more=said[1:]))
 
     def credited(self, sequence: int) -> None:
-        """The slots of all frames up to this one are free. Raises ChannelBroken if that cannot be."""
+        """Free the slots of all frames up to `sequence`. Raises ChannelBroken if the credit is impossible."""
         if not self._credited <= sequence < self.number:
             raise ChannelBroken(f"credit for frame {sequence}, with {self.number} announced")
         self._credited = sequence + 1
@@ -158,12 +152,12 @@ T = TypeVar("T")
 
 
 class SendQueue:
-    """Thread-safe. Once it is broken it stays so: every push has its report, and waiting raises the reason."""
+    """All pushes of one channel. Thread-safe. A broken queue stays broken: all pushes are reported, and waits raise."""
 
     def __init__(
         self, end: Endpoint, title: str, say: Callable[[pb.PeerCommand], None], keys: KeyRelay, reports: Reports
     ) -> None:
-        self.window = FlowControl(say)  # the link's thread alone announces
+        self.window = FlowControl(say)  # only the channel's thread announces
         self.bell = ChangeSignal()
         self._end, self._title = end, title
         self._say, self._keys = say, keys
@@ -171,7 +165,7 @@ class SendQueue:
         self._deadline_s = end.settings.frame_deadline_s
         self._changed = self.bell.changed
         self._pushes: dict[HandoffId, Push] = {}
-        self._reads: HandoffId | None = None  # whose blocks are being read
+        self._reads: HandoffId | None = None  # the handoff with blocks that are being read
         self._error: HandoffError | None = None
         self._welcome: pb.PeerWelcome | None = None
         self._probed = 0
@@ -187,7 +181,7 @@ class SendQueue:
     # From any thread
 
     def add(self, job: PushJob) -> bool:
-        """Take a push; False: the link is broken. Raises ValueError for a job that is under way already."""
+        """Add a push, or return False if the channel is broken. Raises ValueError if it is already under way."""
         with self._changed:
             if self.broken:
                 return False
@@ -198,7 +192,7 @@ class SendQueue:
             return True
 
     def computed(self, handoff: HandoffId, blocks: Sequence[int], layers: int, end: int) -> None:
-        """KV of the first `layers` layers is final up to position `end`, in `blocks`. Unknown: no-op."""
+        """See `Sender.computed`."""
         with self._changed:
             if push := self._pushes.get(handoff):
                 push.blocks, push.mark = blocks, self._end.kv.mark()
@@ -206,15 +200,15 @@ class SendQueue:
                 self.bell.ring()
 
     def withdraw(self, handoff: HandoffId) -> None:
-        """Its blocks go to somebody else: what has not left will be computed again. Waits for a read under way."""
+        """See `Sender.withdraw`."""
         with self._changed:
             if push := self._pushes.get(handoff):
                 push.progress.withdrawn()
                 push.blocks = ()
-            self._changed.wait_for(lambda: self._reads != handoff)  # also for one that has ended meanwhile
+            self._changed.wait_for(lambda: self._reads != handoff)  # also for a push that has ended
 
     def finish(self, handoff: HandoffId, end: PushEnd) -> bool:
-        """All is computed. False: unknown here."""
+        """See `Sender.finish`. Return False if the push is unknown here."""
         with self._changed:
             if (push := self._pushes.get(handoff)) is None:
                 return False
@@ -223,14 +217,14 @@ class SendQueue:
             return True
 
     def abort(self, handoff: HandoffId) -> None:
-        """End a push with StaleAttempt; unknown: no-op."""
+        """See `Sender.abort`."""
         with self._changed:
             if push := self._pushes.get(handoff):
                 self._fail(push, StaleAttempt(f"push {handoff}: aborted"), tell=push.state is not State.WAITING)
 
     def stop(self, error: HandoffError, *, after_s: float = 0.0) -> None:
-        """The link is broken: end all pushes with `error`, or with what is said within `after_s`. First come counts."""
-        error.with_traceback(None)  # it is kept: with its frames it would keep the link's staging and threads' locals
+        """Break the channel: end all pushes with `error`, or with an earlier one that arrives within `after_s`."""
+        error.with_traceback(None)  # a kept traceback would keep staging and thread locals alive
         with self._changed:
             self._changed.wait_for(lambda: self.broken, after_s)
             self._error = self._error or error
@@ -240,19 +234,19 @@ class SendQueue:
             self.bell.ring()
 
     def retire(self) -> None:
-        """Break the link if it is idle; a push that is added from now on finds it broken."""
+        """Break the channel if it is idle; a push that is added later finds it broken."""
         with self._changed:
             if self.idle:
                 self.stop(ChannelBroken(f"{self._title}: closed, it was idle"))
 
     def expire(self) -> None:
-        """Break the link if the receiver owes an answer for too long, whatever the link's thread is doing."""
+        """Break the channel if an answer of the receiver is overdue, whatever the channel's thread does."""
         with self._changed:
             if min((push.deadline for push in self._pushes.values()), default=NEVER) <= time.monotonic():
                 self.stop(self._late("answer"))
 
     def take(self, reply: pb.PeerReply) -> None:
-        """A message from the receiver. One that makes no sense breaks the link."""
+        """Handle a message from the receiver. An invalid message breaks the channel."""
         with self._changed:
             try:
                 self._dispatch(reply)
@@ -260,15 +254,15 @@ class SendQueue:
                 self.stop(ChannelBroken(f"{self._title}: {error}"))
             self.bell.ring()
 
-    # From the link's thread
+    # From the channel's thread
 
     def welcome(self) -> tuple[str, Ring]:
-        """Wait for the receiver's consent: the transport and the ring. Raises HandoffError: refused, or too late."""
+        """Wait for the welcome; return its transport and ring. Raises HandoffError if refused or late."""
         welcome = self._wait(lambda: self._welcome, "welcome")
         return welcome.transport, Ring(welcome.credits, welcome.frame_size)
 
     def next(self) -> tuple[Push, FrameSpec | None]:
-        """Wait for a frame that can be sent now, or (None) a push that can be committed."""
+        """Wait for a frame that can be sent now, or for a push that can be committed (its frame is None)."""
         while True:
             self._wait(self._pick)
             self.wait_credit()
@@ -277,16 +271,16 @@ class SendQueue:
                     return found
 
     def wait_credit(self) -> None:
-        """Wait until a slot is free. Raises HandoffError when the link broke or none was within the deadline."""
+        """Wait for a free slot. Raises HandoffError if the channel broke or the deadline passed."""
         self._wait(lambda: self.window.room, "credit")
 
     def wait_probed(self, frames: int) -> None:
-        """Wait until the receiver has seen the probe's pattern. Raises HandoffError."""
+        """Wait until the receiver has acknowledged the probe. Raises HandoffError."""
         self._wait(lambda: self._probed >= frames, "answer to the probe")
 
     @contextmanager
     def reading(self, push: Push, frame: FrameSpec) -> Iterator[Sequence[int]]:
-        """While inside, these blocks may be read for `frame`; none: the push has ended, or was withdrawn."""
+        """Yield the blocks that may be read for `frame`; none if the push has ended or was withdrawn."""
         with self._changed:
             push.reading = push in self._pushes.values() and push.progress.offers(frame)
             blocks = push.blocks if push.reading else ()
@@ -301,7 +295,7 @@ class SendQueue:
                 self.bell.ring()
 
     def announce(self, push: Push | None, frame: FrameSpec) -> bool:
-        """Say that `frame` enters the channel now; False: the push has ended, nothing was said. None: a probe's."""
+        """Announce `frame`, or return False if the push has ended. `push` is None for a frame of the probe."""
         with self._changed:
             if push is not None:
                 if push not in self._pushes.values():
@@ -312,7 +306,7 @@ class SendQueue:
             return True
 
     def commit(self, push: Push) -> None:
-        """All its bytes are on their way."""
+        """Send the commit after the last frame, unless the push has ended."""
         assert push.end is not None
         commit = commit_of(push.job.handoff, push.end, push.digests, push.whole.value if push.whole else b"")
         with self._changed:
@@ -324,7 +318,7 @@ class SendQueue:
     # Under the lock
 
     def _pick(self) -> tuple[Push, FrameSpec | None] | None:
-        """In the order of arrival: who came first is through first."""
+        """Pick in the order of arrival, so that the oldest push finishes first."""
         if self._welcome is None:
             return None
         for push in self._pushes.values():
@@ -382,7 +376,7 @@ class SendQueue:
         if not refused.HasField("handoff"):
             self.stop(error)
         elif push := self._pushes.get(convert.handoff_from_pb(refused.handoff)):
-            self._fail(push, error, tell=push.state is not State.OFFERED)  # a refused offer binds nobody
+            self._fail(push, error, tell=push.state is not State.OFFERED)  # a refused offer needs no abort
 
     def _acknowledged(self, handoff: HandoffId) -> None:
         if (push := self._pushes.get(handoff)) and push.state is State.COMMITTED and self._welcome is not None:
@@ -404,7 +398,7 @@ class SendQueue:
             self._report(push.job.handoff, error)
 
     def _wait(self, ready: Callable[[], T | None], what: str = "") -> T:
-        """`what` is due within the deadline; without it, this waits until the link breaks."""
+        """Wait until `ready` returns a true value: for `what` within the deadline, else until the channel breaks."""
         due = time.monotonic() + self._deadline_s if what else NEVER
         with self._changed:
             while self._error is None:

@@ -1,13 +1,9 @@
-"""The pusher's end: takes pushes, gives each to the link of its destination, reports each exactly once.
+"""The sending side of KV transfer: `Sender` accepts pushes and reports the outcome of each exactly once.
 
-    begin, computed ..., finish -> Link (one per destination incarnation and generation) -> on_done
-A link is one channel: a Peer stream, a data channel, one thread, one queue. One that broke is never mended: the next
-push to that worker makes a new one, with the next generation.
-
-The sender's end of a Peer stream, as a small interface, and over gRPC.
-
-A blocking gRPC stream, not asyncio: the sender's thread blocks in the data plane anyway, and a reply reaches it without
-passing an event loop that serves others.
+    begin, computed ..., finish -> SendChannel (one per destination incarnation and generation) -> on_done
+A send channel is one Peer stream, one data channel, one thread and one `SendQueue`. A broken channel is never reused:
+the next push to that worker opens a new one, with the next generation. The Peer stream is blocking gRPC, not asyncio:
+the thread blocks in the data plane anyway, and replies bypass event loops that serve other calls.
 """
 
 from __future__ import annotations
@@ -47,21 +43,21 @@ OnEnd = Callable[[str], None]
 
 
 class PeerStream(Protocol):
-    """Commands out; replies come by callback, in order, from a thread of the stream's."""
+    """A Peer stream: takes commands; replies arrive by callback, in order, from the stream's own thread."""
 
     def send(self, command: pb.PeerCommand) -> None:
-        """Never blocks; what is sent after the end goes nowhere. Thread-safe, order is kept."""
+        """Send a command without blocking. Thread-safe and ordered; commands after the end are dropped."""
 
     def close(self) -> None:
-        """Idempotent. Returns when no callback will come any more; not to be called from a callback."""
+        """Close the stream and wait for its last callback. Idempotent; must not be called from a callback."""
 
 
-# Opens a stream to an address. OnEnd is called once, with the reason, after the last reply.
+# Opens a stream to an address. OnEnd is called once, after the last reply, with the reason.
 Connect = Callable[[str, OnReply, OnEnd], PeerStream]
 
 
 class GrpcPeerStream:
-    """A connection and a stream of its own, so that closing it leaves nothing behind. `dial` makes the connection."""
+    """A `PeerStream` over its own gRPC connection, opened by `dial`, so that closing it leaves nothing behind."""
 
     def __init__(
         self, address: str, on_reply: OnReply, on_end: OnEnd, dial: Callable[[str], grpc.Channel] = sync_channel
@@ -90,22 +86,19 @@ class GrpcPeerStream:
                 self._on_reply(reply)
         except grpc.RpcError:
             reason = f"stream failed: {self._call.code()}: {self._call.details()}"
-        except Exception as error:  # the boundary of this thread: nobody may wait for a stream that is deaf
+        except Exception as error:  # thread boundary: no push may wait for a stream without a reader
             reason = f"a reply could not be taken: {type(error).__name__}"
             log.exception("channel_stream_failed")
         self._on_end(reason)
 
 
-LOOKS = 16  # at the answers that are due, per deadline
-REASON_S = 0.2  # for the receiver's own reason to come, when the channel fails first
+LOOKS = 16  # checks for late answers per deadline
+REASON_S = 0.2  # seconds to wait for the receiver's own reason if the channel fails first
 
 
 class Sender:
-    """Pushes KV out of `kv`. Thread-safe.
-
-    `on_done` is called exactly once per push, from one thread of the sender's; from then on nothing reads the push's
-    blocks. `on_unfetched`: a push's fetch was refused; from a thread of the link's. `transports`: what may be used, the
-    best first. `connect` is for workers that share a process.
+    """Sender of KV in `kv` to other workers. Thread-safe. `on_done` is called exactly once per push, from one thread of
+    the sender; after that, nothing reads the push's blocks.
     """
 
     def __init__(
@@ -114,11 +107,11 @@ class Sender:
         me: WorkerRef,
         fingerprint: str,
         settings: TransferSettings,
-        transports: Sequence[Transport],
+        transports: Sequence[Transport],  # usable ones, best first
         on_done: Callable[[HandoffId, PushResult | HandoffError], None],
         *,
-        on_unfetched: Callable[[HandoffId], None] = lambda handoff: None,
-        connect: Connect = GrpcPeerStream,
+        on_unfetched: Callable[[HandoffId], None] = lambda handoff: None,  # a fetch was refused; on a channel thread
+        connect: Connect = GrpcPeerStream,  # for workers that share a process
     ) -> None:
         self._end = Endpoint(kv, me, fingerprint, settings, tuple(transports))
         self._connect = connect
@@ -133,39 +126,37 @@ class Sender:
         self._watch.start()
 
     def begin(self, job: PushJob) -> None:
-        """Start a handoff: its channel is built and it is offered while the prompt is computed. Returns at once.
-
-        Raises ValueError for a job that contradicts itself or is under way already, ChannelBroken after `close`;
-        `on_done` is not called then.
+        """Start a push without waiting: channel and offer are set up while the prompt is computed. Raises ValueError if
+        the job is inconsistent or already under way, ChannelBroken after `close`; then `on_done` is not called.
         """
         if not 0 <= job.skip < job.known_tokens:
             raise ValueError(f"push {job.handoff}: {job.skip} of {job.known_tokens} positions skipped")
         while not self._give(job):
-            pass  # the link broke in between; the next one is new
+            pass  # the channel broke in between; the next one is new
 
     def computed(self, handoff: HandoffId, blocks: Sequence[int], layers: int, end: int) -> None:
-        """KV of the first `layers` layers is final up to position `end`, in `blocks`, which must stay as they are until
-        `on_done` or `withdraw`. Unknown, ended: no-op.
+        """Mark KV of the first `layers` layers as final up to position `end`. `blocks` must not change until `on_done`
+        or `withdraw`. No-op if the push is unknown or has ended.
         """
         for link in self._all():
             link.outbox.computed(handoff, blocks, layers, end)
 
     def withdraw(self, handoff: HandoffId) -> None:
-        """Its blocks go to somebody else now; what has not left will be computed again. Waits for a read under way."""
+        """Stop reading blocks that are about to be reused; unsent KV is recomputed. Waits for a read under way."""
         for link in self._all():
             link.outbox.withdraw(handoff)
 
     def finish(self, handoff: HandoffId, end: PushEnd) -> None:
-        """All positions are computed, and `computed` was told so: commit when all has left. Ended: no-op."""
+        """Commit a push once all its KV is sent. Call it after the last `computed`. No-op if the push has ended."""
         any(link.outbox.finish(handoff, end) for link in self._all())
 
     def abort(self, handoff: HandoffId) -> None:
-        """Give a push up, in whatever state: `on_done` follows soon, with StaleAttempt. Unknown: no-op."""
+        """Abort a push in any state: `on_done` follows soon, with StaleAttempt. No-op if the push is unknown."""
         for link in self._all():
             link.outbox.abort(handoff)
 
     def channels(self) -> tuple[Channel, ...]:
-        """Those that are open, each with what its probe said."""
+        """Return the open channels, each with its probed bandwidth."""
         return tuple(link.channel for link in self._all() if link.channel is not None and link.running)
 
     def close(self) -> None:
@@ -204,7 +195,7 @@ class Sender:
             link.outbox.retire()
 
     def _watch_deadlines(self) -> None:
-        """A thread of its own: the links' threads may each be held up by the wire for a whole deadline."""
+        """Expire late answers, on its own thread because the wire may block a channel's thread for a deadline."""
         while not self._closed.wait(self._end.settings.frame_deadline_s / LOOKS):
             for link in self._all():
                 link.outbox.expire()
@@ -215,19 +206,18 @@ class Sender:
     def _deliver(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
         try:
             self._on_done(handoff, outcome)
-        except Exception:  # the boundary to the worker: one bad callback must not cost the others theirs
+        except Exception:  # thread boundary: a failing callback must not stop the reports of other pushes
             log.exception("push_report_failed", handoff=handoff)
 
 
 class SendChannel:
-    """Runs from the start until it breaks, which is final. The state of its pushes is in `outbox`.
-
-    It has its first push before it runs: one that breaks at once has somebody to tell.
+    """A channel to one worker; a break is permanent. Its first push is queued before the thread starts,
+    so even an immediate break is reported. `outbox` has the state of the pushes.
     """
 
     def __init__(self, end: Endpoint, connect: Connect, job: PushJob, generation: int, reports: Reports) -> None:
         self.to = to = job.to
-        self.channel: Channel | None = None  # once it is open
+        self.channel: Channel | None = None
         self._end = end
         self._connect = connect
         self._name = ChannelName(end.me.incarnation, to.incarnation, generation)
@@ -243,11 +233,11 @@ class SendChannel:
         return self._thread.is_alive()
 
     def stop(self, why: str) -> None:
-        """Break the link, from any thread."""
+        """Break the channel. Called from any thread."""
         self.outbox.stop(ChannelBroken(f"channel {self._name} to {self.to}: {why}"))
 
     def join(self) -> None:
-        """Wait for the thread: at most the deadline of what is on the wire."""
+        """Wait for the thread, at most for the deadline of the frame on the wire."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -257,7 +247,7 @@ class SendChannel:
             except HandoffError as error:
                 self.outbox.stop(error, after_s=REASON_S)
                 log.info("channel_closed", worker=self.to, channel=str(self._name), reason=str(error))
-            except Exception as error:  # the boundary of this thread: whatever it is, every push gets its report
+            except Exception as error:  # thread boundary: every push gets its report
                 self.stop(f"{type(error).__name__}: {error}")
                 log.exception("channel_failed", worker=self.to, channel=str(self._name))
 
@@ -291,7 +281,7 @@ class SendChannel:
         return chosen.open(self._name, Side.SENDER, self._keys, ring, self._end.settings.frame_deadline_s)
 
     def _probe(self, channel: ChannelEnd, ring: Ring) -> float:
-        """Send the known pattern, wait until it was seen. Bytes per second, with the receiver's look at it."""
+        """Send the known pattern and wait for its acknowledgement. Return bytes per second, the check included."""
         frame = wire.frame(ring)
         patterns = [wire.pattern(number, frame.nbytes) for number in range(wire.FRAMES)]
         started = time.monotonic()
@@ -314,7 +304,7 @@ class SendChannel:
         )
 
     def _fill(self, channel: ChannelEnd, push: Push, frame: FrameSpec) -> bool:
-        """Read the frame's KV into the next slot; False: there is nothing to be sent any more."""
+        """Read the frame's KV into the next slot. Return False if the push has ended or was withdrawn."""
         started, data = time.monotonic(), channel.slot(self.outbox.window.number)[: frame.nbytes]
         with self.outbox.reading(push, frame) as blocks:
             if not blocks:
@@ -334,7 +324,7 @@ class SendChannel:
         if self.outbox.announce(push, frame):
             channel.start(number, frame.nbytes)
             if number >= ring.slots:
-                channel.finish(number - ring.slots)  # its slot has come back: it has left long ago
+                channel.finish(number - ring.slots)  # returns immediately: the slot was credited, so the frame has left
 
     def _say(self, command: pb.PeerCommand) -> None:
         express = self.outbox.bell.express

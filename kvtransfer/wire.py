@@ -1,7 +1,4 @@
-"""What both ends of a Peer stream say in the same words: announcements, and refusals as exceptions and back.
-
-The probe of a channel when it is opened: a known pattern, and how fast it came through.
-"""
+"""Messages that both ends of a Peer stream build and parse, and the probe that tests and measures a new channel."""
 
 from __future__ import annotations
 
@@ -29,18 +26,18 @@ if TYPE_CHECKING:
 
 
 class VersionRefused(OfferRefused):
-    """The other side speaks another protocol version, or another transport."""
+    """The peer uses another protocol version, or no common transport."""
 
 
 class FingerprintRefused(OfferRefused):
-    """The other side has another model, dtype or KV layout."""
+    """The peer has another model, dtype or KV layout."""
 
 
 class FrameRefused(ChannelBroken):
-    """A frame, or a step of the protocol, that was not agreed. Nothing was received for it; the channel is closed."""
+    """A frame or protocol step that was not agreed. Nothing was received for it; the channel is closed."""
 
 
-# Read downwards: the first type that fits an exception is its reason.
+# The first type that fits an exception gives its reason.
 _REASONS: tuple[tuple[pb.HandoffRefusal.ValueType, type[HandoffError]], ...] = (
     (pb.HANDOFF_REFUSAL_VERSION, VersionRefused),
     (pb.HANDOFF_REFUSAL_FINGERPRINT, FingerprintRefused),
@@ -53,7 +50,7 @@ _REASONS: tuple[tuple[pb.HandoffRefusal.ValueType, type[HandoffError]], ...] = (
 
 
 def offer_of(job: PushJob, fingerprint: str) -> Iterator[pb.PeerCommand]:
-    """What the receiver may refuse before any KV moves, and what the sender would like to be sent itself."""
+    """Yield the offer, which the receiver may refuse before any KV moves, and the job's request for a fetch."""
     handoff = convert.handoff_to_pb(job.handoff)
     lengths = {"known_tokens": job.known_tokens, "skip": job.skip}
     yield pb.PeerCommand(offer=pb.Offer(handoff=handoff, fingerprint=fingerprint, verify_kv=job.verify, **lengths))
@@ -63,7 +60,7 @@ def offer_of(job: PushJob, fingerprint: str) -> Iterator[pb.PeerCommand]:
 
 
 def commit_of(handoff: HandoffId, end: PushEnd, digests: Sequence[bytes], kv_digest: bytes) -> pb.Commit:
-    """All that decoding needs beside KV, and what the KV must add up to."""
+    """Build the commit: everything that decoding needs except KV, and the digests of the KV."""
     return pb.Commit(
         handoff=convert.handoff_to_pb(handoff),
         spec=None if end.spec is None else convert.spec_to_pb(end.spec),
@@ -75,7 +72,7 @@ def commit_of(handoff: HandoffId, end: PushEnd, digests: Sequence[bytes], kv_dig
 
 
 def end_of(message: pb.Commit) -> PushEnd:
-    """What `commit_of` was given. Raises InvalidRequest; FrameRefused for a thinking state of no sequence."""
+    """Parse a commit. Raises InvalidRequest, or FrameRefused for a thinking state without a sequence."""
     spec = convert.spec_from_pb(message.spec) if message.HasField("spec") else None
     thinking = thinking_from_pb(message.thinking) if message.HasField("thinking") else None
     if spec is None and thinking is not None:
@@ -84,7 +81,7 @@ def end_of(message: pb.Commit) -> PushEnd:
 
 
 def announcement(handoff: HandoffId | None, sequence: int, frame: FrameSpec) -> pb.FrameAnnounce:
-    """Frame number `sequence` of the channel is this rectangle of the handoff; None: a piece of the probe's pattern."""
+    """Announce `frame` as number `sequence` of the channel. `handoff` is None for a frame of the probe."""
     message = pb.FrameAnnounce(sequence=sequence, **asdict(frame))
     if handoff is not None:
         message.handoff.CopyFrom(convert.handoff_to_pb(handoff))
@@ -92,12 +89,12 @@ def announcement(handoff: HandoffId | None, sequence: int, frame: FrameSpec) -> 
 
 
 def frame_of(message: pb.FrameAnnounce) -> FrameSpec:
-    """The rectangle that was announced; nothing of it is checked."""
+    """Parse an announcement without any check."""
     return FrameSpec(message.layer_begin, message.layer_end, message.begin, message.end, message.nbytes)
 
 
 def refusal_to_pb(error: BatonError, handoff: HandoffId | None = None) -> pb.PeerReply:
-    """`handoff` None: the refusal ends the stream. What is no HandoffError (a malformed message) counts as FRAME."""
+    """Build a refusal; without `handoff` it ends the stream. Errors other than HandoffError have the reason FRAME."""
     reason = next((reason for reason, kind in _REASONS if isinstance(error, kind)), pb.HANDOFF_REFUSAL_FRAME)
     refused = pb.HandoffRefused(reason=reason, detail=str(error))
     if handoff is not None:
@@ -106,22 +103,22 @@ def refusal_to_pb(error: BatonError, handoff: HandoffId | None = None) -> pb.Pee
 
 
 def refusal_from_pb(refused: pb.HandoffRefused) -> HandoffError:
-    """A reason that this version does not know is a plain HandoffError."""
+    """Parse a refusal. An unknown reason gives a plain HandoffError."""
     kind = dict(_REASONS).get(refused.reason, HandoffError)
     return kind(refused.detail)
 
 
 FRAMES = 4
-_MOST = 1 << 20  # bytes of a frame: enough to see the bandwidth, few enough not to be felt
+_MOST = 1 << 20  # bytes of a frame: enough to measure the bandwidth, too few to delay the channel
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def frame(ring: Ring) -> FrameSpec:
-    """What is announced for each frame of the probe: a rectangle of nothing."""
+    """Return the shape of every frame of the probe: bytes without layers or positions."""
     return FrameSpec(0, 0, 0, 0, min(ring.size, _MOST))
 
 
 def pattern(number: int, nbytes: int) -> Tensor:
-    """What frame `number` of a channel holds: uint8 [nbytes], no two words of it alike, no two frames alike."""
+    """Return the content of probe frame `number`: uint8 [nbytes], without equal words or equal frames."""
     words = np.arange(1, -(-nbytes // 8) + 1, dtype=np.uint64) * _STEP + np.uint64(number << 32)
     return torch.from_numpy(words.view(np.uint8)[:nbytes])

@@ -1,4 +1,4 @@
-"""Composition of a prefill worker, for a plain process and for the Ray actor alike."""
+"""Composition of a prefill worker, for a plain process and for the Ray actor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prefill_workers.worker import PrefillWorker
 
 
 class HostedPrefill(PrefillWorker):
-    """The role with its sender, and with the listener for what it fetches."""
+    """The role with its sender, and with the listener for KV that it fetches."""
 
     def __init__(self, parts: RoleDeps) -> None:
         self.counts = Counts()
@@ -37,7 +37,7 @@ class HostedPrefill(PrefillWorker):
 
     @property
     def busy(self) -> bool:
-        """See `HostedRole.busy`: KV is being pushed."""
+        """See `WorkerRole.busy`: whether KV is being pushed."""
         return any(not work.waits for work in list(self._work.values()))
 
     def load(self, load: Load) -> Load:

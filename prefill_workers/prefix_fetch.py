@@ -1,7 +1,7 @@
-"""Fetching a prompt's beginning from the decode worker that has it, when that is cheaper than computing it.
+"""Fetch of a prompt's prefix from the decode worker that caches it, if that is cheaper than computing it.
 
 expect ──offer──> RECEIVING ──commit──> in the prefix cache, where the prompt finds it
-   └──refused, aborted, lost, too late──> the prompt is computed from where it was
+   └──refused, aborted, lost, too late──> the prompt is computed after the prefix cached here
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ if TYPE_CHECKING:
     from baton.engine.engine import Engine
     from kvtransfer.handoff import CommitState, Offer
 
-_WEIGHT = 0.3  # of what was seen last
-_MEASURED_TOKENS = 32  # of a step that says what computing costs
-_LEAST_S = 0.5  # that a fetch is waited for
-_SPARED = 6  # times as long as it was waited for, nothing is asked of who was late: each time costs a prompt as much
+_WEIGHT = 0.3  # of the newest sample
+_MEASURED_TOKENS = 32  # smallest step that counts as a sample of the compute cost
+_LEAST_S = 0.5  # shortest timeout of a fetch
+_SPARED = 6  # back-off after a timed-out fetch, in timeouts, because every timeout delays a prompt that long
 
 
 class CostModel:
-    """What computing and fetching cost, as they did lately. Pure. Nothing is fetched before something was computed."""
+    """Costs of computing and fetching, from recent samples. Pure. Nothing is fetched before a prompt was computed."""
 
     def __init__(self, fetch_s: float = 0.02, bytes_per_s: float = 1e9) -> None:
-        self._fetch_s = fetch_s  # of a fetch of nothing, until one was seen
+        self._fetch_s = fetch_s  # cost of an empty fetch, until one was seen
         self._byte_s = 1 / bytes_per_s
         self._token_s: float | None = None
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """A step with this many prompt tokens took so long."""
+        """Record that a step with `tokens` prompt tokens took `seconds`."""
         self._token_s = _smoothed(self._token_s, seconds / tokens)
 
     def fetched(self, nbytes: int, seconds: float) -> None:
-        """A fetch of this many bytes took so long, from the wish to the last block."""
+        """Record that a fetch of `nbytes` took `seconds`, from the request to the last block."""
         expected = self._fetch_s + nbytes * self._byte_s
         self._fetch_s *= 1 + _WEIGHT * (seconds / expected - 1)
         self._byte_s *= 1 + _WEIGHT * (seconds / expected - 1)
 
     def computing_s(self, tokens: int) -> float:
-        """How long computing `tokens` takes; 0 as long as nothing was computed."""
+        """Return the time to compute `tokens`, or 0 before the first sample."""
         return tokens * (self._token_s or 0.0)
 
     def worth(self, tokens: int, nbytes: int) -> bool:
-        """Is fetching the KV of `tokens` cheaper than computing it?"""
+        """Whether fetching the KV of `tokens` is cheaper than computing it."""
         return self._fetch_s + nbytes * self._byte_s < self.computing_s(tokens)
 
 
@@ -61,40 +61,32 @@ def _smoothed(old: float | None, new: float) -> float:
 
 @dataclass(slots=True)
 class Fetch:
-    """KV of positions [begin, end) on its way from `source` into `allocation`. `lock` guards its state and all writes.
-
-    `within_s`: how long to wait for it. `accepted`: it was offered. `whole`: all of it came. `over`: nothing is written
-    any more.
-    """
+    """A transfer of positions [begin, end) from `source` into `allocation`. `lock` guards its state and all writes."""
 
     source: WorkerRef
     begin: int
     end: int
     allocation: Allocation
-    names: list[bytes]
+    names: list[bytes]  # block hashes
     started: float
-    within_s: float
-    accepted: bool = False
-    whole: bool = False
-    over: bool = False
+    within_s: float  # timeout
+    accepted: bool = False  # offered
+    whole: bool = False  # received completely
+    over: bool = False  # nothing is written any more
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Fetches:
-    """What is being fetched, and whether it pays. Implements `kvtransfer.handoff.HandoffTable`.
-
-    `on_end(handoff)` is called when one has ended, from any thread: the engine thread then calls `end`. Nothing is
-    fetched for a model that `thinks`: KV would come without the thoughts that go with it.
-    """
+    """All fetches, and the decision whether to fetch. Implements `kvtransfer.handoff.HandoffTable`."""
 
     def __init__(
         self,
         engine: Engine,
         clock: Clock,
         within_s: float,
-        on_end: Callable[[HandoffId], None],
+        on_end: Callable[[HandoffId], None],  # a fetch ended; from any thread; the engine thread then calls `end`
         *,
-        thinks: bool = False,
+        thinks: bool = False,  # never fetch, because KV would come without its thoughts
     ) -> None:
         self.fetched_tokens = 0
         self._thinks = thinks
@@ -105,16 +97,15 @@ class Fetches:
         self._on_end = on_end
         self._cost = CostModel()
         self._step_began: float | None = None
-        self._spared: dict[WorkerRef, float] = {}  # who was late, until when
+        self._spared: dict[WorkerRef, float] = {}  # late sources, each with the end of its back-off
         self._lock = threading.Lock()
         self._fetches: dict[HandoffId, Fetch] = {}
 
     # --- the engine thread ---------------------------------------------------------------------------------------
 
     def begin(self, handoff: HandoffId, spec: SequenceSpec, source: WorkerRef, there: int) -> tuple[int, int] | None:
-        """The positions that `source`, which has the first `there`, is to be asked for before the prompt is computed.
-
-        None: that would not pay, or there is no room. They are whole blocks that are not in the cache here.
+        """Start a fetch from `source`, which caches the first `there` positions, and return its positions. They are
+        whole blocks that are not cached here. Return None if a fetch does not pay or no blocks are free.
         """
         if self._thinks:
             return None
@@ -132,7 +123,7 @@ class Fetches:
         if allocation is None:
             return None
         self._history.blocks("owned", handoff, allocation, part="fetch")
-        # At the worst, a prompt whose KV does not come takes twice as long as without the attempt, and the least wait.
+        # At worst, a failed fetch doubles the time of a prompt and adds the shortest timeout.
         within_s = min(self._within_s, max(self._cost.computing_s(missing * size), _LEAST_S))
         began = self._clock.monotonic()
         fetch = Fetch(source, begin * size, len(names) * size, allocation, names[begin:], began, within_s)
@@ -141,7 +132,7 @@ class Fetches:
         return fetch.begin, fetch.end
 
     def end(self, handoff: HandoffId) -> bool:
-        """Nothing is written for it any more; what came as a whole is in the cache. False: there was none."""
+        """End a fetch and cache its blocks if all of them came. Return False if there was none."""
         with self._lock:
             fetch = self._fetches.pop(handoff, None)
         if fetch is None:
@@ -160,12 +151,12 @@ class Fetches:
         return True
 
     def holdings(self) -> dict[HandoffId, Allocation]:
-        """The blocks that each comes to."""
+        """Return the blocks of each fetch."""
         with self._lock:
             return {handoff: fetch.allocation for handoff, fetch in self._fetches.items()}
 
     def late(self) -> list[HandoffId]:
-        """Those that took too long. Who was to send them is not asked again for a while."""
+        """Return the fetches past their timeout, and start the back-off of their sources."""
         now = self._clock.monotonic()
         self._spared = {source: until for source, until in self._spared.items() if until > now}
         with self._lock:
@@ -175,11 +166,11 @@ class Fetches:
         return list(late)
 
     def step_began(self) -> None:
-        """To learn what computing costs."""
+        """Start measuring a step."""
         self._step_began = self._clock.monotonic()
 
     def step_ended(self, tokens: int) -> None:
-        """So many tokens were computed."""
+        """Record a step's cost if it computed enough `tokens`."""
         if self._step_began is not None and tokens >= _MEASURED_TOKENS:
             self._cost.computed(tokens, self._clock.monotonic() - self._step_began)
         self._step_began = None
@@ -195,7 +186,7 @@ class Fetches:
     # --- kvtransfer.handoff.HandoffTable -------------------------------------------------------------------------
 
     def offer(self, handoff: HandoffId, sender: WorkerRef, offer: Offer) -> None:
-        """Raises StaleAttempt or OfferRefused for what was not asked for."""
+        """Accept the requested positions, once. Raises StaleAttempt or OfferRefused for any other offer."""
         fetch = self._fetch(handoff, sender)
         with fetch.lock:
             if (offer.skip, offer.known_tokens) != (fetch.begin, fetch.end) or fetch.accepted:
@@ -204,7 +195,7 @@ class Fetches:
 
     @contextlib.contextmanager
     def writing(self, handoff: HandoffId, sender: WorkerRef) -> Iterator[Sequence[int]]:
-        """Blocks by position; those before what is fetched are no blocks of anybody, and are not written."""
+        """Yield blocks by position. Ids before the fetched positions are placeholders and must not be written."""
         fetch = self._fetch(handoff, sender)
         with fetch.lock:
             if fetch.over or not fetch.accepted:
@@ -212,7 +203,7 @@ class Fetches:
             yield [0] * (fetch.begin // self._engine.layout.block_size) + fetch.allocation.blocks
 
     def commit(self, handoff: HandoffId, sender: WorkerRef, commit: CommitState) -> None:
-        """All of it came."""
+        """Accept the complete fetch. Raises StaleAttempt if it has ended."""
         fetch = self._fetch(handoff, sender)
         with fetch.lock:
             if fetch.over or not fetch.accepted or commit.spec is not None:
@@ -221,18 +212,18 @@ class Fetches:
         self._on_end(handoff)
 
     def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int, *, verify: bool = False) -> None:
-        """Nobody fetches from a prefill worker."""
+        """Refuse, because prefill workers serve no fetches."""
         raise OfferRefused("a prefill worker is not asked for KV")
 
     def aborted(self, handoff: HandoffId, sender: WorkerRef) -> None:
-        """It gave up."""
+        """End a fetch that its source aborted."""
         with self._lock:
             fetch = self._fetches.get(handoff)
         if fetch is not None and fetch.source == sender and not fetch.over:
             self._on_end(handoff)
 
     def lost(self, sender: WorkerRef) -> None:
-        """The channel is closed."""
+        """End all accepted fetches from a source with a closed channel."""
         with self._lock:
             found = [handoff for handoff, fetch in self._fetches.items() if fetch.source == sender and fetch.accepted]
         for handoff in found:

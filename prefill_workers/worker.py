@@ -1,10 +1,7 @@
-"""What a prefill worker does: compute the prompt and the first token, push the KV meanwhile, forget.
+"""The prefill worker role: compute a prompt and its first token, push the KV during the computation, then forget it.
 
-Every method runs on the engine thread, but `push_ended`, which the sender calls from a transfer thread.
-
-What a prefill worker tells routers of each step and of each push: events, with the time that it took.
-
-What a prefill worker knows of one handoff.
+Events for routers come first, then `PrefillJob` and choices over all jobs, then `PrefillWorker`. Every method runs on
+the engine thread except `push_ended` and `fetch_ended`, which other threads call.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def in_step(step: Iterable[StepWork], works: Mapping[HandoffId, PrefillJob], began: float) -> None:
-    """The first layer of a step that began then is there."""
+    """Record for each job that the first layer of a step is done; the step began at `began`."""
     for item in step:
         if (work := works.get(item.sequence.key)) is not None:
             work.times.in_step(began, streams=work.streams)
@@ -55,7 +52,7 @@ def in_step(step: Iterable[StepWork], works: Mapping[HandoffId, PrefillJob], beg
 def stepped(
     result: StepResult, works: Mapping[HandoffId, PrefillJob]
 ) -> Iterator[tuple[PrefillJob, list[worker_pb2.WorkerEvent]]]:
-    """In the order in which each router is to hear it. Those that failed are not forgotten yet."""
+    """Yield events in the order in which routers must receive them. Failed jobs are not forgotten yet."""
     for key, thoughts in result.thoughts:
         if (work := works.get(key)) is not None:
             work.thoughts.add(thoughts)
@@ -77,7 +74,7 @@ def _output(item: SequenceOutput, work: PrefillJob) -> list[worker_pb2.WorkerEve
 
 
 def pushed(handoff: HandoffId, outcome: PushResult | HandoffError, work: PrefillJob) -> Event:
-    """A push ended."""
+    """Return the event for an ended push."""
     if isinstance(outcome, PushResult):
         said = events.pushed(
             handoff,
@@ -97,44 +94,39 @@ def pushed(handoff: HandoffId, outcome: PushResult | HandoffError, work: Prefill
 
 @dataclass(slots=True)
 class PrefillJob:
-    """One handoff here. `streams`: its KV leaves layer by layer, it is long. `first`: what was sampled, once it was.
-
-    `waits`: its push failed, and its KV waits for a Repush or a Release.
-    """
+    """One handoff on this worker."""
 
     session: Session
     spec: SequenceSpec
     deadline: float | None
-    streams: bool
+    streams: bool  # whether KV is sent layer by layer, because it is long
     times: PrefillTimes
-    first: SequenceOutput | None = None
-    waits: bool = False
+    first: SequenceOutput | None = None  # the sampled first token
+    waits: bool = False  # its push failed, and its KV waits for a retransfer or a Release
     thoughts: Thoughts = field(default_factory=Thoughts)
 
     def said(self, handoff: HandoffId) -> list[worker_pb2.WorkerEvent]:
-        """All that its router was told of what came of it, under this name: nobody may listen to the older one."""
+        """Repeat all events about the output under the new handoff, because the router may have left the old one."""
         first = events.output(replace(self.first, key=handoff)) if self.first is not None else []
         return self.thoughts.said(handoff) + first
 
     def end(self, thinking: ThinkingState | None) -> PushEnd:
-        """What its push ends with, once its first token was sampled."""
+        """Return the end of the push, which includes the sampled first token."""
         tokens = self.first.tokens if self.first is not None else ()
         known = (*self.spec.known, *(token.token_id for token in tokens))
         return PushEnd(replace(self.spec, known=known), tokens, thinking)
 
     @property
     def state(self) -> str:
-        """Of one that has blocks."""
+        """State of a job that has blocks."""
         if self.waits:
             return "waiting"
         return "prefilling" if self.first is None else "pushing"
 
 
 def final(item: StepWork, layer: int, layers: int) -> Iterator[tuple[int, int]]:
-    """KV that may leave now that `layer` is written: (so many of `layers`, the first so many positions).
-
-    What was computed before the step is final, in all layers. So is what the step writes, but of a sequence that is not
-    settled: its end may be rolled back when the step ends.
+    """Yield (layers, positions) of KV that may be sent once `layer` is written. KV from before the step is final in all
+    layers. So is KV of the step, unless the sequence is not settled: a rollback may still remove its end.
     """
     sequence = item.sequence
     if layer == 0 and sequence.computed:
@@ -144,16 +136,15 @@ def final(item: StepWork, layer: int, layers: int) -> Iterator[tuple[int, int]]:
 
 
 def overdue(works: Mapping[HandoffId, PrefillJob], now: float) -> list[tuple[HandoffId, PrefillJob]]:
-    """Whose deadline passed before they were computed, or while their KV waited for a Repush."""
+    """Return jobs that passed their deadline before they were computed, or while their KV waited for a retransfer."""
     late = [(handoff, work) for handoff, work in works.items() if work.deadline is not None and work.deadline <= now]
     return [(handoff, work) for handoff, work in late if work.first is None or work.waits]
 
 
 def spare(works: Mapping[HandoffId, PrefillJob]) -> HandoffId | None:
-    """Whose KV to give up if prompts find no room: the oldest that waits for a Repush, unless a push is under way.
-
-    That one will free blocks by itself. KV that waits may do so for ever: who is to take it may have no room before one
-    of these prompts is computed.
+    """Return the job to drop if prompts find no capacity: the oldest that waits for a retransfer. Return None while a
+    push is under way, because it will free blocks. Otherwise the jobs may deadlock: the next decode worker may have no
+    capacity before one of these prompts is computed.
     """
     computed = [(handoff, work.waits) for handoff, work in works.items() if work.first is not None]
     return computed[0][0] if computed and all(waits for _, waits in computed) else None
@@ -164,7 +155,7 @@ def held_blocks(
     fetched: Mapping[HandoffId, Blocks],
     computed: Iterable[tuple[HandoffId, Blocks | None]],
 ) -> Iterator[Holding]:
-    """Of each handoff what it holds, and by whose wish."""
+    """List the blocks of each handoff with its router."""
     for handoff, fetch in fetched.items():
         yield _holding(works.get(handoff), handoff, "fetching", fetch)
     for handoff, allocation in computed:
@@ -181,11 +172,7 @@ log = structlog.get_logger(__name__)
 
 
 class PrefillWorker:
-    """Prompts come as commands, leave as KV; `attach` gives it the sender it pushes with.
-
-    KV of more than `coalesce_below` bytes leaves while the prompt is computed, shorter ones when it is. What the decode
-    worker has already of a prompt is fetched from there if that is cheaper than computing it, within `fetch_s`.
-    """
+    """The prefill role: prompts arrive as commands and leave as KV through the sender given to `attach`."""
 
     def __init__(
         self,
@@ -194,8 +181,8 @@ class PrefillWorker:
         loop: EngineLoop,
         clock: Clock,
         *,
-        coalesce_below: int = 0,
-        fetch_s: float = 10.0,
+        coalesce_below: int = 0,  # bytes; more KV is sent while the prompt is computed, less KV afterwards
+        fetch_s: float = 10.0,  # timeout of a fetch, which is tried only if cheaper than computing
     ) -> None:
         self._info, self._engine, self._loop = info, engine, loop
         self._clock = clock
@@ -238,7 +225,7 @@ class PrefillWorker:
         streams = self._streams(spec, message.skip)
         self._engine.validate(spec)
         self._attempts.saw(handoff)
-        if spec.known and (finish := self._engine.finish_of(spec)) is not None:  # there is nothing to compute
+        if spec.known and (finish := self._engine.finish_of(spec)) is not None:
             session.emit([events.finished(handoff, finish)])
             return
         self._history.step("prefill", handoff)
@@ -250,11 +237,11 @@ class PrefillWorker:
         self._begin(PushJob(handoff, to, len(spec), message.skip, fetch, spec.deterministic))
 
     def fetch_ended(self, handoff: HandoffId) -> None:
-        """The KV came, or will not. From any thread."""
+        """Continue with a prompt after its fetch succeeded or failed. Called from any thread."""
         self._loop.submit(partial(self._fetched, handoff))
 
     def _fetched(self, handoff: HandoffId) -> None:
-        """Compute the prompt, from wherever its KV is there."""
+        """Submit the prompt to the engine, which computes only the part without KV."""
         ended, work = self.fetches.end(handoff), self._work.get(handoff)
         if ended and work is not None:
             self._engine.submit(handoff, work.spec, hold=True)
@@ -294,7 +281,7 @@ class PrefillWorker:
         except StaleAttempt as error:
             session.emit([events.refused(handoff, worker_pb2.REFUSAL_REASON_STALE, str(error))])
             return False
-        if handoff in self._work:  # for so long that it was forgotten
+        if handoff in self._work:  # too old for `Attempts` to remember
             raise InvalidRequest.of("handoff", f"{handoff} is already here")
         return True
 
@@ -308,7 +295,7 @@ class PrefillWorker:
         assert self._pusher is not None
         try:
             self._pusher.begin(job)
-        except (HandoffError, ValueError) as error:  # it was not taken, so nothing else reports its end
+        except (HandoffError, ValueError) as error:  # rejected, so nothing else reports its end
             log.warning("push_refused", handoff=job.handoff, error=str(error))
             self._pushed(job.handoff, error if isinstance(error, HandoffError) else HandoffError(str(error)))
 
@@ -319,16 +306,16 @@ class PrefillWorker:
             work.session.emit([events.failed(handoff, StaleAttempt(f"released by router {session.router_id}"))])
 
     def drain(self) -> None:
-        """See `HostedRole.drain`. KV that waits for a Repush is still to be handed over, too."""
+        """See `WorkerRole.drain`. KV that waits for a retransfer is still handed over."""
         self.draining = True
 
     @property
     def idle(self) -> bool:
-        """See `HostedRole.idle`."""
-        return not self._work  # what is fetched is fetched for one of these
+        """See `WorkerRole.idle`."""
+        return not self._work  # each fetch belongs to one of these
 
     def leave(self) -> None:
-        """See `HostedRole.leave`. What is computed may still be handed over; the rest is computed elsewhere."""
+        """See `WorkerRole.leave`. Computed prompts may still be handed over; the rest is computed elsewhere."""
         self.drain()
         for handoff, work in list(self._work.items()):
             if work.first is None:
@@ -340,11 +327,11 @@ class PrefillWorker:
             self._drop(handoff)
 
     def holdings(self) -> Iterator[Holding]:
-        """See `RoleBehaviour.held_blocks`."""
+        """See `RoleBehaviour.holdings`."""
         return held_blocks(self._work, self.fetches.holdings(), self._engine.holdings())
 
     def _drop(self, handoff: HandoffId) -> None:
-        """Give a handoff up, and its push. The engine has the push withdrawn before it lets go of the blocks."""
+        """Abort a handoff and its push. The engine withdraws the push before it frees the blocks."""
         self.fetches.end(handoff)
         if handoff in self._work and self._pusher is not None:
             self._pusher.abort(handoff)
@@ -375,7 +362,7 @@ class PrefillWorker:
             self._hand_over(item)
 
     def _layer_done(self, step: list[StepWork], layer: int) -> None:
-        """In the middle of a step: the KV of a layer is there."""
+        """Pass finished KV of one layer to the sender, in the middle of a step."""
         assert self._pusher is not None
         self._loop.progressed()
         if layer == 0:
@@ -394,7 +381,7 @@ class PrefillWorker:
         if work is None or self._pusher is None:
             return
         if item.finish is not None:
-            self._drop(item.key)  # the first token ended it: there is nothing to commit
+            self._drop(item.key)  # the first token ended the request: nothing to commit
             return
         work.first = item
         self._finish(item.key, work)
@@ -406,11 +393,11 @@ class PrefillWorker:
         self._pusher.finish(handoff, work.end(self._engine.thinking_state(handoff)))
 
     def push_ended(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
-        """The sender will not read this handoff's blocks any more. From a transfer thread, once per push."""
+        """Handle the end of a push: the sender no longer reads its blocks. Called once, from a transfer thread."""
         self._loop.submit(partial(self._pushed, handoff, outcome))
 
     def _pushed(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
-        self._fetched(handoff)  # which is not waited for: what it was to come from is gone
+        self._fetched(handoff)  # waits no longer for a fetch, because its source is gone
         work = self._work.get(handoff)
         if isinstance(outcome, PushResult):
             self._forget(handoff, "pushed")
@@ -420,12 +407,12 @@ class PrefillWorker:
             work.waits = True
             self._history.step("failed", handoff, error=type(outcome).__name__, held=True)
         else:
-            self._forget(handoff, "failed")  # bytes that changed on the way are computed again
+            self._forget(handoff, "failed")  # corrupted KV is computed again
         if work is not None:
             work.session.emit([pushed(handoff, outcome, work)])
 
     def tick(self) -> None:
-        """Give up prompts whose deadline passed before they were computed, KV that nobody wants, and late fetches."""
+        """Drop overdue prompts and KV that blocks other prompts; stop waiting for late fetches."""
         if (held := spare(self._work)) is not None and self._engine.load().starved:
             self._drop(held)
         for handoff in self.fetches.late():

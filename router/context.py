@@ -121,13 +121,10 @@ class RouterContext:
             prefixes=prefixes,
             slo_itl_s=settings.slo_itl_s,
         )
-        bounds = QueueLimits(settings.queue_max_requests, settings.queue_max_tokens, settings.queue_max_wait_s)
-        self.admission = Admission(
-            self.pool.place, Placement.release, self.pool.can_serve, clock, bounds, settings.tenants
-        )
-        self.alike = CapabilityWait(
-            self.pool.can_serve, self.pool.reasons_not_to_serve, clock, bounds.wait_s, bounds.requests
-        )
+        limits = QueueLimits(settings.queue_max_requests, settings.queue_max_tokens, settings.queue_max_wait_s)
+        pool = self.pool
+        self.admission = Admission(pool.place, Placement.release, pool.can_serve, clock, limits, settings.tenants)
+        self.alike = CapabilityWait(pool.can_serve, pool.reasons_not_to_serve, clock, limits.wait_s, limits.requests)
         self.pool.on_change = self._changed
         self.pool.local_prefill, self.pool.colocated = settings.local_prefill, settings.colocated
         self.pool.alone, self.pool.chunk = ALONE[settings.policy], settings.chunk

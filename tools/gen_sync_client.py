@@ -36,7 +36,7 @@ NAMES = {
 }
 HEADER = "# Generated from {source} by tools/gen_sync_client.py; do not edit.\n"
 DOCS = {
-    "aio.py": "The blocking client. What is decided is decided in the modules beside.",
+    "aio.py": "The blocking client. `_retry`, `_messages` and `_accumulator` make the decisions.",
     "AsyncClient": """A connection to a router, for any number of threads.
 
     >>> from baton import Client
@@ -49,22 +49,21 @@ DOCS = {
     >>> text
     'dog'
 
-    An option that does not exist is refused before anything is sent, and what the server refuses is a typed error:
+    An unknown option raises TypeError before anything is sent. A rejection by the server raises a typed error.
 
     >>> with Client(target) as client:
     ...     client.generate("The color of dog", max_token=8)
     Traceback (most recent call last):
     TypeError: unknown option 'max_token'; did you mean 'max_tokens'?
 
-    `target` is the router's `host:port`, or those of several with commas between them: when one cannot be reached, the
-    next one is asked. `token` is sent as bearer token. `tls` is a CA file, its bytes, or a folder of
-    `baton certs`. `timeout` bounds each call in
-    seconds, retries included. A call is tried `max_retries` times more when that can help, after the delay that the
-    server asks for and a random one. `admin` is the address for `cluster`. Raises ConfigError.
-    All methods raise the errors of `baton.errors`.
+    `target` is the router's `host:port`, or a comma-separated list; if one cannot be reached, the next one is tried.
+    `token` is sent as bearer token. `tls` is a CA file, its bytes, or a folder of `baton certs`. `timeout` limits each
+    call in seconds, retries included. A call is retried at most `max_retries` times if that can help, after the
+    server's retry delay plus a random one. `admin` is the address for `cluster`. The constructor raises ConfigError,
+    methods raise the errors of `baton.errors`.
     """,
     "AsyncStream": """\
-An answer as it comes: iterate over its `Delta`s; leaving the `with` block cancels what still runs.
+An answer in progress: iterate over its `Delta`s. Leaving the `with` block cancels it.
 
     >>> with Client(target) as client, client.stream("The color of dog", temperature=0) as stream:
     ...     for delta in stream:
@@ -74,8 +73,8 @@ An answer as it comes: iterate over its `Delta`s; leaving the `with` block cance
     >>> stream.text, stream.usage.completion_tokens
     (' can vary widely', 3)
 
-    When the connection is lost, a request that the server can resume (`resumable_s`) goes on where it was, there or at
-    the next router of the client: nothing is said twice and nothing is missing. `resumed` counts how often.
+    If the connection is lost, a resumable request (`resumable_s`) continues there or at the client's next router. No
+    text is repeated or lost. `resumed` counts these breaks.
     """,
 }
 

@@ -1,4 +1,4 @@
-"""`baton bench compare A.json B.json`: two reports beside each other, and what was not the same about them."""
+"""`baton bench compare A.json B.json`: two reports side by side, and the differences between their options."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ RATES = {"requests_per_s": "requests/s", "tokens_per_s": "new tokens/s", "comple
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was asked for, options and goals, and what came of it."""
+    """The options and goals of a run, and its figures."""
 
     asked: Mapping[str, Any]
     figures: Mapping[str, float]
 
 
 def compare(first: Path, second: Path, *, as_json: bool) -> None:
-    """Print each figure of both and the second divided by the first. Raises BadParameter for what is no report."""
+    """Print each figure of both reports and their ratio B / A. Raises BadParameter if a file is not a report."""
     a, b = load(first), load(second)
     found = {"a": str(first), "b": str(second), "differs": differences(a, b), "figures": figures(a, b)}
     typer.echo(json.dumps(found) if as_json else table(found))
 
 
 def load(path: Path) -> Report:
-    """A report, of --json or --out. Raises BadParameter (exit code 2) for anything else."""
+    """Read a report of --json or --out. Raises BadParameter (exit code 2) for anything else."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -48,14 +48,14 @@ def load(path: Path) -> Report:
 
 
 def differences(a: Report, b: Report) -> dict[str, list[Any]]:
-    """What was asked for of one but not of the other: each option with both of its values, and the goals."""
+    """Return the options and goals that differ, each with both values."""
     names = list(dict.fromkeys([*a.asked, *b.asked]))
     both = {name: [each.asked.get(name) for each in (a, b)] for name in names}
     return {name: values for name, values in both.items() if values[0] != values[1]}
 
 
 def figures(a: Report, b: Report) -> dict[str, list[float | None]]:
-    """By name: of A, of B, and B divided by A; None where there is none."""
+    """Return by name the figures of A and B and their ratio B / A. Missing values are None."""
     pairs = {name: (a.figures.get(name), b.figures.get(name)) for name in dict.fromkeys([*a.figures, *b.figures])}
     return {name: [*pair, _ratio(*pair)] for name, pair in pairs.items()}
 
@@ -85,7 +85,7 @@ def _ratio(a: float | None, b: float | None) -> float | None:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """For people."""
+    """Format a comparison for people."""
     lines = [f"A {found['a']}", f"B {found['b']}"]
     lines += [f"  {name}: {a} in A, {b} in B" for name, (a, b) in found["differs"].items()] or ["  the same was asked"]
     lines.append(f"{'':<24}{'A':>12}{'B':>12}{'B / A':>10}")

@@ -1,4 +1,4 @@
-"""How many tokens a prompt and its answer have: a number, a distribution, or the pairs of a file."""
+"""Token counts of prompts and answers: a number, a distribution, or the pairs of a file."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from baton.errors import ConfigError
 
 KINDS = "N, fixed:N, uniform:LOW-HIGH, lognormal:MEAN,CV[,MOST], zipf:EXPONENT,MOST or file:PATH"
 LONGEST = 10_000_000  # tokens of any prompt or answer
-MOST_ZIPF = 1_000_000  # as each length is a number in memory
-LEAST_CV, MOST_CV = 1e-3, 1e3  # a coefficient of variation
+MOST_ZIPF = 1_000_000  # because each length takes memory
+LEAST_CV, MOST_CV = 1e-3, 1e3  # limits of a coefficient of variation
 BOUNDS = f"lengths from 1 to {LONGEST}, of zipf to {MOST_ZIPF}, CV from {LEAST_CV:g} to {MOST_CV:g}"
 Draw = Callable[[Random], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How long requests are: `draw` gives the tokens of a prompt and of its answer."""
+    """The lengths of requests: `draw` returns the tokens of a prompt and of its answer."""
 
     draw: Callable[[Random], tuple[int, int]]
 
     @classmethod
     def parse(cls, prompt: str, answer: str | None) -> Lengths:
-        """From texts of KINDS. A file with two numbers a line is the pairs of prompts and their answers, and then
-        `answer` must be None. Raises ConfigError naming what is wrong.
+        """Parse texts of KINDS. A file with two numbers per line contains pairs of prompt and answer lengths; `answer`
+        must then be None. Raises ConfigError with the wrong value.
         """
         if prompt.startswith("file:") and len((rows := _rows("prompt_tokens", prompt))[0]) == 2:
             if answer is not None:
@@ -67,7 +67,7 @@ def _uniform(text: str) -> Draw:
 
 
 def _lognormal(text: str) -> Draw:
-    """Of the mean and the coefficient of variation of the tokens themselves; what is above the most becomes it."""
+    """Parse the mean and coefficient of variation of the token counts. Larger values become MOST."""
     mean_text, cv_text, *most_texts = text.split(",")
     mean, cv = _positive(mean_text, LONGEST), variation(cv_text)
     (most,) = map(_whole, most_texts or [str(LONGEST)])
@@ -77,7 +77,7 @@ def _lognormal(text: str) -> Draw:
 
 
 def _zipf(text: str) -> Draw:
-    """A length of k tokens is as likely as k to the power of minus the exponent."""
+    """Draw a length k with a probability proportional to k to the power of minus the exponent."""
     exponent_text, most_text = text.split(",")
     exponent, most = _positive(exponent_text), _whole(most_text)
     if most > MOST_ZIPF:
@@ -100,7 +100,7 @@ def _whole(text: str) -> int:
 
 
 def variation(text: str) -> float:
-    """A coefficient of variation. Raises ValueError."""
+    """Parse a coefficient of variation. Raises ValueError."""
     if not LEAST_CV <= (value := float(text)) <= MOST_CV:
         raise ValueError(text)
     return value
@@ -113,7 +113,7 @@ def _positive(text: str, most: float = sys.float_info.max) -> float:
 
 
 def _rows(field: str, text: str) -> list[list[int]]:
-    """The lengths of a file, one or two on each line, with a comma or blanks between."""
+    """Read a file of lengths: one or two on each line, separated by a comma or blanks."""
     path = Path(text.removeprefix("file:"))
     try:
         lines = path.read_text().splitlines()

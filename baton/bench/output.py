@@ -1,6 +1,6 @@
-"""From a plan to its report: printed, written, drawn.
+"""The output of `baton bench`: progress on a terminal, the report, its files and the plot.
 
-What a terminal shows while a load runs. It is drawn seldom: it takes time of the process that measures.
+Progress is drawn rarely, because it takes time of the process that measures.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from baton.clock import SystemClock
 from baton.errors import ConfigError
 
 EACH_S = 0.5
-LAST = 200  # requests that the figures on the line are of
+LAST = 200  # number of recent requests in the progress line
 
 
 @contextmanager
 def shown() -> Iterator[Callable[[Run], None]]:
-    """Gives what a run calls to be shown: on stderr, and only if that is a terminal."""
+    """Return a callback that shows a run's progress on stderr, if that is a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda run: None
@@ -55,7 +55,7 @@ def shown() -> Iterator[Callable[[Run], None]]:
 
 
 def line(run: Run) -> str:
-    """Counts so far, and what the last requests were like."""
+    """Format counts so far, and latencies of the last requests."""
     last = [sample for sample in run.samples[-LAST:] if sample.times]
     failed = sum(bool(sample.error) for sample in run.samples)
     parts = [f"{len(run.samples) - failed} done", f"{run.under_way} under way", f"{failed} failed"]
@@ -68,14 +68,14 @@ def line(run: Run) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where the report goes, beside stdout."""
+    """The destinations of the report in addition to stdout."""
 
     as_json: bool
     out: Path | None
     picture: Path | None
 
     def give(self, run: Run, goals: Goals) -> None:
-        """What was seen until now. Raises ConfigError for a file that cannot be written, when all else is done."""
+        """Write the report of all samples so far. Raises ConfigError last if a file cannot be written."""
         found = report(run.samples, goals, run.load.plan.plain(), run.own())
         typer.echo(json.dumps(found) if self.as_json else table(found))
         wrong = [
@@ -87,7 +87,7 @@ class Output:
 
 
 def _tried(option: str, path: Path | None, write: Callable[[Path], None]) -> list[str]:
-    """Write the file of an option that is given; what is wrong with it, if something is."""
+    """Write the file of an option, if given, and return its errors."""
     try:
         if path is not None:
             write(path)
@@ -109,16 +109,14 @@ def _draw(run: Run, goals: Goals, path: Path) -> None:
 
 
 def bench(server: Server, load: Load, goals: Goals, output: Output) -> None:
-    """Run the load and give the report, also of what Ctrl-C leaves. Raises the last error if no request succeeded, and
-    ConfigError if there was none.
-    """
+    """Run the load; report even after Ctrl-C. Raises ConfigError without requests, the last error if none succeeded."""
     screen = ExitStack()
     run = Run(server, load, SystemClock(), screen.enter_context(shown()))
     try:
         with screen:
             uvloop.run(run.whole())
     finally:
-        if run.samples:  # when the screen is cleared: the report begins where its last line was
+        if run.samples:  # after the screen is cleared, because the report starts on its last line
             output.give(run, goals)
     if not run.samples:
         raise ConfigError(f"--duration: no request is due within {load.plan.duration:g} s")

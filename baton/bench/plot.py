@@ -1,4 +1,4 @@
-"""The samples of a run as a picture: how latencies are distributed, and when they were what."""
+"""A plot of a run's samples: distributions of latencies, and latencies over time."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 
 from baton.bench.sample import Goals, Sample
 
-SLOTS = 60  # of the timeline
+SLOTS = 60  # of the throughput panel
 
 
 def plot(samples: Sequence[Sample], goals: Goals, path: Path) -> None:
-    """Write four panels, the kind of file by the suffix of `path`. Raises OSError when it cannot be written."""
+    """Write four panels; the suffix of `path` selects the file format. Raises OSError if the file cannot be written."""
     good = [sample for sample in samples if not sample.error and sample.times]
     origin = min(sample.start for sample in samples)
     figure = Figure(figsize=(11, 6.5), layout="constrained")
@@ -27,7 +27,7 @@ def plot(samples: Sequence[Sample], goals: Goals, path: Path) -> None:
 
 
 def _shares(axes: Any, name: str, seconds: Sequence[float], goal_ms: float | None) -> None:
-    """Which share took at most so long."""
+    """Draw the share of values up to each latency."""
     if seconds:
         axes.ecdf([value * 1e3 for value in seconds])
         axes.set_xscale("log")
@@ -54,7 +54,7 @@ def _timeline(axes: Any, samples: Sequence[Sample], good: Sequence[Sample], orig
 
 
 def _throughput(axes: Any, samples: Sequence[Sample], origin: float) -> None:
-    """Messages with tokens per second, and how many requests were under way."""
+    """Draw messages with tokens per second, and the number of requests in flight."""
     span = max(sample.end for sample in samples) - origin
     width = max(span / SLOTS, 1e-9)
     middles = [(slot + 0.5) * width for slot in range(SLOTS)]

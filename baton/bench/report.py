@@ -1,7 +1,7 @@
-"""What `baton bench` has seen, as numbers and as a table.
+"""The figures of `baton bench`, as JSON values and as a table.
 
-TTFT: from when it was to be sent to the first message with tokens. ITL: between two such messages. TPOT: of one
-request, from its first to its last message, divided by the tokens after the first. End to end: until it had ended.
+TTFT: from the intended send time to the first message with tokens. ITL: between two such messages. TPOT: from the first
+to the last such message of a request, divided by its tokens after the first. End to end: until the request ended.
 """
 
 from __future__ import annotations
@@ -13,29 +13,27 @@ from typing import Any
 
 from baton.bench.sample import NOT_SENT, Goals, Sample, percentile
 
-KIND = "baton bench 1"  # what says that a file is such a report
+KIND = "baton bench 1"  # marks a file as such a report
 PERCENTILES = (50, 90, 95, 99)
 COLUMNS = ("mean", *(f"p{percent}" for percent in PERCENTILES), "max")
 ROWS = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "end to end"}
 GOALS = {"ttft_ms": "TTFT", "itl_ms": "TPOT", "gap_ms": "each ITL", "e2e_ms": "end to end"}
-BUSY, LATE_MS = 0.8, 20.0  # of a core, and of its timers: from there on the load generator may be what is slow
+BUSY, LATE_MS = 0.8, 20.0  # share of a core, and lag of timers, above which the load generator may be too slow
 
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """What the load generator says of itself. `cpu_share`: of one core. `lags_s`: how late a timer was, each time.
-    `began`: seconds of the wall clock (Unix).
-    """
+    """The generator's own cost: `began` is a Unix time, `cpu_share` of one core, `lags_s` the lag of each timer."""
 
     began: float
     cpu_share: float
     lags_s: Sequence[float]
-    unfinished: int = 0  # under way when it was stopped
-    clipped: int = 0  # had lengths that the model does not have
+    unfinished: int = 0  # in flight when the run was stopped
+    clipped: int = 0  # requests cut to the model's length
 
 
 def report(samples: Sequence[Sample], goals: Goals, plan: Mapping[str, Any], own: Generator) -> dict[str, Any]:
-    """All numbers, for `--json`. A distribution without values is None."""
+    """Return all figures, for `--json`. A distribution without values is None."""
     good = [sample for sample in samples if not sample.error and sample.times]
     wall_s = max(sample.end for sample in samples) - min(sample.start for sample in samples)
     tokens, prompts = sum(sample.tokens for sample in good), sum(sample.prompt_tokens for sample in good)
@@ -70,14 +68,13 @@ def report(samples: Sequence[Sample], goals: Goals, plan: Mapping[str, Any], own
 
 
 def rate(count: int, seconds: float) -> float:
-    """Per second; 0 for no time."""
+    """Return the count per second, or 0 for no time."""
     return count / seconds if seconds > 0 else 0.0
 
 
 def goodput(good: Sequence[Sample], goals: Goals, sent: int, wall_s: float) -> dict[str, Any] | None:
-    """Requests that met all goals, per second and as a share of all that were to be sent; None without goals.
-
-    `attained` is the share of all that met each goal, whatever became of the others.
+    """Return requests that met all goals, per second and as a share of all that were to be sent, or None without goals.
+    `attained` is the share of all that met each single goal.
     """
     if not goals.given():
         return None
@@ -89,7 +86,7 @@ def goodput(good: Sequence[Sample], goals: Goals, sent: int, wall_s: float) -> d
 
 
 def distribution(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Mean, percentiles (between two values: in proportion) and maximum, in milliseconds."""
+    """Return mean, interpolated percentiles and maximum in milliseconds, or None without values."""
     if not seconds:
         return None
     ordered = sorted(value * 1e3 for value in seconds)
@@ -98,7 +95,7 @@ def distribution(seconds: Sequence[float]) -> dict[str, float] | None:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """For people."""
+    """Format a report for people."""
     failed = sum(found["errors"].values())
     unfinished = f", {found['unfinished']} not finished" if found["unfinished"] else ""
     lines = [f"{found['completed']} requests completed, {failed} failed{unfinished}, in {found['seconds']:.2f} s"]
@@ -125,7 +122,7 @@ def _cells(values: Mapping[str, float] | None) -> str:
 
 
 def goal_lines(found: Mapping[str, Any]) -> list[str]:
-    """The goodput, with the goals that it is about; with several of them, how many met each."""
+    """Format the goodput with its goals, and each goal's share if there are several."""
     attained = found["attained"]
     tail = found.get("gap_percentile", 100)
     names = GOALS if tail == 100 else GOALS | {"gap_ms": f"p{tail:g} of a request's ITL"}
@@ -140,7 +137,7 @@ def goal_lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def own_line(found: Mapping[str, Any]) -> str:
-    """What the load generator took itself. When it was busy, its figures say more of it than of the server."""
+    """Format the load generator's cost. A busy generator may have caused the measured latencies itself."""
     lag = found["lag_ms"]
     parts = [f"load generator: {found['cpu_share']:.0%} of a core"]
     parts += [f"requests sent {found['late_p99_s'] * 1e3:.1f} ms late (p99)"]

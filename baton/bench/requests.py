@@ -1,4 +1,4 @@
-"""What `baton bench` sends: requests of a load, made ready for one model. The same seed gives the same requests."""
+"""The requests that `baton bench` sends: a load, made ready for one model. The same seed gives the same requests."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from baton.client import Model, Prompt
 from baton.errors import ConfigError, InvalidRequest, UnknownModel
 
 REQUESTS, CONCURRENCY = 100, 8
-CHECKED = 10_000  # requests of a load that has no end
-ANY_VOCABULARY = 256  # where the server does not say: ids that every model has
+CHECKED = 10_000  # requests of an endless load that are checked before the start
+ANY_VOCABULARY = 256  # default if the server reports none: ids that every model has
 TRACE = "trace"
 
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """The options. Times are in seconds. A closed loop keeps `concurrency` requests under way; `rate` (per second) or
-    the `arrivals` of a trace make it an open one.
+    """The options. Times are in seconds. A closed loop keeps `concurrency` requests in flight; `rate` (per second) or
+    `arrivals` of a trace make it open.
     """
 
     concurrency: int | None = None
@@ -45,7 +45,7 @@ class BenchPlan:
     seed: int = 0
     temperature: float = 0.0
     ignore_eos: bool = True
-    model: str = ""  # the first one that is served
+    model: str = ""  # empty for the first model that the server has
     api: str = "grpc"  # or http
 
     @property
@@ -53,11 +53,11 @@ class BenchPlan:
         return self.rate is not None or self.arrivals is not None
 
     def plain(self) -> dict[str, Any]:
-        """As JSON can carry it."""
+        """Return the options as JSON values."""
         return asdict(self) | {"trace": None if self.trace is None else str(self.trace)}
 
     def check(self) -> None:
-        """Raises ConfigError for options that contradict each other."""
+        """Raise ConfigError for options that contradict each other."""
         replayed = self.arrivals == TRACE
         wrong = {
             "--concurrency: of a closed loop; --max-in-flight bounds an open one": self.is_open and self.concurrency,
@@ -74,7 +74,7 @@ class BenchPlan:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request, ready to be sent `at_s` seconds from the start."""
+    """One request, to be sent `at_s` seconds after the start."""
 
     prompt: Prompt
     max_tokens: int
@@ -85,7 +85,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the distributions and files of a plan say. Only a load with a `count` ends."""
+    """The distributions and files of a plan, parsed. The load is endless if `count` is None."""
 
     plan: BenchPlan
     lengths: Lengths
@@ -94,7 +94,7 @@ class Load:
 
     @classmethod
     def read(cls, plan: BenchPlan) -> Load:
-        """Raises ConfigError naming the option, or the line of a file, that is wrong."""
+        """Parse a plan. Raises ConfigError with the wrong option or line of a file."""
         plan.check()
         lengths = Lengths.parse(plan.prompt_tokens, plan.max_tokens)
         trace = None if plan.trace is None else read_trace(plan.trace, scale=plan.scale, limit=plan.requests)
@@ -113,20 +113,20 @@ class Load:
         return arrivals(self.lengths, self.plan.seed, trace=self.trace, times=self.times)
 
     def arrivals(self) -> Iterator[Arrival]:
-        """Each time from the start."""
+        """Yield the arrivals, with times relative to the start."""
         found = itertools.islice(self._endless(), self.count)
         if self.plan.is_open and (until := self.plan.duration) is not None:
             return itertools.takewhile(lambda one: one.at_s < until, found)
         return found
 
     def asks(self, model: Model) -> Iterator[Ask]:
-        """All of them, for that model. Raises InvalidRequest at once for lengths that it does not have."""
+        """Return all requests for `model`. Raises InvalidRequest immediately for lengths that do not fit the model."""
         checked = list(itertools.islice(self.arrivals(), CHECKED if self.count is None else None))
         _check(checked, model, clip=self.plan.clip)
         return self._made(self.arrivals(), model, self.plan.seed)
 
     def warmup(self, model: Model) -> Iterator[Ask]:
-        """Requests of the same lengths, of which no cache has any use afterwards."""
+        """Yield requests of the same lengths that leave no useful prefixes in a cache."""
         for one in self._made(itertools.islice(self._anonymous(), self.plan.warmup), model, self.plan.seed + 1):
             yield replace(one, deterministic=False)
 
@@ -145,7 +145,7 @@ class Load:
 
 
 def _replayed(plan: BenchPlan, trace: Trace) -> Trace:
-    """At the times of the file, divided by the speed, or by what makes them come at the rate."""
+    """Return the trace with its times divided by the speed, or scaled to the rate."""
     if not trace.timed:
         raise ConfigError(f"--arrivals trace: {trace.path} does not say when its requests came")
     if plan.rate is not None and not trace.period_s:
@@ -157,7 +157,7 @@ def _replayed(plan: BenchPlan, trace: Trace) -> Trace:
 
 
 def served(models: Sequence[Model], name: str) -> Model:
-    """The model called `name`, or the first one. Raises UnknownModel."""
+    """Return the model called `name`, or the first one if `name` is empty. Raises UnknownModel."""
     for model in models:
         if name in {"", model.id}:
             return model
@@ -165,7 +165,7 @@ def served(models: Sequence[Model], name: str) -> Model:
 
 
 def _check(load: Sequence[Arrival], model: Model, *, clip: bool) -> None:
-    """Raises InvalidRequest for what the model has no room for. `clip`: it is cut, unless it is written out."""
+    """Raise InvalidRequest for requests that are too long. `clip` exempts those that can be cut: prompts not given."""
     long = [one for one in load if 0 < model.max_model_len < one.total_tokens]
     if clip:
         long = [one for one in long if one.prompt is not None]

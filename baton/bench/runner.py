@@ -1,4 +1,4 @@
-"""The requests of one plan, sent, and what was seen of them."""
+"""The load generator's loops: send the requests of a load and record a sample of each."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from baton.bench.targets import Server
 from baton.clock import Clock
 from baton.errors import BatonError, Overloaded
 
-PAUSE_S = 0.1  # after a failure: a closed loop must not become a storm
-MOST_PAUSE_S = 30.0  # whatever a server asks for
+PAUSE_S = 0.1  # after a failure, so that a closed loop does not flood the server
+MOST_PAUSE_S = 30.0  # limit of a server's retry-after
 TICK_S = 0.02
 MILLISECOND = 1e-3
 
 
 class Run:
-    """One load on one server. `show` is called now and then, for who wants to look."""
+    """One run of a load on one server. `show` is called regularly to display progress."""
 
     def __init__(self, server: Server, load: Load, clock: Clock, show: Callable[[Run], None]) -> None:
         self.samples: list[Sample] = []
         self.failure: BatonError | None = None
         self.under_way = self.clipped = 0
-        self.began: float | None = None  # None: nothing that counts has been sent
+        self.began: float | None = None  # None until measured requests are sent
         self.load = load
         self.clock = clock
         self._server = server
@@ -37,11 +37,11 @@ class Run:
         self._cpu_s = 0.0
 
     async def whole(self) -> None:
-        """All of the plan. Raises BatonError when it cannot be, such as for a prompt that is too long."""
+        """Run the whole load. Raises BatonError if it cannot be sent, for example because a prompt is too long."""
         try:
             found = served(await self._server.models(), self.load.plan.model)
             rest = self.load.asks(found)
-            asks = itertools.chain(list(itertools.islice(rest, 1)), rest)  # the first takes long: it imports
+            asks = itertools.chain(list(itertools.islice(rest, 1)), rest)  # made early, because it imports modules
             await self._warm(list(self.load.warmup(found)))
             watch = asyncio.create_task(self._watch())
             self.began, self._cpu_s = self.clock.monotonic(), time.process_time()
@@ -51,14 +51,14 @@ class Run:
             await self._server.close()
 
     def own(self) -> Generator:
-        """What the load generator needed until now."""
+        """Return the load generator's own cost until now."""
         wall_s = self.clock.monotonic() - (self.began or 0.0)
         cpu_s = time.process_time() - self._cpu_s
         began = self.clock.wall() - wall_s
         return Generator(began, cpu_s / wall_s, self._lags_s, self.under_way, self.clipped)
 
     async def _warm(self, asks: list[Ask]) -> None:
-        """Nothing of this counts, failures neither: they will come again."""
+        """Send warmup requests. Their results and failures do not count, because failures will recur in the run."""
         waiting = iter(asks)
 
         async def in_turn() -> None:
@@ -73,7 +73,7 @@ class Run:
                 group.create_task(in_turn())
 
     async def _watch(self) -> None:
-        """How late a timer is tells how late everything else is that this process does."""
+        """Measure how late a timer is, because all other work of this process is delayed equally."""
         while True:
             due = self.clock.monotonic() + TICK_S
             await asyncio.sleep(TICK_S)
@@ -85,7 +85,7 @@ class Run:
 
         async def in_turn() -> None:
             pause_s = 0.0
-            for ask in asks:  # a pause is for one that comes after it
+            for ask in asks:  # the pause applies only if a request follows
                 if self.clock.monotonic() + pause_s >= until:
                     return
                 await asyncio.sleep(pause_s)
@@ -99,7 +99,7 @@ class Run:
                 group.create_task(in_turn())
 
     async def _open(self, asks: Iterator[Ask], began: float) -> None:
-        """Each at its time, whatever became of the others. The next one is made before it is time to send it."""
+        """Send each request at its time, regardless of the others. The next request is made before it is due."""
         async with asyncio.TaskGroup() as group:
             for ask in asks:
                 due = began + ask.at_s
@@ -111,13 +111,13 @@ class Run:
                 group.create_task(self._one(ask, due))
 
     async def _sleep_until(self, due: float) -> None:
-        """Others get a turn in any case. A timer counts whole milliseconds, so that it can be a little early."""
+        """Sleep until `due`, but always yield. Timers count whole milliseconds, so one can fire slightly early."""
         await asyncio.sleep(max(0.0, due - self.clock.monotonic()))
         if (left := due - self.clock.monotonic()) > 0:
             await asyncio.sleep(left + MILLISECOND)
 
     async def _one(self, ask: Ask, due: float) -> float:
-        """Seconds to wait before the next one."""
+        """Send one request, record its sample, and return the seconds to wait before the next one."""
         sample, wait = Sample(due, self.clock.monotonic(), deterministic=ask.deterministic), 0.0
         try:
             await self._server.send(ask, sample)

@@ -1,4 +1,4 @@
-"""What a client saw of one request, and whether that was good enough."""
+"""One request as the client saw it, and the latency goals that it is judged by."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-NOT_SENT = "NotSent"  # as `error`: too many were under way, and this one was never sent
+NOT_SENT = "NotSent"  # an `error`: never sent, because too many requests were in flight
 
 
 @dataclass(slots=True)
 class Sample:
-    """One request: times in seconds, of one clock. `start` is when it was to be sent, which is what all latencies count
-    from: a client that is late makes nothing look better. `error` is the class of what ended it, "" if nothing did.
+    """One request. Times are seconds of one clock. Latencies count from `start`, the intended send time, so a late
+    client cannot improve them. `error` is the class of the error that ended the request, or empty.
     """
 
     start: float
-    sent: float | None = None  # None: it was not
+    sent: float | None = None  # None if it was not sent
     end: float = 0.0
-    times: list[float] = field(default_factory=list)  # of each message with tokens
-    counts: list[int] = field(default_factory=list)  # of the tokens in each
+    times: list[float] = field(default_factory=list)  # of messages with tokens
+    counts: list[int] = field(default_factory=list)  # tokens of each message
     prompt_tokens: int = 0
     tokens: int = 0
     error: str = ""
@@ -34,7 +34,7 @@ class Sample:
 
     @property
     def tpot_s(self) -> float | None:
-        """None with fewer than two tokens."""
+        """The TPOT, or None with fewer than two tokens."""
         return (self.times[-1] - self.times[0]) / (self.tokens - 1) if self.tokens > 1 else None
 
     @property
@@ -46,12 +46,12 @@ class Sample:
         return [later - earlier for earlier, later in pairwise(self.times)]
 
     def saw(self, time: float, tokens: int) -> None:
-        """A message with so many tokens came."""
+        """Record a message with `tokens` tokens."""
         self.times.append(time)
         self.counts.append(tokens)
 
     def plain(self, origin: float) -> dict[str, Any]:
-        """As JSON can carry it: seconds, to the microsecond, `..._at_s` from `origin`. None: there was no such time."""
+        """Return JSON values: seconds, rounded to microseconds, `..._at_s` relative to `origin`, None if missing."""
         return {
             "intended_at_s": round(self.start - origin, 6),
             "sent_at_s": None if self.sent is None else round(self.sent - origin, 6),
@@ -70,20 +70,20 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """Milliseconds that a request may take, where they are given."""
+    """Limits of a request's latencies in milliseconds, as far as they are given."""
 
     ttft_ms: float | None = None  # until the first token
-    itl_ms: float | None = None  # between two tokens, in the mean of the request: its TPOT
-    gap_ms: float | None = None  # between two messages, in so many percent of its gaps:
+    itl_ms: float | None = None  # mean between two tokens: the TPOT
+    gap_ms: float | None = None  # between two messages, at this percentile of its gaps:
     gap_percentile: float = 100.0
-    e2e_ms: float | None = None  # until its end
+    e2e_ms: float | None = None  # until the end of the request
 
     def given(self) -> dict[str, float]:
         goals = {"ttft_ms": self.ttft_ms, "itl_ms": self.itl_ms, "gap_ms": self.gap_ms, "e2e_ms": self.e2e_ms}
         return {name: value for name, value in goals.items() if value is not None}
 
     def met(self, sample: Sample) -> dict[str, bool]:
-        """Of each goal that is given, whether a request that succeeded met it."""
+        """Return for each given goal whether a successful request met it."""
         took_s = {
             "ttft_ms": sample.ttft_s,
             "itl_ms": sample.tpot_s or 0.0,
@@ -94,7 +94,7 @@ class Goals:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of values in ascending order; between two of them: in proportion."""
+    """Return a percentile of ascending values, by linear interpolation."""
     place = (len(ordered) - 1) * percent / 100
     low = int(place)
     high = min(low + 1, len(ordered) - 1)

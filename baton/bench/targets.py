@@ -1,6 +1,6 @@
-"""`/v1/completions` of any server that speaks OpenAI's HTTP API, as streams of server-sent events.
+"""The servers that `baton bench` measures: a router over gRPC, or any server with OpenAI's HTTP API.
 
-Whom `baton bench` asks: a router over gRPC. Over HTTP: `baton.bench.targets`.
+The HTTP client streams `/v1/completions` as server-sent events.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from baton.client import AsyncClient, Model, Options
 from baton.clock import Clock
 from baton.errors import BatonError, ConfigError
 
-_BY_CODE: dict[str, type[BatonError]] = {  # where the status says less, or comes too early to say it
+_BY_CODE: dict[str, type[BatonError]] = {  # codes that say more than the status, or come after it
     "no_worker": errors.NoWorker,
     "worker_lost": errors.WorkerLost,
     "overloaded": errors.Overloaded,
@@ -40,9 +40,8 @@ _BY_STATUS: dict[int, type[BatonError]] = {
 
 
 class HttpServer:
-    """Implements `Server`. `timeout`: seconds for a whole answer. `tls`: None for the authorities known here.
-
-    Raises InvalidRequest for what is no URL, ConfigError for a token that no header can carry.
+    """A `Server` over HTTP. `timeout` is for a whole answer, in seconds. `tls` is None for this machine's authorities.
+    Raises InvalidRequest for an invalid URL, ConfigError for a token that cannot be sent in a header.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class HttpServer:
             raise _lost(error) from error
 
     async def _read(self, reply: httpx2.Response, sample: Sample) -> None:
-        """To the very end, so that the connection can be used again."""
+        """Read the stream to its end, so that the connection can be reused."""
         done = False
         async for event in httpx2.EventSource(reply):
             if done := event.data == "[DONE]":
@@ -108,14 +107,14 @@ class HttpServer:
                 raise errors.EngineFault(f"an event that is none: {error!r} in {event.data[:80]!r}") from error
         if not done:
             raise errors.WorkerLost("the stream ended without [DONE]")
-        sample.tokens = sample.tokens or len(sample.times)  # of who does not say: at least one in each
+        sample.tokens = sample.tokens or len(sample.times)  # without usage: at least one per message
 
     async def close(self) -> None:
         await self._http.aclose()
 
 
 def _parsed(data: str) -> dict[str, Any]:
-    """The object of an event. Raises EngineFault."""
+    """Return the object of an event. Raises EngineFault."""
     try:
         chunk = orjson.loads(data)
     except orjson.JSONDecodeError:
@@ -127,19 +126,19 @@ def _parsed(data: str) -> dict[str, Any]:
 
 def _note(chunk: dict[str, Any], now: float, sample: Sample) -> None:
     if any(choice.get("text") for choice in chunk.get("choices", ())):
-        sample.saw(now, 1)  # how many it has, nobody says; one without text has nothing to see
+        sample.saw(now, 1)  # a chunk has no token count; one without text shows nothing
     if usage := chunk.get("usage"):
         sample.prompt_tokens, sample.tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
 
 
 def _lost(error: httpx2.HTTPError) -> BatonError:
-    """A server that is not there, or no longer."""
+    """Convert a transport error: NoWorker if no connection was made, otherwise WorkerLost."""
     kind = errors.NoWorker if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout) else errors.WorkerLost
     return kind(f"{type(error).__name__}: {error}")
 
 
 def _refused(status: int, body: bytes, headers: httpx2.Headers) -> BatonError:
-    """The error of an answer, by the code if it is one of ours, else by the status."""
+    """Return the error of an answer: by its code if that is one of Baton's, otherwise by the status."""
     said: Any = {}
     try:
         parsed = orjson.loads(body)
@@ -163,19 +162,19 @@ def _retry_after_s(headers: httpx2.Headers) -> float:
 
 
 class Server(Protocol):
-    """Takes requests. All methods raise BatonError."""
+    """A server that accepts requests. All methods raise BatonError."""
 
     async def models(self) -> list[Model]:
-        """What is served; 0 where the server does not say a length or a size."""
+        """Return the served models. A length or size is 0 if the server does not report it."""
 
     async def send(self, ask: Ask, sample: Sample) -> None:
-        """Wait for the whole answer, and note in `sample` when its parts came."""
+        """Wait for the whole answer, and record in `sample` when its parts came."""
 
     async def close(self) -> None: ...
 
 
 class GrpcServer:
-    """A router, by the SDK."""
+    """A `Server` that is a Baton router, used through the SDK."""
 
     def __init__(self, client: AsyncClient, options: Options, clock: Clock) -> None:
         self._client = client

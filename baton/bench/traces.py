@@ -1,10 +1,8 @@
-"""Requests that somebody really had: files of three formats, told apart by what is in them.
+"""Recorded requests: files of three formats, detected by their content, and statistics of a load.
 
 Mooncake  JSON lines: timestamp (ms), input_length, output_length, hash_ids (one for each 512 tokens)
 Azure     CSV: TIMESTAMP, ContextTokens, GeneratedTokens
 Baton     JSON lines: prompt (text or token ids) or prompt_tokens; max_tokens and timestamp (ms) may be left out
-
-One request of a load, before anybody has sent it, and what many of them are together.
 """
 
 from __future__ import annotations
@@ -26,28 +24,24 @@ from baton.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """When a request comes and how long it is. Two requests begin alike for as long as their `blocks` are the same.
-
-    `max_tokens` new tokens are asked for. Each of `blocks` is the id of what `block_tokens` tokens of the prompt are;
-    the last one may be cut by the end of the prompt, and what is behind the last one is the request's own.
+    """The time and lengths of a request. `blocks` are ids of `block_tokens` prompt tokens each: equal leading ids mean
+    equal tokens. The prompt's end may cut the last block. Tokens after the blocks are the request's own.
     """
 
     at_s: float  # seconds from the start of the load
-    prompt_tokens: int  # 0: only the server knows, which gets `prompt` as text
+    prompt_tokens: int  # 0 if `prompt` is text, which only the server tokenizes
     max_tokens: int
     blocks: tuple[int, ...] = ()
     block_tokens: int = 0
-    prompt: str | tuple[int, ...] | None = None  # None: any tokens will do
+    prompt: str | tuple[int, ...] | None = None  # None for any tokens
 
     @property
     def total_tokens(self) -> int:
-        """What the KV of the whole request takes."""
+        """The KV length of the whole request."""
         return self.prompt_tokens + self.max_tokens
 
     def within(self, tokens: int) -> Arrival:
-        """The same one, with its prompt cut, and the answer if need be, so that the whole has at most `tokens` (2 or
-        more). A prompt that was written out stays as it is.
-        """
+        """Return it with at most `tokens` (2 or more): the prompt is cut first, then the answer. Given ones stay."""
         if self.total_tokens <= tokens or self.prompt is not None:
             return self
         answer = min(self.max_tokens, tokens - 1)
@@ -56,23 +50,23 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a load asks for. `shared`: the share of all prompt tokens that an endless prefix cache would find."""
+    """Totals of a load. `shared` is the share of prompt tokens that an unlimited prefix cache would hit."""
 
     requests: int
-    span_s: float  # from the first to the last
+    span_s: float  # from the first to the last arrival
     prompt_tokens: int
     max_tokens: int
-    longest: int  # tokens of a prompt with its answer
+    longest: int  # most tokens of a prompt and its answer
     shared: float
 
     @property
     def rate(self) -> float:
-        """Requests per second; 0 when all come at once."""
+        """The requests per second, or 0 if all arrive at the same time."""
         return (self.requests - 1) / self.span_s if self.span_s else 0.0
 
 
 def summary(load: Iterable[Arrival]) -> Summary:
-    """Count what is in `load`, in the order of arrival. The beginning of a request is cached as soon as it came."""
+    """Summarize `load`, which is in arrival order. A request's blocks count as cached as soon as it arrives."""
     count = prompts = answers = longest = found = 0
     first = last = 0.0
     seen: set[int] = set()
@@ -88,7 +82,7 @@ def summary(load: Iterable[Arrival]) -> Summary:
 
 
 def _known(one: Arrival, seen: set[int]) -> int:
-    """How many blocks in a row from the beginning."""
+    """Return how many leading blocks are in `seen`."""
     return next((place for place, block in enumerate(one.blocks) if block not in seen), len(one.blocks))
 
 
@@ -96,35 +90,33 @@ MOONCAKE_BLOCK = 512
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOONCAKE = ("timestamp", "input_length", "output_length", "hash_ids")
 BATON = ("prompt", "prompt_tokens", "max_tokens", "timestamp")
-MOST_SHOWN = 60  # characters of what is wrong
+MOST_SHOWN = 60  # characters of a wrong value
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The requests of a file, in the order of time. In one of ours, 0 tokens: the file does not say."""
+    """The requests of a file in time order. In Baton's format, 0 tokens mean that the file gives no number."""
 
     path: Path
     arrivals: tuple[Arrival, ...]
-    timed: bool  # it says when they came
+    timed: bool  # whether the file has arrival times
 
     @property
     def period_s(self) -> float:
-        """After so long it may begin anew: a mean gap behind the last request."""
+        """The time after which the trace may restart: the last arrival plus a mean gap."""
         count, last = len(self.arrivals), self.arrivals[-1].at_s
         return last * count / (count - 1) if count > 1 else last
 
     def faster(self, speed: float) -> Trace:
-        """The same one, with its times divided by `speed`. Raises ConfigError unless that is above 0."""
+        """Return a copy with times divided by `speed`. Raises ConfigError unless `speed` is above 0."""
         if not 0 < speed < math.inf:
             raise ConfigError(f"speed: must be a number above 0, got {speed:g}")
         return replace(self, arrivals=tuple(replace(one, at_s=one.at_s / speed) for one in self.arrivals))
 
 
 def read_trace(path: Path, *, scale: float = 1.0, limit: int | None = None) -> Trace:
-    """The first `limit` requests of a file, the first one at 0 s. Lengths are divided by `scale`, blocks too, so that
-    what was shared stays shared; prompts that were written out stay as they are.
-
-    Raises ConfigError naming the line, the field and the value that is wrong.
+    """Read the first `limit` requests of a file; the first one arrives at 0 s. `scale` divides lengths and blocks, so
+    sharing stays the same; written prompts stay unchanged. Raises ConfigError with line, field and value.
     """
     if not 0 < scale < math.inf:
         raise ConfigError(f"scale: must be a number above 0, got {scale:g}")
@@ -159,7 +151,7 @@ def _scaled(one: Arrival, scale: float, at_s: float) -> Arrival:
 
 
 def _arrivals(path: Path, file: TextIO) -> Iterator[Arrival]:
-    """At NaN seconds where the file does not say when."""
+    """Yield the arrivals of a file, with NaN seconds where it has no time."""
     first = file.readline()
     file.seek(0)
     if set(AZURE) <= set(first.strip().split(",")):
@@ -189,19 +181,19 @@ def _azure(where: str, row: dict[str, str | None]) -> Arrival:
 
 
 def _number(text: str | None) -> object:
-    """As an int if it is one, else as it is, for the one who complains."""
+    """Parse an int, or return the text unchanged for the error message."""
     if text is None or not (text.isascii() and text.isdigit()):
         return text
     try:
         return int(text)
-    except ValueError:  # of more digits than Python reads
+    except ValueError:  # more digits than Python parses
         return text
 
 
 def _line(where: str, text: str) -> Arrival:
     try:
         line = json.loads(text)
-    except (ValueError, RecursionError) as error:  # beside what is no JSON, numbers and nesting without bounds
+    except (ValueError, RecursionError) as error:  # also numbers that are too long and nesting that is too deep
         raise ConfigError(f"{where}: not JSON: {error}") from error
     if isinstance(line, dict) and "input_length" in line:
         return _mooncake(where, line)
@@ -247,13 +239,13 @@ def _tokens(where: str, name: str, value: object) -> int:
 
 
 def _shown(value: object) -> str:
-    """Its beginning, if it is long."""
+    """Return the value's text, shortened for an error message."""
     text = repr(value)
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 def _seconds(where: str, value: object) -> float:
-    """Of a timestamp in milliseconds."""
+    """Convert a timestamp from milliseconds."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise ConfigError(f"{where}: timestamp: must be milliseconds, finite and not below 0, got {_shown(value)}")
     return value / 1e3

@@ -1,8 +1,7 @@
-"""When requests come, without regard to whether earlier ones have been answered (an open loop).
+"""An endless stream of requests from lengths, times and a trace.
 
-The tokens of prompts that nobody wrote: random, the same for the same seed, and alike where a trace says so.
-
-One endless stream of requests, made of lengths, times and a trace.
+Arrival times do not depend on earlier answers (an open loop). Prompts without text are random, the same for the same
+seed, and share prefixes as their trace does.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ _OWN, _BLOCK = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Token ids below `vocab_size`. The seed must not be negative."""
+    """Random prompts of token ids below `vocab_size`. The seed must not be negative."""
 
     vocab_size: int
     seed: int
 
     def tokens(self, arrival: Arrival, number: int) -> list[int]:
-        """`arrival.prompt_tokens` ids. Request `number` has the same ones whatever the others are."""
+        """Return `arrival.prompt_tokens` ids. The ids of request `number` do not depend on other requests."""
         found: list[int] = []
         for block in arrival.blocks:
             found += self._drawn(_BLOCK, block, min(arrival.block_tokens, arrival.prompt_tokens - len(found)))
@@ -48,8 +47,8 @@ KINDS = f"poisson, constant, or gamma:CV with a coefficient of variation from {L
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """`rate` requests per second; the gaps between them have the coefficient of variation `cv` and, but for 0 (all
-    gaps equal), a gamma distribution. 1 is a Poisson process, more is burstier.
+    """Arrival times of `rate` requests per second. Gaps have the coefficient of variation `cv` and a gamma
+    distribution: 0 makes all gaps equal, 1 is a Poisson process, more is burstier.
     """
 
     rate: float
@@ -57,7 +56,7 @@ class Times:
 
     @classmethod
     def parse(cls, text: str, rate: float) -> Times:
-        """Raises ConfigError naming what is allowed."""
+        """Parse an option of KINDS. Raises ConfigError with the allowed values."""
         if not (0 < rate < math.inf):
             raise ConfigError(f"rate: must be requests per second, a number above 0, got {rate:g}")
         kind, _, value = text.partition(":")
@@ -72,7 +71,7 @@ class Times:
         return cls(rate, cv)
 
     def seconds(self, seed: int) -> Iterator[float]:
-        """The times from the start, without end. The first request comes after a gap like all others."""
+        """Yield arrival times from the start, endlessly. A gap precedes the first request too."""
         draw, now = Random(f"{seed}/times"), 0.0
         while True:
             now += self._gap(draw)
@@ -89,10 +88,8 @@ class Times:
 def arrivals(
     lengths: Lengths, seed: int, *, trace: Trace | None = None, times: Times | None = None
 ) -> Iterator[Arrival]:
-    """Requests in the order of time, without end; the same for the same seed.
-
-    Lengths are the trace's where it has them. Times are those of `times`, else the trace's, else 0. A trace begins
-    anew when it ends: what it shares then is shared within one pass, not with the pass before.
+    """Yield requests in time order, endlessly, the same for the same seed. Lengths come from the trace if it has them.
+    Times come from `times`, else from the trace, else are 0. A trace restarts when it ends; passes share no blocks.
     """
     found = _drawn(lengths, seed) if trace is None else _repeated(trace, lengths, seed)
     if times is None:

@@ -1,13 +1,4 @@
-"""The commands and their options. What they do lies in the modules beside, imported when a command runs.
-
-`baton prefill-worker | decode-worker | router | gateway`: one role as a plain process, and its options.
-
-`baton scale | drain | restart | trace`: what operators say to a running cluster, and how they wait for it.
-
-The commands that measure what serving costs, and size a cluster by it.
-
-`baton logs | top`: what goes on in a cluster, as its processes say it and as its routers see it.
-"""
+"""All commands with their options. Their code is in the other modules, which are imported when a command runs."""
 
 from __future__ import annotations
 
@@ -327,7 +318,7 @@ def up(
     """Start the cluster of a file. Ctrl-C once drains, twice stops."""
     from baton.cluster.signals import stop_on_signals
 
-    stop = stop_on_signals()  # before the imports, which take a while: a signal there must count too
+    stop = stop_on_signals()  # before the slow imports, so that signals count during them
     from baton.cli import up as command
 
     command.up(config, sets or [], stop, detach=detach, as_json=as_json)

@@ -1,7 +1,4 @@
-"""`baton bench` and `baton bench compare`: their options, and from them to the report.
-
-The options of `baton bench` that no other command has.
-"""
+"""`baton bench` and `baton bench compare`: their options, and how these become a run and its report."""
 
 from __future__ import annotations
 
@@ -146,7 +143,7 @@ def _server(plan: BenchPlan, router: Router, url: str | None) -> Server:
 
 
 def _check_files(out: Path | None, plot: Path | None) -> None:
-    """Before anything is sent. Raises BadParameter (exit code 2)."""
+    """Check output files before anything is sent. Raises BadParameter (exit code 2)."""
     from importlib.util import find_spec
 
     for option, path in (("--out", out), ("--plot", plot)):

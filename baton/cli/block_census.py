@@ -1,4 +1,4 @@
-"""`baton status --census`: does each block that a worker holds belong to a request that runs?"""
+"""`baton status --census`: checks that each block held by a worker belongs to a running request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from baton.rpc.status import from_rpc_error
 from baton.rpc.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.worker.block_census import Census, Held
 
-PAUSE_S = 1.0  # within which a release that is on its way has come
+PAUSE_S = 1.0  # time for releases in flight to arrive
 TIMEOUT_S = 15.0
 T = TypeVar("T")
 Metadata = tuple[tuple[str, str], ...]
@@ -32,7 +32,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that is unaccounted for at a worker. Two are equal if they are about the same thing."""
+    """A discrepancy at a worker. Problems of the same worker and handoff are equal, whatever their texts."""
 
     worker: str
     handoff: HandoffId | None
@@ -43,7 +43,7 @@ class Problem:
 
 
 def census(name: str | None, target: str | None, tls: Path | None = None, *, as_json: bool) -> None:
-    """Print it. Exit code 1 if something is unaccounted for in two looks in a row. Raises NoWorker without a router."""
+    """Print the census. The exit code is 1 if two looks in a row find the same problem. Raises NoWorker."""
     running = None if target else find_cluster(name)
     reach, admin = find_reach(running, tls), from_here(running.admin) if running else str(target)
     others = [from_here(other) for other in running.admins[1:] if other] if running else []
@@ -63,8 +63,8 @@ def census(name: str | None, target: str | None, tls: Path | None = None, *, as_
 
 
 def look(admin: str, reach: Target = NO_REACH, others: Sequence[str] = ()) -> tuple[list[Census], list[Problem]]:
-    """The census of each worker that this router knows. A request that ran before it or after it is one that runs, here
-    or at one of the other routers.
+    """Return the census of each worker of this router, and the problems. A request counts as running if any router runs
+    it before or after the census.
     """
     routers, censuses, found = [admin, *others], [], []
     before = [_ask(router, reach, _requests) for router in routers]
@@ -81,7 +81,7 @@ def look(admin: str, reach: Target = NO_REACH, others: Sequence[str] = ()) -> tu
 
 
 def summary(census: Census) -> str:
-    """One line: who holds how much."""
+    """Return one line with the blocks held, by state."""
     states = Counter(held.state for held in census.held)
     blocks = {state: sum(held.counted for held in census.held if held.state == state) for state in states}
     parts = ", ".join(f"{count} {state} ({_blocks(blocks[state])})" for state, count in states.items())
@@ -100,12 +100,12 @@ def _workers(channel: grpc.Channel, metadata: Metadata) -> Sequence[admin_pb2.Wo
 
 
 def _census(channel: grpc.Channel, metadata: Metadata) -> worker_pb2.CensusReply:
-    """A worker asks for a certificate, and for no token: it gets none."""
+    """Request a worker's census. Workers check certificates but no tokens, so none is sent."""
     return worker_pb2_grpc.WorkerStub(channel).Census(worker_pb2.CensusRequest(), timeout=TIMEOUT_S)
 
 
 def _read(message: worker_pb2.CensusReply) -> Census:
-    """Raises InvalidRequest for a ledger that does not add up, and for one of nobody."""
+    """Convert a message. Raises InvalidRequest if its ledger is inconsistent or has no worker."""
     held = [
         Held(convert.handoff_from_pb(entry.handoff), entry.state, entry.router_id, entry.blocks, entry.counted)
         for entry in message.holdings
@@ -122,7 +122,7 @@ def _ask(address: str, reach: Target, call: Callable[[grpc.Channel, Metadata], T
 
 
 def problems(censuses: Sequence[Census], running: Mapping[str, Set[str]]) -> Iterator[Problem]:
-    """What does not fit together. `running`: the requests of each router."""
+    """Yield the discrepancies. `running` has the requests of each router."""
     for census in censuses:
         worker = str(census.worker)
         if census.unaccounted > 0:
@@ -133,7 +133,7 @@ def problems(censuses: Sequence[Census], running: Mapping[str, Set[str]]) -> Ite
             )
         for held in census.held:
             if held.state == "parked":
-                continue  # for some time nobody has to want it
+                continue  # a parked stream needs no router for some time
             if held.handoff.request_id not in running.get(held.router_id, ()):
                 yield Problem(worker, held.handoff, _leaked(held, known=held.router_id in running))
 

@@ -1,4 +1,4 @@
-"""`baton certs`: a CA of one's own and a certificate for all processes of a cluster, for tests and first use."""
+"""`baton certs`: a private CA and a certificate for all processes of a cluster, for tests and first use."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ _KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
 
 def certs(folder: Path, hosts: Sequence[str], days: int) -> None:
-    """Make them in `folder`, and say for whom. A CA that is there already signs the new certificate, which replaces the
-    old one. Raises ConfigError.
-    """
+    """Create a certificate in `folder`, replacing an old one, and a CA unless it has one. Raises ConfigError."""
     names = list(dict.fromkeys([*HERE, *hosts]))
     extensions = _extensions(names)
     try:
@@ -62,7 +60,7 @@ def _make(folder: Path, scratch: Path, extensions: str, days: int) -> None:
 
 
 def _extensions(names: Sequence[str]) -> str:
-    """Each process is a server for some and a client of others."""
+    """Return the certificate's extensions. A process is both a server and a client."""
     alternatives = ",".join(map(_alternative, names))
     usage = "keyUsage=critical,digitalSignature\nextendedKeyUsage=serverAuth,clientAuth\n"
     return f"basicConstraints=critical,CA:FALSE\n{usage}subjectAltName={alternatives}\n"
@@ -78,7 +76,7 @@ def _alternative(name: str) -> str:
 
 
 def _openssl(*arguments: str | Path) -> None:
-    """Files of keys are made for their owner only: openssl sees to that."""
+    """Run openssl, which creates key files readable by their owner only. Raises ConfigError."""
     command = ["openssl", *map(str, arguments)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=OPENSSL_S, check=False)

@@ -1,4 +1,4 @@
-"""`baton chat`: a conversation in a terminal, or of the lines on standard input."""
+"""`baton chat`: a conversation in a terminal, or with lines of standard input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMANDS = {
 
 
 class Conversation:
-    """The turns so far. A turn counts once something was answered, also when it was ended early."""
+    """The turns so far. A turn counts if it has any answer, even one that was stopped early."""
 
     def __init__(self, client: Client, options: Options, system: str = "") -> None:
         self._client = client
@@ -33,7 +33,7 @@ class Conversation:
         self.messages = list(self._first)
 
     def turn(self, text: str, write: Callable[[str], None]) -> Completion | None:
-        """Ask, and `write` the answer as it comes; None if Ctrl-C ended it. Raises BatonError."""
+        """Send a message and `write` the answer as it arrives. Returns None if Ctrl-C stopped it. Raises BatonError."""
         asked, said, done = ChatMessage("user", text), "", None
         try:
             with self._client.stream_chat([*self.messages, asked], **self._options) as stream:
@@ -49,31 +49,31 @@ class Conversation:
 
 
 class Screen(Protocol):
-    """Where a conversation takes place."""
+    """The user interface of a conversation."""
 
     lasting: bool
     """Whether it goes on after an error."""
 
     def read(self) -> str | None:
-        """What the user says; None at the end."""
+        """Return the user's next line, or None at the end."""
 
     def write(self, text: str) -> None:
-        """A part of an answer."""
+        """Show a part of an answer."""
 
     def end(self, done: Completion | None) -> None:
-        """An answer has ended; None: early."""
+        """End an answer; `done` is None if it was stopped early."""
 
     def note(self, text: str) -> None:
-        """Something beside the conversation."""
+        """Show a message that is not part of the conversation."""
 
 
 class Pipe:
-    """Each line of standard input is a turn, answers go to standard output."""
+    """A `Screen` of standard input and output: each input line is a turn."""
 
     lasting = False
 
     def read(self) -> str | None:
-        # As in an argument: what is not UTF-8 is refused by name later, and not a traceback here.
+        # As in an argument: invalid UTF-8 is rejected later with a named error, without a traceback here.
         line = sys.stdin.buffer.readline().decode(errors="surrogateescape")
         return line.rstrip("\r\n") if line else None
 
@@ -89,7 +89,7 @@ class Pipe:
 
 
 class Terminal:
-    """A person at a keyboard, with the lines of this conversation on the arrow keys; nothing is kept on disk."""
+    """A `Screen` of a terminal. Arrow keys recall lines of this conversation; nothing is stored on disk."""
 
     lasting = True
 
@@ -126,14 +126,14 @@ class Terminal:
 
 
 def chat(client: Client, options: Options, system: str) -> None:
-    """Talk until the user ends it. Raises BatonError when nobody is there to read an error."""
+    """Run the conversation until the user ends it. Without a terminal, raises BatonError."""
     screen = Terminal() if sys.stdin.isatty() and sys.stdout.isatty() else Pipe()
     with client:
         talk(Conversation(client, options, system), screen)
 
 
 def talk(conversation: Conversation, screen: Screen) -> None:
-    """One turn after the other."""
+    """Run one turn after the other."""
     while (line := screen.read()) is not None:
         if line.strip() == "/exit":
             return
@@ -144,7 +144,7 @@ def talk(conversation: Conversation, screen: Screen) -> None:
 
 
 def command(conversation: Conversation, name: str) -> str:
-    """Do what a line with a slash asks; what to tell the user."""
+    """Execute a line with a slash, and return the text to show."""
     if name == "/reset":
         conversation.reset()
         return "a new conversation"
@@ -153,7 +153,7 @@ def command(conversation: Conversation, name: str) -> str:
 
 
 def answer(conversation: Conversation, screen: Screen, text: str) -> None:
-    """One turn; an error ends it, and the conversation too unless the screen lasts."""
+    """Run one turn. An error ends it, and also the conversation unless the screen is `lasting`."""
     try:
         screen.end(conversation.turn(text, screen.write))
     except BatonError as error:

@@ -17,7 +17,7 @@ from baton.network import redacted
 
 
 def validate(file: Path, sets: Sequence[str]) -> None:
-    """Raises ConfigError with one line per mistake."""
+    """Check a cluster file. Raises ConfigError with one line per mistake."""
     config = load_config(file, sets, os.environ)
     check_tokens(config)
     sizes = sizes_text(config.prefill.replicas, config.decode.replicas)
@@ -36,13 +36,13 @@ def schema() -> None:
 
 
 def schema_text() -> str:
-    """The JSON Schema of the cluster file. It says draft 7, which every editor reads, and holds in later ones too."""
+    """Return the cluster file's JSON Schema. It declares draft 7, which every editor reads, and fits later ones."""
     tree = {"$schema": "http://json-schema.org/draft-07/schema#", **ClusterConfig.model_json_schema()}
     return json.dumps(tree, indent=2)
 
 
 def effective(config: ClusterConfig) -> dict[str, object]:
-    """The config as plain values, with passwords replaced by `***`."""
+    """Return the config as plain values. Passwords are replaced by `***`."""
     tree: dict[str, object] = config.model_dump(mode="json")
     tree["redis"] = {"url": redacted(config.redis.url)}
     return tree

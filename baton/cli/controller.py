@@ -1,4 +1,4 @@
-"""`baton controller`: the controller in a Ray that others run, had by whoever starts that Ray, and by `baton up`."""
+"""`baton controller`: the controller in an existing Ray cluster, started by the Ray's operator or by `baton up`."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def controller(
 
 
 def _report(state: ControlState) -> None:
-    """To who started this process."""
+    """Report to the process that started this one."""
     from baton.cluster.backend_process import report_ready
 
     report_ready({"workers": state.workers, "pid": os.getpid()})
 
 
 def parts() -> Parts:
-    """What the actors are made of."""
+    """Return the classes and functions that the actors are built from."""
     from baton.cli.serve import role_factories
     from baton.cluster.controller_ray import Parts
     from baton.worker.process import WorkerActor
@@ -75,7 +75,7 @@ def parts() -> Parts:
 
 
 def make_control(config: ClusterConfig, placement: Placement) -> LocalControl:
-    """In the process of the controller's actor."""
+    """Return the `Control` inside the controller's actor."""
     from baton.cluster.controller_local import LocalControl
 
     return LocalControl(config, placement)

@@ -1,7 +1,4 @@
-"""`baton demo`: a whole cluster on free ports, two prompts, who did what, and on a terminal a page to look at.
-
-The end of `baton demo` on a terminal: requests come until it is stopped, for whoever opens the live page.
-"""
+"""`baton demo`: a cluster on free ports that answers two prompts, and on a terminal a live page with requests."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ FLOW_PROMPTS = ("The color of dog", "What is the largest ocean?", "The capital o
 
 
 def flow(state: ClusterState, reach: Target, stop: Stop) -> None:
-    """Say where the page is, and send requests until `stop`. What becomes of them, the page shows."""
+    """Print the page's address, and send requests until `stop`. Only the page shows their results."""
     typer.echo(f"\nthe live page: http://{from_here(state.http)}/  requests flow until Ctrl-C")
     with ThreadPoolExecutor(STREAMS) as streams:
         for number in range(STREAMS):
@@ -59,19 +56,18 @@ FREE_PORTS = (
     "router.grpc=127.0.0.1:0",
     "router.admin=127.0.0.1:0",
     "router.metrics=127.0.0.1:0",
-    "router.local_prefill=never",  # what it shows is the handoff
+    "router.local_prefill=never",  # because the demo shows the handoff
 )
 
 
 def demo(file: Path, sets: Sequence[str], stop: Stop, *, stay: bool) -> None:
-    """Run it; the cluster lives in a temporary folder and is gone afterwards. Raises BatonError when a part fails.
-
-    `stay`: with a live page and requests to see there, until `stop`.
+    """Run the demo; the cluster's temporary folder is removed afterwards. Raises BatonError if a part fails. `stay`
+    adds the live page, with requests until `stop`.
     """
     configure_logging("warning", "auto")
     http = "router.http=127.0.0.1:0" if stay else "router.http=null"
     config = load_config(file, [*FREE_PORTS, http, *sets], os.environ)
-    cpu_level()  # refuse a wrong level before anything starts: each worker would refuse it later
+    cpu_level()  # reject a wrong level now, because each worker would reject it later
     started = time.monotonic()
     asking: list[Future[None]] = []
     reach = reach_of(config)
@@ -103,7 +99,7 @@ def _ask(state: ClusterState, reach: Target, stop: Stop, *, stay: bool) -> None:
         if stay:
             flow(state, reach, stop)
     except BatonError:
-        stop.check()  # no fault of the cluster, if it was told to end
+        stop.check()  # after a stop, the error is not the cluster's
         raise
     finally:
         stop.drain.set()

@@ -1,4 +1,4 @@
-"""`baton doctor`: what would keep a cluster from running here, and what to do about it."""
+"""`baton doctor`: checks for problems that would keep a cluster from running here, with remedies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RENEW_S = 14 * 24 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at. `remedy` says what to do when it is not ok."""
+    """The result of one check. `remedy` is the action to take if it is not ok."""
 
     what: str
     verdict: str
@@ -39,7 +39,7 @@ class Finding:
 
 
 def doctor(file: Path, sets: Sequence[str], *, transport: str | None = None, as_json: bool) -> None:
-    """Print findings; exit code 1 when something is wrong. `transport`: only the probe of a pair."""
+    """Print findings; the exit code is 1 if something is wrong. `transport` probes only that transport."""
     findings = list(examine(file, sets)) if transport is None else [_pair(file, sets, transport)]
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
@@ -52,7 +52,7 @@ def doctor(file: Path, sets: Sequence[str], *, transport: str | None = None, as_
 
 
 def examine(file: Path, sets: Sequence[str]) -> Iterator[Finding]:
-    """All findings, in the order in which one would fix them."""
+    """Yield all findings, in the order in which to fix them."""
     yield _python()
     yield from _versions()
     try:
@@ -72,7 +72,7 @@ def examine(file: Path, sets: Sequence[str]) -> Iterator[Finding]:
 
 
 def _pair(file: Path, sets: Sequence[str], transport: str) -> Finding:
-    """A channel of this kind between two processes of this machine, as two workers would open it."""
+    """Probe a channel between two processes of this machine, opened as two workers would."""
     from baton.cli.doctor_transport import probe_pair, settings_for
     from baton.core import Role
     from baton.worker.settings import from_config, located
@@ -163,12 +163,12 @@ def _threads(config: ClusterConfig) -> Finding:
 
 
 def _hosts(config: ClusterConfig) -> Iterator[Finding]:
-    """What the cluster file says of this host's network. Of other hosts it may well be right, and wrong here."""
+    """Check the cluster file's network settings of this host. Settings for other hosts may be right and fail here."""
     wrong = WARN if config.ray.address not in {"local", "none"} else BAD
     remedy = "run baton doctor on the host that it is meant for" if wrong == WARN else "correct it, or leave it out"
     for name, part in (("router", config.router), ("prefill", config.prefill), ("decode", config.decode)):
         if part is config.prefill and not config.prefill.replicas:
-            continue  # colocated: it says what decode says
+            continue  # colocated: the same settings as decode
         if part.interface:
             key = f"{name}.interface"
             try:

@@ -1,4 +1,4 @@
-"""`baton doctor --transport NAME`: a data channel between two processes of this machine, opened and probed."""
+"""`baton doctor --transport NAME`: opens and probes a data channel between two processes of this machine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ START_S = 60.0
 
 
 class _Nobody:
-    """A table without reservations: the channel is all that is wanted."""
+    """A reservation table without reservations, because only the channel is needed."""
 
     def offer(self, handoff: HandoffId, sender: WorkerRef, offer: Offer) -> None:
         raise StaleAttempt("nothing is reserved here")
@@ -57,9 +57,8 @@ class _Nobody:
 
 
 def probe_pair(settings: TransferSettings, devices: tuple[str, str]) -> Channel:
-    """Open a channel from a KV cache on the first device to one on the second, in another process; what its probe said.
-
-    Raises ConfigError or ChannelBroken with the reason why it cannot be had.
+    """Open a channel between KV caches on two devices, the second in another process, and return its probe's result.
+    Raises ConfigError or ChannelBroken with the reason if it cannot be opened.
     """
     for device in devices:
         pick_device(device)
@@ -72,7 +71,7 @@ def probe_pair(settings: TransferSettings, devices: tuple[str, str]) -> Channel:
         address = _answer(here)
         return _send(settings, torch.device(devices[0]), WorkerRef("receiver", RECEIVER, address))
     finally:
-        here.close()  # the other side's sign to end
+        here.close()  # makes the other process end
         process.join(START_S)
 
 
@@ -107,7 +106,7 @@ def _send(settings: TransferSettings, device: torch.device, to: WorkerRef) -> Ch
 
 
 def _receive(there: Connection, settings: TransferSettings, device: str) -> None:
-    """The other process, until the pipe closes."""
+    """Run the other process until the pipe closes."""
     configure_logging("error", "auto")
     try:
         asyncio.run(_serve(there, settings, torch.device(device)))
@@ -139,5 +138,5 @@ def _wait_closed(there: Connection) -> None:
 
 
 def settings_for(name: str, settings: TransferSettings) -> TransferSettings:
-    """The cluster's, with the transport that is to be tried."""
+    """Return the cluster's settings with the transport to probe."""
     return replace(settings, transport=name, frame_deadline_s=min(settings.frame_deadline_s, START_S / 2))

@@ -1,7 +1,4 @@
-"""Exit codes of the command line.
-
-0 ok   1 anything else   2 usage   3 config   4 unreachable   5 overloaded   130 stopped
-"""
+"""Exit codes: 0 ok, 1 other error, 2 usage, 3 config, 4 unreachable, 5 overloaded, 130 stopped."""
 
 from __future__ import annotations
 
@@ -30,5 +27,5 @@ EXIT_CODES: tuple[tuple[type[BatonError], int], ...] = (
 
 
 def exit_code(error: BatonError) -> int:
-    """The exit code of an error; 1 for what the table does not name."""
+    """Return the exit code of an error, or 1 if the table has none."""
     return next((code for kind, code in EXIT_CODES if isinstance(error, kind)), 1)

@@ -21,7 +21,7 @@ STAGES = ("queue", "route", "reserve", "prefill", "transfer", "commit", "decode"
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
-    """What is printed beside the text."""
+    """The output besides the text."""
 
     timings: bool
     tokens: bool
@@ -30,7 +30,7 @@ class GenerateOptions:
 
     @classmethod
     def parse(cls, text: str, *, as_json: bool) -> GenerateOptions:
-        """From `--show a,b`. Raises InvalidRequest naming what is not known."""
+        """Parse `--show a,b`. Raises InvalidRequest with the unknown name."""
         names = [name.strip() for name in text.split(",") if name.strip()]
         for name in names:
             if name not in SHOWN:
@@ -39,10 +39,10 @@ class GenerateOptions:
 
 
 def generate(client: Client, prompt: str, options: Options, shown: GenerateOptions, trace: Path | None = None) -> None:
-    """Print the answer as it comes; `trace`: write where its time went to this file. Raises BatonError."""
-    # As in an argument: what is not UTF-8 is refused by name later, and not a traceback here.
+    """Print the answer as it arrives, and write its trace to the file `trace`. Raises BatonError."""
+    # As in an argument: invalid UTF-8 is rejected later with a named error, without a traceback here.
     text = sys.stdin.buffer.read().decode(errors="surrogateescape") if prompt == "-" else prompt
-    at_once = not shown.as_json and options.get("n") in {None, 1}  # several answers cannot be shown as they come
+    at_once = not shown.as_json and options.get("n") in {None, 1}  # several answers cannot be streamed
     if shown.thoughts:
         options = {**options, "thoughts": True}
     if trace is not None:
@@ -67,7 +67,7 @@ def generate(client: Client, prompt: str, options: Options, shown: GenerateOptio
 
 
 def think_aloud(delta: Delta, before: str) -> None:
-    """Thoughts, each in a line of its own on standard error; `before` is the text that stands there already."""
+    """Print thoughts on standard error, each on its own line; `before` is the text already on the line."""
     for thought in delta.thoughts:
         begin = "\n" if before and not before.endswith("\n") else ""
         whose = f"answer {delta.choice}, " if delta.choice else ""
@@ -76,14 +76,14 @@ def think_aloud(delta: Delta, before: str) -> None:
 
 
 def numbered(completion: Completion) -> Iterator[str]:
-    """The answers to one prompt, each below its number."""
+    """Yield the answers to one prompt, each below its number."""
     for number, choice in enumerate(completion.choices):
         yield f"--- {number}"
         yield choice.text
 
 
 def describe(completion: Completion, shown: GenerateOptions) -> None:
-    """What `--show` asks for."""
+    """Print the facts that `--show` requests."""
     if completion.finish_reason is None:
         raise EngineFault("the stream ended without a reason")
     if shown.tokens:
@@ -106,7 +106,7 @@ def describe(completion: Completion, shown: GenerateOptions) -> None:
 
 
 def placed(completion: Completion) -> str:
-    """Which worker did what."""
+    """Return which worker did which part."""
     placement = completion.placement
     if not placement.decode_worker:
         return f"prefill on {placement.prefill_worker}; its first token ended the answer, nothing was handed over"
@@ -119,7 +119,7 @@ def placed(completion: Completion) -> str:
 
 
 def latency(completion: Completion) -> str:
-    """TTFT, and the mean time between the tokens after the first, of an answer that has any."""
+    """Return TTFT, and the mean time between the tokens after the first, if the answer has any."""
     timings, count = completion.timings, len(completion.tokens)
     if not any(choice.tokens for choice in completion.choices):
         return "no token"

@@ -1,6 +1,6 @@
-"""`baton logs`: what the processes of a cluster said, in the order of time.
+"""`baton logs`: the log lines of a cluster's processes in time order, with new lines on request.
 
-One log file: its lines as events, its last ones without reading the rest, and what is written to it meanwhile.
+`LogFile` reads one file from its end and follows it; `LogFilter` selects lines.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from baton.errors import NoWorker
 from baton.logs import HARMLESS, LEVELS
 
 CHUNK_BYTES = 2**18
-MAX_LINE_BYTES = 2**20  # of a line that goes on, the rest is another line
-# What others write into the same files, in local time: the moment, how bad it is, the text.
+MAX_LINE_BYTES = 2**20  # the rest of a longer line is another line
+# Lines of Redis and Ray in the same files: local time, severity, text.
 REDIS = re.compile(r"\d+:\w (\d+ \w+ \d{4} \d\d:\d\d:\d\d\.\d+) ([.\-*#]) (.*)")
 RAY = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+) ([DIWEC]) \d+ \d+\] (.*)")
 OTHERS = ((REDIS, "%d %b %Y %H:%M:%S.%f"), (RAY, "%Y-%m-%d %H:%M:%S,%f"))
@@ -37,7 +37,7 @@ MARKS |= {"D": "debug", "I": "info", "W": "warning", "E": "error", "C": "critica
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """`at`: Unix time, of a neighbour for what is no event (`event` None), such as the traceback of an interpreter."""
+    """One log line. `at` is a Unix time. A line without `event`, such as a traceback, has the time of a neighbour."""
 
     at: float
     process: str
@@ -49,12 +49,12 @@ class Line:
         return str((self.event or {}).get("level", ""))
 
     def facts(self, *keys: str) -> list[str]:
-        """What the event says under these keys, singly or as a list."""
+        """Return the event's values of these keys, with lists flattened."""
         said = [(self.event or {}).get(key) for key in keys]
         return [str(value) for each in said for value in (each if isinstance(each, list) else [each])]
 
     def as_json(self) -> str:
-        """As it was written, if that is JSON."""
+        """Return the line as JSON, unchanged if it already is."""
         if self.event is not None and self.text.startswith("{"):
             return self.text
         said = self.event or {"event": "output", "text": self.text}
@@ -63,7 +63,7 @@ class Line:
 
 
 def parse(text: str, process: str, neighbour: float) -> Line:
-    """A line of ours, of Redis or Ray, or of whoever wrote it: that is as old as `neighbour`."""
+    """Parse a line of Baton, Redis or Ray. Any other line gets the time `neighbour`."""
     if text.startswith("{"):
         try:
             event = json.loads(text)
@@ -73,30 +73,27 @@ def parse(text: str, process: str, neighbour: float) -> Line:
             pass
     for pattern, form in OTHERS:
         if found := pattern.fullmatch(text):
-            at = datetime.strptime(found[1], form).timestamp()  # it says no zone
+            at = datetime.strptime(found[1], form).timestamp()  # without a time zone
             return Line(at, process, text, {"level": MARKS[found[2]], "event": found[3]})
     return Line(neighbour, process, text)
 
 
 class LogFile:
-    """FILE.log, and FILE.log.1 with what was in it before (`StateFolder.bound_logs`)."""
+    """FILE.log, and the earlier FILE.log.1 (`StateFolder.bound_logs`)."""
 
     def __init__(self, path: Path) -> None:
         self.process = path.stem
         self._path = path
         self._before = path.with_suffix(".log.1")
-        self._place = 0  # up to which all was read
+        self._place = 0  # offset of the next unread byte
         self._inode = 0
         self._partial = b""
-        self._at = 0.0  # of the last line
+        self._at = 0.0  # time of the last line
 
     def last(self, takes: Callable[[Line], bool], since: float, most: int | None) -> list[Line]:
-        """The last `most` (None: all) that `takes` wants, read from the end, to where they are older than `since`.
-
-        `more` goes on after them.
-        """
+        """Return the last `most` lines (None for all) that `takes` accepts, back to `since`. `more` continues there."""
         found: deque[Line] = deque()
-        pending: list[str] = []  # no events, newest first: as old as the event before them
+        pending: list[str] = []  # lines without events, newest first; they get the time of the event before them
         newest = True
         for text in self._backwards():
             line = parse(text, self.process, -1.0)
@@ -117,7 +114,7 @@ class LogFile:
         return lines if most is None else lines[len(lines) - min(most, len(lines)) :]
 
     def more(self) -> Iterator[Line]:
-        """What was written since the last look; half a line waits for its end. A file begun anew is read from there."""
+        """Yield new lines since the last call. An incomplete line waits. A restarted file is read from the start."""
         try:
             with self._path.open("rb") as file:
                 state = os.fstat(file.fileno())
@@ -134,7 +131,7 @@ class LogFile:
             return
 
     def lines_with(self, text: str) -> Iterator[Line]:
-        """All lines, from the first on, that have this in them."""
+        """Yield all lines that contain `text`, from the first on."""
         wanted = text.encode()
         for path in (path for path in (self._before, self._path) if path.exists()):
             with path.open("rb") as file:
@@ -154,7 +151,7 @@ class LogFile:
         return [_decode(line) for line in whole if line.strip()]
 
     def _rest(self) -> list[str]:
-        """What was not read yet of what has been cut off."""
+        """Return the unread lines of the part that was moved to FILE.log.1."""
         if not self._before.exists():
             return []
         with self._before.open("rb") as file:
@@ -165,7 +162,7 @@ class LogFile:
         return self._path.stat().st_mtime if self._path.exists() else 0.0
 
     def _backwards(self) -> Iterator[str]:
-        """Whole lines from the last one on, of both files; what follows the last newline is left for `more`."""
+        """Yield complete lines of both files, the last first. The text after the last newline is left for `more`."""
         try:
             with self._path.open("rb") as file:
                 state = os.fstat(file.fileno())
@@ -181,8 +178,8 @@ class LogFile:
 
 
 def _from_end(file: int, size: int) -> Iterator[bytes]:
-    """What is between newlines, from the end on: the first one is what follows the last newline."""
-    rest: list[bytes] = []  # of a line whose beginning is not read yet, last piece first
+    """Yield the pieces between newlines, the last first: the first one is the text after the last newline."""
+    rest: list[bytes] = []  # pieces of a line with an unread start, last piece first
     while size > 0:
         begin = max(0, size - CHUNK_BYTES)
         first, *lines = os.pread(file, size - begin, begin).split(b"\n")
@@ -197,7 +194,7 @@ def _from_end(file: int, size: int) -> Iterator[bytes]:
 
 
 def _put(found: deque[Line], lines: list[Line], takes: Callable[[Line], bool]) -> None:
-    """Before all that are there; `lines` are the newest first."""
+    """Prepend accepted lines. `lines` are in order from the newest."""
     found.extendleft(line for line in lines if takes(line))
 
 
@@ -205,16 +202,16 @@ def _decode(line: bytes) -> str:
     return line.decode("utf-8", errors="replace").rstrip("\r\n")
 
 
-LINES = 100  # shown, if nobody says how many or since when
+LINES = 100  # default number of lines, without --lines and --since
 FOLLOW_S = 0.2
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 STYLES = {"debug": "dim", "info": "green", "warning": "yellow", "error": "red", "critical": "bold red"}
-SHOWN_FIRST = ("timestamp", "level", "process", "event", "exception")  # in places of their own
+SHOWN_FIRST = ("timestamp", "level", "process", "event", "exception")  # shown in their own places
 
 
 @dataclass(slots=True)
 class LogFilter:
-    """Which lines to show. `since` is Unix time. What is no event has no level, and may explain all of it."""
+    """Criteria of lines. `since` is a Unix time. A line without an event has no level, so it passes every level."""
 
     request: str = ""
     worker: str = ""
@@ -236,8 +233,8 @@ class LogFilter:
         return self.worker == line.process or any(self.worker == name.partition("@")[0] for name in about)
 
     def _of_request(self, event: dict[str, object]) -> bool:
-        """A request that was resumed has another name on the workers: its router says both, maybe in a line that is
-        not to be shown.
+        """Return whether an event belongs to the request. A resumed request has another id on workers. The router's
+        event has both ids, and counts even if it is not shown.
         """
         name = str(event.get("request_id", ""))
         if _is_of(str(event.get("stream", "")), self.request) and name:
@@ -246,11 +243,11 @@ class LogFilter:
 
 
 def _is_of(name: str, request: str) -> bool:
-    return name == request or name.startswith(f"{request}.")  # one of its choices
+    return name == request or name.startswith(f"{request}.")  # a choice of the request
 
 
 def parse_age(text: str) -> float:
-    """Seconds: of `90`, `90s`, `5m`, `2h` or `1d`. Raises BadParameter (exit code 2)."""
+    """Parse `90`, `90s`, `5m`, `2h` or `1d` to seconds. Raises BadParameter (exit code 2)."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
     if found is None:
         raise typer.BadParameter(f"{text!r}: must be a number and s, m, h or d, such as 5m", param_hint="--since")
@@ -258,10 +255,7 @@ def parse_age(text: str) -> float:
 
 
 def find_logs(name: str | None) -> Path:
-    """The folder of a cluster's logs, which outlive it; no name: of the only one running, or of the only one there is.
-
-    Raises NoWorker naming those that there are.
-    """
+    """Return a cluster's logs folder, by default of the only running or only cluster. Raises NoWorker with names."""
     home = baton_home()
     there = sorted(path.parent.name for path in home.glob("*/logs"))
     running = [state.name for state in running_clusters()]
@@ -278,7 +272,7 @@ def find_logs(name: str | None) -> Path:
 
 
 def logs(name: str | None, wanted: LogFilter, lines: int | None, *, follow: bool, as_json: bool) -> None:
-    """Show the last `lines` that are wanted, and with `follow` what comes after them. Ends with KeyboardInterrupt."""
+    """Show the last `lines` accepted lines, and with `follow` new ones until KeyboardInterrupt."""
     folder = find_logs(name)
     most = lines if lines is not None else (None if wanted.since else LINES)
     files: dict[Path, LogFile] = {}
@@ -296,7 +290,7 @@ def logs(name: str | None, wanted: LogFilter, lines: int | None, *, follow: bool
 
 
 def merged(parts: Iterable[Sequence[Line]], most: int | None = None) -> list[Line]:
-    """By time; those of one file stay in its order. At most the last `most`."""
+    """Merge lines by time, at most the last `most`. Lines of one file keep their order."""
     lines = sorted((line for part in parts for line in part), key=lambda line: line.at)
     return lines if most is None else lines[len(lines) - min(most, len(lines)) :]
 
@@ -308,7 +302,7 @@ def _look(folder: Path, files: dict[Path, LogFile]) -> None:
 
 
 def _learn_names(files: Iterable[LogFile], wanted: LogFilter) -> None:
-    """Who resumed it may have called it differently: routers say so when they accept it."""
+    """Collect other ids of a resumed request from routers' logs, which have both ids where the request was accepted."""
     for file in files:
         if file.process.startswith("router"):
             for line in file.lines_with(wanted.request):
@@ -328,7 +322,7 @@ def _write(line: str) -> None:
 
 
 def pretty(line: Line) -> Text:
-    """For a terminal: local time, who, what, and the facts."""
+    """Format a line for a terminal: local time, process, level, event and values."""
     moment = time.localtime(line.at)
     text = Text(f"{time.strftime('%H:%M:%S', moment)}.{int(line.at % 1 * 1000):03d} ", "dim")
     text.append(f"{line.process:<12} ", "cyan")

@@ -1,4 +1,4 @@
-"""The command line. `main` is the one place where errors become exit codes."""
+"""The entry point, and the only place where errors become exit codes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.errors import BatonError
 
 
 def main() -> None:
-    """Run the command line; a `BatonError` is one message on stderr and an exit code, never a traceback."""
+    """Run the command line. A `BatonError` becomes one message on stderr and an exit code, never a traceback."""
     try:
         from baton.cli.app import app
 

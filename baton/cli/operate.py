@@ -1,4 +1,4 @@
-"""What `baton scale`, `drain` and `restart` do: a call to a router, and a look at what the controller says of it."""
+"""`baton scale`, `drain` and `restart`: calls to a router, and waiting for the controller's report."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """Calls `Admin` of the first of `admins` that answers; any router will do. Errors are typed."""
+    """Calls `Admin` of the first router in `admins` that answers; any router will do. Errors are BatonErrors."""
 
     admins: Sequence[str]
     reach: Target
 
     @classmethod
     def find(cls, name: str | None, target: str | None, tls: Path | None) -> Operator:
-        """`target` is a router's admin address; None: the running cluster of that name. Raises NoWorker."""
+        """Return the operator of `target` (an admin address) or of the running cluster `name`. Raises NoWorker."""
         running = None if target else find_cluster(name)
         admins = [str(target)] if running is None else [running.admin, *running.admins[1:]]
         return cls([from_here(admin) for admin in admins if admin], find_reach(running, tls))
 
     def scale(self, sizes: dict[str, int]) -> admin_pb2.Plan:
-        """`sizes` by pool. Raises InvalidRequest for one that the cluster file does not allow."""
+        """Set pool sizes. Raises InvalidRequest for a size that the cluster file does not allow."""
         reply: admin_pb2.ScaleReply = self._call(lambda stub, **how: stub.Scale(admin_pb2.ScaleRequest(**sizes), **how))
         return reply.plan
 
@@ -60,17 +60,17 @@ class Operator:
         return reply.plan
 
     def drain(self, worker_id: str) -> str:
-        """The process that was told, `worker@incarnation`. Raises InvalidRequest for one that is not there."""
+        """Drain a worker and return its `worker@incarnation`. Raises InvalidRequest if it does not exist."""
         refs = {str(worker.info.ref.worker_id): str(worker.info.ref) for worker in self.status().workers}
         self._call(lambda stub, **how: stub.Drain(admin_pb2.DrainRequest(worker_id=worker_id), **how))
         return refs.get(worker_id, worker_id)
 
     def status(self) -> ClusterStatus:
-        """Raises BatonError when no router answers."""
+        """Return the cluster's status. Raises BatonError if no router answers."""
         return self._first(self._status)
 
     def wait_settled(self, number: int, seconds: float) -> None:
-        """Until the cluster is what plan `number`, or a later one, says. Raises DeadlineExceeded."""
+        """Wait until plan `number` or a later one is carried out. Raises DeadlineExceeded."""
 
         def done(status: ClusterStatus) -> bool:
             control = status.control
@@ -79,7 +79,7 @@ class Operator:
         self._wait(done, seconds)
 
     def wait_gone(self, process: str, seconds: float) -> None:
-        """Until this incarnation is gone and the cluster is what it should be. Raises DeadlineExceeded."""
+        """Wait until this incarnation is gone and the plan is carried out. Raises DeadlineExceeded."""
 
         def done(status: ClusterStatus) -> bool:
             here = {str(worker.info.ref) for worker in status.workers}
@@ -119,7 +119,7 @@ class Operator:
         return self._first(ask)
 
     def _first(self, ask: Callable[[str], Answer]) -> Answer:
-        """From the first router that is there. What one of them refuses no other is asked."""
+        """Return the answer of the first reachable router. An error that a router returns is not retried at another."""
         failure: BatonError = NoWorker("the cluster is still starting")
         for admin in self.admins:
             try:
@@ -130,10 +130,8 @@ class Operator:
 
 
 def drain_here(file: Path, wait_s: float) -> list[str]:
-    """Have all workers of this host drain and end, and wait for that for so long; their names.
-
-    Without a router or a controller, for a host that goes away whatever they say. Raises ConfigError, LedgerError, and
-    DeadlineExceeded naming who is still there.
+    """Drain this host's workers, wait `wait_s` for their end, and return their ids. Calls no router or controller,
+    because the host goes away in any case. Raises ConfigError, LedgerError, or DeadlineExceeded with the workers left.
     """
     return asyncio.run(_drain_host(load_config(file, env=os.environ), socket.gethostname(), wait_s))
 
@@ -163,7 +161,7 @@ async def _wait_gone(ledger: Ledger, left: set[WorkerRef], wait_s: float) -> Non
 
 
 def parse_sizes(words: Sequence[str]) -> dict[str, int]:
-    """`prefill=2 decode=3`. Raises BadParameter (exit code 2) naming the word that is wrong."""
+    """Parse `prefill=2 decode=3`. Raises BadParameter (exit code 2) with the wrong word."""
     sizes: dict[str, int] = {}
     for word in words:
         pool, _, size = word.partition("=")
@@ -174,7 +172,7 @@ def parse_sizes(words: Sequence[str]) -> dict[str, int]:
 
 
 def _missed(status: ClusterStatus) -> set[str]:
-    """Who is ready, and the router that was asked is not connected to yet: it hears of them a little later."""
+    """Return ready workers to which the router is not connected yet, because it learns of them slightly later."""
     connected = [worker.info for worker in status.workers if worker.state == "connected"]
     here = {(info.ref.worker_id, info.role.value) for info in connected}
     slots = status.control.slots if status.control else ()

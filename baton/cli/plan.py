@@ -1,4 +1,4 @@
-"""`baton plan`: the cheapest pools for a load and a goal, or what one layout would do, by simulating it."""
+"""`baton plan`: simulates layouts to find the cheapest pools for a load and a goal, or to evaluate one layout."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from baton.planner.sim.scenario import Pool, Router, Slo
 from baton.planner.what_if import parse_what_if
 
 COLUMNS = ("pools", "GPUs", "requests/s", "good", "TTFT p50", "p99 ms", "ITL p50", "p99 ms", "busy P", "D", "tried as")
-POISSON = "poisson"  # arrivals, where nothing else is asked for
+POISSON = "poisson"  # default arrivals
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """The options of the command. `rate` and the goals are None where the trace or the cluster file says them."""
+    """The options of the command. `rate` and the goals are None if the trace or the cluster file gives them."""
 
     profile: str
     rate: float | None
@@ -53,7 +53,7 @@ class PlanOptions:
 
 def plan(asked: PlanOptions, *, as_json: bool) -> None:
     """Print the plan, or one layout's report. Raises ConfigError."""
-    configure_logging("error", "auto")  # of simulated workers nobody wants to read
+    configure_logging("error", "auto")  # because logs of simulated workers are useless
     if not 0 < asked.attainment <= 1:
         raise ConfigError(f"--attainment: must be a share above 0 and at most 1, got {asked.attainment:g}")
     if asked.sets and asked.config is None:
@@ -81,7 +81,7 @@ def plan(asked: PlanOptions, *, as_json: bool) -> None:
 
 
 def _try_own(planner: Planner, own: Shape, rate: float) -> None:
-    """The layout of the cluster file, if the profile has its sizes."""
+    """Simulate the cluster file's own layout, if the profile has its sizes."""
     profile = planner.site.profile
     if set(_sizes(own)) <= set(profile.sizes):
         planner.attempt(own, rate, OWN)
@@ -95,7 +95,7 @@ def _what_if(asked: PlanOptions, site: Site, workload: Workload, rate: float, ow
     site = replace(site, faults=what.faults)
     shape = what.shape
     if not (shape.prefill or shape.chunk):
-        shape = replace(shape, chunk=site.decode.max_batched_tokens)  # as it is simulated
+        shape = replace(shape, chunk=site.decode.max_batched_tokens)  # the simulation's default
     planner = Planner(simulate, site, workload, asked.attainment)
     tried = planner.attempt(shape, rate * what.scale, "what if")
     if as_json:
@@ -114,7 +114,7 @@ def _workload(asked: PlanOptions) -> Workload:
         allowed = "prompt_tokens or token ids in all requests, as how many tokens a text has is not known here"
         raise ConfigError(f"--trace: must have {allowed}, got text in {asked.trace}")
     lengths = Lengths.parse(asked.prompt_tokens, asked.max_tokens)
-    Times.parse(asked.times, 1.0)  # wrong ones are named even where they are not used
+    Times.parse(asked.times, 1.0)  # invalid values are rejected even if they are not used
     workload = Workload(lengths, asked.times, trace, asked.requests, asked.seed)
     if workload.own_rate is not None and asked.times != POISSON:
         raise ConfigError(f"--arrivals: must be left out with a trace that has times, got {asked.times!r}")
@@ -131,7 +131,7 @@ def _rate(asked: PlanOptions, workload: Workload) -> float:
 
 
 def _site(asked: PlanOptions, config: ClusterConfig | None) -> Site:
-    """Of the cluster file what it says of workers, router and goals; of options what they say."""
+    """Combine the workers, router and goals of the cluster file with the options, which take precedence."""
     site = Site(load_profile(asked.profile), seed=asked.seed)
     goals = Slo(config.slo.ttft_ms / 1e3, config.slo.itl_ms / 1e3) if config is not None else site.slo
     if config is not None:
@@ -167,7 +167,7 @@ def _router(config: ClusterConfig) -> Router:
 
 
 def _own_shape(config: ClusterConfig | None) -> Shape:
-    """As the cluster file has it."""
+    """Return the layout of the cluster file."""
     if config is None:
         return Shape(1, 1)
     decode, prefill = config.decode, config.prefill
@@ -206,7 +206,7 @@ def _row(tried: Tried) -> tuple[str, ...]:
 
 
 def verdict(answer: Answer, gpus: int, attainment: float) -> list[str]:
-    """What to do, and whether disaggregation pays."""
+    """Return the recommendation, and whether disaggregation pays."""
     lines = [""]
     for one in (answer.disaggregated, answer.colocated):
         if one is not None:

@@ -1,7 +1,4 @@
-"""`baton profile`: find out which kernels are the fastest on this machine for a model, and keep it for the workers.
-
-And how many rows verify passes of deterministic requests should have.
-"""
+"""`baton profile`: measures the fastest kernels and verify pass sizes for a model here, and keeps them for workers."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def profile(file: Path, sets: list[str], *, as_json: bool) -> None:
-    """Measure for each number of threads that the pools of a cluster file use. Raises ConfigError, CheckpointError."""
+    """Measure for each number of threads of a cluster file's pools. Raises ConfigError, CheckpointError."""
     configure_logging("warning", "auto")
     config = load_config(file, sets, os.environ)
     pools = {settings.threads: settings for settings in (from_config(config, role, "profile") for role in Role)}
@@ -55,7 +52,7 @@ def _profile_pool(settings: WorkerSettings) -> dict[str, object]:
 
 
 def _profile_passes(settings: WorkerSettings) -> dict[str, object]:
-    """On kernels as workers will choose them, so that the model is loaded anew."""
+    """Measure verify passes. The model is loaded anew, with the kernels that workers will choose."""
     backend, path, console = load_backend(settings), passes_path(settings), Console(stderr=True)
     try:
         passes = measure_passes(backend, settings.max_running)

@@ -1,8 +1,8 @@
-"""`baton profile --live FILE`: what steps, links and the router of a running cluster cost, for `baton plan`.
+"""`baton profile --live FILE`: measures steps, links and the router of a running cluster, for `baton plan`.
 
-Nothing else should load the cluster meanwhile. In rounds, so that what drifts drifts for all alike: prompts of several
-lengths one by one; requests of several numbers decoding together; and prompts while others decode. What steps of
-prompts take is told by the workers (`Pace`), what decoding takes by the times between tokens, as a client sees them.
+The cluster should have no other load. Measurements are repeated in rounds, so that drift affects all of them equally:
+single prompts of several lengths, groups of decoding requests, and prompts during decoding. Prompt times come from
+workers' reports (`Pace`), decode times from the gaps between tokens at the client.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ LENGTHS = (16, 64, 256, 1024, 4096)
 ROWS = (1, 2, 4, 8, 16, 32)
 DECODED = 48  # tokens of each request that decodes with others
 LONG = 512
-DECODED_LONG = 192  # behind a long prompt: the first of them still decode when the last one is computed
-TRIES = 3  # in each round, to have prompts computed beside a worker that decodes
-LEAST_MODEL_LEN = SHORT + 4 * DECODED  # what decodes beside prompts
+DECODED_LONG = 192  # after a long prompt: the first requests still decode when the last prompt is computed
+TRIES = 3  # in each round, to have prompts computed while another worker decodes
+LEAST_MODEL_LEN = SHORT + 4 * DECODED  # prompt and tokens of a request that decodes during prompts
 SETTLE_S = 10.0
 
 
 def profile_live(router: Router, admin: str | None, out: Path, seconds: float, *, as_json: bool) -> None:
-    """Measure for about so long, and write the profile to `out`. Raises NoWorker, ConfigError."""
+    """Measure for about `seconds`, and write the profile to `out`. Raises NoWorker, ConfigError."""
     running = None if router.target else find_cluster(router.name)
     if running is None and admin is None:
         raise ConfigError("--admin: must be a router's admin address where --target is given")
@@ -59,7 +59,7 @@ def profile_live(router: Router, admin: str | None, out: Path, seconds: float, *
 
 
 def one_size(config: ClusterConfig) -> int:
-    """Of all workers: devices of each. Raises ConfigError where pools differ."""
+    """Return the number of devices of each worker. Raises ConfigError if pools differ."""
     prefill, decode = config.prefill.tensor_parallel, config.decode.tensor_parallel
     if config.mode != "colocated" and prefill != decode:
         allowed = f"that of decode workers, which is {decode}: one profile is of one size"
@@ -68,17 +68,17 @@ def one_size(config: ClusterConfig) -> int:
 
 
 class Live:
-    """Loads one cluster, and reads what its workers report."""
+    """Loads a cluster and reads its workers' reports."""
 
     def __init__(self, client: AsyncClient, status: AsyncClient, clock: Clock, console: Console) -> None:
         self._client, self._status, self._clock, self._console = client, status, clock, console
-        self._draw = Random()  # prompts that no cache has seen, in this run or the one before
+        self._draw = Random()  # unseeded, so that no cache has the prompts of an earlier run
         self._vocab = 0
-        self._several = False  # workers that do both
+        self._several = False  # several workers, each with both roles
         self.seen = Measured()
 
     async def whole(self, seconds: float, tensor_parallel: int, name: str) -> Profile:
-        """Rounds for so long, two at least, and the fit."""
+        """Run rounds for `seconds`, at least two, and return the fitted profile."""
         async with self._client, self._status:
             model = (await self._client.models())[0]
             if model.max_model_len < LEAST_MODEL_LEN:
@@ -91,7 +91,7 @@ class Live:
             if not workers:
                 raise NoWorker("no worker is connected")
             self._several = 1 < workers == len(cluster.workers)
-            await self._round(lengths[:2], ROWS[:2], workers)  # what is first is slow
+            await self._round(lengths[:2], ROWS[:2], workers)  # warmup
             self.seen = Measured()
             end, rounds = self._clock.monotonic() + seconds, 0
             while rounds < 2 or self._clock.monotonic() < end:
@@ -103,7 +103,7 @@ class Live:
             return fitted(kept, await self._status.cluster(), tensor_parallel, name)
 
     def _tell(self, kept: Measured) -> None:
-        """What is not in the profile."""
+        """Print warnings about measurements that are not in the profile."""
         if left := self.seen.parts - kept.parts:
             said = f"left out {left} of {self.seen.parts} measurements: they took longer than in the other rounds"
             self._console.print(f"{said}; the machine may have had other work", style="yellow")
@@ -126,13 +126,13 @@ class Live:
             await self._apart(min(lengths[-1], LONG))
 
     async def _rows(self, count: int, length: int, workers: int) -> Gaps:
-        """So many for each decode worker."""
+        """Run `count` requests for each decode worker."""
         tokens = DECODED if length == SHORT else DECODED_LONG
         requests = [self._request(length, tokens) for _ in range(count * workers)]
         return together(await asyncio.gather(*requests), count, length)
 
     async def _both(self, length: int, workers: int) -> None:
-        """Prompts one after another for as long as some requests decode."""
+        """Send prompts one after another while some requests decode."""
         before = await self._paces()
         decoding = asyncio.gather(*(self._request(SHORT, 4 * DECODED) for _ in range(BESIDE * workers)))
         while not decoding.done():
@@ -146,9 +146,8 @@ class Live:
         self.seen.beside = summed(self.seen.beside, beside.since(before[2]))
 
     async def _apart(self, length: int) -> None:
-        """Prompts while another worker decodes one row. The router gives them to one that has nothing to do, unless it
-        expects that one to be slower than the ITL of the cluster's SLO: what was computed where the row is decoded says
-        nothing of what workers cost each other.
+        """Send prompts while another worker decodes one sequence. The router prefers an idle worker unless it expects
+        it to exceed the SLO's ITL. Prompts on the decoding worker are discarded: they show no effect between workers.
         """
         for _ in range(TRIES):
             before, prompts = (await self._paces())[0], list[Seen]()
@@ -174,8 +173,8 @@ class Live:
         return seen
 
     async def _paces(self) -> tuple[Pace, Pace, Pace]:
-        """Of all workers since they began: prompts alone, steps of both kinds, and what these decoded. When all is
-        reported; requests that this object has sent have ended.
+        """Return totals of all workers since their start: prompts alone, mixed steps, and the decoding in these. Waits
+        until all is reported and this object's requests have ended.
         """
         end, before = self._clock.monotonic() + SETTLE_S, None
         while True:

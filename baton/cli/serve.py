@@ -1,4 +1,4 @@
-"""`baton prefill-worker | decode-worker | router`: one role as a plain process, started by hand or by `baton up`."""
+"""`baton prefill-worker | decode-worker | router | gateway`: one role as a process, by hand or from `baton up`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from baton.worker.role import RoleFactory
     from router.context import RouterSettings
 
-GC_EVERY = 10_000  # new objects; a router makes and drops some dozens for each token, and hardly a cycle
+GC_EVERY = 10_000  # new objects per collection; a router makes dozens per token, and hardly any cycles
 log = structlog.get_logger(__name__)
 
 
@@ -45,7 +45,7 @@ def _prepare(file: Path, sets: Sequence[str], log_file: Path | None, process: st
 
 
 def run_role(role: Role, file: Path, sets: Sequence[str], worker_id: str, log_file: Path | None) -> None:
-    """Run one worker until SIGTERM or SIGINT, or until it is told to drain."""
+    """Run one worker until SIGTERM, SIGINT or a drain command."""
     config = _prepare(file, sets, log_file, worker_id)
     if role not in config.bounds:
         raise ConfigError(f"mode: {config.mode} has no {role.value} workers; start one of the other role")
@@ -60,7 +60,7 @@ def run_role(role: Role, file: Path, sets: Sequence[str], worker_id: str, log_fi
 
     def ready(ref: WorkerRef) -> None:
         if reported.is_set():
-            return  # it has changed its role: who waited for the process is gone
+            return  # after a role change; the start was reported before
         reported.set()
         report_ready({"worker": str(ref), "address": ref.address, "pid": os.getpid()})
 
@@ -68,7 +68,7 @@ def run_role(role: Role, file: Path, sets: Sequence[str], worker_id: str, log_fi
 
 
 def role_factories() -> dict[Role, RoleFactory]:
-    """What makes a worker one of a role: here alone both are known."""
+    """Return the factories of both roles. No other module imports both."""
     from decode_workers.main import HostedDecode
     from prefill_workers.main import HostedPrefill
 
@@ -76,8 +76,8 @@ def role_factories() -> dict[Role, RoleFactory]:
 
 
 def run_router(file: Path, sets: Sequence[str], log_file: Path | None, index: int = 0) -> None:
-    """Run a router until SIGTERM or SIGINT; a second signal ends it at once."""
-    import uvloop  # a request comes by a dozen times before its first token: 0.1 ms less with this one
+    """Run a router until SIGTERM or SIGINT. A second signal ends it immediately."""
+    import uvloop  # saves 0.1 ms per first token, which takes a dozen passes of the event loop
 
     config = _prepare(file, sets, log_file, f"router-{index}" if index else "router")
     uvloop.run(_route(config, index))
@@ -104,7 +104,7 @@ async def _route(config: ClusterConfig, index: int) -> None:
         board=ControlState(ledger.connection),
     )
     gc.collect()
-    gc.freeze()  # what is here now stays: no later collection need look at it
+    gc.freeze()  # objects that exist now stay, so collections may skip them
     gc.set_threshold(GC_EVERY, *gc.get_threshold()[1:])
     bound = {"grpc": handle.grpc, "admin": handle.admin, "metrics": handle.metrics}
     bound |= {"http": handle.http} if handle.http else {}
@@ -121,7 +121,7 @@ async def _route(config: ClusterConfig, index: int) -> None:
 
 
 def run_gateway(file: Path, sets: Sequence[str], target: str | None, log_file: Path | None) -> None:
-    """Run the HTTP gateway alone until told to stop. `target` is its router; None: `router.grpc` of the file."""
+    """Run the HTTP gateway alone until stopped. `target` is its router, or None for `router.grpc` of the file."""
     import uvloop
 
     if log_file is not None:
@@ -151,7 +151,7 @@ async def _serve_http(config: ClusterConfig, address: str, target: str) -> None:
 
 
 async def _told_to_stop() -> None:
-    """Until SIGTERM or SIGINT; the next one ends the process at once."""
+    """Wait for SIGTERM or SIGINT. The next one ends the process immediately."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -162,9 +162,7 @@ async def _told_to_stop() -> None:
 
 
 def router_settings(config: ClusterConfig, index: int = 0) -> RouterSettings:
-    """What the cluster file says about its router number `index`: all listen for clients at the same addresses, and the
-    later ones for operators wherever there is a port.
-    """
+    """Return the settings of router `index`. All share the client addresses; later ones use any free operator ports."""
     from router.context import RouterSettings
 
     router = config.router
@@ -200,7 +198,7 @@ def router_settings(config: ClusterConfig, index: int = 0) -> RouterSettings:
         traces=config.tracing.keep,
         otlp=config.tracing.otlp,
         trace_sample=config.tracing.sample,
-        worker_silence_s=config.ledger.lease_s,  # as long as a worker may be silent in the ledger, at least three beats
+        worker_silence_s=config.ledger.lease_s,  # the ledger's lease: at least three heartbeats
     )
 
 

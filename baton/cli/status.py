@@ -1,4 +1,4 @@
-"""`baton status`: the cluster as its routers see it."""
+"""`baton status`: the cluster as its routers report it."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ COLUMNS = (
     "channels",
 )
 SILENT_S = 5.0
-LATEST = 5  # decisions
+LATEST = 5  # decisions shown
 WATCH_S = 1.0
 
 
 def status(name: str | None, target: str | None, tls: Path | None = None, *, as_json: bool) -> None:
-    """Print it. `target` is then a router's admin address. Raises NoWorker when there is none."""
+    """Print the status. `target` is a router's admin address. Raises NoWorker if no router answers."""
     running = None if target else find_cluster(name)
     reach = find_reach(running, tls)
     admins = [from_here(admin) for admin in (running.admin, *running.admins[1:])] if running else [str(target)]
@@ -63,10 +63,10 @@ def status(name: str | None, target: str | None, tls: Path | None = None, *, as_
 
 
 def watch(show: Callable[[], None]) -> None:
-    """Show it again and again; a router that is being replaced is waited for. Ends with KeyboardInterrupt."""
+    """Print the status repeatedly until KeyboardInterrupt. A router that is being replaced is waited for."""
     screen = Console()
     while True:
-        screen.clear()  # nothing off a terminal
+        screen.clear()  # does nothing without a terminal
         try:
             show()
         except NoWorker as error:
@@ -75,7 +75,7 @@ def watch(show: Callable[[], None]) -> None:
 
 
 def _ask(admin: str, reach: Target) -> ClusterStatus | BatonError:
-    """What it says, or why it does not: one of several may be just being replaced."""
+    """Return a router's status or the error, because one of several routers may be restarting."""
     if not admin:
         return NoWorker("it is not there yet")
     try:
@@ -86,7 +86,7 @@ def _ask(admin: str, reach: Target) -> ClusterStatus | BatonError:
 
 
 def show(cluster: ClusterStatus, others: Sequence[ClusterStatus] = ()) -> None:
-    """A few lines for each router, and a table of the workers as the first one sees them."""
+    """Print a few lines for each router, and a table of the workers as the first router sees them."""
     typer.echo(
         f"cluster {cluster.name!r}, model {cluster.model}, router {cluster.router_id}, up {cluster.uptime_s:.0f} s"
     )
@@ -106,7 +106,7 @@ def show(cluster: ClusterStatus, others: Sequence[ClusterStatus] = ()) -> None:
 
 
 def control(said: Control) -> Iterator[str]:
-    """What the cluster should be, what keeps it from that, and what was decided lately."""
+    """Yield lines about the plan, deviations from it, and recent decisions."""
     plan = said.plan
     because = f": {plan.reason}" if plan.reason else ""
     yield f"plan {plan.number}: {sizes_text(plan.prefill, plan.decode)}, by {plan.by}{because}"
@@ -147,7 +147,7 @@ def _workers(cluster: ClusterStatus) -> None:
 
 
 def determinism(cluster: ClusterStatus) -> Iterator[str]:
-    """Who takes deterministic requests, and why others do not: a line for all that say the same."""
+    """Yield a line for each group of equal workers: whether they accept deterministic requests, or why not."""
     alike: dict[tuple[str, str], list[WorkerStatus]] = {}
     for worker in cluster.workers:
         alike.setdefault((worker.info.determinism, worker.info.nondeterminism), []).append(worker)

@@ -1,4 +1,4 @@
-"""Which router the commands ask that send requests, and how they say who they are."""
+"""The router that request commands call, with token and certificates."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SYSTEM = Path("system")
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """`target`, or the running cluster called `name`. `tls`: a CA file, a folder of `baton certs`, or `system` for the
-    authorities known here; None: as the running cluster says.
+    """A router at `target`, or of the running cluster `name`. `tls` is a CA file, a folder of `baton certs`, `system`
+    for this machine's authorities, or None for the running cluster's settings.
     """
 
     name: str | None
@@ -28,17 +28,17 @@ class Router:
     tls: Path | None = None
 
     def client(self) -> Client:
-        """Raises NoWorker when no cluster runs, ConfigError for a token or CA file that cannot work."""
+        """Return a client. Raises NoWorker if no cluster runs, ConfigError for an unusable token or CA file."""
         address, tls = self._reach()
         return Client(address, token=self.token, tls=tls, timeout=self.timeout)
 
     def async_client(self, max_retries: int) -> AsyncClient:
-        """As `client`; each failed call is tried `max_retries` times more."""
+        """Return an asynchronous client with `max_retries` retries per failed call. Raises the errors of `client`."""
         address, tls = self._reach()
         return AsyncClient(address, token=self.token, tls=tls, timeout=self.timeout, max_retries=max_retries)
 
     def authorities(self) -> ssl.SSLContext | None:
-        """Whom to trust over HTTPS, by `tls`; None: those known here. Raises ConfigError for what is no CA file."""
+        """Return the trusted HTTPS authorities, or None for this machine's. Raises ConfigError for a bad CA file."""
         if self.tls is None or self.tls == SYSTEM:
             return None
         try:

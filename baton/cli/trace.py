@@ -1,4 +1,4 @@
-"""`baton trace`: where the time of one of the last requests went, as bars in the terminal and as a file."""
+"""`baton trace`: the time of a recent request by stage, as bars in the terminal and as a file."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from baton.tracing.chrome import chrome_trace
 from baton.tracing.trace import Span, processes
 
 COLOURS = {"router": "cyan", "prefill": "yellow", "decode": "green"}
-LEAST, MOST = 16, 60  # characters of the bars
-NUMBER, FIGURES = 9, 30  # of a number, and of what is said of a span; with what is between columns
+LEAST, MOST = 16, 60  # limits of the bars' width in characters
+NUMBER, FIGURES = 9, 30  # widths of a number and of a span's facts, with column gaps
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 SHOWN = ("tokens", "cached_tokens", "chunks", "kv_bytes", "transport", "steps", "passes", "rollbacks", "ended", "error")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FoundTrace:
-    """What a router said of a request."""
+    """A router's trace of a request."""
 
     request_id: str
     trace_id: str
@@ -45,7 +45,7 @@ class FoundTrace:
 def trace(
     request: str, name: str | None, target: str | None, tls: Path | None, out: Path | None, *, as_json: bool
 ) -> None:
-    """Print it, and write it to `out`. Raises InvalidRequest for one that is not kept, NoWorker without a router."""
+    """Print a trace and write it to `out`. Raises InvalidRequest if no router keeps it, NoWorker without a router."""
     running = None if target else find_cluster(name)
     admins = [from_here(admin) for admin in (running.admin, *running.admins[1:])] if running else [str(target)]
     found = find(request, admins, find_reach(running, tls))
@@ -58,7 +58,7 @@ def trace(
 
 
 def find(request: str, admins: Sequence[str], reach: Target) -> FoundTrace:
-    """Of whichever router had it; without a name, the one of all that began last."""
+    """Return the trace from any router that has it. Without a request id, return the trace that began last."""
     asked = [_ask(request, admin, reach) for admin in admins]
     found = [one for one in asked if isinstance(one, FoundTrace)]
     if found:
@@ -80,7 +80,7 @@ def _ask(request: str, admin: str, reach: Target) -> FoundTrace | BatonError:
 
 
 def write(out: Path, spans: Sequence[Span], request_id: str, trace_id: str) -> None:
-    """A file for ui.perfetto.dev. Raises ConfigError when it cannot be written."""
+    """Write a file for ui.perfetto.dev. Raises ConfigError if it cannot be written."""
     try:
         out.write_text(json.dumps(chrome_trace(spans, request_id, trace_id)))
     except OSError as error:
@@ -89,7 +89,7 @@ def write(out: Path, spans: Sequence[Span], request_id: str, trace_id: str) -> N
 
 
 def show(found: FoundTrace, console: Console | None = None) -> None:
-    """Bars on one axis, a group of rows for each process."""
+    """Print bars on one axis, grouped by process."""
     console = console or Console(highlight=False)
     console.print(f"request   {found.request_id}, {found.outcome}\ntrace     {found.trace_id}", markup=False)
     if not found.spans:
@@ -112,7 +112,7 @@ def show(found: FoundTrace, console: Console | None = None) -> None:
 
 
 def rows(spans: Sequence[Span], began: float, whole: float, width: int) -> Iterator[tuple[Text, str, str, Text, str]]:
-    """One for each process, and below it one for each span. Seconds; the bars are so many characters wide."""
+    """Yield a row for each process, followed by one for each of its spans. Times are seconds, `width` characters."""
     for role, process in processes(spans):
         yield Text(process, style=f"bold {COLOURS.get(role, '')}".strip()), "", "", Text(), ""
         for span in spans:
@@ -122,7 +122,7 @@ def rows(spans: Sequence[Span], began: float, whole: float, width: int) -> Itera
 
 
 def bar(span: Span, began: float, whole: float, width: int) -> Text:
-    """In eighths of a character, and at least one of them: what is short is seen too."""
+    """Draw a span in eighths of a character, at least one, so that short spans are visible."""
     most = width * 8
     begin = min(round((span.start_s - began) / whole * most), most - 1)
     end = min(max(round((span.end_s - began) / whole * most), begin + 1), most)

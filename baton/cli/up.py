@@ -1,7 +1,4 @@
-"""`baton up` and `baton down`.
-
-`baton pull`, and what `baton up` does with a model: fetch it once before all others, show how far it is loaded.
-"""
+"""`baton up`, `baton down` and `baton pull`: start and stop a cluster, and download its model first."""
 
 from __future__ import annotations
 
@@ -50,12 +47,12 @@ from baton.model_hub import model_folder, pinned
 
 COMMAND = ("-m", "baton", "pull")
 SHOWN_S = 1.0
-FILE_CLOCK_S = 0.1  # files get their times from a clock that is behind by up to a tick
+FILE_CLOCK_S = 0.1  # because file times come from a clock that is late by up to a tick
 CLEAR = "\r\x1b[K"
 
 
 def pull(model: str) -> None:
-    """Download what is missing of a model from the Hub, and print its folder. Raises ConfigError, CheckpointError."""
+    """Download missing files of a model from the Hub, and print its folder. Raises ConfigError, CheckpointError."""
     die_with_parent()
     if not model.startswith(HUB_PREFIX):
         raise ConfigError(f"{model}: only a name such as hf:Qwen/Qwen3-0.6B can be downloaded")
@@ -63,10 +60,9 @@ def pull(model: str) -> None:
 
 
 def fetched(config: ClusterConfig, stop: Stop) -> ClusterConfig:
-    """The config with a model from the Hub downloaded, and named by its commit: all parts then take the same.
-
-    The download is a process of its own, since nothing else of it can be ended at once. It says on stderr how far it
-    is, and what is wrong; then typer.Exit has its exit code. Raises Cancelled.
+    """Return the config with its Hub model downloaded and pinned to a commit, the same for all processes. A child
+    process downloads, because only a process can be stopped immediately. It reports progress and errors on stderr; if
+    it fails, typer.Exit carries its exit code. Raises Cancelled.
     """
     path = config.model.path
     if not path.startswith(HUB_PREFIX):
@@ -91,7 +87,7 @@ def fetched(config: ClusterConfig, stop: Stop) -> ClusterConfig:
 
 @contextmanager
 def shown_loading(logs: Path) -> Iterator[Callable[[], None]]:
-    """On a terminal, one line on stderr with how far each worker is, until the block ends or calls what it is given."""
+    """Show loading progress on stderr, if that is a terminal, until the block ends or calls the given function."""
     done, began = threading.Event(), time.time() - FILE_CLOCK_S
 
     def show() -> None:
@@ -118,12 +114,12 @@ def shown_loading(logs: Path) -> Iterator[Callable[[], None]]:
 
 
 def loading(logs: Path, since: float) -> list[str]:
-    """How far each worker says that it is, by its log's last line, in logs written `since` (seconds of the epoch)."""
+    """Return each worker's progress, by the last line of logs written after `since` (seconds of the epoch)."""
     shares = []
     for path in sorted(logs.glob("*.log")):
         try:
             line = json.loads(tail(path, 1)) if path.stat().st_mtime >= since else {}
-        except (OSError, ValueError):  # another format, or half a line
+        except (OSError, ValueError):  # another format, or an incomplete line
             continue
         if isinstance(line, dict) and line.get("event") in {"model_loading", "model_loaded"}:
             shares.append(f"{path.stem} {line.get('percent', 100)} %")
@@ -131,15 +127,15 @@ def loading(logs: Path, since: float) -> list[str]:
 
 
 DOWN_S = 30.0
-LOOK_S = 0.1  # between two checks of the processes that `down` waits for
+LOOK_S = 0.1  # interval of checks of ending processes
 SUPERVISOR = "supervisor"
 
 
 def up(file: Path, sets: Sequence[str], stop: Stop, *, detach: bool, as_json: bool) -> None:
-    """Start a cluster; returns when it has ended, or with `detach` as soon as it runs."""
+    """Start a cluster and return when it has ended, or with `detach` when it is ready."""
     config = load_config(file, sets, os.environ)
     check_tokens(config)
-    cpu_level()  # refuse a wrong level before anything starts: each worker would refuse it later
+    cpu_level()  # reject a wrong level now, because each worker would reject it later
     if detach:
         _detach(config, file, sets, stop, as_json=as_json)
         return
@@ -160,7 +156,7 @@ def up(file: Path, sets: Sequence[str], stop: Stop, *, detach: bool, as_json: bo
 def run_cluster(
     config: ClusterConfig, stop: Stop, ready: Callable[[ClusterState], None], home: Path | None = None
 ) -> None:
-    """Run a cluster in this thread until told to stop."""
+    """Run a cluster in this thread until stopped."""
     config = fetched(config, stop)
     folder = StateFolder(config.name, home)
     command = [sys.executable, "-m", "baton", "router", "-c", str(folder.config)]
@@ -168,7 +164,7 @@ def run_cluster(
 
 
 def make_control(config: ClusterConfig, folder: StateFolder) -> Control:
-    """Who keeps the workers: plain processes for `ray.address: none`, else actors."""
+    """Return the `Control` of the workers: child processes for `ray.address: none`, otherwise Ray actors."""
     if config.ray.address == "none":
         return LocalControl(config, ProcessPlacement(partial(worker_command, folder.config), folder.logs))
     if config.ray.address != LOCAL:
@@ -183,12 +179,12 @@ def make_control(config: ClusterConfig, folder: StateFolder) -> Control:
 
 
 def worker_command(config: Path, worker_id: str, role: Role) -> list[str]:
-    """The argv of one worker as a plain process."""
+    """Return the argv of one worker as a plain process."""
     return [sys.executable, "-m", "baton", f"{role.value}-worker", "-c", str(config), "--id", worker_id]
 
 
 def announce(state: ClusterState, config: ClusterConfig, *, as_json: bool) -> None:
-    """Where the cluster is, and how to use it."""
+    """Print the cluster's addresses, and how to use it."""
     if as_json:
         addresses = {"name": state.name, "grpc": state.grpc, "admin": state.admin, "metrics": state.metrics}
         addresses |= {"http": state.http} if state.http else {}
@@ -212,17 +208,17 @@ def announce(state: ClusterState, config: ClusterConfig, *, as_json: bool) -> No
 
 
 def _detach(config: ClusterConfig, file: Path, sets: Sequence[str], stop: Stop, *, as_json: bool) -> None:
-    """Start `baton up` in a session of its own, and wait until it is ready or has failed."""
+    """Start `baton up` in its own session, and wait until it is ready or has failed."""
     from baton.cli.exit_codes import exit_code
 
     folder = StateFolder(config.name)
-    folder.acquire()  # says what is wrong with the folder, and who has it; the child takes it for good
+    folder.acquire()  # raises early if the folder is unusable or taken; the child acquires it again
     folder.release()
     output = folder.path / "up.out"
     output.unlink(missing_ok=True)
     argv = [sys.executable, "-m", "baton", "up", "-c", str(file)]
     argv += [word for item in as_options(sets) for word in ("--set", item)]
-    here = fetched(config, stop).model.path  # now, where somebody sees it, and as long as it takes
+    here = fetched(config, stop).model.path  # now, because progress is visible here and nothing times out
     env = as_environment([*sets, *[f"model.path={here}"] * (here != config.model.path)], os.environ)
     child = Child(ProcessSpec("up", argv, output, env, ready_timeout_s=2 * START_TIMEOUT_S, new_session=True))
     child.start()
@@ -240,8 +236,8 @@ def _detach(config: ClusterConfig, file: Path, sets: Sequence[str], stop: Stop, 
 
 
 def as_environment(sets: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """What stands over the cluster file, as variables: everybody sees a command line, and the password in it. But for
-    `as_options`.
+    """Return `sets` and config variables as an environment, because all users see command lines, and passwords in them.
+    Items of `as_options` are left out.
     """
     given = {name: value for name, value in environ.items() if name.startswith(ENV_PREFIX)}
     for item in (item for item in sets if _sayable(item)):
@@ -251,7 +247,7 @@ def as_environment(sets: Sequence[str], environ: Mapping[str, str]) -> dict[str,
 
 
 def as_options(sets: Sequence[str]) -> list[str]:
-    """Those that no variable can say, whose names are no keys of ours: of tenants, with capitals, say."""
+    """Return items that no variable can express, because the names are not config keys: tenants, for example."""
     return [item for item in sets if not _sayable(item)]
 
 
@@ -261,9 +257,8 @@ def _sayable(item: str) -> bool:
 
 
 def find_cluster(name: str | None, *, starting: bool = False) -> ClusterState:
-    """The running cluster of that name, or the only one; one that still starts only if `starting`.
-
-    Raises NoWorker (exit code 4) naming what runs.
+    """Return the running cluster called `name`, or the only one. One that still starts counts only with `starting`.
+    Raises NoWorker (exit code 4) with the running clusters' names.
     """
     running = running_clusters()
     chosen = [state for state in running if name in {None, state.name}]
@@ -279,7 +274,7 @@ def find_cluster(name: str | None, *, starting: bool = False) -> ClusterState:
 
 
 def down(name: str | None) -> None:
-    """Stop a cluster, also one that still starts; returns when none of its processes is left."""
+    """Stop a cluster, even one that is still starting, and return when none of its processes is left."""
     state = find_cluster(name, starting=True)
     supervisor = state.supervisor.process()
     left = [supervisor] if supervisor else []
@@ -293,14 +288,14 @@ def down(name: str | None) -> None:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     wait_ended(alive, 5.0)
-    with suppress(ConfigError):  # taken by the next one already
-        folder.acquire()  # removes what a supervisor that had to be killed left
+    with suppress(ConfigError):  # the next cluster has acquired it
+        folder.acquire()  # removes the files of a killed supervisor
         folder.release()
     typer.echo(f"cluster {state.name!r} is down")
 
 
 def wait_ended(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Wait until the processes have ended, at most `timeout_s`. Return those that run on; a zombie has ended."""
+    """Wait at most `timeout_s` until the processes have ended, and return those still running. A zombie has ended."""
     deadline = time.monotonic() + timeout_s
     while processes and time.monotonic() < deadline:
         _, alive = psutil.wait_procs(processes, timeout=LOOK_S)
@@ -316,5 +311,5 @@ def _is_zombie(process: psutil.Process) -> bool:
 
 
 def note(text: str) -> None:
-    """Progress, on stderr."""
+    """Print progress on stderr."""
     typer.echo(text, err=True)

@@ -1,4 +1,4 @@
-"""The events of one stream, folded into an answer. No I/O."""
+"""Accumulates the events of one stream into an answer. No I/O."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class _ChoiceState:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     matched_stop: str = ""
-    ended_in: int = 0  # which stream said so: the first is number 0, each resumed one has the next number
+    ended_in: int = 0  # number of the stream that reported the end: 0, then one more per resume
     tail: str = ""  # text that came without a token, since the last token
-    repeated: str = ""  # of the tail: what a resumed stream says again
+    repeated: str = ""  # part of the tail that a resumed stream will repeat
     thoughts: list[Thought] = field(default_factory=list)
 
     def freeze(self) -> Choice:
@@ -33,10 +33,10 @@ class _ChoiceState:
 
 
 class Fold:
-    """What both kinds of stream show of the answer so far; complete once the stream has ended.
+    """The answer so far, common to both streams; complete once the stream has ended.
 
-    Asserts that each event is the next one, and each token too. A stream that breaks its promises raises EngineFault:
-    an answer with a gap must not look like an answer. `resumed` counts the streams that went on with a broken one.
+    Events and tokens must come in order. A violation raises EngineFault, because an answer with a gap must not look
+    complete. `resumed` counts the resumed streams.
     """
 
     def __init__(self) -> None:
@@ -48,8 +48,8 @@ class Fold:
         self.system_fingerprint = ""
         self.trace_id = ""
         self.trace: tuple[Span, ...] = ()
-        self._started = False  # an event has arrived: from then on the request must not be sent again
-        self._events = 0  # of the stream that is read now
+        self._started = False  # an event has arrived; the request must not be sent again
+        self._events = 0  # events of the current stream
         self._choices: dict[int, _ChoiceState] = {}
 
     @property
@@ -72,7 +72,7 @@ class Fold:
         return self._choices.get(index, _ChoiceState()).freeze()
 
     def _feed(self, event: inference.GenerateEvent) -> Delta | None:
-        """Take the next event; returns what it added, if that is text, tokens or a thought. Raises EngineFault."""
+        """Process the next event; return its text, tokens or thought, if any. Raises EngineFault."""
         self._check_order(event)
         self._count(event)
         match event.WhichOneof("event"):
@@ -91,21 +91,21 @@ class Fold:
                 self.system_fingerprint = event.completed.system_fingerprint
                 self.trace_id = event.completed.trace_id
                 self.trace = tuple(map(span_from_pb, event.completed.spans))
-        return None  # the others, also those of newer servers, need nothing done
+        return None  # other events, also those of newer servers, are ignored
 
     def _received(self, choices: int) -> list[common.TokenIds]:
-        """The tokens of each choice so far: where a resumed stream goes on."""
+        """Return the tokens of each choice so far, which a Resume continues."""
         count = max(choices, 1, *(index + 1 for index in self._choices))
         return [common.TokenIds(ids=self._choice(index).tokens) for index in range(count)]
 
     def _rewind(self) -> None:
-        """A new stream goes on with the answer. What came without a token had no number: it will be said again."""
+        """Prepare for a resumed stream. Text without a token has no number and will be sent again."""
         self._events = 0
         for state in self._choices.values():
             state.repeated = state.tail
 
     def _completion(self) -> Completion:
-        """The whole answer, once the stream has ended. Raises EngineFault if it ended early."""
+        """Return the whole answer after the end of the stream. Raises EngineFault if it ended early."""
         if self.usage is None or self.timings is None or self.placement is None:
             raise self._broken("it ended without Completed")
         if any(state.finish_reason is None for state in self._choices.values()) or not self._choices:
@@ -147,7 +147,7 @@ class Fold:
         return None if again else delta
 
     def _thought(self, message: inference.Thought) -> Delta | None:
-        """None: it came before the stream broke. Those of the prompt are the first choice's; others begin behind."""
+        """Return None for a repeated thought. Only the first choice has those of the prompt; others start later."""
         state = self._choices.setdefault(message.choice, _ChoiceState())
         first = message.chunk if message.choice else 0
         due = state.thoughts[-1].chunk + 1 if state.thoughts else first
@@ -159,7 +159,7 @@ class Fold:
         return Delta(message.choice, len(state.tokens), (), "", thoughts=(state.thoughts[-1],))
 
     def _fresh(self, state: _ChoiceState, message: inference.Tokens) -> str:
-        """The text of a message without what had come before the stream broke."""
+        """Return the text of a message without the part that came before the stream broke."""
         said = message.text[: len(state.repeated)]
         if not state.repeated.startswith(said):
             raise self._broken(f"text of choice {message.choice} came again and was another")

@@ -1,4 +1,4 @@
-"""From what a caller wrote to the messages of `Inference`, and back. No I/O: both clients share it."""
+"""Translates arguments to messages of `Inference`, and replies back. No I/O. The server, maybe newer, checks ranges."""
 
 from __future__ import annotations
 
@@ -40,10 +40,7 @@ _CONSTRAINT = frozenset({"json_schema", "regex", "choices"})
 
 
 def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequest:
-    """Raises TypeError for an option that does not exist, InvalidRequest for a value that the wire cannot carry.
-
-    Ranges are the server's business: it may be newer than this client.
-    """
+    """Return the request. Raises TypeError for an unknown option, InvalidRequest if the wire cannot carry a value."""
     request = _options(options)
     if isinstance(prompt, str):
         request.MergeFrom(_field(inference.GenerateRequest, "text", prompt, "prompt."))
@@ -56,10 +53,7 @@ def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequ
 
 
 def chat_request(messages: Chat, options: Options, tools: Tools = ()) -> inference.GenerateRequest:
-    """As `generate_request`, for a conversation. `tools` are those that the model may call, as OpenAI's API has them.
-
-    Raises TypeError also for a field of a message that does not exist.
-    """
+    """Like `generate_request`, for a conversation and OpenAI's `tools`. Raises TypeError also for an unknown field."""
     request = _options(options)
     request.chat.SetInParent()
     if tools:
@@ -76,22 +70,22 @@ def chat_request(messages: Chat, options: Options, tools: Tools = ()) -> inferen
 
 
 def tokenize_request(text: str, model: str) -> inference.TokenizeRequest:
-    """Raises InvalidRequest for text that is not valid Unicode."""
+    """Return the request. Raises InvalidRequest for text that is not valid Unicode."""
     return _field(inference.TokenizeRequest, "text", text, "", model=model)
 
 
 def detokenize_request(ids: Ids, model: str) -> inference.DetokenizeRequest:
-    """Raises InvalidRequest for what is no token id."""
+    """Return the request. Raises InvalidRequest for an invalid token id."""
     return _field(inference.DetokenizeRequest, "ids", ids, "", model=model)
 
 
 def models(reply: inference.ListModelsReply) -> list[Model]:
-    """In the order of the server."""
+    """Return the models in the server's order."""
     return [Model(**values(model)) for model in reply.models]
 
 
 def cluster_status(reply: admin.StatusReply) -> ClusterStatus:
-    """Raises EngineFault for a reply that is not one."""
+    """Return the status. Raises EngineFault for an invalid reply."""
     workers = tuple(trusted(_worker_status, each) for each in reply.workers)
     control = _control(reply.control) if reply.HasField("control") else None
     return ClusterStatus(**values(reply) | {"workers": workers, "control": control})
@@ -109,12 +103,12 @@ def _control(message: admin.Control) -> Control:
 
 
 def values(message: Message) -> dict[str, Any]:
-    """The fields of a message by name, for the dataclass that has the same ones."""
+    """Return the fields of a message by name, for a dataclass with the same fields."""
     return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
 def trusted(read: Callable[[M], T], message: M) -> T:
-    """`read(message)`; what is wrong with a reply is the server's fault, not one of the request."""
+    """Return `read(message)`. An invalid reply is the server's fault, so InvalidRequest becomes EngineFault."""
     try:
         return read(message)
     except InvalidRequest as error:
@@ -157,7 +151,7 @@ def _set(request: inference.GenerateRequest, name: str, value: Any) -> None:
 
 
 def _turn(message: Mapping[str, Any]) -> ChatMessage:
-    """A message as OpenAI's API has it."""
+    """Return a message in OpenAI's format as ChatMessage."""
     unknown = [name for name, value in message.items() if name not in _TURN and value is not None]
     if unknown:
         raise TypeError(f"unknown field {unknown[0]!r} of a message; there are {', '.join(_TURN)}")
@@ -184,7 +178,7 @@ def _unknown(name: str) -> TypeError:
 
 
 def _field(kind: type[M], name: str, value: object, where: str, **more: object) -> M:
-    """A message with this field; protobuf checks the type and the width of the value."""
+    """Return a message with this field; protobuf checks the type and the width of the value."""
     return _message(kind, f"{where}{name}", **{name: value}, **more)
 
 
@@ -192,5 +186,5 @@ def _message(kind: type[M], field: str, **values: object) -> M:
     try:
         return kind(**values)
     except (TypeError, ValueError) as error:
-        # The reason only, never the value: it may be a prompt.
+        # without the value, because it may be a prompt
         raise InvalidRequest.of(field, f"not a value for this field ({type(error).__name__})") from error

@@ -1,7 +1,4 @@
-"""What both clients share: their arguments, the routers to ask, and the decision on retries. No I/O.
-
-Whether and when a broken stream goes on. No I/O.
-"""
+"""Common parts of both clients: arguments, router addresses, and decisions on retries and resumes. No I/O."""
 
 from __future__ import annotations
 
@@ -34,11 +31,11 @@ A folder as `baton certs` leaves it, or a `Wire`: a certificate of the cluster's
 RETRY_BASE_S = 0.25
 RETRY_CAP_S = 5.0
 _LOOPBACK = ("127.", "localhost:", "[::1]", "unix:")
-_LISTS = ("ipv4:", "ipv6:")  # of gRPC's own: several addresses of one router
+_LISTS = ("ipv4:", "ipv6:")  # gRPC's syntax for several addresses of one router
 
 
 class Attempts:
-    """The tries of one call, all under one deadline. `draw` gives numbers from 0 to 1."""
+    """Retries of one call under one deadline. `draw` returns random numbers from 0 to 1."""
 
     def __init__(self, max_retries: int, timeout: float | None, clock: Clock, draw: Callable[[], float]) -> None:
         self._max_retries = max_retries
@@ -48,14 +45,14 @@ class Attempts:
         self._retries = 0
 
     def remaining(self) -> float | None:
-        """Seconds left, never below 0; None without a deadline."""
+        """Return the seconds left, at least 0; None without a deadline."""
         return None if self._deadline is None else max(0.0, self._deadline - self._clock.monotonic())
 
     def wait_after(self, error: BatonError, *, started: bool = False) -> float:
-        """Seconds to wait before the next try, or raises `error`: no retry helps, or none is left, or no time is.
+        """Return the seconds until the next try. Raises `error` if no retry can help, is left, or fits the deadline.
 
-        Never less than what the server asked for; on top of it full jitter, that is evenly between 0 and a bound that
-        doubles. `started`: an event of the stream has arrived, so the request must not be sent again.
+        The wait is the server's retry delay plus full jitter: uniform between 0 and a limit that doubles. `started`
+        means that an event of the stream has arrived, therefore the request must not be sent again.
         """
         if started or not error.retryable or self._retries >= self._max_retries:
             raise error
@@ -68,14 +65,14 @@ class Attempts:
         return wait
 
     def progressed(self) -> None:
-        """The call has got further: from here on its retries are counted anew."""
+        """Reset the retries, because the call has advanced."""
         self._retries = 0
 
 
 class ClientBase:
-    """Raises ConfigError when made: an unreadable CA file, a token that no header can carry, a negative number."""
+    """Arguments and routers of a client. Raises ConfigError for a bad target, CA file, token or `max_retries`."""
 
-    _draw: Callable[[], float] = random.SystemRandom().random  # a seeded program must not retry in step with others
+    _draw: Callable[[], float] = random.SystemRandom().random  # seeded programs must not retry in step
     _clock: Clock = SystemClock()
 
     def __init__(
@@ -93,7 +90,7 @@ class ClientBase:
             raise ConfigError("token: must be printable ASCII without line breaks")
         if max_retries < 0:
             raise ConfigError(f"max_retries: must be at least 0, got {max_retries}")
-        self._target = self._targets[0]  # the one to begin with
+        self._target = self._targets[0]  # first router to try
         self._admin = admin
         self._timeout = timeout
         self._max_retries = max_retries
@@ -104,14 +101,14 @@ class ClientBase:
         self._opened()
 
     def _opened(self) -> None:
-        """All arguments are good: what is still to be done."""
+        """Finish the construction after all arguments were checked."""
 
     def _attempts(self, timeout: float | None) -> Attempts:
-        """The tries of one call; `timeout` in seconds, None: the client's own."""
+        """Return the retries of one call. `timeout` is in seconds; None means the client's own."""
         return Attempts(self._max_retries, self._timeout if timeout is None else timeout, self._clock, self._draw)
 
     def _after(self, target: str) -> str:
-        """Whom to ask after `target` has failed; calls to come begin there too."""
+        """Return the router to try after `target` failed; later calls start there too."""
         self._target = self._targets[(self._targets.index(target) + 1) % len(self._targets)]
         return self._target
 
@@ -129,7 +126,7 @@ def _targets(target: str) -> tuple[str, ...]:
 
 
 def here(target: str) -> bool:
-    """Whether this is an address of this very machine: no proxy is on the way there."""
+    """Return True for an address of this machine, which needs no proxy."""
     return target.startswith(_LOOPBACK)
 
 
@@ -149,14 +146,14 @@ RESUMABLE = "baton-resumable"
 RESUMABLE_S = 30.0
 """For how long a stream goes on without a router, unless its caller says otherwise: time to find another one."""
 
-REFUSALS = (Unsupported, UnknownModel, InvalidRequest)  # by a router that cannot resume, or not this request
+REFUSALS = (Unsupported, UnknownModel, InvalidRequest)  # from a router that cannot resume, or not this request
 
 
 class Recovery:
-    """The breaks of one stream that has begun. `targets`: how many routers may be asked to go on with it.
+    """Breaks of one started stream. `targets` is the number of routers that may resume it.
 
-    Only a lost connection or worker is a break; every other failure is the answer. What the caller sees at last is the
-    loss, not that some router knew nothing about the request.
+    Only a lost connection or worker is a break; any other failure ends the stream. The caller finally gets the loss as
+    the error, and not a router's rejection of the Resume.
     """
 
     def __init__(self, targets: int) -> None:
@@ -166,11 +163,11 @@ class Recovery:
         self._lost: BatonError | None = None
 
     def progressed(self) -> None:
-        """The answer has got further: what was before is forgotten."""
+        """Reset, because the answer has advanced."""
         self._refused, self._lost = 0, None
 
     def wait_after(self, error: BatonError, attempts: Attempts, *, answered: bool) -> float:
-        """Seconds to wait before a Resume, or raises what ends the stream. `answered`: the stream had events."""
+        """Return the seconds until a Resume. Raises the final error. `answered` means that the stream had events."""
         if self._lost is not None and not answered:
             return self._wait_after_resume(self._lost, error, attempts)
         lost = self.resumable and isinstance(error, WorkerLost | NoWorker)
@@ -179,7 +176,7 @@ class Recovery:
         return attempts.wait_after(error, started=not lost)
 
     def _wait_after_resume(self, lost: BatonError, error: BatonError, attempts: Attempts) -> float:
-        """As above, after a Resume that brought nothing."""
+        """Return the wait after a Resume without events."""
         if not isinstance(error, REFUSALS):
             return attempts.wait_after(error)
         self._refused += 1

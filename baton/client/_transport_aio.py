@@ -1,7 +1,4 @@
-"""What only the asyncio client does: gRPC's asyncio API, and telling two kinds of being cancelled apart.
-
-`_transport_sync` offers the same names to the blocking client, which is generated from the asyncio one.
-"""
+"""Transport of the asyncio client: gRPC's asyncio API. `_transport_sync` has the same names for the blocking API."""
 
 from __future__ import annotations
 
@@ -32,23 +29,23 @@ sleep: Sleep = asyncio.sleep
 
 
 class Stubs:
-    """One channel for each router. Made on first use: a channel belongs to the loop in which it was made."""
+    """One channel per router, made on first use because a channel belongs to the loop in which it was made."""
 
     def __init__(self, credentials: grpc.ChannelCredentials | None, name: str, proxy: bool) -> None:
         self._credentials = credentials
-        self._name = name  # in the certificates of a cluster; "": that of the address
+        self._name = name  # in the certificates of a cluster; empty means that of the address
         self._proxy = proxy
         self._closed = False
         self._made: dict[str, tuple[Channel, Stub]] = {}
 
     def connect(self, target: str) -> Channel:
-        """A channel that the caller closes."""
+        """Return a new channel; the caller closes it."""
         proxy = self._proxy and not here(target)
         credentials, name = self._credentials, self._name
         return channel.aio_channel(target, link=channel.PUBLIC, credentials=credentials, proxy=proxy, name=name)
 
     def of(self, target: str) -> Stub:
-        """Raises Cancelled once it is closed."""
+        """Return the stub of a router. Raises Cancelled after `close`."""
         if self._closed:
             raise Cancelled("the client was closed")
         if target not in self._made:
@@ -57,19 +54,19 @@ class Stubs:
         return self._made[target][1]
 
     async def close(self) -> None:
-        """Running calls end with Cancelled."""
+        """Close all channels; running calls end with Cancelled."""
         self._closed = True
         for made, _ in self._made.values():
             await made.close()
 
 
 def admin_stub(made: Channel) -> AdminStub:
-    """The service for operators."""
+    """Return the stub of the service for operators."""
     return admin_pb2_grpc.AdminStub(made)
 
 
 async def ask(method: Unary[Q, R], request: Q, timeout: float | None, metadata: Metadata) -> R:
-    """Raises grpc.RpcError; Cancelled when the client was closed meanwhile."""
+    """Return the reply. Raises grpc.RpcError, or Cancelled if the client was closed during the call."""
     call = method(request, timeout=timeout, metadata=metadata)
     try:
         return await call
@@ -79,7 +76,7 @@ async def ask(method: Unary[Q, R], request: Q, timeout: float | None, metadata: 
 
 
 async def read(call: Call | ResumeCall) -> inference.GenerateEvent | None:
-    """The next event, None at the end. Raises grpc.RpcError; Cancelled when the call was ended from here."""
+    """Return the next event, None at the end. Raises grpc.RpcError, or Cancelled if the call was cancelled here."""
     try:
         event = await call.read()
     except asyncio.CancelledError:
@@ -89,12 +86,12 @@ async def read(call: Call | ResumeCall) -> inference.GenerateEvent | None:
 
 
 async def headers(call: Call | ResumeCall) -> dict[str, str | bytes]:
-    """What the server sent before its first event."""
+    """Return the initial metadata of the stream."""
     return dict(await call.initial_metadata())
 
 
 def _raise_if_ended_here(cancelled: bool) -> None:
-    """A call that was cancelled here looks like a cancelled task; tell them apart."""
+    """Raise Cancelled if the call, and not the current task, was cancelled: gRPC raises CancelledError for both."""
     task = asyncio.current_task()
     if cancelled and not (task and task.cancelling()):
         raise Cancelled("the stream or its client was closed") from None

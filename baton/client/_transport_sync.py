@@ -1,4 +1,4 @@
-"""The part of the blocking client that differs: gRPC's blocking API, safe for threads. Names as in `_transport_aio`."""
+"""Transport of the blocking client: gRPC's blocking API, thread-safe, with the names of `_transport_aio`."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ ResumeCall: TypeAlias = Call
 
 
 class Stubs:
-    """One channel for each router, made on first use by whichever thread comes first."""
+    """One channel per router, made on first use by any thread."""
 
     def __init__(self, credentials: grpc.ChannelCredentials | None, name: str, proxy: bool) -> None:
         self._credentials = credentials
-        self._name = name  # in the certificates of a cluster; "": that of the address
+        self._name = name  # in the certificates of a cluster; empty means that of the address
         self._proxy = proxy
         self._closed = False
         self._made: dict[str, tuple[Channel, Stub]] = {}
         self._lock = threading.Lock()
 
     def connect(self, target: str) -> Channel:
-        """A channel that the caller closes."""
+        """Return a new channel; the caller closes it."""
         proxy = self._proxy and not here(target)
         credentials, name = self._credentials, self._name
         return channel.sync_channel(target, link=channel.PUBLIC, credentials=credentials, proxy=proxy, name=name)
 
     def of(self, target: str) -> Stub:
-        """Raises Cancelled once it is closed."""
+        """Return the stub of a router. Raises Cancelled after `close`."""
         with self._lock:
             if self._closed:
                 raise Cancelled("the client was closed")
@@ -68,7 +68,7 @@ class Stubs:
             return self._made[target][1]
 
     def close(self) -> None:
-        """Running calls end with Cancelled."""
+        """Close all channels; running calls end with Cancelled."""
         with self._lock:
             self._closed = True
             for made, _ in self._made.values():
@@ -76,20 +76,20 @@ class Stubs:
 
 
 def admin_stub(made: Channel) -> AdminStub:
-    """The service for operators."""
+    """Return the stub of the service for operators."""
     return admin_pb2_grpc.AdminStub(made)
 
 
 def ask(method: Unary[Q, R], request: Q, timeout: float | None, metadata: Metadata) -> R:
-    """Raises grpc.RpcError."""
+    """Return the reply. Raises grpc.RpcError."""
     return method(request, timeout=timeout, metadata=metadata)
 
 
 def read(call: Call) -> inference.GenerateEvent | None:
-    """The next event, None at the end. Raises grpc.RpcError."""
+    """Return the next event, None at the end. Raises grpc.RpcError."""
     return next(call, None)
 
 
 def headers(call: Call) -> dict[str, str | bytes]:
-    """What the server sent before its first event."""
+    """Return the initial metadata of the stream."""
     return dict(call.initial_metadata())

@@ -1,6 +1,6 @@
-"""The asyncio client. `sync.py` is generated from this file by tools/gen_sync_client.py, which `make fmt` runs.
+"""The asyncio client. `tools/gen_sync_client.py` generates `sync.py` from it; `make fmt` runs the tool.
 
-What is decided is decided in the modules beside; here messages move and time passes.
+It only sends messages and waits. `_retry`, `_messages` and `_accumulator` make the decisions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from baton.rpc.v1 import inference_pb2 as inference
 
 
 class AsyncStream(Fold):
-    """An answer as it comes: `async for` over its `Delta`s; leaving the `async with` block cancels what still runs.
+    """An answer in progress: `async for` over its `Delta`s. Leaving the `async with` block cancels it.
 
     >>> import asyncio
     >>> from baton import AsyncClient
@@ -33,8 +33,8 @@ class AsyncStream(Fold):
     >>> asyncio.run(show())
      can| vary| widely|
 
-    When the connection is lost, a request that the server can resume (`resumable_s`) goes on where it was, there or at
-    the next router of the client: nothing is said twice and nothing is missing. `resumed` counts how often.
+    If the connection is lost, a resumable request (`resumable_s`) continues there or at the client's next router. No
+    text is repeated or lost. `resumed` counts these breaks.
     """
 
     def __init__(self, client: AsyncClient, request: inference.GenerateRequest, timeout: float | None) -> None:
@@ -56,12 +56,12 @@ class AsyncStream(Fold):
         await self.close()
 
     async def close(self) -> None:
-        """Cancel the request if it still runs. From then on iterating raises Cancelled, unless it had ended."""
+        """Cancel the request if it still runs. Later iteration raises Cancelled, unless the stream had ended."""
         self._closed = True
         self._call.cancel()
 
     async def collect(self) -> Completion:
-        """Wait for the rest, and return all of it."""
+        """Wait for the rest and return the whole answer."""
         async for _ in self:
             pass
         return self._completion()
@@ -75,19 +75,19 @@ class AsyncStream(Fold):
                 if (delta := self._feed(event)) is not None:
                     self._progressed(delta)
                     return delta
-            self._completion()  # raises if it is not whole
+            self._completion()  # raises if it is incomplete
         except BatonError:
             self._call.cancel()
             raise
         raise StopAsyncIteration
 
     def _progressed(self, delta: Delta) -> None:
-        if delta.tokens or delta.text:  # by a thought the answer gets no further
+        if delta.tokens or delta.text:  # a thought does not advance the answer
             self._attempts.progressed()
             self._recovery.progressed()
 
     def _send(self) -> wire.Call | wire.ResumeCall:
-        """Begin, or go on with what has begun."""
+        """Send the request, or resume it after the first event."""
         client, left = self._client, self._attempts.remaining()
         stub = client._stubs.of(self._target)
         if not self._started:
@@ -109,23 +109,23 @@ class AsyncStream(Fold):
             except grpc.RpcError as failure:
                 error = from_rpc_error(failure, self._target, connected=self._started)
             if await self._is_resumable() and self.usage is not None:
-                return None  # nothing is missing
+                return None  # the answer is complete
             await self._client._sleep(self._wait_after(error))
-            self._raise_if_closed()  # by somebody else, meanwhile: then it must not be sent again
+            self._raise_if_closed()  # another task or thread may have closed the stream during the wait
             self._target = self._client._after(self._target)
             self._call = self._send()
             if self._closed:
                 self._call.cancel()
 
     def _wait_after(self, error: BatonError) -> float:
-        """Seconds to wait before the next try, or raises what ends the stream."""
+        """Return the seconds until the next try. Raises the error that ends the stream."""
         self._raise_if_closed()
         if not self._started:
             return self._attempts.wait_after(error)
         return self._recovery.wait_after(error, self._attempts, answered=self._events > 0)
 
     async def _is_resumable(self) -> bool:
-        """The server says so before its first event."""
+        """Return True if the server announced it in the initial metadata."""
         if self._started and not self._recovery.resumable:
             headers = await wire.headers(self._call)
             self._recovery.resumable = headers.get(RESUMABLE) == "1"
@@ -151,7 +151,7 @@ class AsyncClient(ClientBase):
     >>> asyncio.run(ask())
     ' can vary widely'
 
-    Any number of requests may be under way at once:
+    Requests may run concurrently:
 
     >>> async def ask_all(*prompts: str) -> list[str]:
     ...     async with AsyncClient(target) as client:
@@ -179,12 +179,12 @@ class AsyncClient(ClientBase):
         await self._stubs.close()
 
     async def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Completion:
-        """The whole answer to a text or to token ids. Raises TypeError for an unknown option, naming the nearest."""
+        """Return the whole answer to text or token ids. Raises TypeError for an unknown option, naming the nearest."""
         async with self.stream(prompt, timeout=timeout, **options) as stream:
             return await stream.collect()
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> AsyncStream:
-        """The answer as it comes; the request is under way when this returns."""
+        """Send the request and return its stream."""
         return AsyncStream(self, _messages.generate_request(prompt, options), timeout)
 
     async def chat(
@@ -195,10 +195,7 @@ class AsyncClient(ClientBase):
         timeout: float | None = None,
         **options: Unpack[Options],
     ) -> Completion:
-        """The next turn of a conversation; a message is a ChatMessage, or a mapping like those of OpenAI's API.
-
-        `tools` are those of OpenAI's API too. A call of one is text in the answer, as the model writes it.
-        """
+        """Return the next turn. Messages and `tools` are as in OpenAI's API; tool calls stay text in the answer."""
         async with self.stream_chat(messages, tools=tools, timeout=timeout, **options) as stream:
             return await stream.collect()
 
@@ -210,11 +207,11 @@ class AsyncClient(ClientBase):
         timeout: float | None = None,
         **options: Unpack[Options],
     ) -> AsyncStream:
-        """The next turn of a conversation as it comes."""
+        """Send the request for the next turn of a conversation and return its stream."""
         return AsyncStream(self, _messages.chat_request(messages, options, tools), timeout)
 
     async def cancel(self, request_id: str) -> bool:
-        """End a running request, whoever started it; False: no such request runs on the routers of this client."""
+        """Cancel a running request of any client; return False if none of this client's routers runs it."""
         unreachable: NoWorker | None = None
         for target in self._targets:
             try:
@@ -227,25 +224,25 @@ class AsyncClient(ClientBase):
         return False
 
     async def tokenize(self, text: str, model: str = "") -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         request = _messages.tokenize_request(text, model)
         reply = await self._call(lambda target: self._stubs.of(target).Tokenize, request)
         return list(reply.ids)
 
     async def detokenize(self, ids: _messages.Ids, model: str = "") -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         request = _messages.detokenize_request(ids, model)
         reply = await self._call(lambda target: self._stubs.of(target).Detokenize, request)
         return reply.text
 
     async def models(self) -> list[Model]:
-        """What is served here."""
+        """Return the served models."""
         request = inference.ListModelsRequest()
         reply = await self._call(lambda target: self._stubs.of(target).ListModels, request)
         return _messages.models(reply)
 
     async def cluster(self) -> ClusterStatus:
-        """The workers and counts of this router. Raises ConfigError if the client was made without `admin`."""
+        """Return the workers and counts of this router. Raises ConfigError if the client was made without `admin`."""
         target = self._admin_target()
         async with self._stubs.connect(target) as channel:
             stub = wire.admin_stub(channel)
@@ -258,7 +255,7 @@ class AsyncClient(ClientBase):
         return reply.found
 
     async def _call(self, method: Callable[[str], wire.Unary[Q, R]], request: Q, only: str = "") -> R:
-        """The reply of the router `only`, else of any one of this client."""
+        """Return the reply of the router `only`, or else of any router of this client."""
         attempts = self._attempts(None)
         target = only or self._target
         while True:

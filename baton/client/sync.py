@@ -1,5 +1,5 @@
 # Generated from baton/client/aio.py by tools/gen_sync_client.py; do not edit.
-"""The blocking client. What is decided is decided in the modules beside."""
+"""The blocking client. `_retry`, `_messages` and `_accumulator` make the decisions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from baton.rpc.v1 import inference_pb2 as inference
 
 
 class Stream(Fold):
-    """An answer as it comes: iterate over its `Delta`s; leaving the `with` block cancels what still runs.
+    """An answer in progress: iterate over its `Delta`s. Leaving the `with` block cancels it.
 
     >>> with Client(target) as client, client.stream("The color of dog", temperature=0) as stream:
     ...     for delta in stream:
@@ -30,8 +30,8 @@ class Stream(Fold):
     >>> stream.text, stream.usage.completion_tokens
     (' can vary widely', 3)
 
-    When the connection is lost, a request that the server can resume (`resumable_s`) goes on where it was, there or at
-    the next router of the client: nothing is said twice and nothing is missing. `resumed` counts how often.
+    If the connection is lost, a resumable request (`resumable_s`) continues there or at the client's next router. No
+    text is repeated or lost. `resumed` counts these breaks.
     """
 
     def __init__(self, client: Client, request: inference.GenerateRequest, timeout: float | None) -> None:
@@ -53,12 +53,12 @@ class Stream(Fold):
         self.close()
 
     def close(self) -> None:
-        """Cancel the request if it still runs. From then on iterating raises Cancelled, unless it had ended."""
+        """Cancel the request if it still runs. Later iteration raises Cancelled, unless the stream had ended."""
         self._closed = True
         self._call.cancel()
 
     def collect(self) -> Completion:
-        """Wait for the rest, and return all of it."""
+        """Wait for the rest and return the whole answer."""
         for _ in self:
             pass
         return self._completion()
@@ -72,19 +72,19 @@ class Stream(Fold):
                 if (delta := self._feed(event)) is not None:
                     self._progressed(delta)
                     return delta
-            self._completion()  # raises if it is not whole
+            self._completion()  # raises if it is incomplete
         except BatonError:
             self._call.cancel()
             raise
         raise StopIteration
 
     def _progressed(self, delta: Delta) -> None:
-        if delta.tokens or delta.text:  # by a thought the answer gets no further
+        if delta.tokens or delta.text:  # a thought does not advance the answer
             self._attempts.progressed()
             self._recovery.progressed()
 
     def _send(self) -> wire.Call | wire.ResumeCall:
-        """Begin, or go on with what has begun."""
+        """Send the request, or resume it after the first event."""
         client, left = self._client, self._attempts.remaining()
         stub = client._stubs.of(self._target)
         if not self._started:
@@ -106,23 +106,23 @@ class Stream(Fold):
             except grpc.RpcError as failure:
                 error = from_rpc_error(failure, self._target, connected=self._started)
             if self._is_resumable() and self.usage is not None:
-                return None  # nothing is missing
+                return None  # the answer is complete
             self._client._sleep(self._wait_after(error))
-            self._raise_if_closed()  # by somebody else, meanwhile: then it must not be sent again
+            self._raise_if_closed()  # another task or thread may have closed the stream during the wait
             self._target = self._client._after(self._target)
             self._call = self._send()
             if self._closed:
                 self._call.cancel()
 
     def _wait_after(self, error: BatonError) -> float:
-        """Seconds to wait before the next try, or raises what ends the stream."""
+        """Return the seconds until the next try. Raises the error that ends the stream."""
         self._raise_if_closed()
         if not self._started:
             return self._attempts.wait_after(error)
         return self._recovery.wait_after(error, self._attempts, answered=self._events > 0)
 
     def _is_resumable(self) -> bool:
-        """The server says so before its first event."""
+        """Return True if the server announced it in the initial metadata."""
         if self._started and not self._recovery.resumable:
             headers = wire.headers(self._call)
             self._recovery.resumable = headers.get(RESUMABLE) == "1"
@@ -150,19 +150,18 @@ class Client(ClientBase):
     >>> text
     'dog'
 
-    An option that does not exist is refused before anything is sent, and what the server refuses is a typed error:
+    An unknown option raises TypeError before anything is sent. A rejection by the server raises a typed error.
 
     >>> with Client(target) as client:
     ...     client.generate("The color of dog", max_token=8)
     Traceback (most recent call last):
     TypeError: unknown option 'max_token'; did you mean 'max_tokens'?
 
-    `target` is the router's `host:port`, or those of several with commas between them: when one cannot be reached, the
-    next one is asked. `token` is sent as bearer token. `tls` is a CA file, its bytes, or a folder of
-    `baton certs`. `timeout` bounds each call in
-    seconds, retries included. A call is tried `max_retries` times more when that can help, after the delay that the
-    server asks for and a random one. `admin` is the address for `cluster`. Raises ConfigError.
-    All methods raise the errors of `baton.errors`.
+    `target` is the router's `host:port`, or a comma-separated list; if one cannot be reached, the next one is tried.
+    `token` is sent as bearer token. `tls` is a CA file, its bytes, or a folder of `baton certs`. `timeout` limits each
+    call in seconds, retries included. A call is retried at most `max_retries` times if that can help, after the
+    server's retry delay plus a random one. `admin` is the address for `cluster`. The constructor raises ConfigError,
+    methods raise the errors of `baton.errors`.
     """
 
     _sleep: wire.Sleep = staticmethod(wire.sleep)
@@ -181,12 +180,12 @@ class Client(ClientBase):
         self._stubs.close()
 
     def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Completion:
-        """The whole answer to a text or to token ids. Raises TypeError for an unknown option, naming the nearest."""
+        """Return the whole answer to text or token ids. Raises TypeError for an unknown option, naming the nearest."""
         with self.stream(prompt, timeout=timeout, **options) as stream:
             return stream.collect()
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Stream:
-        """The answer as it comes; the request is under way when this returns."""
+        """Send the request and return its stream."""
         return Stream(self, _messages.generate_request(prompt, options), timeout)
 
     def chat(
@@ -197,10 +196,7 @@ class Client(ClientBase):
         timeout: float | None = None,
         **options: Unpack[Options],
     ) -> Completion:
-        """The next turn of a conversation; a message is a ChatMessage, or a mapping like those of OpenAI's API.
-
-        `tools` are those of OpenAI's API too. A call of one is text in the answer, as the model writes it.
-        """
+        """Return the next turn. Messages and `tools` are as in OpenAI's API; tool calls stay text in the answer."""
         with self.stream_chat(messages, tools=tools, timeout=timeout, **options) as stream:
             return stream.collect()
 
@@ -212,11 +208,11 @@ class Client(ClientBase):
         timeout: float | None = None,
         **options: Unpack[Options],
     ) -> Stream:
-        """The next turn of a conversation as it comes."""
+        """Send the request for the next turn of a conversation and return its stream."""
         return Stream(self, _messages.chat_request(messages, options, tools), timeout)
 
     def cancel(self, request_id: str) -> bool:
-        """End a running request, whoever started it; False: no such request runs on the routers of this client."""
+        """Cancel a running request of any client; return False if none of this client's routers runs it."""
         unreachable: NoWorker | None = None
         for target in self._targets:
             try:
@@ -229,25 +225,25 @@ class Client(ClientBase):
         return False
 
     def tokenize(self, text: str, model: str = "") -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         request = _messages.tokenize_request(text, model)
         reply = self._call(lambda target: self._stubs.of(target).Tokenize, request)
         return list(reply.ids)
 
     def detokenize(self, ids: _messages.Ids, model: str = "") -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         request = _messages.detokenize_request(ids, model)
         reply = self._call(lambda target: self._stubs.of(target).Detokenize, request)
         return reply.text
 
     def models(self) -> list[Model]:
-        """What is served here."""
+        """Return the served models."""
         request = inference.ListModelsRequest()
         reply = self._call(lambda target: self._stubs.of(target).ListModels, request)
         return _messages.models(reply)
 
     def cluster(self) -> ClusterStatus:
-        """The workers and counts of this router. Raises ConfigError if the client was made without `admin`."""
+        """Return the workers and counts of this router. Raises ConfigError if the client was made without `admin`."""
         target = self._admin_target()
         with self._stubs.connect(target) as channel:
             stub = wire.admin_stub(channel)
@@ -260,7 +256,7 @@ class Client(ClientBase):
         return reply.found
 
     def _call(self, method: Callable[[str], wire.Unary[Q, R]], request: Q, only: str = "") -> R:
-        """The reply of the router `only`, else of any one of this client."""
+        """Return the reply of the router `only`, or else of any router of this client."""
         attempts = self._attempts(None)
         target = only or self._target
         while True:

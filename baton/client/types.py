@@ -1,4 +1,4 @@
-"""What the SDK takes and gives: plain frozen values, no protobuf."""
+"""Parameters and results of the SDK: plain frozen values, no protobuf."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ Prompt: TypeAlias = str | Sequence[int]
 
 
 class Options(TypedDict, total=False):
-    """What may be asked of a request; what is not given, or None, takes the server's default (in parentheses).
-
-    A field that the server does not support yet is refused by name (InvalidRequest).
-    """
+    """Options of a request; None takes the server's default (in parentheses). The server rejects unsupported ones."""
 
     model: str  # (the served one)
     max_tokens: int | None  # (16)
-    min_tokens: int | None  # (0) no end of sequence and no stop token before
-    temperature: float | None  # (1.0) 0 is greedy
+    min_tokens: int | None  # (0) No end of sequence and no stop token before.
+    temperature: float | None  # (1.0) 0 is greedy.
     top_p: float | None  # (1.0)
-    top_k: int | None  # (0: off)
+    top_k: int | None  # (0, which means off)
     min_p: float | None  # (0)
     seed: int | None  # (drawn by the router)
     repetition_penalty: float | None  # (1.0)
@@ -35,24 +32,24 @@ class Options(TypedDict, total=False):
     ignore_eos: bool | None  # (False)
     logit_bias: Mapping[int, float] | None  # token id -> added to its logit
     n: int | None  # (1)
-    logprobs: int | None  # (none) 0: of the chosen token; k: of the k best too
-    deterministic: bool | None  # (False) the same bits from all workers with one system fingerprint
-    thoughts: bool | None  # (False) say what a model that thinks made of each chunk of its context
-    think_while_decoding: bool | None  # (as the cluster file says) go on thinking about what it generates
-    json_schema: str | Mapping[str, object] | None  # of these three at most one: what the answer must be
+    logprobs: int | None  # (none) 0 returns those of the chosen tokens, k also those of the k best
+    deterministic: bool | None  # (False) bit-identical on all workers with one system fingerprint
+    thoughts: bool | None  # (False) return a thinking model's thought about each chunk of its context
+    think_while_decoding: bool | None  # (as in the cluster file) also think about generated tokens
+    json_schema: str | Mapping[str, object] | None  # the format of the answer; at most one of these three
     regex: str | None
     choices: Sequence[str] | None
-    priority: int | None  # (0) -100 to 100; higher goes first
-    cache_scope: str | None  # ("") computed prompts are shared only within a scope
-    trace: bool | None  # (False) the answer comes with the spans of all processes that had to do with it
-    resumable_s: float | None  # (30) a stream whose router is lost goes on for so long, and is resumed where it is
+    priority: int | None  # (0) -100 to 100; higher runs first
+    cache_scope: str | None  # ("") cached prompts are shared only within a scope
+    trace: bool | None  # (False) return the spans of all processes that served the request
+    resumable_s: float | None  # (30) time for which a stream can be resumed after its router was lost
     client_tag: str | None  # a label for logs
     idempotency_key: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A function that the model has called; `arguments` are the text of a JSON object."""
+    """A function call by the model; `arguments` is the text of a JSON object."""
 
     id: str
     name: str
@@ -61,9 +58,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn of a conversation; `role` is system, user, assistant or tool. An assistant's turn may have calls, and a
-    tool's says which of them it answers.
-    """
+    """One turn; `role` is system, user, assistant or tool. A tool's turn names the assistant's call that it answers."""
 
     role: str
     content: str
@@ -73,9 +68,7 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """What a model that thinks made of one chunk of its context, numbered from 0; no tokens: nothing. No part of the
-    answer.
-    """
+    """A thinking model's thought about a chunk (from 0) of its context, separate from the answer; may be empty."""
 
     chunk: int
     token_ids: tuple[int, ...]
@@ -84,10 +77,10 @@ class Thought:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one message of a stream added to one choice: tokens `start`, `start + 1`, ... and text that became final.
+    """The addition of one stream message to one choice: tokens from index `start`, and text that became final.
 
-    Text may come without tokens and tokens without text: an incomplete character or a possible stop string waits. Where
-    `thoughts` were asked for, a delta with one has neither.
+    Either may be empty, because an incomplete character or a possible stop string is held back. A delta with `thoughts`
+    (if requested) has neither.
     """
 
     choice: int
@@ -100,8 +93,8 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request; those of its thoughts are not among the others. And of a deterministic one, hex
-    SHA-256 of its prompt, parameters and answers.
+    """Token counts of one request; thinking tokens are not part of the others. `audit_digest` is the hex SHA-256 of a
+    deterministic request's prompt, parameters and answers.
     """
 
     prompt_tokens: int
@@ -113,7 +106,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds. The stages follow each other without gap and sum to `e2e_s`; `ttft_s` is until the first token."""
+    """Seconds per stage, without gaps; they sum to `e2e_s`. `ttft_s` is the time to the first token."""
 
     queue_s: float
     route_s: float
@@ -124,12 +117,12 @@ class Timings:
     decode_s: float
     ttft_s: float
     e2e_s: float
-    verify_s: float = 0.0  # a stage too: verify passes of a deterministic request, which `decode_s` leaves out
+    verify_s: float = 0.0  # stage of a deterministic request's verify passes; not part of `decode_s`
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a request ran. `decode_worker` is "" when the first token ended it: nothing was handed over then."""
+    """Workers of a request. `decode_worker` is "" if the first token ended it, because then no handoff took place."""
 
     prefill_worker: str
     decode_worker: str
@@ -140,8 +133,8 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer to a prompt. `finish_reason` is None while it runs. `thoughts`, if they were asked for, are of each
-    chunk in order: those about the prompt with the first choice only, which all have in common.
+    """One answer to a prompt. `finish_reason` is None while it runs. `thoughts`, if requested, are in chunk order;
+    those about the prompt are in the first choice only, because all choices share them.
     """
 
     text: str
@@ -154,16 +147,16 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished request. Without `n` there is one choice, and the shortcuts are about it."""
+    """A finished request. Without `n` there is one choice, to which the shortcuts refer."""
 
     request_id: str
     choices: tuple[Choice, ...]
     usage: Usage
     timings: Timings
     placement: Placement
-    system_fingerprint: str = ""  # of all that the bits of the answer depend on, beside the request
+    system_fingerprint: str = ""  # Identifies everything that affects the bits of the answer, except the request.
     trace_id: str = ""  # 32 hex digits
-    trace: tuple[Span, ...] = ()  # if it was asked for; by their start
+    trace: tuple[Span, ...] = ()  # if requested; ordered by start
 
     @property
     def text(self) -> str:
@@ -188,9 +181,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that is served. `tool_form`: how its chat template has calls of tools written (hermes, mistral, llama, or
-    json for some other way); empty: it has no tools. `thinking_chunk`: tokens of a chunk that it thinks about; 0: it
-    does not think.
+    """A served model. `tool_form` is its tool-call syntax (hermes, mistral, llama, or json for others); empty means no
+    tools. `thinking_chunk` is the chunk size in tokens for thoughts; 0 means that it does not think.
     """
 
     id: str
@@ -202,7 +194,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A worker as one router sees it; `state` is connected, connecting or lost. `note`: why it fits no other, if so."""
+    """A worker as seen by one router. `state` is connected, connecting or lost; `note` its incompatibility."""
 
     info: WorkerInfo
     load: Load
@@ -213,7 +205,7 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a cluster should be; `by` is file, operator or autoscaler. Workers of an older generation are replaced."""
+    """Target of a cluster. `by` is file, operator or autoscaler. Workers of an older generation are replaced."""
 
     prefill: int
     decode: int
@@ -225,7 +217,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A worker's place; `role` is what it should be, `state` starting, ready, turning, draining or failed."""
+    """A worker's slot. `role` is the planned role; `state` is starting, ready, turning, draining or failed."""
 
     worker_id: str
     role: str
@@ -237,7 +229,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Something that the controller decided so many seconds before it said so, and why."""
+    """A decision of the controller with its reason, `age_s` seconds before the report."""
 
     age_s: float
     kind: str
@@ -246,7 +238,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """What the controller said last, `age_s` seconds ago. `outlook`: what the autoscaler sees; empty: it is off."""
+    """The controller's latest report, `age_s` seconds old. `outlook` is the autoscaler's view; empty means off."""
 
     plan: Plan
     age_s: float
@@ -257,7 +249,7 @@ class Control:
 
     @property
     def settled(self) -> bool:
-        """Whether the cluster is what it should be."""
+        """True if the cluster matches its plan."""
         if any(slot.state != "ready" or slot.generation != self.plan.generation for slot in self.slots):
             return False
         sizes = {role: sum(slot.role == role for slot in self.slots) for role in ("prefill", "decode")}
@@ -266,7 +258,7 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """A cluster as one router sees it: requests now (`running`, `queued`), and since it started."""
+    """A cluster as seen by one router. `running` and `queued` are current; the other counts began at its start."""
 
     name: str
     router_id: str
@@ -282,6 +274,6 @@ class ClusterStatus:
     refused: int
     workers: tuple[WorkerStatus, ...]
     queued_tokens: int = 0
-    drain_requests_per_s: float = 0.0  # lately, while requests waited; 0: not known
+    drain_requests_per_s: float = 0.0  # recent rate while requests waited; 0 means unknown
     drain_tokens_per_s: float = 0.0
-    control: Control | None = None  # None: no controller is there
+    control: Control | None = None  # None without a controller

@@ -1,10 +1,8 @@
-"""How many workers each pool should have, by what routers predict: a plan and the reason for it, or what it waits for.
+"""The autoscaler: turns the predictions of routers into a plan for both pools, with a reason.
 
-A pool grows when it has had too much to do for `scaling.up_after_s`: by workers that the other one can spare, which are
-turned, else by new ones. It shrinks when fewer would have been enough for `scaling.down_after_s`. Between the two lies
-room (`_ENOUGH` to 1), so that what has just grown does not shrink again.
-
-What the pools have to do, from what routers report: measures, each as a share of what may be.
+`PoolLoads` computes each pool's load as shares of limits. A pool grows after `scaling.up_after_s` of overload: by role
+change of workers that the other pool can spare, or else by new ones. It shrinks when fewer workers would have been
+enough for `scaling.down_after_s`. The gap between both thresholds (`_ENOUGH` to 1) prevents oscillation.
 """
 
 from __future__ import annotations
@@ -19,16 +17,16 @@ from baton.config import ClusterConfig
 from baton.core import Role
 from baton.ledger.control_state import PoolSizes, RouterReport, WorkerDemand
 
-_FULL = 0.9  # of the KV blocks of decode workers: what is decoded grows
-_SATURATED = 0.9  # of the time of prefill workers: beyond it, prompts wait long
-_AT_LEAST = 2.0  # times what one takes with nothing else there: no number of workers makes that shorter
-_REMEMBERED_S = 5.0  # how busy prefill workers were
+_FULL = 0.9  # usable share of decode workers' KV blocks, because running sequences grow
+_SATURATED = 0.9  # usable share of prefill workers' time; beyond it, prompts wait long
+_AT_LEAST = 2.0  # lowest latency limit, times the unloaded latency, which more workers cannot reduce
+_REMEMBERED_S = 5.0  # time constant of the mean load of prefill workers
 
 
 @dataclass(frozen=True, slots=True)
 class LoadMeasure:
-    """One of a pool's, as a share of what may be: `fixed` stays, `shared` is divided by however many workers there are.
-    `text` is for a reader; empty: nothing is known. One that does not press only says how many workers are enough.
+    """One load of a pool, as a share of its limit: `fixed` is constant, `shared` is divided among the workers. `text`
+    is for operators, or empty if nothing is known. A measure without `presses` limits shrinking, but causes no growth.
     """
 
     text: str
@@ -46,7 +44,7 @@ NOTHING = LoadMeasure("", 0.0)
 
 @dataclass(frozen=True, slots=True)
 class PoolLoad:
-    """What a pool has to do, which `there` workers do."""
+    """The load measures of a pool that has `there` workers."""
 
     there: int
     measures: tuple[LoadMeasure, ...]
@@ -57,11 +55,11 @@ class PoolLoad:
 
     @property
     def now(self) -> float:
-        """More than 1: it is too much for them."""
+        """The current load; more than 1 is overload."""
         return self.worst.now
 
     def with_only(self, workers: int) -> float:
-        """What it would be."""
+        """Return the load if the pool had `workers` workers."""
         each = max(self.there, 1) / workers if workers else math.inf
         return max(one.fixed + (one.shared and one.shared * each) for one in self.measures)
 
@@ -70,7 +68,7 @@ class PoolLoad:
 
 
 class PoolLoads:
-    """Of both pools, look by look."""
+    """Computes the loads of both pools from the routers' reports."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self._ttft_s, self._itl_s = config.slo.ttft_ms / 1000, config.slo.itl_ms / 1000
@@ -79,11 +77,10 @@ class PoolLoads:
         self._busy = _Busy()
 
     def look(self, routers: Sequence[RouterReport], there: Mapping[Role, int], now: float) -> dict[Role, PoolLoad]:
-        """At `now` (monotonic). `routers`: at least one; `there`: workers of each role that take requests.
-
-        Room on decode workers is reserved before a prompt is computed. While prefill workers have too much to do, what
-        is reserved for prompts that wait for them, and that part of the wait for room, is theirs: more decode workers
-        would be filled with it just so. Colocated workers, which have the role decode, answer for all of it.
+        """Return both loads at `now` (monotonic), from at least one router and the number of workers by role. Decode KV
+        is reserved before a prompt is computed. While prefill is overloaded, reservations and queue wait of its waiting
+        prompts count against prefill, because more decode workers would only fill up too. Colocated workers (role
+        decode) take it all.
         """
         workers = {worker_id: one for report in routers for worker_id, one in report.workers.items()}
         decodes = [one for one in workers.values() if one.role is Role.DECODE]
@@ -117,7 +114,7 @@ class PoolLoads:
         }
 
     def _first_token(self, report: RouterReport, blame: float = 0.0) -> LoadMeasure:
-        """`blame`: the part of the wait in the queue that prefill workers are the reason for."""
+        """Measure the TTFT. `blame` is the share of the queue wait that prefill workers cause."""
         wait_s = report.ttft_s - report.queue_s - report.ttft_alone_s + blame * report.queue_s
         may_s = max(self._ttft_s, _AT_LEAST * report.ttft_alone_s)
         took_s = report.ttft_alone_s + max(wait_s, 0.0)
@@ -131,19 +128,19 @@ class PoolLoads:
 
 
 class _Busy:
-    """How busy prefill workers are, a mean of the last seconds."""
+    """A running mean of how busy prefill workers are."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[float, float, float]] = {}  # when, seconds in steps by then, the mean
+        self._seen: dict[str, tuple[float, float, float]] = {}  # by worker: time, seconds in steps until then, mean
 
     def look(self, workers: Mapping[str, WorkerDemand], now: float) -> float:
-        """The sum of their shares: 2.0 when two always are."""
+        """Return the sum of the workers' shares: 2.0 if two workers are always busy."""
         self._seen = {worker_id: self._mean(worker_id, one.busy_s, now) for worker_id, one in workers.items()}
         return sum(mean for _, _, mean in self._seen.values())
 
     def _mean(self, worker_id: str, busy_s: float, now: float) -> tuple[float, float, float]:
         since, before, mean = self._seen.get(worker_id, (now, busy_s, 0.0))
-        if busy_s < before:  # another process
+        if busy_s < before:  # the worker's process is a new one
             return now, busy_s, mean
         if now > since:
             new = 1.0 - math.exp((since - now) / _REMEMBERED_S)
@@ -159,14 +156,14 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-_ENOUGH = 0.6  # of what a pool can do: fewer workers that would have no more than that are enough
-_SPARE = 0.8  # and that much may be left to those who stay when others are turned
-_LAPSE_S = 3.0  # between two looks that count
-_PATIENCE_S = 300.0  # workers that do not come (models load for minutes) are then decided without
+_ENOUGH = 0.6  # a smaller pool is enough if its load stays below this
+_SPARE = 0.8  # load limit of the remaining workers when others change role
+_LAPSE_S = 3.0  # longest time between two looks that counts
+_PATIENCE_S = 300.0  # missing workers are then ignored (models load for minutes)
 
 
 class Worker(Protocol):
-    """One that takes requests."""
+    """A worker that accepts requests."""
 
     @property
     def role(self) -> Role: ...
@@ -174,15 +171,15 @@ class Worker(Protocol):
 
 @dataclass(slots=True)
 class _Pool:
-    """For how long, in seconds, it has been so."""
+    """How many seconds each condition of a pool has held."""
 
-    over_s: float = 0.0  # too much to do; time with less is taken off again
-    spare_s: float = 0.0  # one fewer could be done with, if need be
-    enough_s: float = 0.0  # one fewer would be enough
+    over_s: float = 0.0  # overloaded; time without overload is subtracted
+    spare_s: float = 0.0  # one worker could be spared for the other pool
+    enough_s: float = 0.0  # one worker fewer would be enough
 
 
 class Autoscaler:
-    """Moves the pools that have `autoscale` between their bounds. It looks about once a second; `now` is monotonic."""
+    """Moves pools that have `autoscale` within their limits. It is called about once a second; `now` is monotonic."""
 
     def __init__(self, config: ClusterConfig) -> None:
         pools = {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
@@ -190,17 +187,16 @@ class Autoscaler:
         self._scaling = config.scaling
         self._pressures = PoolLoads(config)
         self._pools = {role: _Pool() for role in Role}
-        self._last: float | None = None  # look
-        self._number: int | None = None  # of the plan
+        self._last: float | None = None  # time of the last look
+        self._number: int | None = None  # number of the last plan
         self._quiet_until = 0.0
         self._missing_since: float | None = None
 
     def look(
         self, plan: PoolSizes, routers: Sequence[RouterReport], workers: Collection[Worker], now: float
     ) -> tuple[PoolSizes | None, str]:
-        """The next plan, or None, and what a reader of `baton status` may want to know; empty: it is off.
-
-        `workers`: those in the ledger. A plan that did not come to be is proposed again at the next look.
+        """Return the next plan or None, and a text for `baton status`, which is empty if autoscaling is off. `workers`
+        are those in the ledger. A plan that was not adopted is proposed again by the next look.
         """
         last, self._last = now if self._last is None else self._last, now
         if not self._bounds:
@@ -222,7 +218,7 @@ class Autoscaler:
         return new, f"{seen}; {new.reason if new else self._outlook(plan, pressures)}"
 
     def _bounded(self, plan: PoolSizes) -> PoolSizes | None:
-        """The plan within the bounds; None: it is."""
+        """Return the plan moved within the limits, or None if it is within them."""
         sizes = {role: min(max(plan.of(role), least), most) for role, (least, most) in self._bounds.items()}
         if all(plan.of(role) == size for role, size in sizes.items()):
             return None
@@ -230,9 +226,7 @@ class Autoscaler:
         return _following(plan, sizes, f"autoscale allows {bounds}")
 
     def _changing(self, plan: PoolSizes, there: Mapping[Role, int], last: float, now: float) -> str:
-        """What is waited for before anything is decided; empty: nothing. The controller does not ask while a plan is
-        carried out: that time counts.
-        """
+        """Return why decisions must wait, if so. Time without calls, while a plan is carried out, counts too."""
         if plan.number != self._number:
             self._pools = {role: _Pool() for role in Role}
             self._number, self._quiet_until = plan.number, last + self._scaling.settle_s
@@ -286,11 +280,11 @@ class Autoscaler:
         return [role for role in self._bounds if self._pools[role].over_s >= self._scaling.up_after_s]
 
     def _goal(self, role: Role, count: int, pressure: float) -> int:
-        """As many as share it out, at most twice as many; `count` when there may be no more."""
+        """Return how many workers would carry the load, at most twice `count` and at most the pool's limit."""
         return min(max(count + 1, min(math.ceil(count * pressure), 2 * count)), self._bounds[role][1])
 
     def _spared(self, role: Role, plan: PoolSizes, pressure: PoolLoad, most: int) -> int:
-        """How many of this pool, at most so many, the other one can have."""
+        """Return how many workers, at most `most`, this pool can give to the other one."""
         if not self._scaling.turn or role not in self._bounds or self._pools[role].spare_s < self._scaling.up_after_s:
             return 0
         count, least = plan.of(role), self._bounds[role][0]

@@ -1,10 +1,8 @@
-"""Supervision of plain child processes: start, wait until ready, notice death, replace with backoff, stop.
+"""Child processes: start, wait until ready, notice death, restart with backoff, stop.
 
-A child calls `die_with_parent` first, and says that it is ready by one JSON line (`report_ready`). It dies with the
-thread that started it (PR_SET_PDEATHSIG), so even a SIGKILL of the supervisor leaves nothing behind; call `start` and
-`poll` from a thread that lives as long as the cluster.
-
-Workers as plain child processes (`ray.address: none`).
+A child first calls `die_with_parent`, and reports readiness by one JSON line (`report_ready`). It dies with the thread
+that started it (PR_SET_PDEATHSIG), so that no child survives a SIGKILL of the supervisor. Therefore call `start` and
+`poll` from a thread that lives as long as the cluster. `ProcessPlacement` runs workers so (`ray.address: none`).
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ PR_SET_PDEATHSIG = 1
 LOG_TAIL_LINES = 6
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 STABLE_S = 30.0
-START_TIMEOUT_S = 600.0  # a large model loads for minutes; who dies, or is told to stop, is noticed at once
+START_TIMEOUT_S = 600.0  # a large model loads for minutes; death and stop are noticed immediately
 POLL_S = 0.1
 
 log = structlog.get_logger(__name__)
@@ -42,29 +40,27 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class StartError(BatonError):
-    """A process did not become ready; the text holds the end of its log."""
+    """A process did not become ready. The text holds the end of its log."""
 
 
-# What a process of ours meant by its exit code (interfaces.md), so that its supervisor ends with the same.
+# Errors by exit code of a child, so that its supervisor ends with the same code.
 EXIT_KINDS: dict[int, type[BatonError]] = {3: ConfigError, 4: LedgerError}
 
 
 def die_with_parent(environ: Mapping[str, str] = os.environ) -> None:
-    """Called first by a child: end this process by SIGKILL when its supervisor ends, however that happens."""
+    """Have the kernel kill this child by SIGKILL when its supervisor ends. The child calls this first."""
     parent = environ.get(PARENT)
     if parent is None:
         return
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):
-        raise SystemExit(1)  # it ended before we could ask
+        raise SystemExit(1)  # the supervisor ended before the prctl
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """What to run. `max_restarts` deaths in a row, without `STABLE_S` of life between them, are too many.
-
-    The process gets this one's environment and `env`, but not the keys of the cluster file in it (`BATON__A__B`):
-    they are part of the file that it is given, and must not be laid over that once more.
+    """A process to run. `max_restarts` limits consecutive deaths, without `STABLE_S` of life between them. The process
+    gets this environment without config keys (`BATON__A__B`), which its config file already contains, and `env`.
     """
 
     name: str
@@ -92,11 +88,11 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs now."""
+        """The id of the running process, or None."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def start(self) -> None:
-        """Start the process; `wait_ready` waits for it."""
+        """Start the process without waiting for it."""
         read_fd, write_fd = os.pipe()
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
         env = {**inherited, **self.spec.env, READY_FD: str(write_fd), PARENT: str(os.getpid())}
@@ -123,9 +119,7 @@ class Child:
         self._born, self._retry_at = self._clock.monotonic(), None
 
     def wait_ready(self, stop: Stop) -> dict[str, object]:
-        """What the child said when it was ready. Raises StartError if it ends or stays silent instead, ConfigError or
-        LedgerError if it ended with the exit code of these, Cancelled if `stop` comes first.
-        """
+        """Return the facts that the child reported when ready. Raises Cancelled, or the error of `failure`."""
         fd, self._ready_fd = self._ready_fd, None
         if fd is None:
             raise StartError(f"{self.spec.name}: was not started")
@@ -139,15 +133,15 @@ class Child:
         return self.ready
 
     def says_ready(self) -> bool:
-        """Whether it has said so by now; does not wait."""
+        """Return whether the child has reported readiness. Does not wait."""
         if self._ready_fd is not None and select.select([self._ready_fd], [], [], 0)[0]:
-            line = os.read(self._ready_fd, 4096)  # of one write, or of none: it ends
+            line = os.read(self._ready_fd, 4096)  # one write, or nothing if the child ended
             self._close_ready()
             self.ready = json.loads(line) if line else {}
         return bool(self.ready)
 
     def failure(self) -> BatonError:
-        """Why it ended, or that it is silent; of the type that its exit code stands for."""
+        """Return the error why it ended or is silent, of the type that its exit code stands for."""
         assert self._process is not None
         try:
             code: int | None = self._process.wait(1.0)
@@ -159,9 +153,8 @@ class Child:
         return kind(text) if kind else StartError(text)
 
     def poll(self) -> bool:
-        """Replace the process if it died and its backoff is over. Returns True when a new one was started now.
-
-        One that was started again and is not ready in time is killed. Raises StartError after too many deaths in a row.
+        """Restart the process if it died and its backoff is over. Returns whether a new one was started. A restarted
+        process that is not ready in time is killed. Raises StartError after too many consecutive deaths.
         """
         if self._process is None:
             return False
@@ -179,18 +172,18 @@ class Child:
             return False
         try:
             self.start()
-        except OSError as error:  # no file for its log, no memory: that may pass
+        except OSError as error:  # no log file or no memory, which may pass
             log.warning("process_not_started", name=self.spec.name, error=str(error))
-            self._born, self._retry_at = now, None  # as if it had died at once
+            self._born, self._retry_at = now, None  # as if it had died immediately
             return False
         self.restarts += 1
         return True
 
     def _expect_ready(self, process: subprocess.Popen[bytes]) -> None:
-        """Nobody waits for a replacement; but one that hangs as it starts must not take the place for ever."""
+        """Kill a restarted process that is not ready in time, because no caller waits for its readiness."""
         if self._ready_fd is None:
             return
-        if select.select([self._ready_fd], [], [], 0)[0]:  # it is ready, or has ended, which is seen next time
+        if select.select([self._ready_fd], [], [], 0)[0]:  # ready, or ended, which the next poll sees
             self._close_ready()
         elif self._clock.monotonic() - self._born > self.spec.ready_timeout_s:
             log.warning("process_silent", name=self.spec.name, seconds=self.spec.ready_timeout_s)
@@ -198,17 +191,17 @@ class Child:
             process.kill()
 
     def terminate(self) -> None:
-        """Ask the process to end; `wait` waits for it."""
+        """Send SIGTERM without waiting."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
 
     def kill(self) -> None:
-        """End it at once; it may take a moment."""
+        """Send SIGKILL without waiting."""
         if self._process is not None:
             self._process.kill()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the process has ended; kill it after `timeout_s`."""
+        """Wait until the process has ended, and kill it after `timeout_s`."""
         self._close_ready()
         if self._process is None:
             return
@@ -225,7 +218,7 @@ class Child:
 
 
 def _read_line(fd: int, timeout_s: float, stop: Stop) -> bytes:
-    """Bytes up to a newline; empty if the writer ended or was silent for `timeout_s`. Raises Cancelled."""
+    """Read up to a newline. Returns no bytes if the writer ended or was silent for `timeout_s`. Raises Cancelled."""
     clock, text = SystemClock(), b""
     deadline = clock.monotonic() + timeout_s
     while not text.endswith(b"\n"):
@@ -243,7 +236,7 @@ def _read_line(fd: int, timeout_s: float, stop: Stop) -> bytes:
 
 
 def stop_all(children: Sequence[Child], grace_s: float) -> None:
-    """End all of them together: SIGTERM, then SIGKILL for those that are still there after `grace_s`."""
+    """Send SIGTERM to all children, and SIGKILL to those that are left after `grace_s`."""
     clock = SystemClock()
     for child in children:
         child.terminate()
@@ -253,7 +246,7 @@ def stop_all(children: Sequence[Child], grace_s: float) -> None:
 
 
 def tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
-    """The last lines of a log, indented for an error message: from a process's own last word on, where there is one."""
+    """Return a log's last lines, indented for an error message; from the process's own last error on, if it has one."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -264,7 +257,7 @@ def tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
 
 
 def report_ready(facts: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> None:
-    """Called by a child: tell the supervisor, if there is one, that this process is ready."""
+    """Report to the supervisor, if there is one, that this child is ready."""
     fd = environ.get(READY_FD)
     if fd is None:
         return
@@ -273,7 +266,7 @@ def report_ready(facts: Mapping[str, object], environ: Mapping[str, str] = os.en
 
 
 class ProcessPlacement:
-    """Children of this process, which end with the thread that starts them. `command` gives the argv of one."""
+    """A `Placement` of child processes. `command` returns the argv of a worker."""
 
     def __init__(self, command: Callable[[str, Role], Sequence[str]], logs: Path) -> None:
         self._command = command

@@ -1,12 +1,9 @@
-"""Workers as Ray actors. Ray places, starts and ends the processes; it carries no tokens and no KV, and starts none
-again by itself: who keeps the workers does, which sees also what Ray does not, a process that is frozen.
+"""Workers as Ray actors, and this process's connection to a Ray cluster: a local one of its own, or an existing one.
 
-In a Ray of many hosts each worker has a placement group of one bundle, whose name says which role it was started in,
-so that whoever keeps the workers next finds them. The actor class is given by the caller, so this module knows no role.
-
-This process's use of a Ray: one of its own, on this machine, or another's.
-
-A local Ray listens on the loopback only, has no dashboard, and asks for a token that lives as long as this process.
+Ray places, starts and ends processes. Its own restart is disabled, because the worker supervisor restarts workers: it
+also detects frozen processes. In a Ray of many hosts each worker has a placement group of one bundle. The group's name
+holds the worker's first role, so that the next controller finds the worker. The caller passes the actor class in, so no
+role is imported. A local Ray listens on the loopback only, without a dashboard, and requires a token of this process.
 """
 
 from __future__ import annotations
@@ -34,9 +31,9 @@ from baton.errors import BatonError, Cancelled, NoWorker
 
 LOCAL = "local"
 CONNECT_S = 5.0
-OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum is 75 MB; nothing of ours goes through it
+OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum is 75 MB; Baton stores nothing in it
 
-# Read by Ray when it is imported or started. The third makes a local Ray use 127.0.0.1 and nothing else.
+# Ray reads these at import or start. The third one binds a local Ray to 127.0.0.1.
 LOCAL_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -46,13 +43,13 @@ LOCAL_ENVIRONMENT = {
 
 
 def namespace(cluster: str) -> str:
-    """Of the actors of a cluster; their names are the workers' ids."""
+    """Return the Ray namespace of a cluster's actors. Their names are worker ids."""
     return f"baton-{cluster}"
 
 
 def start_local(scratch: Callable[[], Path], cluster: str) -> Any:
-    """Start a Ray that ends with this process; the module `ray`. `scratch` makes its folder, whose path must be short,
-    since it holds unix sockets (107 bytes). Raises StartError, Cancelled.
+    """Start a Ray that ends with this process, and return the module `ray`. `scratch` creates its folder, with a short
+    path because the folder holds unix sockets (107 bytes). Raises StartError, Cancelled.
     """
     os.environ.update(LOCAL_ENVIRONMENT)
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
@@ -64,7 +61,7 @@ def start_local(scratch: Callable[[], Path], cluster: str) -> Any:
 
 
 def connect(address: str, cluster: str) -> Any:
-    """Join the Ray at `address`; the module `ray`. Raises NoWorker, Cancelled."""
+    """Join the Ray at `address`, and return the module `ray`. Raises NoWorker, Cancelled."""
     check_reachable(address)
     try:
         return _init(address, namespace=namespace(cluster))
@@ -73,7 +70,7 @@ def connect(address: str, cluster: str) -> Any:
 
 
 def _init(address: str, **options: Any) -> Any:
-    """Raises ConnectionError, Cancelled."""
+    """Call `ray.init`. Raises ConnectionError, Cancelled."""
     import ray
 
     ours = signal.getsignal(signal.SIGTERM)
@@ -82,16 +79,16 @@ def _init(address: str, **options: Any) -> Any:
         ray.init(address=address, **options)
     except SystemExit:
         raise Cancelled("stopped while Ray was starting") from None
-    except Exception as error:  # a process boundary: whatever Ray raises, there is no Ray
-        ray.shutdown()  # also of one that did not start to the end
+    except Exception as error:  # a process boundary: any error means that there is no Ray
+        ray.shutdown()  # cleans up a partial start
         raise ConnectionError(f"{type(error).__name__}: {error}") from error
     finally:
-        signal.signal(signal.SIGTERM, ours)  # Ray puts one of its own there, which ends the process undrained
+        signal.signal(signal.SIGTERM, ours)  # Ray's own handler would end the process without a drain
     return ray
 
 
 def check_reachable(address: str) -> None:
-    """Ray itself would try for minutes. Raises NoWorker."""
+    """Check that something answers at `address`, because Ray would retry for minutes. Raises NoWorker."""
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal()):
         return
@@ -102,24 +99,24 @@ def check_reachable(address: str) -> None:
 
 
 def this_ray() -> Any:
-    """The module `ray` in a process that Ray started."""
+    """Return the module `ray` in a process that Ray started."""
     import ray
 
     return ray
 
 
-ASK_S = 0.5  # between two questions to an actor that answers
-SILENT_S = 10.0  # who was found and does not answer for so long is judged by its lease
-END_S = 5.0  # that processes may take to be gone
-KIND_S = 1.0  # of it, until they are killed
-LONGEST = 500  # of Ray's own words
+ASK_S = 0.5  # interval of calls to an actor that answers
+SILENT_S = 10.0  # a found worker that does not answer for this long is judged by its lease
+END_S = 5.0  # for killed actors to be gone
+KIND_S = 1.0  # for actors ended by Ray to be gone before they are killed
+LONGEST = 500  # characters of a text from Ray
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
 class _Worker:
-    """One actor. `answer` is what it is asked now: one question at a time, since it may be frozen."""
+    """One actor. `answer` is its pending call: one at a time, because the actor may be frozen."""
 
     role: Role
     born: float
@@ -136,10 +133,10 @@ class _Worker:
 
 @dataclass(frozen=True, slots=True)
 class RayPlace:
-    """Where actors run. `logs`: a folder on this machine; None: there are other hosts, and Ray keeps their output."""
+    """Where actors run. `logs` is a folder on this machine, or None with other hosts: then Ray keeps the output."""
 
     logs: Path | None
-    detached: bool = False  # they outlive whoever started them
+    detached: bool = False  # actors outlive the process that started them
 
     @property
     def local(self) -> bool:
@@ -147,8 +144,8 @@ class RayPlace:
 
 
 class RayPlacement:
-    """A `Placement` of actors of class `actor`, constructed with the config as JSON, the role, the id, a log file
-    (empty: none) and `factories`. `connect` gives the module `ray`, in use; `config` is asked when the place is opened.
+    """A `Placement` of Ray actors. `actor` is constructed with the config as JSON, the role, the id, a log file (empty
+    for none) and `factories`. `open` calls `config` and `connect`, which returns the module `ray` in use.
     """
 
     def __init__(
@@ -178,7 +175,7 @@ class RayPlacement:
         self._ray = self._connect()
 
     def found(self) -> Mapping[str, Role]:
-        """Those that have a placement group; one whose actor is gone gives its place back."""
+        """Return the workers that have a placement group. A group without its actor is removed."""
         if self._place.local:
             return {}
         prefix, roles = self._group_name(""), {}
@@ -201,11 +198,11 @@ class RayPlacement:
         try:
             actor = self._ray.remote(self._actor).options(**self._options(worker_id, role))
             worker.handle = actor.remote(self._json, role.value, worker_id, log_file, dict(self._factories))
-        except Exception as error:  # noqa: BLE001  (a process boundary: whatever Ray raises, no worker is there)
+        except Exception as error:  # noqa: BLE001  (a process boundary: any error means that no worker was started)
             worker.ended = StartError(f"{worker_id} was not started ({type(error).__name__}): {str(error)[:LONGEST]}")
 
     def _options(self, worker_id: str, role: Role) -> dict[str, Any]:
-        """Of the actor; its placement group begins to be made here."""
+        """Return the actor's options, and begin to create its placement group."""
         lifetime = {"lifetime": "detached"} if self._place.detached else {}
         named = {"name": worker_id, "namespace": namespace(self._config.name), **lifetime}
         options = {**named, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": 4}
@@ -225,7 +222,7 @@ class RayPlacement:
         return options | {"num_cpus": cpus, "num_gpus": pool.gpus, "scheduling_strategy": strategy}
 
     def _one_gpu_each(self) -> bool:
-        """Whether this machine has as many GPUs as the workers of both pools want; else they share what is there."""
+        """Return whether this machine has enough GPUs for the workers of both pools. Otherwise they share GPUs."""
         pools = (self._config.prefill, self._config.decode)
         wanted = sum(pool.gpus * pool.replicas for pool in pools)
         return 0 < wanted <= float(self._ray.cluster_resources().get("GPU", 0))
@@ -238,11 +235,11 @@ class RayPlacement:
         return self._config.ray.node_labels | pool.node_labels
 
     def look(self) -> Mapping[str, Seen]:
-        """Asks no actor that has not answered yet, and waits for none. A Ray that is away tells nothing new."""
+        """Return all states without waiting. An actor that owes an answer gets no call; without Ray, none changes."""
         try:
             self._ask()
             self._away = False
-        except Exception as error:  # noqa: BLE001  (a process boundary: the head of the Ray may be starting again)
+        except Exception as error:  # noqa: BLE001  (a process boundary: the Ray head may be restarting)
             if not self._away:
                 log.warning("ray_does_not_answer", error=type(error).__name__)
             self._away = True
@@ -262,7 +259,7 @@ class RayPlacement:
                 continue
             worker.asked_at = now
             if worker.killed:
-                self._end(name, worker)  # Ray may have been away
+                self._end(name, worker)  # again, because Ray may have been away
             if worker.answer is None:
                 worker.answer = (worker.handle.pid if worker.pid is None else worker.handle.ready).remote()
             elif worker.pid is None:
@@ -279,9 +276,9 @@ class RayPlacement:
         try:
             said = self._ray.get(answer)
         except (errors.ActorDiedError, errors.RayTaskError) as error:
-            self._end(worker_id, worker)  # of the second, the process lives
+            self._end(worker_id, worker)  # after a RayTaskError the process still lives
             worker.ended = self._why_ended(worker_id, error)
-        except errors.RayError as error:  # it cannot be reached now
+        except errors.RayError as error:  # temporarily unreachable
             log.warning("actor_does_not_answer", worker=worker_id, error=type(error).__name__)
         else:
             if worker.pid is None:
@@ -292,7 +289,7 @@ class RayPlacement:
     def _why_unplaced(self, worker_id: str, worker: _Worker) -> NoWorker | None:
         if self._place.local:
             return None
-        with contextlib.suppress(ValueError):  # it has no group any more
+        with contextlib.suppress(ValueError):  # its group is gone
             group = self._ray.util.get_placement_group(self._group_name(worker_id, worker.role))
             entry = self._ray.util.placement_group_table(group)
             if entry["state"] != "CREATED":
@@ -314,7 +311,7 @@ class RayPlacement:
         self._end(worker_id, worker)
 
     def _end(self, worker_id: str, worker: _Worker) -> None:
-        """At once, also a process that is frozen: Ray alone would take 5 s for that."""
+        """End the process immediately, even a frozen one, for which Ray alone would need 5 s."""
         try:
             if worker.handle is not None:
                 self._ray.kill(worker.handle, no_restart=True)
@@ -326,9 +323,9 @@ class RayPlacement:
                 os.kill(worker.pid, signal.SIGKILL)
 
     def _give_back(self, worker_id: str, worker: _Worker) -> None:
-        """Its placement group, with which every process in it ends."""
+        """Remove the worker's placement group, which ends every process in it."""
         if not self._place.local:
-            with contextlib.suppress(ValueError):  # gone already
+            with contextlib.suppress(ValueError):  # already gone
                 group = self._ray.util.get_placement_group(self._group_name(worker_id, worker.role))
                 self._ray.util.remove_placement_group(group)
 
@@ -340,14 +337,14 @@ class RayPlacement:
             return
         try:
             self._stop_actors(grace_s)
-        except Exception as error:  # noqa: BLE001  (a process boundary: Ray itself may be what died)
+        except Exception as error:  # noqa: BLE001  (a process boundary: Ray itself may have died)
             log.warning("ray_did_not_stop_its_actors", error=repr(error))
         finally:
             if self._place.local:
                 self._ray.shutdown()
 
     def _wait_until_gone(self, workers: list[_Worker]) -> None:
-        """Ray is let end them: of a process that ends in another way it prints that it died of an error."""
+        """Let Ray end the actors, because it prints an error for processes that end in another way."""
         for handle in (worker.handle for worker in workers if worker.handle is not None):
             self._ray.kill(handle, no_restart=True)
         processes = []
@@ -362,10 +359,10 @@ class RayPlacement:
         if stopping:
             self._ray.wait(stopping, num_returns=len(stopping), timeout=grace_s)
         if self._place.local:
-            with contextlib.suppress(Exception):  # a process boundary: who is left is killed in any case
+            with contextlib.suppress(Exception):  # a process boundary: the rest is killed anyway
                 self._wait_until_gone(list(live.values()))
         for name in live:
             self.kill(name)
-        ending = [worker.handle.pid.remote() for worker in live.values()]  # answered when it has ended, at the latest
+        ending = [worker.handle.pid.remote() for worker in live.values()]  # the call fails when the actor has ended
         if ending:
             self._ray.wait(ending, num_returns=len(ending), timeout=END_S)

@@ -1,4 +1,4 @@
-"""The cluster controller: makes the workers as the plan on the board says, again and again, and says what it does."""
+"""The cluster controller: repeatedly brings the workers to the plan in the control state, and reports its decisions."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from baton.ledger.registry import Ledger
 
 REPORT_S = 1.0
 REPORT_LEASE_S = 10.0
-LOOK_S = 1.0  # between two looks of the autoscaler
+LOOK_S = 1.0  # interval of autoscaler decisions
 
 log = structlog.get_logger(__name__)
 
 
 class Autoscaler(Protocol):
-    """Proposes another plan."""
+    """Proposes changed plans."""
 
     def look(
         self, plan: PoolSizes, routers: list[RouterReport], workers: list[WorkerInfo], now: float
     ) -> tuple[PoolSizes | None, str]:
-        """The plan to have instead (None: this one), and what is seen, for a reader; asked once a second."""
+        """Return the proposed plan, or None to keep this one, and a text for operators. Called once a second."""
 
 
 class Controller:
-    """Keeps the workers of one cluster. Everything is called from one thread, and on one event loop."""
+    """Keeps the workers of one cluster as planned. All calls come from one thread and one event loop."""
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ class Controller:
         pools = {(pool.tensor_parallel, pool.device) for pool in (config.prefill, config.decode)}
         self._turns = config.scaling.turn and len(pools) == 1
         self._lease_s = config.ledger.lease_s
-        self._away = False  # Redis is
-        self._calm_until = 0.0  # nobody is ended for what is not in the ledger
-        self._ordered: set[str] = set()  # for whom an order may be on the board
+        self._away = False  # Redis does not answer
+        self._calm_until = 0.0  # until then, a missing lease is no reason to kill a worker
+        self._ordered: set[str] = set()  # workers that may have a command in the control state
         self._looked_at = 0.0
         self._outlook = ""
         self._reported: ControlReport | None = None
@@ -71,13 +71,13 @@ class Controller:
 
     @property
     def ready(self) -> bool:
-        """Whether all is as planned."""
+        """Whether all workers are as planned."""
         units = self._units.values()
         sizes = all(sum(unit.role is role for unit in units) == self.plan.of(role) for role in Role)
         return sizes and all(unit.state == "ready" for unit in units)
 
     async def begin(self) -> None:
-        """Take over what an earlier controller left, or begin anew by the cluster file. Raises LedgerError."""
+        """Take over the workers of an earlier controller, or begin with the cluster file's plan. Raises LedgerError."""
         found, last, said = self._placement.found(), await self._board.control(), await self._board.plan()
         live = {info.ref.worker_id: info for info in await self._ledger.workers()}
         if last is not None:
@@ -92,7 +92,7 @@ class Controller:
             self._journal.say("plan", f"took over {len(found)} workers that an earlier controller started")
 
     def _begin_plan(self, said: PoolSizes | None, *, taken_over: bool) -> None:
-        """The cluster file's, when the cluster starts, and as long as nobody else has said one."""
+        """Choose the first plan: the cluster file's, unless a running cluster was given another one by other means."""
         plan = self.plan
         kept = taken_over and said is not None and said.by != "file" and (said.prefill > 0) == (plan.prefill > 0)
         if said is None:
@@ -113,7 +113,7 @@ class Controller:
                 unit.leave(now)
 
     async def poll(self) -> None:
-        """One pass, of some milliseconds; of some seconds while Redis is silent. Without Redis nothing is decided."""
+        """Run one pass of milliseconds, or of seconds while Redis does not answer. Nothing is decided without Redis."""
         now = self._clock.monotonic()
         try:
             await self._look(now)
@@ -132,7 +132,7 @@ class Controller:
             self._be_calm()
 
     def check_start(self) -> None:
-        """Raises the BatonError for which a worker ended, or StartError: it is silent. For a cluster that starts."""
+        """Raise the BatonError for which a worker ended, or StartError if one is silent. For use during a start."""
         now = self._clock.monotonic()
         for worker_id, seen in self._placement.look().items():
             unit = self._units.get(worker_id)
@@ -144,11 +144,11 @@ class Controller:
                 raise seen.error or StartError(f"{worker_id} was silent for {START_TIMEOUT_S:g} s")
 
     async def end(self) -> None:
-        """Nobody controls any more. Raises LedgerError."""
+        """Remove this controller's report from the control state. Raises LedgerError."""
         await self._board.drop_control()
 
     def _be_calm(self) -> None:
-        """Redis was away, or forgot: who is not in the ledger had no chance yet to enter it again."""
+        """Suspend kills for missing leases: Redis was away or lost its data, so workers must register again first."""
         now = self._clock.monotonic()
         self._calm_until = now + self._lease_s + self._patience_s
         for unit in self._units.values():
@@ -156,7 +156,7 @@ class Controller:
             unit.told_at = None if unit.told_at is None else now
 
     async def _look(self, now: float) -> None:
-        """The processes first: a lease that is seen after a process is ready is its own."""
+        """Read processes, leases and the plan. Processes come first: a lease seen after a ready process is its own."""
         seen = self._placement.look()
         live = {info.ref.worker_id: info for info in await self._ledger.workers()}
         for worker_id, unit in self._units.items():
@@ -176,7 +176,7 @@ class Controller:
         self._keeper.retry(self._units.values(), self._clock.monotonic())
 
     def _change(self, now: float) -> None:
-        """All that may be changed towards the plan at once; what must wait comes in later passes."""
+        """Start all changes that may start now. The others follow in later passes."""
         started: list[tuple[str, str]] = []
         while (step := reconcile_step(list(self._units.values()), self.plan, now, turns=self._turns)) is not None:
             if step.unit is None:
@@ -195,7 +195,7 @@ class Controller:
         return worker_id
 
     async def _say_orders(self) -> None:
-        """Who has to be told something is told it, whoever decided that, and told again if the store forgot."""
+        """Write pending commands to the control state, again if the store lost them, and remove obsolete ones."""
         now = self._clock.monotonic()
         for worker_id, unit in self._units.items():
             known = await self._board.order(unit.info.ref) if unit.info is not None else None
@@ -212,7 +212,7 @@ class Controller:
                 self._ordered.discard(worker_id)
 
     async def _scale(self, now: float) -> None:
-        """The autoscaler always looks; what it proposes while a change is under way it must propose again."""
+        """Run the autoscaler. A proposal is dropped while a change is in progress, and must be made again."""
         if self._autoscaler is None or now - self._looked_at < LOOK_S:
             return
         self._looked_at = now
@@ -226,7 +226,7 @@ class Controller:
 
     @property
     def _settled(self) -> bool:
-        """Whether nothing is under way; what has failed is not waited for."""
+        """Whether no change is in progress. Failed workers are not waited for."""
         units = self._units.values()
         return all(unit.state in {"ready", "failed"} and unit.generation == self.plan.generation for unit in units)
 

@@ -1,4 +1,4 @@
-"""A controller in the process, and the thread, of its supervisor: for workers that live only as long as it does."""
+"""A controller in the process and thread of its supervisor, for workers that do not outlive it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ READY_POLL_S = 0.05
 
 
 class LocalControl:
-    """`Control` by a controller here. Its event loop runs only within these calls."""
+    """A `Control` around a `Controller` in this process. Its event loop runs only within these calls."""
 
     def __init__(self, config: ClusterConfig, placement: Placement) -> None:
         self._config = config
@@ -53,7 +53,7 @@ class LocalControl:
             stop.check()
 
     def ready(self) -> bool:
-        """Whether as many are ready as planned. Raises as `wait_ready`."""
+        """Return whether as many workers are ready as planned. Raises the errors of `wait_ready`, except Cancelled."""
         if not self._started.ready:
             self._started.check_start()
         return self._started.ready

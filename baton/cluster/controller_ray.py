@@ -1,11 +1,9 @@
-"""Workers in a Ray that others run: a `Control` by a detached controller there, and what keeps it there.
+"""Workers in an existing Ray cluster: a detached controller actor on its head, and the processes that follow it.
 
-`baton up` itself is never a client of that Ray: a client loses it when the head is started again, and routers must go
-on. A child (`follow`) is, which ends when it has lost the controller, and is started again until it finds one.
-
-The controller as a detached actor on the head of a Ray. Thin: `LocalControl` on a thread of its own.
-
-Ray starts it again when it ends, also after the head was; it then finds the workers that run, and goes on.
+`ControllerActor` runs `LocalControl` on its own thread. Ray restarts it when it or the head ends; it then finds the
+running workers and continues. `RemoteControl` is the supervisor's side. `baton up` itself never connects to that Ray,
+because a client is lost when the head restarts, and routers must go on. A child process connects (`join`, `ensure`,
+`follow`), ends when it loses the controller, and is restarted until it finds one.
 """
 
 from __future__ import annotations
@@ -37,14 +35,14 @@ from baton.logs import configure_logging
 
 POLL_S = 0.2
 RETRY_S = 1.0
-STOP_S = 30.0  # beyond its grace
+STOP_S = 30.0  # beyond the grace period
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What this package does not know: classes and functions that Ray finds by their names, on every host."""
+    """Classes and functions of other packages that Ray imports by name on every host."""
 
     actor: type
     factories: Mapping[Role, object]
@@ -53,7 +51,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class ControlState:
-    """How far it is. `error`: why a worker, or the controller itself, did not start; it goes on trying."""
+    """The progress of the controller. `error` is why a worker or the controller did not start; it keeps trying."""
 
     ready: bool
     workers: int
@@ -61,7 +59,7 @@ class ControlState:
 
 
 class ControllerActor:
-    """`config_json`: the `ClusterConfig`, password included. `detached`: its workers outlive this process."""
+    """The actor class. `config_json` is the `ClusterConfig` with password. `detached` workers outlive this process."""
 
     def __init__(self, config_json: str, parts: Parts, detached: bool) -> None:
         self._given = config_json
@@ -77,7 +75,7 @@ class ControllerActor:
         self._thread.start()
 
     def serves(self, config_json: str) -> bool:
-        """Whether it was given this very config."""
+        """Return whether this controller was started with exactly this config."""
         return config_json == self._given
 
     def state(self) -> ControlState:
@@ -87,7 +85,7 @@ class ControllerActor:
         return os.getpid()
 
     def stop(self, grace_s: float) -> None:
-        """End all workers, gently for so long; returns when they have ended."""
+        """End all workers, with a grace period of `grace_s` seconds, and return when they have ended."""
         self._grace_s = grace_s
         self._stop.set()
         self._thread.join(grace_s + STOP_S)
@@ -100,10 +98,10 @@ class ControllerActor:
         except Exception:
             log.exception("controller_failed")
             self._stop.wait(RETRY_S)
-            os._exit(1)  # Ray starts the next one
+            os._exit(1)  # Ray restarts the actor
 
     def _begin(self) -> bool:
-        """False: told to stop before Redis could be used."""
+        """Start workers once Redis can be used. Returns False if stopped before."""
         while not self._stop.is_set():
             try:
                 self._control.start(self._config.redis.url)
@@ -127,19 +125,19 @@ class ControllerActor:
 
 
 NAME = "controller"
-HEAD = {"node:__internal_head__": 0.001}  # of the head that is there: an id of a node would end with it
+HEAD = {"node:__internal_head__": 0.001}  # any head node: a node id would not survive a restart of the head
 WATCH_S = 2.0
 ANSWER_S = 5.0
-CHILD_WAIT_S = 5.0  # for the Ray; then it ends, and is started again
-LOST_S = 20.0  # without an answer; Ray starts a controller again within seconds
+CHILD_WAIT_S = 5.0  # for Ray; then the child ends and is restarted
+LOST_S = 20.0  # without an answer; Ray restarts a controller within seconds
 ENSURE_S = 60.0
-LET_GO_S = 10.0  # for a child that follows nothing bound to it
+LET_GO_S = 10.0  # for a child to end when its controller is detached
 UNBOUNDED = 10**9
 
 
 class RemoteControl:
-    """`Control` by child processes: `command` is the argv of one that follows the controller; with `--stop` behind it,
-    of one that ends all.
+    """A `Control` by child processes. `command` is the argv of one that follows the controller, or, with `--stop`, ends
+    all.
     """
 
     def __init__(self, config: ClusterConfig, command: Sequence[str], logs: Path) -> None:
@@ -148,7 +146,7 @@ class RemoteControl:
         self._begun = False
         self._command = [*command, f"--wait={CHILD_WAIT_S:g}"]
         self._log = logs / f"{NAME}.log"
-        self._bound = config.redis.url == "embedded"  # workers cannot outlive their ledger
+        self._bound = config.redis.url == "embedded"  # because workers cannot outlive their ledger
         argv = [*self._command, "--follow", *(["--bound"] if self._bound else [])]
         self._child = Child(ProcessSpec(NAME, argv, self._log, max_restarts=UNBOUNDED))
 
@@ -164,7 +162,7 @@ class RemoteControl:
         self._child.poll()
 
     def pids(self) -> dict[str, int]:
-        """Of the child; those of workers are other hosts'."""
+        """Return the child's id. Workers run on other hosts."""
         return {} if self._child.pid is None else {NAME: self._child.pid}
 
     @property
@@ -174,12 +172,12 @@ class RemoteControl:
     def stop(self, grace_s: float) -> None:
         if not self._begun:
             return
-        if not self._bound:  # first: a child that has just lost the controller would have another one made after all
+        if not self._bound:  # first, because a child without a controller would create a new one
             self._let_go(LET_GO_S)
         ending = Child(ProcessSpec("stop", [*self._command, "--stop"], self._log))
         ending.start()
         ending.wait(grace_s + STOP_S)
-        if self._bound:  # not before: with it ends, at once, what is not detached
+        if self._bound:  # last, because actors that are not detached end with the child
             self._let_go(grace_s)
 
     def _let_go(self, within_s: float) -> None:
@@ -188,9 +186,7 @@ class RemoteControl:
 
 
 def join(config: ClusterConfig, wait_s: float, stop: Stop, clock: Clock | None = None) -> Any:
-    """Use the Ray of the cluster file, as soon as it can be; the module `ray`. Raises NoWorker after `wait_s`,
-    ConfigError when workers there cannot reach the ledger, Cancelled.
-    """
+    """Return `ray`, connected within `wait_s`. Raises NoWorker, Cancelled, ConfigError (address or `check_ledger`)."""
     if config.ray.address in {"local", "none"}:
         raise ConfigError(f"ray.address: must be auto or an address for this, got {config.ray.address!r}")
     clock = clock or SystemClock()
@@ -212,22 +208,22 @@ def join(config: ClusterConfig, wait_s: float, stop: Stop, clock: Clock | None =
 def ensure(
     ray: Any, config: ClusterConfig, parts: Parts, stop: Stop, *, detached: bool, clock: Clock | None = None
 ) -> Any:
-    """The controller of this cluster, with this config, once it answers. One with another config, or that is frozen, is
-    replaced; its workers stay. Raises StartError, and Cancelled: none is made for who was told to end.
+    """Return the cluster's controller once it answers, creating it if needed. A frozen one, or one with another config,
+    is replaced; its workers stay. Raises StartError. Raises Cancelled on `stop`, so that none is created during a stop.
     """
     clock = clock or SystemClock()
-    told = config.model_copy(update={"router": RouterConfig()}).model_dump_json()  # its ports may change
+    told = config.model_copy(update={"router": RouterConfig()}).model_dump_json()  # the router's ports may change
     began = asked = clock.monotonic()
     controller = None
     while True:
         stop.check()
         error = None
-        if controller is None:  # else it is held on to: with the handle of who made it ends what is not detached
+        if controller is None:  # keep the handle: an actor that is not detached ends with its creator's
             controller = _found_or_made(ray, config, told, parts, detached=detached)
         try:
             if ray.get(controller.serves.remote(told), timeout=ANSWER_S):
                 return controller
-        except ray.exceptions.RayError as raised:  # it is being started, or ended, or is frozen
+        except ray.exceptions.RayError as raised:  # it is starting, ending or frozen
             error = raised
         now, died = clock.monotonic(), isinstance(error, ray.exceptions.ActorDiedError)
         if now - began > ENSURE_S:
@@ -244,7 +240,7 @@ def _found_or_made(ray: Any, config: ClusterConfig, told: str, parts: Parts, *, 
     options = {
         "name": NAME,
         "namespace": namespace(config.name),
-        "get_if_exists": True,  # somebody else may be doing the same
+        "get_if_exists": True,  # another process may create it at the same time
         "lifetime": "detached" if detached else None,
         "max_restarts": -1,
         "max_task_retries": 0,
@@ -258,9 +254,7 @@ def _found_or_made(ray: Any, config: ClusterConfig, told: str, parts: Parts, *, 
 def follow(
     ray: Any, controller: Any, stop: Stop, ready: Callable[[ControlState], None], clock: Clock | None = None
 ) -> None:
-    """Until told to stop: `ready` is called once all workers are. Raises what kept one from starting before that, and
-    NoWorker when the controller is lost.
-    """
+    """Watch the controller until `stop`; call `ready` once. Raises start errors before that, NoWorker if it is lost."""
     clock, told = clock or SystemClock(), False
     answered_at = clock.monotonic()
     while not stop.drain.wait(WATCH_S if told else POLL_S):
@@ -279,7 +273,7 @@ def follow(
 
 
 def end(ray: Any, config: ClusterConfig, grace_s: float) -> None:
-    """End workers and controller; also workers that no controller keeps any more."""
+    """End workers and controller, including workers without a controller."""
     with suppress(ValueError):
         controller = ray.get_actor(NAME, namespace=namespace(config.name))
         try:
@@ -287,14 +281,14 @@ def end(ray: Any, config: ClusterConfig, grace_s: float) -> None:
         except ray.exceptions.RayError as error:
             log.warning("controller_did_not_stop", error=type(error).__name__)
         ray.kill(controller, no_restart=True)
-    left = RayPlacement(lambda: config, object, {}, this_ray, RayPlace(None))  # starts none
+    left = RayPlacement(lambda: config, object, {}, this_ray, RayPlace(None))  # never starts workers
     left.open()
     left.found()
     left.stop(grace_s)
 
 
 def check_ledger(url: str, hosts: Sequence[str]) -> None:
-    """Raises ConfigError if there are hosts, of these, that cannot reach it."""
+    """Raise ConfigError if any of `hosts` cannot reach the ledger."""
     here = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
     elsewhere = sorted(host for host in hosts if host not in here and not _is_loopback(host))
     local = url == "embedded" or url.startswith("unix:") or _is_loopback(urlsplit(url).hostname or "localhost")

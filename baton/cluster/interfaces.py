@@ -1,6 +1,5 @@
-"""Where a controller has its workers run: as child processes, as actors of Ray, or as whatever a test stands for.
-
-The workers of a cluster as its supervisor sees them: somebody keeps them as planned, here or on another machine.
+"""The contracts between a cluster's parts: `Control` is the supervisor's view of workers, and `Placement` the
+controller's view of processes, which may be child processes, Ray actors, or a test double.
 """
 
 from __future__ import annotations
@@ -15,43 +14,37 @@ from baton.errors import BatonError
 
 
 class Control(Protocol):
-    """Keeps the workers. Every call is made from the supervisor's thread, which lives as long as the cluster."""
+    """The workers of a cluster, kept as planned. All calls come from one thread that lives as long as the cluster."""
 
     def start(self, redis_url: str) -> None:
-        """Begin to start all workers, without waiting for them; the folder's config, which they read, is written.
-
-        `redis_url`: the ledger of this cluster, as it can be reached from here. Raises BatonError when there is no
-        place for workers, or no use of Redis.
+        """Begin to start all workers without waiting, from an existing config file. `redis_url` is the ledger's address
+        as seen from here. Raises BatonError if there is no place for workers, or if Redis cannot be used.
         """
 
     def wait_ready(self, stop: Stop) -> None:
-        """Wait until as many are ready as planned. Raises StartError with the end of a log, ConfigError or LedgerError
-        if a worker ended for such a reason, Cancelled by `stop`.
+        """Wait until all planned workers are ready. Raises Cancelled, or a worker's StartError, ConfigError,
+        LedgerError.
         """
 
     def poll(self) -> None:
-        """Called every 0.2 s or so once all are ready: make the workers as planned. A worker that cannot be replaced
-        is no error here: it is seen in the report on the board, and tried again.
-        """
+        """Approach the plan, every 0.2 s or so. A failed replacement is reported and retried, and raises no error."""
 
     def pids(self) -> dict[str, int]:
-        """Process ids by worker id, of those alive on this machine."""
+        """Return the ids of live processes on this machine by worker id."""
 
     @property
     def size(self) -> int:
-        """How many workers are planned, of both roles."""
+        """The number of planned workers of both roles."""
 
     def stop(self, grace_s: float) -> None:
-        """End what lives only for this supervisor; called at the end, however far `start` came. When this returns no
-        process of it is left. Workers on another machine are ended too, unless they are to outlive their supervisor.
+        """End everything that lives only for this supervisor, however far `start` came. No such process is left on
+        return. Workers on other machines end too, unless they are to outlive their supervisor.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A worker's process. `error`: why it ended, or has no place yet, as far as that is known; `pid`: on its machine,
-    once it is there.
-    """
+    """A process's state. `pid` counts on its host, once it exists. `error` is why it ended or has no place."""
 
     state: Literal["starting", "ready", "ended"]
     pid: int | None = None
@@ -59,28 +52,27 @@ class Seen:
 
 
 class Placement(Protocol):
-    """Starts and ends processes, and says what became of them. It decides nothing: nothing is started again by itself.
-
-    Every call is made from the controller's thread and returns soon; only `open` and `stop` may take their time.
+    """Starts and ends processes and reports their state; restarts and decides nothing. Every call is made from the
+    controller's thread. Only `open` and `stop` may block for long.
     """
 
     def open(self) -> None:
-        """Find the place, such as a Ray. Raises StartError, NoWorker or Cancelled."""
+        """Find the place, such as a Ray cluster. Raises StartError, NoWorker or Cancelled."""
 
     def found(self) -> Mapping[str, Role]:
-        """What an earlier controller started there and still runs, by worker id, with the role it was started in."""
+        """Return the live workers of an earlier controller, by worker id, with the role they were started in."""
 
     def start(self, worker_id: str, role: Role) -> None:
-        """Begin to start a worker of that id. What cannot be started is seen as ended."""
+        """Begin to start a worker with that id. A failed start is reported as ended."""
 
     def look(self) -> Mapping[str, Seen]:
-        """All that were started or found here and are not forgotten."""
+        """Return all workers that were started or found here and are not forgotten."""
 
     def kill(self, worker_id: str) -> None:
-        """End its process at once; it is seen as ended then."""
+        """End the process immediately. It is then reported as ended."""
 
     def forget(self, worker_id: str) -> None:
-        """It has ended, and nobody asks for it any more; its id may be started again."""
+        """Forget an ended worker. Its id may be started again."""
 
     def stop(self, grace_s: float) -> None:
-        """End all of them, gently for so long; when this returns no process is left."""
+        """End all workers, with a grace period of `grace_s` seconds. No process is left on return."""

@@ -1,4 +1,4 @@
-"""The life of a cluster: Redis, workers, router, watch, and everything gone at the end, however it ends."""
+"""The life of a cluster: starts Redis, workers and routers, watches them, and removes everything at the end."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ POLL_S = 0.2
 READY_POLL_S = 0.02
 SERVING_S = 30.0
 LISTENERS = ("grpc", "admin", "metrics", "http")
-MORE_S = 1.0  # than router.drain_s, for a router
+MORE_S = 1.0  # beyond router.drain_s, for a router to end
 STOP_S = 5.0
 
 log = structlog.get_logger(__name__)
 
 
 def router_serves(metrics: str, workers: int) -> bool:
-    """Whether the router with this metrics address is connected to `workers` workers, a pair of them among these."""
+    """Return whether the router with this metrics address is ready and connected to at least `workers` workers."""
     try:
         if _get(metrics, "/ready")[0] != HTTPStatus.OK:
             return False
@@ -67,28 +67,26 @@ class Supervisor:
         for index in range(1, config.router.replicas):
             name, argv = f"router-{index}", [*router_command, "--index", str(index)]
             self._routers.append(Child(ProcessSpec(name, argv, folder.logs / f"{name}.log")))
-        self._router = self._routers[0]  # decides on ports that are not given; the others listen where it does
+        self._router = self._routers[0]  # chooses ports that are not given; the others use the same
         self._redis_url = config.redis.url
 
     def run(self, stop: Stop, ready: Callable[[ClusterState], None]) -> None:
-        """Start, call `ready`, watch until told to stop, leave nothing behind. Raises BatonError when a part fails,
-        Cancelled when told to stop before all is ready.
-        """
+        """Run until `stop`; call `ready` once all serve. Raises Cancelled before that, BatonError if a part fails."""
         self._folder.acquire()
         with ExitStack() as leaving:
             leaving.callback(self._folder.release)
             self._folder.start_logs()
-            self._folder.write_state(self._state())  # so that `baton down` finds who is starting
+            self._folder.write_state(self._state())  # so that `baton down` finds a cluster that is starting
             self._start_redis(leaving)
             self._write_config()
             leaving.callback(self._stop_processes, stop)
             stop.check()
             self._router.start()
             self._control.start(self._redis_url)
-            self._router.wait_ready(stop)  # first: it says soon what is wrong, a model may load for minutes
+            self._router.wait_ready(stop)  # first: it fails quickly, while a model may load for minutes
             self._control.wait_ready(stop)
             self._wait_serving(stop, self._router)
-            self._write_config()  # a router that is replaced listens where the first one did
+            self._write_config()  # a restarted router listens where the first one did
             for other in self._routers[1:]:
                 other.start()
             for other in self._routers[1:]:
@@ -99,7 +97,7 @@ class Supervisor:
             self._watch(stop)
 
     def _wait_serving(self, stop: Stop, router: Child) -> None:
-        """Until the router has found all workers: no request waits for that, and load spreads from the first on."""
+        """Wait until the router has found all workers, so that the first requests neither wait nor load one worker."""
         clock, workers = SystemClock(), self._control.size
         deadline = clock.monotonic() + SERVING_S
         while not router_serves(str(router.ready["metrics"]), workers):
@@ -141,17 +139,17 @@ class Supervisor:
                 self._folder.write_state(self._state())
 
     def _follow_router(self, router: Child, stop: Stop) -> None:
-        """Wait for a router that was started again. One that fails is replaced too, until that is hopeless."""
+        """Wait for a restarted router. One that fails is restarted again, up to its limit of consecutive deaths."""
         try:
             router.wait_ready(stop)
         except Cancelled:
-            return  # `_watch` sees it too
+            return  # `_watch` sees the stop too
         except BatonError as error:
             log.warning("router_not_back", error=str(error))
             router.wait(0.0)
 
     def _stop_processes(self, stop: Stop) -> None:
-        """The routers first: they finish what they have while the workers are still there."""
+        """Stop the routers first, so that they finish their requests while the workers still run."""
         for router in self._routers:
             router.terminate()
         waited, most = 0.0, self._config.router.drain_s + MORE_S

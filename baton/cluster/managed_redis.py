@@ -1,4 +1,4 @@
-"""The ledger's Redis for a cluster: an embedded one that is kept alive, or another that is checked first."""
+"""The ledger's Redis of a cluster: an embedded server that is kept running, or a check of another one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from baton.ledger.registry import Ledger
 
 log = structlog.get_logger(__name__)
 RETRY_S = 1.0
-HOPELESS_S = 60.0  # so long without it, and it will not come: its port is somebody else's, say
+HOPELESS_S = 60.0  # then restarts are hopeless: another process may have taken the port
 
 
 class KeptRedis:
-    """An embedded Redis that is started again, at the same address, when it dies. Its data is then gone."""
+    """An embedded Redis that is restarted at the same address when it dies. Its data is lost then."""
 
     def __init__(self, folder: Path, clock: Clock | None = None) -> None:
         self._folder = folder
@@ -38,7 +38,7 @@ class KeptRedis:
         return self._server.pid if self._server.alive else None
 
     def poll(self) -> None:
-        """Start it again if it died. Raises LedgerError when that has failed for `HOPELESS_S`."""
+        """Restart the server if it died. Raises LedgerError if that has failed for `HOPELESS_S`."""
         if self._server.alive:
             self._died_at = None
             return
@@ -61,7 +61,7 @@ class KeptRedis:
 
 
 def check_redis(url: str, name: str) -> None:
-    """Raises LedgerError, naming host, port and cause, if the Redis at `url` cannot be used for cluster `name`."""
+    """Check that the Redis at `url` can be used for cluster `name`. Raises LedgerError with host, port and cause."""
 
     async def check() -> None:
         ledger = await Ledger.connect(url, f"baton:{name}", 1.0, SystemClock())

@@ -1,4 +1,4 @@
-"""What a controller knows of each worker, and what to change so that they become as planned: pure, without I/O."""
+"""The controller's state of each worker, and the next change towards the plan. Pure functions without I/O."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from baton.cluster.interfaces import Seen
 from baton.core import Role, WorkerInfo
 from baton.ledger.control_state import PoolSizes, WorkerCommand, WorkerSlot
 
-MAX_IN_A_ROW = 10  # deaths, without STABLE_S of life between them
-ROOM_S = 60.0  # a successor that has no process after so long finds no room beside what it is to replace
+MAX_IN_A_ROW = 10  # consecutive deaths, each within STABLE_S of its start
+ROOM_S = 60.0  # a successor without a process after this time does not fit next to its predecessor
 
 State = Literal["starting", "ready", "turning", "draining", "failed"]
 
 
 @dataclass(slots=True)
 class WorkerState:
-    """A worker's place. `role` is what it should be; times are monotonic seconds."""
+    """A planned worker and its process. `role` is the role it should have; times are monotonic seconds."""
 
     worker_id: str
     role: Role
     generation: int
     restarts: int = 0
     note: str = ""
-    unwanted: bool = False  # an operator wants another in its place
-    leaving: bool = False  # it drains, or is ended, and is not started again
-    told_at: float | None = None  # since when it is under an order, not yet done
+    unwanted: bool = False  # an operator wants it replaced
+    leaving: bool = False  # it drains or is being ended, and will not be restarted
+    told_at: float | None = None  # when its pending command was given
     born: float = 0.0
     in_a_row: int = 0
-    retry_at: float | None = None  # it has ended, and is started again then
+    retry_at: float | None = None  # it has ended, and is restarted at that time
     missing_since: float | None = None
     killed: bool = False
     seen: Seen | None = None
-    info: WorkerInfo | None = None  # what its live incarnation says of itself
+    info: WorkerInfo | None = None  # the registration of its live incarnation
 
     @property
     def state(self) -> State:
@@ -48,7 +48,7 @@ class WorkerState:
 
     @property
     def slot(self) -> WorkerSlot:
-        """For the report."""
+        """The worker's entry in the controller's report."""
         return WorkerSlot(
             worker_id=self.worker_id,
             role=self.role,
@@ -59,7 +59,7 @@ class WorkerState:
         )
 
     def look(self, seen: Seen | None, info: WorkerInfo | None, now: float) -> None:
-        """What is known of it now. A lease without a process that is ready is that of the process before."""
+        """Update the observed state. A lease without a ready process belongs to the previous process and is ignored."""
         waits = seen.error if seen is not None and seen.state == "starting" else None
         waited = self.seen is not None and self.seen.state == "starting" and self.seen.error is not None
         if (waits or waited) and not self.killed:
@@ -75,11 +75,11 @@ class WorkerState:
         self.missing_since = None
 
     def old(self, plan: PoolSizes) -> bool:
-        """Whether another is to take its place."""
+        """Return whether another worker is to replace it."""
         return self.unwanted or self.generation < plan.generation
 
     def obey(self, order: WorkerCommand | None, now: float) -> None:
-        """What is said of its live incarnation by an operator (a wish), or by the controller before this one."""
+        """Adopt a command for its live incarnation, written by an operator (`wish`) or by an earlier controller."""
         if order is None or self.info is None or self.leaving:
             return
         if order.wish:
@@ -96,7 +96,7 @@ class WorkerState:
         self.role, self.told_at = role, now
 
     def order(self, grace_s: float) -> WorkerCommand | None:
-        """What its live incarnation has to be told; None: nothing."""
+        """Return the command that its live incarnation needs, or None."""
         if self.info is None or not (self.leaving or self.info.role is not self.role):
             return None
         return WorkerCommand(
@@ -106,7 +106,7 @@ class WorkerState:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One change: start a worker of `role`, or turn `unit` into one, or have it leave."""
+    """One change: start a worker of `role`, change the role of `unit` to it, or have `unit` leave."""
 
     kind: Literal["start", "turn", "leave"]
     reason: str
@@ -115,10 +115,8 @@ class Step:
 
 
 def reconcile_step(units: Sequence[WorkerState], plan: PoolSizes, now: float, *, turns: bool) -> Step | None:
-    """The next change towards the plan that may be made now; None: there is none, or one must be waited for.
-
-    No ready worker is taken away that leaves fewer ready ones than planned; but where its successor finds no room
-    beside it, all but the last one may go first. `turns`: whether a worker may change its role.
+    """Return the next change towards the plan that is allowed now, or None. `turns` allows role changes. A ready worker
+    leaves only if as many ready ones remain as planned. If its successor does not fit next to it, one must remain.
     """
     kept = {role: [unit for unit in units if unit.role is role and not unit.leaving] for role in Role}
     over = {role: len(kept[role]) - plan.of(role) for role in Role}
@@ -130,7 +128,7 @@ def reconcile_step(units: Sequence[WorkerState], plan: PoolSizes, now: float, *,
             if spare is not None and spare.state == "ready":
                 return Step("turn", f"{other.value} has one too many, {role.value} one too few", role, spare)
             if spare is None and any(unit.state in {"starting", "turning"} for unit in kept[other]):
-                continue  # until one may be turned
+                continue  # until one may change its role
         return Step("start", f"{plan.of(role)} {role.value} workers are planned", role)
     for role in Role:
         if over[role] > 0 and (spare := _spare(kept[role], plan, role, now)) is not None:
@@ -142,7 +140,7 @@ def reconcile_step(units: Sequence[WorkerState], plan: PoolSizes, now: float, *,
 
 
 def _successor(units: Sequence[WorkerState], kept: dict[Role, list[WorkerState]], plan: PoolSizes) -> Step | None:
-    """One more than planned, for a worker that is to be replaced; one at a time, when nothing else is under way."""
+    """Return a start above plan to replace a worker: one at a time, and only when no change is in progress."""
     if any(unit.state not in {"ready", "failed"} for unit in units):
         return None
     for role in Role:
@@ -154,14 +152,14 @@ def _successor(units: Sequence[WorkerState], kept: dict[Role, list[WorkerState]]
 
 
 def _spare(kept: Sequence[WorkerState], plan: PoolSizes, role: Role, now: float) -> WorkerState | None:
-    """Which of too many goes next: one that is to be replaced, not ready, newest; None: none may go now."""
+    """Return the surplus worker to leave next, or None: outdated ones first, then unready ones, then the newest."""
     ranked = sorted(kept, key=lambda unit: _index(unit.worker_id), reverse=True)
     old = [unit for unit in ranked if unit.old(plan)]
     ready = [unit for unit in ranked if unit.state == "ready"]
     for unit in old or ranked:
         if unit.state in {"starting", "failed"}:
             return unit
-    if any(unit not in old for unit in ready):  # the new generation can be ready
+    if any(unit not in old for unit in ready):  # the new generation is able to become ready
         for unit in ranked:
             if unit.state == "failed":
                 return unit
@@ -180,6 +178,6 @@ def _index(worker_id: str) -> tuple[int, str]:
 
 
 def free_id(role: Role, taken: Iterable[str]) -> str:
-    """`decode-0`, or the lowest number that is not taken."""
+    """Return `ROLE-N` with the lowest number that is not taken, such as `decode-0`."""
     known = set(taken)
     return next(name for n in range(len(known) + 1) if (name := f"{role.value}-{n}") not in known)

@@ -1,4 +1,4 @@
-"""How a running cluster is told to end. Imports next to nothing, so that signals count from the first moment."""
+"""Stop signals of a running cluster. Imports very little, so that signals are handled from the first moment."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """`drain` lets running requests finish, `now` does not wait for them."""
+    """Two stop events: `drain` lets running requests finish, `now` does not wait for them."""
 
     drain: threading.Event = field(default_factory=threading.Event)
     now: threading.Event = field(default_factory=threading.Event)
 
     def check(self) -> None:
-        """Raises Cancelled when told to end, for those who have not done yet what they were asked for."""
+        """Raise Cancelled after a stop signal. Called by work that is not finished yet."""
         if self.drain.is_set():
             raise Cancelled("stopped before it was done")
 
 
 def stop_on_signals() -> Stop:
-    """The first SIGINT, SIGTERM or SIGHUP drains, the second does not wait. Call it in the main thread."""
+    """Handle SIGINT, SIGTERM and SIGHUP: the first drains, the second does not wait. Call this in the main thread."""
     stop = Stop()
 
     def on_signal(*_: object) -> None:
@@ -35,10 +35,10 @@ def stop_on_signals() -> Stop:
             stop.now.set()
             return
         stop.drain.set()
-        with contextlib.suppress(OSError):  # the terminal may be gone; `print` is not safe in a signal handler
+        with contextlib.suppress(OSError):  # the terminal may be gone; `print` is unsafe in a signal handler
             os.write(2, b"stopping; running requests may finish, a second signal does not wait for them\n")
 
     for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+        if signal.getsignal(number) is not signal.SIG_IGN:  # ignored signals stay ignored (nohup)
             signal.signal(number, on_signal)
     return stop

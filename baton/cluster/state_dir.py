@@ -1,10 +1,10 @@
-"""What a cluster leaves on disk: one folder per cluster name under `$BATON_HOME` (default `~/.baton`).
+"""The files of a cluster: one folder per cluster name under `$BATON_HOME` (default `~/.baton`).
 
-NAME/lock          held by `baton up` for as long as it lives: two clusters of one name cannot run
-NAME/state.json    addresses and process ids of the running cluster; 0600, since it holds the Redis password
+NAME/lock          held by `baton up` while it lives, so that two clusters of one name cannot run
+NAME/state.json    addresses and process ids of the running cluster; 0600, because it holds the Redis password
 NAME/cluster.yaml  the effective config that its processes read; 0600 for the same reason
-NAME/logs/         one file per process, and what it said before that, if that was much, as FILE.log.1
-NAME/scratch       a link to the temporary folder of a local Ray; what a killed cluster left there, the next one removes
+NAME/logs/         one log per process; the previous part of a large log is FILE.log.1
+NAME/scratch       a link to the temporary folder of a local Ray; leftovers of a killed cluster are removed by the next
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ LOG_BYTES = 64 * 2**20
 
 
 def baton_home() -> Path:
-    """`$BATON_HOME`, or `~/.baton`."""
+    """Return `$BATON_HOME`, or `~/.baton`."""
     return Path(os.environ.get("BATON_HOME") or Path.home() / ".baton").expanduser()
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process that cannot be mistaken for a later one with the same number."""
+    """A process, identified also by its start time (seconds since the epoch), because process ids are reused."""
 
     pid: int
     started: float
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
-        """Raises psutil.NoSuchProcess."""
+        """Return the identity of a running process. Raises psutil.NoSuchProcess."""
         return cls(pid, psutil.Process(pid).create_time())
 
     def process(self) -> psutil.Process | None:
-        """The process, if it is still the same one and alive."""
+        """Return the process if it is still the same one and alive."""
         try:
             process = psutil.Process(self.pid)
             same = abs(process.create_time() - self.started) < 0.01 and process.status() != psutil.STATUS_ZOMBIE
@@ -55,7 +55,7 @@ class ProcessId:
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """What `baton status`, `generate` and `down` need to know of a cluster; without addresses while it starts."""
+    """The state file of a cluster, for `baton status`, `generate` and `down`. Addresses are empty while it starts."""
 
     name: str
     supervisor: ProcessId
@@ -65,8 +65,8 @@ class ClusterState:
     redis_url: str
     ray: str
     processes: dict[str, ProcessId] = field(default_factory=dict)
-    http: str = ""  # empty: no gateway
-    admins: list[str] = field(default_factory=list)  # of all routers
+    http: str = ""  # empty without a gateway
+    admins: list[str] = field(default_factory=list)  # admin addresses of all routers
 
     @property
     def ready(self) -> bool:
@@ -77,7 +77,7 @@ class ClusterState:
 
     @classmethod
     def from_json(cls, text: str) -> ClusterState:
-        """Raises ValueError, KeyError or TypeError for what is not a state file."""
+        """Parse a state file. Raises ValueError, KeyError or TypeError if it is not one."""
         data = json.loads(text)
         data["supervisor"] = ProcessId(**data["supervisor"])
         data["processes"] = {name: ProcessId(**value) for name, value in data["processes"].items()}
@@ -97,7 +97,7 @@ class StateFolder:
         self._lock: IO[str] | None = None
 
     def acquire(self) -> None:
-        """Take the name for this process, and remove what a killed cluster left. Raises ConfigError if one has it."""
+        """Lock the name for this process and remove a killed cluster's files. Raises ConfigError if it is in use."""
         try:
             self.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = (self.path / "lock").open("w", encoding="utf-8")
@@ -113,24 +113,22 @@ class StateFolder:
         self._clear()
 
     def start_logs(self) -> None:
-        """Begin with empty logs."""
+        """Remove the logs of the previous cluster."""
         for old in self.logs.glob("*.log*"):
             old.unlink()
 
     def bound_logs(self, most: int = LOG_BYTES) -> None:
-        """A log of more than `most` bytes becomes FILE.log.1, in place of the one before, and begins anew.
-
-        It is copied and cut, not renamed: all who write into it append, and none of them need know. What one of them
-        says just then may be lost.
+        """Move a log of more than `most` bytes to FILE.log.1, replacing it, and truncate the log. It is not renamed,
+        because processes keep appending to the open file. Lines written during the copy may be lost.
         """
         for file in self.logs.glob("*.log"):
-            with suppress(OSError):  # a full disk ends no cluster
+            with suppress(OSError):  # a full disk must not end the cluster
                 if file.stat().st_size > most:
                     shutil.copyfile(file, file.with_suffix(".log.1"))
                     os.truncate(file, 0)
 
     def release(self) -> None:
-        """Give the name back and remove what only a running cluster needs. The logs stay."""
+        """Unlock the name and remove the files that only a running cluster needs. The logs stay."""
         self._clear()
         if self._lock is not None:
             self._lock.close()
@@ -144,13 +142,13 @@ class StateFolder:
             self._scratch.unlink()
 
     def scratch(self) -> Path:
-        """A new temporary folder with a short path, gone with `release`."""
+        """Create a temporary folder with a short path, which `release` removes."""
         folder = Path(tempfile.mkdtemp(prefix="baton-ray-"))
         self._scratch.symlink_to(folder)
         return folder
 
     def write_private(self, path: Path, text: str) -> None:
-        """Write a file that only its owner may read, whole or not at all."""
+        """Write a file atomically, readable only by its owner."""
         draft = path.with_suffix(".new")
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -161,7 +159,7 @@ class StateFolder:
         self.write_private(self._state, state.to_json())
 
     def read_state(self) -> ClusterState | None:
-        """The state of the running cluster; None if none runs (a file that a killed one left does not count)."""
+        """Return the state of the running cluster, or None. A file left by a killed cluster does not count."""
         try:
             state = ClusterState.from_json(self._state.read_text(encoding="utf-8"))
         except (OSError, ValueError, KeyError, TypeError):
@@ -170,7 +168,7 @@ class StateFolder:
 
 
 def running_clusters(home: Path | None = None) -> list[ClusterState]:
-    """The state of every cluster that runs under this home, by name."""
+    """Return the states of all clusters that run under this home, sorted by name."""
     folder = home or baton_home()
     names = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
     states = (StateFolder(name, folder).read_state() for name in names)

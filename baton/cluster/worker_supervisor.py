@@ -1,4 +1,4 @@
-"""Processes of workers, each kept: started, started again when it ended, killed when it makes no progress."""
+"""Supervision of worker processes: starts them, restarts ended ones, and kills those that make no progress."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from baton.cluster.interfaces import Placement
 from baton.cluster.reconcile import MAX_IN_A_ROW, WorkerState
 from baton.ledger.control_state import DECISIONS, Decision
 
-PAUSE_S = 60.0  # until what failed too often is tried once more
-OVERTIME_S = 60.0  # beyond its grace, until who was told to drain or to turn is ended
-MAX_TEXT = 1024  # of the board
+PAUSE_S = 60.0  # until another attempt after too many failures
+OVERTIME_S = 60.0  # beyond the drain grace period, until a worker that has not obeyed its command is killed
+MAX_TEXT = 1024  # limit of texts in the control state
 
 Kind = Literal["plan", "start", "turn", "drain", "end", "replace", "give_up"]
 
@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 
 
 class DecisionLog:
-    """What was decided, and why: logged, and the last of it kept for the report."""
+    """Decisions with their reasons: logged, and the last ones kept for the report."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -37,10 +37,10 @@ class DecisionLog:
 
 
 class WorkerSupervisor:
-    """All processes of one cluster's workers. It changes no role and no number of them, unless it is told to."""
+    """Supervises all worker processes of one cluster. It changes their roles and number only on request."""
 
     def __init__(self, placement: Placement, journal: DecisionLog, patience_s: float, drain_s: float) -> None:
-        """`patience_s`: how long who has lost its lease may take to enter again, before it is taken for frozen."""
+        """`patience_s` is the time a worker without a lease has to register again before it counts as frozen."""
         self.units: dict[str, WorkerState] = {}
         self._placement = placement
         self._journal = journal
@@ -48,14 +48,14 @@ class WorkerSupervisor:
         self._drain_s = drain_s
 
     def start(self, unit: WorkerState, now: float) -> None:
-        """Begin to start its process; it has none now."""
+        """Begin to start the worker's process. It must have none."""
         unit.born, unit.retry_at, unit.told_at, unit.missing_since, unit.killed = now, None, None, None, False
         unit.seen, unit.info, unit.unwanted = None, None, False
         self.units[unit.worker_id] = unit
         self._placement.start(unit.worker_id, unit.role)
 
     def leave(self, unit: WorkerState, reason: str, now: float) -> None:
-        """A live one is to be told to drain; who is not live holds nothing, and is ended at once."""
+        """Drain a ready worker. One that is not ready holds no requests and is killed immediately."""
         drains = unit.state == "ready"
         unit.leave(now)
         self._journal.say("drain" if drains else "end", f"{unit.worker_id}: {reason}")
@@ -63,7 +63,7 @@ class WorkerSupervisor:
             self._placement.kill(unit.worker_id)
 
     def tend(self, generation: int, now: float, *, calm: bool) -> None:
-        """Look after each of them. Who is started again is of `generation`; `calm`: nobody is killed now."""
+        """Restart ended workers with `generation`, and kill overdue ones unless `calm`."""
         for unit in list(self.units.values()):
             if unit.seen is None or unit.seen.state == "ended":
                 self._ended(unit, generation, now)
@@ -73,7 +73,7 @@ class WorkerSupervisor:
                 self._placement.kill(unit.worker_id)
 
     def retry(self, units: Iterable[WorkerState], now: float) -> None:
-        """What failed is given another chance at once."""
+        """Retry failed workers immediately."""
         for unit in units:
             if unit.retry_at is not None:
                 unit.in_a_row, unit.retry_at = 0, now
@@ -104,7 +104,7 @@ class WorkerSupervisor:
             self._journal.say("replace", f"{unit.worker_id}, started again in {pause:g} s: {why}")
 
     def _overdue(self, unit: WorkerState, now: float) -> str:
-        """Why it must be taken for frozen; empty: it need not."""
+        """Return why the worker counts as frozen, or an empty string."""
         assert unit.seen is not None
         if unit.told_at is not None:
             what = "drain" if unit.leaving else "turn"

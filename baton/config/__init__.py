@@ -1,4 +1,6 @@
-"""The cluster file: its schema, and how a file, the environment and `--set` become one frozen `ClusterConfig`."""
+"""The cluster file. `schema` has its sections and `values` the kinds of values. `loading` merges the file, the
+environment and `--set` into one frozen `ClusterConfig`. `tls_check` checks the certificate files.
+"""
 
 from baton.config.loading import config_from_json, load_config
 from baton.config.schema import ClusterConfig, PoolConfig, RouterConfig, TransferConfig

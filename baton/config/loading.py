@@ -1,4 +1,4 @@
-"""File < environment (`BATON__A__B=c`) < `--set a.b=c`: merged, checked, frozen. Errors name line, key and remedy."""
+"""Merges cluster file < environment (`BATON__A__B=c`) < `--set a.b=c`, and checks it. Errors name line and key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from baton.errors import ConfigError
 ENV_PREFIX = "BATON__"
 LATER = "is not built yet in this version; leave it out"
 
-# Keys whose feature comes later: naming one is an error, so that nobody believes that it works. None: any value.
+# Keys of planned features. Naming one is an error, so that users do not rely on it. None means any value.
 NOT_BUILT: dict[str, tuple[object, ...] | None] = {
     "transfer.transport": ("memory",),
 }
@@ -28,12 +28,12 @@ HARMLESS: dict[str, object] = {}
 
 Tree = dict[str, Any]
 
-# What PyYAML raises, beside YAMLError, for a value that is not of its tag or kind: a 99th month, a list as a key.
+# PyYAML raises these besides YAMLError if a value does not fit its tag or kind: a 99th month, a list as a key.
 _NO_VALUE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 
 class _LineLoader(yaml.SafeLoader):
-    """A safe loader that refuses duplicate keys, and says where a value is none."""
+    """A safe loader that rejects duplicate keys and reports the line of an invalid value."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -112,9 +112,8 @@ def _scalar(text: str, source: str) -> object:
 
 
 def load_config(path: str | Path, sets: Sequence[str] = (), env: Mapping[str, str] | None = None) -> ClusterConfig:
-    """Read a cluster file. `model.path`, when relative, is looked for below the current folder, then beside the file.
-
-    Raises ConfigError; its text has one line per mistake, each with line, key, value and what is allowed.
+    """Read a cluster file. A relative `model.path` is resolved against the current folder, then the file's folder and
+    its parent. Raises ConfigError with one line per mistake: line, key, value and the allowed values.
     """
     file = Path(path)
     try:
@@ -137,12 +136,12 @@ def load_config(path: str | Path, sets: Sequence[str] = (), env: Mapping[str, st
 
 
 def config_from_json(text: str) -> ClusterConfig:
-    """The config that another process of this cluster wrote with `model_dump_json`."""
+    """Return the config that another process of this cluster wrote with `model_dump_json`."""
     return ClusterConfig.model_validate_json(text)
 
 
 def _with_history(config: ClusterConfig) -> ClusterConfig:
-    """One folder for all processes, wherever they run."""
+    """Make `history` absolute: one folder for all processes, wherever they run."""
     if config.history is None:
         return config
     return config.model_copy(update={"history": str(Path(config.history).absolute())})
@@ -163,12 +162,12 @@ def _with_model_path(config: ClusterConfig, file: Path) -> ClusterConfig:
 def _is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
-    except OSError:  # a name that is too long, for one
+    except OSError:  # for example, the name is too long
         return False
 
 
 def _with_security(config: ClusterConfig, file: Path) -> ClusterConfig:
-    """Paths that every process of the cluster finds, wherever it starts."""
+    """Make paths absolute, so that every process of the cluster finds them."""
     security = config.security
     tls = security.tls and security.tls.model_copy(
         update={part: _beside(path, file) for part, path in security.tls.files().items()}
@@ -178,7 +177,7 @@ def _with_security(config: ClusterConfig, file: Path) -> ClusterConfig:
 
 
 def _beside(path: str, file: Path) -> str:
-    """A relative path is looked for below the current folder, then beside the cluster file."""
+    """Resolve a relative path against the current folder, or, if it exists only there, the cluster file's folder."""
     here, there = Path(path).absolute(), file.resolve().parent / path
     return str(there if there.exists() and not here.exists() else here)
 
@@ -204,13 +203,13 @@ def _problem(detail: Mapping[str, Any]) -> tuple[str, str]:
     if detail["type"] == "extra_forbidden":
         return key, _unknown(key)
     message = str(detail["msg"]).removeprefix("Value error, ")
-    hidden = parts[:1] == ["redis"] or isinstance(detail["input"], (dict, BaseModel))  # a URL may hold a password
+    hidden = parts[:1] == ["redis"] or isinstance(detail["input"], (dict, BaseModel))  # a URL may contain a password
     shown = "" if hidden else f", got {_as_json(detail['input'])}"
     return key, f"{message[0].lower()}{message[1:]}{shown}" if key else message
 
 
 def _as_json(value: object) -> str:
-    """YAML has more than JSON: dates as keys, and what is in itself."""
+    """Return JSON if possible: YAML also has dates as keys and cyclic values."""
     try:
         return json.dumps(value, default=str)
     except (RecursionError, TypeError, ValueError):
@@ -227,7 +226,7 @@ def _unknown(key: str) -> str:
 
 
 def known_keys(model: type[BaseModel] = ClusterConfig, prefix: str = "") -> list[str]:
-    """Every key of the cluster file, dotted, sections included."""
+    """Return every key of the cluster file, dotted, sections included."""
     keys: list[str] = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)

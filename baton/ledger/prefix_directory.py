@@ -1,15 +1,14 @@
-"""The prefix directory in Redis: which worker incarnation holds which published prefix blocks, and what changed.
+"""The prefix directory in Redis: the block hashes that each worker incarnation has cached, and recent changes.
 
-    PREFIX:blocks:ID      hash {incarnation, seq, and one field without a value for each block}: all that worker ID has
-    PREFIX:block-events   stream {worker, incarnation, seq, reset, added, removed}: the last changes of all workers
+    PREFIX:blocks:ID      hash {incarnation, seq, and one field without a value per block}: all blocks of worker ID
+    PREFIX:block-events   stream {worker, incarnation, seq, reset, added, removed}: recent changes of all workers
 
-Blocks are 16-byte names (`prefix_map`); in an event they are joined. One script writes both, so change number `seq` is
-in the stream if and only if the hash says `seq` or more. Both expire `ttl_s` after the last write: a worker that lives
-says so again in time. It is a help for routing and no authority: what it says may be late, or gone.
+Block hashes are cut to 16 bytes (`prefix_index`); an event has them joined. One script writes both keys, so change
+`seq` is in the stream if and only if the hash has `seq` or more. Both expire `ttl_s` after the last write, which a live
+worker repeats in time. The directory is a hint for routing and no authority: it may be late, or lost.
 
-A worker's writer of the prefix directory: what it publishes and forgets, beside the path.
-
-A router's copy of the prefix directory: it starts from the sets, then follows the events.
+Read `DirectoryStore` first. `PrefixPublisher` is a worker's background writer. `PrefixReplica` is a router's copy,
+which starts from the hashes and follows the stream.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from baton.ledger.registry import Ledger
 log = structlog.get_logger(__name__)
 
 TTL_S = 60.0
-EVENTS = 4096  # in the stream, of up to 16 KiB each; who was away for longer reads the sets again
+EVENTS = 4096  # in the stream, up to 16 KiB each; a replica that lags further reads the hashes again
 
 # KEYS: blocks, events, place. ARGV: worker id, incarnation, seq, reset | delta | touch, TTL ms, added, removed, name
-# bytes, events. A call may be repeated: a change that is there already is not made again.
+# bytes, events. Idempotent: a change that is already there is not applied again.
 _PUBLISH = Script("""
 local place = redis.call('GET', KEYS[3])
 if place and place ~= ARGV[2] then return 0 end
@@ -56,7 +55,7 @@ redis.call('PEXPIRE', KEYS[2], ARGV[5])
 return 1
 """)
 
-# KEYS: workers, events. ARGV: prefix of the blocks' keys. Answers the last event's id, and (id, incarnation, seq) each.
+# KEYS: workers, events. ARGV: prefix of block keys. Returns the last event's id, and (id, incarnation, seq) each.
 _LIST = Script("""
 local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
 local rows = {last and last[1] or '0-0'}
@@ -67,15 +66,14 @@ end
 return rows
 """)
 
-# KEYS: blocks.
 _SET = Script("return {redis.call('HMGET', KEYS[1], 'incarnation', 'seq'), redis.call('HKEYS', KEYS[1])}")
 
 
-DONE, REFUSED, GAP = 1, 0, -1  # what `publish` answers
+DONE, REFUSED, GAP = 1, 0, -1  # results of `publish`
 
 
 class DirectoryStore:
-    """Writes and reads the directory, one round trip a call. Every method raises LedgerError."""
+    """Writes and reads the directory, one round trip per call. Every method raises LedgerError."""
 
     def __init__(self, connection: Connection, *, ttl_s: float = TTL_S) -> None:
         self._connection = connection
@@ -83,10 +81,8 @@ class DirectoryStore:
         self._events = connection.key("block-events")
 
     async def publish(self, change: Change) -> object:
-        """Make this change, the next of its holder. One without content says that the last one still holds.
-
-        DONE; REFUSED: the place belongs to another incarnation; GAP: the change before this one is not there, and all
-        must be written, as a reset.
+        """Write the next change of a holder; one without content confirms the last. Returns DONE; REFUSED if the place
+        belongs to another incarnation; or GAP if the change before is missing, so that all must be written, as a reset.
         """
         worker_id, incarnation = change.holder
         kind = "reset" if change.reset else "delta" if change.added or change.removed else "touch"
@@ -97,7 +93,7 @@ class DirectoryStore:
         return await self._connection.run(_PUBLISH, keys, args)
 
     async def listed(self) -> tuple[str, dict[Holder, int]]:
-        """The id of the last event, and the number of the last change of each worker that may be alive."""
+        """Return the id of the last event, and the last change number of each worker that may be alive."""
         key = self._connection.key
         answer = await self._connection.run(_LIST, (key("workers"), self._events), (key("blocks", ""),))
         assert isinstance(answer, list)
@@ -109,7 +105,7 @@ class DirectoryStore:
         return last.decode(), found
 
     async def read(self, worker_id: str) -> Change | None:
-        """All that this worker has, as one reset; None: nothing is known of it, or nothing that can be read."""
+        """Return all blocks of this worker as one reset. None if there are none or they are unreadable."""
         answer = await self._connection.run(_SET, (self._connection.key("blocks", worker_id),), ())
         assert isinstance(answer, list)
         (incarnation, seq), fields = answer
@@ -120,10 +116,7 @@ class DirectoryStore:
         return None
 
     async def events(self, after: str, wait_ms: int = 0) -> list[tuple[str, Change | None]]:
-        """Up to 64 events after that id, with theirs. `wait_ms`: how long to wait for one, on a connection of its own.
-
-        None in the place of a change: a damaged or foreign event.
-        """
+        """Return up to 64 (id, change) after an id; waits up to `wait_ms` ms. A damaged or foreign change is None."""
         block = ("BLOCK", wait_ms) if wait_ms else ()
         answer = await self._connection.call("XREAD", "COUNT", 64, *block, "STREAMS", self._events, after)
         assert isinstance(answer, list)
@@ -147,41 +140,37 @@ def _holder(worker_id: bytes, incarnation: bytes) -> Holder:
 
 @contextlib.contextmanager
 def _damage(worker_id: bytes | str) -> Iterator[None]:
-    """What cannot be read inside is logged, and passed over."""
+    """Log and skip unreadable data."""
     try:
         yield
     except (KeyError, ValueError) as error:
         log.warning("directory_damaged", worker=str(worker_id), error=repr(error))
 
 
-BATCH = 1024  # names in one event
-INTERVAL_S = 0.05  # between two round trips: what is noted meanwhile goes together
+BATCH = 1024  # block hashes per event
+INTERVAL_S = 0.05  # between two round trips, to batch notes
 
 
 class PrefixPublisher(BackgroundWriter):
-    """Keeps the set of names that this worker has, and in Redis a copy. Create it on the event loop.
+    """Keeps the set of block hashes that this worker has cached, and its copy in Redis. Create it on the event loop.
 
-    What was added and removed between two writes is not written at all. So the queue is bounded, however long Redis is
-    away: by the blocks that the worker has now and had at the last write. A store that does not have the change before
-    (the first write, a Redis that forgot, a key that expired) is given the whole set.
+    A block that was added and removed between two writes is not written. So the queue never exceeds the blocks of now
+    and of the last write. The whole set is written at the start, after data loss, and when the key has expired.
     """
 
     def __init__(self, ledger: Ledger, owner: WorkerRef, *, ttl_s: float = TTL_S) -> None:
         self._store = DirectoryStore(ledger.connection, ttl_s=ttl_s)
         self._holder = Holder(owner.worker_id, owner.incarnation)
         self._names: set[bytes] = set()
-        self._turned: dict[bytes, bool] = {}  # name: is it here now? where the store, with what is in flight, differs
+        self._turned: dict[bytes, bool] = {}  # unsent changes: block hash to cached or not
         self._seq = 0
-        self._reset = True  # the next write starts from nothing
-        self._touch = False  # write, be there a change or not
+        self._reset = True  # the next write replaces everything
+        self._touch = False  # write even without a change
         self._in_flight: Change | None = None
         super().__init__(ledger, "prefix blocks", ttl_s / 3)
 
     def note(self, added: Sequence[bytes] = (), removed: Sequence[bytes] = ()) -> None:
-        """Blocks with these digests can be found here, or not any more (`removed` comes first).
-
-        From any thread; never blocks, never raises.
-        """
+        """Record cached blocks, after `removed` ones. From any thread; never blocks, never raises."""
         with self._lock:
             if self._closed:
                 return
@@ -225,7 +214,7 @@ class PrefixPublisher(BackgroundWriter):
         return None
 
     def _take(self) -> Change:
-        """The next change; the last one again if nobody knows whether it was made."""
+        """Return the next change, or the last one again if its result is unknown."""
         with self._lock:
             if self._in_flight is None:
                 turned = {name: self._turned.pop(name) for name in list(islice(self._turned, BATCH))}
@@ -237,30 +226,29 @@ class PrefixPublisher(BackgroundWriter):
             return self._in_flight
 
 
-WAIT_MS = 1000  # for an event; less than a socket's timeout
+WAIT_MS = 1000  # for an event; shorter than the socket timeout
 COMPARE_S = 5.0
 RETRY_S = 1.0
 
 
 class PrefixReplica:
-    """Answers from memory, `prefixes`. `run` keeps it up to date; while Redis is away it answers what it knows.
-
-    Every `compare_s` the numbers of the last changes are compared with the store's. That finds all that events cannot
-    tell: some that the stream dropped, a Redis that came back empty, a worker that is gone.
+    """A copy of the directory in memory, `prefixes`. `run` updates it; while Redis is away it keeps its last state.
+    Every `compare_s` it compares change numbers with the store. That also finds events dropped by the stream, a Redis
+    that lost its data, and workers that are gone.
     """
 
     def __init__(self, connection: Connection, *, compare_s: float = COMPARE_S) -> None:
         self._store = DirectoryStore(connection)
         self._compare_s = compare_s
         self.prefixes = PrefixIndex()
-        self._last = ""  # the last event that was taken in; "": none yet
+        self._last = ""  # id of the last event applied
 
     def holders(self, digests: Sequence[bytes]) -> dict[Holder, int]:
-        """How many leading blocks of this chain each worker is known to have; those with none are left out."""
+        """Return the number of leading cached blocks of this chain per worker, without workers that have none."""
         return self.prefixes.holders(digests)
 
     async def run(self) -> None:
-        """Follow, for ever; cancel it to end it."""
+        """Follow the stream until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -273,21 +261,21 @@ class PrefixReplica:
                 await asyncio.sleep(RETRY_S * random.uniform(0.5, 1.0))
 
     async def compare(self) -> None:
-        """Read whatever the store knows and was missed here. Raises LedgerError."""
+        """Read everything that the store has and this copy missed. Raises LedgerError."""
         last, listed = await self._store.listed()
         if not self._last or _order(last) < _order(self._last):
-            self._last = last  # the first time, or the store has begun anew
+            self._last = last  # first call, or the store lost its data
         while _order(self._last) < _order(last) and await self._advance():
             pass
         for holder in self.prefixes.behind(listed):
             await self._read(holder)
 
     async def _advance(self, wait_ms: int = 0) -> bool:
-        """Take in the next events. False: there was none."""
+        """Apply the next events. Returns False if there were none."""
         events = await self._store.events(self._last, wait_ms)
         for self._last, change in events:
             if change is not None and not self.prefixes.apply(change):
-                await self._read(change.holder)  # if that fails, the next comparison finds it
+                await self._read(change.holder)  # on failure, the next `compare` finds it
         return bool(events)
 
     async def _read(self, holder: Holder) -> None:

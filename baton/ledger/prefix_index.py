@@ -1,8 +1,7 @@
-"""Which worker holds which prefix blocks, in memory: what a router looks at when it chooses. Pure bookkeeping.
+"""An index in memory of which worker has which blocks cached. A router reads it to choose workers.
 
-A block is named by the first 16 bytes of its digest (`baton.engine.prefix_cache`): half the memory, here and in Redis,
-and still 128 bits of a keyed hash. Should two blocks share a name all the same, a request is routed less well; which KV
-a worker uses is decided by the worker, by whole digests.
+Blocks are identified by the first 16 bytes of their hash (`baton.engine.prefix_cache`): half the memory, here and in
+Redis, and still 128 bits of a keyed hash. A collision only makes routing worse, because workers compare whole hashes.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ NAME_BYTES = 16
 
 
 class Holder(NamedTuple):
-    """One life of a worker."""
+    """One incarnation of a worker."""
 
     worker_id: str
     incarnation: Incarnation
@@ -25,7 +24,7 @@ class Holder(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Change number `seq`, from 1, of what `holder` has, by names. `reset`: all that it had before is gone."""
+    """Change number `seq`, from 1, of the blocks of `holder`. `reset`: all its earlier blocks are gone."""
 
     holder: Holder
     seq: int
@@ -35,10 +34,10 @@ class Change:
 
 
 class PrefixIndex:
-    """The sets of all holders, each as it was after one of its changes. Used by one thread.
+    """The blocks of all holders, each as of its last applied change. Used by one thread.
 
-    For whoever keeps columns of workers each holder has a slot, a small number from 1, until it is forgotten.
-    `generation` changes whenever a slot changes hands.
+    Each holder has a slot, a small number from 1, until it is forgotten; callers use it as a column index. `generation`
+    changes whenever a slot changes hands.
     """
 
     def __init__(self) -> None:
@@ -46,22 +45,19 @@ class PrefixIndex:
         self._held: dict[Holder, tuple[int, set[bytes]]] = {}
         self._slots: dict[Holder, int] = {}
         self._vacant: list[int] = []
-        self._bits: dict[bytes, int] = {}  # by name: who has it, bit n for slot n
+        self._bits: dict[bytes, int] = {}  # by block hash: bit n is the holder in slot n
 
     @property
     def slots(self) -> int:
-        """The highest slot that was ever given."""
+        """The highest slot ever assigned."""
         return len(self._slots) + len(self._vacant)
 
     def slot(self, holder: Holder) -> int:
-        """The slot of a holder; 0: it is not known here."""
+        """Return the slot of a holder, or 0 if unknown."""
         return self._slots.get(holder, 0)
 
     def apply(self, change: Change) -> bool:
-        """Take in a change; one that is known already does nothing. False: changes before it were missed.
-
-        Then all that the holder has must be read, and applied as a reset.
-        """
+        """Apply a change, unless known. Returns False if earlier ones were missed: read all blocks, apply as reset."""
         seq, names = self._held.get(change.holder, (0, set()))
         if change.seq <= seq:
             return True
@@ -79,15 +75,14 @@ class PrefixIndex:
         return True
 
     def behind(self, listed: Mapping[Holder, int]) -> list[Holder]:
-        """Given the number of each holder's last change: whose set must be read. Who is not listed is forgotten."""
+        """Return the holders to read again, given each one's last change number. Forgets holders not listed."""
         for holder in [holder for holder in self._held if holder not in listed]:
             self._forget(holder)
         return [holder for holder, seq in listed.items() if holder not in self._held or self._held[holder][0] < seq]
 
     def leading(self, digests: Iterable[bytes]) -> list[tuple[int, int]]:
-        """How many leading blocks of this chain who has: pairs of (a bit for each slot, that many blocks).
-
-        Those with none are in no pair. `digests` is read no further than to the first block that nobody has.
+        """Return how many leading blocks of this chain are cached: pairs of (bit mask of slots, that many blocks).
+        Holders without any are in no pair. `digests` is not read past the first block that no holder has.
         """
         found: list[tuple[int, int]] = []
         alive, count = -1, 0
@@ -103,7 +98,7 @@ class PrefixIndex:
         return found
 
     def holders(self, digests: Iterable[bytes]) -> dict[Holder, int]:
-        """How many leading blocks of this chain each worker has; those with none are left out."""
+        """Return the number of leading cached blocks of this chain per worker, without workers that have none."""
         levels = self.leading(digests)
         return {holder: count for bits, count in levels for holder, slot in self._slots.items() if bits >> slot & 1}
 

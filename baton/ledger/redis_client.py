@@ -1,16 +1,16 @@
-"""One bounded road to Redis: timeouts, retries, TLS and credentials by URL, a prefix on every key, scripts by hash.
+"""The client for Redis: timeouts, retries, TLS and credentials by URL, a prefix on every key, scripts by hash.
 
     redis://[user:password@]host:port/db     rediss://... (TLS)     unix:///path?db=0
     rediss://...?ssl_ca_certs=/path/ca.pem   a private authority
 
-Redis 6.2 or later, one server. The keys and commands used fit this user (`ACL SETUSER`, or `user` in an ACL file), who
-may do what is in `COMMANDS`, and nothing beside its prefix:
+It needs one server, Redis 6.2 or later. This user (`ACL SETUSER`, or `user` in an ACL file) is sufficient; it may run
+`COMMANDS`, on keys with its prefix:
 
     user baton on >PASSWORD resetchannels ~baton:NAME:* -@all +@connection +eval +evalsha +time +get +set +incr +del
         +exists +pexpire +pttl +hget +hset +hmget +hdel +hkeys +sadd +srem +smembers +zadd +zrem +zrange
         +zremrangebyscore +xadd +xread +xrevrange
 
-Keys never expire by eviction: Redis must run with `maxmemory-policy noeviction` (its default).
+Keys must never be evicted: Redis must run with `maxmemory-policy noeviction` (its default).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COMMANDS = (
 SOCKET_TIMEOUT_S = 2.0
 CONNECT_TIMEOUT_S = 5.0
 
-# What may stand behind the `?` of a URL; anything else would change what our calls answer, or is not known to redis-py.
+# Allowed after the `?` of a URL. Other options would change the answers of calls, or are unknown to redis-py.
 OPTIONS = ("db", "username", "password", "client_name", "socket_timeout", "socket_connect_timeout")
 TLS_OPTIONS = tuple(
     f"ssl_{name}" for name in ("ca_certs", "ca_path", "certfile", "keyfile", "password", "check_hostname")
@@ -50,7 +50,7 @@ _PREFIX = re.compile(r"[A-Za-z0-9_.-]+(:[A-Za-z0-9_.-]+)*")
 
 
 class Script:
-    """A Lua script and the hash by which Redis knows it."""
+    """A Lua script and its hash, for EVALSHA."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -67,7 +67,7 @@ class Connection:
 
     @classmethod
     async def open(cls, url: str, prefix: str) -> Connection:
-        """Connect and ping. Raises ConfigError (URL or prefix), LedgerError (unreachable, refused) within 5 s."""
+        """Connect and ping. Raises ConfigError (URL or prefix) or LedgerError (unreachable, refused) within 5 s."""
         if not _PREFIX.fullmatch(prefix):
             raise ConfigError(f"Redis key prefix {prefix!r}: letters, digits, '_', '.', '-', in parts joined by ':'")
         connection = cls(_client(url), address_of(url), prefix)
@@ -83,41 +83,40 @@ class Connection:
             await self.call("PING")
 
     def key(self, *parts: str) -> str:
-        """`prefix:part:part`."""
+        """Return `prefix:part:part`."""
         return ":".join((self._prefix, *parts))
 
     @contextlib.asynccontextmanager
     async def _errors(self) -> AsyncIterator[None]:
-        """Whatever goes wrong with Redis inside becomes a LedgerError that says where and why."""
+        """Turn any failure of Redis inside into a LedgerError with the address and the cause."""
         task, failure = asyncio.current_task(), None
         cancelled = task.cancelling() if task else 0
         try:
             yield
         except (RedisError, OSError) as error:
-            # The message alone: a chained cause would carry connection objects, and with them the password.
+            # Not chained, because the cause holds connection objects with the password.
             failure = LedgerError(f"Redis at {self.where}: {_cause(error)}")
-        if task and task.cancelling() > cancelled:  # swallowed: redis-py uses `wait_for`, which may, before Python 3.12
+        if task and task.cancelling() > cancelled:  # redis-py's `wait_for` may swallow it before Python 3.12
             raise asyncio.CancelledError
         if failure is not None:
             raise failure
 
     async def call(self, *command: Arg) -> object:
-        """One command, one round trip. Raises LedgerError."""
+        """Run one command in one round trip. Raises LedgerError."""
         async with self._errors():
             answer: object = await self.client.execute_command(*command)  # type: ignore[no-untyped-call]  # its gap
         return answer
 
     async def run(self, script: Script, keys: Sequence[str], args: Sequence[Arg]) -> object:
-        """One script call, one round trip. Raises LedgerError."""
+        """Run one script in one round trip. Raises LedgerError."""
         return await self.call("EVAL", script.text, len(keys), *keys, *args)
 
     async def run_many(
         self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[Arg]]]
     ) -> list[int | LedgerError]:
-        """Many calls of one idempotent script in one round trip, not atomic together; answers in order.
-
-        An error answer to one is a LedgerError in its place. Raises LedgerError when Redis cannot be reached; any of
-        the calls may have been done then.
+        """Run many calls of one idempotent script in one round trip, not atomically together; answers in order. A
+        failed call is a LedgerError in its place. Raises LedgerError if Redis cannot be reached; any of the calls may
+        have been executed.
         """
         names = itertools.chain(
             [("EVAL", script.text)], itertools.repeat(("EVALSHA", script.sha))
@@ -136,7 +135,7 @@ class Connection:
         return LedgerError(f"Redis at {self.where}: {cause}")
 
     async def close(self) -> None:
-        """Close the sockets. Never raises for a Redis that is gone."""
+        """Close the sockets. Never raises if Redis is gone."""
         with contextlib.suppress(RedisError, OSError):
             await self.client.aclose()
 
@@ -146,13 +145,13 @@ def _client(url: str) -> Redis:
         kept_alive = _checked(url)
         return Redis.from_url(
             url,
-            protocol=2,  # RESP2 needs no HELLO: one round trip less, and it suits every ACL
+            protocol=2,  # RESP2 needs no HELLO: one round trip less, allowed by every ACL
             driver_info=None,  # CLIENT SETINFO is unknown to Redis 6.2
             socket_connect_timeout=SOCKET_TIMEOUT_S,
             socket_timeout=SOCKET_TIMEOUT_S,
             **kept_alive,
             health_check_interval=15,
-            # A lost connection is tried again; a Redis that is silent is not, so that one call takes 2 s at most.
+            # Retry a lost connection, but not a timeout, so that one call takes at most 2 s.
             retry=Retry(ExponentialWithJitterBackoff(base=0.02, cap=0.2), 2, supported_errors=(ConnectionError,)),
         )
     except (ValueError, TypeError):
@@ -163,7 +162,7 @@ def _client(url: str) -> Redis:
 
 
 def _checked(url: str) -> dict[str, bool]:
-    """What sockets of this kind are told. Raises ValueError for a wrong address, ConfigError for an unknown option."""
+    """Return the socket options for this kind of URL. Raises ValueError (address) or ConfigError (unknown option)."""
     parts = urlsplit(url)
     if parts.scheme != "unix" and parts.path.strip("/"):
         int(parts.path.strip("/"))  # redis-py would take database 0
@@ -177,7 +176,7 @@ def _checked(url: str) -> dict[str, bool]:
 
 
 def address_of(url: str) -> str:
-    """`host:port`, or the path of a unix socket."""
+    """Return `host:port`, or the path of a Unix socket."""
     parts = urlsplit(url)
     if parts.scheme == "unix":
         return unquote(parts.path)

@@ -1,32 +1,24 @@
-"""Who is alive: incarnations, minted once per process, and leases, which a live worker renews.
+"""The registry of workers: incarnations, minted once per process, and leases, renewed by live workers.
 
-    PREFIX:epoch, PREFIX:counter     the store's epoch; how many incarnations were minted. They never expire
-    PREFIX:grace                     there for one lease time after an epoch began in a store that had lost something
-    PREFIX:workers                   set of worker ids that may be alive; it expires days after the last renewal
-    PREFIX:worker:ID                 hash {incarnation, info (JSON), progress}; it expires with the lease
+    PREFIX:epoch, PREFIX:counter     the store's epoch; number of incarnations minted. They never expire
+    PREFIX:grace                     exists for one lease time after an epoch began because the store lost data
+    PREFIX:workers                   set of worker ids that may be alive; expires days after the last renewal
+    PREFIX:worker:ID                 hash {incarnation, info (JSON), progress}; expires with the lease
     PREFIX:place:ID                  the incarnation last registered at that place, remembered for days
 
-Incarnations are compared for equality only, with one exception, which is here: of two that want one place, the one
-minted later gets it.
+Incarnations are compared for equality only, with one exception: of two that register at one place, the one minted later
+gets it. Each script is one decision in one round trip and returns {epoch, ...}.
 
-**A store that lost something.** Every call says the highest incarnation that its process knows of. A store that knows
-less (it came back empty, or from an older copy) begins the next epoch: above all that it is told of, its clock and the
-caller's, in microseconds. Scripts are atomic, so it begins once. Who sees another epoch than before has to write again
-what it holds (`follow`). For one lease time no incarnation is minted for a place that nobody has registered since:
-first all who are alive enter again and say what they know, so that what is minted then is later than all of them.
-Records are not arbitrated in that time either (`OwnershipStore.records_of`).
+**Data loss.** Every call sends the highest incarnation that its process has seen. If the store has a lower one (it is
+empty, or an older copy), the script begins the next epoch. That epoch exceeds all known epochs and both clocks in
+microseconds; scripts are atomic, so it begins once. A process that sees a new epoch writes its data again (`follow`).
+During the grace, a mint waits if its place has not registered again, and `OwnershipStore.records_of` raises. First all
+live workers register again, so that later incarnations exceed theirs.
 
-**A first store** cannot be told from one that lost everything until somebody who knows more speaks. A mint by a process
-that knows nothing, in a store without an epoch, is granted at once: a new cluster does not wait. If that was a loss
-after all, the first live worker's heartbeat, or a router's look, says so, and the grace begins then; a worker that
-enters again after the grace begins another one. What was minted in between is unique like any other; should it be lower
-than the live holder of its own place, it is refused there.
-
-What a worker writes about itself, as JSON, and back. Whatever does not fit is refused, field by field.
-
-Unknown fields are ignored: a newer worker may say more than an older router understands.
-
-The scripts of `Ledger`, which tells the rules. Each is one decision in one round trip and answers {epoch, ...}.
+**A first store** looks like one that lost everything, until a process calls that has seen a higher incarnation. In a
+store without an epoch, a process that has seen none mints immediately, because a new cluster must not wait. If data was
+lost after all, the first heartbeat or router call begins the grace. A worker that registers after the grace begins
+another one. Incarnations minted in between are unique; one that is lower than the live holder of its place is rejected.
 """
 
 from __future__ import annotations
@@ -84,14 +76,14 @@ class _Worker(_Model):
     pid: _Count
     host: Annotated[str, Field(max_length=256)]
     protocol_version: _Size
-    determinism: Annotated[str, Field(max_length=MAX_SYSTEM_FINGERPRINT_CHARS)] = ""  # older workers say neither
+    determinism: Annotated[str, Field(max_length=MAX_SYSTEM_FINGERPRINT_CHARS)] = ""  # missing from older workers
     nondeterminism: Annotated[str, Field(max_length=1024)] = ""
     thinking_chunk: _Count = 0
     metrics: Annotated[str, Field(max_length=256)] = ""
 
 
 def worker_to_json(info: WorkerInfo) -> bytes:
-    """Raises ValueError naming each field that no reader would accept."""
+    """Serialize a worker's record. Raises ValueError naming each field that a reader would reject."""
     fields = asdict(info)
     try:
         record = _Worker.model_validate(fields | fields.pop("ref") | {"role": info.role.value})
@@ -101,7 +93,7 @@ def worker_to_json(info: WorkerInfo) -> bytes:
 
 
 def worker_from_json(raw: bytes) -> WorkerInfo:
-    """Inverse of `worker_to_json`. Raises ValueError naming each wrong field, without its content."""
+    """Inverse of `worker_to_json`. Ignores unknown fields. Raises ValueError naming wrong fields, not their content."""
     try:
         record = _Worker.model_validate_json(raw)
     except ValidationError as error:
@@ -117,9 +109,8 @@ def _fields(error: ValidationError) -> str:
     return "; ".join(f"{'.'.join(str(part) for part in item['loc']) or 'record'}: {item['msg']}" for item in found)
 
 
-# Begins every script here.
-# KEYS 1-3: epoch, counter, grace. ARGV 1-4: highest epoch and counter that the caller knows of, its wall clock in
-# microseconds, lease ms. Epochs are about 2e15, so tostring() would round them: format with %.0f.
+# First part of every script. KEYS 1-3: epoch, counter, grace. ARGV 1-4: highest epoch and counter seen by the caller,
+# its wall clock in microseconds, lease ms. Epochs are about 2e15: %.0f, because tostring() would round them.
 _EPOCH = """
 local epoch = tonumber(redis.call('GET', KEYS[1]) or '') or 0
 local counter = tonumber(redis.call('GET', KEYS[2]) or '') or 0
@@ -140,7 +131,7 @@ def _decision(text: str) -> Script:
     return Script(_EPOCH + text)
 
 
-# KEYS 4: place, of no worker for a caller that names none. Answers the ms to wait, or 0 and the counter.
+# KEYS 4: place (of an empty id if the caller has none). Returns the ms to wait, or 0 and the counter.
 MINT = _decision("""
 if epoch == 0 then begin() end
 local wait = redis.call('PTTL', KEYS[3])
@@ -182,7 +173,7 @@ redis.call('SREM', KEYS[6], ARGV[6])
 return {epoch, redis.call('DEL', KEYS[5])}
 """)
 
-# KEYS 4: workers. ARGV 5: the prefix of the workers' keys. An id without a key is forgotten, in the same moment.
+# KEYS 4: workers. ARGV 5: the prefix of the workers' keys. Ids without a key are removed.
 WORKERS = _decision("""
 local rows = {}
 for _, id in ipairs(redis.call('SMEMBERS', KEYS[4])) do
@@ -201,34 +192,30 @@ PLACE_TTL_S = 7 * 86400
 
 
 class Ledger:
-    """One process's view of the cluster's ledger. Every method raises LedgerError when Redis cannot be used."""
+    """One process's client of the registry. Every method raises LedgerError if Redis cannot be used."""
 
     def __init__(self, connection: Connection, lease_s: float, clock: Clock) -> None:
         self.connection = connection
         self._lease_ms = max(1, round(lease_s * 1000))
         self._clock = clock
-        self._known = (0, 0)  # the latest incarnation that was seen anywhere
+        self._known = (0, 0)  # the highest incarnation seen anywhere
         self._epoch = 0  # the store's, as last seen
         self._followers: set[Callable[[], None]] = set()
-        self._read: dict[str, tuple[str, WorkerInfo | None]] = {}  # what `workers` saw last: the row, and what it says
+        self._read: dict[str, tuple[str, WorkerInfo | None]] = {}  # last rows of `workers`, parsed
 
     @classmethod
     async def connect(cls, url: str, prefix: str, lease_s: float, clock: Clock) -> Ledger:
-        """`prefix` is `baton:NAME`. Raises LedgerError (host, port, cause) within 5 s, ConfigError for a bad URL."""
+        """Connect. `prefix`: `baton:NAME`. Raises LedgerError (host, port, cause) within 5 s, or ConfigError (URL)."""
         return cls(await Connection.open(url, prefix), lease_s, clock)
 
     def follow(self, forgotten: Callable[[], None]) -> Callable[[], None]:
-        """From now on `forgotten` is called, on the event loop, when a call finds that the store lost something.
-
-        What was written before may be gone then. A worker's heartbeat is such a call. The result ends it.
-        """
+        """Call `forgotten` on the event loop whenever the store has lost data. Returns a function that ends this."""
         self._followers.add(forgotten)
         return partial(self._followers.discard, forgotten)
 
     async def mint(self, worker_id: str = "") -> Incarnation:
-        """A new incarnation: never given before, and above all given before, even by a store that lost its data.
-
-        Waits while the store's grace lasts, unless `worker_id`, the place it is for, was registered in this epoch.
+        """Mint a new incarnation. It is unique and exceeds all earlier ones, even if the store lost its data. Waits
+        while the store's grace lasts, unless `worker_id`, the place it is for, was registered in this epoch.
         """
         while True:
             epoch, wait_ms, counter = await self._decide(MINT, [self.connection.key("place", worker_id)])
@@ -240,10 +227,9 @@ class Ledger:
             await asyncio.sleep(wait_ms / 1000)
 
     async def register(self, info: WorkerInfo) -> bool:
-        """Take the place `info.ref.worker_id` and a lease on it. An older incarnation there is replaced.
-
-        False: a newer incarnation was registered there. This one is fenced; it must drop what it holds and mint anew.
-        Raises ValueError when a field of `info` is out of range.
+        """Take the place `info.ref.worker_id` and a lease on it; an older incarnation there is replaced. Returns False
+        if a newer one was registered: the caller must drop its work and mint anew. Raises ValueError if a field is out
+        of range.
         """
         mine = info.ref.incarnation
         self._learn(mine)
@@ -253,20 +239,20 @@ class Ledger:
     async def renew(self, ref: WorkerRef, progress: int) -> bool:
         """Extend the lease by `lease_s` from now. `progress` is a step count, for operators.
 
-        False: the lease has lapsed, or another incarnation holds the place. A worker that was only slow is then fenced
-        and must come back as a new incarnation. One that saw Redis fail in between, so that nobody could take its
-        place, keeps its incarnation and registers again; `register` says whether somebody could.
+        Returns False if the lease has lapsed or another incarnation holds the place. A slow worker is then fenced and
+        must mint anew. A worker that saw Redis fail keeps its incarnation; `register` finds out whether the place was
+        taken.
         """
         args = (str(ref.incarnation), progress, self._place_ms)
         return bool((await self._decide(RENEW, self._keys(ref), *args))[1])
 
     async def deregister(self, ref: WorkerRef) -> bool:
-        """Give the lease back. False: it was not this incarnation's any more, and nothing was changed."""
+        """Give the lease back. Returns False, without a change, if this incarnation no longer has it."""
         args = (str(ref.incarnation), ref.worker_id)
         return bool((await self._decide(DEREGISTER, self._keys(ref), *args))[1])
 
     async def workers(self) -> list[WorkerInfo]:
-        """Those whose lease is live, by worker id. A damaged or foreign record is logged once and left out."""
+        """Return workers with a live lease, by worker id. A damaged or foreign record is logged once and left out."""
         key = self.connection.key
         rows = (await self._decide(WORKERS, [key("workers")], key("worker", "")))[1]
         live = {row[0].decode(errors="replace"): row[1:] for row in sorted(rows, key=itemgetter(0))}
@@ -274,7 +260,7 @@ class Ledger:
         return [info for _, info in self._read.values() if info is not None]
 
     async def _decide(self, script: Script, keys: Sequence[str], *args: Arg) -> list[Any]:
-        """Run a script that begins by comparing epochs; its answer, the epoch first."""
+        """Run a script that compares epochs first. Returns its answer, which begins with the epoch."""
         key = self.connection.key
         told = (*self._known, int(self._clock.wall() * 1e6), self._lease_ms)
         names = (key("epoch"), key("counter"), key("grace"), *keys)
@@ -284,7 +270,7 @@ class Ledger:
         return answer
 
     def _saw(self, epoch: int) -> None:
-        """Only upwards: an answer may come after a later one's."""
+        """Record the epoch. It only grows, because answers may arrive out of order."""
         before, self._epoch = self._epoch, max(self._epoch, epoch)
         self._known = max(self._known, (epoch, 0))
         if 0 < before < epoch:
@@ -321,7 +307,7 @@ class Ledger:
 
 
 def _row_to_info(worker_id: str, row: object) -> WorkerInfo:
-    """Raises ValueError, also for a row without fields: a key of another type gives one."""
+    """Parse a row. Raises ValueError also if it has no fields, as from a key of another type."""
     match row:
         case [bytes() as incarnation, bytes() as raw]:
             info = worker_from_json(raw)

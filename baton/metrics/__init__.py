@@ -1,8 +1,8 @@
-"""What Baton measures of itself: the metrics of one process, and the listener that serves them.
+"""The metrics of Baton's processes, and the listener that serves them. There is no global state.
 
-Nothing here is global. A process makes its metrics, hands them down, and serves them with `MetricsServer`. Names and
-labels of the metrics are an interface (dashboards and autoscalers read them): docs/metrics.md has all. Labels stay
-bounded: no value of one is a client's word (`baton.metrics.base`).
+Read `base` (labels and their values, collectors), then `router` and `worker` (the metrics of each kind of process).
+`vllm_names` repeats some under vLLM's names; `http` is the listener, `MetricsServer`. Names and labels are an interface
+for dashboards and autoscalers, listed in docs/metrics.md. Label values are bounded: none comes from a client.
 """
 
 from baton.metrics.http import MetricsServer

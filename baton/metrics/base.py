@@ -1,6 +1,7 @@
-"""Families of metrics that are made at a scrape, of what is true then: what is gone leaves no ghost.
+"""The label values of all metrics, and collectors that build metric families at each scrape.
 
-All labels of all metrics, and what their values may be. What is not listed is not exported.
+Labels and values that are not listed are not exported. Families show the state at the scrape, so a worker that has left
+leaves no stale series.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SLOT_STATES = ("starting", "ready", "turning", "draining", "failed")
 DECISIONS = ("plan", "start", "turn", "drain", "end", "replace", "give_up")
 STAGES = tuple(stage.value for stage in Stage)
 FINISHES = tuple(reason.value for reason in FinishReason)
-SUCCESS = {"eos": "stop", "stop_token": "stop", "stop_string": "stop", "length": "length"}  # as vLLM calls them
+SUCCESS = {"eos": "stop", "stop_token": "stop", "stop_string": "stop", "length": "length"}  # vLLM's names
 
 
 def _classes(kind: type[BatonError]) -> Iterable[str]:
@@ -45,9 +46,9 @@ def _classes(kind: type[BatonError]) -> Iterable[str]:
 
 REFUSALS = tuple(sorted(set(_classes(BatonError))))
 
-# Values, or, of those that a cluster has as many of as it has workers or versions, what they are.
+# The allowed values, or a description if their number depends on workers or versions.
 Values = tuple[str, ...] | str
-# By name, those that mean the same in every metric.
+# Labels that mean the same in every metric.
 LABELS: Mapping[str, Values] = {
     "cluster": "the cluster file's `name`",
     "version": "Baton's version",
@@ -67,7 +68,7 @@ LABELS: Mapping[str, Values] = {
     "num_gpu_blocks": "blocks of a worker, on a GPU or not",
     "le": "a bucket's bound",
 }
-# And by metric, without the suffix of its samples, the labels that mean something else in another one.
+# Labels that differ by metric; names without suffix.
 OF_METRIC: Mapping[str, Mapping[str, Values]] = {
     "baton_requests": {"outcome": OUTCOMES},
     "baton_deterministic_requests": {"outcome": OUTCOMES},
@@ -85,13 +86,13 @@ _SUFFIX = re.compile(r"_(total|created|bucket|sum|count|info)$")
 
 
 def values(metric: str, label: str) -> Values:
-    """What `label` may be in `metric`, which is named as a whole or by one of its samples. Raises KeyError if none."""
+    """Return the values of `label` in `metric`, which may be a sample's name. Raises KeyError if it has none."""
     own = OF_METRIC.get(_SUFFIX.sub("", metric), {})
     return own[label] if label in own else LABELS[label]
 
 
 def of(value: str, allowed: tuple[str, ...], other: str) -> str:
-    """`value` if it is one that a label may have, else `other`: what peers say may be anything."""
+    """Return `value` if allowed, else `other`, because peers may send anything."""
     return value if value in allowed else other
 
 
@@ -112,7 +113,7 @@ _VERIFYING: tuple[tuple[str, str, Callable[[Load], int]], ...] = (
 
 
 def new_registry(cluster: str, version: str) -> CollectorRegistry:
-    """Of a process: with which cluster and version it is, its memory, CPU time and files."""
+    """Return a registry for one process, with its cluster and version, memory, CPU time and files."""
     registry = CollectorRegistry()
     about = {"cluster": cluster, "version": version}
     Info("baton_build", "Which cluster and version this is", registry=registry).info(about)
@@ -121,7 +122,7 @@ def new_registry(cluster: str, version: str) -> CollectorRegistry:
 
 
 class Scraped(Collector):
-    """What `read` gives, at each scrape."""
+    """Collects the families that `read` returns, at each scrape."""
 
     def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
         self._read = read
@@ -131,7 +132,7 @@ class Scraped(Collector):
 
 
 def gauge(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> Metric:
-    """A family of gauges, of label values and value."""
+    """Return a family of gauges; a row is (label values, value)."""
     family = GaugeMetricFamily(name, text, labels=labels)
     for values, value in rows:
         family.add_metric(values, value)
@@ -139,7 +140,7 @@ def gauge(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> M
 
 
 def counter(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> Metric:
-    """A family of counters, of label values and value. `name` is without `_total`."""
+    """Return a family of counters; a row is (label values, value). `name` is without `_total`."""
     family = CounterMetricFamily(name, text, labels=labels)
     for values, value in rows:
         family.add_metric(values, value)
@@ -147,7 +148,7 @@ def counter(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) ->
 
 
 def blocks(by_role: Mapping[Role, Iterable[BlockCounts]]) -> Metric:
-    """KV blocks of workers, by role and state."""
+    """Return the KV blocks of workers, by role and state."""
     rows: dict[tuple[str, str], int] = {}
     for role, workers in by_role.items():
         rows |= {(role.value, state): 0 for state in BLOCK_STATES}
@@ -162,14 +163,14 @@ def _in_states(counts: BlockCounts) -> tuple[int, ...]:
 
 
 def verifying(loads: Iterable[tuple[str, Load]]) -> Iterable[Metric]:
-    """What workers did for deterministic requests. By worker: a sum would drop with a loss."""
+    """Return the metrics of deterministic requests, per worker, because a sum would drop when a worker is lost."""
     known = list(loads)
     for name, text, value in _VERIFYING:
         yield counter(name, text, ("worker",), [((worker,), value(load)) for worker, load in known])
 
 
 class Gaps(Collector):
-    """A histogram that is counted up once per token: so it costs a list entry, and becomes one at a scrape."""
+    """A histogram that is cheap to update for every token; its family is built at a scrape."""
 
     def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
         self._name, self._text, self._bounds = name, text, bounds

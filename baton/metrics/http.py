@@ -1,4 +1,4 @@
-"""The listener of a process: `/metrics`, `/health`, `/ready`, and at a router `/targets`."""
+"""The HTTP listener of a process: `/metrics`, `/health`, `/ready`, and at a router `/targets`."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ class Measured(Protocol):
 
 
 async def _nothing() -> None:
-    """There is nothing to find out before a scrape."""
+    """Do nothing before a scrape."""
 
 
 def target(address: str, cluster: str, component: str, process: str) -> Target:
-    """A process that Prometheus is to scrape, as its HTTP service discovery wants it."""
+    """Return a process to scrape, in the format of Prometheus' HTTP service discovery."""
     return {"targets": [address], "labels": {"baton": cluster, "component": component, "process": process}}
 
 
 def render(registry: CollectorRegistry, accept: str) -> tuple[str, bytes]:
-    """The content type and the metrics: OpenMetrics, with exemplars, to who takes it; else Prometheus' text format."""
+    """Return content type and body: OpenMetrics with exemplars if accepted, else Prometheus' text format."""
     if _OPENMETRICS in accept:
-        # Any other escaping makes `vllm_` of `vllm:` in this format. All names are valid ones: none is escaped.
+        # Any other escaping turns `vllm:` into `vllm_`. All names are valid without escaping.
         return openmetrics.CONTENT_TYPE_LATEST, openmetrics.generate_latest(registry, openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
     return CONTENT_TYPE_PLAIN_0_0_4, generate_latest(registry)
 
 
 class MetricsServer:
-    """`/metrics`, `/health` (the process answers) and `/ready` (it can take a request), in the process's own loop.
+    """Serves `/metrics`, `/health` (the process answers) and `/ready` (it can take a request), in the process's own
+    loop.
 
-    In the loop on purpose: a scrape reads what the loop writes without a lock, and a stuck loop does not look healthy.
-    `trouble`: what is wrong with what is not in the loop, for `/health`; "": nothing. `look`: awaited before a scrape.
-    `targets`: all processes of the cluster, for `/targets`.
+    Sharing the loop is deliberate: a scrape reads its data without a lock, and a stuck loop does not look healthy.
+    `trouble`: a problem outside the loop, or ""; `look`: awaited before a scrape; `targets`: the cluster's processes.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class MetricsServer:
         self._server: asyncio.Server | None = None
 
     async def start(self, address: str) -> str:
-        """Listen on "host:port" (port 0: any free one); returns what was bound. Raises ConfigError."""
+        """Listen on "host:port" (port 0: any free one). Returns the bound address. Raises ConfigError."""
         host, _, port = address.rpartition(":")
         try:
             self._server = await asyncio.start_server(
@@ -92,7 +92,7 @@ class MetricsServer:
                 writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
                 await writer.drain()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # a scraper that left or never asked is its own business
+            pass  # the scraper left or sent no request
         finally:
             writer.close()
 
@@ -120,6 +120,6 @@ def _said(problem: str, fine: str) -> tuple[HTTPStatus, str, bytes]:
 
 
 def _accepted(headers: Sequence[str]) -> str:
-    """The value of `Accept`."""
+    """Return the value of `Accept`."""
     pairs = (header.partition(":") for header in headers)
     return ",".join(value for name, _, value in pairs if name.strip().lower() == "accept")

@@ -1,7 +1,4 @@
-"""The metrics of a router, and of a gateway alone.
-
-What the controller says of a cluster, as metrics of the routers that read it: it has no listener of its own.
-"""
+"""The metrics of a router, or of a gateway alone. They include those of the controller, which has no listener."""
 
 from __future__ import annotations
 
@@ -40,16 +37,16 @@ from baton.stages import Timings
 
 
 class Controlled:
-    """What it said last; nothing of it while there is none. Each router says the same: take the greatest."""
+    """The controller's last report, or nothing without a controller. Every router exports the same: take the max."""
 
     def __init__(self) -> None:
         self._planned: Mapping[str, int] = {}
         self._slots: Sequence[tuple[str, str, int]] = ()
         self._decided: Counts[str] = Counts(dict.fromkeys(DECISIONS, 0))
-        self._seen: float | None = None  # the time of the last decision
+        self._seen: float | None = None  # time of the last decision
 
     def nobody(self) -> None:
-        """No controller is there."""
+        """Clear the state, because no controller is there."""
         self._planned, self._slots = {}, ()
 
     def said(
@@ -58,9 +55,7 @@ class Controlled:
         slots: Sequence[tuple[str, str, int]],
         decisions: Sequence[tuple[float, str]],
     ) -> None:
-        """Workers by role, slots by role, state and restarts, and its latest decisions by time and kind. What was
-        decided before the first of these calls is not counted.
-        """
+        """Store workers by role and slots (role, state, restarts). Count decisions after those of the first call."""
         self._planned, self._slots = planned, slots
         for at, kind in decisions:
             if self._seen is not None and at > self._seen:
@@ -82,7 +77,7 @@ class Controlled:
         yield counter("baton_decisions", "Of the controller, since this router began", ("kind",), rows)
 
 
-_MAX_EXEMPLAR_CHARS = 128  # of names and values together, as OpenMetrics has it
+_MAX_EXEMPLAR_CHARS = 128  # names and values together
 
 
 def exemplar_of(request_id: str, trace_id: str) -> dict[str, str] | None:
@@ -92,9 +87,8 @@ def exemplar_of(request_id: str, trace_id: str) -> dict[str, str] | None:
 
 
 class Metrics:
-    """The metrics of one process, in a registry of its own. Seconds and bytes, as Prometheus wants them.
-
-    `model`: what it serves, for the `vllm:*` names; "": it has none, as a gateway alone, whose router has them.
+    """The metrics of one process, in its own registry. In seconds and bytes, as Prometheus expects. `model`: the model
+    served, for the `vllm:*` names. Empty for a gateway alone, because its router exports them.
     """
 
     def __init__(self, cluster: str, version: str, model: str = "") -> None:
@@ -123,7 +117,7 @@ class Metrics:
             self._also_as_vllm()
 
     def _counter(self, name: str, text: str, label: str = "", values: Iterable[str] = ()) -> Counter:
-        """`values`: those that are there from the start, so that the first of each shows in a rate."""
+        """Create a counter. `values` exist from the start, so that the first increment shows in a rate."""
         made = Counter(f"baton_{name}", text, (label,) if label else (), registry=self.registry)
         for value in values:
             made.labels(value)
@@ -152,7 +146,7 @@ class Metrics:
         return Histogram(f"baton_{name}", text, buckets=buckets, registry=self.registry)
 
     def _counted(self) -> Iterable[Metric]:
-        """What is counted up too often for a counter with a lock."""
+        """Return counters that change too often for a counter with a lock."""
         yield counter("baton_output_tokens", "Told to clients", (), [((), self._itl.count + self._first_tokens)])
         rows = [((reason,), float(count)) for reason, count in self._finished.items()]
         yield counter("baton_finished_choices", "Choices that finished, by why", ("reason",), rows)
@@ -162,7 +156,7 @@ class Metrics:
         sources = (
             ("time_to_first_token_seconds", self._ttft),
             ("inter_token_latency_seconds", self._itl),
-            ("time_per_output_token_seconds", self._itl),  # as it was called before
+            ("time_per_output_token_seconds", self._itl),  # its old name
             ("request_time_per_output_token_seconds", self._tpot),
             ("e2e_request_latency_seconds", self._e2e),
             ("request_queue_time_seconds", self._queue),
@@ -176,10 +170,10 @@ class Metrics:
         self.registry.register(vllm_names.Renamed(self._model, sources))
         self.registry.register(Scraped(lambda: [vllm_names.success(self._model, self._finished)]))
 
-    # --- what is asked at a scrape -------------------------------------------------------------------------------
+    # --- read at a scrape ----------------------------------------------------------------------------------------
 
     def watch_blocks(self, read: Callable[[], Mapping[Role, Iterable[BlockCounts]]]) -> None:
-        """Export what `read` gives at each scrape as `baton_kv_blocks{role,state}` and `baton_workers{role}`."""
+        """Export `read()` at each scrape as `baton_kv_blocks{role,state}` and `baton_workers{role}`."""
 
         def families() -> Iterable[Metric]:
             by_role = {role: list(workers) for role, workers in read().items()}
@@ -190,11 +184,11 @@ class Metrics:
         self.registry.register(Scraped(families))
 
     def watch_channels(self, read: Callable[[], Iterable[tuple[str, Channel]]]) -> None:
-        """Export what `read` gives at each scrape as `baton_channel_bytes_per_second{worker,peer,transport}`."""
+        """Export `read()` at each scrape as `baton_channel_bytes_per_second{worker,peer,transport}`."""
         name, text = "baton_channel_bytes_per_second", "What the probe of an open data channel took per second"
 
         def families() -> Iterable[Metric]:
-            fastest: dict[tuple[str, str, str], float] = {}  # there may be two for a moment
+            fastest: dict[tuple[str, str, str], float] = {}  # two may exist for a moment
             for worker, channel in read():
                 key = worker, channel.peer, of(channel.transport, TRANSPORTS, "unknown")
                 fastest[key] = max(channel.bytes_per_s, fastest.get(key, 0.0))
@@ -203,13 +197,11 @@ class Metrics:
         self.registry.register(Scraped(families))
 
     def watch_verifying(self, read: Callable[[], Iterable[tuple[str, Load]]]) -> None:
-        """Export, of what `read` gives at each scrape, `baton_verify_passes_total{worker}`,
-        `baton_rollbacks_total{worker}` and `baton_recomputed_tokens_total{worker}`.
-        """
+        """Export verify passes, rollbacks and recomputed tokens of `read()` at each scrape, with the label `worker`."""
         self.registry.register(Scraped(lambda: verifying(read())))
 
     def watch_queue(self, requests: Callable[[], float], tokens: Callable[[], float]) -> None:
-        """Export what waits at each scrape as `baton_queued_requests` and `baton_queued_tokens`."""
+        """Export the queue at each scrape as `baton_queued_requests` and `baton_queued_tokens`."""
         gauges = []
         for what, read in (("requests", requests), ("tokens", tokens)):
             made = Gauge(f"baton_queued_{what}", f"Waiting for room, in {what}", registry=self.registry)
@@ -218,7 +210,7 @@ class Metrics:
         if self._model:
             self.registry.register(vllm_names.Renamed(self._model, [("num_requests_waiting", gauges[0])]))
 
-    # --- what happens --------------------------------------------------------------------------------------------
+    # --- events --------------------------------------------------------------------------------------------------
 
     def ended(
         self,
@@ -230,8 +222,8 @@ class Metrics:
         staged: bool = True,
         exemplar: dict[str, str] | None = None,
     ) -> None:
-        """A request ended: finished | cancelled | failed | refused. `timings`, and how many output `tokens` they are
-        of, only for those that finished. `staged`: they are by stage. `exemplar`: see `exemplar_of`.
+        """Count the end of a request: finished | cancelled | failed | refused. Finished ones also have `timings` and
+        the number of output `tokens` in them. `staged`: observe the stages, too. `exemplar`: see `exemplar_of`.
         """
         self._requests.labels(outcome).inc()
         if deterministic:
@@ -247,59 +239,59 @@ class Metrics:
         for name, seconds in asdict(timings).items() if staged else ():
             if seconds > 0 and (stage := self._stages.get(name.removesuffix("_s"))) is not None:
                 stage.observe(seconds, exemplar)
-        if timings.ttft_s > 0:  # else the model ended the answer before it began: there was no token to wait for
+        if timings.ttft_s > 0:  # 0 if the answer has no token
             self._ttft.observe(timings.ttft_s, exemplar)
             self._generation.observe(timings.e2e_s - timings.ttft_s, exemplar)
         if tokens > 1:
             self._tpot.observe((timings.e2e_s - timings.ttft_s) / (tokens - 1), exemplar)
 
     def accepted(self, prompt_tokens: int) -> None:
-        """A request got workers, for the first time."""
+        """Count the prompt of a request that got workers for the first time."""
         self._prompts.inc(prompt_tokens)
 
     def used(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> None:
-        """A request finished, and took so much."""
+        """Count the tokens of a finished request."""
         self._prompt_size.observe(prompt_tokens)
         self._output_size.observe(completion_tokens)
         self._cached.inc(cached_tokens)
 
     def finished(self, reason: str) -> None:
-        """A choice finished; `reason` is a `FinishReason`."""
+        """Count a finished choice; `reason` is a `FinishReason`."""
         self._finished[reason] += 1
 
     def kept_slo(self, *, met: bool) -> None:
-        """A request finished, and its first token and the others came within `slo.ttft_ms` and `slo.itl_ms`, or not."""
+        """Count a finished request by whether it met `slo.ttft_ms` and `slo.itl_ms`."""
         self._slo.labels(str(met).lower()).inc()
 
     def ttft_predicted(self, off_s: float) -> None:
-        """A first token came so much sooner or later than the choice of its workers foresaw."""
+        """Record the error of a TTFT prediction, early or late."""
         self._prediction_error.observe(off_s)
 
     def refused(self, error: BatonError) -> None:
-        """A request was turned away; the reason is the error's class."""
+        """Count a rejected request by the class of its error."""
         self._refusals.labels(type(error).__name__).inc()
 
     def first(self, tokens: int) -> None:
-        """The first tokens of a choice came."""
+        """Count the first tokens of a choice."""
         self._first_tokens += tokens
 
     def gap(self, seconds: float, tokens: int, exemplar: dict[str, str] | None = None) -> None:
-        """`tokens` tokens came `seconds` after the one before: as many gaps of equal length."""
+        """Record `tokens` tokens that came `seconds` after the one before, as gaps of equal length."""
         self._itl.observe(seconds / tokens, tokens, exemplar)
 
     def handed_over(self, transfer_s: float, kv_bytes: int, transport: str) -> None:
-        """A decode worker committed a handoff. `transfer_s` is its own measure: first frame to last."""
+        """Count a committed handoff. `transfer_s` is measured by the decode worker: first frame to last."""
         self._transfer.observe(transfer_s)
         self._bytes.labels(of(transport, TRANSPORTS, "unknown")).inc(kv_bytes)
 
     def recovery(self, reason: str) -> None:
-        """Another attempt begins; `reason` comes from a fixed set."""
+        """Count another attempt; `reason` is from a fixed set."""
         self._recoveries.labels(reason).inc()
 
     def fenced(self) -> None:
-        """A decode worker confirmed that it will never accept a commit of an attempt."""
+        """Count a fence that a decode worker confirmed: it will never accept a commit of that attempt."""
         self._fenced.inc()
 
     def digest_mismatch(self) -> None:
-        """A handoff failed because its bytes changed on the way."""
+        """Count a handoff that failed because its bytes changed in transit."""
         self._mismatches.inc()

@@ -1,8 +1,7 @@
-"""The `vllm:*` names that existing boards, autoscalers and routers read: made at a scrape, of Baton's own numbers.
+"""The `vllm:*` metrics that existing dashboards, autoscalers and routers read, built at a scrape from Baton's own.
 
-Each name comes from one kind of process, so that sums over all of them are right: latencies and tokens of requests from
-routers, queues and KV of engines from workers. `vllm:num_requests_waiting` comes from both: who waits in a router is on
-no worker yet.
+Each name comes from one kind of process, so that sums are right: latencies and tokens of requests from routers, queues
+and KV of engines from workers. `vllm:num_requests_waiting` comes from both, because a router's queue is on no worker.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def _labels(model: str) -> Mapping[str, str]:
 
 
 class Renamed(Collector):
-    """Other metrics under further names, of `model`."""
+    """Repeats metrics of `model` under other names."""
 
     def __init__(self, model: str, sources: Sequence[tuple[str, Collector]]) -> None:
         self._labels, self._sources = _labels(model), sources
@@ -43,7 +42,7 @@ class Renamed(Collector):
 
 
 def success(model: str, finished: Mapping[str, int]) -> Metric:
-    """Choices that finished; `finished`: how many, by reason."""
+    """Return the finished choices; `finished` has their number by reason."""
     sums: Counter[str] = Counter()
     for reason, count in finished.items():
         sums[SUCCESS[reason]] += count
@@ -52,7 +51,7 @@ def success(model: str, finished: Mapping[str, int]) -> Metric:
 
 
 def engine(info: WorkerInfo, load: Load, preemptions: int) -> Iterable[Metric]:
-    """What a worker's engine has to do."""
+    """Return the load of a worker's engine."""
     values, counts = (info.model, "0"), load.blocks
     used = counts.owned + counts.reserved + counts.quarantined
     queried = load.prefill_tokens + load.cached_tokens

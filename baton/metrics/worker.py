@@ -1,4 +1,4 @@
-"""The metrics of a worker process. All is read at a scrape, of what the worker keeps anyway."""
+"""The metrics of a worker process, read at a scrape from state that the worker keeps anyway."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from baton.core import Load, Thought, WorkerInfo
 from baton.metrics import vllm_names
 from baton.metrics.base import HANDOFFS, TRANSPORTS, Scraped, blocks, counter, gauge, new_registry, of, verifying
 
-_LATE = 2 / 3  # of its lease, without progress: unhealthy, while there is time to look why
-_SHOWN = 12  # digits of a fingerprint
+_LATE = 2 / 3  # share of the lease; unhealthy after that time without progress, before the worker is restarted
+_SHOWN = 12  # digits of the fingerprint
 _MOVED = (
     ("baton_moved_bytes", "KV bytes that this worker sent, or took"),
     ("baton_moved_frames", "Frames that it sent; those that it took are the other worker's"),
@@ -23,10 +23,10 @@ _MOVED = (
 
 
 class Counts:
-    """What a worker did, as far as no load report says it. From any thread, a few times a request.
+    """Counts that are in no load report. From any thread, a few times per request.
 
-    Handoffs end as pushed, failed (the KV waits for another attempt, or is computed again) or aborted (nobody wants it)
-    where the prompt is computed, and as committed or fenced (no commit came, or none will be taken) where it goes.
+    At the prefill worker a handoff ends as pushed, failed (its KV waits for another attempt, or is computed again), or
+    aborted (not needed). At the decode worker it ends as committed, or as fenced: no commit came or will be accepted.
     """
 
     def __init__(self) -> None:
@@ -36,44 +36,44 @@ class Counts:
         self._moved: dict[tuple[str, str], tuple[float, float, float]] = {}
 
     def ended(self, outcome: str) -> None:
-        """A handoff did, as far as this worker is concerned."""
+        """Count the end of a handoff at this worker."""
         with self._lock:
             self.handoffs[outcome] += 1
 
     def moved(self, direction: str, transport: str, nbytes: int, frames: int, seconds: float) -> None:
-        """A handoff's KV went through."""
+        """Count the transferred KV of a handoff."""
         key = direction, of(transport, TRANSPORTS, "unknown")
         with self._lock:
             before = self._moved.get(key, (0.0, 0.0, 0.0))
             self._moved[key] = before[0] + nbytes, before[1] + frames, before[2] + seconds
 
     def thought(self, thoughts: Iterable[Thought]) -> None:
-        """A model that thinks has thought about chunks; about some of them perhaps not for the first time."""
+        """Count thoughts about chunks; recomputed ones count again."""
         for thought in thoughts:
             self.thought_chunks += 1
             self.thought_tokens += len(thought.token_ids)
 
     @property
     def all_moved(self) -> list[tuple[tuple[str, str], tuple[float, float, float]]]:
-        """By direction and transport: bytes, frames, seconds."""
+        """Bytes, frames and seconds by direction and transport."""
         return list(self._moved.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """An incarnation of a worker, and how to ask what it does. Times in seconds."""
+    """The view of an incarnation for its metrics. Times in seconds."""
 
     info: WorkerInfo
     lease_s: float
     load: Callable[[], Load]
     preemptions: Callable[[], int]
-    lease_age_s: Callable[[], float]  # since its last progress that the ledger was told of
-    routers: Callable[[], int]  # that are connected
+    lease_age_s: Callable[[], float]  # since the last progress reported to the ledger
+    routers: Callable[[], int]
     counts: Counts
 
 
 class WorkerMetrics:
-    """Made before the worker is there, since its registration says where they are: `watch` what becomes of it."""
+    """Created before the worker, because its registration contains their address; `watch` adds the worker."""
 
     def __init__(self, cluster: str, version: str) -> None:
         self.registry = new_registry(cluster, version)
@@ -81,16 +81,16 @@ class WorkerMetrics:
         self.serving = False
 
     def watch(self, watched: Watched) -> None:
-        """Once."""
+        """Export the metrics of an incarnation. Called once."""
         self._watched = watched
         self.registry.register(Scraped(lambda: families(watched)))
 
     def ready(self) -> bool:
-        """It takes requests."""
+        """Return whether the worker takes requests."""
         return self.serving and self._watched is not None and not self._watched.load().draining
 
     def trouble(self) -> str:
-        """Why it is not healthy: its engine is in a thread of its own, and that makes no progress."""
+        """Return why the worker is unhealthy, or "": its engine thread makes no progress."""
         if self._watched is None:
             return ""
         age = self._watched.lease_age_s()
@@ -98,7 +98,7 @@ class WorkerMetrics:
 
 
 def families(watched: Watched) -> Iterable[Metric]:
-    """All that is said of a worker, with its id in each; and, as `vllm:*`, of its engine."""
+    """Return all metrics of a worker, labelled with its id, and those of its engine as `vllm:*`."""
     info, load = watched.info, watched.load()
     worker = info.ref.worker_id
     about = InfoMetricFamily("baton_worker", "Who this is")

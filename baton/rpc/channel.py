@@ -1,14 +1,12 @@
-"""Channels and servers with the options that Baton relies on, and a `bind` that says why it failed.
+"""Channels and servers with the gRPC options and the TLS (`Wire`) that Baton relies on.
 
-gRPC notices a frozen peer only when `grpc.http2.ping_timeout_ms` is set too: the two usual keepalive options alone
-leave a call hanging for ever. A listener does not share its port (`grpc.so_reuseport`) unless told so: a port in use is
-an error.
+A frozen peer is only detected with `grpc.http2.ping_timeout_ms`: the two usual keepalive options alone let a call hang.
+A listener does not share its port (`grpc.so_reuseport`) unless asked to, so a port in use is an error. `bind` reports
+the reason of a failure.
 
-Who speaks to whom over which connection: certificates from files, as gRPC wants them.
-
-client -> router.grpc                                the server shows a certificate, the client a token
-operator -> router.admin                             both show one of the cluster's CA, and a token
-router, operator -> worker, prefill -> decode        both show one of the cluster's CA
+  client -> router.grpc                            the server has a certificate, the client a token
+  operator -> router.admin                         both have a certificate of the cluster's CA, and a token is sent
+  router, operator -> worker, prefill -> decode    both have a certificate of the cluster's CA
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _SOCKET_PATH_BYTES = 107  # of sockaddr_un
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Settings of one kind of connection. A frozen peer is noticed after at most keepalive_s + ping_timeout_s."""
+    """Settings of one kind of connection. A frozen peer is detected within keepalive_s + ping_timeout_s."""
 
     receive_bytes: int
     keepalive_s: float = 10.0
@@ -46,17 +44,17 @@ INTERNAL = Link(INTERNAL_RECEIVE_BYTES)
 
 
 def channel_options(link: Link, *, proxy: bool = False) -> Options:
-    """Options of a client's side. `proxy`: obey http_proxy of the environment."""
+    """Return the options of a client. `proxy`: use http_proxy of the environment."""
     return [
         *_common_options(link),
         ("grpc.enable_http_proxy", int(proxy)),
-        ("grpc.initial_reconnect_backoff_ms", 100),  # a restarted peer is found soon; the default waits up to 120 s
+        ("grpc.initial_reconnect_backoff_ms", 100),  # reconnect soon: the default waits up to 120 s
         ("grpc.max_reconnect_backoff_ms", 2000),
     ]
 
 
 def server_options(link: Link, *, share_port: bool = False) -> Options:
-    """Options of a server's side. By default gRPC ends a connection whose client pings three times during a silence."""
+    """Return the options of a server. By default gRPC closes an idle connection after three pings of the client."""
     return [
         *_common_options(link),
         ("grpc.so_reuseport", int(share_port)),
@@ -75,7 +73,7 @@ def _common_options(link: Link) -> Options:
         ("grpc.keepalive_time_ms", round(link.keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(link.ping_timeout_s * 1000)),
         ("grpc.http2.ping_timeout_ms", round(link.ping_timeout_s * 1000)),
-        ("grpc.http2.max_pings_without_data", 0),  # 0: as many as keepalive wants
+        ("grpc.http2.max_pings_without_data", 0),  # 0 means no limit
     ]
 
 
@@ -87,10 +85,7 @@ def aio_channel(
     proxy: bool = False,
     name: str = "",
 ) -> grpc.aio.Channel:
-    """An asyncio channel to `host:port`; connects on first use. Make it in the loop that will use it.
-
-    `name`: what the peer's certificate must be for; "": the host.
-    """
+    """Return an asyncio channel to `host:port` for this loop; connects on first use. `name`: as in `Wire`."""
     options = [*channel_options(link, proxy=proxy), *_named(name)]
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
@@ -105,7 +100,7 @@ def sync_channel(
     proxy: bool = False,
     name: str = "",
 ) -> grpc.Channel:
-    """A thread-safe blocking channel to `host:port`; connects on first use. `name`: as for `aio_channel`."""
+    """Return a thread-safe blocking channel to `host:port`; connects on first use. `name`: as in `Wire`."""
     options = [*channel_options(link, proxy=proxy), *_named(name)]
     if credentials is None:
         return grpc.insecure_channel(address, options=options)
@@ -115,20 +110,18 @@ def sync_channel(
 def aio_server(
     *, link: Link = INTERNAL, interceptors: Sequence[grpc.aio.ServerInterceptor] = (), share_port: bool = False
 ) -> grpc.aio.Server:
-    """A server without services; add them, then `bind`, then `await server.start()`.
-
-    `share_port`: other processes that say so too may listen on the same port; the kernel spreads connections.
+    """Return a server without services: add them, then `bind`, then `await server.start()`. `share_port`: other
+    processes with this option may listen on the same port; the kernel spreads connections.
     """
     return grpc.aio.server(interceptors=interceptors, options=server_options(link, share_port=share_port))
 
 
 def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> str:
-    """Listen on `host:port` (port 0: any free one) and return the address with the port that was bound.
-
-    Raises ConfigError naming the address and the reason: the port is in use, the host is not one of this machine.
+    """Listen on `host:port` (port 0: any free one) and return the address with the bound port. Raises ConfigError with
+    the address and the reason: the port is in use, or the host is not one of this machine.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:  # gRPC would take the rest of a division
+    if not host or not port.isdecimal() or int(port) > 65535:  # gRPC would wrap larger ports
         raise ConfigError(f"cannot listen on {address!r}: must be host:port, the port 0 to 65535")
     try:
         bound = _add_port(server, address, credentials)
@@ -138,7 +131,7 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
 
 
 def bind_path(server: grpc.aio.Server, path: str) -> str:
-    """Listen on a Unix socket at `path`, where nothing may be, and return its target. Raises ConfigError."""
+    """Listen on a Unix socket at `path`, which must not exist. Returns its target. Raises ConfigError."""
     if len(path.encode()) > _SOCKET_PATH_BYTES:
         raise ConfigError(f"cannot listen on {path}: a socket's path has at most {_SOCKET_PATH_BYTES} bytes")
     try:
@@ -149,10 +142,7 @@ def bind_path(server: grpc.aio.Server, path: str) -> str:
 
 
 def from_here(address: str) -> str:
-    """How this machine calls a listener of its own, as `bind` named it: one on all addresses, by the loopback's.
-
-    Certificates are for the loopback's addresses, and never for 0.0.0.0.
-    """
+    """Return a local listener's address for this machine: loopback for 0.0.0.0, because no certificate covers that."""
     host, _, port = address.rpartition(":")
     return {"0.0.0.0": f"127.0.0.1:{port}", "[::]": f"[::1]:{port}", "::": f"[::1]:{port}"}.get(host, address)
 
@@ -164,7 +154,7 @@ def _add_port(server: grpc.aio.Server, address: str, credentials: grpc.ServerCre
 
 
 def _why(host: str, port: int) -> str:
-    """The reason, which gRPC keeps to itself: the same attempt with a plain socket tells it."""
+    """Return why a bind failed, by binding a plain socket, because gRPC does not report the reason."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         with socket.socket(found[0][0], socket.SOCK_STREAM) as probe:
@@ -176,9 +166,8 @@ def _why(host: str, port: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How the processes of a cluster reach each other: by TLS with these PEM texts, or without any in the clear.
-
-    `name`: what a peer's certificate must be for; "": the host that is called. No part of the key is in its `repr`.
+    """The connections between processes of a cluster: TLS with these PEM texts, or plaintext without them. `name`: the
+    name in a peer's certificate; default: the host. `repr` contains no keys or certificates.
     """
 
     ca: bytes = field(default=b"", repr=False)
@@ -188,7 +177,7 @@ class Wire:
 
     @classmethod
     def of(cls, tls: TlsConfig | None) -> Wire:
-        """From the files of the cluster file. Raises ConfigError naming the key."""
+        """Read the files that the cluster file names. Raises ConfigError naming the key."""
         if tls is None:
             return cls()
         read = {part: _read(f"security.tls.{part}", path) for part, path in tls.files().items()}
@@ -196,7 +185,7 @@ class Wire:
 
     @classmethod
     def of_path(cls, path: str | Path) -> Wire:
-        """From a CA file, or from the folder of `baton certs`: then with its certificate. Raises ConfigError."""
+        """Read a CA file, or the folder of `baton certs` including its certificate. Raises ConfigError."""
         if not Path(path).is_dir():
             return cls(_read("tls", str(path)))
         ca, cert, key = (_read("tls", f"{path}/{part}.pem") for part in ("ca", "cert", "key"))
@@ -204,29 +193,29 @@ class Wire:
 
     @property
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """Of a client, which shows the certificate if there is one; None: in the clear."""
+        """The credentials of a client, with its certificate if there is one. None means plaintext."""
         if not self.ca:
             return None
         return grpc.ssl_channel_credentials(self.ca, self.key or None, self.cert or None)
 
     @property
     def public(self) -> grpc.ServerCredentials | None:
-        """Of a listener for anybody; None: in the clear."""
+        """The credentials of a listener for any client. None means plaintext."""
         return grpc.ssl_server_credentials([(self.key, self.cert)]) if self.cert else None
 
     @property
     def private(self) -> grpc.ServerCredentials | None:
-        """Of a listener for those with a certificate of the cluster's CA; None: in the clear."""
+        """The credentials of a listener for clients with a certificate of the cluster's CA. None means plaintext."""
         if not self.cert:
             return None
         return grpc.ssl_server_credentials([(self.key, self.cert)], self.ca, require_client_auth=True)
 
     def aio(self, address: str, *, link: Link = INTERNAL) -> grpc.aio.Channel:
-        """An asyncio channel to a process of this cluster, of whatever listener."""
+        """Return an asyncio channel to any listener of this cluster."""
         return aio_channel(address, link=link, credentials=self.credentials, name=self.name)
 
     def sync(self, address: str, *, link: Link = INTERNAL) -> grpc.Channel:
-        """A blocking channel to a process of this cluster, of whatever listener."""
+        """Return a blocking channel to any listener of this cluster."""
         return sync_channel(address, link=link, credentials=self.credentials, name=self.name)
 
 

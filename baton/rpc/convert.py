@@ -1,16 +1,8 @@
-"""Where protobuf meets `baton.core`: `x_to_pb` writes a message, `x_from_pb` reads one into a value that is valid.
+"""Conversion between protobuf messages and `baton.core`: `x_to_pb` builds a message, `x_from_pb` a valid value.
 
-Nothing else in Baton builds or takes apart messages of these types. Every `x_from_pb` raises `InvalidRequest` that
-names the field, whoever the sender was: on the internal services the caller ends the stream or refuses the handoff.
-Floats of `Sampling` and log-probabilities are 32 bit on the wire; all parties compute with what arrived there.
-
-`baton.core.Constraint` on the wire.
-
-What workers report, between protobuf and our types; see `baton.rpc.convert`.
-
-Spans between protobuf and our type; see `baton.rpc.convert`.
-
-Thoughts and thinking states on the wire, as `baton.rpc.convert` does for all else.
+No other module builds or reads messages of these types. Every `x_from_pb` raises `InvalidRequest` naming the field, for
+any sender. On internal services the caller then ends the stream or rejects the handoff. Floats of `Sampling` and
+log-probabilities are 32 bit on the wire; all processes compute with the received value.
 """
 
 from __future__ import annotations
@@ -55,7 +47,7 @@ if TYPE_CHECKING:
 
 
 def constraint_to_pb(value: Constraint | None) -> inference.Constraint | None:
-    """None stays None: a field that is not set."""
+    """Convert a constraint. None leaves the field unset."""
     if value is None:
         return None
     if value.kind == "choices":
@@ -64,7 +56,7 @@ def constraint_to_pb(value: Constraint | None) -> inference.Constraint | None:
 
 
 def constraint_from_pb(message: inference.Constraint) -> Constraint:
-    """Raises InvalidRequest: of no kind, or too large."""
+    """Read a constraint. Raises InvalidRequest if it has no kind or is too large."""
     kind = message.WhichOneof("kind")
     if kind is None:
         raise InvalidRequest.of("constraint", "one of json_schema, regex and choices must be set")
@@ -87,32 +79,29 @@ _SAMPLING_OF = attrgetter(*_SAMPLING)
 
 
 def require(ok: object, field: str, description: str) -> None:
-    """Raises InvalidRequest naming `field` unless `ok`."""
+    """Raise InvalidRequest naming `field` unless `ok`."""
     if not ok:
         raise InvalidRequest.of(field, description)
 
 
-# who
-
-
 def incarnation_to_pb(value: Incarnation) -> common.Incarnation:
-    """Names are the same on both sides."""
+    """Convert; the fields have the same names."""
     return common.Incarnation(epoch=value.epoch, counter=value.counter)
 
 
 def incarnation_from_pb(message: common.Incarnation) -> Incarnation:
-    """Any two numbers are an incarnation."""
+    """Read an incarnation; any two numbers are valid."""
     return Incarnation(message.epoch, message.counter)
 
 
 def ref_to_pb(value: WorkerRef) -> common.WorkerRef:
-    """Names are the same on both sides."""
+    """Convert; the fields have the same names."""
     incarnation = incarnation_to_pb(value.incarnation)
     return common.WorkerRef(worker_id=value.worker_id, incarnation=incarnation, address=value.address)
 
 
 def ref_from_pb(message: common.WorkerRef, field: str = "ref") -> WorkerRef:
-    """A worker with a name, a life and an address; `field` is what the caller calls it. Raises InvalidRequest."""
+    """Read a worker reference. Raises InvalidRequest, with prefix `field`, if a part is missing."""
     require(message.worker_id, f"{field}.worker_id", "must not be empty")
     require(message.HasField("incarnation"), f"{field}.incarnation", "must be set")
     require(message.address, f"{field}.address", "must not be empty")
@@ -120,28 +109,25 @@ def ref_from_pb(message: common.WorkerRef, field: str = "ref") -> WorkerRef:
 
 
 def handoff_to_pb(value: HandoffId) -> common.HandoffId:
-    """Names are the same on both sides."""
+    """Convert; the fields have the same names."""
     return common.HandoffId(request_id=value.request_id, attempt=value.attempt)
 
 
 def handoff_from_pb(message: common.HandoffId) -> HandoffId:
-    """Raises InvalidRequest without a request id or with attempt 0: attempts count from 1."""
+    """Read a handoff id. Raises InvalidRequest without a request id or with attempt 0, as attempts count from 1."""
     require(message.request_id, "handoff.request_id", "must not be empty")
     require(message.attempt >= 1, "handoff.attempt", "must be at least 1")
     return HandoffId(message.request_id, message.attempt)
 
 
-# what
-
-
 def sampling_to_pb(value: Sampling) -> common.Sampling:
-    """Every field set, but `seed` when it is None. `logprobs` travels beside it (GenerateRequest, SequenceSpec)."""
-    given = dict(zip(_SAMPLING, _SAMPLING_OF(value), strict=True))  # `asdict` would copy each value, deeply
+    """Set every field except a `seed` of None. `logprobs` is in GenerateRequest or SequenceSpec instead."""
+    given = dict(zip(_SAMPLING, _SAMPLING_OF(value), strict=True))  # `asdict` would copy deeply
     return common.Sampling(logit_bias=dict(value.logit_bias), **given)
 
 
 def sampling_from_pb(message: common.Sampling, logprobs: int | None = None) -> Sampling:
-    """Unset fields take their defaults. Raises InvalidRequest naming every field that is out of range."""
+    """Read sampling parameters; unset fields get defaults. Raises InvalidRequest naming every invalid field."""
     given = {field.name: value for field, value in message.ListFields() if field.name not in _SAMPLING_LISTS}
     return Sampling(
         stop=tuple(message.stop),
@@ -153,7 +139,7 @@ def sampling_from_pb(message: common.Sampling, logprobs: int | None = None) -> S
 
 
 def spec_to_pb(value: SequenceSpec) -> worker.SequenceSpec:
-    """Complete but for what the router has not drawn yet: a worker refuses a sampled request without its seed."""
+    """Convert a spec. The router must set the seed first: workers reject a sampled request without it."""
     return worker.SequenceSpec(
         prompt=value.prompt,
         known=value.known,
@@ -168,11 +154,11 @@ def spec_to_pb(value: SequenceSpec) -> worker.SequenceSpec:
 
 
 def spec_from_pb(message: worker.SequenceSpec) -> SequenceSpec:
-    """Raises InvalidRequest: no prompt, no seed where one is needed, or a field out of range."""
+    """Read a spec. Raises InvalidRequest without a prompt or a required seed, or if a field is out of range."""
     logprobs = message.logprobs if message.HasField("logprobs") else None
     sampling = sampling_from_pb(message.sampling, logprobs)
     require(message.prompt, "spec.prompt", "must have at least one token")
-    # Without it the two workers of one handoff would each draw their own.
+    # Without it the two workers of a handoff would use different seeds.
     require(sampling.temperature == 0 or sampling.seed is not None, "spec.sampling.seed", "must be set by the router")
     require(abs(message.priority) <= MAX_PRIORITY, "spec.priority", f"must be within {MAX_PRIORITY} of 0")
     prompt, known = tuple(message.prompt), tuple(message.known)
@@ -181,17 +167,14 @@ def spec_from_pb(message: worker.SequenceSpec) -> SequenceSpec:
     return SequenceSpec(prompt, sampling, known, *rest)
 
 
-# tokens
-
-
 def token_logprobs_to_pb(value: TokenLogprobs) -> common.TokenLogprobs:
-    """The order of `top` is kept."""
+    """Convert; the order of `top` is kept."""
     top = [common.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in value.top]
     return common.TokenLogprobs(logprob=value.logprob, top=top)
 
 
 def token_logprobs_from_pb(message: common.TokenLogprobs) -> TokenLogprobs:
-    """The order of `top` is kept."""
+    """Read; the order of `top` is kept."""
     return TokenLogprobs(message.logprob, tuple((top.token_id, top.logprob) for top in message.top))
 
 
@@ -210,14 +193,14 @@ def _all_logprobs(tokens: Sequence[Token]) -> list[common.TokenLogprobs]:
 
 
 def tokens_to_pb(tokens: Sequence[Token]) -> worker.OutputTokens:
-    """One step's tokens of one choice. Raises ValueError for indices with gaps or logprobs on some tokens only."""
+    """Convert one step's tokens of one choice. Raises ValueError if indices have gaps or only some have logprobs."""
     message = worker.OutputTokens()
     fill_tokens(message, tokens)
     return message
 
 
 def fill_tokens(message: worker.OutputTokens, tokens: Sequence[Token]) -> None:
-    """As `tokens_to_pb`, into a message that is part of another: nothing is copied."""
+    """Do the same as `tokens_to_pb`, without a copy, into a message that is part of another."""
     first = _first_index(tokens)
     message.ids.extend([token.token_id for token in tokens])
     message.texts.extend([token.text for token in tokens])
@@ -227,12 +210,12 @@ def fill_tokens(message: worker.OutputTokens, tokens: Sequence[Token]) -> None:
 
 
 def tokens_from_pb(message: worker.OutputTokens) -> list[Token]:
-    """Raises InvalidRequest when the parallel arrays differ in length."""
+    """Read tokens. Raises InvalidRequest if the parallel arrays differ in length."""
     ids, texts, logprobs = message.ids, message.texts, message.logprobs
     if len(texts) != len(ids):
         raise InvalidRequest.of("tokens.texts", f"must have {len(ids)} entries, has {len(texts)}")
     first: int = getattr(message, "from")
-    if not logprobs:  # as nearly always, and for each token that there is
+    if not logprobs:  # the usual case, on the path of every token
         if len(ids) == 1:
             return [Token(first, ids[0], texts[0])]
         return [Token(index, token_id, text) for index, token_id, text in zip(count(first), ids, texts, strict=False)]
@@ -243,7 +226,7 @@ def tokens_from_pb(message: worker.OutputTokens) -> list[Token]:
 
 
 def tokens_to_public_pb(tokens: Sequence[Token], choice: int = 0) -> inference.Tokens:
-    """The same tokens as a client gets them: one text for all. Raises ValueError as `tokens_to_pb` does."""
+    """Convert tokens for a client, with one text for all. Raises ValueError as `tokens_to_pb`."""
     return inference.Tokens(
         choice=choice,
         ids=[token.token_id for token in tokens],
@@ -254,42 +237,39 @@ def tokens_to_public_pb(tokens: Sequence[Token], choice: int = 0) -> inference.T
 
 
 def tail_to_public_pb(text: str, start: int, choice: int = 0) -> inference.Tokens:
-    """Text that comes without a token, after `start` tokens."""
+    """Convert text that comes without a token, after `start` tokens."""
     return inference.Tokens(choice=choice, ids=[], text=text, logprobs=[], **{"from": start})
 
 
 def finish_reason_to_pb(value: FinishReason) -> common.FinishReason.ValueType:
-    """The public and the internal services share the enum."""
+    """Convert a reason. Public and internal services share the enum."""
     return _REASONS[value]
 
 
 def finish_reason_from_pb(number: common.FinishReason.ValueType) -> FinishReason:
-    """Raises InvalidRequest for a reason that this version does not know."""
+    """Read a reason. Raises InvalidRequest if this version does not have it."""
     require(number in _REASONS_BACK, "finish.reason", f"unknown reason {number}")
     return _REASONS_BACK[number]
 
 
 def finish_to_pb(value: Finish) -> worker.OutputFinish:
-    """The tail is internal: to a client it is text."""
+    """Convert a finish. The tail is internal: a client gets it as text."""
     return worker.OutputFinish(reason=_REASONS[value.reason], matched=value.matched, tail=value.tail)
 
 
 def finish_from_pb(message: worker.OutputFinish) -> Finish:
-    """Raises InvalidRequest for a reason that this version does not know."""
+    """Read a finish. Raises InvalidRequest if this version does not have the reason."""
     return Finish(finish_reason_from_pb(message.reason), message.matched, message.tail)
 
 
-# where
-
-
 def layout_to_pb(value: KVLayout) -> common.KVLayout:
-    """Names are the same on both sides."""
+    """Convert; the fields have the same names."""
     return common.KVLayout(**asdict(value))
 
 
 def layout_from_pb(message: common.KVLayout) -> KVLayout:
-    """Raises InvalidRequest for a size of 0 or an unknown dtype: block sizes follow from these."""
-    sizes = {field.name for field, value in message.ListFields()}  # a 0 is not listed
+    """Read a layout. Raises InvalidRequest for a size of 0 or an unknown dtype: block sizes depend on them."""
+    sizes = {field.name for field, value in message.ListFields()}  # protobuf omits zeros
     for name in ("layers", "kv_heads", "head_dim", "block_size"):
         require(name in sizes, f"layout.{name}", "must be at least 1")
     require(message.dtype in _DTYPES, "layout.dtype", f"must be one of {', '.join(_DTYPES)}, got {message.dtype!r}")
@@ -300,12 +280,12 @@ def layout_from_pb(message: common.KVLayout) -> KVLayout:
 
 
 def info_to_pb(value: WorkerInfo) -> common.WorkerInfo:
-    """Names are the same on both sides, those of the reference and the layout too."""
+    """Convert; all fields, also nested ones, have the same names."""
     return common.WorkerInfo(**asdict(value))
 
 
 def info_from_pb(message: common.WorkerInfo) -> WorkerInfo:
-    """Raises InvalidRequest for an unknown role, a missing reference or a layout that is not one."""
+    """Read a worker's info. Raises InvalidRequest for an unknown role, a missing reference or a bad layout."""
     roles = [role.value for role in Role]
     require(message.role in roles, "info.role", f"must be one of {', '.join(roles)}, got {message.role!r}")
     return WorkerInfo(
@@ -334,12 +314,12 @@ _LOAD_OF, _PACE_OF, _COUNTS_OF = attrgetter(*_LOAD), attrgetter(*_PACE), attrget
 
 
 def counts_to_pb(value: BlockCounts) -> common.BlockCounts:
-    """Names are the same on both sides."""
+    """Convert; the fields have the same names."""
     return common.BlockCounts(**dict(zip(_COUNTS, _COUNTS_OF(value), strict=True)))
 
 
 def counts_from_pb(message: common.BlockCounts) -> BlockCounts:
-    """Raises InvalidRequest when the states do not add up to the total: the sender's ledger is broken."""
+    """Read block counts. Raises InvalidRequest unless the states add up to the total."""
     counts = BlockCounts(
         message.total, message.free, message.reserved, message.owned, message.cached, message.quarantined
     )
@@ -349,7 +329,7 @@ def counts_from_pb(message: common.BlockCounts) -> BlockCounts:
 
 
 def load_to_pb(value: Load) -> common.Load:
-    """Names are the same on both sides. With every step: `asdict` would take longer than all the rest of it."""
+    """Convert a load report. Without `asdict`, which is too slow for every step."""
     return common.Load(
         blocks=counts_to_pb(value.blocks),
         channels=[common.Channel(**asdict(channel)) for channel in value.channels],
@@ -362,12 +342,12 @@ def load_to_pb(value: Load) -> common.Load:
 
 
 def _pace_to_pb(value: Pace) -> common.Pace | None:
-    """None: no such step yet."""
+    """Convert a pace. Returns None if there was no such step yet."""
     return common.Pace(**dict(zip(_PACE, _PACE_OF(value), strict=True))) if value != _NO_PACE else None
 
 
 def load_from_pb(message: common.Load) -> Load:
-    """Raises InvalidRequest when the block ledger does not add up, or time does not."""
+    """Read a load report. Raises InvalidRequest for block counts that do not add up, or invalid seconds."""
     given = {field.name: value for field, value in message.ListFields() if field.name not in _NESTED_LOAD}
     return Load(
         blocks=counts_from_pb(message.blocks),
@@ -381,13 +361,13 @@ def load_from_pb(message: common.Load) -> Load:
 
 
 def _pace(message: common.Pace, field: str) -> Pace:
-    """Not set: no such step yet. `field` is what the caller calls it."""
+    """Read a pace; unset means no such step yet. `field` is its name in errors."""
     require(0 <= message.seconds < math.inf, f"{field}.seconds", f"must be 0 or more, got {message.seconds}")
     return Pace(message.steps, message.tokens, message.context, message.seconds)
 
 
 def span_from_pb(message: common.Span) -> Span:
-    """What a router says of a request."""
+    """Read a span of a request, as a router sends it."""
     return Span(
         message.name,
         message.process,
@@ -401,7 +381,7 @@ def span_from_pb(message: common.Span) -> Span:
 
 
 def thinking_to_pb(value: ThinkingState | None) -> worker.ThinkingState | None:
-    """Names are the same on both sides."""
+    """Convert; the fields have the same names."""
     if value is None:
         return None
     return worker.ThinkingState(
@@ -415,10 +395,7 @@ def thinking_to_pb(value: ThinkingState | None) -> worker.ThinkingState | None:
 
 
 def thinking_from_pb(message: worker.ThinkingState) -> ThinkingState:
-    """Raises InvalidRequest without a thinker or a state, or for more thoughts than chunks.
-
-    Whether the sizes are right is for who knows the model to say.
-    """
+    """Read a thinking state; sizes are checked with the model. Raises InvalidRequest if incomplete or too long."""
     require(message.thinker, "thinking.thinker", "must not be empty")
     require(message.state, "thinking.state", "must not be empty")
     text = f"must be at most {message.chunk}, one for each chunk before the open one, got {len(message.thoughts)}"
@@ -428,7 +405,7 @@ def thinking_from_pb(message: worker.ThinkingState) -> ThinkingState:
 
 
 def thoughts_to_pb(thoughts: Sequence[Thought]) -> worker.OutputThoughts:
-    """Thoughts about consecutive chunks, at least one. Raises ValueError for others."""
+    """Convert thoughts about consecutive chunks, at least one. Raises ValueError otherwise."""
     first = thoughts[0].chunk if thoughts else -1
     if [thought.chunk for thought in thoughts] != list(range(first, first + len(thoughts))) or first < 0:
         raise ValueError(f"chunks are not consecutive: {[thought.chunk for thought in thoughts]}")
@@ -436,7 +413,7 @@ def thoughts_to_pb(thoughts: Sequence[Thought]) -> worker.OutputThoughts:
 
 
 def thoughts_from_pb(message: worker.OutputThoughts) -> list[Thought]:
-    """Any lists of ids are thoughts."""
+    """Read thoughts; any lists of ids are valid."""
     return [Thought(chunk, tuple(each.ids)) for chunk, each in enumerate(message.thoughts, message.chunk)]
 
 

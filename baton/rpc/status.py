@@ -1,4 +1,4 @@
-"""The one translation between `baton.errors` and gRPC statuses with google.rpc details.
+"""The translation between `baton.errors` and gRPC statuses with google.rpc details, in both directions.
 
     InvalidRequest    INVALID_ARGUMENT     + BadRequest, one violation per field
     UnknownModel      NOT_FOUND            NoWorker, WorkerLost   UNAVAILABLE
@@ -7,8 +7,8 @@
     Unsupported       UNIMPLEMENTED        EngineFault            INTERNAL
     Overloaded        RESOURCE_EXHAUSTED   + RetryInfo
 
-Every status carries ErrorInfo(reason=class name, domain="baton"). What a client must not see is replaced: trouble
-between workers becomes WorkerLost, an absent ledger NoWorker, everything else EngineFault without its text.
+Every status carries ErrorInfo(reason=class name, domain="baton"). Internal errors are replaced: a failed handoff
+becomes WorkerLost, an unreachable ledger NoWorker, everything else EngineFault without its text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from baton.errors import BatonError, InvalidRequest, Overloaded, Violation
 from baton.limits import MAX_STATUS_MESSAGE_BYTES, MAX_STATUS_VIOLATIONS, MAX_VIOLATION_BYTES
 
 DOMAIN = "baton"
-# Trailers are limited to 8 KiB by default; the text travels twice and non-ASCII in it takes three bytes for one.
+# Trailers are limited to 8 KiB by default. Texts travel twice, and each non-ASCII byte takes three.
 
 CODES: Mapping[type[BatonError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -44,7 +44,7 @@ CODES: Mapping[type[BatonError], grpc.StatusCode] = {
     errors.EngineFault: grpc.StatusCode.INTERNAL,
 }
 _BY_NAME = {kind.__name__: kind for kind in CODES}
-# For statuses of others: of gRPC itself, of a proxy, of a server that sends no details. Not listed: EngineFault.
+# For statuses without Baton's details: from gRPC itself, a proxy or another server. Other codes become EngineFault.
 _BY_CODE: Mapping[grpc.StatusCode, type[BatonError]] = {
     **{code: kind for kind, code in CODES.items() if kind is not errors.WorkerLost},
     grpc.StatusCode.FAILED_PRECONDITION: errors.InvalidRequest,
@@ -58,7 +58,7 @@ D = TypeVar("D", bound=Message)
 
 @runtime_checkable
 class RpcFailure(Protocol):
-    """What a failed call knows, sync or aio; `grpc.RpcError` itself promises nothing."""
+    """The methods of a failed call, sync or aio. `grpc.RpcError` itself guarantees none."""
 
     def code(self) -> grpc.StatusCode: ...
 
@@ -68,7 +68,7 @@ class RpcFailure(Protocol):
 
 
 def to_rpc_status(error: BaseException, request_id: str = "") -> Status:
-    """The status that a client gets for `error`; total: any exception has one."""
+    """Return the status that a client gets for `error`. Every exception has one."""
     shown = _shown(error)
     status = Status(code=CODES[type(shown)].value[0], message=_clip(str(shown), MAX_STATUS_MESSAGE_BYTES))
     retryable = "true" if shown.retryable else "false"
@@ -91,10 +91,8 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseExceptio
 
 
 def from_rpc_error(error: grpc.RpcError, address: str = "", *, connected: bool = False) -> BatonError:
-    """The error behind a failed call; `address` is who was called, for the messages. Never raises.
-
-    A peer that is away without a word, or was about to stop, is NoWorker, or WorkerLost when it had answered before
-    (`connected`).
+    """Return the error behind a failed call; `address` of the peer is for messages. Never raises. A peer that is
+    unreachable or shutting down is NoWorker, or WorkerLost if it had already answered (`connected`).
     """
     if not isinstance(error, RpcFailure):
         return errors.EngineFault(f"the call failed without a status: {error!r}")
@@ -106,18 +104,18 @@ def from_rpc_error(error: grpc.RpcError, address: str = "", *, connected: bool =
     if error.code() is grpc.StatusCode.UNAVAILABLE or _dropped(error, text):
         return _away(text, address or "the server", connected)
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:
-        return InvalidRequest.of("request", f"too large: {text}")  # gRPC's own words; no retry helps
+        return InvalidRequest.of("request", f"too large: {text}")  # text of gRPC; a retry cannot succeed
     return _build(_BY_CODE.get(error.code(), errors.EngineFault), text, status)
 
 
 def request_id_of(error: grpc.RpcError) -> str:
-    """The request that failed, "" if its status does not say. Headers do, but grpc.aio may lose them beside it."""
+    """Return the id of the failed request, or "". Read from the status, because grpc.aio may lose headers."""
     info = _unpack(_details(error), RequestInfo) if isinstance(error, RpcFailure) else None
     return info.request_id if info is not None else ""
 
 
 def _dropped(error: RpcFailure, text: str) -> bool:
-    """What gRPC itself says of a call that reached a server after it had begun to stop: no handler has seen it."""
+    """Whether gRPC rejected a call that reached a server during shutdown. No handler has run."""
     return error.code() is grpc.StatusCode.CANCELLED and text == "CANCELLED"
 
 
@@ -157,7 +155,7 @@ def _bad_request(error: InvalidRequest) -> BadRequest:
 
 
 def _clip(text: str, limit: int) -> str:
-    """At most `limit` bytes of UTF-8; what is no Unicode (lone surrogates) becomes `?`."""
+    """Cut to `limit` bytes of UTF-8. Lone surrogates become `?`."""
     data = text.encode("utf-8", "replace")
     return data.decode() if len(data) <= limit else data[: limit - 3].decode("utf-8", "ignore") + "..."
 
@@ -170,7 +168,7 @@ def _duration(seconds: float) -> Duration:
 def _details(error: RpcFailure) -> Status | None:
     try:
         return rpc_status.from_call(cast(grpc.Call, error))
-    except (ValueError, DecodeError):  # details of another code, or no Status at all: go by the plain status
+    except (ValueError, DecodeError):  # inconsistent or missing details: use the plain status
         return None
 
 

@@ -9,12 +9,12 @@ from typing import Any
 from baton.tracing.trace import ROLES, Span, lanes, processes
 
 Event = dict[str, Any]
-_LANES = 100  # numbers of one choice and attempt
+_LANES = 100  # lane numbers per choice and attempt
 
 
 def chrome_trace(spans: Sequence[Span], request_id: str = "", trace_id: str = "") -> dict[str, Any]:
-    """A row for each process, in it one for each choice and attempt. Times in microseconds since the first span; an
-    arrow goes from the push of a prefill worker to what the decode worker received.
+    """Return one process per row, with a lane for each choice and attempt. Times are in microseconds since the first
+    span. An arrow connects the push of a prefill worker with the receipt at the decode worker.
     """
     began = min((span.start_s for span in spans), default=0.0)
     named = {"request_id": request_id, "trace_id": trace_id, "began_unix_s": began}
@@ -22,14 +22,14 @@ def chrome_trace(spans: Sequence[Span], request_id: str = "", trace_id: str = ""
 
 
 def _events(spans: Sequence[Span], began: float) -> Iterator[Event]:
-    ends: dict[tuple[str, int, int], Event] = {}  # of arrows
+    ends: dict[tuple[str, int, int], Event] = {}  # last event by (name, choice, attempt), for arrows
     for pid, (role, process) in enumerate(processes(spans), start=1):
         yield _named("process_name", pid, 0, process if process.startswith(role) else f"{role} {process}")
         yield _named("process_sort_index", pid, 0, ROLES.index(role) if role in ROLES else pid, "sort_index")
         mine = [span for span in spans if (span.role, span.process) == (role, process)]
         for tid, title, lane in _threads(mine):
             yield _named("thread_name", pid, tid, title)
-            over = 0.0  # what overlaps by a rounding error alone must not look nested
+            over = 0.0  # an overlap by rounding must not look nested
             for span in lane:
                 event = ends[span.name, span.choice, span.attempt] = _complete(span, pid, tid, began)
                 event["ts"] = max(event["ts"], over)
@@ -42,7 +42,7 @@ def _events(spans: Sequence[Span], began: float) -> Iterator[Event]:
 
 
 def _threads(spans: Sequence[Span]) -> Iterator[tuple[int, str, list[Span]]]:
-    """Of one process: a number, a name, and spans that do not overlap."""
+    """Yield (number, title, spans without overlaps) for the lanes of one process."""
     for (choice, attempt), some in groupby(sorted(spans, key=_row), key=_row):
         title = f"attempt {attempt}" if attempt else "queue"
         for number, lane in enumerate(lanes(some), start=1):
@@ -66,6 +66,6 @@ def _complete(span: Span, pid: int, tid: int, began: float) -> Event:
 def _arrow(push: Event, receive: Event, number: int) -> Iterator[Event]:
     common = {"name": "KV", "cat": "handoff", "id": number}
     yield {**common, "ph": "s", "ts": push["ts"], "pid": push["pid"], "tid": push["tid"]}
-    # An arrow that ends before it begins is not drawn: the two times are of two clocks.
+    # An arrow must not end before it begins, although the times are of two clocks.
     ts = max(push["ts"], receive["ts"])
     yield {**common, "ph": "f", "bp": "e", "ts": ts, "pid": receive["pid"], "tid": receive["tid"]}

@@ -1,6 +1,6 @@
-"""Traces to an OpenTelemetry collector, over OTLP/gRPC. Needs the extra `otel`; nothing else here imports this module.
+"""Export of traces to an OpenTelemetry collector over OTLP/gRPC. Needs the extra `otel`; imported only if configured.
 
-A thread of its own sends them: a collector that is slow, or not there, costs traces and never a request.
+A separate thread sends them: a slow or unreachable collector loses traces and never delays a request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 
 from baton.tracing.trace import Ended, Span
 
-LINGER_S = 1.0  # a prefill worker may have something to say of a request that is over
+LINGER_S = 1.0  # spans of a prefill worker may arrive after the request ended
 _QUEUED = 2048  # requests
 _AT_ONCE = 64
 _CLOSE_S = 2.0
@@ -32,15 +32,15 @@ log = structlog.get_logger(__name__)
 
 
 class Exporter:
-    """`endpoint` is "http://host:port", or https: with the authorities known here. Headers, certificates and timeouts
-    of a collector are told by the environment, as OpenTelemetry's documentation says (OTEL_EXPORTER_OTLP_...).
+    """A background exporter. `endpoint` is "http://host:port", or https with the system's authorities. Headers,
+    certificates and timeouts come from the environment (OTEL_EXPORTER_OTLP_...), as in OpenTelemetry's documentation.
     """
 
     def __init__(self, endpoint: str, cluster: str, version: str = "", linger_s: float = LINGER_S) -> None:
-        self._refused = self._lost = 0  # for want of room; sent in vain
+        self._refused = self._lost = 0  # queue full; export failed
         self._endpoint, self._linger_s = endpoint, linger_s
         self._common = {"service.namespace": cluster, "service.version": version}
-        # What it says of each try that failed is said below, once for each batch, as all of our logs are.
+        # Silenced, because it logs each failed try; `_run` logs once per batch.
         logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
         self._exporter = OTLPSpanExporter(endpoint, insecure=endpoint.startswith("http://"))
         self._queue: queue.Queue[tuple[float, Ended]] = queue.Queue(_QUEUED)
@@ -51,18 +51,18 @@ class Exporter:
 
     @property
     def dropped(self) -> int:
-        """Requests whose spans did not get to the collector."""
+        """The number of requests with spans that did not reach the collector."""
         return self._refused + self._lost
 
     def put(self, ended: Ended) -> None:
-        """From any thread; never blocks. What there is no room for is dropped."""
+        """Queue a request; drop it if the queue is full. From any thread; never blocks."""
         try:
             self._queue.put_nowait((time.monotonic() + self._linger_s, ended))
         except queue.Full:
             self._refused += 1
 
     def close(self) -> None:
-        """Send what waits, for two seconds at most."""
+        """Send queued requests for at most two seconds."""
         self._closing.set()
         self._thread.join(_CLOSE_S)
         self._over.set()
@@ -75,16 +75,16 @@ class Exporter:
             try:
                 batch = list(self._batch())
                 sent = not batch or self._sent(batch)
-            except Exception:  # the boundary of this thread: what is wrong with one trace must not end all others
+            except Exception:  # thread boundary: one bad trace must not stop the others
                 log.exception("trace_broke")
                 sent = False
             self._lost += 0 if sent else len(batch)
-            if self.dropped > told:  # also those that found no room
+            if self.dropped > told:
                 told = self.dropped
                 log.warning("traces_not_exported", collector=self._endpoint, dropped=told)
 
     def _batch(self) -> Iterator[Ended]:
-        """At least one that has waited for long enough, if there is one soon."""
+        """Yield requests that have lingered long enough, at least one if there is one soon."""
         for number in range(_AT_ONCE):
             try:
                 due, ended = self._queue.get(timeout=0.0 if number else 0.2)
@@ -98,7 +98,7 @@ class Exporter:
         return self._exporter.export(spans) is SpanExportResult.SUCCESS
 
     def _spans(self, ended: Ended) -> Iterator[ReadableSpan]:
-        """The request's own, below it one for each attempt of each choice, below these what was done for them."""
+        """Yield the request's span, one child per attempt of each choice, and the spans of each attempt."""
         caller = _context(ended, int(ended.context.parent_id, 16), remote=True) if ended.context.parent_id else None
         root = _context(ended)
         facts = {"baton.request_id": ended.request_id, "baton.outcome": ended.outcome}
@@ -122,7 +122,7 @@ class Exporter:
         error = next((span.attributes["error"] for span in stages if "error" in span.attributes), "")
         return self._span("attempt", context, root, "router", ended.router_id, times, facts, error)
 
-    def _span(  # noqa: PLR0913, PLR0917 (as many as a span has parts)
+    def _span(  # noqa: PLR0913, PLR0917 (the parts of a span)
         self,
         name: str,
         context: SpanContext,
@@ -153,7 +153,7 @@ class Exporter:
 
 
 def _context(ended: Ended, span_id: int = 0, *, remote: bool = False) -> SpanContext:
-    """Of a new span, if `span_id` is 0."""
+    """Return the context of a span; `span_id` 0 means a new one."""
     found = span_id or random.getrandbits(64) or 1
     return SpanContext(int(ended.context.trace_id, 16), found, remote, TraceFlags(TraceFlags.SAMPLED))
 

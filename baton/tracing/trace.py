@@ -1,9 +1,4 @@
-"""A part of the time of one request in one process, as clients and tools get it.
-
-Which trace a request belongs to: W3C's `traceparent`, or a new one.
-
-What an exporter is given: a request that is over.
-"""
+"""Spans of a request, the trace it belongs to (W3C `traceparent`, or a new one), and the record for exporters."""
 
 from __future__ import annotations
 
@@ -18,9 +13,7 @@ _FORM = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """`parent_id`: the caller's span, 16 hex digits; "": it said none. `sampled`: whether it is exported; None: the
-    caller did not say.
-    """
+    """A trace. `parent_id`: the caller's span, 16 hex digits or "". `sampled`: exported or not; None if undecided."""
 
     trace_id: str
     parent_id: str = ""
@@ -32,29 +25,29 @@ class TraceContext:
 
     @classmethod
     def parse(cls, header: str) -> TraceContext | None:
-        """None: it is not exactly what version 00 of the format says, and so is nobody's."""
+        """Parse a header. Returns None unless it is exactly in the format of version 00."""
         found = _FORM.fullmatch(header)
         if found is None or not int(found[1], 16) or not int(found[2], 16):
             return None
         return cls(found[1], found[2], bool(int(found[3], 16) & 1))
 
     def exported(self, sample: float) -> bool:
-        """Whether it is among the share `sample` of all, unless the caller has decided. Equal ids have equal fates."""
+        """Whether the trace is in the share `sample`, unless the caller decided. Equal ids give equal results."""
         if self.sampled is not None:
             return self.sampled
         return int(self.trace_id[16:], 16) < sample * 2**64
 
 
 ROLES = ("router", "prefill", "decode")
-TIME_S = 1e-6  # more than what a Unix time is off by, as a float
+TIME_S = 1e-6  # exceeds the rounding error of a Unix time as a float
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Times in seconds, `start_s` of Unix time by the clock of its own host. `attempt` 0: of no attempt.
+    """A part of the time of one request in one process. `start_s`: Unix time by the host's clock; `attempt` 0 means
+    none.
 
-    Of the router: a stage; those of one choice follow each other without gap. `attributes` are figures, never text of
-    a request.
+    A router's spans are stages; those of one choice have no gaps between them. `attributes` hold no text of a request.
     """
 
     name: str
@@ -72,13 +65,13 @@ class Span:
 
 
 def processes(spans: Iterable[Span]) -> list[tuple[str, str]]:
-    """(role, process) of all, in the order of the request's way, then of their first span."""
+    """Return (role, process) of all spans, in the order of `ROLES`, then of their first span."""
     found = dict.fromkeys((span.role, span.process) for span in sorted(spans, key=lambda span: span.start_s))
     return sorted(found, key=lambda one: ROLES.index(one[0]) if one[0] in ROLES else len(ROLES))
 
 
 def lanes(spans: Iterable[Span]) -> Iterator[list[Span]]:
-    """Some of them each, so that those of one lane do not overlap."""
+    """Split spans into lanes without overlaps."""
     found: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.start_s, -span.duration_s)):
         free = next((lane for lane in found if lane[-1].end_s <= span.start_s + TIME_S), None)
@@ -91,7 +84,7 @@ def lanes(spans: Iterable[Span]) -> Iterator[list[Span]]:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Times in Unix seconds. `error`: the name of its class; "": none. `spans` are made when they are asked for."""
+    """A finished request. Times in Unix seconds. `error`: class name, or "". `spans` builds them when called."""
 
     request_id: str
     router_id: str

@@ -1,7 +1,7 @@
-"""Who holds which blocks of this worker: counted from the tables of the role, and compared with the ledger of its pool.
+"""The block census of a worker: blocks counted from the tables of its role, compared with the counts of its block pool.
 
-The ledger says how many blocks are held; the census asks those who should hold them. A block that is held by nobody
-whom the role knows is lost to this process, though the ledger adds up.
+The pool counts reserved and owned blocks; the role lists which handoff holds which. A block that no handoff holds is
+leaked, even if the counts of the pool add up.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one handoff has here for one reason.
+    """The blocks that one handoff holds for one reason. `router_id` is "" if the handoff has no router any more.
 
-    `state`: at a decode worker reserved, receiving, committed, fenced, decoding, parked (it goes on without a router,
-    for some time), or fetched (a prefill worker reads its cached blocks); at a prefill worker fetching, queued,
-    prefilling, pushing, or waiting for a repush or a release.
-    `router_id`: whose it is; "": nobody's any more.
+    `state` at a decode worker: reserved, receiving, committed, fenced, decoding, parked (decodes without a router, for
+    some time), or fetched (a prefill worker reads its cached blocks). At a prefill worker: fetching, queued,
+    prefilling, pushing, or waiting for a retransfer or a release.
     """
 
     handoff: HandoffId
@@ -39,7 +38,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A holding, counted. Of its `blocks`, `counted` are not counted with an earlier one: shared blocks count once."""
+    """A counted holding. `counted` of its `blocks` are not in an earlier holding: shared blocks count once."""
 
     handoff: HandoffId
     state: str
@@ -50,7 +49,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """The ledger of `worker`, and who holds what of it."""
+    """The block counts of `worker`'s pool, and the handoffs that hold these blocks."""
 
     worker: WorkerRef
     blocks: BlockCounts
@@ -58,12 +57,12 @@ class Census:
 
     @property
     def unaccounted(self) -> int:
-        """Blocks that are reserved or owned by the ledger, and nobody holds. Below 0: held, and free by the ledger."""
+        """Blocks reserved or owned in the pool that no handoff holds. Negative: held blocks are free in the pool."""
         return self.blocks.reserved + self.blocks.owned - sum(held.counted for held in self.held)
 
 
 def count(worker: WorkerRef, blocks: BlockCounts, holdings: Iterable[Holding]) -> Census:
-    """Put both together."""
+    """Compare the counts of the pool with the holdings."""
     seen: set[int] = set()
     held = []
     for holding in holdings:
@@ -76,15 +75,15 @@ def count(worker: WorkerRef, blocks: BlockCounts, holdings: Iterable[Holding]) -
 async def take(
     loop: EngineLoop, worker: WorkerRef, holdings: Callable[[], Iterable[Holding]], *, within_s: float = 10.0
 ) -> Census:
-    """A census between two steps. Raises DeadlineExceeded if the engine thread does not come to it in time."""
+    """Take a census between two steps. Raises DeadlineExceeded if the engine thread takes longer than `within_s`."""
     answer: Future[Census] = Future()
 
     def look() -> None:
         if not answer.set_running_or_notify_cancel():
-            return  # nobody waits any more
+            return  # the caller has given up
         try:
             answer.set_result(count(worker, loop.engine.pool.counts(), holdings()))
-        except Exception as error:  # noqa: BLE001  (the boundary of the thread: it is the asker's, not the engine's)
+        except Exception as error:  # noqa: BLE001  (the error belongs to the caller, not to the engine thread)
             answer.set_exception(error)
 
     loop.submit(look)
@@ -96,7 +95,7 @@ async def take(
 
 
 def to_pb(census: Census) -> pb.CensusReply:
-    """Names are the same on both sides."""
+    """Convert a census to its message, which has the same fields."""
     holdings = [
         pb.Holding(
             handoff=convert.handoff_to_pb(held.handoff),

@@ -1,10 +1,7 @@
 """From settings to an engine: the model (or the oracle), its tokenizer, and as many KV blocks as fit.
 
-One request in one process: the plain run that every distributed one must equal.
-
-What a worker's log says while it loads a model, and at the end.
-
-What the cluster file leaves to the host: addresses, and the shape of verify passes: as measured, else the preset.
+Read `build_engine` first. `generate` runs one request in one process; every distributed run must equal it. `settled`
+fills in the host's part of the settings: addresses, and the shape of verify passes (measured, else the preset).
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Generation(NamedTuple):
-    """New tokens, their text (tail included) and how the choice ended."""
+    """New tokens, their text (tail included) and the finish of the choice."""
 
     tokens: list[Token]
     text: str
@@ -51,10 +48,7 @@ class Generation(NamedTuple):
 
 
 def generate(engine: Engine, spec: SequenceSpec) -> Generation:
-    """Run `spec` to its end on an otherwise idle engine.
-
-    Raises InvalidRequest if it can never be computed, EngineFault if the engine failed on it or cannot go on.
-    """
+    """Run `spec` to its end on an idle engine. Raises InvalidRequest if it can never be computed, or EngineFault."""
     key, tokens = HandoffId("generate", 0), list["Token"]()
     engine.submit(key, spec)
     while True:
@@ -93,7 +87,7 @@ class LoadingLog:
         log.info("model_loading", model=self._model, percent=percent, gb=done, of_gb=total)
 
     def finish(self, backend: ModelBackend) -> None:
-        """The model is there. `resident_gb` is this whole process's memory on the host."""
+        """Log that the model is loaded. `resident_gb` is the host memory of the whole process."""
         if (last := self._last) is None:
             return
         log.info(
@@ -110,9 +104,8 @@ class LoadingLog:
 
 
 def build_engine(settings: WorkerSettings, loaded: ModelBackend | None = None) -> Engine:
-    """Load the model, unless it is `loaded`, and size the pool. No engine that uses it may be left.
-
-    Raises CheckpointError (the folder cannot be served) or ConfigError (device, memory or length do not fit).
+    """Load the model, unless it is `loaded`, and size the pool. Any earlier engine of that model must be gone. Raises
+    CheckpointError (the folder cannot be served) or ConfigError (device, memory or length do not fit).
     """
     use_threads(settings)
     backend = loaded or load_backend(settings)
@@ -137,41 +130,41 @@ def build_engine(settings: WorkerSettings, loaded: ModelBackend | None = None) -
         shapes=shapes,
     )
     if settings.role is Role.DECODE and backend.device.type == "cuda" and backend.thinker is None:
-        from baton.engine.kernels.gpu.cuda_graphs import with_graphs  # a CPU has no use for it
+        from baton.engine.kernels.gpu.cuda_graphs import with_graphs  # never needed on a CPU
 
         engine.backend = with_graphs(backend, engine.kv, settings.max_running, engine.max_model_len)
     warm_up(engine)
     gc.collect()
-    gc.freeze()  # what is here now stays: no later collection need look at it in the middle of a step
+    gc.freeze()  # permanent objects: no collection scans them in the middle of a step
     return engine
 
 
 def use_threads(settings: WorkerSettings) -> None:
-    """From now on, in this thread and in those that are started."""
+    """Set torch's thread count, for this thread and threads started later."""
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
 
 
 def free_memory() -> None:
-    """Give back what an engine had that nobody uses any more: its KV, and its graphs. `build_engine` froze it."""
+    """Free a retired engine's KV cache and CUDA graphs, which `build_engine` excluded from collection."""
     gc.unfreeze()
     gc.collect()
-    torch.cuda.empty_cache()  # does nothing where none was used
+    torch.cuda.empty_cache()  # no-op without CUDA
 
 
 def warm_up(engine: Engine) -> None:
-    """Pay for what only the first prompt and the first decode step cost, and start counting after it."""
+    """Run the first prompt and decode step, which cost extra, and reset the counters."""
     generate(engine, SequenceSpec((0,), Sampling(max_tokens=3, temperature=0.0, ignore_eos=True)))
     engine.counters = Counters()
 
 
 def load_backend(settings: WorkerSettings) -> ModelBackend:
-    """The oracle for `model.path: oracle`, else the checkpoint in that folder, or downloaded by that name."""
+    """Load the oracle for `model.path: oracle`, else the checkpoint in that folder, downloaded if it is a hub name."""
     device = pick_device(settings.device)
     _check_ranks(settings, device)
     if settings.model_path == ORACLE_MODEL:
         return OracleBackend(oracle_layout(settings.block_size), seed=settings.seed)
-    # The oracle needs no transformer.
+    # Imported late because the oracle needs no transformer.
     from baton.engine.models.config import read_config
     from baton.engine.models.loading import load_model
     from baton.engine.tp.backend import Ranking, load_sharded
@@ -198,12 +191,12 @@ def load_backend(settings: WorkerSettings) -> ModelBackend:
 
 
 def thinking_chunk(backend: ModelBackend) -> int:
-    """How many tokens make a chunk that its model thinks about; 0: it does not think."""
+    """Return the tokens of a chunk that the model thinks about, or 0 if it does not think."""
     return 0 if backend.thinker is None else backend.thinker.config.chunk_size
 
 
 def check_thinking(settings: WorkerSettings, chunk: int) -> None:
-    """Raises ConfigError if a model that thinks about chunks of so many tokens (0: none) cannot be served like this."""
+    """Raise ConfigError if a model with chunks of `chunk` tokens (0: does not think) does not fit the settings."""
     ranks, key = settings.tensor_parallel, _ranks_key(settings)
     if chunk and ranks > 1:
         raise ConfigError(f"{key}: {ranks}: a model that thinks is not divided; {key}=1 serves it")
@@ -226,7 +219,7 @@ def _check_ranks(settings: WorkerSettings, device: str) -> None:
 
 
 def pick_device(device: str) -> str:
-    """`auto` is the first GPU, or the CPU where there is none. Raises ConfigError for a GPU that is not there."""
+    """Resolve `auto` to the first GPU, or the CPU without one. Raises ConfigError if the named GPU is missing."""
     count = torch.cuda.device_count()
     if device == "auto":
         return "cuda:0" if count else "cpu"
@@ -236,10 +229,8 @@ def pick_device(device: str) -> str:
 
 
 def passes_path(settings: WorkerSettings) -> Path:
-    """Where the times of verify passes lie: another processor or GPU, torch, model shape, dtype, number of ranks or of
-    threads has others. What may differ between two workers of one kind is no part of it.
-
-    Raises CheckpointError or OSError where there is no model.
+    """Return the file with the measured times of verify passes. Workers share it if they have the same processor or
+    GPU, torch, model shape, dtype, number of ranks and threads. Raises CheckpointError or OSError without a model.
     """
     device, model = pick_device(settings.device), model_folder(settings.model_path, weights=False)
     if device == "cpu":
@@ -252,15 +243,13 @@ def passes_path(settings: WorkerSettings) -> Path:
 
 
 def settled(settings: WorkerSettings) -> WorkerSettings:
-    """With the addresses, and the shape of verify passes, that a worker is to have here; tells the log which shape, and
-    where it is from. Raises ConfigError about an address.
-    """
+    """Return settings with this host's addresses and verify-pass shape; logs the shape. Raises ConfigError."""
     settings = located(settings)
     shapes, source = settings.shapes, "preset" if settings.auto_rows else "config"
     if settings.auto_rows and shapes.tokens == WINDOW and settings.model_path != ORACLE_MODEL:
         try:
             passes = load_passes(passes_path(settings))
-        except OSError:  # whoever loads the model says it better
+        except OSError:  # loading the model raises a better error
             passes = None
         if passes is not None:
             source, total = "profile", passes.best(exact=shapes.exact_rows > 0)

@@ -1,6 +1,6 @@
 """The engine thread: the only thread that touches the engine, its scheduler and its block pool.
 
-Everything else (gRPC, transfers, the ledger) talks to it by `submit`. Commands run between steps, in order.
+All other threads (gRPC, transfers, the ledger) reach it through `submit`. Jobs run between steps, in order.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ log = structlog.get_logger(__name__)
 
 
 class StepListener(Protocol):
-    """What the loop tells the role about, on the engine thread."""
+    """The callbacks of the loop into the role, on the engine thread."""
 
     def stepped(self, result: StepResult) -> None:
-        """A step ended with these outputs."""
+        """Handle the outputs of a step that ended."""
 
     def tick(self) -> None:
-        """The loop is idle or between steps: look at deadlines. At least every `idle_s`."""
+        """Check deadlines: after each step and when idle, at least every `idle_s`."""
 
 
 class Paces:
-    """What steps took so far, by kind; of those that did both, what they computed of each. On the engine thread."""
+    """Total cost of steps by kind. Mixed steps: prompt part and time in `joint`, decode part in `beside`."""
 
     def __init__(self) -> None:
         self.prefill, self.decode = Pace(), Pace()
         self.joint, self.beside = Pace(), Pace()
 
     def note(self, result: StepResult, seconds: float) -> None:
-        """A step took so long, with telling what came of the one before: who hears of a step finds it here."""
+        """Add the cost of a step. `seconds` includes delivering the outputs of the step before."""
         if not result.computed or result.failed:
             return
         if result.prefill == result.computed:
@@ -57,7 +57,7 @@ class Paces:
             self.beside = self.beside.plus(*rest, 0.0)
 
     def into(self, load: Load) -> Load:
-        """The report with these."""
+        """Return `load` with these totals."""
         return replace(
             load,
             prefill_pace=self.prefill,
@@ -68,10 +68,8 @@ class Paces:
 
 
 class EngineLoop:
-    """Runs `engine.step()` while there is work, and submitted jobs between steps.
-
-    `iterations` grows while the thread is alive and well, idle or not, and within a long step too (`progressed`): it is
-    the progress that renews the lease.
+    """Runs `engine.step()` while there is work, and submitted jobs between steps. `iterations` grows while the thread
+    is alive, idle or not, and also within a long step (`progressed`). The lease is renewed only while it grows.
     """
 
     def __init__(self, engine: Engine, *, idle_s: float = 0.2, clock: Clock | None = None) -> None:
@@ -79,8 +77,8 @@ class EngineLoop:
         self.paces = Paces()
         self._clock = clock or SystemClock()
         self.iterations = 0
-        self.step_began = 0.0  # the last one, in monotonic seconds
-        self._telling_s = 0.0  # what came of it
+        self.step_began = 0.0  # monotonic seconds
+        self._telling_s = 0.0  # to deliver the outputs of the last step
         self.failure: BaseException | None = None
         self._idle_s = idle_s
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
@@ -88,11 +86,11 @@ class EngineLoop:
         self._thread: threading.Thread | None = None
 
     def submit(self, job: Job) -> None:
-        """Run `job` on the engine thread, after those submitted before it. From any thread; never blocks."""
+        """Run `job` on the engine thread, after earlier jobs. From any thread; never blocks."""
         self._jobs.put(job)
 
     def progressed(self) -> None:
-        """A part of a step is done, such as a layer. On the engine thread."""
+        """Count progress within a step, such as a finished layer. On the engine thread."""
         self.iterations += 1
 
     def start(self, listener: StepListener) -> None:
@@ -100,7 +98,7 @@ class EngineLoop:
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """End after the step that is running. Jobs already submitted still run."""
+        """End after the current step. Jobs already submitted still run."""
         self._stop.set()
         self.submit(lambda: None)
         if self._thread is not None:
@@ -116,12 +114,12 @@ class EngineLoop:
                 self.iterations += 1
             self._drain()
         except Exception as error:
-            # A broken invariant: this process must not go on. `failure` makes the host exit, peers see it die.
+            # An invariant is broken, so the process must end: `failure` makes the host exit.
             log.exception("engine_thread_failed")
             self.failure = error
 
     def _step(self, listener: StepListener) -> bool:
-        """One step if there is work. False: nothing could be done, so waiting costs nobody anything."""
+        """Run one step if there is work. Returns False if it did nothing, so the loop may wait for a job."""
         if not self.engine.has_work():
             return False
         self.step_began = self._clock.monotonic()
@@ -133,7 +131,7 @@ class EngineLoop:
         return bool(result.computed or result.outputs or result.preempted or result.failed)
 
     def _drain(self, *, wait: bool = False) -> None:
-        """Run what was submitted; with `wait`, up to `idle_s` for the first job to come."""
+        """Run submitted jobs. `wait` allows up to `idle_s` for the first one."""
         while True:
             try:
                 job = self._jobs.get(block=wait, timeout=self._idle_s)

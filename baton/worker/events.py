@@ -1,4 +1,4 @@
-"""Builders of what a worker tells a router: one function per kind of `WorkerEvent`."""
+"""Builders of the events that a worker sends to a router: one function per kind of `WorkerEvent`."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ Spans = Sequence[common_pb2.Span]
 
 
 def refused(handoff: HandoffId, reason: worker_pb2.RefusalReason.ValueType, detail: str) -> Event:
-    """A Reserve or a Prefill is refused; nothing is held."""
+    """Refuse a Reserve or a Prefill; no blocks are held."""
     return Event(handoff=convert.handoff_to_pb(handoff), refused=worker_pb2.Refused(reason=reason, detail=detail))
 
 
 def no_room(handoff: HandoffId, tokens: int) -> Event:
-    """A Reserve is refused that may succeed later."""
+    """Refuse a Reserve that may succeed later."""
     return refused(handoff, worker_pb2.REFUSAL_REASON_NO_ROOM, f"no room for {tokens} tokens now")
 
 
 def stopping(handoff: HandoffId) -> Event:
-    """A Reserve or a Prefill is refused, or what came of it given up: it may succeed elsewhere."""
+    """Refuse a Reserve or Prefill, or give up its work: this worker is stopping. Another may take it."""
     return refused(handoff, worker_pb2.REFUSAL_REASON_DRAINING, "this worker is stopping")
 
 
 def failed(handoff: HandoffId, error: BatonError, *, held: bool = False, spans: Spans = ()) -> Event:
-    """This attempt failed; nothing is held any more, unless `held` says that the KV waits for a Repush."""
+    """Report a failed attempt. All its blocks are freed, unless `held`: the KV waits for a retransfer."""
     message = worker_pb2.Failed(kind=type(error).__name__, message=str(error), held=held)
     return Event(handoff=convert.handoff_to_pb(handoff), failed=message, spans=spans)
 
 
 def tokens(handoff: HandoffId, items: Sequence[Token]) -> Event:
-    """Output tokens of one step."""
+    """Send the output tokens of one step."""
     event = Event(handoff=convert.handoff_to_pb(handoff))
     convert.fill_tokens(event.tokens, items)
     return event
 
 
 def thoughts(handoff: HandoffId, items: Sequence[Thought]) -> Event:
-    """What was thought about consecutive chunks, at least one."""
+    """Send thoughts about consecutive chunks, at least one."""
     return Event(handoff=convert.handoff_to_pb(handoff), thoughts=thoughts_to_pb(items))
 
 
 def finished(handoff: HandoffId, finish: Finish) -> Event:
-    """No more tokens come."""
+    """Report that no more tokens follow."""
     return Event(handoff=convert.handoff_to_pb(handoff), finish=convert.finish_to_pb(finish))
 
 
 def output(item: SequenceOutput) -> list[Event]:
-    """The events of one sequence's step: its tokens, and its end if it ended."""
+    """Return the events of one sequence's step: its tokens, and its finish if it ended."""
     events = [tokens(item.key, item.tokens)] if item.tokens else []
     if item.finish:
         events.append(finished(item.key, item.finish))
@@ -67,7 +67,7 @@ def output(item: SequenceOutput) -> list[Event]:
 
 
 def reserved(handoff: HandoffId, cached_tokens: int) -> Event:
-    """Room is reserved; the KV of the first `cached_tokens` is here already."""
+    """Report that blocks are reserved and the KV of the first `cached_tokens` is already here."""
     return Event(handoff=convert.handoff_to_pb(handoff), reserved=worker_pb2.Reserved(cached_tokens=cached_tokens))
 
 
@@ -80,29 +80,29 @@ def committed(
     transport: str = "",
     spans: Spans = (),
 ) -> Event:
-    """The one commit was accepted; the figures are for the router that waits for it."""
+    """Report that the one commit was accepted, with figures for the router."""
     message = worker_pb2.Committed(transfer_s=transfer_s, commit_s=commit_s, kv_bytes=kv_bytes, transport=transport)
     return Event(handoff=convert.handoff_to_pb(handoff), committed=message, spans=spans)
 
 
 def fenced(handoff: HandoffId) -> Event:
-    """No commit of this attempt will be accepted."""
+    """Report that no commit of this attempt will be accepted."""
     return Event(handoff=convert.handoff_to_pb(handoff), fenced=worker_pb2.Fenced())
 
 
 def attached(handoff: HandoffId) -> Event:
-    """Its tokens go to this router from here on."""
+    """Report that the tokens of this stream go to this router from now on."""
     return Event(handoff=convert.handoff_to_pb(handoff), attached=worker_pb2.Attached())
 
 
 def preempted(handoff: HandoffId, reason: str, spans: Spans = ()) -> Event:
-    """Handed back: the pool is full."""
+    """Report that the sequence is requeued, for `reason`, such as a full pool."""
     return Event(handoff=convert.handoff_to_pb(handoff), preempted=worker_pb2.Preempted(reason=reason), spans=spans)
 
 
 def pushed(
     handoff: HandoffId, *, kv_bytes: int, exposed_s: float = 0.0, round_trip_s: float = 0.0, frames: int = 0
 ) -> Event:
-    """The decode worker has acknowledged the commit."""
+    """Report that the decode worker has acknowledged the commit."""
     message = worker_pb2.Pushed(kv_bytes=kv_bytes, exposed_s=exposed_s, round_trip_s=round_trip_s, frames=frames)
     return Event(handoff=convert.handoff_to_pb(handoff), pushed=message)

@@ -1,6 +1,6 @@
-"""Where the time of each handoff went, told with events that workers send anyway. Nothing is done for a token.
+"""Time spans of each handoff. They travel with events that workers send anyway, and cost nothing per token.
 
-Moments are noted in monotonic seconds, and become Unix time when they are told.
+Times are noted in monotonic seconds and converted to Unix time when a span is made.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def span(name: str, begin: float, end: float, clock: Clock, **figures: object) -> common_pb2.Span:
-    """What took from `begin` to `end`, in monotonic seconds of `clock`. Who did it for what, the router knows."""
+    """Build a span from `begin` to `end`, in monotonic seconds of `clock`. The router adds worker and handoff."""
     return common_pb2.Span(
         name=name,
         start_s=begin - clock.monotonic() + clock.wall(),
@@ -31,17 +31,17 @@ def span(name: str, begin: float, end: float, clock: Clock, **figures: object) -
 
 
 class PrefillTimes:
-    """When what was done for a handoff, in monotonic seconds, and its spans, each said once."""
+    """Times of one handoff at a prefill worker, in monotonic seconds. Each span is returned once."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._since = clock.monotonic()  # accepted; later, in its first step
-        self._leaves: float | None = None  # since when its KV may leave; None: it may not
+        self._since = clock.monotonic()  # accepted; later, start of its first step
+        self._leaves: float | None = None  # when its KV could first be sent
         self._chunks = 0
         self._spans: list[common_pb2.Span] = []
 
     def in_step(self, began: float, *, streams: bool) -> None:
-        """The first layer of a step that began then is there."""
+        """Record a step that began at `began`; its first layer is computed."""
         if not self._chunks:
             self._spans.append(span("wait", self._since, began, self._clock))
             self._since = began
@@ -49,17 +49,17 @@ class PrefillTimes:
         self._chunks += 1
 
     def computed(self, tokens: int, cached: int) -> None:
-        """So many were known, and so many of them in the cache; the first new one is there now."""
+        """Record that the first new token is there. `cached` of the `tokens` known ones were in the cache."""
         now, figures = self._clock.monotonic(), {"tokens": tokens - cached, "cached_tokens": cached}
         self._spans.append(span("compute", self._since, now, self._clock, **figures, chunks=self._chunks))
         self._leaves = now if self._leaves is None else self._leaves
 
     def repushed(self) -> None:
-        """It is handed over anew, from now on."""
+        """Record the start of a retransfer."""
         self._leaves = None if self._leaves is None else self._clock.monotonic()
 
     def pushed(self, **figures: object) -> None:
-        """Its push ended."""
+        """Record the end of the push."""
         if self._leaves is not None:
             self._spans.append(span("push", self._leaves, self._clock.monotonic(), self._clock, **figures))
 
@@ -70,7 +70,7 @@ class PrefillTimes:
 
 @dataclass(slots=True)
 class _Decoding:
-    """`tokens` are those of the sequence, and grow; from the `first` on they are made here."""
+    """A handoff that decodes here. `tokens` grows; those from index `first` on are generated here."""
 
     began: float
     step: int
@@ -81,30 +81,30 @@ class _Decoding:
 
 
 class DecodeTimes:
-    """Since when which handoff is decoded here. Nothing is done for a token."""
+    """Times of the handoffs at a decode worker. Costs nothing per token."""
 
     def __init__(self, clock: Clock, counters: Counters) -> None:
         self._clock, self._counters = clock, counters
         self._decoding: dict[HandoffId, _Decoding] = {}
 
     def begin(self, handoff: HandoffId, tokens: Sequence[int], *, alone: bool) -> None:
-        """The engine has it, and adds to its `tokens`. `alone`: the prompt is computed here as well."""
+        """Record that the engine has the sequence and appends to `tokens`. `alone`: it also computes the prompt."""
         now, step = self._clock.monotonic(), self._counters.steps
         self._decoding[handoff] = _Decoding(now, step, tokens, len(tokens), alone)
 
     def verified(self, result: StepResult) -> None:
-        """A step had a verify pass."""
+        """Record the verify pass of a step."""
         for key, verifying in result.verifying:
             if (one := self._decoding.get(key)) is not None:
                 one.verifying = verifying
 
     def verify_s(self, handoff: HandoffId) -> float:
-        """What verify passes took so far."""
+        """Seconds of verify passes so far."""
         one = self._decoding.get(handoff)
         return one.verifying.seconds if one is not None and one.verifying is not None else 0.0
 
     def ended(self, handoff: HandoffId) -> list[common_pb2.Span]:
-        """What was done, once: decoding, and at its end all verify passes as one, which lay within it."""
+        """Return the decode span, once. All verify passes are one span within it, placed at its end."""
         one, now = self._decoding.pop(handoff, None), self._clock.monotonic()
         if one is None:
             return []
@@ -118,7 +118,7 @@ class DecodeTimes:
         return spans
 
     def taken_over(self, commit: CommitState) -> list[common_pb2.Span]:
-        """What became of a commit until now."""
+        """Return the spans of a commit: receiving it, and from its end until now."""
         figures = {"kv_bytes": commit.kv_bytes, "transport": commit.transport}
         return [
             span("receive", commit.began_at, commit.ended_at, self._clock, **figures),

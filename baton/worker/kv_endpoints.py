@@ -1,4 +1,4 @@
-"""A worker's way to send KV and to take it: both ends of `kvtransfer`, put together the same for both roles."""
+"""A worker's endpoints for KV: sender and receiver of `kvtransfer`, built the same for both roles."""
 
 from __future__ import annotations
 
@@ -36,10 +36,7 @@ class Pusher(Protocol):
 
 
 class Transfers:
-    """`sender` pushes what the role gives it; what others push lands by the word of `table`.
-
-    Raises ConfigError for a transport that cannot be had.
-    """
+    """`sender` pushes KV; `table` accepts or rejects pushes to here. Raises ConfigError if the transport is missing."""
 
     def __init__(
         self,
@@ -58,6 +55,6 @@ class Transfers:
         peer_pb2_grpc.add_PeerServicer_to_server(self._peers, parts.server)
 
     async def close(self) -> None:
-        """End all channels, and every push with them."""
+        """Close all channels and end every push."""
         await asyncio.to_thread(self.sender.close)
         await self._peers.close()

@@ -1,11 +1,10 @@
-"""One incarnation of a worker: it listens, registers, beats, does what it is told, and leaves in order.
+"""One incarnation of a worker: it listens, registers, renews its lease, obeys commands, and leaves in order.
 
-register ──> beat ──order──> drain ──nothing left, or its grace is over──> deregister ──> leave
-               └────────────SIGTERM────────────┴────────────────────────────────^
+  register ──> beat ──order──> drain ──nothing left, or its grace is over──> deregister ──> leave
+                 └────────────SIGTERM────────────┴────────────────────────────────^
 
-A worker's lease in the ledger, watched by its own clock too: one that has lapsed is never taken up again.
-
-A worker's metrics: where they are served, and how they ask what it does.
+Read `run_incarnation` first, then `Beats` (heartbeat, orders, drain) and `Lease`. The lease is also measured by the
+worker's own clock; a lapsed lease is never renewed.
 """
 
 from __future__ import annotations
@@ -58,10 +57,10 @@ log = structlog.get_logger(__name__)
 
 
 class Lease:
-    """Counts from the start of the last call that renewed it, or found Redis away.
+    """A worker's lease. Its age counts from the start of the last call that renewed it or could not reach Redis.
 
-    A Redis that is back is asked whether somebody took the place meanwhile; one that forgot is told again, with the
-    same incarnation, and with that begins its next epoch (`baton.ledger.registry`).
+    When Redis is back, renewing fails if another incarnation took the place. If Redis lost its data, the worker
+    registers again with the same incarnation; that begins the next epoch of the store (`baton.ledger.registry`).
     """
 
     def __init__(self, ledger: Ledger, info: WorkerInfo, lease_s: float, clock: Clock, history: History = OFF) -> None:
@@ -74,7 +73,7 @@ class Lease:
 
     @property
     def age_s(self) -> float:
-        """Since it was last kept."""
+        """Seconds since the lease was last kept."""
         return self._clock.monotonic() - self._kept
 
     async def take(self) -> None:
@@ -85,7 +84,7 @@ class Lease:
             raise EngineFault(f"{self._info.ref.worker_id} is taken by another incarnation: this one is fenced")
 
     def check(self) -> None:
-        """Raises LedgerError once the lease must have lapsed, whatever kept this process from renewing it."""
+        """Raise LedgerError if the lease has lapsed by this process's clock, for whatever reason."""
         elapsed = self.age_s
         if elapsed > self.lease_s:
             self._lost()
@@ -97,9 +96,8 @@ class Lease:
         log.error("lease_lost", worker=self._info.ref)
 
     async def renew(self, progress: int) -> None:
-        """Renew, or enter again what a restarted Redis forgot. Raises EngineFault if another one has the place.
-
-        Without Redis the worker goes on: its streams are alive. A call may take so long that the next is in time.
+        """Renew, or register again if Redis lost its data. Raises EngineFault if another incarnation has the place.
+        Without Redis the worker goes on, because its streams are alive. A call times out after a third of the lease.
         """
         self.check()
         asked = self._clock.monotonic()
@@ -114,7 +112,7 @@ class Lease:
 
 
 class Stepping(Protocol):
-    """The engine thread's last words."""
+    """The last reports of the engine thread."""
 
     load: Load
 
@@ -123,7 +121,7 @@ class Stepping(Protocol):
 
 
 async def measured(settings: WorkerSettings, leaving: AsyncExitStack) -> tuple[WorkerMetrics, str]:
-    """They are served until `leaving` ends, at the address that is returned; "": nowhere. Raises ConfigError."""
+    """Serve metrics until `leaving` ends. Returns them and their address, "" if not served. Raises ConfigError."""
     metrics = WorkerMetrics(settings.cluster, __version__)
     if settings.metrics is None:
         return metrics, ""
@@ -135,7 +133,7 @@ async def measured(settings: WorkerSettings, leaving: AsyncExitStack) -> tuple[W
 
 
 def watched(info: WorkerInfo, lease: Lease, stepping: Stepping, service: WorkerService, role: WorkerRole) -> Watched:
-    """An incarnation, as its metrics are to see it."""
+    """Return the view of an incarnation that its metrics read."""
     return Watched(
         info,
         lease.lease_s,
@@ -152,14 +150,11 @@ SHUTDOWN_GRACE_S = 2.0
 LEAVE_S = 1.0
 _LOOK_S = 0.01
 _DRAIN_LOOK_S = 0.1
-_LONGEST_REASON = 1024  # that a record takes
+_LONGEST_REASON = 1024  # characters, the limit of a registry record
 
 
 class _Stepping:
-    """Passes steps to the role and keeps what is reported of its load, for the messages of sessions.
-
-    `drained`: it drains, and nothing is left.
-    """
+    """Passes steps to the role and keeps the last load report. `drained`: draining, and nothing is left."""
 
     def __init__(self, engine: Engine, role: WorkerRole, paces: Paces) -> None:
         self._engine = engine
@@ -191,9 +186,8 @@ class _Stepping:
 async def run_incarnation(
     settings: WorkerSettings, engine: Engine, factory: RoleFactory, stop: asyncio.Event, ready: Ready
 ) -> WorkerCommand | None:
-    """Until `stop` is set (None), or until the worker has drained, as it was told: that order.
-
-    Raises BatonError when it cannot register, or must not go on. When it returns, nothing of it is left but `engine`.
+    """Run until `stop` is set (returns None), or until an ordered drain has ended (returns the order). Raises
+    BatonError if it cannot register or must not go on. When it returns, only `engine` is left.
     """
     clock = SystemClock()
     ledger = await Ledger.connect(settings.redis_url, settings.ledger_prefix, settings.lease_s, clock)
@@ -212,7 +206,7 @@ async def run_incarnation(
         health = _Health(server, metrics)
         worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
         loop.start(stepping)
-        leaving.push_async_callback(role.close)  # last of these: what the engine thread still notes must get out
+        leaving.push_async_callback(role.close)  # after loop.stop, to write the last records
         leaving.push_async_callback(asyncio.to_thread, loop.stop)
         leaving.callback(service.close)
         await health.tell(serving=False)
@@ -232,7 +226,7 @@ async def run_incarnation(
         if order is not None:
             await health.tell(serving=False)
             await beats.drain(stop, order.grace_s, role, lambda: stepping.drained)
-        await _deregister(ledger, info.ref)  # routers look elsewhere
+        await _deregister(ledger, info.ref)  # routers stop choosing it
         await _leave(loop, role)
         if stop.is_set() or order is None:
             return None
@@ -241,7 +235,7 @@ async def run_incarnation(
 
 
 class _Health:
-    """grpc.health.v1 of the process: "" alone; and what `/ready` says."""
+    """The grpc.health.v1 status of the process (service "" only) and of `/ready`."""
 
     def __init__(self, server: grpc.aio.Server, metrics: WorkerMetrics) -> None:
         self._metrics = metrics
@@ -255,7 +249,7 @@ class _Health:
 
 
 class Beats:
-    """Renews the lease while the engine thread makes progress; a process without it, or frozen too long, must not."""
+    """Renews the lease only while the engine thread makes progress. Reads orders from the control state."""
 
     def __init__(
         self,
@@ -277,7 +271,7 @@ class Beats:
         self._seen = -1
 
     async def run(self, stop: asyncio.Event) -> WorkerCommand | None:
-        """Until `stop` is set (None), or something is ordered that this worker is not doing already."""
+        """Beat until `stop` is set (returns None), or an order asks for a drain or another role."""
         while not stop.is_set():
             await self._beat()
             order = await self._order()
@@ -288,7 +282,7 @@ class Beats:
         return None
 
     async def drain(self, stop: asyncio.Event, grace_s: float, role: WorkerRole, drained: Callable[[], bool]) -> None:
-        """Until `stop` is set, nothing is left, and routers were told so, or `grace_s` have passed."""
+        """Drain until `stop` is set, `grace_s` have passed, or nothing is left and routers have that report."""
         until, over = self._clock.monotonic() + grace_s, False
         self._loop.submit(role.drain)
         while not (stop.is_set() or over or self._clock.monotonic() >= until):
@@ -306,7 +300,7 @@ class Beats:
             await self._lease.renew(self._seen)
 
     async def _order(self) -> WorkerCommand | None:
-        """None, too, if it cannot be read within a sixth of the lease, which must not lapse over it."""
+        """Read the order. Returns None, too, after a timeout: a sixth of the lease, which must not lapse."""
         try:
             async with asyncio.timeout(self._ask_s):
                 return await self._board.order(self._info.ref)
@@ -321,20 +315,20 @@ async def _wait(stop: asyncio.Event, seconds: float) -> None:
 
 
 async def _leave(loop: EngineLoop, role: WorkerRole) -> None:
-    """Hand over what is under way, and let what is nearly done be done."""
+    """Hand over running work, and give pushes that are nearly done at most `LEAVE_S`."""
     left: Future[None] = Future()
-    loop.submit(lambda: left.set_result(role.leave()))  # type: ignore[func-returns-value]  # None, once it has left
+    loop.submit(lambda: left.set_result(role.leave()))  # type: ignore[func-returns-value]
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LEAVE_S):
             await asyncio.wrap_future(left)
-            while role.busy:  # noqa: ASYNC110  (the engine thread tells nobody)
+            while role.busy:  # noqa: ASYNC110  (the engine thread signals no event)
                 await asyncio.sleep(_LOOK_S)
 
 
 async def _stop_serving(
     server: grpc.aio.Server, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
 ) -> None:
-    """Who leaves in peace lets running calls end; who is fenced, or broken, says nothing more."""
+    """Let running calls end on a clean exit. After an error or a fence, cut them immediately."""
     await server.stop(None if error else SHUTDOWN_GRACE_S)
 
 

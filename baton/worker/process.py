@@ -1,12 +1,8 @@
-"""The host process of a worker: one incarnation after the other, each of the role that it was told to be of.
+"""The worker process: it runs one incarnation after the other, each of the role that it was ordered to take.
 
-The weights stay loaded from one to the next if both roles want them alike. All else is built anew.
-
-A worker inside a process that somebody else owns (a Ray actor): on a thread of its own, ended by `stop`.
-
-When the worker ends by itself, the process ends too: with 0 if it was told to, and its supervisor sees that.
-
-What Ray makes an actor of: a worker of either role in a process of its own. Thin, without logic, and without Ray.
+Read `serve` first. Weights stay loaded between incarnations if both roles load them with the same settings; all else is
+rebuilt. `HostedWorker` runs a worker on a thread of a process that it does not own, such as a Ray actor
+(`WorkerActor`). If the worker ends by itself, so does that process; its supervisor gets 0 after an ordered drain.
 """
 
 from __future__ import annotations
@@ -47,30 +43,27 @@ _LOADED_OF = attrgetter(*_LOADED)
 async def serve(
     both: Mapping[Role, WorkerSettings], factories: Factories, role: Role, stop: asyncio.Event, ready: Ready
 ) -> None:
-    """Run a worker until `stop` is set, or until it is told to drain and end. `ready` is called for each incarnation.
-
-    Raises BatonError when it cannot start, or must not go on.
-    """
+    """Run a worker until `stop` is set or a drain ends. Raises BatonError if it cannot start or must not go on."""
     model = _Model()
     with contextlib.closing(model):
         while True:
             settings = await asyncio.to_thread(settled, both[role])
             engine = await asyncio.to_thread(model.engine, settings)
             order = await run_incarnation(settings, engine, factories[role], stop, ready)
-            del engine  # with its KV, before the next one's is made
+            del engine  # frees its KV before the next engine allocates
             if order is None or order.drain:
                 return
             role = order.role
 
 
 class _Model:
-    """What is loaded, and for which settings."""
+    """The loaded model, and the settings it was loaded with."""
 
     def __init__(self) -> None:
         self._loaded: tuple[WorkerSettings, ModelBackend] | None = None
 
     def engine(self, settings: WorkerSettings) -> Engine:
-        """A new one, of the loaded weights if they will do. Raises what loading raises."""
+        """Build a new engine. Loads the weights again only if the settings require it; raises the errors of loading."""
         free_memory()
         use_threads(settings)
         if self._loaded is not None and (why := reasons_to_load(self._loaded[0], settings)):
@@ -88,7 +81,7 @@ class _Model:
 
 
 def reasons_to_load(before: WorkerSettings, after: WorkerSettings) -> list[str]:
-    """What differs of that which a model is loaded with; nothing: the loaded one will do."""
+    """Return the load-time settings that differ. If none differ, the loaded model can be reused."""
     found = zip(_LOADED, _LOADED_OF(before), _LOADED_OF(after), strict=True)
     return [f"{name}: {left}, {right}" for name, left, right in found if left != right]
 
@@ -96,7 +89,7 @@ def reasons_to_load(before: WorkerSettings, after: WorkerSettings) -> list[str]:
 def run_worker_process(
     both: Mapping[Role, WorkerSettings], factories: Factories, role: Role, stop: threading.Event, ready: Ready
 ) -> None:
-    """`serve` on an event loop of its own, until `stop` is set from any thread. Blocks."""
+    """Run `serve` on its own event loop until `stop` is set from any thread. Blocks."""
 
     async def main() -> None:
         leave = asyncio.Event()
@@ -110,7 +103,7 @@ def run_worker_process(
 
 def _forward(stop: threading.Event, loop: asyncio.AbstractEventLoop, leave: asyncio.Event) -> None:
     stop.wait()
-    with contextlib.suppress(RuntimeError):  # the loop has ended already
+    with contextlib.suppress(RuntimeError):  # the loop has already ended
         loop.call_soon_threadsafe(leave.set)
 
 
@@ -131,7 +124,7 @@ class HostedWorker:
         self._thread.start()
 
     def ready(self) -> WorkerRef:
-        """Wait until the worker is registered. Raises what kept it from starting, Cancelled if that was `stop`."""
+        """Wait for registration. Raises the error that prevented the start, or Cancelled after `stop`."""
         self._settled.wait()
         if self._failure is not None:
             raise self._failure
@@ -152,7 +145,7 @@ class HostedWorker:
         try:
             self._run(self._stop, self._ready)
         except Exception as error:
-            # The task boundary: whatever ended the worker is logged, then handed to `ready` or ends the process.
+            # Task boundary: `ready` raises the error, or the process exits.
             if isinstance(error, BatonError):
                 log.error("worker_failed", error=type(error).__name__, message=str(error))
             else:
@@ -161,14 +154,14 @@ class HostedWorker:
         was_ready = self._settled.is_set()
         self._settled.set()
         if was_ready and not self._stop.is_set():
-            self._exit_process(0 if self._failure is None else 1)  # 0: it has drained
+            self._exit_process(0 if self._failure is None else 1)  # 0 after a drain
 
 
 class WorkerActor:
-    """Constructed with plain values. When it is constructed again, that is a new incarnation of `worker_id`.
+    """Class wrapped in a Ray actor to host one worker of either role. It has no logic and does not import Ray.
 
-    `config_json`: the whole `ClusterConfig`; `log_file`: where output goes (empty: stays Ray's). `factories` make its
-    role, now and whenever it is told to be of the other one.
+    All arguments are plain values. Each construction is a new incarnation of `worker_id`. `config_json`: the whole
+    `ClusterConfig`; `log_file`: destination of output, or "" to leave it to Ray; `factories`: how to build each role.
     """
 
     def __init__(
@@ -183,7 +176,7 @@ class WorkerActor:
         self._worker = HostedWorker(partial(run_worker_process, both, factories, begins))
 
     def ready(self) -> dict[str, object]:
-        """Wait until the worker is registered; then who and where it is."""
+        """Wait for registration. Returns the worker, its address and its pid."""
         ref = self._worker.ready()
         return {"worker": str(ref), "address": ref.address, "pid": os.getpid()}
 

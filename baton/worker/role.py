@@ -1,4 +1,4 @@
-"""What a role is to the host that runs it, and what it is built from. The host knows no role: it is given makers."""
+"""The interface between a role and its host. The host imports no role: it gets a factory for each."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ class WorkerRole(RoleBehaviour, Protocol):
     def tick(self) -> None: ...
 
     def load(self, load: Load) -> Load:
-        """Complete the engine's load report with what the role knows. On the engine thread."""
+        """Add the role's figures to the engine's load report. On the engine thread."""
 
     def drain(self) -> None:
-        """Take nothing new; what is under way goes on to its end. On the engine thread."""
+        """Accept nothing new; running work continues to its end. On the engine thread."""
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way: nobody would miss this worker. On the engine thread."""
+        """Whether no work is left, so that the worker can end. On the engine thread."""
 
     def leave(self) -> None:
-        """Take nothing new, and give back to routers what this worker will not end. On the engine thread."""
+        """Accept nothing new, and requeue at the routers all work that will not end here. On the engine thread."""
 
     @property
     def busy(self) -> bool:
-        """Whether something is left that will end soon."""
+        """Whether work is left that will end soon."""
 
     async def close(self) -> None:
         """Stop transfers and background writers."""
@@ -54,7 +54,7 @@ class WorkerRole(RoleBehaviour, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RoleDeps:
-    """What a role is built from."""
+    """The arguments of a role factory."""
 
     settings: WorkerSettings
     info: WorkerInfo

@@ -1,10 +1,8 @@
-"""The gRPC face of a worker: service `Worker`, one bidirectional stream per router, the same for both roles.
+"""The gRPC service `Worker`, the same for both roles: one bidirectional stream per router.
 
-Which attempt of each request a worker saw last: a late message of an old one is refused wherever it arrives.
-
-What both roles need to read a router's commands, of which any field may be wrong.
-
-One router's stream into this worker: events gather here and leave as one message per engine step.
+`WorkerService` passes the commands of a router to the role on the engine thread. A `Session` collects the events for
+one router; one message per engine step carries them. `Attempts` makes a role reject late messages of old attempts. Any
+field of a command may be wrong: `deadline_after` checks a deadline, `not_taken` builds the answer.
 """
 
 from __future__ import annotations
@@ -45,13 +43,13 @@ class Attempts:
         self._last: OrderedDict[str, int] = OrderedDict()
 
     def check_new(self, handoff: HandoffId) -> None:
-        """Raises StaleAttempt if this attempt, or a later one, was seen here."""
+        """Raise StaleAttempt if this attempt, or a later one, was seen here."""
         last = self._last.get(handoff.request_id, 0)
         if handoff.attempt <= last:
             raise StaleAttempt(f"{handoff}: attempt {last} was seen here already")
 
     def saw(self, handoff: HandoffId) -> None:
-        """From now on neither this attempt nor an older one is new."""
+        """Record an attempt. From now on it and all older attempts of its request are stale."""
         last = self._last.pop(handoff.request_id, 0)
         self._last[handoff.request_id] = max(last, handoff.attempt)
         if len(self._last) > self._limit:
@@ -59,14 +57,14 @@ class Attempts:
 
 
 def deadline_after(seconds: float, clock: Clock, field: str = "deadline_s") -> float | None:
-    """The moment `seconds` from now; 0 is none. Raises InvalidRequest for what no clock would ever reach."""
-    if not 0 <= seconds < math.inf:  # a NaN is in no range
+    """Return the monotonic time `seconds` from now; 0 means None. Raises InvalidRequest if negative or not finite."""
+    if not 0 <= seconds < math.inf:  # also rejects NaN
         raise InvalidRequest.of(field, f"must be finite and at least 0, got {seconds}")
     return clock.monotonic() + seconds if seconds else None
 
 
 def not_taken(command: worker_pb2.RouterCommand, detail: str) -> list[worker_pb2.WorkerEvent]:
-    """The answer to a malformed command, under the very id it came with; a Release is never answered."""
+    """Build the answer to a malformed command, with the handoff id of the command. A Release is never answered."""
     match command.WhichOneof("command"):
         case "reserve":
             handoff = command.reserve.handoff
@@ -88,11 +86,11 @@ LoadSource = Callable[[], common_pb2.Load]
 
 
 class Session:
-    """Events for one router. `emit` may be called from any thread and never blocks."""
+    """The event queue of one router. `emit` may be called from any thread and never blocks."""
 
     def __init__(self, router_id: str, loop: asyncio.AbstractEventLoop, load: LoadSource) -> None:
         self.router_id = router_id
-        self.handoffs: set[HandoffId] = set()  # what this router has here; engine thread only
+        self.handoffs: set[HandoffId] = set()  # of this router; engine thread only
         self._loop = loop
         self._load = load
         self._lock = threading.Lock()
@@ -102,7 +100,7 @@ class Session:
         self._finishing = False
 
     def emit(self, events: Iterable[worker_pb2.WorkerEvent]) -> None:
-        """Queue events; all of one call leave in one message, as do those of calls that come before it is sent."""
+        """Queue events for the next message. Events of one call are never split over two messages."""
         with self._lock:
             if self._closed:
                 return
@@ -112,11 +110,11 @@ class Session:
             self._signal()
 
     def beat(self) -> None:
-        """Send a load report even if nothing happened. On the asyncio thread."""
+        """Send a load report even without events. On the asyncio thread."""
         self._wake.set()
 
     async def next_message(self) -> worker_pb2.WorkerMessage | None:
-        """The next message for the router; None once the session is closed."""
+        """Wait for the next message to the router. Returns None once the session is closed."""
         await self._wake.wait()
         self._wake.clear()
         with self._lock:
@@ -128,12 +126,12 @@ class Session:
         return worker_pb2.WorkerMessage(events=events, load=self._load())
 
     def finish(self) -> None:
-        """Let `next_message` return what is pending, and then None. On the asyncio thread."""
+        """Make `next_message` return the pending events, and then None. On the asyncio thread."""
         self._finishing = True
         self._wake.set()
 
     def close(self) -> None:
-        """Drop what is pending and let `next_message` return None. From any thread."""
+        """Drop pending events and make `next_message` return None. From any thread."""
         with self._lock:
             self._closed = True
             self._pending = []
@@ -143,27 +141,27 @@ class Session:
         try:
             self._loop.call_soon_threadsafe(self._wake.set)
         except RuntimeError:
-            self._closed = True  # the process is going down: its event loop is closed already
+            self._closed = True  # the process is ending: its event loop is closed
 
 
 log = structlog.get_logger(__name__)
 
 
 class RoleBehaviour(Protocol):
-    """What makes a worker a prefill or a decode worker. All methods run on the engine thread."""
+    """The commands that a role, prefill or decode, implements. All methods run on the engine thread."""
 
     def command(self, session: Session, command: worker_pb2.RouterCommand) -> None:
-        """Obey. Raises InvalidRequest for a command that is malformed or for another role; nothing was done then."""
+        """Execute a command. Raises InvalidRequest, without side effects, if malformed or for the other role."""
 
     def gone(self, session: Session) -> None:
-        """The router's stream ended: what it had here is released."""
+        """Release everything that this router has here, because its stream ended."""
 
     def holdings(self) -> Iterable[Holding]:
-        """Who holds which blocks, by the tables of those who should."""
+        """Return the blocks of each handoff, read from the tables of the role."""
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """Accepts routers, hands their commands to the role on the engine thread, and streams events back."""
+    """Accepts routers, submits their commands to the engine thread, and streams events back."""
 
     def __init__(
         self, info: WorkerInfo, loop: EngineLoop, role: RoleBehaviour, load: LoadSource, *, hello_s: float = 10.0
@@ -228,13 +226,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                     self._engine_loop.submit(partial(self._obey, session, command))
         except grpc.RpcError as error:
             log.info("router_lost", router=session.router_id, error=str(error))
-        except Exception:  # the task's boundary: bytes that are no message, say
+        except Exception:  # task boundary, for example undecodable bytes
             log.exception("router_unreadable", router=session.router_id)
         finally:
-            session.close()  # nobody is served whose commands are not read
+            session.close()  # its commands are no longer read, so it gets no events
 
     def _obey(self, session: Session, command: worker_pb2.RouterCommand) -> None:
-        """On the engine thread. A malformed command costs its sender that command, and nobody else anything."""
+        """Execute a command on the engine thread. A malformed one is refused and affects no other command."""
         try:
             self._role.command(session, command)
         except InvalidRequest as error:
@@ -243,7 +241,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             session.emit(not_taken(command, str(error)))
 
     def _leave(self, session: Session) -> None:
-        """Once per session: by the end of its stream, or by `close`."""
+        """End a session, once: when its stream ends, or on `close`."""
         if session in self.sessions:
             self.sessions.remove(session)
             session.close()
@@ -251,7 +249,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             log.info("router_gone", router=session.router_id)
 
     async def finish(self, within_s: float) -> None:
-        """End all streams, each when its router was told all that there is to say; or when `within_s` are over."""
+        """End all streams after their pending events were sent, or after `within_s` seconds."""
         for session in self.sessions:
             session.finish()
         with contextlib.suppress(TimeoutError):
@@ -260,11 +258,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                     await asyncio.sleep(0.01)
 
     def close(self) -> None:
-        """No router is here any more. The server's stop does not wait until the calls that it cancels have ended."""
+        """End all sessions. Needed because stopping the server does not wait for the calls that it cancels."""
         for session in list(self.sessions):
             self._leave(session)
 
     def beat(self) -> None:
-        """A load report to every router, even when idle."""
+        """Send a load report to every router, even when idle."""
         for session in self.sessions:
             session.beat()

@@ -1,4 +1,4 @@
-"""What one worker process is told when it starts: plain values, taken from the cluster file by `from_config`."""
+"""The settings of one worker process: plain values, taken from the cluster file by `from_config`."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class WorkerSettings:
     seed: int
     listen: str
     metrics: str | None
-    advertise: str | None  # None: not known before `located`
+    advertise: str | None  # None until `located`
     interface: str | None
     lease_s: float
     heartbeat_s: float
     transfer: TransferSettings
     shapes: FixedShapes = field(default_factory=FixedShapes)
-    auto_rows: bool = False  # how many rows verify passes have is left to what was measured
+    auto_rows: bool = False  # rows of verify passes come from measurements
     thinking_prefill: Literal["auto", "fast", "sequential", "off"] = "auto"
     history: str | None = None  # a folder
     tls: TlsConfig | None = None
@@ -56,14 +56,13 @@ class WorkerSettings:
 
 
 def of_both_roles(config: ClusterConfig, worker_id: str, begins: Role) -> dict[Role, WorkerSettings]:
-    """What a worker needs that may be told to be of the other role than the one it begins with."""
+    """Return the settings for both roles, because a role change may be ordered. `begins` is the first role."""
     return {role: from_config(config, role, worker_id, begins) for role in Role}
 
 
 def from_config(config: ClusterConfig, role: Role, worker_id: str, begins: Role | None = None) -> WorkerSettings:
-    """The settings of a worker of this role. `redis.url` must name a running Redis by now.
-
-    `begins`: the role of the pool that it belongs to by where it runs, and so by its addresses; None: this one.
+    """Return the settings of a worker of this role. `redis.url` must name a running Redis by now. `begins` is the role
+    of the pool that the worker runs in, which gives its addresses; default: `role`.
     """
     pool, place = _pool(config, role), _pool(config, begins or role)
     transfer = config.transfer
@@ -112,7 +111,7 @@ def from_config(config: ClusterConfig, role: Role, worker_id: str, begins: Role 
 
 
 def located(settings: WorkerSettings) -> WorkerSettings:
-    """With the addresses that it has on this host: what others are told, and where KV goes. Raises ConfigError."""
+    """Return settings with the addresses on this host: the advertised one, and the one for KV. Raises ConfigError."""
     listen, interface, key = settings.listen, settings.interface, f"{settings.role.value}.interface"
     told = told_host(listen, settings.advertise, interface, settings.redis_url, key)
     bind_host = kv_host(listen, told, interface, key)
@@ -120,9 +119,8 @@ def located(settings: WorkerSettings) -> WorkerSettings:
 
 
 def shapes_of(config: ClusterConfig, max_running: int) -> FixedShapes:
-    """What deterministic requests are computed in, on all workers of the cluster; `auto` is the default.
-
-    Decode steps of a pool may all be exact, as far as its workers find that they are, unless all is to be verified.
+    """Return the shapes of deterministic requests, the same on all workers of the cluster; `auto` is the default. All
+    decode steps of a pool may be exact where its workers support it, unless everything is to be verified.
     """
     given, auto = config.determinism, FixedShapes()
     rows = auto.rows if given.rows == "auto" else given.rows

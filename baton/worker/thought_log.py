@@ -1,4 +1,4 @@
-"""What was thought about one sequence so far: to be said again, under another name or to another router."""
+"""The thoughts of one sequence so far, kept to repeat them under another handoff id or to another router."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Thoughts:
-    """About consecutive chunks. Of more than `most_bytes`, the oldest are forgotten; None: all are remembered."""
+    """Thoughts about consecutive chunks. Beyond `most_bytes` (None: no limit) the oldest are dropped."""
 
     def __init__(self, most_bytes: int | None = None) -> None:
         self._most_bytes = most_bytes
@@ -25,7 +25,7 @@ class Thoughts:
         return len(self._kept)
 
     def add(self, thoughts: Iterable[Thought]) -> None:
-        """These were made. One about a chunk from before takes the place of that and of all behind: it started over."""
+        """Append thoughts. One about an earlier chunk replaces that chunk and all later ones: it was recomputed."""
         for thought in thoughts:
             while self._kept and self._kept[-1].chunk != thought.chunk - 1:
                 self._forget(self._kept.pop())
@@ -35,7 +35,7 @@ class Thoughts:
             self._forget(self._kept.popleft())
 
     def said(self, handoff: HandoffId) -> list[worker_pb2.WorkerEvent]:
-        """All that is remembered, as one event; nothing: none."""
+        """Return all thoughts kept as one event, or no event."""
         return [events.thoughts(handoff, self._kept)] if self._kept else []
 
     def _forget(self, thought: Thought) -> None:
@@ -43,5 +43,5 @@ class Thoughts:
 
 
 def _nbytes(thought: Thought) -> int:
-    """About what it takes in a message."""
+    """Return the approximate size in a message, in bytes."""
     return 4 + 4 * len(thought.token_ids)

@@ -1,19 +1,16 @@
-"""What a data channel is: one direction, two ends, frames in order through a ring of staging slots, disposable.
+"""Data channels: one direction, two ends, frames in order through a ring of staging slots. A channel is disposable.
 
-The contract of both ends:
-- A channel has a ring of slots (`Ring`) in staging memory, never KV blocks: frame n uses slot n modulo their number.
-  The sender fills the slot, the receiver finds the same bytes in its own. Where both see the same memory (shared
-  memory, one GPU) the slot is one and the same, and nothing is copied.
-- The sender touches a slot again only when the receiver has given it back (a credit, over the Peer stream): so `start`
-  need not have left when the next frame is started, and the receiver may read a slot until it gives the credit.
-- `start` never waits for the other end; `finish` does, at most for the channel's deadline, and is called in the order
-  of the frames. Any error closes the channel for good and is raised as `ChannelBroken`, which keeps nothing of the
-  channel alive; a new one gets a new generation and new staging.
-- The two ends agree on the size of every frame beforehand, over the Peer stream. A transport need not survive a message
-  that is longer than the posted receive (gloo aborts the process), and no size ever comes from the data.
-- An end belongs to one thread, which opens, uses and closes it. `close` is idempotent; it frees threads and sockets.
-
-What the ends of all transports share: staging, bounds, and the rule of failure.
+The contract of both ends, which `RingEnd` implements for all transports:
+- Frame n uses slot n modulo the number of slots (`Ring`), in staging memory and never in KV blocks. The sender fills
+  its slot; the receiver finds the same bytes in its own. Ends that share memory share the slot, and nothing is copied.
+- The sender reuses a slot only after the receiver's credit, which comes over the Peer stream. So several frames may be
+  under way, and the receiver may read a slot until it sends the credit.
+- `start` never waits for the peer. `finish` does, at most for the channel's deadline; it is called in frame order.
+- Any error closes the channel permanently and raises `ChannelBroken`, which keeps nothing of the channel alive. The
+  next channel gets a new generation and new staging.
+- Both ends agree on the size of a frame over the Peer stream; no size comes from the data. gloo, for example, aborts
+  the process if a message is longer than the posted receive.
+- One thread opens, uses and closes an end. `close` is idempotent; it frees threads and sockets.
 """
 
 from __future__ import annotations
@@ -54,7 +51,7 @@ class Side(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ChannelName:
-    """Names one channel for ever: a restarted peer, or a rebuilt channel, never meets an old half."""
+    """A unique name: a restarted peer or a rebuilt channel never meets an old end."""
 
     sender: Incarnation
     receiver: Incarnation
@@ -66,7 +63,7 @@ class ChannelName:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Staging of a channel: `slots` pieces of `size` bytes each. Both ends use the receiver's values."""
+    """Staging of a channel: `slots` slots of `size` bytes each. Both ends use the receiver's values."""
 
     slots: int
     size: int
@@ -77,53 +74,46 @@ class Ring:
 
 
 class ChannelEnd(Protocol):
-    """One end of a channel; see the contract above. Frames are numbered 0, 1, 2, ... on both ends.
-
-    `express`: where announcements, credits and commits pass faster than over the Peer stream, and in their order.
-    """
+    """One end of a channel; see the contract above. Frames are numbered 0, 1, 2, ... on both ends."""
 
     @property
-    def express(self) -> ControlSocket | None: ...
+    def express(self) -> ControlSocket | None: ...  # fast, ordered path for announcements, credits, commits
 
     def slot(self, number: int) -> Tensor:
-        """Staging of frame `number`: uint8 [ring.size], contiguous, aligned to 64 bytes, on the transport's device."""
+        """Return staging of frame `number`: uint8 [ring.size], contiguous, 64-byte aligned, on `device`."""
 
     def start(self, number: int, nbytes: int) -> None:
-        """The sender's slot is filled: let `nbytes` of it leave. The receiver: expect them. Raises ChannelBroken."""
+        """Send `nbytes` of the filled slot (sender), or post their receive (receiver). Raises ChannelBroken."""
 
     def finish(self, number: int) -> None:
-        """Wait until frame `number` has left (sender), or is in its slot (receiver). Raises ChannelBroken."""
+        """Wait until frame `number` has left (sender) or is in its slot (receiver). Raises ChannelBroken."""
 
     def close(self) -> None:
-        """Give everything back; the other end fails at its next or current call."""
+        """Release everything; the other end fails in its current or next call."""
 
 
 class Transport(Protocol):
-    """A way to make channels. Two ends can use one if their `name` and `reach` are equal."""
+    """A kind of channel. Two ends can use it if their `name` and `reach` are equal."""
 
     @property
     def name(self) -> str:
-        """As in the cluster file and in PeerHello."""
+        """The name in the cluster file and in PeerHello."""
 
     @property
     def reach(self) -> str:
-        """Within what it works: the same for all ends that can meet, such as a name of this host; "": anywhere."""
+        """Where it works: a value shared by all ends that can meet, such as a host name. Empty means everywhere."""
 
     @property
     def device(self) -> torch.device:
-        """Where staging lies."""
+        """The device of staging memory."""
 
     def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> ChannelEnd:
-        """Build this end, exchanging `keys` with the other one. `deadline_s` bounds each step, and later each frame.
-
-        Raises ChannelBroken.
-        """
+        """Build this end, exchanging `keys`. `deadline_s` limits each step, then each frame. Raises ChannelBroken."""
 
 
 class KeyRelay:
-    """Carries rendezvous keys between the two ends, over the Peer stream instead of a store that listens.
-
-    `send` says a key to the other side. What comes from there waits, in bounds, until the transport asks for it.
+    """Exchange of rendezvous keys over the Peer stream, which replaces a listening store. `send` sends a key to the
+    peer. Received keys wait, up to a limit, until the transport takes them.
     """
 
     def __init__(self, send: Callable[[str, bytes], None]) -> None:
@@ -132,14 +122,14 @@ class KeyRelay:
         self._count = 0
 
     def deliver(self, key: str, value: bytes) -> None:
-        """From the stream's thread: a key came. Raises ChannelBroken when it is no key that a rendezvous needs."""
+        """Add a received key, from the stream's thread. Raises ChannelBroken if it exceeds the limits."""
         self._count += 1
         if self._count > MAX_KEYS or len(key) > MAX_KEY_BYTES or len(value) > MAX_VALUE_BYTES:
             raise ChannelBroken(f"rendezvous key out of bounds: number {self._count}, {len(value)} bytes")
         self._arrived.put((key, value))
 
     def receive(self, timeout_s: float) -> tuple[str, bytes] | None:
-        """The next key of the other side; None: none came in this time."""
+        """Return the next key of the peer, or None after `timeout_s`."""
         try:
             return self._arrived.get(timeout=timeout_s)
         except queue.Empty:
@@ -148,7 +138,7 @@ class KeyRelay:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What all channels of one worker have in common. `transports`: those that may be used, the best first."""
+    """Properties that all channels of a worker share. `transports` lists the usable ones, best first."""
 
     kv: KVCache
     me: WorkerRef
@@ -158,22 +148,22 @@ class Endpoint:
 
     @property
     def ring(self) -> Ring:
-        """As this worker grants it: a slot holds a frame, and at least one position of one layer."""
+        """The ring that this worker grants: a slot fits a frame, and at least one position of one layer."""
         size = max(self.settings.frame_size, self.kv.layout.layer_token_bytes)
         return Ring(self.settings.credits, -(-size // ALIGNMENT) * ALIGNMENT)
 
     @property
     def max_channels(self) -> int:
-        """How many rings staging memory holds; at least 1."""
+        """Number of rings that fit into staging memory; at least 1."""
         return max(1, self.settings.staging_memory // self.ring.nbytes)
 
     def transport(self, name: str) -> Transport | None:
-        """The one of that name, if this worker has it."""
+        """Return this worker's transport of that name, if there is one."""
         return next((transport for transport in self.transports if transport.name == name), None)
 
 
 def local_ring(ring: Ring, device: torch.device) -> Tensor:
-    """Memory for a ring of one end: uint8 [slots, size]."""
+    """Allocate the ring of one end: uint8 [slots, size]."""
     return torch.empty(ring.slots, ring.size, dtype=torch.uint8, device=device)
 
 
@@ -181,10 +171,10 @@ T = TypeVar("T")
 
 
 class RingEnd(ABC):
-    """A `ChannelEnd` over `staging` (uint8 [slots, size]). What a transport raises in it closes it for good.
+    """A `ChannelEnd` over `staging` (uint8 [slots, size]). Any error of its transport closes it permanently.
 
-    A transport raises OSError or RuntimeError, as its libraries do; the end makes ChannelBroken of it, with the text
-    alone: a kept exception would keep the connection, and its sockets.
+    Transports raise OSError or RuntimeError, as their libraries do. The end raises ChannelBroken with the text alone,
+    because a kept exception would keep the connection and its sockets.
     """
 
     express: ControlSocket | None = None
@@ -194,7 +184,7 @@ class RingEnd(ABC):
         self._staging: Tensor | None = staging
 
     def slot(self, number: int) -> Tensor:
-        """See `ChannelEnd`. Raises ChannelBroken when the end is closed."""
+        """See `ChannelEnd`. Raises ChannelBroken if the end is closed."""
         if self._staging is None:
             raise ChannelBroken(f"{self._title}: closed")
         return self._staging[number % len(self._staging)]
@@ -226,7 +216,7 @@ class RingEnd(ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """Called once."""
+        """Release the transport's resources; called once."""
 
     def _guard(self, call: Callable[[], None]) -> None:
         try:
@@ -237,7 +227,7 @@ class RingEnd(ABC):
 
 
 def told(what: str, call: Callable[[], T]) -> T:
-    """What `call` returns. Raises ChannelBroken, with the text and nothing else, for what a library raises."""
+    """Return the result of `call`. Raises ChannelBroken with only the text of a library's error."""
     try:
         return call()
     except (OSError, RuntimeError) as error:

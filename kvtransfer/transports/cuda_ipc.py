@@ -1,9 +1,9 @@
-"""Two processes on one GPU: the sender's ring in device memory, which the receiver reads where it lies.
+"""Transport between two processes on one GPU: the receiver reads the sender's ring in device memory, without a copy.
 
     sender: fill slot, record event, notice   --unix socket-->   receiver: notice, poll event, read slot, credit
-The memory is the sender's, so no process ever writes into another one's. It outlives the channel until the receiver has
-let go of it, which the socket proves: the receiver closes it after the memory, and the kernel does when it dies.
-Not yet run on a GPU; see `cuda_driver`. The protocol is tested with a device made of main memory.
+Only the sender's process owns and writes the memory. It outlives the channel until the receiver has closed it. The
+socket proves that: the receiver, or the kernel after its death, closes it after the memory. Not yet run on a GPU; see
+`cuda_memory`. The protocol is tested with a device in main memory.
 """
 
 from __future__ import annotations
@@ -29,14 +29,12 @@ if TYPE_CHECKING:
     from kvtransfer.transports.base import ChannelName, KeyRelay, Ring
 
 _POLL_S = 0.00002
-_RING = "cuda-ring"  # the key: handles of the memory and of an event for each slot
+_RING = "cuda-ring"  # key with the handles of the memory and of one event per slot
 
 
 class CudaIpcTransport:
-    """Raises ConfigError where KV is not on an NVIDIA GPU, or its memory cannot be shared. `gpu` is for tests.
-
-    Between two GPUs of a host NCCL is as direct, so only processes on one GPU reach each other here. What reads a slot
-    must be done, and not only queued on the GPU, before its credit is given.
+    """Transport within one GPU, because NCCL is as direct between two. Reads of a slot must be done, not only queued,
+    before its credit. Raises ConfigError if KV is not on an NVIDIA GPU or cannot be shared. `gpu` is for tests.
     """
 
     name = "cuda_ipc"
@@ -56,7 +54,7 @@ class CudaIpcTransport:
 
     @property
     def quarantined(self) -> int:
-        """Bytes of device memory of closed channels whose receiver has not been seen to let go."""
+        """Bytes of device memory of closed channels that the receiver may still have open."""
         self._free_what_is_proved()
         return sum(ring.nbytes for _, ring, _ in self._quarantine)
 
@@ -78,7 +76,7 @@ class CudaIpcTransport:
     def _take(self, title: str, keys: KeyRelay, ring: Ring, deadline_s: float) -> SocketEnd:
         with ExitStack() as held:
             pair = unix_socket.accept(keys, deadline_s)
-            held.callback(pair.close)  # after the memory: it is the proof for the sender
+            held.callback(pair.close)  # closed after the memory, as proof for the sender
             said = awaited_key(keys, _RING, deadline_s)
             if len(said) != (1 + ring.slots) * HANDLE_BYTES:
                 raise ConnectionError(f"{len(said)} bytes are no handles of {ring.slots} slots")
@@ -87,7 +85,7 @@ class CudaIpcTransport:
             held.callback(self._gpu.close, address)
             events = [self._gpu.open_event(handle) for handle in handles[1:]]
             staging = self._gpu.tensor(address, ring.nbytes).view(ring.slots, ring.size)
-            pair.tell(0, ring.nbytes)  # all of it is seen
+            pair.tell(0, ring.nbytes)  # all of it is mapped
             let_go = held.pop_all().close
         return SocketEnd(
             title, staging, pair, Side.RECEIVER, let_go, lambda n: _wait(events[n % ring.slots], deadline_s)
@@ -95,7 +93,7 @@ class CudaIpcTransport:
 
     def _let_go(self, address: int, ring: Ring, pair: UnixSocketPair) -> None:
         with suppress(OSError):
-            pair.socket.shutdown(socket.SHUT_WR)  # the receiver hears it, and closes
+            pair.socket.shutdown(socket.SHUT_WR)  # the receiver sees this and closes
         with self._lock:
             self._quarantine.append((address, ring, pair))
         self._free_what_is_proved()

@@ -1,8 +1,8 @@
-"""KV through the gRPC service of the receiver: for places where its network must be encrypted, by the service's TLS.
+"""Transport over the receiver's gRPC service, for networks in which KV must be encrypted by the service's TLS.
 
     sender: slot -> chunks -> Data -> the server's event loop -> slot of an expected frame, in which the receiver waits
-The receiver says its address and a ticket over the Peer stream; the ticket finds the channel when Data comes. A chunk
-that comes before its frame is expected waits, and so does the network behind it: nothing is buffered beside the ring.
+The receiver sends its address and a ticket over the Peer stream; the ticket identifies the channel when Data arrives. A
+chunk waits until its frame is expected, and backpressure stops the network behind it: only the ring buffers.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from kvtransfer.transports.base import ChannelName, KeyRelay, Ring, RingEnd, Sid
 from kvtransfer.transports.rendezvous import awaited_key
 
 CHUNK_BYTES = 1 << 20
-_TICKET_S = 10.0  # for the first chunk to come
+_TICKET_S = 10.0  # seconds for the first chunk to arrive
 _WHERE, _JOINED = "grpc", "grpc-joined"
 
 
 class GrpcTransport:
-    """One for all channels of a worker. `address`: where its Peer service is reached; only a receiver needs it.
-
-    The service's `Data` is to call `take`. `connect` makes a channel to an address, with the cluster's credentials.
+    """The transport object of a worker. `address` is its Peer service, which only a receiver needs; its `Data` must
+    call `take`. `connect` opens a gRPC channel to an address, with the cluster's credentials.
     """
 
     name = "grpc"
@@ -53,7 +52,7 @@ class GrpcTransport:
         return told(f"{title}: not built", lambda: build(title, staging, keys, deadline_s))
 
     async def take(self, requests: AsyncIterator[pb.DataChunk]) -> None:
-        """Serve one call of Data, in the server's event loop, until it ends. Raises ChannelBroken."""
+        """Serve one Data call in the server's event loop until it ends. Raises ChannelBroken."""
         try:
             async with asyncio.timeout(_TICKET_S):
                 first = await anext(requests)
@@ -87,14 +86,14 @@ class GrpcTransport:
 
 
 class _Shared(RingEnd):
-    """An end whose frames are counted by another thread. `over`: why no more can pass; empty as long as they do."""
+    """An end with frames that another thread counts. `over` is the reason why none can pass, or empty."""
 
     def __init__(self, title: str, staging: Tensor, deadline_s: float) -> None:
         super().__init__(title, staging)
         self.over = ""
         self._deadline_s = deadline_s
         self._changed = threading.Condition()
-        self._passed = 0  # frames that have left, or have come
+        self._passed = 0  # frames that were sent or received
         self._bytes = staging.numpy().data.cast("B")
         self._size = staging.shape[1]
 
@@ -128,7 +127,7 @@ class _Shared(RingEnd):
 
 
 class GrpcSender(_Shared):
-    """Its bytes are read by gRPC's thread, which a slow receiver holds up."""
+    """The sending end. gRPC's thread reads its bytes, and a slow receiver blocks that thread."""
 
     def __init__(self, title: str, staging: Tensor, channel: grpc.Channel, ticket: str, deadline_s: float) -> None:
         super().__init__(title, staging, deadline_s)
@@ -161,18 +160,18 @@ class GrpcSender(_Shared):
 
 
 class GrpcReceiver(_Shared):
-    """Its slots are filled in the server's event loop, by `feed`."""
+    """The receiving end. `feed` fills its slots in the server's event loop."""
 
     def __init__(self, title: str, staging: Tensor, deadline_s: float) -> None:
         super().__init__(title, staging, deadline_s)
-        self._expected: deque[tuple[int, int]] = deque()  # frames that were started and are not whole, with their bytes
-        self._at = 0  # bytes of the first of them that have come
+        self._expected: deque[tuple[int, int]] = deque()  # (number, bytes) of started, incomplete frames
+        self._at = 0  # received bytes of the first of them
         self._loop: asyncio.AbstractEventLoop | None = None
         self._feeding: asyncio.Task[None] | None = None
         self._room = asyncio.Event()
 
     def wait_joined(self) -> None:
-        """Until the sender's stream is there. Raises OSError."""
+        """Wait for the sender's stream. Raises OSError."""
         try:
             self._wait(lambda: self._feeding is not None)
         except OSError:
@@ -180,12 +179,12 @@ class GrpcReceiver(_Shared):
             raise
 
     async def feed(self, requests: AsyncIterator[pb.DataChunk]) -> None:
-        """Put the chunks where they belong until they end, or this end does. Raises ChannelBroken."""
+        """Copy chunks into their slots until they end or this end is closed. Raises ChannelBroken."""
         feeding, why = asyncio.create_task(self._fill(requests)), "the other end's stream was cut"
         with self._changed:
             self._loop, self._feeding = asyncio.get_running_loop(), feeding
             self._changed.notify_all()
-        if self.over:  # it had given up before
+        if self.over:  # closed before
             feeding.cancel()
         try:
             await asyncio.wait({feeding})
@@ -204,7 +203,7 @@ class GrpcReceiver(_Shared):
                 self._room.clear()
 
     def _land(self, data: bytes) -> bool:
-        """False: no frame is expected yet. Raises ConnectionError for what is no part of the next one."""
+        """Copy a chunk, or return False if no frame is expected yet. Raises ConnectionError if it does not fit."""
         with self._changed:
             self._check()
             if not self._expected:
@@ -233,5 +232,5 @@ class GrpcReceiver(_Shared):
 
     def _in_loop(self, call: Callable[[], object]) -> None:
         if self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed, and what it fed with it
+            with suppress(RuntimeError):  # the loop is closed, and the stream with it
                 self._loop.call_soon_threadsafe(call)

@@ -1,4 +1,4 @@
-"""Within one process: for colocated workers and for tests. Shipped, and held to the same contract."""
+"""Transport within one process, for colocated workers and tests, with the same contract as the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class MemoryTransport:
-    """Both workers of one process must be given the same object: it is where their ends meet, in one ring."""
+    """The object through which two ends share one ring: both workers of a process must be given the same one."""
 
     name = "memory"
     device = torch.device("cpu")
@@ -30,7 +30,7 @@ class MemoryTransport:
         self._waiting: dict[tuple[ChannelName, Side], Meeting] = {}
 
     def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> MemoryEnd:
-        """See `Transport`. The first end makes the ring, the second finds it."""
+        """See `Transport`. The first end makes the ring, the second one finds it."""
         title = f"memory channel {name}"
         with self._changed:
             meeting = self._waiting.pop((name, Side(1 - side)), None)
@@ -55,7 +55,7 @@ class MemoryTransport:
 
 @dataclass(slots=True, eq=False)
 class Meeting:
-    """What the two ends share. `sizes`: bytes of the frames that have left and were not taken yet, by number."""
+    """State that two ends share. `sizes` has the bytes of frames that were sent and not yet taken, by number."""
 
     ring: Ring
     staging: Tensor
@@ -65,7 +65,7 @@ class Meeting:
 
 
 class MemoryEnd(RingEnd):
-    """A frame that was started is there: both see the same slots."""
+    """An end of a shared ring: a started frame has arrived."""
 
     def __init__(self, title: str, meeting: Meeting, side: Side, deadline_s: float) -> None:
         super().__init__(title, meeting.staging)

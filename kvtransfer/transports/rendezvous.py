@@ -1,4 +1,4 @@
-"""How the two ends of a channel find each other: a few keys over the Peer stream, and the name of a host."""
+"""Rendezvous of a channel's two ends: a few keys over the Peer stream, and the identity of a host."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
     from kvtransfer.transports.base import ChannelName, KeyRelay
 
-_KEY_POLL_S = 0.0003  # a HashStore cannot be watched, only listed; polled while a pair is built, never later
+_KEY_POLL_S = 0.0003  # a HashStore cannot be watched, only listed; polled only while a pair is built
 
 
 def awaited_key(keys: KeyRelay, key: str, deadline_s: float) -> bytes:
-    """The value of `key`, which the other side says next. Raises TimeoutError, ConnectionError for another key."""
+    """Return the value of `key`, the peer's next key. Raises TimeoutError, or ConnectionError for another key."""
     arrived = keys.receive(deadline_s)
     if arrived is None:
         raise TimeoutError(f"the other end did not say {key!r} within {deadline_s} s")
@@ -32,10 +32,8 @@ def awaited_key(keys: KeyRelay, key: str, deadline_s: float) -> bytes:
 
 
 def host_reach(*namespaces: str) -> str:
-    """A name that all processes of this user share which run on this host, in the same kernel namespaces.
-
-    Those of networks and users always count, `namespaces` beside them (as in /proc/self/ns). Raises ConfigError where
-    Linux's /proc does not say.
+    """Return a name that this user's processes share on this host, in the same network, user and given namespaces.
+    `namespaces` are names as in /proc/self/ns. Raises ConfigError without Linux's /proc.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -47,7 +45,7 @@ def host_reach(*namespaces: str) -> str:
 
 @contextmanager
 def relayed_store(name: ChannelName, keys: KeyRelay) -> Iterator[Store]:
-    """A store whose keys of this side go to the peer, and the other way round, while the block runs."""
+    """Yield a store that exchanges its keys with the peer's store while the block runs."""
     store, known, built = HashStore(), set[str](), threading.Event()
 
     def send_new_keys() -> None:
@@ -60,7 +58,7 @@ def relayed_store(name: ChannelName, keys: KeyRelay) -> Iterator[Store]:
             send_new_keys()
             if (arrived := keys.receive(_KEY_POLL_S)) is not None:
                 known.add(arrived[0])  # or it would be sent back
-                store.set(*arrived)  # type: ignore[arg-type]  # bytes are right, the stub says str
+                store.set(*arrived)  # type: ignore[arg-type]  # bytes are right, the stub has str
 
     thread = threading.Thread(target=relay, name=f"kv-keys-{name}", daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""Which transports a worker has: the one that the cluster file names, or all that this machine can have."""
+"""Choice of a worker's transports: the one that the cluster file names, or all that this machine supports."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ log = structlog.get_logger()
 def make_transports(
     settings: TransferSettings, device: torch.device, *, grpc: GrpcTransport | None = None
 ) -> tuple[Transport, ...]:
-    """What `settings.transport` names, for KV on `device`, the best first. `grpc`: the worker's own, if it has one.
+    """Return the transports of `settings.transport` for KV on `device`, best first. `grpc` is the worker's own, if any.
 
-    Raises ConfigError when the named one cannot be had: never takes another one. `auto` leaves out what this machine
-    lacks, and what the network could read when `settings.encrypted`. `memory` is not made here: both workers of a
-    process must share one `MemoryTransport`.
+    Raises ConfigError if a named transport is unavailable, and never replaces it. `auto` omits transports that this
+    machine lacks, and with `settings.encrypted` those that the network could read. `memory` is never made here, because
+    both workers of a process must share one `MemoryTransport`.
     """
     makers: Makers = {
         "shm": ShmTransport,

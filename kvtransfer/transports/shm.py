@@ -1,7 +1,7 @@
-"""Shared memory between processes of one host: both see the same slots, nothing is copied and nothing is left behind.
+"""Shared memory between processes of one host: both ends see the same slots, and nothing is copied.
 
-The receiver makes the memory as a file without a name (memfd), which can neither shrink nor grow, and hands it to the
-sender over a unix socket. When the last of both processes is gone, however it went, so is the memory.
+The receiver makes an unnamed file (memfd) of fixed size and passes it to the sender over a unix socket. The kernel
+frees the memory when both processes are gone, for whatever reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class ShmTransport:
-    """Raises ConfigError where the system has no such memory, which is everywhere but on Linux."""
+    """Transport over sealed memory files. Raises ConfigError without them, that is, everywhere except on Linux."""
 
     name = "shm"
     device = torch.device("cpu")
@@ -41,9 +41,8 @@ class ShmTransport:
             raise ConfigError(f"shm needs sealed memory files: {error}") from error
 
     def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> SocketEnd:
-        """See `Transport`. All pages are there when it returns: no frame waits for the kernel to find some.
-
-        The memory is unmapped when no tensor of it is left, so a slot that somebody still holds stays readable.
+        """See `Transport`. All pages are mapped on return, so no frame waits for the kernel. The memory is unmapped
+        with its last tensor, so a slot that is still in use stays readable.
         """
         title, build = f"shm channel {name}", _give if side is Side.RECEIVER else _take
         pair, staging = told(f"{title}: not built", lambda: build(name, keys, ring, deadline_s))
@@ -51,7 +50,7 @@ class ShmTransport:
 
 
 def _give(name: ChannelName, keys: KeyRelay, ring: Ring, deadline_s: float) -> tuple[UnixSocketPair, Tensor]:
-    """The receiver's part. Raises OSError."""
+    """Make the memory and pass it to the sender. Raises OSError."""
     with ExitStack() as leaving, ExitStack() as failing:
         file = _sealed(f"baton-kv-{name}", ring.nbytes)
         leaving.callback(os.close, file)
@@ -64,7 +63,7 @@ def _give(name: ChannelName, keys: KeyRelay, ring: Ring, deadline_s: float) -> t
 
 
 def _take(name: ChannelName, keys: KeyRelay, ring: Ring, deadline_s: float) -> tuple[UnixSocketPair, Tensor]:
-    """The sender's part. Raises OSError."""
+    """Receive the memory and map it. Raises OSError."""
     with ExitStack() as leaving, ExitStack() as failing:
         pair = unix_socket.connect(keys, deadline_s)
         failing.callback(pair.close)
@@ -79,7 +78,7 @@ def _take(name: ChannelName, keys: KeyRelay, ring: Ring, deadline_s: float) -> t
 
 
 def _sealed(name: str, nbytes: int) -> int:
-    """The descriptor of new memory, zero, that keeps its size for ever. Raises OSError: there is not enough."""
+    """Return the descriptor of new, zeroed memory of fixed size. Raises OSError if there is not enough."""
     with ExitStack() as failing:
         file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         failing.callback(os.close, file)
@@ -91,7 +90,7 @@ def _sealed(name: str, nbytes: int) -> int:
 
 
 def _check_sealed(file: int, nbytes: int) -> None:
-    """Raises OSError unless `file` is memory of this size whose size nobody can change: touching it is safe."""
+    """Raise OSError unless `file` has this size and is sealed against changes of it: then access is safe."""
     needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
     if fcntl.fcntl(file, fcntl.F_GET_SEALS) & needed != needed:
         raise ConnectionError("the other end's memory is not sealed")
@@ -100,6 +99,6 @@ def _check_sealed(file: int, nbytes: int) -> None:
 
 
 def _mapped(file: int, ring: Ring) -> Tensor:
-    """uint8 [slots, size]. Never unmapped by hand: torch does not tell Python that it still uses the memory."""
+    """Map as uint8 [slots, size]. Never unmap explicitly: torch may still use the memory without Python's notice."""
     memory = mmap.mmap(file, ring.nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     return torch.frombuffer(memory, dtype=torch.uint8).view(ring.slots, ring.size)

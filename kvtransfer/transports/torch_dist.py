@@ -1,11 +1,9 @@
-"""NCCL between GPUs. Written from NCCL's and torch's sources and not yet run: no two-GPU machine was at hand.
+"""Transports over a two-rank `torch.distributed` process group: gloo (TCP between CPUs) and NCCL (between GPUs).
 
-One end of a two-rank `torch.distributed` process group, gloo or NCCL: each frame is a send or a receive under way.
-
-There is no world and no TCPStore: each side has a local `HashStore`, and the few keys of the rendezvous (with gloo
-two, of about 170 bytes) travel over the Peer stream. Pools grow and shrink freely; nothing listens but the pair itself.
-
-TCP between CPUs.
+Each frame is a pending send or receive. There is no world and no TCPStore: each end has a local `HashStore`. The few
+keys of the rendezvous (two of about 170 bytes with gloo) travel over the Peer stream. Pools grow and shrink freely, and
+only the pair itself listens. NCCL is written from the sources of NCCL and torch and has not run yet, because no machine
+with two GPUs was available.
 """
 
 from __future__ import annotations
@@ -35,9 +33,8 @@ if TYPE_CHECKING:
 
 
 class GroupEnd(RingEnd):
-    """Has a ring of its own; operations of a pair match by order.
-
-    `wait` blocks until a piece of work is done or the deadline is over; `end` gives back what a group holds on to.
+    """An end with its own ring; operations of a pair match by order. `wait` blocks until an operation is done or the
+    deadline is over. `end` releases the resources of a group.
     """
 
     def __init__(
@@ -59,7 +56,7 @@ class GroupEnd(RingEnd):
         self._under_way: deque[tuple[int, dist.Work]] = deque()
 
     def _start(self, number: int, nbytes: int) -> None:
-        # What used this slot before was taken by the other end, or has failed: that is not waited for, it is heard.
+        # The slot's previous frame was taken by the peer or has failed, so this does not block; it raises the failure.
         while self._under_way and (
             self._under_way[0][0] <= number - self._slots or self._under_way[0][1].is_completed()
         ):
@@ -80,10 +77,9 @@ class GroupEnd(RingEnd):
 
 
 class GlooTransport:
-    """TCP between CPUs, bound to one local address on both ends of the pair.
-
-    A peer's death is seen at once, a frozen peer by the deadline; either closes the pair for good. A message longer
-    than the posted receive ends the process (SIGABRT), a shorter one is not noticed: the sizes are the Peer stream's.
+    """TCP between CPUs, bound to one local address on both ends. A peer's death is detected immediately, a frozen peer
+    at the deadline; either closes the pair permanently. A message longer than the posted receive kills the process
+    (SIGABRT), a shorter one is not detected: sizes come from the Peer stream.
     """
 
     name = "gloo"
@@ -98,7 +94,7 @@ class GlooTransport:
             raise ConfigError(f"gloo cannot bind to {bind_host!r}: {error}") from error
 
     def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> GroupEnd:
-        """See `Transport`. abort() and shutdown() close nothing in gloo: the last reference to the group does."""
+        """See `Transport`. gloo closes a group with its last reference; abort() and shutdown() close nothing."""
         title, deadline = f"gloo channel {name}", timedelta(seconds=deadline_s)
         group = told(f"{title}: not built", lambda: self._group(name, side, keys, deadline))
         return GroupEnd(title, local_ring(ring, self.device), group, side, lambda work: work.wait(deadline))
@@ -106,7 +102,7 @@ class GlooTransport:
     def _group(self, name: ChannelName, side: Side, keys: KeyRelay, deadline: timedelta) -> dist.ProcessGroupGloo:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub calls it Options
         options._timeout = deadline
-        options._threads = 1  # point-to-point work runs in the device's loop; this one only idles
+        options._threads = 1  # point-to-point work runs in the device's loop; this thread only idles
         options._devices = [self._listener()]
         with relayed_store(name, keys) as store:
             return dist.ProcessGroupGloo(store, int(side), len(type(side)), options)
@@ -119,10 +115,10 @@ _POLL_S = 0.00005
 
 
 class NcclTransport:
-    """Between GPUs, and not yet run (see above).
+    """Transport between GPUs; not yet run, see the module. Two ranks on one GPU need NCCL 2.30 or later.
 
-    NCCL kernels spin for ever on a dead peer, so every wait is a poll with a deadline of our own, communicators are
-    non-blocking, and what fails is aborted. Two ranks on one GPU need NCCL 2.30 or later.
+    NCCL kernels spin indefinitely on a dead peer. So every wait polls with our own deadline, communicators are
+    non-blocking, and failed ones are aborted.
     """
 
     name = "nccl"
@@ -131,14 +127,14 @@ class NcclTransport:
     def __init__(self, device: torch.device, interface: str | None = None) -> None:
         if device.type != "cuda" or not dist.is_nccl_available():
             raise ConfigError(f"nccl needs KV on a GPU and torch with NCCL; KV is on {device}")
-        # torch's default would end the whole process on the first failed communicator: abort that one only.
+        # torch's default would end the whole process on the first failed communicator; 2 aborts only that one.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         if interface:
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # with =, not all that begin so
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # = matches the exact name, not a prefix
         self.device = device
 
     def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> GroupEnd:
-        """See `Transport`. An end works on its thread's current CUDA stream; abort() returns when no kernel runs."""
+        """See `Transport`. An end uses its thread's current CUDA stream; abort() returns when no kernel runs."""
         title = f"nccl channel {name}"
         return told(f"{title}: not built", lambda: self._end(title, name, side, keys, ring, deadline_s))
 
@@ -151,7 +147,7 @@ class NcclTransport:
         staging = local_ring(ring, self.device)
         with torch.cuda.device(self.device), relayed_store(name, keys) as store:
             group = dist.ProcessGroupNCCL(store, int(side), len(type(side)), options)
-            # The communicator is made now, not at the first send: later nobody relays its keys.
+            # Make the communicator now, because later no relay carries its keys.
             group.eager_connect_single_device(self.device)
             end = GroupEnd(title, staging, group, side, partial(_poll, deadline_s=deadline_s), _abort)
             end.start(0, 1)  # the first operation of a pair is slow

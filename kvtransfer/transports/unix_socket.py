@@ -1,13 +1,11 @@
-"""A unix socket between the two ends, for those who share memory: proof of the peer's life, and small messages.
+"""Unix sockets between two ends on one host: proof that the peer lives, and a fast path for small messages.
 
-The name is abstract, so nothing is left in any folder, and unguessable; but all users of the host can read it in
-/proc/net/unix. So the kernel is asked who the other process belongs to, and it has to know a secret as well.
+The abstract name leaves no file behind and cannot be guessed, but all users of the host can read it in /proc/net/unix.
+So the kernel must confirm the peer's user, and the peer must send a secret.
 
-What hurries between two processes of one host: packets over a unix socket, past gRPC and its threads.
-
-A frame of 4 MiB passes shared memory in well under a millisecond; a message over a gRPC stream costs a third of one, at
-each end (`benchmarks/transfer.py`). What is said here is what the Peer stream would carry, in the same bytes:
-announcements and credits, commits, if they are not too long, and what they are answered with.
+The express (`ControlSocket`) bypasses gRPC and its threads. A 4 MiB frame passes shared memory in well under 1 ms; a
+gRPC message costs about 0.3 ms at each end (`benchmarks/transfer.py`). It carries the same bytes as the Peer stream:
+announcements, credits, commits that are short enough, and their replies.
 """
 
 from __future__ import annotations
@@ -38,15 +36,13 @@ MAX_PACKET = 1 << 15
 
 
 class ControlSocket:
-    """One end; `connected` is a SOCK_SEQPACKET socket. One thread sends and receives, any may `wake` it.
-
-    Packets arrive whole, in order, or the other end is seen to be gone. `send` waits if some hundred are unread: more
-    than there can be credits.
+    """One end of an express. One thread sends and receives, any thread may `wake` it. Packets arrive whole and in order
+    until the peer is gone. `send` blocks if some hundred are unread, more than there can be credits.
     """
 
     def __init__(self, title: str, connected: socket.socket) -> None:
         self._title = title
-        self._socket = connected
+        self._socket = connected  # of type SOCK_SEQPACKET
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
         self._poll.register(connected, select.POLLIN)
@@ -54,33 +50,33 @@ class ControlSocket:
         self._outlet = select.poll()
         self._outlet.register(connected, select.POLLOUT)
         self._closed = False
-        self._lock = threading.Lock()  # a file that is closed may be another one's at once
+        self._lock = threading.Lock()  # a closed descriptor may be reused immediately
 
     def takes(self, nbytes: int) -> bool:
-        """Whether `send` would take a packet of this size without waiting."""
+        """Whether `send` takes a packet of this size without blocking."""
         return nbytes <= MAX_PACKET and bool(self._outlet.poll(0))
 
     def send(self, packet: bytes) -> None:
-        """Raises ChannelBroken."""
+        """Send a packet. Raises ChannelBroken."""
         told(self._title, lambda: self._socket.send(packet))
 
     @property
     def ready(self) -> bool:
-        """Whether `receive` would give a packet, or raise. A wake alone does not count."""
+        """Whether `receive` returns a packet, or raises, without a wait. A wake alone does not count."""
         return any(file != self._woken for file, _ in self._poll.poll(0))
 
     def receive(self, timeout_s: float | None = None) -> bytes | None:
-        """The next packet; None: woken instead, or none came in time. Raises ChannelBroken: the other end is gone."""
+        """Return the next packet, or None after a wake or the timeout. Raises ChannelBroken if the peer is gone."""
         return told(self._title, lambda: self._receive(timeout_s))
 
     def wake(self) -> None:
-        """Have `receive` return, now or when it is called next. Closed: no-op."""
+        """Make `receive` return, now or at its next call. No-op if closed."""
         with self._lock:
             if not self._closed:
                 os.eventfd_write(self._woken, 1)
 
     def close(self) -> None:
-        """The other end sees it. Idempotent."""
+        """Close this end, which the peer detects. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -102,16 +98,15 @@ class ControlSocket:
 KEY = "unix"
 _PREFIX = b"\0baton-kv-"  # of the name; the zero byte makes it abstract
 _SECRET_BYTES = 16
-_GREETING_S = 1.0  # for a process of the same user to say the secret after it has connected
+_GREETING_S = 1.0  # seconds for a process of the same user to send the secret after it has connected
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-_EXPRESS_BYTES = 1 << 18  # for 64 packets of some 100 bytes and a commit: it counts as full when a quarter is taken
+_EXPRESS_BYTES = 1 << 18  # for 64 packets of some 100 bytes and a commit: it counts as full when a quarter is used
 _NOTICE = struct.Struct("<QQ")  # number and bytes of a frame
 
 
 class UnixSocketPair:
-    """One end of a connected pair. Each message is one packet; a peer that is gone is seen at once, however it went.
-
-    Methods raise OSError. `socket` has the channel's deadline, and so has `express`, a second pair for its user.
+    """One end of a connected pair. Each message is one packet. The peer's end is detected immediately, for any reason.
+    Methods raise OSError. `socket` and `express`, a second pair for its user, have the channel's deadline.
     """
 
     def __init__(self, connected: socket.socket, express: socket.socket) -> None:
@@ -119,11 +114,11 @@ class UnixSocketPair:
         self.express = express
 
     def tell(self, number: int, nbytes: int) -> None:
-        """Frame `number` is there. Waits only if some 250 notices are unread, more than there should be credits."""
+        """Notify that frame `number` is filled. Blocks only if some 250 notices are unread, more than the credits."""
         self.socket.send(_NOTICE.pack(number, nbytes))
 
     def expect(self, number: int, nbytes: int) -> None:
-        """Wait until the other end says just that, at most for the deadline."""
+        """Wait for exactly this notice, at most for the deadline."""
         try:
             notice = self.socket.recv(_NOTICE.size + 1)
         except TimeoutError:
@@ -134,30 +129,29 @@ class UnixSocketPair:
             raise ConnectionError(f"frame {number} of {nbytes} bytes was expected, the other end said {notice.hex()}")
 
     def close(self) -> None:
-        """Both sockets. Idempotent."""
+        """Close both sockets. Idempotent."""
         self.express.close()
         self.socket.close()
 
     def check(self) -> None:
-        """Raises ConnectionError if the other end has closed, or will not say any more."""
+        """Raise ConnectionError if the peer has closed, or will send nothing more."""
         if self._polled(select.POLLRDHUP):
             raise ConnectionError("closed by the other end")
 
     @property
     def gone(self) -> bool:
-        """Whether the other end has closed its socket, or its process is dead."""
+        """Whether the peer has closed its socket, or its process is dead."""
         return self._polled(0)
 
     def _polled(self, events: int) -> bool:
         poll = select.poll()
-        poll.register(self.socket, events)  # POLLHUP and POLLERR come unasked
+        poll.register(self.socket, events)  # POLLHUP and POLLERR are always reported
         return bool(poll.poll(0))
 
 
 class SocketEnd(RingEnd):
-    """An end of a ring that both ends see: a notice says that a slot is filled, nothing is copied.
-
-    `mark` is called with the number of a frame, at the sender before the notice, at the receiver after it.
+    """An end of a ring that both ends see: a notice marks a filled slot, and nothing is copied. `mark` is called with a
+    frame's number, at the sender before the notice, at the receiver after it.
     """
 
     def __init__(
@@ -199,7 +193,7 @@ class SocketEnd(RingEnd):
 
 
 def accept(keys: KeyRelay, deadline_s: float) -> UnixSocketPair:
-    """Listen, say where, and wait for the other end. Whoever else connects is turned away. Raises OSError."""
+    """Listen, send the address, and wait for the peer. Other connections are closed. Raises OSError."""
     name = _PREFIX + secrets.token_hex(16).encode()
     secret, deadline = secrets.token_bytes(_SECRET_BYTES), time.monotonic() + deadline_s
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -213,7 +207,7 @@ def accept(keys: KeyRelay, deadline_s: float) -> UnixSocketPair:
 
 
 def connect(keys: KeyRelay, deadline_s: float) -> UnixSocketPair:
-    """Connect to where the other end says it listens. Raises OSError."""
+    """Connect to the address that the peer sent. Raises OSError."""
     value = awaited_key(keys, KEY, deadline_s)
     secret, name = value[:_SECRET_BYTES], value[_SECRET_BYTES:]
     if not name.startswith(_PREFIX):
@@ -235,7 +229,7 @@ def connect(keys: KeyRelay, deadline_s: float) -> UnixSocketPair:
 
 
 def _with_express(connected: socket.socket, deadline_s: float) -> UnixSocketPair:
-    """Make the second pair, and give the other end its half."""
+    """Make the second pair and pass one half to the peer."""
     connected.settimeout(deadline_s)
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ExitStack() as failing, theirs:
@@ -250,7 +244,7 @@ def _with_express(connected: socket.socket, deadline_s: float) -> UnixSocketPair
 
 
 def _next(listener: socket.socket, secret: bytes, timeout_s: float) -> socket.socket | None:
-    """Who connects next, if it is the other end."""
+    """Accept the next connection, if it is the peer's."""
     listener.settimeout(timeout_s)
     with suppress(TimeoutError):
         connected, _ = listener.accept()
@@ -268,6 +262,6 @@ def _knows(connected: socket.socket, secret: bytes) -> bool:
 
 
 def _mine(connected: socket.socket) -> bool:
-    """Whether the process at the other end had this user when it connected, or began to listen."""
+    """Whether the peer's process had this user when it connected or began to listen."""
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())

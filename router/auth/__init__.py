@@ -1,1 +1,4 @@
-"""Who may do what, and how much of it: tokens, what each method asks for, limits."""
+"""Authentication and authorization. Without a token file nothing here is active.
+
+Read `tokens` (the token file and its reload), `interceptor` (the check of each call), then `limits` (of each token).
+"""

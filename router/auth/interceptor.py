@@ -1,7 +1,4 @@
-"""The guard of a listener: no call reaches a service without the token that its method asks for.
-
-What each method of each listener asks of its caller. A method that is not here is refused.
-"""
+"""Interceptor that rejects calls without the token that their method requires. A method without a rule is rejected."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from router.auth.tokens import Grant, Right, TokenFile
 
 
 class Need(enum.Enum):
-    """What a caller must show, where tokens are configured."""
+    """The token that a method requires if tokens are configured."""
 
     NOTHING = "nothing"
     TOKEN = "any token"
@@ -31,7 +28,7 @@ _REFLECTION = "ServerReflection/ServerReflectionInfo"
 RULES: Mapping[str, Need] = {
     "/baton.v1.Inference/Generate": Need.TOKEN,
     "/baton.v1.Inference/Resume": Need.TOKEN,
-    "/baton.v1.Inference/Cancel": Need.TOKEN,  # of what the same tenant has started
+    "/baton.v1.Inference/Cancel": Need.TOKEN,  # only of the same tenant's requests
     "/baton.v1.Inference/Tokenize": Need.TOKEN,
     "/baton.v1.Inference/Detokenize": Need.TOKEN,
     "/baton.v1.Inference/ListModels": Need.TOKEN,
@@ -44,13 +41,13 @@ RULES: Mapping[str, Need] = {
     "/baton.v1.Admin/Trace": Need.ADMIN,
     "/grpc.health.v1.Health/Check": Need.NOTHING,  # load balancers have no token
     "/grpc.health.v1.Health/Watch": Need.NOTHING,
-    "/grpc.health.v1.Health/List": Need.NOBODY,  # the library has no such method yet, and logs a traceback
+    "/grpc.health.v1.Health/List": Need.NOBODY,  # the library does not have this method yet, and logs a traceback
     f"/grpc.reflection.v1alpha.{_REFLECTION}": Need.TOKEN,
 }
 
 
 def check(method: str, grant: Grant) -> None:
-    """Raises PermissionDenied if the owner of `grant` may not call `method`."""
+    """Raise PermissionDenied if `grant` does not allow `method`."""
     need = RULES.get(method, Need.NOBODY)
     if need is Need.NOBODY:
         raise PermissionDenied(f"{method}: nobody may call this")
@@ -64,12 +61,12 @@ if TYPE_CHECKING:
 
 
 def current_grant() -> Grant | None:
-    """Of the caller that this task serves; None: no tokens are configured, or this call needs none."""
+    """Return the grant of the current call, or None if no tokens are configured or the call needs none."""
     return _GRANT.get()
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Once per call: who is it, and may it? What it finds is there for the service, and in every line of its log."""
+    """Authenticates and authorizes each call. The service and its log lines have the grant and the tenant."""
 
     def __init__(self, tokens: TokenFile) -> None:
         self._tokens = tokens
@@ -83,7 +80,7 @@ class Guard(grpc.aio.ServerInterceptor):
         try:
             grant = self._tokens.grant(_authorization(details))
             handler = await continuation(details)
-            if handler is not None:  # else nothing of that name is served here, as gRPC says itself
+            if handler is not None:  # gRPC rejects an unknown method itself
                 check(method, grant)
         except BatonError as error:
             return _refusal(error)
@@ -93,13 +90,13 @@ class Guard(grpc.aio.ServerInterceptor):
 
 
 def _authorization(details: grpc.HandlerCallDetails) -> str | None:
-    """None too if there are several: whose would count?"""
+    """Return the header, or None if it is missing or ambiguous because there are several."""
     found = [value for key, value in details.invocation_metadata or () if key == "authorization"]
     return found[0] if len(found) == 1 and isinstance(found[0], str) else None
 
 
 def _refusal(error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler of any kind of call: it asks for no message, so that nobody waits for one."""
+    """Return a handler for any kind of call. It reads no message, so that the rejection does not wait for one."""
 
     async def refuse(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> None:
         await abort(context, error)

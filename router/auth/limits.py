@@ -1,4 +1,4 @@
-"""What a tenant's token bounds: how many requests at once, how long, how urgent. And whose cached prompts they find."""
+"""Limits of a tenant's token: concurrency, length, priority; and the tenant's cache scope."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RETRY_S = 1.0
 
 
 class Counted(Protocol):
-    """A request: whose it is, and why it was told to end, if it was."""
+    """A request with its grant, and the reason if it was cancelled."""
 
     @property
     def grant(self) -> Grant | None: ...
@@ -35,14 +35,14 @@ class TextCall:
 
 
 class Concurrency:
-    """Counts the requests of each token. One that was told to end, for another that takes over, counts no more."""
+    """Running requests per token. A cancelled request no longer counts, so that its successor fits."""
 
     def __init__(self) -> None:
         self._running: dict[str, set[Counted]] = {}
 
     @contextmanager
     def one_more(self, call: Counted) -> Iterator[None]:
-        """As long as a request runs or waits. Raises Overloaded if it is one too many."""
+        """Count a request while it runs or waits. Raises Overloaded if it exceeds the limit."""
         grant = call.grant
         if grant is None:
             yield
@@ -60,9 +60,8 @@ class Concurrency:
 
 
 def limited(spec: SequenceSpec, message: pb.GenerateRequest, grant: Grant | None) -> SequenceSpec:
-    """The request within what its token allows, in its tenant's own part of the cache.
-
-    Raises InvalidRequest naming every field that asks for more. What the caller left to us is made to fit.
+    """Return the request within the limits of its token, in its tenant's cache scope. Raises InvalidRequest naming
+    every field above a limit. Fields that the caller left unset are reduced to the limit.
     """
     if grant is None:
         return spec
@@ -78,14 +77,14 @@ def limited(spec: SequenceSpec, message: pb.GenerateRequest, grant: Grant | None
 
 
 def may_end(asking: Grant | None, owner: Grant | None) -> bool:
-    """May who asks end a request of `owner`? Its own tenant may, and an admin."""
+    """Return True if `asking` may cancel a request of `owner`: the same tenant, or an admin."""
     if asking is None or asking.right is Right.ADMIN:
         return True
     return owner is not None and owner.tenant == asking.tenant
 
 
 def scoped(tenant: str, scope: str) -> str:
-    """A scope that no other tenant can name. As a digest: a long one would not fit beside the tenant's name."""
+    """Return a scope that no other tenant can name. It is a digest because a long scope would not fit."""
     return f"{tenant}/{hashlib.sha256(scope.encode()).hexdigest() if scope else ''}"
 
 

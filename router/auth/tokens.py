@@ -1,14 +1,12 @@
-"""Who is who: a file of tokens, each with its tenant, its role and its limits.
+"""The token file, each token with its tenant, role and limits. It is read again when it changes.
 
     tokens:
-      - token_sha256: 9b74c9897bac770ffc029102a200c5de...   # or `token: ...` itself, in a file that nobody else reads
+      - token_sha256: 9b74c9897bac770ffc029102a200c5de...   # or `token: ...` itself, in a file that only Baton can read
         tenant: research
         role: user                                          # or admin; user is the default
         limits: {max_concurrent: 8, max_tokens: 1024, max_prompt_tokens: 16384, priority_max: 0}
 
-A token is never kept, shown or logged: only its SHA-256 is.
-
-A file of tokens that is read again when it changes. A broken one changes nothing.
+Only the SHA-256 of a token is kept; the token is never shown or logged. A broken file leaves the old tokens in force.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from baton.limits import MAX_PRIORITY, MAX_TOKEN_CHARS, MAX_TOKENS_FILE_BYTES, M
 
 
 class Right(enum.StrEnum):
-    """What a token's owner is to the cluster."""
+    """Role of a token's owner."""
 
     USER = "user"
     ADMIN = "admin"
@@ -42,10 +40,10 @@ class _Entry(BaseModel):
 
 
 class Limits(_Entry):
-    """How much a token may ask for; None: as much as anybody."""
+    """Limits of a token; None means no limit of its own."""
 
-    max_concurrent: PositiveInt | None = None  # requests that run or wait
-    max_tokens: PositiveInt | None = None  # new ones, per request
+    max_concurrent: PositiveInt | None = None  # running and waiting requests
+    max_tokens: PositiveInt | None = None  # new tokens per request
     max_prompt_tokens: PositiveInt | None = None
     priority_max: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
 
@@ -67,7 +65,7 @@ class _TokenEntry(_Entry):
         return self
 
     def digest(self) -> bytes:
-        """The SHA-256 of the token."""
+        """Return the SHA-256 of the token."""
         return bytes.fromhex(self.token_sha256) if self.token_sha256 else _digest(self._secret())
 
     def _secret(self) -> str:
@@ -80,7 +78,7 @@ class _File(_Entry):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What the owner of a token may do. `key` tells tokens apart, and is not one."""
+    """Rights of a token's owner. `key` identifies the token without revealing it."""
 
     tenant: str
     right: Right
@@ -89,7 +87,7 @@ class Grant:
 
 
 class Tokens:
-    """The grants of a file."""
+    """Grants of a file."""
 
     def __init__(self, entries: Iterable[tuple[bytes, Grant]]) -> None:
         self._entries = tuple(entries)
@@ -102,12 +100,12 @@ class Tokens:
         return len(self._entries)
 
     def grant(self, authorization: str | None) -> Grant:
-        """Of the header `Bearer TOKEN`. Takes the same time whichever token it is. Raises Unauthenticated."""
+        """Return the grant for the header `Bearer TOKEN`, in constant time. Raises Unauthenticated."""
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token:
             raise Unauthenticated("a token is needed: send the header 'authorization: Bearer TOKEN'")
         given, found = _digest(token.strip()), None
-        for digest, grant in self._entries:  # every entry, also after the right one
+        for digest, grant in self._entries:  # every entry, also after a match
             if hmac.compare_digest(given, digest):
                 found = grant
         if found is None:
@@ -116,7 +114,7 @@ class Tokens:
 
 
 def read_tokens(path: str | Path) -> Tokens:
-    """Raises ConfigError naming the file and what is wrong in it, by number of the entry; never with a value of it."""
+    """Return a file's tokens. Raises ConfigError with the number of each wrong entry, without any value of it."""
     try:
         with Path(path).open("rb") as file:
             data = file.read(MAX_TOKENS_FILE_BYTES + 1)
@@ -134,7 +132,7 @@ def read_tokens(path: str | Path) -> Tokens:
 
 
 def _parse(data: bytes) -> object:
-    """YAML, of which JSON is a part. Raises ValueError; its text is of our own, as a parser's may quote the file."""
+    """Parse YAML (or JSON). Raises ValueError without the parser's text, because that may quote the file."""
     try:
         return yaml.safe_load(data.decode())
     except yaml.MarkedYAMLError as error:
@@ -157,7 +155,7 @@ def _of(file: _File) -> Tokens:
 def _problems(details: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     for detail in details:
         loc, message = list(detail["loc"]), str(detail["msg"]).removeprefix("Value error, ")
-        if detail["type"] == "extra_forbidden":  # the key that is not known may be a token
+        if detail["type"] == "extra_forbidden":  # the unknown key may be a token
             loc, message = loc[:-1], "has a key that is not known"
         where = ".".join(map(str, loc)) or "the file"
         yield f"{where}: {message[0].lower()}{message[1:]}"
@@ -173,11 +171,11 @@ _Version = tuple[int, int, int]
 
 
 class TokenFile:
-    """The tokens of a file as it is now, or was when it was last good. Raises ConfigError when made."""
+    """The tokens of a file; the last good version stays in force. Raises ConfigError if the first one is broken."""
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._version = self._look()  # before reading: what changes in between is read again
+        self._version = self._look()  # before reading, so that a change in between is read again
         self._tokens: Tokens = read_tokens(path)
 
     def grant(self, authorization: str | None) -> Grant:
@@ -185,18 +183,18 @@ class TokenFile:
         return self._tokens.grant(authorization)
 
     def confirm(self, grant: Grant) -> None:
-        """Raises Unauthenticated if its token was taken away, or is worth something else now."""
+        """Raise Unauthenticated if the token was removed or its rights changed."""
         if grant not in self._tokens:
             raise Unauthenticated("this token is not what it was any more")
 
     async def watch(self) -> None:
-        """Look every few seconds, for ever."""
+        """Check the file every `LOOK_S` seconds until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             await self.refresh()
 
     async def refresh(self) -> None:
-        """Read the file if it has changed. A broken one is said in the log, once."""
+        """Read the file if it has changed. A broken version is logged once."""
         version = self._look()
         if version == self._version:
             return

@@ -1,7 +1,7 @@
-"""The live page, and what it is fed with: `/`, `/page/FILE`, `/live`, `/live/trace/REQUEST`.
+"""The dashboard's paths: `/`, `/page/FILE`, `/live`, `/live/trace/REQUEST`.
 
-What goes on in a router is an operator's business. Where tokens are configured an admin's is needed. Where none are,
-a browser must not be made to fetch it for somebody else's page: see `_own_page`.
+Its data is for operators. If tokens are configured, an admin's is needed. If not, other sites' pages must not make a
+browser fetch it: see `_own_page`.
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ _EVENT_HEADERS = {"content-type": EVENT_STREAM, "cache-control": "no-store", "x-
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What the router in this process lets be seen. `tokens`: who may; None: whoever reaches it. `trace` of a request
-    by its id; None: it is not known.
-    """
+    """Data of this process's router. `tokens` None means open access; `trace` returns None for an unknown request."""
 
     live: StatusBroadcaster
     tokens: TokenFile | None
@@ -60,7 +58,7 @@ class Shown:
 
 
 class LivePaths:
-    """The page's paths. Without a router in this process the page says so."""
+    """Paths of the dashboard. Without a router in this process `/live` returns 404 and the page shows that."""
 
     def __init__(self, shown: Shown | None, stall_s: float) -> None:
         self._shown, self._stall_s = shown, stall_s
@@ -68,7 +66,7 @@ class LivePaths:
         self._text = None if shown is None else SingleFlight(shown.live.views.get, self._encode, SystemClock())
 
     def routes(self) -> list[Route]:
-        """Of this gateway."""
+        """Return the routes for the gateway."""
         return [
             Route("/", self.page),
             Route("/page/{name}", self.file),
@@ -85,9 +83,9 @@ class LivePaths:
         return self._file(request.path_params["name"])
 
     async def live(self, request: Request) -> Response:
-        """GET /live: an event for each `StatusBroadcaster`, every `interval_s` seconds."""
+        """GET /live: an event for each view of `StatusBroadcaster`, every `interval_s` seconds."""
         shown = self._allowed(request, "Watch")
-        if request.method == "HEAD":  # which would wait for the end of what has none
+        if request.method == "HEAD":  # the stream is endless, and HEAD needs no body
             return Response(headers=_EVENT_HEADERS)
         tokens, confirm = shown.tokens, None
         if tokens is not None:
@@ -109,7 +107,7 @@ class LivePaths:
         return Response(content, headers=_HEADERS, media_type=kind)
 
     def _allowed(self, request: Request, method: str) -> Shown:
-        """Raises HttpError, Unauthenticated, PermissionDenied."""
+        """Return the data if the caller may see it. Raises HttpError, Unauthenticated or PermissionDenied."""
         if self._shown is None:
             raise HttpError(404, "no_live", "this gateway stands alone: what goes on is shown by the routers")
         if self._shown.tokens is None:
@@ -122,21 +120,21 @@ class LivePaths:
         self, views: AsyncGenerator[tuple[admin_pb2.Live, list[admin_pb2.Happening]], None]
     ) -> AsyncGenerator[bytes, None]:
         async with aclosing(views):
-            with suppress(Unauthenticated):  # any more: who asks again is told
+            with suppress(Unauthenticated):  # the token was revoked; the client's next request is rejected
                 async for _, happenings in views:
                     assert self._text is not None
                     text, told = await self._text.get(), orjson.dumps([as_json(one) for one in happenings])
                     yield b"data: " + text[:-1] + b',"happenings":' + told + b"}\n\n"
 
     async def _encode(self) -> bytes:
-        """In a thread: with thousands of workers it takes a while."""
+        """Encode a view in a thread, because thousands of workers take a while."""
         assert self._shown is not None
         view = await self._shown.live.views.get()
         return await asyncio.to_thread(lambda: orjson.dumps(as_json(view)))
 
 
 class _Events(Response):
-    """Writes what comes until the client has left, or has read nothing for `stall_s` seconds."""
+    """Response that streams events until the client disconnects or has read nothing for `stall_s` seconds."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], stall_s: float) -> None:
         super().__init__()
@@ -148,7 +146,7 @@ class _Events(Response):
     async def _run(self, send: Send) -> None:
         raw = [(name.encode(), value.encode()) for name, value in _EVENT_HEADERS.items()]
         async with aclosing(self._events) as events:
-            first = await anext(events, b"")  # what this raises is an answer of its own
+            first = await anext(events, b"")  # an error here still becomes its own response
             await send({"type": "http.response.start", "status": 200, "headers": raw})
             with suppress(TimeoutError):
                 await self._write(send, first)
@@ -162,11 +160,11 @@ class _Events(Response):
 
 
 def _own_page(request: Request) -> None:
-    """Raises HttpError for what a browser fetches for a page of another origin.
+    """Raise HttpError if a browser fetches this for a page of another origin.
 
-    Such a page cannot read the answer, but would take a watcher's place; browsers say where they fetch for. A page
-    whose name was made to lead to this machine (DNS rebinding) could read it: on a loopback listener the name asked for
-    must be a loopback one, too. Other listeners are open to their whole network when there are no tokens.
+    Such a page cannot read the answer, but would use up a watcher's slot; browsers send `Sec-Fetch-Site`. A page with
+    a name that resolves to this machine (DNS rebinding) could read it. Therefore the host name must be a loopback
+    name on a loopback listener. Without tokens, other listeners are open to their whole network.
     """
     if request.headers.get("sec-fetch-site", "none") not in {"same-origin", "none"}:
         raise HttpError(403, "cross_site", "only this router's own page may show this")
@@ -178,7 +176,7 @@ def _own_page(request: Request) -> None:
 
 
 def _host(request: Request) -> str:
-    """The name that was asked for; "": none that can be one."""
+    """Return the requested host name, or "" if it is invalid."""
     try:
         return urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
     except ValueError:

@@ -1,1 +1,5 @@
-"""What this router shows of itself, for operators: its status, and what goes on, as it goes on."""
+"""Observation of this router for operators.
+
+Read `activity` first: metrics of the last minute, and the event feed. `status` has the status reply, a shared cache of
+views, and their stream to watchers.
+"""

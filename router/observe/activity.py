@@ -1,9 +1,8 @@
-"""What the last minute was like, in a bucket for each second. A gap between tokens costs a list entry, until its second
-is over, or is looked at: then all of them are counted at once.
+"""Recent activity of a router: metrics of the last minute, and a feed of the latest events.
 
-The last things that a reader should know of: who came and went, what was refused, failed, or went on elsewhere.
-
-What requests tell as they live; called from where metrics are counted. Nothing here waits, or keeps a request.
+`LastMinute` keeps a bucket per second; a gap between tokens costs one list entry until its second is settled.
+`EventFeed` keeps joins, losses, rejections, failures and recoveries. `ActivityRecorder` fills both; it is called where
+metrics are counted. Nothing here waits, or keeps a reference to a request.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ class _Pending:
 
 
 class EventFeed:
-    """The latest `KEPT`, numbered from 1. Equal ones between two looks are one: a lost worker fails many requests."""
+    """The latest `KEPT` events, numbered from 1. Equal events between two `settle` calls are merged into one."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._kept: deque[admin_pb2.Happening] = deque(maxlen=KEPT)
         self._pending: dict[tuple[str, str, str], _Pending] = {}
-        self.last = 0  # the number of the latest
+        self.last = 0  # number of the latest event
 
     def add(
         self,
@@ -60,8 +59,8 @@ class EventFeed:
         at: float | None = None,
         alike: str = "",
     ) -> None:
-        """`kind` as in `Happening`; `text` never has anything of a prompt or an answer in it. `at`: Unix time.
-        `alike`: what makes it equal to others; "": its text.
+        """Add an event. `kind` is that of `Happening`; `text` contains nothing of a prompt or an answer. `at` is Unix
+        time, now by default. Events with equal `alike` are merged; the default is the text.
         """
         key = kind, alike or text, worker_id
         found = self._pending.get(key)
@@ -72,7 +71,7 @@ class EventFeed:
             self._pending[key] = _Pending(at, text, request_id)
 
     def settle(self) -> int:
-        """Number what has come; returns the last number. To be called each second, whether or not anybody looks."""
+        """Number the pending events and return the last number. Call it every second, with or without watchers."""
         for (kind, _, worker_id), one in self._pending.items():
             once = one.times == 1
             text, request_id = (one.text, one.request_id) if once else (f"{one.text} ({one.times} times)", "")
@@ -83,17 +82,17 @@ class EventFeed:
         return self.last
 
     def since(self, number: int) -> list[admin_pb2.Happening]:
-        """Those after this number that are still known, oldest first."""
+        """Return the kept events after `number`, oldest first."""
         return list(islice(self._kept, max(0, len(self._kept) - (self.last - number)), None))
 
 
 KEPT_S = 60
 _LOWEST_S = 1e-4
-_GROWTH = math.log(1.05)  # of the bounds between which durations are counted: a quantile is off by 2.5 % at most
+_GROWTH = math.log(1.05)  # log of the factor between bucket bounds; a quantile is off by at most 2.5 %
 
 
 class _Second:
-    """One second. Durations are counted by the number of their bound."""
+    """Metrics of one second. Durations are counted by bucket number."""
 
     __slots__ = ("at", "counts", "e2e", "gaps", "itl", "tokens", "ttft")
 
@@ -104,10 +103,10 @@ class _Second:
         self.gaps: list[float] = []  # not counted yet
         self.itl: dict[int, int] = {}
         self.e2e: dict[int, int] = {}
-        self.counts: Counter[str] = Counter()  # whatever comes once for a request
+        self.counts: Counter[str] = Counter()  # counts of things that happen once per request
 
     def settle(self) -> None:
-        """Count the gaps."""
+        """Count the pending gaps."""
         if self.gaps:
             numbers = (np.log(np.maximum(self.gaps, _LOWEST_S) / _LOWEST_S) / _GROWTH).astype(int)
             for at, count in zip(*np.unique(numbers, return_counts=True), strict=True):
@@ -116,7 +115,7 @@ class _Second:
 
 
 class LastMinute:
-    """Counts what it is told, and forgets it after a minute. All durations in seconds."""
+    """Metrics of the last minute. All durations are in seconds."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -125,29 +124,29 @@ class LastMinute:
         self._seconds.append(_Second(int(self._since)))
 
     def tokens(self, count: int, gap_s: float) -> None:
-        """So many came `gap_s` after the ones before: as many gaps of equal length."""
+        """Count tokens that came `gap_s` after the previous ones, as `count` gaps of equal length."""
         second = self._seconds[-1]
         second.tokens += count
         second.gaps += (gap_s,) if count == 1 else (gap_s / count,) * count
 
     def first_tokens(self, count: int, ttft_s: float, prompt_tokens: int) -> None:
-        """The first ones of an answer came `ttft_s` after its request."""
+        """Count the first tokens of an answer, `ttft_s` after its request."""
         second, at = self.second(), _number(ttft_s)
         second.tokens += count
         second.ttft[at] = second.ttft.get(at, 0) + 1
         second.counts["prompt_tokens"] += prompt_tokens
 
     def finished(self, e2e_s: float) -> None:
-        """A request got all of its answer."""
+        """Count a completely answered request."""
         second, at = self.second(), _number(e2e_s)
         second.e2e[at] = second.e2e.get(at, 0) + 1
 
     def count(self, what: str) -> None:
-        """One more request that: ended | failed | refused | recovered | judged (by the SLO) | kept (to it)."""
+        """Count a request: ended | failed | refused | recovered | judged (against the SLO) | kept (the SLO)."""
         self.second().counts[what] += 1
 
     def second(self) -> _Second:
-        """The one that runs. To be called each second: `tokens`, which is called for each of them, has no look."""
+        """Return the current second. Call it every second, because `tokens` does not check the time."""
         at, last = int(self._clock.monotonic()), self._seconds[-1]
         if last.at == at:
             return last
@@ -156,7 +155,7 @@ class LastMinute:
         return self._seconds[-1]
 
     def window(self, seconds: int = KEPT_S) -> admin_pb2.Window:
-        """The last `seconds`; the one that is running is part of it."""
+        """Return the metrics of the last `seconds`, including the current one."""
         now = self._clock.monotonic()
         self._seconds[-1].settle()
         found = [second for second in self._seconds if second.at > int(now) - seconds]
@@ -195,7 +194,7 @@ def _quantiles(parts: Iterable[dict[int, int]]) -> admin_pb2.Quantiles:
 
 
 def _quantile(ordered: Iterable[tuple[int, int]], rank: float) -> float:
-    """The middle of where the value of that rank lies."""
+    """Return the midpoint of the bucket that contains this rank."""
     passed = at = 0
     for at, count in ordered:  # noqa: B007
         passed += count
@@ -204,26 +203,26 @@ def _quantile(ordered: Iterable[tuple[int, int]], rank: float) -> float:
     return _LOWEST_S * math.exp(_GROWTH * (at + 0.5))
 
 
-_OURS = (errors.Overloaded, errors.NoWorker, errors.WorkerLost, errors.DeadlineExceeded)  # texts without a caller's
+_OURS = (errors.Overloaded, errors.NoWorker, errors.WorkerLost, errors.DeadlineExceeded)  # no client text in them
 
 
 class ActivityRecorder:
-    """One per router."""
+    """Recorder of a router's activity; one per router."""
 
     def __init__(self, clock: Clock) -> None:
         self.recent = LastMinute(clock)
         self.happenings = EventFeed(clock)
-        self._workers: dict[tuple[str, str], Role] = {}  # connected: by id and incarnation
+        self._workers: dict[tuple[str, str], Role] = {}  # connected workers by id and incarnation
 
     def tokens(self, life: ChoiceRun, count: int, gap_s: float | None) -> None:
-        """A client got `count` new tokens; `gap_s` None: its first ones."""
+        """Count `count` new tokens of a client; `gap_s` is None for its first ones."""
         if gap_s is None:
             self.recent.first_tokens(count, life.stages.age_s, 0 if life.choice else life.call.prompt_tokens)
         else:
             self.recent.tokens(count, gap_s)
 
     def recovered(self, life: ChoiceRun, attempt: Attempt) -> None:
-        """Another attempt follows this one."""
+        """Record that another attempt follows this one."""
         prefill, decode = attempt.workers
         reason = attempt.handed_back
         self.recent.count("recovered")
@@ -233,11 +232,11 @@ class ActivityRecorder:
         self.happenings.add("recovered", f"goes on with another attempt: {reason}", life.call.name, worker)
 
     def ended(self, call: ClientRequest, outcome: str, error: BatonError | None) -> None:
-        """As `Metrics.ended`."""
+        """Record the end of a request; see `Metrics.ended`."""
         self.recent.count("ended")
         if outcome in {"failed", "refused"}:
             self.recent.count(outcome)
-            alike = type(error).__name__ if outcome == "refused" else ""  # how long each would wait tells them apart
+            alike = type(error).__name__ if outcome == "refused" else ""  # the texts differ by their wait time
             self.happenings.add(outcome, _shown(error), call.name, alike=alike)
         elif outcome == "finished":
             self.recent.finished(max(life.stages.age_s for life in call.lives))
@@ -247,7 +246,7 @@ class ActivityRecorder:
                     self.recent.count("kept")
 
     def look(self, links: Iterable[WorkerStream]) -> None:
-        """Who is connected that was not, and who is not any more. To be called each second."""
+        """Record workers that joined or left. Call it every second."""
         self.recent.second()
         connected = {
             (link.info.ref.worker_id, str(link.info.ref.incarnation)): link.info.role
@@ -264,5 +263,5 @@ class ActivityRecorder:
 
 
 def _shown(error: BatonError | None) -> str:
-    """The error's name, and its text where no part of a request can be in it."""
+    """Return the error's name, with its text if that cannot contain parts of a request."""
     return f"{type(error).__name__}: {error}" if isinstance(error, _OURS) else type(error).__name__

@@ -1,8 +1,7 @@
-"""What goes on here, again and again, for as many as watch: made once, shown to all.
+"""The router's status for operators, and its stream of views.
 
-What this router is, and what it knows of its workers and of the controller, now.
-
-What is dear to make and asked for by many: made once for all who ask at about the same time.
+`Overview` makes the status from the router context and the controller's report. `StatusBroadcaster` streams views to
+watchers; a `SingleFlight` makes each view once for all of them.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ log = structlog.get_logger(__name__)
 
 
 class Overview:
-    """`control`: what the controller said last; None: it is not there, or Redis is not."""
+    """Status of this router. `control` is the controller's latest report, or None without a controller or Redis."""
 
     def __init__(self, context: RouterContext, board: ControlState | None) -> None:
         self.control: ControlReport | None = None
@@ -40,12 +39,12 @@ class Overview:
         self._started = context.clock.monotonic()
 
     async def status(self) -> admin_pb2.StatusReply:
-        """Taken now, and `control` with it."""
+        """Return the current status with a fresh `control`."""
         await self.look()
         return self.known()
 
     def known(self) -> admin_pb2.StatusReply:
-        """Taken now, but for `control`."""
+        """Return the current status with the last known `control`."""
         context, settings = self._context, self._context.settings
         ended = {outcome: context.outcomes[outcome] for outcome in ("finished", "cancelled", "failed", "refused")}
         return admin_pb2.StatusReply(
@@ -69,7 +68,7 @@ class Overview:
         )
 
     async def look(self) -> None:
-        """What the controller says: a round trip to Redis, or as long as that may take when it is silent."""
+        """Read the controller's report: one Redis round trip, or its timeout if Redis is silent."""
         try:
             self.control = await self._board.control() if self._board else None
         except LedgerError as error:
@@ -78,7 +77,7 @@ class Overview:
 
 
 def plan_to_pb(plan: PoolSizes) -> admin_pb2.Plan:
-    """As it is said to operators."""
+    """Return the plan as a protocol message."""
     return admin_pb2.Plan(**plan.model_dump())
 
 
@@ -107,14 +106,14 @@ def _worker(link: WorkerStream, note: str) -> admin_pb2.WorkerStatus:
 
 T = TypeVar("T")
 
-_FRESH_S = 0.09  # less than the shortest interval of a watcher
-_SHARE = 20  # it is shown for so many times as long as it took: thousands of workers must not fill the router's loop
-_STALE_S = 2.0  # but never longer: one making that had to wait for a core must not stop the picture
+_FRESH_S = 0.09  # Less than the shortest interval of a watcher.
+_SHARE = 20  # A view is kept this many times its making time, so that thousands of workers do not fill the loop.
+_STALE_S = 2.0  # Maximum age: one making that waited for a core must not freeze the view.
 
 
 class SingleFlight(Generic[T]):
-    """What `make` gave last, until that is too old. `first` is awaited before: what others take is no work of ours, and
-    a Redis that is silent must not make old what is shown.
+    """A single-flight cache: concurrent callers share one result of `make`, until it is too old. `first` is awaited
+    before, outside the measured time, so that a silent Redis does not age the result.
     """
 
     def __init__(self, first: Callable[[], Awaitable[object]], make: Callable[[], Awaitable[T]], clock: Clock) -> None:
@@ -124,7 +123,7 @@ class SingleFlight(Generic[T]):
         self._until = 0.0
 
     async def get(self) -> T:
-        """Raises what `make` raises."""
+        """Return the cached result or make a new one. Raises any error of `make`."""
         async with self._lock:
             if not self._made or self._clock.monotonic() >= self._until:
                 await self._first()
@@ -143,37 +142,36 @@ _UNPLACED = (Stage.QUEUE, Stage.ROUTE)
 
 
 class StatusBroadcaster:
-    """One per router. A watcher asks when it is ready for more, so a slow one misses views and holds up nobody.
-
-    `views`, which have no happenings, are shared by all who watch, and never changed.
+    """Stream of views for watchers; one per router. A watcher pulls, so a slow one skips views and delays no other.
+    `views` have no events, are shared by all watchers, and never change.
     """
 
     def __init__(self, context: RouterContext, overview: Overview) -> None:
         self._context = context
         self._overview = overview
         self.views = SingleFlight(overview.look, self._make, context.clock)
-        self._decided = 0.0  # when the controller decided what was told last
+        self._decided = 0.0  # time of the last controller decision that was added to the feed
         self._watchers = 0
         self._closed = asyncio.Event()
 
     async def run(self) -> None:
-        """See who comes and goes, whether or not anybody watches; for ever."""
+        """Track worker arrivals and departures until cancelled, even without watchers."""
         while True:
             self._context.seen.look(self._context.pool.links)
             self._context.seen.happenings.settle()
             await asyncio.sleep(_LOOK_S)
 
     def close(self) -> None:
-        """Whoever watches is through."""
+        """End all watches."""
         self._closed.set()
 
     async def watch(
         self, interval_s: float, confirm: Callable[[], None] | None = None
     ) -> AsyncGenerator[tuple[admin_pb2.Live, list[admin_pb2.Happening]], None]:
-        """A view every `interval_s` (0: 1), with what happened since the one before, until `close`.
+        """Yield a view every `interval_s` (0 means 1) with the events since the previous one, until `close`.
 
-        Raises InvalidRequest for an interval out of range, Overloaded when too many watch, and what `confirm` raises:
-        it is asked before each view whether the watcher still may, since this ends only when either side does.
+        Raises InvalidRequest for an interval out of range, Overloaded if there are too many watchers, and any error of
+        `confirm`. `confirm` is called before each view, because a watcher may lose its right during an endless stream.
         """
         interval_s, (least, most) = interval_s or 1.0, _INTERVAL_S
         if not least <= interval_s <= most:
@@ -214,7 +212,7 @@ class StatusBroadcaster:
         for one in control.decisions if control is not None else ():
             if one.at > known:
                 self._decided = max(self._decided, one.at)
-                text = one.text.partition("\n")[0].rstrip(":")  # what a process wrote last may follow; it is in its log
+                text = one.text.partition("\n")[0].rstrip(":")  # the last output of a process may follow
                 self._context.seen.happenings.add("decision", f"{one.kind}: {text}", at=one.at)
 
 

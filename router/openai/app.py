@@ -1,4 +1,4 @@
-"""The paths that are served, as a Starlette application."""
+"""The Starlette application of the gateway: its paths and error handlers."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ PLAIN = "text/plain; charset=utf-8"
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """`max_body` in bytes. `registry`: the metrics of the router in this process, `look` awaited before they are read;
-    `counts`: where there is none, those that the gateway counts itself. `tls`: the certificate to serve HTTPS with, and
-    to reach the router; None: neither is encrypted. `shown`: what the page shows of the router in this process; None:
-    there is none.
+    """Settings of a gateway. `max_body` is in bytes.
+
+    `registry` holds the metrics of the router in this process; `look` is awaited before they are read. `counts` are the
+    gateway's own metrics, used without such a router. `tls` is used for HTTPS and towards the router; None means
+    plaintext for both. `shown` is the data of the dashboard; None means that no router runs in this process.
     """
 
     version: str = ""
@@ -54,7 +55,7 @@ class GatewaySettings:
 
 
 class Gateway:
-    """The endpoints, over one router."""
+    """HTTP endpoints of one router."""
 
     def __init__(self, upstream: Upstream, settings: GatewaySettings) -> None:
         self._upstream, self._settings = upstream, settings
@@ -62,7 +63,7 @@ class Gateway:
         self._started = int(time.time())
 
     def app(self) -> Starlette:
-        """All paths, and how errors are shown."""
+        """Return the application with all paths and error handlers."""
         routes = [
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
@@ -111,16 +112,16 @@ class Gateway:
         raise UnknownModel(f"model {name[:128]!r} is not served here; {', '.join(each.id for each in found)} is")
 
     async def health(self, request: Request) -> Response:
-        """GET /health: this process answers."""
+        """GET /health: 200 while this process responds."""
         return Response("ok\n", media_type=PLAIN)
 
     async def ready(self, request: Request) -> Response:
-        """GET /ready: a request would find a pair of workers."""
+        """GET /ready: 200 if the router has a pair of workers for a request, else 503."""
         ready = await self._upstream.ready()
         return Response("ready\n" if ready else "not ready\n", 200 if ready else 503, media_type=PLAIN)
 
     async def metrics(self, request: Request) -> Response:
-        """GET /metrics: those of the router, if it is this process; else those of the gateway."""
+        """GET /metrics: the metrics of the router in this process, or else those of the gateway."""
         counts = self._settings.counts
         registry = self._settings.registry or (counts.registry if counts else None)
         if registry is None:
@@ -135,7 +136,7 @@ class Gateway:
         return _json({"version": self._settings.version})
 
     async def _served(self, request: Request) -> pb.Model:
-        """The model behind. Raises BatonError."""
+        """Return the served model. Raises BatonError."""
         return next(iter(await self._upstream.models(_metadata(request))), pb.Model())
 
     def _answering(self, request: Request, job: Job, model: str, visit: Visit) -> Response:
@@ -167,7 +168,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_no_route(request: Request, error: Exception) -> Response:
-    """404 and 405, with the headers that Starlette gives (`Allow`)."""
+    """Return 404 or 405 with the headers that Starlette sets (`Allow`)."""
     status = error.status_code if isinstance(error, HTTPException) else 404
     what = "no such path" if status == 404 else "not allowed here"
     text = f"{what}: {request.method} {request.url.path[:128]}"
@@ -177,5 +178,5 @@ async def _on_no_route(request: Request, error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    """The boundary of a request: Starlette raises `error` once more, for the log."""
+    """Return 500. Starlette raises `error` again, so that it is logged."""
     return problem_of(EngineFault("internal error; the server's log has it")).response()

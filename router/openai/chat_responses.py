@@ -1,7 +1,4 @@
-"""Chat choices in which a model may call tools.
-
-Objects of type chat.completion and chat.completion.chunk.
-"""
+"""Chat choices with and without tool calls, as `chat.completion` and `chat.completion.chunk` objects."""
 
 from __future__ import annotations
 
@@ -15,44 +12,44 @@ from router.openai.tool_calls import Call, CallReader, Part
 
 
 class ChatShape:
-    """Choices that are text."""
+    """Text-only chat choices."""
 
     prefix, whole, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def choice(self, index: int, text: str, scored: Sequence[Scored] | None, reason: str) -> Json:
-        """A whole choice."""
+        """Return a whole choice."""
         return {"index": index, "message": message_of(text), "logprobs": logprobs_of(scored), "finish_reason": reason}
 
     def opening(self, index: int) -> Json | None:
-        """Who speaks."""
+        """Return the delta with the role."""
         return delta(index, {"role": "assistant", "content": ""})
 
     def piece(self, index: int, text: str, scored: Sequence[Scored] | None, offset: int) -> list[Json]:
-        """Some text."""
+        """Return a delta with text."""
         return [delta(index, {"content": text}) | {"logprobs": logprobs_of(scored)}]
 
     def thought(self, index: int, thought: Json) -> Json:
-        """A thought, without text."""
+        """Return a delta with a thought and no text."""
         return delta(index, {"thoughts": [thought]})
 
     def ending(self, index: int, reason: str) -> list[Json]:
-        """The reason, without text."""
+        """Return a delta with the finish reason and no text."""
         return [delta(index, {}) | {"finish_reason": reason}]
 
 
 def message_of(content: str | None, calls: Sequence[Json] = ()) -> Json:
-    """What the assistant says, and calls."""
+    """Return an assistant message with text and tool calls."""
     message = {"role": "assistant", "content": content, "refusal": None}
     return message | {"tool_calls": [*calls]} if calls else message
 
 
 def delta(index: int, added: Json) -> Json:
-    """A choice of a chunk."""
+    """Return a choice of a chunk."""
     return {"index": index, "delta": added, "logprobs": None, "finish_reason": None}
 
 
 def logprobs_of(scored: Sequence[Scored] | None) -> Json | None:
-    """The `logprobs` of a choice."""
+    """Return the `logprobs` of a choice."""
     if scored is None:
         return None
     content = [
@@ -68,7 +65,7 @@ def _entry(text: str, logprob: float) -> Json:
 
 @dataclass(slots=True)
 class _Reading:
-    """One choice so far."""
+    """State of one choice."""
 
     reader: CallReader
     calls: int = 0
@@ -76,7 +73,7 @@ class _Reading:
 
 @dataclass(slots=True)
 class ToolShape:
-    """Like `ChatShape`, for the answers to one request. `form`: how calls are written; `names`: of the functions."""
+    """Like `ChatShape`, with tool calls. `form` is the model's call syntax, `names` are the offered functions."""
 
     form: str
     names: Collection[str]
@@ -87,7 +84,7 @@ class ToolShape:
     _readings: dict[int, _Reading] = field(default_factory=dict)
 
     def choice(self, index: int, text: str, scored: Sequence[Scored] | None, reason: str) -> Json:
-        """A whole choice."""
+        """Return a whole choice."""
         reader = CallReader(self.form, self.names)
         parts = [*reader.feed(text), *reader.end()]
         calls = self._shown([part for part in parts if isinstance(part, Call)], 0)
@@ -101,11 +98,11 @@ class ToolShape:
         }
 
     def opening(self, index: int) -> Json | None:
-        """Who speaks."""
+        """Return the delta with the role."""
         return delta(index, {"role": "assistant", "content": ""})
 
     def piece(self, index: int, text: str, scored: Sequence[Scored] | None, offset: int) -> list[Json]:
-        """What is known to be text, and calls that are whole; nothing while something may become one."""
+        """Return deltas for confirmed text and complete calls; text that may become a call is held back."""
         deltas = self._deltas(index, self._reading(index).reader.feed(text))
         if not scored:
             return deltas
@@ -113,11 +110,11 @@ class ToolShape:
         return [deltas[0] | {"logprobs": logprobs_of(scored)}, *deltas[1:]]
 
     def thought(self, index: int, thought: Json) -> Json:
-        """A thought, without text."""
+        """Return a delta with a thought and no text."""
         return delta(index, {"thoughts": [thought]})
 
     def ending(self, index: int, reason: str) -> list[Json]:
-        """What was held back, and the reason."""
+        """Return the text that was held back, then the finish reason."""
         reading = self._reading(index)
         deltas = self._deltas(index, reading.reader.end())
         return [*deltas, delta(index, {}) | {"finish_reason": _reason(reason, reading.calls)}]
@@ -137,12 +134,12 @@ class ToolShape:
         return deltas
 
     def _shown(self, calls: Sequence[Call], before: int) -> list[Json]:
-        """Only the first one of a choice, unless they may be parallel."""
+        """Return the calls as JSON; without `parallel` only the first of the choice."""
         most = len(calls) if self.parallel else 1 - before
         return [self._call(call) for call in calls[: max(0, most)]]
 
     def _call(self, call: Call) -> Json:
-        name = uuid4().hex  # templates of Mistral take nine letters and digits, and nothing else
+        name = uuid4().hex  # Mistral's templates accept exactly nine letters and digits
         name = name[:9] if self.form == "mistral" else f"call_{name[:24]}"
         return {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 

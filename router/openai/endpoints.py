@@ -1,6 +1,5 @@
-"""`/v1/completions`: one call per prompt, choices in the order of the prompts.
-
-`/v1/chat/completions`: one call; the model's template is the router's business.
+"""Translation of typed bodies to router calls. `/v1/completions` makes one call per prompt; choices keep the order of
+the prompts. `/v1/chat/completions` makes one call; the router renders the chat template.
 """
 
 from __future__ import annotations
@@ -19,10 +18,7 @@ from router.openai.tool_calls import forced_schema
 
 
 def chat_job(body: ChatBody, tool_form: str = "") -> Job:
-    """What `body` asks for. `tool_form`: how the model has calls of tools written; only with tools.
-
-    Raises InvalidRequest for a schema that is nested too deeply.
-    """
+    """Return the call for a chat body. `tool_form` is the model's tool-call syntax. Raises InvalidRequest."""
     given = body.max_completion_tokens is not None
     request = base_request(body, body.max_completion_tokens if given else body.max_tokens)
     called = {call.id: call.function.name for message in body.messages for call in message.tool_calls or ()}
@@ -52,7 +48,7 @@ def chat_job(body: ChatBody, tool_form: str = "") -> Job:
 def _json(value: object, field: str) -> str:
     try:
         return orjson.dumps(value).decode()
-    except orjson.JSONEncodeError:  # it reads 1024 levels and writes 254
+    except orjson.JSONEncodeError:  # orjson reads 1024 levels and writes 254
         raise InvalidRequest.of(field, "is nested too deeply") from None
 
 
@@ -71,15 +67,15 @@ def _names(limit: str, *, forced: bool) -> dict[str, str]:
 
 
 def _told(tool: Tool) -> Json:
-    """A tool as templates know it: some look at the parameters without asking whether there are any."""
+    """Return a tool for chat templates, with `parameters` always set: some templates read them without a check."""
     told: Json = tool.model_dump(exclude_none=True, exclude={"function": {"strict"}})
     told["function"].setdefault("parameters", {"type": "object", "properties": {}})
     return told
 
 
 def _turn(message: Message, name: str | None) -> pb.ChatMessage:
-    """`name`: of the function whose answer it is, which some templates want to be told."""
-    role = "system" if message.role == "developer" else message.role  # templates know the older name
+    """Return a chat message. `name` is the function that a tool message answers; some templates need it."""
+    role = "system" if message.role == "developer" else message.role  # templates use the older name
     turn = pb.ChatMessage(role=role, content=message.content, name=name, tool_call_id=message.tool_call_id)
     for call in message.tool_calls or ():
         turn.tool_calls.add(id=call.id, name=call.function.name, arguments=call.function.arguments)
@@ -87,7 +83,7 @@ def _turn(message: Message, name: str | None) -> pb.ChatMessage:
 
 
 def _schema(body: ChatBody, tool_form: str) -> object:
-    """What the answer must be; None: anything. A forced call counts before a format, which is one of text."""
+    """Return the schema of the answer, or None if unconstrained. A forced call takes precedence over a text format."""
     if body.forced:
         return forced_schema([tool.function for tool in body.forced], tool_form, body.parallel_tool_calls)
     wanted = body.response_format
@@ -97,33 +93,33 @@ def _schema(body: ChatBody, tool_form: str) -> object:
 
 
 class CompletionShape:
-    """Objects of type text_completion."""
+    """Objects of type `text_completion`."""
 
     prefix, whole, chunk = "cmpl-", "text_completion", "text_completion"
 
     def choice(self, index: int, text: str, scored: Sequence[Scored] | None, reason: str) -> Json:
-        """A whole choice."""
+        """Return a whole choice."""
         return _choice(index, text, scored, 0, reason)
 
     def opening(self, index: int) -> Json | None:
-        """There is none."""
+        """Return None: a completion has no opening event."""
         return None
 
     def piece(self, index: int, text: str, scored: Sequence[Scored] | None, offset: int) -> list[Json]:
-        """Some text."""
+        """Return a choice with text."""
         return [_choice(index, text, scored, offset, None)]
 
     def thought(self, index: int, thought: Json) -> Json:
-        """A thought, without text."""
+        """Return a choice with a thought and no text."""
         return _choice(index, "", None, 0, None) | {"thoughts": [thought]}
 
     def ending(self, index: int, reason: str) -> list[Json]:
-        """The reason, without text."""
+        """Return a choice with the finish reason and no text."""
         return [_choice(index, "", None, 0, reason)]
 
 
 def completion_job(body: CompletionBody) -> Job:
-    """What `body` asks for."""
+    """Return the calls for a completion body, one per prompt."""
     prompts: list[Prompt] = body.prompt
 
     def rename(number: int, field: str) -> str:
@@ -175,7 +171,7 @@ def _logprobs(scored: Sequence[Scored], offset: int) -> Json:
 
 
 def _best(top: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """By text, which several tokens may share: the likeliest of them."""
+    """Return log-probabilities by text. Several tokens may share a text; the likeliest is kept."""
     best: dict[str, float] = {}
     for text, logprob in top:
         best.setdefault(text, logprob)

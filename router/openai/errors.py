@@ -1,4 +1,4 @@
-"""Every typed error as an HTTP status, OpenAI's error body, and the headers that its clients obey."""
+"""Maps each typed error to an HTTP status, OpenAI's error body, and the retry headers that its clients obey."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SHOWN: Mapping[type[BatonError], tuple[int, str, str]] = {
 
 
 class HttpError(Exception):
-    """What is wrong with HTTP itself, before there is a request: path, method, size, type of the body."""
+    """An error of HTTP itself, before a request is parsed: path, method, size or content type."""
 
     def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class HttpError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error as a client of OpenAI's API sees it."""
+    """An error in the format of OpenAI's API."""
 
     status: int
     kind: str
@@ -51,18 +51,18 @@ class Problem:
     headers: dict[str, str] = field(default_factory=dict)
 
     def body(self) -> bytes:
-        """The error body, also the data of an error event in a stream."""
+        """Return the error body; in a stream it is the data of an error event."""
         return orjson.dumps(
             {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
         )
 
     def response(self) -> Response:
-        """The whole answer."""
+        """Return the HTTP response."""
         return Response(self.body(), self.status, self.headers, JSON)
 
 
 def problem_of(error: BatonError) -> Problem:
-    """Total: what the table does not name is an engine fault without its text."""
+    """Map any BatonError; a type missing from the table becomes an engine fault without the original text."""
     if type(error) not in _SHOWN:
         error = errors.EngineFault("internal error; the server's log has it")
     status, kind, code = _SHOWN[type(error)]
@@ -74,7 +74,7 @@ def problem_of(error: BatonError) -> Problem:
 
 
 def http_problem(error: HttpError) -> Problem:
-    """A connection whose body was not read to its end is of no more use."""
+    """Map an HttpError. If the body was not read completely, the connection is closed because it cannot be reused."""
     headers = {"connection": "close"} if error.status in {408, 413, 431} else {}
     return Problem(error.status, "invalid_request_error", error.code, str(error), error.param, headers)
 

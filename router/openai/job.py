@@ -1,4 +1,4 @@
-"""What an HTTP request asks for, as calls of the router, and the shape in which its answer is written."""
+"""The router calls of one HTTP request, and the interface that formats their answer."""
 
 from __future__ import annotations
 
@@ -22,44 +22,44 @@ Json = dict[str, Any]
 
 
 def as_json(message: Message) -> Json:
-    """With what is zero or empty: who reads it need not know the defaults."""
+    """Return a dict that includes default-valued fields, so clients need not know the defaults."""
     return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
 
 
 class InStream(Enum):
-    """Where a stream says what was used."""
+    """Placement of usage in a stream."""
 
     NOWHERE = 0
-    AT_THE_END = 1  # and a null before, as OpenAI does
-    THROUGHOUT = 2  # in each chunk what its choice has used so far; at the end all of them
+    AT_THE_END = 1  # and null in earlier chunks, as OpenAI does
+    THROUGHOUT = 2  # each chunk has the usage of its choice so far, the last one the total
 
 
 class Shape(Protocol):
-    """How choices look: of one endpoint, whole or in pieces. `offset`: characters of the choice's tokens before."""
+    """Format of the choices of one endpoint. `offset` counts the characters of the choice's earlier tokens."""
 
     prefix: str  # of the answer's id
-    whole: str  # the object's name
+    whole: str  # name of the object
     chunk: str
 
     def choice(self, index: int, text: str, scored: Sequence[Scored] | None, reason: str) -> Json:
-        """A choice of an answer that is not streamed."""
+        """Return a choice of an unstreamed answer."""
 
     def opening(self, index: int) -> Json | None:
-        """What comes before the first piece of a choice."""
+        """Return the first delta of a choice, or None."""
 
     def piece(self, index: int, text: str, scored: Sequence[Scored] | None, offset: int) -> list[Json]:
-        """What some of a choice's text adds, if it is known yet."""
+        """Return the choices for new text; empty if the text is held back."""
 
     def thought(self, index: int, thought: Json) -> Json:
-        """A thought of a model that thinks, by itself."""
+        """Return a choice that has only a thought."""
 
     def ending(self, index: int, reason: str) -> list[Json]:
-        """What was held back of a choice, and why it ended."""
+        """Return the text that was held back, then the finish reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The calls of one HTTP request; choice c of call i is choice i * n + c of the answer."""
+    """The calls of one HTTP request. Choice c of call i is choice i * n + c of the answer."""
 
     requests: Sequence[pb.GenerateRequest]
     shape: Shape
@@ -72,25 +72,25 @@ class Job:
 
 
 def usage_of(options: StreamOptions | None) -> InStream:
-    """What the options of a stream ask for."""
+    """Return the usage placement that the stream options request."""
     if options is None or not options.include_usage:
         return InStream.NOWHERE
     return InStream.THROUGHOUT if options.continuous_usage_stats else InStream.AT_THE_END
 
 
 def base_request(body: Common, max_tokens: int | None) -> pb.GenerateRequest:
-    """All but the prompt, the logprobs and the constraint. Fields that are not given stay unset."""
+    """Return a request without prompt, logprobs and constraint. Fields that the body omits stay unset."""
     given = body.model_dump(include=set(_SAMPLING), exclude_none=True)
     bias = {int(token_id): value for token_id, value in (body.logit_bias or {}).items()}
     sampling = common_pb2.Sampling(**given, logit_bias=bias)
     if max_tokens is not None:
         sampling.max_tokens = max_tokens
     if body.top_k is not None:
-        sampling.top_k = 0 if body.top_k == -1 else body.top_k  # -1 is how others say: off
+        sampling.top_k = 0 if body.top_k == -1 else body.top_k  # other APIs use -1 for "off"
     if body.seed is not None:
         sampling.seed = body.seed % 2**64
     request = pb.GenerateRequest(model=body.model or "", sampling=sampling, client_tag=body.user or "")
-    request.resumable_s = 0.0  # nobody can resume an HTTP answer
+    request.resumable_s = 0.0  # an HTTP answer cannot be resumed
     _set_options(request, body)
     return request
 
@@ -111,7 +111,7 @@ def _set_options(request: pb.GenerateRequest, body: Common) -> None:
 
 
 def http_name(field: str, more: dict[str, str]) -> str:
-    """The HTTP field behind a field of the protocol: `sampling.top_p` is `top_p`, `cache_scope` is `cache_salt`."""
+    """Map a protocol field to its HTTP field: `sampling.top_p` to `top_p`, `cache_scope` to `cache_salt`."""
     name = field.removeprefix("spec.").removeprefix("sampling.")
     for known, http in (_NAMES | more).items():
         if name == known or name.startswith((f"{known}.", f"{known}[")):

@@ -1,4 +1,4 @@
-"""The text of single tokens, which logprobs are labelled with. Asked of the router once each."""
+"""Texts of single tokens, which label logprobs. Each token is requested from the router once."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from router.openai.upstream import Metadata, Upstream
 
 KEPT = 1 << 17
 _AT_ONCE = 32
-_NO_TEXT = "\ufffd"  # where bytes are no text by themselves
+_NO_TEXT = "\ufffd"  # for bytes that are only part of a character
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A token as text with its log-probability, and those that were as likely, best first."""
+    """A token as text with its log-probability, and the likeliest alternatives, best first."""
 
     text: str
     logprob: float
@@ -25,7 +25,7 @@ class Scored:
 
 
 class TokenTexts:
-    """Token id to text, as it is spelled behind another token (so that a space in front of a word stays)."""
+    """Cache of the last `kept` token texts, as spelled after another token so that a leading space stays."""
 
     def __init__(self, upstream: Upstream, kept: int = KEPT) -> None:
         self._upstream = upstream
@@ -34,7 +34,7 @@ class TokenTexts:
         self._slots = asyncio.Semaphore(_AT_ONCE)
 
     async def scored(self, tokens: inference_pb2.Tokens, metadata: Metadata) -> list[Scored]:
-        """One per token, or none if the router sent no logprobs. Raises BatonError."""
+        """Return one entry per token, or none if the router sent no logprobs. Raises BatonError."""
         entries: Sequence[common_pb2.TokenLogprobs] = tokens.logprobs
         if not entries:
             return []
@@ -57,7 +57,7 @@ class TokenTexts:
         return texts | found
 
     async def _ask(self, token_id: int, metadata: Metadata) -> str:
-        """Twice the token less once: at the very beginning of a text some tokenizers drop a space."""
+        """Subtract one token's text from that of two, because some tokenizers drop a space at the start."""
         try:
             async with self._slots:
                 once = await self._upstream.decode([token_id], metadata)
@@ -68,5 +68,5 @@ class TokenTexts:
 
 
 def bytes_of(text: str) -> list[int] | None:
-    """The UTF-8 bytes of a token's text; None where it is a part of a character only."""
+    """Return the UTF-8 bytes of a token's text, or None if the token is only part of a character."""
     return None if _NO_TEXT in text else list(text.encode())

@@ -1,4 +1,4 @@
-"""A router's own listener for the gateway in its process: the public API, of this router and no other at its port."""
+"""A private listener through which a router's own gateway reaches it, and not another router at the same port."""
 
 from __future__ import annotations
 
@@ -17,29 +17,28 @@ import grpc
 from baton.errors import ConfigError
 from baton.rpc import channel
 
-_NAME = re.compile(r"baton-router-(\d{1,9})-.+")  # of the folder, with the process's id
+_NAME = re.compile(r"baton-router-(\d{1,9})-.+")  # folder name, with the process id
 
 
 class LoopbackListener:
-    """A Unix socket in a folder that only this user may enter; so it needs no TLS. Tokens are asked for as elsewhere.
-
-    `server` takes the services, then `bind`. What killed routers left behind is removed by the next one that binds.
+    """A Unix socket in a folder that only this user can enter, therefore without TLS. Tokens are required as usual.
+    Register the services on `server`, then call `bind`, which also removes the folders of killed routers.
     """
 
     def __init__(self, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> None:
         self.server = channel.aio_server(link=channel.PUBLIC, interceptors=interceptors)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._lock: int | None = None  # of the folder, as long as it is ours
+        self._lock: int | None = None  # lock on the folder while it is ours
 
     def bind(self) -> str:
-        """The target for a client. Raises ConfigError where there is no place for it."""
+        """Bind and return the target for clients. Raises ConfigError if no folder or socket can be created."""
         _sweep()
         prefix = f"baton-router-{os.getpid()}-"
         try:
             self._folder = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
         except OSError as error:
             raise ConfigError(f"router.http: no folder for a socket, set TMPDIR: {error}") from error
-        with suppress(OSError):  # not every file system has locks
+        with suppress(OSError):  # some file systems have no locks
             self._lock = _locked(self._folder.name)
         try:
             return channel.bind_path(self.server, f"{self._folder.name}/router")
@@ -47,7 +46,7 @@ class LoopbackListener:
             raise ConfigError(f"router.http: {error}; TMPDIR may name another folder") from error
 
     async def stop(self, grace_s: float | None) -> None:
-        """Calls may end by themselves for `grace_s`. Leaves nothing behind, whatever was begun."""
+        """Stop after at most `grace_s` seconds for running calls, and remove the folder. Safe after a partial start."""
         await self.server.stop(grace_s)
         if self._folder is not None:
             self._folder.cleanup()
@@ -57,15 +56,15 @@ class LoopbackListener:
 
 
 def _sweep() -> None:
-    """Remove folders of this user's routers whose processes are gone."""
-    with suppress(OSError):  # what cannot be listed is left
+    """Remove folders of this user's dead routers."""
+    with suppress(OSError):  # folders that cannot be listed stay
         for path in Path(tempfile.gettempdir()).iterdir():
             if (name := _NAME.fullmatch(path.name)) is not None and not _runs(int(name[1])):
                 _remove(path)
 
 
 def _remove(path: Path) -> None:
-    with suppress(OSError):  # it is not ours, is in use, or somebody else removes it
+    with suppress(OSError):  # not ours, in use, or already being removed
         lock = _locked(path)
         shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
@@ -82,7 +81,7 @@ def _runs(pid: int) -> bool:
 
 
 def _locked(folder: str | Path) -> int:
-    """A lock that ends with its process, whose id says nothing in another container. Raises OSError if there is one."""
+    """Lock a folder until this process ends; a pid is not unique across containers. Raises OSError if locked."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         found = os.fstat(descriptor)

@@ -1,4 +1,4 @@
-"""HTTP requests in the metrics of a gateway that stands alone. Within a router process the router counts, not this."""
+"""Metrics of a standalone gateway. In a router process the router counts instead."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ _REFUSALS = (
 
 
 class Visit(AbstractContextManager["Visit"]):
-    """One request, since its arrival. It ends once: an error that leaves the context ends it too.
-
-    Times are those of this process, but for the parts that only the router knows.
+    """Measurement of one request from its arrival. An error that leaves the context ends it; it ends only once. Times
+    are measured here, except for the stages that only the router can measure.
     """
 
     def __init__(self, clock: Clock, metrics: Metrics | None) -> None:
@@ -35,10 +34,10 @@ class Visit(AbstractContextManager["Visit"]):
         self._arrived = self._clock.monotonic()
         self._first: float | None = None
         self._last: dict[int, float] = {}
-        self.parts = common_pb2.Timings()  # of the call that took longest
+        self.parts = common_pb2.Timings()  # of the longest call
 
     def tokens(self, choice: int, count: int) -> None:
-        """So many came just now."""
+        """Count tokens that just arrived."""
         now = self._clock.monotonic()
         self._first = now if self._first is None else self._first
         if self._metrics is not None and count:
@@ -49,18 +48,18 @@ class Visit(AbstractContextManager["Visit"]):
         self._last[choice] = now
 
     def completed(self, timings: common_pb2.Timings) -> None:
-        """What the router says of one of its calls; the longest counts."""
+        """Record the router's timings of a call; the longest call counts."""
         if timings.e2e_s >= self.parts.e2e_s:
             self.parts = timings
 
     def finished(self) -> None:
-        """The answer has been written."""
+        """Record that the answer was written."""
         if self._metrics is not None:
             self._metrics.ended("finished", self._timings(), staged=False)
             self._metrics = None
 
     def failed(self, error: BatonError) -> None:
-        """The answer is this error."""
+        """Record that the request ended with `error`."""
         if self._metrics is None:
             return
         refused = isinstance(error, _REFUSALS) and self._first is None

@@ -1,4 +1,4 @@
-"""From the bytes of a body to its schema, with every mistake by name. Values of prompts are never repeated."""
+"""Parses an HTTP body into its schema and names every mistake. Errors never repeat values of prompts."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from router.openai.schema import (
     ToolCall,
 )
 
-BODY_S = 30.0  # a body must be here within this time
-_NAMED = 16  # mistakes: a megabyte of them is no help, and takes long
-_DRAIN = 16  # a body that is too long is read on for so many times the limit: the client can then read the answer
+BODY_S = 30.0  # Timeout for receiving a body, in seconds.
+_NAMED = 16  # Reported mistakes; a long list does not help, and takes long to make.
+_DRAIN = 16  # A too long body is read up to this multiple of the limit, so that the client reads the error.
 
-# Fields of OpenAI's that are known and not there, and the values with which they ask for nothing.
+# OpenAI's fields that are known but not supported, with the values that request nothing.
 _REFUSED: Mapping[type[BaseModel], Mapping[str, tuple[object, ...]]] = {
     CompletionBody: {"echo": (False,), "suffix": ("",)},
     ChatBody: {
@@ -64,7 +64,7 @@ B = TypeVar("B", bound=BaseModel)
 
 
 async def read_body(request: Request, kind: type[B], limit: int) -> B:
-    """Raises HttpError for what is no JSON of at most `limit` bytes, InvalidRequest naming each wrong field."""
+    """Return the body. Raises HttpError if it is not `application/json` of at most `limit` bytes, or InvalidRequest."""
     if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
         raise HttpError(415, "unsupported_media_type", "content-type: must be application/json", "content-type")
     try:
@@ -78,7 +78,7 @@ async def read_body(request: Request, kind: type[B], limit: int) -> B:
 
 
 def checked(data: bytes, kind: type[B]) -> B:
-    """As `read_body`, for bytes that are there."""
+    """Parse and check bytes; see `read_body`."""
     try:
         tree = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -110,7 +110,7 @@ async def _bytes(request: Request, limit: int) -> bytes:
 
 
 def _split(tree: Mapping[str, Any], kind: type[BaseModel]) -> tuple[list[Violation], dict[str, Any]]:
-    """What asks for something that is not there, and all that is left to look at."""
+    """Return the violations for unsupported fields that request something, and all other fields."""
     refused = _REFUSED[kind]
     asked = [name for name, value in tree.items() if name in refused and not _asks_nothing(value, refused[name])]
     violations = [Violation(name, f"{UNSUPPORTED} by this server") for name in asked]
@@ -127,7 +127,7 @@ def _violation(detail: Any, kind: type[BaseModel]) -> Violation:
         return Violation(place or "''", _unknown(detail["loc"], kind))
     if detail["type"] == "missing":
         return Violation(place, "is required")
-    if not place:  # of a rule between fields, which names the first of them itself
+    if not place:  # a rule between fields; its message starts with the first field
         field, _, text = message.partition(": ")
         return Violation(field, text)
     got = "" if detail["type"] == "value_error" else _got(detail["input"])
@@ -140,7 +140,7 @@ def _place(loc: Sequence[int | str]) -> str:
 
 
 def _got(value: object) -> str:
-    """Numbers are shown; of all else, which may be what somebody wrote, only the kind."""
+    """Return the wrong value if it is a number, else only its kind, because other values may be user text."""
     if value is None or isinstance(value, bool | int | float):
         return f", got {orjson.dumps(value).decode()}"
     return f", got {'an object' if isinstance(value, dict) else 'a list' if isinstance(value, list) else 'a string'}"

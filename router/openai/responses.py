@@ -1,7 +1,4 @@
-"""The events of a request's calls, folded into one answer, or written as they come.
-
-An answer on its way to a client: whole or streamed, and given up as soon as the client leaves.
-"""
+"""Turns a request's events into one HTTP answer: `Answer` formats them, `Answering` runs the calls and writes it."""
 
 from __future__ import annotations
 
@@ -43,18 +40,18 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What an event added to a choice: text and tokens, a thought, or the reason of its end."""
+    """The addition of one event to a choice: text and tokens, a thought, or its finish reason."""
 
     index: int
     text: str = ""
     scored: list[Scored] | None = None
     reason: str = ""
-    tokens: int = 0  # of the choice, with those of this piece; 0: as before
+    tokens: int = 0  # of the choice including this piece; 0 means unchanged
     thought: Json | None = None
 
 
 class Answer:
-    """One answer."""
+    """Accumulator of one answer."""
 
     def __init__(
         self, job: Job, texts: TokenTexts, metadata: Metadata, visit: Visit, *, model: str, created: int
@@ -69,7 +66,7 @@ class Answer:
         self._digests = [""] * len(job.requests)
 
     async def whole(self, streams: Streams) -> bytes:
-        """The answer as one JSON object. Raises BatonError."""
+        """Return the answer as one JSON object. Raises BatonError."""
         async for piece in self._pieces(streams, None):
             if piece is not None:
                 choice = self._choices[piece.index]
@@ -85,10 +82,7 @@ class Answer:
         return shown | ({"thoughts": whole.thoughts} if self._job.thoughts else {})
 
     async def events(self, streams: Streams, keep_alive_s: float) -> AsyncGenerator[bytes]:
-        """Server-sent events, each as soon as it is known; a comment after each `keep_alive_s` of silence.
-
-        Raises BatonError.
-        """
+        """Yield server-sent events; a comment after `keep_alive_s` seconds of silence. Raises BatonError."""
         time = asyncio.get_running_loop().time
         quiet_since = time()
         async for piece in self._pieces(streams, keep_alive_s):
@@ -105,7 +99,7 @@ class Answer:
         yield DONE
 
     def _written(self, piece: _Piece) -> list[bytes]:
-        """What is known of the answer by this piece; it may be held back for later ones."""
+        """Return the events for this piece; a shape may hold text back for later pieces."""
         shape, choice, index = self._job.shape, self._choices[piece.index], piece.index
         opening = None if choice.opened else shape.opening(index)
         opened = [self._event([opening], usage=self._so_far(index))] if opening else []
@@ -120,7 +114,7 @@ class Answer:
         return opened + [self._event([each], usage=self._so_far(index)) for each in choices]
 
     async def _pieces(self, streams: Streams, keep_alive_s: float | None) -> AsyncIterator[_Piece | None]:
-        """None: nothing has come for `keep_alive_s`. Raises BatonError, also for an answer that is not complete."""
+        """Yield pieces; None after `keep_alive_s` of silence. Raises BatonError, also for an incomplete answer."""
         while True:
             try:
                 found = await streams.next(keep_alive_s)
@@ -174,7 +168,7 @@ class Answer:
         self._usage.thinking_tokens += usage.thinking_tokens
 
     def _account(self) -> Json:
-        """What the answer took: tokens, and seconds by stage of the call that was longest under way."""
+        """Return token usage, and the stage times in seconds of the longest call."""
         return {"usage": self._spent(), "timings": as_json(self._visit.parts)}
 
     def _spent(self) -> Json:
@@ -187,7 +181,7 @@ class Answer:
         return _counted(usage.prompt_tokens, usage.completion_tokens) | more
 
     def _so_far(self, index: int) -> Json | None:
-        """What a choice has used; how much of its prompt was there already is known at the end."""
+        """Return the usage of a choice so far, without cached tokens, which are known only at the end."""
         if self._job.usage is not InStream.THROUGHOUT:
             return None
         return _counted(self._prompts[index // self._job.n], self._choices[index].tokens)
@@ -219,18 +213,18 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds: of silence until a comment is sent; that a client may take to read what was written."""
+    """Timeouts in seconds: silence before a comment is sent, and the longest wait for the client to read a write."""
 
     keep_alive_s: float = 15.0
     stall_s: float = 60.0
 
 
 class _Stalled(Exception):
-    """The client has read nothing for too long."""
+    """The client has not read for `stall_s` seconds."""
 
 
 class Answering(Response):
-    """Runs the calls and writes their answer. Errors before the first byte are raised, later ones are an event."""
+    """HTTP response that runs the calls. Errors before the first byte are raised, later ones are sent as an event."""
 
     def __init__(self, answer: Answer, streams: Streams, patience: Patience, visit: Visit, *, stream: bool) -> None:
         super().__init__()
@@ -297,7 +291,7 @@ class Answering(Response):
 
 
 async def unless_left(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Do `work`, until it is done or the client is gone; then it is cancelled. Raises what `work` raises."""
+    """Run `work`, and cancel it if the client disconnects first. Raises any error of `work`."""
     tasks = (asyncio.ensure_future(work), asyncio.ensure_future(_left(receive)))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

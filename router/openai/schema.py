@@ -1,11 +1,7 @@
-"""The bodies of `/v1/completions` and `/v1/chat/completions`. Closed: a field that is not here is refused by name.
+"""The bodies of `/v1/completions` and `/v1/chat/completions`, with tools and past tool calls.
 
-Types are strict (a number is not a string). Ranges of sampling parameters are the router's business; here is checked
-only what the protocol behind could not carry.
-
-What all bodies are: closed, strict, and not changed once they are read.
-
-Tools in the body of `/v1/chat/completions`: those that a model may call, which of them it has to, and past calls.
+All bodies are frozen, closed (an unknown field is rejected by name) and strict (a number is not a string). The router
+checks ranges of sampling parameters; here only values that the gRPC protocol cannot carry are rejected.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from baton.limits import MAX_CHOICES, MAX_HTTP_PROMPTS, MAX_HTTP_TOOLS
 
 
 class Body(BaseModel):
-    """Closed and strict."""
+    """Base of all bodies: closed, strict and frozen."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -52,7 +48,7 @@ def _of_object(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(value: str) -> str:
-    """Raises ValueError."""
+    """Return `value` if it is a JSON object. Raises ValueError."""
     try:
         found = json.loads(value or "{}")
     except (ValueError, RecursionError):
@@ -63,7 +59,7 @@ def _arguments(value: str) -> str:
 
 
 class Function(Body):
-    """What a model may call. Without `parameters` it takes none."""
+    """A callable function. Without `parameters` it takes none."""
 
     name: Annotated[str, AfterValidator(_name)]
     description: str | None = None
@@ -72,14 +68,14 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A tool, which is a function."""
+    """A tool; the only kind is a function."""
 
     type: Literal["function"]
     function: Function
 
 
 class CalledFunction(Body):
-    """What a model has called; `arguments` are JSON."""
+    """A past call by the model; `arguments` is JSON."""
 
     name: str
     arguments: Annotated[str, AfterValidator(_arguments)]
@@ -94,7 +90,7 @@ class ToolCall(Body):
 
 
 def choice_of(value: object) -> object:
-    """`tool_choice`: none, auto and required as they are, a function as a list of its name. Raises ValueError."""
+    """Return `tool_choice` with a function as a list of its name, and other choices unchanged. Raises ValueError."""
     if value is None or value in ("none", "auto", "required"):
         return value
     function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
@@ -106,7 +102,7 @@ def choice_of(value: object) -> object:
 
 
 def check_choice(tools: Sequence[Tool], choice: object) -> None:
-    """Raises ValueError, naming the field: two tools of one name, or a choice that none of them is."""
+    """Raise ValueError, naming the field, if two tools share a name or the choice is not among the tools."""
     names = [tool.function.name for tool in tools]
     twice = next((place for place, name in enumerate(names) if name in names[:place]), None)
     if twice is not None:
@@ -148,9 +144,9 @@ def _ids(value: object) -> bool:
 
 
 def _prompts(value: object) -> list[Prompt]:
-    """Raises ValueError."""
+    """Return a list of prompts from any of the accepted forms. Raises ValueError."""
     if isinstance(value, str) or (_ids(value) and value):
-        return [value]  # type: ignore[list-item]  # looked at just now
+        return [value]  # type: ignore[list-item]  # checked above
     if not isinstance(value, list) or not value:
         raise ValueError(_PROMPT if value != [] else "must not be empty")
     if not (all(isinstance(each, str) for each in value) or all(_ids(each) for each in value)):
@@ -161,15 +157,15 @@ def _prompts(value: object) -> list[Prompt]:
 
 
 class StreamOptions(Body):
-    """Of a stream."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # vLLM's: usage in each chunk, which load generators count tokens by
+    continuous_usage_stats: bool | None = None  # vLLM's: usage in each chunk; load generators count tokens by it
     include_obfuscation: Literal[False] | None = None
 
 
 class Common(Body):
-    """What both endpoints take: OpenAI's fields, then the extras."""
+    """Fields of both endpoints: OpenAI's first, then extensions."""
 
     model: str | None = None
     max_tokens: Int32 | None = None
@@ -208,7 +204,7 @@ class Common(Body):
 
 
 class CompletionBody(Common):
-    """`POST /v1/completions`."""
+    """Body of `POST /v1/completions`."""
 
     prompt: Annotated[Any, AfterValidator(_prompts)]
     logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -222,7 +218,7 @@ class CompletionBody(Common):
 
 
 def _joined(value: object) -> object:
-    """Text parts as one text, a line each, as vLLM joins them for templates that want a string. Raises ValueError."""
+    """Join text parts with newlines, as vLLM does for templates that expect a string. Raises ValueError."""
     if not isinstance(value, list):
         return value
     if not all(isinstance(part, dict) and set(part) == {"type", "text"} and part["type"] == "text" for part in value):
@@ -233,7 +229,7 @@ def _joined(value: object) -> object:
 
 
 class Message(Body):
-    """One turn. The fields that must be null are in what clients send back of an earlier answer."""
+    """One message. The fields that must be null occur when clients send an earlier answer back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_joined)]
@@ -268,7 +264,7 @@ class Message(Body):
 
 
 class JsonSchema(Body):
-    """The schema that an answer must fit."""
+    """The schema of an answer."""
 
     name: str | None = None
     description: str | None = None
@@ -277,7 +273,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What kind of text the answer is."""
+    """Format of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -290,7 +286,7 @@ class ResponseFormat(Body):
 
 
 class ChatBody(Common):
-    """`POST /v1/chat/completions`."""
+    """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Int32 | None = None
@@ -303,12 +299,12 @@ class ChatBody(Common):
 
     @property
     def offered(self) -> list[Tool]:
-        """The tools that the model is told of."""
+        """Tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def forced(self) -> list[Tool]:
-        """Those of which it has to call one; empty: it may answer as it likes."""
+        """Tools of which the model must call one; empty if a call is optional."""
         if isinstance(self.tool_choice, list):
             return [tool for tool in self.offered if tool.function.name == self.tool_choice[0]]
         return self.offered if self.tool_choice == "required" else []

@@ -1,4 +1,4 @@
-"""The gateway's listener: uvicorn within a loop that is there already, without its signal handlers."""
+"""HTTP listener of the gateway: uvicorn in the running event loop, without its signal handlers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from router.openai.app import Gateway, GatewaySettings
 from router.openai.errors import HttpError, http_problem
 from router.openai.upstream import Upstream
 
-_KEEP_ALIVE_S = 75  # longer than what clients keep an idle connection for: then the client closes, and loses no request
+_KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that the client closes first and loses no request
 _BACKLOG = 2048
 log = structlog.get_logger(__name__)
 
 
 class _Embedded(uvicorn.Server):
-    """Signals are the business of the process around it."""
+    """A uvicorn server that leaves signals to the process."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -41,10 +41,10 @@ class _Embedded(uvicorn.Server):
 
 
 class HttpServer:
-    """The gateway on its listener. `address` is what was bound."""
+    """The gateway with its listener. `address` is the bound address."""
 
     def __init__(self, address: str, settings: GatewaySettings, *, share_port: bool = False) -> None:
-        """Binds "host:port" (port 0: any free one). Raises ConfigError saying why it cannot."""
+        """Bind "host:port"; port 0 means any free port. Raises ConfigError, with the reason, if that fails."""
         self._settings = settings
         self._socket = _bind(address, share_port)
         self.address = f"{address.rpartition(':')[0]}:{self._socket.getsockname()[1]}"
@@ -53,10 +53,7 @@ class HttpServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, target: str, wire: Wire | None = None) -> None:
-        """Serve, with the router at `target` behind; returns when connections are taken.
-
-        `wire`: how it is reached; None: by that of the settings.
-        """
+        """Serve for the router at `target`, over `wire` or else the settings' TLS; return when it listens."""
         tls = self._settings.tls
         self._upstream = Upstream(from_here(target), Wire.of(tls) if wire is None else wire)
         app = Gateway(self._upstream, self._settings).app()
@@ -80,7 +77,7 @@ class HttpServer:
         await self._server.listening.wait()
 
     async def stop(self, grace_s: float) -> None:
-        """Take no new connection; what runs may end by itself for `grace_s`, then it is cancelled. Idempotent."""
+        """Close the listener, wait up to `grace_s` for running requests, then cancel them. Idempotent."""
         try:
             if self._server is not None and self._task is not None:
                 self._server.config.timeout_graceful_shutdown = max(1, math.ceil(grace_s))
@@ -93,7 +90,7 @@ class HttpServer:
 
 
 def bounded(app: ASGIApp) -> ASGIApp:
-    """`app`, without requests whose headers are too long: uvicorn bounds only what it has to wait for."""
+    """Wrap `app` to reject requests with too long headers: uvicorn limits only headers that arrive incomplete."""
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         size = sum(len(name) + len(value) for name, value in scope["headers"])

@@ -1,17 +1,13 @@
-"""Calls of tools in what a model writes, found while it is written.
+"""Tool calls: found in a model's output while it streams (`CallReader`), and forced by a schema (`forced_schema`).
 
-    hermes   <tool_call>{"name": ..., "arguments": {...}}</tool_call>, one or several, behind text or not
+    hermes   <tool_call>{"name": ..., "arguments": {...}}</tool_call>, one or several, after text or not
     mistral  [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]
     llama    <|python_tag|>{"name": ..., "parameters": {...}}; {...}
-    json     any other way: only bare
+    json     any other form: only bare
 
-In each form a call, or a list of them, may stand bare at the beginning: special tokens have no text, and models forget
-them. What is not JSON, has no arguments, or calls what nobody offered stays text, to the letter. Once a call is found,
-the whitespace around it is nobody's.
-
-What an answer must be when the model has to call a tool: a JSON schema, since a constraint is one.
-
-It has no marks around it, whatever the form: `CallReader` takes bare calls at the beginning of an answer.
+In each form calls may stand bare at the beginning, because special tokens have no text and models forget them. A forced
+schema has no marks either. Output that is not JSON, has no arguments, or calls an unknown function stays text
+unchanged. Whitespace around a call is dropped.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ _MARKS = {"hermes": ("<tool_call>", "</tool_call>"), "mistral": ("[TOOL_CALLS]",
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A function, and its arguments as JSON."""
+    """A function name, and its arguments as JSON."""
 
     name: str
     arguments: str
@@ -40,12 +36,12 @@ Part: TypeAlias = str | Call
 
 
 class CallReader:
-    """One answer, read as it comes: text is handed out as soon as it is known to be no part of a call, a call as soon
-    as it is whole. How the text is cut into pieces changes nothing but when.
+    """Incremental parser of one answer. Text is returned when it cannot be part of a call, a call when it is complete.
+    The result does not depend on how the text is cut into pieces.
     """
 
     def __init__(self, form: str, names: Collection[str]) -> None:
-        """`names` of the functions that may be called; a form that is not known is json."""
+        """`names` are the functions that may be called; an unknown form is treated as json."""
         begin, end = _MARKS.get(form, ("", ""))
         marked = rf"{re.escape(begin)}\s*+(?=[\[{{])" if begin else r"(?!)"
         self._marked = re.compile(rf"(?<!\s)\s*+{marked}")
@@ -55,17 +51,17 @@ class CallReader:
         self._behind = re.compile(rf"\s*+(?:{re.escape(end)}\s*+)?")
         self._maybe_behind = re.compile(rf"\s*+{_beginning_of(end)}\Z")
         self._names = names
-        self._first = True  # nothing but calls so far
-        self._after = False  # right behind a call
-        self._held: list[str] = []  # what may be the beginning of a call, or follow one
+        self._first = True  # only calls so far
+        self._after = False  # directly after a call
+        self._held: list[str] = []  # a possible beginning of a call, or text after one
         self._value: _Value | None = None
 
     def feed(self, text: str) -> list[Part]:
-        """The answer goes on with `text`."""
+        """Parse more text."""
         return list(self._read(text))
 
     def end(self) -> list[Part]:
-        """The answer is at its end: what was held back is text."""
+        """Return the text that was held back; it is no call."""
         held = self._value.text if self._value else "".join(self._held)
         self._held, self._value = [], None
         if self._after:
@@ -74,7 +70,7 @@ class CallReader:
 
     def _read(self, text: str) -> Iterator[Part]:
         while text:
-            if not self._value and text.isspace():  # which decides nothing; some models write no end of it
+            if not self._value and text.isspace():  # undecidable, and some models write whitespace without end
                 self._held.append(text)
                 return
             parts, text = self._inside(self._value, text) if self._value else self._outside(text)
@@ -114,7 +110,7 @@ class CallReader:
 
 
 class _Value:
-    """A JSON object or array, until its last bracket; `lead` is what stands before it."""
+    """A JSON object or array, up to its last bracket; `lead` is the text before it."""
 
     def __init__(self, lead: str) -> None:
         self._lead = lead
@@ -130,7 +126,7 @@ class _Value:
         return self._lead + self.json
 
     def take(self, text: str) -> int:
-        """How much of `text` was needed to end it; 0: all, and it has not ended."""
+        """Return the number of characters up to the end of the value, or 0 if it has not ended."""
         for at, char in enumerate(text, 1):
             self._look_at(char)
             if not self._depth:
@@ -152,12 +148,12 @@ class _Value:
 
 
 def _beginning_of(mark: str) -> str:
-    """A pattern: some of `mark`, or all of it and whitespace, or nothing."""
+    """Return a pattern for a prefix of `mark`: empty, partial, or complete with whitespace."""
     return reduce(lambda rest, char: f"(?:{re.escape(char)}{rest})?", reversed(mark), r"\s*+")
 
 
 def _calls(text: str, names: Collection[str]) -> list[Call]:
-    """All of the object or the array of them; empty: it is something else."""
+    """Return the calls of an object or an array; empty if any part is no call."""
     try:
         value = json.loads(text, parse_constant=_refuse)
         calls = [_call(each, names) for each in (value if isinstance(value, list) else [value])]
@@ -167,14 +163,14 @@ def _calls(text: str, names: Collection[str]) -> list[Call]:
 
 
 def _call(value: object, names: Collection[str]) -> Call:
-    """Raises ValueError."""
+    """Return the call. Raises ValueError."""
     if not isinstance(value, dict):
         raise ValueError("no object")
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
     if not isinstance(name, str) or name not in names or not isinstance(arguments, dict):
         raise ValueError("no call")
     text = json.dumps(arguments, ensure_ascii=False)
-    text.encode()  # half a surrogate pair is no text, and cannot be sent
+    text.encode()  # raises for half a surrogate pair, which cannot be sent
     return Call(name, text)
 
 
@@ -183,11 +179,11 @@ def _refuse(constant: str) -> None:
 
 
 _NONE = {"type": "object", "properties": {}, "additionalProperties": False}
-_BASE = frozenset({"$schema", "$id", "id"})  # of a document, which the parameters are no longer
+_BASE = frozenset({"$schema", "$id", "id"})  # identify a document; the parameters are now part of another one
 
 
 def forced_schema(functions: Sequence[Function], form: str, parallel: bool | None) -> dict[str, Any]:
-    """A call of one of `functions`, as models of this form write it; several if `parallel` and the form allow."""
+    """Return the schema for a call of one of `functions`; for several if `parallel` and the form allow it."""
     places = [f"#/$defs/{number}" for number in range(len(functions))]
     given = {
         str(number): _moved(_parameters(function), place)
@@ -214,7 +210,7 @@ def _parameters(function: Function) -> dict[str, Any]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """`schema`, at another place of the document: what it refers to within itself is there now."""
+    """Return `schema` with its internal references rewritten to `place` in another document."""
     if isinstance(schema, list):
         return [_moved(each, place) for each in schema]
     if not isinstance(schema, Mapping):

@@ -1,4 +1,4 @@
-"""The router behind, over its public gRPC API: what the gateway asks of it, and its streams as one."""
+"""Client of the router's public gRPC API, and several Generate calls as one stream."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from baton.tracing.trace import TRACEPARENT, TraceContext
 
 UNARY_S = 10.0
-AT_ONCE = 16  # prompts of one HTTP request: a long list must not fill the router's queue
-_WAITING = 64  # events that nobody has taken yet; then the router is told to wait
+AT_ONCE = 16  # Concurrent prompts of one HTTP request; a long list must not fill the router's queue.
+_WAITING = 64  # Buffered events; beyond that flow control stops the router.
 _SERVICE = "baton.v1.Inference"
 
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
@@ -32,9 +32,7 @@ log = structlog.get_logger(__name__)
 
 
 def metadata_of(authorization: str | None, traceparent: str | None = None) -> Metadata:
-    """The credential, passed on as it came, and the trace, if it is one. Raises Unauthenticated for a credential that
-    no gRPC header can carry.
-    """
+    """Return the credential and a valid trace as metadata. Raises Unauthenticated if gRPC cannot carry it."""
     traced = traceparent is not None and TraceContext.parse(traceparent) is not None
     trace = ((TRACEPARENT, traceparent or ""),) if traced else ()
     if authorization is None:
@@ -45,7 +43,7 @@ def metadata_of(authorization: str | None, traceparent: str | None = None) -> Me
 
 
 class Upstream:
-    """One router at "host:port", reached by `wire`. Make it in the loop that uses it."""
+    """One router at "host:port", reached over `wire`. Create it in the loop that uses it."""
 
     def __init__(self, target: str, wire: Wire = IN_THE_CLEAR) -> None:
         self.target = target
@@ -58,17 +56,17 @@ class Upstream:
         )
 
     async def models(self, metadata: Metadata) -> Sequence[pb.Model]:
-        """Raises BatonError."""
+        """Return the served models. Raises BatonError."""
         reply = await self._answer(self.stub.ListModels(pb.ListModelsRequest(), metadata=metadata, timeout=UNARY_S))
         return reply.models
 
     async def decode(self, ids: Sequence[int], metadata: Metadata) -> str:
-        """The text of these tokens. Raises BatonError."""
+        """Return the text of these tokens. Raises BatonError."""
         request = pb.DetokenizeRequest(ids=ids)
         return (await self._answer(self.stub.Detokenize(request, metadata=metadata, timeout=UNARY_S))).text
 
     async def ready(self) -> bool:
-        """Whether the router is there, and a pair of workers behind it."""
+        """Return True if the router responds and has a pair of workers."""
         request = health_pb2.HealthCheckRequest(service=_SERVICE)
         try:
             reply = await self._check(request, timeout=UNARY_S)
@@ -77,7 +75,7 @@ class Upstream:
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def close(self) -> None:
-        """Ends what still runs."""
+        """Close the channel; running calls end."""
         await self._channel.close()
 
     async def _answer(self, call: Awaitable[T]) -> T:
@@ -88,9 +86,8 @@ class Upstream:
 
 
 class Streams:
-    """Several Generate calls as one stream of (number of the call, event). Leaving the context cancels what runs.
-
-    Field names in errors are those of the HTTP request, through `rename(number, name)`.
+    """Several Generate calls as one stream of (call number, event). Leaving the context cancels running calls.
+    `rename(number, name)` maps field names in errors to those of the HTTP request.
     """
 
     def __init__(
@@ -101,7 +98,7 @@ class Streams:
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._tasks: list[asyncio.Task[None]] = []
         self._left = len(requests)
-        self.request_id = ""  # the router's name of the first call, from when the router has said it
+        self.request_id = ""  # the router's id of the first call, once received
 
     async def __aenter__(self) -> Self:
         self._tasks = [asyncio.create_task(self._run(i, each)) for i, each in enumerate(self._requests)]
@@ -115,7 +112,7 @@ class Streams:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def next(self, within_s: float | None) -> Event | None:
-        """The next event; None when all calls have ended. Raises TimeoutError after `within_s`, and BatonError."""
+        """Return the next event; None after the end of all calls. Raises BatonError, or TimeoutError (`within_s`)."""
         while self._left:
             async with asyncio.timeout(within_s):
                 found = await self._events.get()
@@ -132,7 +129,7 @@ class Streams:
                 await self._pump(number, request)
         except BatonError as error:
             await self._events.put(self._renamed(number, error))
-        except Exception as error:  # the task's boundary: whoever waits for events must hear of it
+        except Exception as error:  # the task's boundary: the reader of events must receive the error
             log.exception("gateway_call_broke")
             await self._events.put(EngineFault(type(error).__name__))
         else:

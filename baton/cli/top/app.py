@@ -1,4 +1,4 @@
-"""The screen of `baton top`. What it shows is made in `draw`, what it knows comes from `feed`."""
+"""The screen of `baton top`. `feed` delivers its data, `render` formats it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from baton.cli.top.feed import Feed, Lost
 from baton.errors import BatonError
 from baton.rpc.v1 import admin_pb2
 
-POINTS = 120  # of a line over time
+POINTS = 120  # values of a chart
 HAPPENINGS = 500
 HELP = """[b]baton top[/b]: what a router sees, as it is now
 
@@ -42,7 +42,7 @@ HELP = """[b]baton top[/b]: what a router sees, as it is now
 
 
 class Sheet(ModalScreen[None]):
-    """Something to read, over the rest."""
+    """A text over the rest of the screen."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,question_mark,enter", "dismiss", "close")]
 
@@ -55,14 +55,14 @@ class Sheet(ModalScreen[None]):
 
 
 class Help(Sheet):
-    """The keys."""
+    """The list of keys."""
 
     def on_mount(self) -> None:
         self.write(HELP)
 
 
 class Trace(Sheet):
-    """Where the time of one request went."""
+    """The spans of one request."""
 
     def __init__(self, feed: Feed, request_id: str) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Trace(Sheet):
 
 
 class Table(DataTable[render.Cell]):
-    """Rows with names: one that stays keeps its place and the cursor."""
+    """A table with named rows. A row that remains keeps its place and the cursor."""
 
     def __init__(self, columns: Sequence[str], sorted_by: str, *, id: str) -> None:
         super().__init__(id=id, cursor_type="row", zebra_stripes=True)
@@ -98,7 +98,7 @@ class Table(DataTable[render.Cell]):
             self.add_column(name, key=name)
 
     def fill(self, rows: Mapping[str, Sequence[render.Cell]]) -> None:
-        """What is shown from now on."""
+        """Replace the rows."""
         under = self._under_cursor()
         for key in [key for key in self.rows if key.value not in rows]:
             self.remove_row(key)
@@ -138,7 +138,7 @@ class Table(DataTable[render.Cell]):
 
 
 class Top(App[BatonError | None]):
-    """Runs until the user leaves (None), or until `feed` fails for good: that error."""
+    """The app. It returns None when the user quits, or the error for which `feed` cannot continue."""
 
     TITLE = "baton top"
     ENABLE_COMMAND_PALETTE = False
@@ -181,11 +181,11 @@ class Top(App[BatonError | None]):
         super().__init__()
         self._feed = feed
         self._paused = False
-        self._live: admin_pb2.Live | None = None  # shown
+        self._live: admin_pb2.Live | None = None  # the view on screen
         self._rates: dict[str, float] = {}
         self._tokens: dict[str, int] = {}
         self._said_at = 0.0
-        self._happened: deque[bytes] = deque(maxlen=HAPPENINGS)  # a router that is back says its latest ones again
+        self._happened: deque[bytes] = deque(maxlen=HAPPENINGS)  # a router repeats recent ones after a reconnect
         self._lines = {name: deque([0.0] * POINTS, POINTS) for name in ("ttft", "itl", "rate")}
 
     def compose(self) -> ComposeResult:
@@ -212,15 +212,15 @@ class Top(App[BatonError | None]):
     async def _follow(self) -> None:
         try:
             async for said in self._feed.views():
-                with contextlib.suppress(NoMatches):  # the app ends, and its widgets are gone before this is
+                with contextlib.suppress(NoMatches):  # the app is ending, and its widgets are already gone
                     self._take(said)
         except BatonError as error:
             self.exit(error)
 
     def _take(self, said: admin_pb2.Live | Lost) -> None:
-        """What goes on while it is paused is counted, and shown later."""
+        """Process one message. While paused, tables keep their content, but rates and events are still recorded."""
         if not self.screen_stack:
-            return  # the same, a moment later
+            return  # the app is ending
         lost = self.screen_stack[0].query_one("#lost", Static)
         lost.set_class(isinstance(said, Lost), "shown")
         if isinstance(said, Lost):
@@ -237,7 +237,7 @@ class Top(App[BatonError | None]):
             self._show()
 
     def _count(self, live: admin_pb2.Live) -> None:
-        """Over time: what the messages do not say themselves."""
+        """Update the charts and rates over time, which messages do not contain."""
         points = {"ttft": live.lately.ttft.p99, "itl": live.lately.itl.p99, "rate": live.lately.tokens_per_s}
         for name, value in points.items():
             self._lines[name].append(value)
@@ -296,11 +296,11 @@ class Top(App[BatonError | None]):
 
 
 def top(name: str | None, target: str | None, tls: Path | None, interval_s: float) -> None:
-    """Show it until the user leaves. Raises BatonError when there is no cluster, or it will not be watched by us."""
+    """Show the view until the user quits. Raises BatonError if there is no cluster or it denies access."""
     if not (sys.stdout.isatty() and sys.stdin.isatty()):
         raise typer.BadParameter("needs a terminal; `baton status --watch` does not")
     find = partial(Operator.find, name, target, tls)
-    find()  # before the screen is taken: who names no cluster is told so
+    find()  # before the screen opens, so that a missing cluster is reported normally
     failure = Top(Feed(find, interval_s)).run()
     if failure is not None:
         raise failure

@@ -1,4 +1,4 @@
-"""What a router says of itself, again and again: of another one, or of the same when it is back, if it was lost."""
+"""The live messages of a cluster's routers, with reconnects to the same or another router."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ from baton.rpc.v1.admin_pb2_grpc import AdminStub
 
 HOPELESS = (ConfigError, InvalidRequest, PermissionDenied, Unauthenticated, Unsupported)
 RETRY_S = 1.0
-SILENT_S = 5.0  # beyond the interval: a router that is frozen says nothing, and breaks no connection
+SILENT_S = 5.0  # beyond the interval; a frozen router sends nothing, but keeps its connection
 TRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """No router says anything now."""
+    """No router sends messages at present."""
 
     error: BatonError
 
 
 class Feed:
-    """`find` says whom to ask; it is asked again whenever a router was lost."""
+    """A stream of views. `find` returns the routers, and is called again whenever one is lost."""
 
     def __init__(self, find: Callable[[], Operator], interval_s: float) -> None:
         self._find = find
         self._interval_s = interval_s
-        self._admin = ""  # who was heard last
+        self._admin = ""  # the router of the last message
 
     async def views(self) -> AsyncIterator[admin_pb2.Live | Lost]:
-        """For ever. Raises what the next try would meet again."""
+        """Yield views endlessly. Raises errors that a retry would meet again."""
         while True:
             async for said in self._round():
                 yield said
             await asyncio.sleep(RETRY_S)
 
     async def trace(self, request_id: str) -> admin_pb2.TraceReply:
-        """Of the router that was heard last. Raises BatonError."""
+        """Return a trace from the router of the last message. Raises BatonError."""
         operator = await asyncio.to_thread(self._find)
         request = admin_pb2.TraceRequest(request_id=request_id)
         async with operator.reach.wire.aio(self._admin) as channel:
@@ -64,10 +64,10 @@ class Feed:
         return reply
 
     async def _round(self) -> AsyncIterator[admin_pb2.Live | Lost]:
-        """All routers that there are, one after the other: each as long as it can be heard."""
+        """Yield views of each router in turn, for as long as it sends."""
         try:
             operator = await asyncio.to_thread(self._find)
-        except NoWorker as error:  # no cluster is here any more
+        except NoWorker as error:  # the cluster is gone
             yield Lost(error)
             return
         if not operator.admins:
@@ -82,7 +82,7 @@ class Feed:
                 yield Lost(error)
 
     async def _watch(self, operator: Operator, admin: str) -> AsyncIterator[admin_pb2.Live]:
-        """Until it is lost. Raises why."""
+        """Yield a router's views until it is lost. Raises the reason."""
         request = admin_pb2.WatchRequest(interval_s=self._interval_s)
         async with operator.reach.wire.aio(admin) as channel:
             messages = aiter(AdminStub(channel).Watch(request, metadata=operator.reach.metadata))

@@ -1,4 +1,4 @@
-"""What is shown, as text: rows of tables, bars and sums. No widget, and nothing that is asked of a router."""
+"""Formatting for `baton top`: rows of tables, bars and sums as text. No widgets and no calls to a router."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REQUESTS = ("request", "stage", "prefill", "decode", "prompt", "tokens", "age", 
 
 
 class Cell(Text):
-    """A text with what it is sorted by."""
+    """A text with its sort key."""
 
     def __init__(self, text: str, rank: float | str | None = None, style: str = "", *, right: bool = False) -> None:
         super().__init__(text, style, justify="right" if right else "left", no_wrap=True)
@@ -34,14 +34,14 @@ class Cell(Text):
 
 
 def bar(share: float, style: str, width: int = BAR) -> Text:
-    """`share` of 1 as blocks."""
+    """Draw `share` (0 to 1) as blocks."""
     eighths = round(max(0.0, min(share, 1.0)) * width * 8)
     filled = "█" * (eighths // 8) + BLOCKS[eighths % 8].strip()
     return Text.assemble((filled, style), ("·" * (width - len(filled)), "dim"))
 
 
 def seconds(value: float) -> str:
-    """Short, with a unit that suits it."""
+    """Format a duration with a suitable unit."""
     if value < 1:
         return f"{value * 1e3:.3g} ms"
     if value < 120:
@@ -50,7 +50,7 @@ def seconds(value: float) -> str:
 
 
 def size(value: float) -> str:
-    """Bytes."""
+    """Format a number of bytes."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
             return f"{value:.0f} {unit}"
@@ -59,12 +59,12 @@ def size(value: float) -> str:
 
 
 def state_of(worker: admin_pb2.WorkerStatus) -> str:
-    """As its row says."""
+    """Return the displayed state of a worker."""
     return "draining" if worker.load.draining and worker.state == "connected" else worker.state
 
 
 def workers(live: admin_pb2.Live, rates: Mapping[str, float]) -> dict[str, list[Cell]]:
-    """A row for each; `rates` are tokens per second by the name of the process."""
+    """Return a row for each worker. `rates` are tokens per second by process name."""
     most = max((worker.load.running + worker.load.waiting for worker in live.status.workers), default=0)
     rows = {}
     for worker in live.status.workers:
@@ -86,7 +86,7 @@ def workers(live: admin_pb2.Live, rates: Mapping[str, float]) -> dict[str, list[
 
 
 def process_of(worker: admin_pb2.WorkerStatus) -> str:
-    """Its name and incarnation."""
+    """Return a worker's name and incarnation."""
     incarnation = worker.info.ref.incarnation
     return f"{worker.info.ref.worker_id}@{incarnation.epoch}.{incarnation.counter}"
 
@@ -98,7 +98,7 @@ def _bar_cell(share: float, style: str) -> Cell:
 
 
 def _kv(blocks: common_pb2.BlockCounts) -> Cell:
-    """In use, of all; what is cached is free for who needs it."""
+    """Draw the share of blocks in use. Cached blocks count as free, because requests can evict them."""
     used = (blocks.total - blocks.free - blocks.cached) / blocks.total if blocks.total else 0.0
     cell = _bar_cell(used, "red" if used > 0.9 else "green")
     cell.append(f" {used:4.0%}")
@@ -106,19 +106,19 @@ def _kv(blocks: common_pb2.BlockCounts) -> Cell:
 
 
 def counts(blocks: common_pb2.BlockCounts) -> dict[str, int]:
-    """By state."""
+    """Return block counts by state."""
     numbers = (blocks.free, blocks.reserved, blocks.owned, blocks.cached, blocks.quarantined)
     return dict(zip(STATES, numbers, strict=True))
 
 
 def ledger(blocks: common_pb2.BlockCounts) -> str:
-    """The states that there are."""
+    """Format the states with nonzero counts."""
     said = ", ".join(f"{count} {state}" for state, count in counts(blocks).items() if count)
     return f"{said or '-'} of {blocks.total}"
 
 
 def ledger_sum(live: admin_pb2.Live) -> Text:
-    """Of all workers' blocks, and whether they add up: each is in one state."""
+    """Format the sum of all workers' blocks, and the difference to their total, because each block has one state."""
     totals, total = dict.fromkeys(STATES, 0), 0
     for worker in live.status.workers:
         total += worker.load.blocks.total
@@ -132,7 +132,7 @@ def ledger_sum(live: admin_pb2.Live) -> Text:
 
 
 def requests(live: admin_pb2.Live) -> dict[str, list[Cell]]:
-    """A row for each choice of a request under way."""
+    """Return a row for each choice of a running request."""
     rows = {}
     for view in live.requests:
         key = f"{view.request_id}.{view.choice}" if view.choice else view.request_id
@@ -150,7 +150,7 @@ def requests(live: admin_pb2.Live) -> dict[str, list[Cell]]:
 
 
 def head(live: admin_pb2.Live, *, paused: bool) -> Text:
-    """Whose cluster this is, and how it fares."""
+    """Format the cluster's name and its totals."""
     status = live.status
     text = Text()
     text.append(f"{status.name} ", "bold")
@@ -170,7 +170,7 @@ def head(live: admin_pb2.Live, *, paused: bool) -> Text:
 
 
 def quantiles(name: str, found: admin_pb2.Quantiles) -> Text:
-    """Of the last minute."""
+    """Format quantiles of the last minute."""
     if not found.count:
         return Text.assemble((name, "bold"), "  -")
     said = "  ".join(f"p{part} {seconds(value)}" for part, value in ((50, found.p50), (99, found.p99)))
@@ -178,19 +178,19 @@ def quantiles(name: str, found: admin_pb2.Quantiles) -> Text:
 
 
 def rates(window: admin_pb2.Window) -> Text:
-    """Of the last minute."""
+    """Format rates of the last minute."""
     said = f"  {window.tokens_per_s:,.0f} out, {window.prompt_tokens_per_s:,.0f} in  {window.requests_per_s:.3g} req/s"
     return Text.assemble(("tokens/s", "bold"), said)
 
 
 def first_line(text: str) -> str:
-    """The rest, such as a traceback, is for `baton logs`."""
+    """Return the first line. `baton logs` shows the rest, such as a traceback."""
     first, _, rest = text.partition("\n")
     return f"{first} ..." if rest else first
 
 
 def happening(item: admin_pb2.Happening) -> Text:
-    """A line."""
+    """Format an event as a line."""
     moment = time.strftime("%H:%M:%S", time.localtime(item.time_s))
     text = Text.assemble((f"{moment} ", "dim"), (f"{item.kind:<9} ", KIND_STYLES.get(item.kind, "green")))
     names = [name for name in (item.worker_id, item.request_id) if name and name not in item.text]
@@ -198,7 +198,7 @@ def happening(item: admin_pb2.Happening) -> Text:
 
 
 def control(said: admin_pb2.Control | None) -> Text:
-    """What the cluster should be, and the latest decisions, the newest first."""
+    """Format the plan and recent decisions, the newest first."""
     if said is None:
         return Text("no controller: the roles were started by hand", "dim")
     plan = said.plan
@@ -213,7 +213,7 @@ def control(said: admin_pb2.Control | None) -> Text:
 
 
 def spans(reply: admin_pb2.TraceReply, width: int) -> Iterator[Text]:
-    """The spans of a request over time, each with where and for how long it was."""
+    """Yield the spans of a request over time, each with its process and duration."""
     begin = min((span.start_s for span in reply.spans), default=0.0)
     whole = max((span.start_s + span.duration_s - begin for span in reply.spans), default=0.0)
     yield Text.assemble((reply.request_id, "bold"), f"  {reply.outcome}, {seconds(whole)}  trace {reply.trace_id}\n")
