@@ -1,13 +1,12 @@
-"""How long a router takes to choose a pair among 1,000 workers with 100,000 cached blocks, for prompts of 128 blocks.
+"""Time to choose a pair among 1,000 workers with 100,000 cached blocks, for prompts of 128 blocks.
 
     python benchmarks/choose.py --quick       a few seconds
     python benchmarks/choose.py               more rounds
 
-A choice is everything between a request and its pair: its blocks are looked up, and the policy looks at all workers;
-with `predicted`, also whether one of the decode workers should compute the prompt itself.
-Shown by themselves: what each report of a worker costs, and naming all blocks of a prompt, which is done once for a
-request, no further than to the first block that nobody has. The last line of stdout is one JSON object: medians in
-microseconds.
+A choice includes the lookup of the request's blocks and the policy's pass over all workers. For `predicted` it also
+includes the check for a local prefill. Measured separately: the cost of a worker's report, and of hashing all blocks of
+a prompt, which happens once per request and only up to the first block that no worker has. The last line of stdout is
+one JSON object with medians in microseconds.
 """
 
 from __future__ import annotations
@@ -49,14 +48,14 @@ if TYPE_CHECKING:
 
 LAYOUT = KVLayout(layers=32, kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
 MODEL = "f" * 24
-BLOCKS = 128  # of a prompt
-CHANGED = 10  # workers whose load has changed since the last choice
+BLOCKS = 128  # per prompt
+CHANGED = 10  # workers with a changed load since the last choice
 LIMIT_US = 100.0
 
 
 @dataclass
 class Worker:
-    """A link that is up, without a stream."""
+    """A connected worker without a stream."""
 
     view: WorkerView
     usable: bool = True
@@ -67,7 +66,7 @@ class Worker:
 
 
 def workers(count: int, rng: random.Random) -> list[Worker]:
-    """Half of each role, all busy, each with its own speed."""
+    """Return busy workers, half of each role, each with its own speed."""
     made = []
     for number in range(count):
         role = Role.PREFILL if number % 2 else Role.DECODE
@@ -85,14 +84,14 @@ def workers(count: int, rng: random.Random) -> list[Worker]:
 
 
 def prompt(rng: random.Random, begins: Sequence[int] = ()) -> SequenceSpec:
-    """A request of `BLOCKS` blocks and a token."""
+    """Return a request of `BLOCKS` blocks and one token."""
     rest = BLOCKS * LAYOUT.block_size + 1 - len(begins)
     return SequenceSpec((*begins, *(rng.randrange(100_000) for _ in range(rest))), Sampling())
 
 
 def publish(prefixes: PrefixIndex, fleet: list[Worker], per_worker: int, rng: random.Random) -> dict[str, list[int]]:
-    """Let each worker have `per_worker` blocks; returns the beginnings of prompts that some, or all of them, have."""
-    shared = [rng.randrange(100_000) for _ in range(8 * LAYOUT.block_size)]  # of every prompt, on every worker
+    """Give each worker `per_worker` cached blocks. Returns prefixes that none, all or some of them have."""
+    shared = [rng.randrange(100_000) for _ in range(8 * LAYOUT.block_size)]  # prefix of every prompt, on every worker
     deep = list(prompt(rng, shared).prompt)
     names = {"shared": _names(deep)[:8], "deep": _names(deep)}
     for number, worker in enumerate(fleet):
@@ -109,7 +108,7 @@ def _names(tokens: Sequence[int]) -> list[bytes]:
 
 
 def reporting(fleet: Fleet, members: list[Worker], rng: random.Random) -> float:
-    """Median seconds of taking in a report."""
+    """Return the median seconds to apply a report."""
     seconds = []
     for worker in members:
         load = worker.view.load
@@ -124,7 +123,7 @@ def reporting(fleet: Fleet, members: list[Worker], rng: random.Random) -> float:
 def measure(
     policy: str, fleet: Fleet, members: list[Worker], asks: list[SequenceSpec], rng: random.Random
 ) -> list[float]:
-    """Seconds of each choice; the first time that a prompt is asked for names its blocks, the second is measured."""
+    """Return the seconds of each choice. An unmeasured first choice for a prompt computes its hashes."""
     seconds = []
     for turn, spec in enumerate(asks):
         fleet.ask(len(spec), turn, None, spec)
@@ -142,7 +141,7 @@ def measure(
 
 
 def naming(asks: list[SequenceSpec]) -> float:
-    """Median seconds of naming all blocks of a prompt."""
+    """Return the median seconds to hash all blocks of a prompt."""
     seconds = []
     for spec in asks:
         began = time.perf_counter()
@@ -152,7 +151,7 @@ def naming(asks: list[SequenceSpec]) -> float:
 
 
 def run(count: int, blocks: int, rounds: int) -> dict[str, float]:
-    """Print the table, and return medians in microseconds."""
+    """Print the table and return medians in microseconds."""
     rng = random.Random(7)
     members, prefixes = workers(count, rng), PrefixIndex()
     beginnings = publish(prefixes, members, blocks // count, rng)
@@ -175,7 +174,7 @@ def run(count: int, blocks: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, and say whether the limit is kept."""
+    """Measure, and compare with the limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--workers", type=int, default=1000)

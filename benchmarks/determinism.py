@@ -1,26 +1,24 @@
-"""What deterministic requests cost: throughput by their share, relative to none, beside other ways to be deterministic.
+"""Cost of deterministic requests: throughput by their share, relative to none, against other ways to be deterministic.
 
     python benchmarks/determinism.py --quick                     under 5 minutes on one core
     python benchmarks/determinism.py --quick --lengths azure --trace FILE
     python benchmarks/determinism.py --trace FILE                under 20: both loads, and a sweep of verify passes
     python benchmarks/determinism.py --trace FILE --write-docs   the section in docs/performance.md from it
 
-One engine in this process, on one thread, in bfloat16, with attention splits that follow load, so that candidates do
-differ from what is verified: `--splits load`, whose partials are in float32 as on GPU servers; with `load_bf16` they
-are rounded to bfloat16, so that more candidates are wrong than there.
-All requests are there from the beginning, 16 run at once. In each round every variant takes its turn, in another order;
-ratios are of one round, and the tables have their median and spread.
-- without a word: as workers do it (`determinism.verify: auto`), in exact decode steps where there are such;
-- *verify passes*: candidates come from the ordinary batch and are computed again (`determinism.verify: always`);
-- *all wait*: so, and whatever is due is verified at once;
+One engine runs in this process, on one thread, in bfloat16. Attention splits depend on load, so that candidates differ
+from verified tokens. `--splits load` has float32 partials, as on GPU servers. `load_bf16` rounds them to bfloat16, so
+that more candidates are wrong than on such servers. All requests are there from the start, and 16 run concurrently.
+Each round runs every variant, in a new order. Ratios are within a round, and the tables have their median and spread.
+- no suffix: as in workers (`determinism.verify: auto`), with exact decode steps where possible;
+- *verify passes*: candidates of the ordinary batch are computed again (`determinism.verify: always`);
+- *all wait*: the same, and every due candidate is verified immediately;
 - *fixed shape*: every decode step has all its rows, so that bits do not depend on load;
 - *one at a time*: nothing is batched.
 
-Lengths `fixed` are 128 tokens for prompts and answers each. Lengths `azure` are those of a random sample (`--seed`, a
-new one each round) of the conversations in `--trace FILE`: AzureLLMInferenceTrace_conv.csv, which is published in
-Azure/AzurePublicDataset and is no part of this repository; prompts are cut to 512 tokens and answers to 256, and the
-tokens are random. Without the file the full run leaves that part out, and says so.
-The last line of stdout is one JSON object with the figures.
+Lengths `fixed` are 128 tokens for prompts and answers each. Lengths `azure` are a random sample (`--seed`, new in each
+round) of the conversations in `--trace FILE`: AzureLLMInferenceTrace_conv.csv of Azure/AzurePublicDataset, which is not
+part of this repository. Prompts are cut to 512 tokens and answers to 256, and token ids are random. Without the file,
+the full run leaves this part out and reports that. The last line of stdout is one JSON object with the figures.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ NONE = "0% deterministic"
 
 
 class Variant(NamedTuple):
-    """What takes its turn in each round. `verify`: as in a cluster file; `always` makes no use of exact steps."""
+    """One measured variant. `verify` is as in a cluster file; `always` does not use exact steps."""
 
     name: str
     share: float
@@ -76,7 +74,7 @@ class Variant(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One table. `lengths` are those of each round; figures have the `key` before their names."""
+    """One table. `lengths` are those of each round; `key` is the prefix of its figures."""
 
     name: str
     key: str
@@ -85,9 +83,7 @@ class Part(NamedTuple):
 
 
 def shares(shapes: FixedShapes, requests: int) -> list[Variant]:
-    """By the order of the table; the first is what all are compared with. Without exact steps `auto` is as `always`,
-    and a share of which these requests have none is left out.
-    """
+    """Return the variants in table order, the baseline first, without shares that round to no request."""
     found = [Variant(NONE, 0.0, shapes)]
     if shapes.exact_rows:
         found += [Variant(f"{share:.0%} deterministic", share, shapes, "auto") for share in SHARES["auto"]]
@@ -96,7 +92,7 @@ def shares(shapes: FixedShapes, requests: int) -> list[Variant]:
 
 
 def others(shapes: FixedShapes) -> list[Variant]:
-    """Other ways, to compare with."""
+    """Return other ways for comparison."""
     stalls = replace(shapes, stalls=True)
     return [
         *(Variant(f"{x:.0%} deterministic, verify passes, all wait", x, stalls) for x in (0.5, 1.0)),
@@ -106,12 +102,12 @@ def others(shapes: FixedShapes) -> list[Variant]:
 
 
 def sweep(shapes: FixedShapes) -> list[Variant]:
-    """Verify passes of other shapes."""
+    """Return verify passes of other shapes."""
     return [Variant(NONE, 0.0, shapes), *(Variant(f"100%, {g} x {w}", 1.0, FixedShapes(g, w)) for g, w in SWEEP)]
 
 
 def parts_of(args: argparse.Namespace, trace: Lengths, shapes: FixedShapes) -> list[Part]:
-    """What the options ask for; of a trace only if there is one."""
+    """Return the parts for the options. The trace is optional."""
     rng, parts = random.Random(args.seed), list[Part]()
     fixed: Lengths = ((args.prompt, args.answer),) * args.requests
     if args.lengths != "azure":
@@ -133,12 +129,12 @@ def parts_of(args: argparse.Namespace, trace: Lengths, shapes: FixedShapes) -> l
 
 
 def measure(backend: ModelBackend, tokenizer: Tokenizer, parts: Sequence[Part]) -> list[Runs]:
-    """Each part: every variant in each round, and once before to warm up."""
+    """Run each part: every variant in each round, after one warm-up."""
     order = random.Random(0)
     found: list[Runs] = []
 
     def turn(variant: Variant, lengths: Lengths, seed: int) -> Took:
-        # One at a time takes as long for a few as all do together.
+        # One at a time, a few requests take as long as all of them in a batch.
         count = len(lengths) if variant.running > 1 else max(2, len(lengths) // 8)
         load = Load(lengths[:count], variant.running, variant.share, seed=seed)
         shapes = variant.shapes if variant.verify == "auto" else replace(variant.shapes, exact_rows=0)
@@ -158,7 +154,7 @@ def measure(backend: ModelBackend, tokenizer: Tokenizer, parts: Sequence[Part]) 
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Lengths]:
-    """Options, and the lengths in the trace. Ends the program if they do not fit."""
+    """Parse the options and read the trace. Exits if they are invalid."""
     home = Path(os.environ.get("BATON_HOME") or Path.home() / ".baton").expanduser()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, one load, no sweep")
@@ -189,7 +185,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Lengths]:
 
 
 def main(argv: list[str]) -> None:
-    """Measure, print, and fill the section of the page if that is wanted."""
+    """Measure, print, and fill the section of the page if requested."""
     args, trace = parse(argv)
     configure_logging("warning", "auto")
     torch.set_num_threads(1)
@@ -208,7 +204,7 @@ def main(argv: list[str]) -> None:
         notes.append("No decode step is exact here: each deterministic token needs a verify pass.")
     if args.lengths is None and not trace:
         notes.append("Lengths of real conversations were not measured: no `--trace`.")
-    told = [word.replace(str(args.trace), args.trace.name) for word in argv] if args.trace else argv  # no one's folders
+    told = [word.replace(str(args.trace), args.trace.name) for word in argv] if args.trace else argv  # no private paths
     finish(NAME, told, load, "\n\n".join([*tables, *notes]), ratios(found[0]), numbers, write_docs=args.write_docs)
 
 

@@ -1,4 +1,4 @@
-"""One prefill and one decode worker against two that do both, on the same load.
+"""One prefill and one decode worker against two colocated workers, on the same load.
 
     python benchmarks/disaggregation.py --quick         under 10 minutes on 2 cores
     python benchmarks/disaggregation.py                 more chunks, rates, rounds: an hour, about 1.5 with --profile
@@ -7,21 +7,21 @@
     python benchmarks/disaggregation.py --lengths 32,256,256,64        answers of twice the length
     python benchmarks/disaggregation.py --size L --rates 0.36,0.48,0.6 --rounds 2 --seconds 80      ten times the model
 
-Both sides are two workers of one thread each, each bound to a core of its own, the same model (125 M parameters, with
-`--size L` 1.1 billion; random weights, bf16), the same code but for `mode`, the same arrivals: streams of short
-prompts, and long prompts among them (lib/mixed_load.py, `--lengths`), Poisson, sent by a process of its own whose CPU
-share is told. All prompts are new. Chunked prefill has a best chunk size for each goal, so the colocated side runs with
-several (`--chunks`), and at each goal its best one counts. The sides take turns, in a random order, at each rate.
+Both sides are two single-threaded workers bound to one core each. They share the model (125 M parameters, or 1.1
+billion for `--size L`; random weights, bf16), the code except `mode`, and the arrivals: Poisson, short prompts with
+long answers among long prompts (lib/mixed_load.py, `--lengths`). A separate process sends them, and its CPU share is
+reported. Prompts never repeat. The colocated side runs with several chunk sizes (`--chunks`), because each goal has
+another best one, and the best one counts. Sides and rates take turns in a random order.
 
-A request is good if its first token comes within 5 times what the first token of a long prompt takes alone, and the
-mean time between its tokens (its TPOT, as for `baton bench --itl-ms`) is within a multiple of the gap of a request that
-is alone; with `--percentile` so many of 100 of its gaps. The speed of a machine wanders, so that gap is measured before
-and after each phase, and both goals are stretched by it. Where the two differ by more than a tenth, the load is given
-again, and the steadier of the two tries counts. *Goodput* is the highest rate up to which 90 % of the requests are
-good; this and the TPOT as in DistServe (arXiv 2401.09670). The ratio that counts is at the goal that both sides are
-configured for, 1.6 times the usual gap; all others are shown beside it, also where splitting loses. Latencies are
-compared with the chunk size that is best there, or, if it is too tight for any, at the next goal that both sides keep.
-The last line of stdout is one JSON object with the figures.
+A request is good if its TTFT is within 5 times that of a lone long prompt, and its mean gap between tokens (TPOT, as
+for `baton bench --itl-ms`) is within a multiple of the gap of a lone request. If `--percentile` is set, that percentile
+of its gaps counts instead. The speed of a machine drifts, so the lone gap is measured before and after each phase, and
+both goals scale with it. If the two gaps differ by more than a tenth, the load is repeated, and the steadier try
+counts. *Goodput* is the highest rate up to which 90 % of the requests are good; goodput and TPOT are as in DistServe
+(arXiv 2401.09670). The main ratio is at the goal that both sides are configured for, 1.6 times the usual gap. The
+tables also have all other goals, including those where splitting loses. Latencies are compared with the best chunk size
+at that goal, or at the next looser goal that both sides meet. The last line of stdout is one JSON object with the
+figures.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ if TYPE_CHECKING:
     from benchmarks.lib.disagg_run import Target
 
 NAME = "disaggregation"
-IMPATIENT = (2.0, 3.0)  # shown beside it
-JUDGED = (None, 95, 99)  # the mean of gaps, or such a percentile: what is not asked for is shown beside it
-PROFILE_S = 60.0  # that measuring one may take
-ALONE = 6  # requests, one after the other
-PROBES = 4  # the same around each phase
-STEADY = 1.1  # times: by how much those before and after a phase may differ
-TRIES = 2  # of a phase
-ITL_GUESS_S = 0.1  # what clusters aim at before the usual gap is known
+IMPATIENT = (2.0, 3.0)  # other TTFT limits in the tables
+JUDGED = (None, 95, 99)  # the mean of gaps, or a percentile; the tables have all of them
+PROFILE_S = 60.0  # time limit of measuring a profile
+ALONE = 6  # sequential requests
+PROBES = 4  # the same, around each phase
+STEADY = 1.1  # largest ratio of the gaps before and after a phase
+TRIES = 2  # per phase
+ITL_GUESS_S = 0.1  # goal of clusters before the usual gap is known
 
 
 def usual(target: Target) -> Slo:
-    """What one request alone takes: the first token of a long prompt, and a gap. Medians, in seconds."""
+    """Return the TTFT of a lone long prompt and the gap of a lone request: medians, in seconds."""
     documents, streams = (
         [seen_of(sample) for sample in closed(target, kind.prompt_tokens, kind.max_tokens, ALONE, seed=1)["samples"]]
         for kind in reversed(target.kinds)
@@ -85,21 +85,19 @@ def usual(target: Target) -> Slo:
 
 
 def profile_file(file: Path, number: int, side: str) -> Path:
-    """Beside `file`, the one of such a round and side."""
+    """Return the path next to `file` for the profile of a round and side."""
     return file.with_stem(f"{file.stem}-{number}-{side}")
 
 
 class Lab:
-    """What is measured: clusters with this model, phases of so many seconds. `file` has all that was seen whenever a
-    side has had its turn: a run that is ended is not lost.
-    """
+    """Runs clusters with one model. `file` is written after each side, so that an aborted run keeps its results."""
 
     def __init__(self, model: Path, seconds: float, file: Path | None = None, kinds: Kinds = KINDS) -> None:
         self.model, self._seconds, self._file, self._kinds = model, seconds, file, kinds
         self._asked = 0
 
     def alone(self) -> Slo:
-        """What one request alone takes."""
+        """Return the usual times of a lone request."""
         with running(Side(SPLIT), self.model, ITL_GUESS_S, self._kinds) as state:
             warm_up(state)
             return usual(state)
@@ -107,9 +105,8 @@ class Lab:
     def turns(
         self, sides: list[Side], rates: list[float], rounds: range, alone: Slo, profile: Path | None = None
     ) -> list[Phase]:
-        """In each round each side, one at a time and in a random order, at each rate. No other cluster is up: five
-        that wait take a fifth of a core. `alone`: what one request alone takes. `profile`: where one of each side is
-        kept in each round, as `profile_file` has it.
+        """Run each side in each round and at each rate, in a random order, one cluster at a time: five idle ones take a
+        fifth of a core. `alone`: times of a lone request. `profile`: base path of the profiles.
         """
         found, order = [], random.Random(rounds.start)
         for number, side in [(number, side) for number in rounds for side in order.sample(sides, len(sides))]:
@@ -129,7 +126,7 @@ class Lab:
     def _steadiest(
         self, target: Target, side: Side, rate: float, number: int, gap_s: float, usual_s: float
     ) -> tuple[Phase, float]:
-        """Of the tries of a phase, and the gap of a request that is alone behind the last one. `gap_s`: before it."""
+        """Run a phase until it is steady. Return the best try and the lone gap after it. `gap_s`: the gap before."""
         tries: list[Phase] = []
         while True:
             phase = loaded(target, side, rate, self._seconds, number, len(tries))
@@ -142,9 +139,7 @@ class Lab:
                 return replace(min(tries, key=lambda one: one.wander), tries=len(tries)), gap_s
 
     def _gap(self, target: Target, side: Side) -> float:
-        """Of a request that is alone: the speed of this machine wanders by a tenth and more within minutes. That of
-        other engines is another one, and nothing is made of it.
-        """
+        """Return the lone gap, because this machine's speed drifts by 10 % within minutes. Peers return nan, unused."""
         self._asked += 1
         if side.peer:
             return math.nan
@@ -164,7 +159,7 @@ class Lab:
 
 
 def latencies(phases: list[Phase]) -> str:
-    """A row for each rate and side: medians over the rounds, and their spread."""
+    """Return a row per rate and side: medians over the rounds, and their spread."""
     rows = []
     for rate in sorted({phase.rate for phase in phases}):
         for side in sides_of(phases):
@@ -183,14 +178,14 @@ def _spread(values: list[float]) -> str:
 
 
 def by_chunk(phases: list[Phase], rate: float) -> str:
-    """What splitting gains and loses against each chunk size."""
+    """Return the latency ratios of splitting against each chunk size."""
     found = {other: ratios(phases, other, rate) for other in sides_of(phases)[1:]}
     rows = [[other, f"{one['itl_p99_ratio']:.2f}", f"{one['ttft_p50_ratio']:.2f}"] for other, one in found.items()]
     return markdown(["against", "its ITL p99 / split's", "its TTFT p50 / split's"], rows)
 
 
 def regions(found: list[Goal], alone: Slo) -> str:
-    """Goodput of each side for each multiple of the usual gap: where splitting wins, and where it loses."""
+    """Return the goodput of each side for each multiple of the usual gap."""
     sides = [SPLIT, *found[0].colocated, *found[0].peers]
     rows = []
     for goal in found:
@@ -201,7 +196,7 @@ def regions(found: list[Goal], alone: Slo) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Measure, print, and fill the section of the page if that is wanted."""
+    """Measure, print, and fill the section of the page if requested."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rates, rounds and chunks: under 10 minutes")
     parser.add_argument("--chunks", type=numbers, help="tokens of a colocated step, to choose from")
@@ -236,7 +231,7 @@ def main(argv: list[str]) -> None:
 
 
 def measured(args: argparse.Namespace, chunks: list[int], rates: list[float]) -> tuple[Slo, list[Phase]]:
-    """What one request alone takes, and all phases."""
+    """Return the times of a lone request, and all phases."""
     model = args.model or make_model(args.cache, args.size, "bf16")
     lab = Lab(model, args.seconds, args.keep, args.lengths or KINDS)
     alone = lab.alone()
@@ -250,7 +245,7 @@ def measured(args: argparse.Namespace, chunks: list[int], rates: list[float]) ->
 
 
 def report(phases: list[Phase], alone: Slo, percentile: int | None) -> tuple[str, dict[str, float | None]]:
-    """Tables, and the figures that others rely on."""
+    """Return tables, and the figures that other programs use."""
     rates = sorted({phase.rate for phase in phases})
     middle, all_goals = rates[len(rates) // 2], goals(phases, alone, percentile)
     tight, goal = tightest(all_goals), aimed(all_goals)

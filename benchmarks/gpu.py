@@ -1,11 +1,11 @@
-"""Whether the GPU path is right and fast, on a machine with one GPU.
+"""Correctness and speed of the GPU path, on a machine with one GPU.
 
     python benchmarks/gpu.py            every table (some minutes, 24 GB of GPU memory)
     python benchmarks/gpu.py --quick    the 1.1 B model alone
 
-It runs the kernel tests on the GPU, compares attention with its reference as the engine launches it, and measures
-decode steps against the memory's speed and prompts against the fastest matrix product, both measured in the same run.
-The last line of stdout is one JSON object. Without a GPU it says so, and every ratio is null.
+It runs the kernel tests on the GPU and compares attention, as the engine launches it, with its reference. It compares
+decode steps with the memory's speed and prompts with the fastest matrix product, both measured in the same run. The
+last line of stdout is one JSON object. Without a GPU, every ratio is null.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ MODELS = {"1b": SIZES["L"], "8b": Shape(hidden=4096, ffn=14336, layers=32, heads
 BATCHES, CONTEXT, PROMPT = (1, 64), 1024, 4096
 BLOCKS = {"triton": 16, "flash": 256}
 DECODE_GOAL, PREFILL_GOAL = 0.80, 0.65
-TOLERANCE = 0.02  # of attention in bfloat16, for values of about 1
+TOLERANCE = 0.02  # for attention in bfloat16, with values of about 1
 
 Ratios = dict[str, float | None]
 
 
 def names() -> list[str]:
-    """The ratios of a run: a decode step's least time over its own, and the same of a prompt."""
+    """Return the names of the ratios: least possible time over measured time, of decode steps and of prompts."""
     decode = [f"decode_{model}_batch{rows}_of_memory" for model in MODELS for rows in BATCHES]
     return [*decode, *(f"prefill_{model}_of_gemm" for model in MODELS)]
 
 
 def last_line(ratios: Ratios, note: str) -> str:
-    """The line for programs: what was not measured is null."""
+    """Return the line for programs. Ratios that were not measured are null."""
     return json.dumps({"benchmark": "gpu", "device": note, "ratios": {name: ratios.get(name) for name in names()}})
 
 
 def main(argv: list[str]) -> int:
-    """Measure and print; 1 if a kernel is wrong."""
+    """Measure and print. The exit code is 1 if a kernel is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the 1.1 B model alone, and no kernel tests")
     args = parser.parse_args(argv)
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
 
 
 def kernels_are_right(device: torch.device, *, tests: bool) -> bool:
-    """The tests of the kernels on this GPU, then attention with the tiles and splits that the engine takes."""
+    """Run the kernel tests on this GPU, then check attention with the engine's tiles and splits."""
     from baton.engine.kernels.gpu.ops import GpuKernels
 
     right = True
@@ -91,7 +91,7 @@ def kernels_are_right(device: torch.device, *, tests: bool) -> bool:
 
 
 def measure(device: torch.device, models: list[str]) -> Ratios:
-    """All the tables."""
+    """Print all tables and return the ratios."""
     shapes = [(PROMPT, *linear) for model in models for linear in MODELS[model].linears]
     memory, gemm = gpu.bandwidth(device), gpu.gemm_rate(device, shapes)
     print(f"memory {memory / 1e9:.0f} GB/s, bfloat16 products {gemm / 1e12:.0f} TFLOP/s")
@@ -104,7 +104,7 @@ def measure(device: torch.device, models: list[str]) -> Ratios:
 
 
 def of_model(name: str, device: torch.device, memory: float, gemm: float) -> Iterator[tuple[str, float]]:
-    """The decode and prefill ratios of one model, by graphs and without, with either block size."""
+    """Yield the decode and prefill ratios of one model, with and without graphs, for both block sizes."""
     shape = MODELS[name]
     prompts = []
     for label, block_size in BLOCKS.items():
@@ -123,7 +123,7 @@ def of_model(name: str, device: torch.device, memory: float, gemm: float) -> Ite
 
 
 def small_products(shape: Shape, device: torch.device) -> None:
-    """Whether few rows are faster when padded to 8: the engine does not pad, and this says whether it should."""
+    """Print whether products of few rows are faster when padded to 8. The engine does not pad."""
     for inputs, outputs in shape.linears:
         weight = torch.randn(outputs, inputs, dtype=torch.bfloat16, device=device)
         for rows in (1, 3, 5, 7):
@@ -135,7 +135,7 @@ def small_products(shape: Shape, device: torch.device) -> None:
 
 
 def compiled(device: torch.device, rows: int = 64, width: int = 4096) -> None:
-    """What torch.compile makes of the row kernels' references, beside Triton's, and what it costs at start."""
+    """Print the time of the row kernels' references under torch.compile against Triton, and the compile time."""
     from baton.engine.kernels.gpu.ops import GpuKernels
 
     ours: GpuKernels = GpuKernels.on(device)

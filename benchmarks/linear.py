@@ -1,11 +1,11 @@
-"""Which way to multiply few rows with a bfloat16 weight is the fastest on this CPU: the choice behind decode's speed.
+"""Fastest way to multiply few rows with a bfloat16 weight on this CPU, which decides decode speed.
 
     python benchmarks/linear.py --quick       one shape, in about a minute
     python benchmarks/linear.py               the shapes of the 1.1 B model, and Inductor's templates (minutes)
 
-Each candidate reads weights that no cache holds: copies of one weight take turns. Candidates alternate, medians count.
-The last line of stdout is one JSON object: gigabytes a second at one row as shares of the memory's limit, and how many
-times as fast as F.linear the compiled kernel is at 1, 4, 8, 16 and 32 rows.
+Each candidate reads uncached weights, because copies of one weight take turns. Candidates alternate, and medians count.
+The last line of stdout is one JSON object: bytes per second at one row as shares of the memory's limit, and the speed
+of the compiled kernel relative to F.linear at 1, 4, 8, 16 and 32 rows.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ COMPILED, PLAIN = "compiled kernel, huge pages", "F.linear"
 
 
 def candidates(width: int, k: int, *, templates: bool) -> dict[str, list[Product]]:
-    """For each way, one product per copy of a weight [width, K]."""
+    """Return for each way one product per copy of a weight [width, K]."""
     count = max(2, COLD_BYTES // (2 * width * k))
     weights = torch.randn(width, k).to(torch.bfloat16).repeat(count, 1, 1)
     huge = Arena().empty((count, width, k), torch.bfloat16).copy_(weights)
@@ -77,10 +77,10 @@ def _packed(weight: torch.Tensor, x: torch.Tensor) -> object:
 
 
 def _inductor(weights: torch.Tensor) -> list[Product]:
-    """Frozen graphs: each has packed its own weight."""
+    """Return frozen graphs, each with its own packed weight."""
     inductor.freezing, inductor.max_autotune = True, True
     inductor.max_autotune_gemm_backends = "CPP,ATEN"
-    dynamo.recompile_limit = 1000  # one graph for each copy and number of rows
+    dynamo.recompile_limit = 1000  # one graph per copy and number of rows
     return [
         torch.compile(_layer(weight), dynamic=False) for weight in weights[: 1 + COLD_BYTES // 4 // weights[0].nbytes]
     ]
@@ -99,7 +99,7 @@ def _into(layer: Callable[[torch.Tensor, torch.Tensor], object], width: int, x: 
 def measure(
     ways: dict[str, list[Product]], reader: Reader, rows: int, k: int, rounds: int
 ) -> tuple[dict[str, float], float]:
-    """Median seconds of one product of each way, and median bytes a second of memory in the same rounds."""
+    """Return median seconds of one product of each way, and median bytes per second of memory in the same rounds."""
     x = torch.randn(rows, k).to(torch.bfloat16)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     limits = list[float]()
@@ -115,7 +115,7 @@ def measure(
 
 
 def run(shapes: Sequence[tuple[int, int]], threads: int, *, templates: bool, rounds: int) -> dict[str, float | None]:
-    """Print one table, and return the ratios."""
+    """Print one table and return the ratios."""
     torch.set_num_threads(threads)
     home = Path(os.environ.get("BATON_HOME") or Path.home() / ".baton").expanduser()
     reader = Reader(COLD_BYTES, threads, home / "bench")
@@ -140,7 +140,7 @@ def run(shapes: Sequence[tuple[int, int]], threads: int, *, templates: bool, rou
 
 
 def main() -> None:
-    """Measure with the numbers of threads that were asked for."""
+    """Measure with the requested numbers of threads."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one shape, without Inductor")
     parser.add_argument("--threads", default="1,2", help="numbers of threads, such as 1,2")

@@ -1,19 +1,17 @@
-"""Whether a decode worker should compute short prompts itself: `router.local_prefill`, never against auto.
+"""Latency of short prompts with `router.local_prefill` never and auto.
 
     python benchmarks/local_prefill.py --quick         about a minute on 2 cores
     python benchmarks/local_prefill.py                 more rounds: about 3 minutes
     python benchmarks/local_prefill.py --write-docs    the section in docs/performance.md from it
 
-Two clusters of plain processes, alike but for that setting, one prefill and one decode worker each, on the demo model.
-They take turns, in a random order each round; the other one is idle meanwhile. While a few long streams run, requests
-come with 8 to 512 tokens that are not cached: whole prompts (*new*), and what follows the answer to an earlier prompt
-of 256 tokens (*turn*), one at a time and in bursts of several at once. Figures are medians over the rounds of what a
-round had: of TTFT the median, of the gaps between tokens of the long streams the 95th percentile.
-The machine is noisy, so what counts is the ratio of the two modes within a round: its median over the rounds, and the
-interval that holds the true one with 95 % (of the sign test: it takes nothing for granted but that rounds are
-independent, and needs six of them). A case is slower beyond the noise when all of its interval is above 1.05, which is
-said at the end.
-The last line of stdout is one JSON object with the figures.
+Two clusters of plain processes on the demo model, each with one prefill and one decode worker, differ only in that
+setting. They take turns in a random order, and the other one is idle. While a few long streams run, requests arrive
+with 8 to 512 uncached tokens: whole prompts (*new*), and continuations of an answered prompt of 256 tokens (*turn*).
+They arrive one at a time and in bursts. Figures are medians over the rounds: of the median TTFT, and of the 95th
+percentile gap of the long streams. The machine is noisy, so the result is the ratio of the two modes within a round:
+its median, and its 95 % confidence interval by the sign test, which assumes only independent rounds and needs six of
+them. A case is slower beyond the noise if its whole interval is above 1.05. The output ends with these cases. The last
+line of stdout is one JSON object with the figures.
 """
 
 from __future__ import annotations
@@ -50,10 +48,10 @@ from benchmarks.lib.report import fill, markdown
 
 NAME = "local-prefill"
 MODES = ("never", "auto")
-SIZES = (8, 32, 128, 512)  # tokens to compute
+SIZES = (8, 32, 128, 512)  # uncached tokens
 EARLIER, ANSWER = 256, 8  # tokens
 STREAMS, BURST = 4, 6
-SLOWER = 1.05  # times as long: what is not worth a word
+SLOWER = 1.05  # times as long; smaller ratios are negligible
 VOCAB = 2048
 SETS = (
     "model.path=models/demo",
@@ -64,7 +62,7 @@ SETS = (
 
 
 class Case(NamedTuple):
-    """`new` tokens to compute, with an earlier turn cached or not, so many requests at once."""
+    """`new` uncached tokens, after a cached turn or not, in `at_once` concurrent requests."""
 
     turn: bool
     new: int
@@ -77,7 +75,7 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Of one request: seconds to its first token, from there to the second one, and who computed the prompt."""
+    """Seconds of a request to its first token, and from there to the second. `alone`: one worker did both phases."""
 
     ttft_s: float
     second_s: float
@@ -86,19 +84,19 @@ class Sample:
 
 @dataclass(slots=True)
 class Round:
-    """Of one mode: samples by case, and the gaps of the long streams meanwhile, in seconds."""
+    """One round of one mode: samples by case, and the gaps of the long streams in seconds."""
 
     samples: dict[Case, list[Sample]]
     gaps: dict[Case, list[float]]
 
 
 def cases(at_once: Sequence[int] = (1, BURST)) -> list[Case]:
-    """In the order of the table."""
+    """Return the cases in the order of the table."""
     return [Case(turn, new, count) for count in at_once for turn in (False, True) for new in SIZES]
 
 
 class Client:
-    """Requests to one cluster. `rng` draws prompts that nobody has asked before."""
+    """Requests to one cluster. `rng` draws prompts that never repeat."""
 
     def __init__(self, stub: Any, rng: random.Random) -> None:
         self._stub, self._rng = stub, rng
@@ -107,7 +105,7 @@ class Client:
         return [self._rng.randrange(1, VOCAB) for _ in range(tokens)]
 
     async def ask(self, ids: Sequence[int], tokens: int) -> tuple[Sample, list[int]]:
-        """One request, and the tokens of its answer."""
+        """Send one request. Returns its sample and the tokens of its answer."""
         began, times, answer, alone = time.perf_counter(), list[float](), list[int](), False
         async for event in self._stub.Generate(_request(ids, tokens)):
             times += [time.perf_counter()] * len(event.tokens.ids)
@@ -117,7 +115,7 @@ class Client:
         return Sample(times[0] - began, times[1] - times[0], alone), answer
 
     async def prompt(self, case: Case) -> list[int]:
-        """One for `case`; of a turn, what comes before it is answered first."""
+        """Return a prompt for `case`. The earlier part of a turn is sent first."""
         if not case.turn:
             return self.draw(case.new)
         earlier = self.draw(EARLIER)
@@ -129,7 +127,7 @@ class Client:
         return [sample for sample, _ in await asyncio.gather(*(self.ask(ids, 4) for ids in prompts))]
 
     async def stream(self, gaps: list[tuple[float, float]]) -> None:
-        """Long answers, one after the other, until cancelled: when each token came, and how long after the last."""
+        """Request long answers until cancelled, and record the time of each token and its gap."""
         while True:
             last = None
             async for event in self._stub.Generate(_request(self.draw(32), 1024)):
@@ -146,7 +144,7 @@ def _request(ids: Sequence[int], tokens: int) -> pb.GenerateRequest:
 
 @contextlib.asynccontextmanager
 async def streaming(client: Client, gaps: list[tuple[float, float]]) -> AsyncIterator[None]:
-    """Long streams run, and all have begun."""
+    """Run long streams. Enters when all have begun."""
     tasks = [asyncio.create_task(client.stream(gaps)) for _ in range(STREAMS)]
     while len(gaps) < 16 * STREAMS:  # noqa: ASYNC110  (nothing to wait for: they run in this loop)
         await asyncio.sleep(0.05)
@@ -159,7 +157,7 @@ async def streaming(client: Client, gaps: list[tuple[float, float]]) -> AsyncIte
 
 
 async def one_round(state: ClusterState, seed: int, repeats: int) -> Round:
-    """All cases, in a random order."""
+    """Measure all cases in a random order."""
     found = Round(defaultdict(list), defaultdict(list))
     rng = random.Random(seed)
     gaps: list[tuple[float, float]] = []
@@ -175,7 +173,7 @@ async def one_round(state: ClusterState, seed: int, repeats: int) -> Round:
 
 @contextlib.contextmanager
 def clusters() -> Iterator[dict[str, ClusterState]]:
-    """One for each mode."""
+    """Run one cluster per mode."""
     with contextlib.ExitStack() as stack:
         yield {
             mode: stack.enter_context(cluster(f"{NAME}-{mode}", *SETS, f"router.local_prefill={mode}"))
@@ -184,7 +182,7 @@ def clusters() -> Iterator[dict[str, ClusterState]]:
 
 
 def measure(rounds: int, repeats: int) -> dict[str, list[Round]]:
-    """By mode. What the first round had is thrown away: costs are learned in it."""
+    """Return the rounds of each mode, without the first, in which the router learns costs."""
     found: dict[str, list[Round]] = {mode: [] for mode in MODES}
     order = random.Random(0)
     with clusters() as states:
@@ -196,7 +194,7 @@ def measure(rounds: int, repeats: int) -> dict[str, list[Round]]:
 
 
 def row(case: Case, rounds: Sequence[Round]) -> dict[str, float]:
-    """Milliseconds, and the share of prompts that were computed at the decode worker."""
+    """Return times in milliseconds, and the share of prompts computed at the decode worker."""
     samples = [one.samples[case] for one in rounds]
     return {
         "ttft_p50_ms": median(median(sample.ttft_s for sample in part) for part in samples) * 1e3,
@@ -207,7 +205,7 @@ def row(case: Case, rounds: Sequence[Round]) -> dict[str, float]:
 
 
 def ratio(case: Case, found: dict[str, list[Round]]) -> dict[str, float]:
-    """How much longer the first token takes with `auto`, compared within rounds: the median, and its interval."""
+    """Return the TTFT ratio of `auto` to `never` within rounds: the median and its interval."""
     never, auto = ([median(sample.ttft_s for sample in one.samples[case]) for one in found[mode]] for mode in MODES)
     ratios = sorted(right / left for left, right in zip(never, auto, strict=True))
     outside = sign_interval(len(ratios))
@@ -215,9 +213,7 @@ def ratio(case: Case, found: dict[str, list[Round]]) -> dict[str, float]:
 
 
 def sign_interval(count: int, risk: float = 0.05) -> int:
-    """How many of so many sorted values to leave out at each end: between the others lies the true median, but for
-    this risk. 0 too where there are too few to say so.
-    """
+    """Return how many of `count` sorted values to drop per end for a confidence interval. 0 may mean too few."""
     tail, outside = 0.5**count, 0
     while tail + math.comb(count, outside + 1) * 0.5**count <= risk / 2:
         outside += 1
@@ -226,12 +222,12 @@ def sign_interval(count: int, risk: float = 0.05) -> int:
 
 
 def slower(figures: dict[str, dict[str, float]]) -> list[str]:
-    """The cases that are slower with `auto`, and not for noise."""
+    """Return the cases that are slower with `auto` beyond the noise."""
     return [case for case, value in figures.items() if value["ratio_low"] > SLOWER]
 
 
 def table(found: dict[str, list[Round]]) -> tuple[str, dict[str, dict[str, float]]]:
-    """For people, and for programs."""
+    """Return the table and the figures."""
     rows, figures = [], {}
     for case in cases():
         never, auto = (row(case, found[mode]) for mode in MODES)
@@ -247,7 +243,7 @@ def table(found: dict[str, list[Round]]) -> tuple[str, dict[str, dict[str, float
 
 
 def main(argv: list[str]) -> None:
-    """Measure, print, and fill the section of the page if that is wanted."""
+    """Measure, print, and fill the section of the page if requested."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds: about a minute")
     parser.add_argument("--rounds", type=int, help="of both modes, after one that is thrown away")

@@ -1,15 +1,15 @@
-"""What becomes of requests when more are asked than can be served: TTFT of the accepted ones, refusals, memory.
+"""Behavior under overload: TTFT of accepted requests, rejections, memory.
 
     python benchmarks/overload.py --quick         under 2 minutes on 2 cores
     python benchmarks/overload.py                 longer phases
     python benchmarks/overload.py --write-docs    the section in docs/performance.md from it
 
-The real router and workers as plain processes, on the oracle engine, whose decode pool has room for a few long
-requests. First a closed loop finds the capacity (as many clients as keep some waiting), then requests come in an open
-loop, at random times (Poisson), at one times and at five times that. Refused clients do not come back.
-The last line of stdout is one JSON object: `ttft_ratio_*` is five times over one time, `goodput_ratio` what was
-finished per second over the capacity, `rss_growth` the router's memory at the end of the overload over that after a
-quarter of it. All share the machine: when the refusals alone fill its cores, this measures them, not the admission.
+The real router and workers run as plain processes on the oracle engine, with decode capacity for a few long requests. A
+closed loop with enough clients to keep some waiting finds the capacity. Then requests arrive in an open loop (Poisson)
+at that rate and at five times that rate. Rejected clients do not retry. The last line of stdout is one JSON object.
+`ttft_ratio_*` is five times over one time. `goodput_ratio` is finished requests per second over the capacity.
+`rss_growth` is the router's memory at the end of the overload over that after a quarter of it. All processes share the
+machine: if rejections alone fill its cores, this measures them instead of the admission.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ SETS = (
 
 @dataclass
 class Phase:
-    """What the clients of one load saw. Times in seconds."""
+    """Results that the clients of one load saw, in seconds."""
 
     offered: int = 0
     finished: int = 0
-    late: int = 0  # accepted into the queue, and refused after all
+    late: int = 0  # accepted into the queue and rejected later
     failed: list[str] = field(default_factory=list)
     ttft: list[float] = field(default_factory=list)
-    refused: list[float] = field(default_factory=list)  # how long it took to say so
-    delays: list[float] = field(default_factory=list)  # what a refused client was told
+    refused: list[float] = field(default_factory=list)  # time until the rejection
+    delays: list[float] = field(default_factory=list)  # `retry_after_s` of rejections
     rss: list[int] = field(default_factory=list)  # of the router, in bytes
     lasted_s: float = 0.0
 
@@ -69,7 +69,7 @@ class Phase:
 
 
 async def ask(client: AsyncClient, phase: Phase, rng: random.Random) -> None:
-    """One request, as one client sees it."""
+    """Send one request and record its result."""
     prompt, began, first = [rng.randrange(256) for _ in range(PROMPT)], time.monotonic(), None
     phase.offered += 1
     try:
@@ -88,7 +88,7 @@ async def ask(client: AsyncClient, phase: Phase, rng: random.Random) -> None:
 
 
 async def closed(client: AsyncClient, seconds: float, clients: int, rng: random.Random) -> Phase:
-    """So many clients, each with its next request as soon as the last one ended, or a little after a refusal."""
+    """Run `clients` clients, each with its next request after the last one ended, or shortly after a rejection."""
     phase, began = Phase(), time.monotonic()
 
     async def one() -> None:
@@ -103,7 +103,7 @@ async def closed(client: AsyncClient, seconds: float, clients: int, rng: random.
 
 
 async def opened(client: AsyncClient, seconds: float, per_s: float, rng: random.Random, router: int) -> Phase:
-    """Requests at random times; nobody waits for another's answer."""
+    """Send requests at random times, independently of each other."""
     phase, began, due = Phase(), time.monotonic(), 0.0
     watch = asyncio.create_task(_watch(phase, router))
     tasks = []
@@ -124,7 +124,7 @@ async def _watch(phase: Phase, router: int) -> None:
 
 
 async def measure(state: ClusterState, args: argparse.Namespace) -> dict[str, Phase]:
-    """All phases, one after the other on one cluster."""
+    """Run all phases in sequence on one cluster."""
     rng, router = random.Random(args.seed), state.processes["router"].pid
     seconds, phases = args.seconds or (15.0 if args.quick else 60.0), dict[str, Phase]()
     async with AsyncClient(state.grpc, timeout=60.0, max_retries=0) as client:
@@ -138,14 +138,14 @@ async def measure(state: ClusterState, args: argparse.Namespace) -> dict[str, Ph
 
 
 def at(values: list[float], share: float) -> float:
-    """A quantile; 0 of nothing."""
+    """Return a quantile, or 0 without values."""
     return sorted(values)[min(int(len(values) * share), len(values) - 1)] if values else 0.0
 
 
 def ratios(phases: dict[str, Phase]) -> dict[str, float | None]:
-    """What others check; None: there was nothing to tell it by."""
+    """Return the ratios that other programs check. None means not measurable."""
     capacity, one, over = phases.values()
-    rest = over.rss[len(over.rss) // 4 :]  # what it needs for such a load at all, it has by then
+    rest = over.rss[len(over.rss) // 4 :]  # memory that the load needs in any case is allocated by then
     return {
         "ttft_ratio_p50": _ratio(at(over.ttft, 0.5), at(one.ttft, 0.5)),
         "ttft_ratio_p99": _ratio(at(over.ttft, 0.99), at(one.ttft, 0.99)),
@@ -162,7 +162,7 @@ def _ratio(one: float, other: float) -> float | None:
 
 
 def table(phases: dict[str, Phase]) -> str:
-    """One line for each load."""
+    """Return one line per load."""
     header = ["load", "offered/s", "finished/s", "refused", "of them late", "failed", "TTFT p50", "TTFT p99", "RSS"]
     rows = [
         [
@@ -182,7 +182,7 @@ def table(phases: dict[str, Phase]) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Measure, print, and fill the section of the page if that is wanted."""
+    """Measure, print, and fill the section of the page if requested."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="shorter phases: under 2 minutes")
     parser.add_argument("--seconds", type=float, help="of each phase")

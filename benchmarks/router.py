@@ -1,19 +1,17 @@
-"""What the router adds to a request, and how many tokens pass through it.
+"""Latency that the router adds to a request, and its token throughput.
 
     python benchmarks/router.py --quick         under 2 minutes on 2 cores
     python benchmarks/router.py                 longer phases
     python benchmarks/router.py --write-docs    the section in docs/performance.md from it
 
-Real routers and workers as plain processes, on the oracle engine. *Added* is the time to the first token through a
-router less that of a client which speaks to the same two workers as a router does (`lib/router_direct.py`), in turns.
-A router is called for each request, so that client calls the decode worker for each request as well (*called*); it is
-measured too with streams that stand all the time (*standing*), and beside both a call of a server that does nothing
-(`lib/bare_call.py`).
-Then streams and short requests keep the cluster busy, with 1, 2 and 4 routers, from a client that reads HTTP/2 by hand
-(`lib/http2.py`) and fails unless each stream arrives whole. All share this machine: beside what really passed per
-second there is the processor time (psutil) that each token or request took from each kind of process, and so what
-passed through a router per second of its own.
-The last line of stdout is one JSON object with the figures.
+Real routers and workers run as plain processes on the oracle engine. *Added* is the TTFT through a router minus that of
+a client with a router's protocol on the same two workers (`lib/router_direct.py`), in turns. A router is called for
+each request, so that client also calls the decode worker for each request (*called*). It is measured over permanent
+streams too (*standing*), and so is a call of a server that does nothing (`lib/bare_call.py`). Then streams and short
+requests saturate the cluster with 1, 2 and 4 routers. The client reads HTTP/2 itself (`lib/http2.py`) and fails if a
+stream is incomplete. All processes share this machine. The table therefore also has the processor time (psutil) per
+token or request of each kind of process, and the throughput per second of router CPU. The last line of stdout is one
+JSON object with the figures.
 """
 
 from __future__ import annotations
@@ -53,10 +51,10 @@ if TYPE_CHECKING:
 
 NAME = "router"
 PROMPT, ANSWER = 16, 256  # tokens
-STREAMS, CONNECTIONS = 48, 8  # not one connection for all: several routers would not share it
+STREAMS, CONNECTIONS = 48, 8  # several connections, because one would reach only one of several routers
 KINDS = ("client", "router", "prefill", "decode")
 SETS = (
-    "router.local_prefill=never",  # all requests go the same way
+    "router.local_prefill=never",  # the same path for all requests
     "model.max_model_len=512",
     "decode.kv_memory=8MiB",
     "prefill.kv_memory=8MiB",
@@ -66,7 +64,7 @@ SETS = (
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What passed through so many routers, and the processor seconds of each kind of process meanwhile."""
+    """Throughput of `routers` routers, and the processor seconds of each kind of process."""
 
     routers: int
     passed: Passed
@@ -82,16 +80,14 @@ class Load:
 
 
 def request_of(rng: random.Random, tokens: int) -> pb.GenerateRequest:
-    """A prompt that nobody has asked before."""
+    """Return a request with a new prompt."""
     ids = common_pb2.TokenIds(ids=[rng.randrange(256) for _ in range(PROMPT)])
     sampling = common_pb2.Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True, seed=1)
     return pb.GenerateRequest(token_ids=ids, sampling=sampling)
 
 
 class Turn(NamedTuple):
-    """Seconds to the first token: through a router; without one, a worker being called, or over streams that stand; and
-    of a call of a server that does nothing.
-    """
+    """Seconds to the first token through a router, by calling a worker, over standing streams, and of a bare call."""
 
     through: float
     called: float
@@ -100,7 +96,7 @@ class Turn(NamedTuple):
 
 
 async def turns(state: ClusterState, rounds: int) -> list[Turn]:
-    """One after the other, so that all have the same machine."""
+    """Measure all ways in turns, so that they have the same machine."""
     rng, found = random.Random(1), list[Turn]()
     async with contextlib.AsyncExitStack() as leaving:
         nobody = leaving.enter_context(bare_server())
@@ -112,7 +108,7 @@ async def turns(state: ClusterState, rounds: int) -> list[Turn]:
             called = await direct.first_token_of_a_call(request_of(rng, 2))
             standing = await direct.first_token(request_of(rng, 2))
             call = await _first_token(bare, request_of(rng, 2))
-            if number >= 10:  # what wakes up first is not measured
+            if number >= 10:  # the first rounds warm up
                 found.append(Turn(through, called, standing, call))
     return found
 
@@ -126,7 +122,7 @@ async def _first_token(stub: Any, request: pb.GenerateRequest) -> float:
 
 
 def loaded(state: ClusterState, routers: int, seconds: float, answer: int) -> Load:
-    """Load from a process of its own."""
+    """Drive the load from a separate process."""
     before = _cpu_s(state)
     argv = [sys.executable, __file__, "--drive", state.grpc, "--seconds", str(seconds), "--answer", str(answer)]
     done = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -136,13 +132,13 @@ def loaded(state: ClusterState, routers: int, seconds: float, answer: int) -> Lo
 
 
 def _cpu_s(state: ClusterState) -> dict[str, float]:
-    """By kind of process."""
+    """Return the processor seconds by kind of process."""
     times = {name: sum(psutil.Process(who.pid).cpu_times()[:2]) for name, who in state.processes.items()}
     return {kind: sum(value for name, value in times.items() if name.startswith(kind)) for kind in KINDS}
 
 
 def driven(address: str, seconds: float, answer: int) -> Passed:
-    """As the process that makes the load."""
+    """Drive the load, in the separate process."""
     rng = random.Random(2)
 
     def request() -> bytes:
@@ -152,7 +148,7 @@ def driven(address: str, seconds: float, answer: int) -> Passed:
 
 
 def figures(extra: list[Turn], streams: list[Load], short: list[Load]) -> dict[str, float]:
-    """By name; of load, with the first number of routers."""
+    """Return figures by name. Those of load are with the first number of routers."""
     found = dict[str, float]()
     for name, seconds in (
         ("added_ttft", [turn.through - turn.called for turn in extra]),
@@ -168,7 +164,7 @@ def figures(extra: list[Turn], streams: list[Load], short: list[Load]) -> dict[s
 
 
 def ratios(found: Mapping[str, float], streams: list[Load], short: list[Load]) -> dict[str, float | None]:
-    """Those that others rely on."""
+    """Return the ratios that other programs use."""
     return {
         "added_ms_p50": found["added_ttft_p50_ms"],
         "added_ms_p99": found["added_ttft_p99_ms"],
@@ -179,7 +175,7 @@ def ratios(found: Mapping[str, float], streams: list[Load], short: list[Load]) -
 
 
 def choosing_ms() -> float:
-    """The slowest policy's median, of `benchmarks/choose.py` as it is run by hand."""
+    """Return the slowest policy's median from `benchmarks/choose.py`."""
     argv = [sys.executable, str(Path(__file__).with_name("choose.py")), "--quick"]
     done = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     found = json.loads(done.stdout.splitlines()[-1])["ratios"]
@@ -188,7 +184,7 @@ def choosing_ms() -> float:
 
 
 def table(loads: list[Load], what: str) -> str:
-    """A row for each number of routers: how many of `what`, tokens or requests, and the time each took from whom."""
+    """Return a row per number of routers: rate of `what` (tokens or requests), and CPU time by kind of process."""
     header = ["routers", f"{what}s/s passed", f"{what}s per s of router CPU", "tokens per event"]
     header += [f"{kind}, us of CPU" for kind in KINDS]
     rows = []
@@ -203,7 +199,7 @@ def table(loads: list[Load], what: str) -> str:
 
 
 def measure(args: argparse.Namespace) -> tuple[list[Turn], list[Load], list[Load]]:
-    """Latency with one router, and load with each number of them."""
+    """Measure latency with one router, and load with each number of routers."""
     seconds = args.seconds or (4.0 if args.quick else 15.0)
     extra = list[Turn]()
     streams, short = list[Load](), list[Load]()
@@ -217,7 +213,7 @@ def measure(args: argparse.Namespace) -> tuple[list[Turn], list[Load], list[Load
 
 
 def main(argv: list[str]) -> None:
-    """Measure, print, and fill the section of the page if that is wanted."""
+    """Measure, print, and fill the section of the page if requested."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="shorter phases: under 2 minutes")
     parser.add_argument("--routers", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4])

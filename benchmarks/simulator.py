@@ -1,20 +1,19 @@
-"""The simulator against the clusters that it speaks of, and how fast it is.
+"""Accuracy of the simulator against real clusters, and its speed.
 
     python benchmarks/simulator.py --quick         about 6 minutes on 2 cores
     python benchmarks/simulator.py                 more rates and rounds: about 35 minutes
     python benchmarks/simulator.py --write-docs --phases benchmarks/results/disaggregation.json --profile FILE
 
-On the clusters and loads of benchmarks/disaggregation.py: one prefill and one decode worker, and two colocated ones. In
-each round a profile is measured on each of them (`baton profile --live`) before its loads; those that compute prompts
-in chunks of another size have one of their own, as steps of 16 tokens are no line through steps of 256. Then each load
-runs on each cluster (`--phases`: it did, in benchmarks/disaggregation.py with `--keep`), and the same arrivals go
-through the simulator with the cluster's profile of that round, made slower or faster as the gap of a request alone was
-just before and after the load: nothing is fitted to what the load gave. An error is |simulated - measured| / measured
-of a figure of one load on one cluster, both as medians over the rounds, in the simulator with five seeds each; the
-ratios are the medians over loads and clusters, and the table has each. Goodput is requests/s at each rate that keep to
-the goal which both sides are configured for; its error under each other goal stands in a table of its own, beside what
-splitting gives there as measured and as simulated. Speed is that of `python -m baton.planner.sim`.
-The last line of stdout is one JSON object with the figures.
+Clusters and loads are those of benchmarks/disaggregation.py: one prefill and one decode worker, and two colocated ones.
+Each round measures a profile of each cluster (`baton profile --live`) before its loads. Each chunk size has its own
+profile, because steps of 16 and 256 tokens are not on one line. Then each load runs on each cluster, or comes from an
+earlier run of benchmarks/disaggregation.py with `--keep` (`--phases`). The same arrivals go through the simulator with
+that round's profile, scaled by the gap of a lone request just before and after the load. Nothing is fitted to the
+load's results. An error is |simulated - measured| / measured of one figure, load and cluster. Both values are medians
+over the rounds, with five simulator seeds each. The ratios are medians over loads and clusters, and the table has each.
+Goodput is requests/s within the goal that both sides are configured for. A second table has its error under other
+goals, with the measured and simulated gain of splitting. Speed is that of `python -m baton.planner.sim`. The last line
+of stdout is one JSON object with the figures.
 """
 
 from __future__ import annotations
@@ -54,20 +53,20 @@ if TYPE_CHECKING:
 
     from baton.planner.sim.stats import Report
 
-Profiles = dict[tuple[str, int], Profile]  # of each side in each round, as the speed of a machine wanders
+Profiles = dict[tuple[str, int], Profile]  # by side and round, because the speed of a machine drifts
 
 NAME = "simulator"
 FIGURES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "goodput")
-LIMITS = {"ttft_p50": 0.15, "itl_p50": 0.15, "ttft_p99": 0.25, "itl_p99": 0.25, "goodput": 0.10}  # what is aimed at
+LIMITS = {"ttft_p50": 0.15, "itl_p50": 0.15, "ttft_p99": 0.25, "itl_p99": 0.25, "goodput": 0.10}  # accepted errors
 CHUNK = 256  # tokens of a colocated step
-SEEDS = range(5)  # of each load in the simulator: one draw of what steps take is as much chance as one measurement
+SEEDS = range(5)  # per simulated load, because one draw of step times is as random as one measurement
 WORKERS = (("decode-0", "decode-1"), ("prefill-0", "decode-0"))  # colocated, and split
 LONG_S = 1e6  # longer than any load
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One load on one side: figures that were measured and simulated, seconds, and requests/s for goodput."""
+    """One load on one side: measured and simulated figures in seconds, or requests/s for goodput."""
 
     side: str
     rate: float
@@ -75,13 +74,13 @@ class Compared:
     simulated: dict[str, float]
 
     def error(self, figure: str) -> float:
-        """As a share of what was measured."""
+        """Return the error as a share of the measured value."""
         theirs = self.measured[figure]
         return abs(self.simulated[figure] - theirs) / theirs if theirs else float(self.simulated[figure] > 0)
 
 
 def measured(phases: Sequence[Phase], slo: Slo) -> dict[str, float]:
-    """Medians over the rounds of one side and rate, and the share that kept to the SLO, of all rounds together."""
+    """Return medians over the rounds of one side and rate, and the share of all requests within the SLO."""
     return {
         "ttft_p50": median(phase.ttft(0.5) for phase in phases),
         "ttft_p99": median(phase.ttft(0.99) for phase in phases),
@@ -93,7 +92,7 @@ def measured(phases: Sequence[Phase], slo: Slo) -> dict[str, float]:
 
 
 def simulated(profiles: Profiles, phases: Sequence[Phase], slo: Slo, usual_s: float) -> dict[str, float]:
-    """The same of the same loads in the simulator, each in as many futures as there are `SEEDS`."""
+    """Return the same figures of the same loads in the simulator, with all `SEEDS`."""
     pairs = [
         (phase, predict(profiles[phase.side, phase.round], phase, slo, usual_s, seed))
         for phase in phases
@@ -111,9 +110,7 @@ def simulated(profiles: Profiles, phases: Sequence[Phase], slo: Slo, usual_s: fl
 
 
 def predict(profile: Profile, phase: Phase, slo: Slo, usual_s: float, seed: int) -> Report:
-    """The arrivals of one phase, judged by `slo`, on a machine on which the gap of a request that is alone was what it
-    was then. `usual_s`: the usual one. `seed`: of how long steps take.
-    """
+    """Simulate a phase under `slo` at its machine speed. `usual_s`: usual lone gap. `seed`: of the step times."""
     found = [(at, kind) for at, kind in arrivals(phase.rate, phase.seconds, phase.round)]
     load = [Arrival(at - found[0][0], kind.prompt_tokens, kind.max_tokens) for at, kind in found]
     longer = phase.speed * usual_s / usual_gap(profile, phase.side)
@@ -121,13 +118,13 @@ def predict(profile: Profile, phase: Phase, slo: Slo, usual_s: float, seed: int)
 
 
 def usual_gap(profile: Profile, side: str) -> float:
-    """The median between the tokens of a request that is alone, says the simulator with this profile; seconds."""
+    """Return the median gap in seconds of a lone request, as simulated with this profile."""
     alone = [Arrival(100.0 * number, STREAM.prompt_tokens, STREAM.max_tokens // 2) for number in range(8)]
     return simulate(scenario(profile, side, Slo(1.0, 1.0), math.inf), alone).itl.p50
 
 
 def scenario(profile: Profile, side: str, slo: Slo, told_itl_s: float, longer: float = 1.0, seed: int = 0) -> Scenario:
-    """A side of benchmarks/disaggregation.py, each step of which takes `longer` times what the profile says."""
+    """Return a side of benchmarks/disaggregation.py, with all step times multiplied by `longer`."""
     chunk = named(side).chunk
     site = Site(
         profile,
@@ -142,7 +139,7 @@ def scenario(profile: Profile, side: str, slo: Slo, told_itl_s: float, longer: f
 
 
 def speed(requests: int, workers: int) -> dict[str, float]:
-    """Of `python -m baton.planner.sim`, in a process of its own."""
+    """Run `python -m baton.planner.sim` and return its figures."""
     argv = [sys.executable, "-m", "baton.planner.sim", "--requests", str(requests), "--workers", str(workers)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(argv, env=env, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
@@ -151,7 +148,7 @@ def speed(requests: int, workers: int) -> dict[str, float]:
 
 
 def table(found: Sequence[Compared]) -> str:
-    """A row for each load and side: measured / simulated, and how far off."""
+    """Return a row per load and side: measured / simulated, and the error."""
     rows = []
     for one in found:
         cells = []
@@ -164,7 +161,7 @@ def table(found: Sequence[Compared]) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Measure, print, and fill the section of the page if that is wanted."""
+    """Measure, print, and fill the section of the page if requested."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rates and rounds")
     parser.add_argument("--requests", type=int, help="of the run that measures speed")
@@ -191,7 +188,7 @@ def main(argv: list[str]) -> None:
 
 
 def compared(profiles: Profiles, phases: list[Phase], slo: Slo, usual_s: float) -> list[Compared]:
-    """Each side at each rate."""
+    """Compare each side at each rate."""
     found = []
     for side in (side for side in sides_of(phases) if not side.startswith("vllm")):
         for rate in sorted({phase.rate for phase in phases}):
@@ -201,9 +198,7 @@ def compared(profiles: Profiles, phases: list[Phase], slo: Slo, usual_s: float) 
 
 
 def by_goal(profiles: Profiles, phases: list[Phase], alone: Slo, percentile: int | None) -> str:
-    """How far off goodput is under other ITL goals: each decides at another place of the gaps' distribution. And what
-    splitting gives there, as benchmarks/disaggregation.py counts it.
-    """
+    """Return goodput errors and splitting gains under other ITL goals, which test other parts of the gaps."""
     rows = []
     for times in GOALS:
         slo = slo_of(alone, times, percentile)
@@ -217,7 +212,7 @@ def by_goal(profiles: Profiles, phases: list[Phase], alone: Slo, percentile: int
 
 
 def gain(found: Sequence[Compared], times: float, slo: Slo, which: str) -> Goal:
-    """What each side carries under a goal, `which` is measured or simulated."""
+    """Return the capacity of each side under a goal. `which`: measured or simulated."""
     points: dict[str, list[tuple[float, float]]] = {}
     for one in found:
         figures = one.measured if which == "measured" else one.simulated
@@ -227,13 +222,13 @@ def gain(found: Sequence[Compared], times: float, slo: Slo, which: str) -> Goal:
 
 
 def before(args: argparse.Namespace) -> tuple[Slo, list[Phase], Profiles]:
-    """What benchmarks/disaggregation.py kept."""
+    """Load the phases and profiles that benchmarks/disaggregation.py kept."""
     alone, phases = kept(args.phases)
     return alone, phases, known(args.profile, phases)
 
 
 def loads(args: argparse.Namespace) -> tuple[Slo, list[Phase], Profiles]:
-    """What real clusters make of them, and their profiles."""
+    """Run the loads on real clusters and return the phases and profiles."""
     lab = Lab(args.model or make_model(args.cache, "M", "bf16"), args.seconds)
     rates = args.rates or ([2.0, 4.0] if args.quick else [1.0, 2.0, 3.0, 4.0, 5.0])
     rounds = range(1, 1 + (args.rounds or (1 if args.quick else 3)))
@@ -245,12 +240,12 @@ def loads(args: argparse.Namespace) -> tuple[Slo, list[Phase], Profiles]:
 
 
 def named(side: str) -> Side:
-    """As `Side.name` says it."""
+    """Return the side with this `Side.name`."""
     return Side(SPLIT) if side == SPLIT else colocated(int(side.removeprefix("colocated-")))
 
 
 def known(file: Path, phases: Sequence[Phase]) -> Profiles:
-    """What `Lab.turns` wrote for these; of peers it does for none."""
+    """Load the profiles that `Lab.turns` wrote for these phases. Peers have none."""
     names = {(phase.side, phase.round) for phase in phases if not phase.side.startswith("vllm")}
     return {(side, number): load_profile(str(profile_file(file, number, side))) for side, number in names}
 

@@ -1,18 +1,18 @@
-"""What thinking brings to a model that thinks, and what it costs: answers, forwards and the time of prompts.
+"""Benefit and cost of thinking: answers, forwards and the time of prompts.
 
     python benchmarks/thinking.py --quick           under 3 minutes on one core
     python benchmarks/thinking.py                   under 10: more prompts and rounds, and a sweep
     python benchmarks/thinking.py --control FOLDER --write-docs   section and picture in docs/thinking.md from it
 
-One engine for each mode of `thinking.prefill` in this process, on one thread, of the model in `--model`, without a
-prefix cache, greedily. Stories are fresh ones (`--seed`); the model was trained on at most 10 flips.
-- Answers: a whole answer has to be right. Beside thinking (mode auto): the same model with the thinking block switched
-  off (mode off), and with `--control` a net that was trained without, for which this is the command (6 minutes):
+One engine per mode of `thinking.prefill` runs the model of `--model` in this process, on one thread, greedily and
+without a prefix cache. Stories are new (`--seed`); the model was trained on at most 10 flips.
+- Answers: only a completely right answer counts. Thinking is mode auto, and mode off is the same model without its
+  thinking block. `--control` adds a net trained without thinking by this command (6 minutes):
       python models/train_thinking.py --without-thinking --out FOLDER
-- Modes fast and auto have to give the tokens and thoughts of mode sequential, and mode fast takes one forward for each
-  thought that is not empty and has a part of the prompt behind it, and one more. If not, the program fails at its end.
-- Time: in each round every mode takes its turn at every load, in another order; ratios are of one round, and the tables
-  have their median and spread.
+- Modes fast and auto must give the tokens and thoughts of mode sequential. Mode fast must take one forward per
+  non-empty thought with a part of the prompt after it, plus one. Otherwise the program fails at its end.
+- Time: in each round every mode runs every load, in a new order. Ratios are within a round, and the tables have their
+  median and spread.
 The last line of stdout is one JSON object with the figures.
 """
 
@@ -47,7 +47,7 @@ LEAST = Plan(2, 4, 1, 1)
 
 
 def measure(model: Path, control: Path | None, plan: Plan, seed: int) -> Measured:
-    """All parts."""
+    """Run all parts."""
     measured = Measured()
     engines = {mode: engine_of(model, mode) for mode in (SEQUENTIAL, FAST, AUTO, NONE)}
     asked = {THINKS: engines[AUTO], OFF: engines[NONE]}
@@ -60,7 +60,7 @@ def measure(model: Path, control: Path | None, plan: Plan, seed: int) -> Measure
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer prompts and rounds, no sweep")
     parser.add_argument("--least", action="store_true", help="a few prompts: to try the program, not to measure")
@@ -77,7 +77,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> None:
-    """Measure, print, and fill the section of the page if that is wanted. Ends with status 1 if modes disagree."""
+    """Measure, print, and fill the section of the page if requested. Exits with status 1 if modes disagree."""
     args = parse(argv)
     configure_logging("warning", "auto")
     torch.set_num_threads(1)
@@ -92,7 +92,7 @@ def main(argv: list[str]) -> None:
         drawn = plot(measured, ROOT / "docs" / PICTURE)
         told = [
             Path(word).name if Path(word) in {args.model, args.control} else word for word in argv
-        ]  # no one's folders
+        ]  # no private paths
         picture = [f"![Answers and speed of prompts]({PICTURE})", ""] * drawn
         write_section(PAGE, NAME, told, load, "\n".join([*picture, shown]))
     print(json.dumps({"benchmark": NAME, "ratios": figures(measured)}))

@@ -1,11 +1,11 @@
-"""How fast KV changes hands, as a share of what this machine can move, and how much of it a request waits for.
+"""KV transfer speed as a share of this machine's limit, and the part that a request waits for.
 
     python benchmarks/transfer.py --quick         under 10 minutes on 2 cores
     python benchmarks/transfer.py --write-docs    more rounds; the section and the pictures in docs/ from them
     python benchmarks/transfer.py --sweep         other frame sizes, slots and thresholds than the defaults as well
     python benchmarks/transfer.py --gpu           on a GPU machine: CUDA IPC (one GPU) and NCCL (two) instead
 
-The last line of stdout is one JSON object with the ratios; benchmarks/lib/transfer_figures.py says what each is.
+The last line of stdout is one JSON object with the ratios, which benchmarks/lib/transfer_figures.py defines.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 DOCS = ROOT / "docs"
 MIB = 1 << 20
-BUSY = 0.05  # a run beside more other load than this is marked
+BUSY = 0.05  # runs with more other load are marked
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The options; a wrong one ends the program."""
+    """Parse the options. An invalid one ends the program."""
     home = Path(os.environ.get("BATON_HOME") or Path.home() / ".baton").expanduser()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds: under 10 minutes")
@@ -63,7 +63,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
-    """What the options ask for."""
+    """Return the plan for the options."""
     rounds, prompt_rounds = (7, 3) if args.quick else (21, 9)
     return Plan(
         sizes=[size * MIB for size in args.sizes],
@@ -75,7 +75,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
 
 
 def measure(args: argparse.Namespace, plan: Plan) -> Results:
-    """All of it, each part in processes of its own; a part that fails is noted, and the others go on."""
+    """Run each part in its own processes. A failed part is recorded, and the others continue."""
     large, small = (make_model(args.cache, size, DTYPE, tiny=args.tiny) for size in ("L", "S"))
     where, results = Where(large, small, args.cache, args.out), Results()
     parts: dict[str, Callable[[Plan, Where, Results], None]] = {
@@ -95,7 +95,7 @@ def measure(args: argparse.Namespace, plan: Plan) -> Results:
 
 
 def main(argv: list[str]) -> None:
-    """Measure, and tell: tables, raw results, pictures, docs, last line."""
+    """Measure, and write tables, raw results, pictures, docs and last line."""
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     results = measure(args, plan_of(args))

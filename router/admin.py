@@ -1,4 +1,4 @@
-"""The service for operators: what this router knows, and what the controller is asked to do."""
+"""The gRPC service for operators: the router's status, and commands for the controller."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from router.request.delivery import Context
 
 log = structlog.get_logger(__name__)
 
-_TRIES = 5  # against others who say a plan at the same time
+_TRIES = 5  # each may conflict with another writer of the plan
 
 
 class Admin(AdminServicer):
-    """`baton.v1.Admin`: what this router is, and what it knows of the workers."""
+    """Servicer of `baton.v1.Admin`: this router's status and its view of the workers, and changes of the plan."""
 
     def __init__(self, context: RouterContext, board: ControlState | None) -> None:
         self._context = context
@@ -84,16 +84,14 @@ class Admin(AdminServicer):
         return found
 
     def trace_of(self, request_id: str) -> admin_pb2.TraceReply | None:
-        """Of a request that runs, or was one of the last, by its name or that of a choice; "": of the one that ended
-        last. None: it is not known.
-        """
+        """Return the trace of a running or recent request or choice, or None. "" finds the one that ended last."""
         name = request_id.partition(".")[0]
         running = (call.trace for call in self._context.running if call.trace.request_id == name)
         found = next(running, None) or self._context.traces.find(name)
         return None if found is None else found.reply()
 
     async def _replan(self, wanted: admin_pb2.ScaleRequest | None) -> PoolSizes:
-        """Say the next plan: of other sizes, or (None) of another generation. Raises InvalidRequest, NoWorker."""
+        """Write the next plan: other sizes, or if None another generation. Raises InvalidRequest, NoWorker."""
         for _ in range(_TRIES):
             board, control = await self._controlled()
             plan = max(control.plan, await board.plan() or control.plan, key=lambda one: one.number)
@@ -108,7 +106,7 @@ class Admin(AdminServicer):
         raise NoWorker("others change the plan all the time; try again")
 
     async def _controlled(self) -> tuple[ControlState, ControlReport]:
-        """Raises NoWorker when nobody would do what is asked."""
+        """Return the control state and the controller's report. Raises NoWorker if no controller is running."""
         control = await self._board.control() if self._board else None
         if self._board is None or control is None:
             raise NoWorker("no controller is there: `baton up`, or `baton controller`, runs one")
@@ -117,7 +115,7 @@ class Admin(AdminServicer):
 
 @asynccontextmanager
 async def _told(context: Context) -> AsyncIterator[None]:
-    """Typed errors become the status of the call."""
+    """Turn typed errors into the status of the call."""
     try:
         yield
     except BatonError as error:
@@ -125,7 +123,7 @@ async def _told(context: Context) -> AsyncIterator[None]:
 
 
 def _sizes(wanted: admin_pb2.ScaleRequest, bounds: Mapping[Role, tuple[int, int]]) -> dict[str, object]:
-    """Raises InvalidRequest for a size, or a pool, that the cluster file does not allow."""
+    """Return the wanted pool sizes. Raises InvalidRequest if the cluster file does not allow a size or pool."""
     sizes: dict[str, object] = {}
     wrong = []
     for role in Role:

@@ -1,4 +1,4 @@
-"""The audit digest of a deterministic request: equal for two answers only if every bit that was delivered is.
+"""The audit digest of a deterministic request. Two answers have equal digests only if every delivered bit is equal.
 
 SHA-256 of the following bytes, written as 64 hex digits. All numbers are little-endian; `u32`, `u64` and `i32` are
 integers of so many bits, `f32` is the pattern of 32 bits of an IEEE 754 number, a flag is one byte, 0 or 1. A list is
@@ -28,14 +28,14 @@ _MAGIC = b"baton audit 1\n"
 
 
 class Delivered(NamedTuple):
-    """One answer, as its client got it; `logprobs` are empty, or one per token."""
+    """One answer as delivered to the client. `logprobs` is empty, or has one entry per token."""
 
     tokens: Sequence[int]
     logprobs: Sequence[TokenLogprobs] = ()
 
 
 def audit_digest(prompt: Sequence[int], sampling: Sampling, answers: Sequence[Delivered]) -> str:
-    """As above. `sampling` is complete, its seed too."""
+    """Return the audit digest by the rules of this module. `sampling` must be complete, including its seed."""
     digest = sha256(_MAGIC)
     for part in (_ids(prompt), *_sampling(sampling), _u32(len(answers)), *map(_answer, answers)):
         digest.update(part)
@@ -43,9 +43,9 @@ def audit_digest(prompt: Sequence[int], sampling: Sampling, answers: Sequence[De
 
 
 def joined(digests: Sequence[str]) -> str:
-    """Of several requests that belong together: one digest as it is, else SHA-256 of their 32 bytes each, in order.
+    """Combine digests of related requests: SHA-256 of their 32 bytes each, in order. One digest is unchanged.
 
-    Empty if one of them is.
+    Return "" if there are none, or one is empty.
     """
     if not all(digests) or not digests[1:]:
         return digests[0] if len(digests) == 1 else ""

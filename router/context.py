@@ -1,4 +1,4 @@
-"""What all requests of a router share: settings, workers, queue, metrics, and the list of those that run."""
+"""The router context, shared by all requests: settings, workers, queue, metrics, and the running requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """What a router is told. Addresses are "host:port", port 0 any free one. Times in seconds."""
+    """The settings of a router. Addresses are "host:port"; port 0 means any free port. Times are in seconds."""
 
     name: str  # of the cluster
     model: str  # as clients name it
@@ -43,33 +43,33 @@ class RouterSettings:
     grpc: str = "127.0.0.1:50051"
     admin: str = "127.0.0.1:0"
     metrics: str = "127.0.0.1:9100"
-    http: str | None = None  # None: no gateway in this process
-    http_body: int = 2**20  # bytes that a request to it may have
+    http: str | None = None  # None means no gateway in this process
+    http_body: int = 2**20  # maximum bytes of an HTTP request body
     policy: str = "predicted"
-    slo_ttft_s: float = 1.0  # of both it is counted how many requests kept to them
-    slo_itl_s: float = 0.1  # policy `predicted` keeps to it where it can
-    share_port: bool = False  # there are other routers at the same addresses
-    colocated: bool = False  # there are no prefill workers, and none are missed
-    chunk: float = math.inf  # tokens that a decode worker computes in one step
-    local_prefill: bool = False  # also where a prefill worker is there, if it is expected to be sooner
-    attempts: int = 3  # at one request, if workers are lost
+    slo_ttft_s: float = 1.0  # the metrics count requests within both
+    slo_itl_s: float = 0.1  # policy `predicted` also keeps to it where possible
+    share_port: bool = False  # whether other routers listen on the same addresses
+    colocated: bool = False  # decode workers compute all prompts; there are no prefill workers
+    chunk: float = math.inf  # tokens that a decode worker computes per step
+    local_prefill: bool = False  # also with prefill workers connected, if it is predicted to be faster
+    attempts: int = 3  # per request, when workers are lost
     queue_max_requests: int = 256
     queue_max_tokens: int = 1_000_000
     queue_max_wait_s: float = 10.0
-    tenants: Mapping[str, float] = field(default_factory=dict)  # weights by name; of all others 1
-    max_request_s: float = 3600.0  # the deadline of a request whose caller set none
-    client_stall_s: float = 30.0  # a client that takes nothing for this long is given up
-    worker_silence_s: float = 15.0  # a worker that says nothing for this long is lost; several of its heartbeats
+    tenants: Mapping[str, float] = field(default_factory=dict)  # weights by name, 1 by default
+    max_request_s: float = 3600.0  # deadline of a request without its own
+    client_stall_s: float = 30.0
+    worker_silence_s: float = 15.0  # a worker without a message for this long is lost; several heartbeats
     history: str | None = None  # a folder; see `baton.event_journal`
     tls: TlsConfig | None = None
     tokens: str | None = None  # a file; see `router.auth.tokens`
-    resumable_s: float = 0.0  # of requests that do not say how long they go on without a router
-    think_while_decoding: bool = False  # of requests that do not say, if the model thinks
+    resumable_s: float = 0.0  # default time that a stream continues without a router
+    think_while_decoding: bool = False  # default for requests to a model that thinks
     scale: Mapping[Role, tuple[int, int]] = field(default_factory=lambda: dict.fromkeys(Role, (1, 4096)))  # of pools
-    drain_s: float = 60.0  # for what a worker that is drained has
-    traces: int = 512  # that are kept, of the requests that ended last
-    otlp: str | None = None  # where they are sent to, http://host:port; None: nowhere
-    trace_sample: float = 1.0  # the share of them that is, where the caller does not say
+    drain_s: float = 60.0
+    traces: int = 512
+    otlp: str | None = None  # export address http://host:port; None means no export
+    trace_sample: float = 1.0  # exported share of traces, if the caller does not decide
 
 
 def _exporter(settings: RouterSettings) -> Exporter | None:
@@ -88,13 +88,12 @@ StreamSource = Callable[[str], Awaitable["OwnershipRecord | None"]]
 
 
 async def _nowhere(name: str) -> None:
-    """No ledger."""
+    """Find no stream, without a ledger."""
 
 
 class RouterContext:
-    """One per router. `prefixes`: what workers have cached, `streams`: who decodes what, as far as it is known here.
-
-    Raises ConfigError for files of certificates or tokens that cannot be used, or an exporter that is not there.
+    """The state shared by all requests. `prefixes` holds cached blocks, `streams` finds the decode worker of a stream.
+    Raises ConfigError if certificates or tokens are unusable, or the exporter is not installed.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class RouterContext:
         self.pool.local_prefill, self.pool.colocated = settings.local_prefill, settings.colocated
         self.pool.alone, self.pool.chunk = ALONE[settings.policy], settings.chunk
         self.metrics = Metrics(settings.name, settings.version, settings.model)
-        self.metrics_at = ""  # where others find them
+        self.metrics_at = ""
         self.pool.on_predicted = self.metrics.ttft_predicted
         self.metrics.watch_blocks(self.pool.blocks)
         self.metrics.watch_channels(self.pool.channels)
@@ -143,10 +142,10 @@ class RouterContext:
         self.arrivals = itertools.count()
         self.accepting = True
         self.running: set[ClientRequest] = set()
-        self.named: dict[tuple[str, str], ClientRequest] = {}  # of these: by tenant, and request id or idempotency key
-        self.outcomes: Counter[str] = Counter()  # of those before; "accepted" beside how each ended
+        self.named: dict[tuple[str, str], ClientRequest] = {}  # by tenant, and request id or idempotency key
+        self.outcomes: Counter[str] = Counter()  # of ended requests; "accepted" counts separately
 
     def _changed(self) -> None:
-        """Room, or a worker, may be there that was not."""
+        """Notify both queues that capacity or a worker may have appeared."""
         self.alike.changed()
         self.admission.changed()

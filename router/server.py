@@ -1,7 +1,4 @@
-"""The router process, put together: listeners, the worker pool, and a stop that lets running requests finish.
-
-What a router finds out for Prometheus, when it is asked: what the controller said, and which processes there are.
-"""
+"""The router process: its listeners, the worker pool, and a graceful stop."""
 
 from __future__ import annotations
 
@@ -41,11 +38,11 @@ if TYPE_CHECKING:
     from router.openai.server import HttpServer
 
 
-_WITHIN_S = 1.0  # a scraper waits no longer for what is only told here
+_WITHIN_S = 1.0  # maximum wait of a scrape for the ledger
 
 
 async def look(context: RouterContext, board: ControlState | None) -> None:
-    """Before a scrape: what the controller said last. Without the ledger, what was known before holds."""
+    """Update the controller's metrics before a scrape. Without the ledger, they keep their last values."""
     if board is None:
         return
     with suppress(LedgerError, TimeoutError):
@@ -62,7 +59,7 @@ async def look(context: RouterContext, board: ControlState | None) -> None:
 
 
 async def targets(context: RouterContext, board: ControlState | None) -> Sequence[Target]:
-    """All routers and workers that are known here. Without the ledger: this router, and its workers."""
+    """Return all known routers and workers as scrape targets. Without the ledger: this router and its workers."""
     routers = {context.router_id: context.metrics_at}
     if board is not None:
         with suppress(LedgerError, TimeoutError):
@@ -81,7 +78,7 @@ _GOODBYE_S = 1.0
 
 
 class Router:
-    """A router. `grpc`, `admin`, `metrics` and `http` (empty without a gateway) are what `start` has bound."""
+    """A router. `grpc`, `admin`, `metrics` and `http` are its bound addresses; `http` is "" without a gateway."""
 
     def __init__(self, context: RouterContext, tokenizer: Tokenizer, board: ControlState | None = None) -> None:
         self.context = context
@@ -91,7 +88,7 @@ class Router:
         self._public = channel.aio_server(link=channel.PUBLIC, interceptors=guards, share_port=share)
         self._private = channel.aio_server(link=channel.INTERNAL, interceptors=guards)
         self._inner = LoopbackListener(guards)
-        self._look = partial(look, context, board)  # before a scrape
+        self._look = partial(look, context, board)
         self._metrics = MetricsServer(
             context.metrics,
             ready=lambda: context.accepting and context.pool.can_serve(),
@@ -113,7 +110,7 @@ class Router:
         reflection.enable_server_reflection(("baton.v1.Admin", reflection.SERVICE_NAME), self._private)
 
     async def start(self) -> None:
-        """Bind, look for workers, serve. Raises ConfigError; then nothing is left behind."""
+        """Bind all listeners, connect to workers, and serve. Raises ConfigError, and then releases everything."""
         settings = self.context.settings
         try:
             self.grpc = channel.bind(self._public, settings.grpc, self.context.wire.public)
@@ -146,16 +143,15 @@ class Router:
         log.info("router_started", router_id=self.context.router_id, **bound)
 
     async def stop(self, grace_s: float = 30.0) -> None:
-        """Take nothing new, let running requests finish for `grace_s`, end the rest with NoWorker, close.
-
-        Decode workers go on with those that may be resumed.
+        """Reject new requests, give running ones `grace_s` to finish, end the rest with NoWorker, and close. Decode
+        workers continue those that can be resumed.
         """
         self.context.accepting = False
-        # Its connections are told to go (GOAWAY) and it listens no more: what comes now goes to another router.
+        # Closes the listener and sends GOAWAY, so that new calls go to another router.
         closing = asyncio.create_task(self._public.stop(grace_s + 2 * _GOODBYE_S))
         for watch in self._watches:
             watch.cancel()
-        with suppress(TimeoutError):  # it waits for every watcher to take the news; one may have stopped reading
+        with suppress(TimeoutError):  # it waits for every watching client, and one may have stopped reading
             async with asyncio.timeout(1.0):
                 await self._health.enter_graceful_shutdown()
         leaving = [asyncio.create_task(self._gateway.stop(grace_s + _GOODBYE_S))] if self._gateway is not None else []
@@ -165,7 +161,7 @@ class Router:
             call.handing_over = True
             call.end(NoWorker("this router is stopping"))
         self._admin.live.close()
-        if leaving:  # HTTP answers end with their calls: let them be written
+        if leaving:  # HTTP answers end after their gRPC calls
             await asyncio.wait(leaving, timeout=_GOODBYE_S)
             leaving[0].cancel()
             await asyncio.gather(*leaving, return_exceptions=True)
@@ -186,7 +182,7 @@ class Router:
         return self._public, self._inner, self._private
 
     async def _tell_health(self) -> None:
-        """grpc.health.v1: "" while the process serves, the Inference service while a pair of workers is there."""
+        """Report gRPC health: "" while the process serves, Inference while a decode worker is connected."""
         while True:
             status = "SERVING" if self.context.pool.can_serve() else "NOT_SERVING"
             await self._health.set(SERVICE, health_pb2.HealthCheckResponse.ServingStatus.Value(status))
@@ -194,7 +190,7 @@ class Router:
 
 
 def _gateway(context: RouterContext, admin: Admin, look: Callable[[], Awaitable[None]]) -> HttpServer:
-    """Bound. Raises ConfigError, also when its libraries are not there."""
+    """Return the bound HTTP gateway. Raises ConfigError, also if its libraries are missing."""
     try:
         from router.dashboard.app import Shown
         from router.openai.app import GatewaySettings
@@ -221,11 +217,9 @@ async def serve(
     streams: StreamSource | None = None,
     board: ControlState | None = None,
 ) -> Router:
-    """Start a router; returns when its listeners are bound. Raises ConfigError naming what is wrong.
-
-    `workers` says who is alive (`Ledger.workers`), `prefixes` what they have cached (of a `DirectoryView`), `streams`
-    who decodes what (`OwnershipStore.find`), `board` what operators and the controller say to each other. Nothing is
-    left behind when this raises.
+    """Start a router and return it when its listeners are bound. Raises ConfigError, and then leaves nothing behind.
+    `workers` lists the live workers (`Ledger.workers`), `prefixes` their cached blocks (from a `DirectoryView`).
+    `streams` finds the decode worker of a stream (`OwnershipStore.find`). `board` is the control state.
     """
     if settings.policy not in POLICIES:
         raise ConfigError(f"router.policy: {settings.policy!r} is not one of {', '.join(sorted(POLICIES))}")

@@ -1,4 +1,4 @@
-"""The services: calls come in, are parsed, live their life, and end once; operators ask what this router knows."""
+"""The public gRPC service `baton.v1.Inference`. It parses a call, runs its request, and ends it with one outcome."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _REFUSALS = (InvalidRequest, errors.UnknownModel, errors.Overloaded, errors.NoWo
 
 
 class Inference(InferenceServicer):
-    """`baton.v1.Inference` over the parts that all requests share."""
+    """Servicer of `baton.v1.Inference`. All requests share one router context and tokenizer."""
 
     def __init__(self, context: RouterContext, tokenizer: Tokenizer) -> None:
         self._context = context
@@ -60,16 +60,16 @@ class Inference(InferenceServicer):
         self._patience = StallTimeout(context.settings.client_stall_s)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
-        """Ends once: finished, or with the status of one typed error. Cancellation is gRPC's own ending."""
+        """Serve a new request. It ends with its last event, or with the gRPC status of one typed error."""
         await self._serve(pb.ResumeRequest(request=request), context)
 
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> None:  # type: ignore[override]
-        """Goes on where the client's tokens end, whoever served it before: what is missing is computed from them."""
+        """Continue a request after the tokens that the client has, whichever router served it before."""
         await self._serve(request, context, resumes=True)
 
     async def _serve(self, message: pb.ResumeRequest, context: Context, *, resumes: bool = False) -> None:
         request = message.request
-        left_s = cast("float | None", context.time_remaining())  # None: no deadline; the stubs do not know
+        left_s = cast("float | None", context.time_remaining())  # None: no deadline; the stubs lack it
         most_s = self._context.settings.max_request_s
         task = cast("asyncio.Task[None]", asyncio.current_task())
         within_s = most_s if left_s is None else min(left_s, most_s)
@@ -85,12 +85,12 @@ class Inference(InferenceServicer):
         except BatonError as error:
             self._note(call, request, error)
             await abort(context, error, call.trace.request_id)
-        except Exception as error:  # the task's boundary: one request's bug is not the next one's
+        except Exception as error:  # a bug met by one request must not end the next one
             log.exception("request_broke", request_id=call.name)
             self._note(call, request, errors.EngineFault(type(error).__name__))
             await abort(context, error, call.trace.request_id)
         else:
-            completed.ClearField("spans")  # the client has them
+            completed.ClearField("spans")  # the client has received them
             self._note(call, request, None, **MessageToDict(completed, preserving_proto_field_name=True))
 
     async def _answer(self, message: pb.ResumeRequest, call: ClientRequest, context: Context) -> pb.Completed:
@@ -100,7 +100,7 @@ class Inference(InferenceServicer):
         client = EventStream(context, call.name, self._patience, call.end)
         try:
             async with call.scope, self._entered(call, request.idempotency_key):
-                # Soon, so that a client can name its request while it is queued.
+                # Sent early, so that a client can name its request while it is queued.
                 client.open(("baton-request-id", call.name), ("baton-resumable", "1"))
                 with self._concurrency.one_more(call):
                     return await self._answers(message, call, client)
@@ -127,9 +127,7 @@ class Inference(InferenceServicer):
 
     @asynccontextmanager
     async def _entered(self, call: ClientRequest, key: str) -> AsyncIterator[None]:
-        """Found, and ended, by its name from here on. Who comes with a name or a key that is in use takes over: a
-        tenant from itself, others' names are not its own.
-        """
+        """Register `call` by name and key until it ends. A call of its tenant that has one of them is cancelled."""
         context, names = self._context, [(call.tenant, call.name), (call.tenant, f"key {key}")][: 1 + bool(key)]
         for name in names:
             if name in context.named:
@@ -141,7 +139,7 @@ class Inference(InferenceServicer):
         finally:
             context.running.remove(call)
             for name in names:
-                if context.named.get(name) is call:  # who took over may have gone first
+                if context.named.get(name) is call:  # not if another call has taken over
                     del context.named[name]
 
     async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelReply:
@@ -176,8 +174,8 @@ class Inference(InferenceServicer):
 
     @contextmanager
     def _text_call(self, request: pb.TokenizeRequest | pb.DetokenizeRequest) -> Iterator[None]:
-        """One that takes a thread counts against its token's `max_concurrent`, beside those that generate: the gateway
-        asks for texts in the middle of an answer, in its caller's name. Raises Overloaded.
+        """Count a call that needs a thread against `max_concurrent` of its token. Raises Overloaded. Generate calls are
+        counted separately, because the gateway makes text calls for its caller during an answer.
         """
         if not needs_thread(request, request.ByteSize()):
             yield
@@ -199,7 +197,7 @@ class Inference(InferenceServicer):
     def _note(
         self, call: ClientRequest, message: pb.GenerateRequest, error: BatonError | None, **facts: object
     ) -> None:
-        """Count and log how a request ended; `error` None: it finished."""
+        """Count and log how a request ended. `error` is None if it finished."""
         context, outcome = self._context, _outcome(call, error)
         context.outcomes[outcome] += 1
         context.outcomes["accepted"] += call.accepted
@@ -231,13 +229,13 @@ class Inference(InferenceServicer):
 
 
 def _trace_of(context: Context) -> TraceContext | None:
-    """What its caller says; None: nothing, or nothing that can be read."""
+    """Return the caller's trace context, or None if it sent none or an invalid one."""
     said = [value for key, value in context.invocation_metadata() or () if key == TRACEPARENT]
     return TraceContext.parse(str(said[0])) if len(said) == 1 else None
 
 
 def _reason(error: BatonError) -> str:
-    """For the log, which has no words of a request: what is wrong with a schema or a chat may repeat some."""
+    """Return the error text for the log, without texts about a constraint or chat, because they may quote it."""
     if not isinstance(error, InvalidRequest):
         return str(error)
     quoting = ("constraint", "chat")

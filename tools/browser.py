@@ -1,4 +1,4 @@
-"""A headless Chromium for tests and pictures of the page: the one that the system has, told to talk to nobody else."""
+"""The system's Chromium, headless and without background traffic, for tests and pictures of the page."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _ARGUMENTS = (
 
 
 def executable() -> str | None:
-    """The path of `$BATON_CHROMIUM`, or of what PATH has; None: there is none."""
+    """Return the path of `$BATON_CHROMIUM` or of a Chromium in PATH, or None."""
     return os.environ.get("BATON_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
 @contextmanager
 def chromium(path: str) -> Iterator[Browser]:
-    """Runs until the context is left."""
+    """Run a browser until the context ends."""
     from playwright.sync_api import sync_playwright
 
-    root = ["--no-sandbox"] if os.geteuid() == 0 else []  # its sandbox is not for root
+    root = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox does not support root
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, headless=True, args=[*_ARGUMENTS, *root])
         try:

@@ -1,9 +1,9 @@
-"""Check what the processes of a cluster noted (`history: FOLDER` in the cluster file), after it was stopped.
+"""Check the histories of a stopped cluster's processes (`history: FOLDER` in the cluster file).
 
     python tools/check_history.py FOLDER_OR_FILE... [--at-least N] [--grace SECONDS]
 
-Prints a line for each violation: file, line, rule (see `tools/history_check.py`), what is wrong. Exit code 1 if there
-is one, or if fewer than N requests were accepted; 2 if there is nothing to check.
+Prints file, line, rule (see `tools/history_check.py`) and reason of each violation. The exit code is 1 if there is a
+violation, or if fewer than N requests were accepted, and 2 if there is nothing to check.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tools.history_check import Report, check
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check and print; the exit code."""
+    """Check the histories, print the result and return the exit code."""
     parser = argparse.ArgumentParser(description="Check the histories of a cluster's processes.")
     parser.add_argument("paths", nargs="+", type=Path, metavar="FOLDER_OR_FILE")
     parser.add_argument("--at-least", type=int, default=1, metavar="N", help="accepted requests (1)")
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def show(report: Report) -> None:
-    """Violations, how each process ended, and how many requests did."""
+    """Print violations, the end of each process, and the number of requests by outcome."""
     for violation in report.violations:
         print(violation)
     for journal in report.journals:

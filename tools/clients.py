@@ -1,11 +1,10 @@
-"""Run guidellm and aiperf, as they are, against `configs/local.yaml`, and write down what they report.
+"""Run unmodified guidellm and aiperf against `configs/local.yaml`, and write their reports.
 
     python tools/clients.py                both; environments in build/clients, reports in docs/reports
     python tools/clients.py aiperf         one of them
 
-Each has an environment of its own, made with pip at the first run (TORCH_INDEX as for `make setup`). Both get the demo
-model's folder as tokenizer, and need nothing else from outside. Exit code 1: a tool ended with an error, or some of
-its requests failed.
+The first run creates an environment for each with pip (TORCH_INDEX as for `make setup`). The demo model's folder is the
+tokenizer, so nothing else is downloaded. The exit code is 1 if a tool or some of its requests failed.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ PORTS = ("router.grpc", "router.http", "router.metrics")
 
 @dataclass(frozen=True)
 class Tool:
-    """A load generator. `arguments` and `failed` are told the folder for its results; `table`, what it printed."""
+    """A load generator. `arguments` and `failed` take the folder of its results, `table` its output."""
 
     requirement: str
     arguments: Callable[[str, Path], list[str]]
@@ -62,7 +61,7 @@ def _guidellm_failed(folder: Path) -> int:
 
 
 def _guidellm_table(printed: str) -> str:
-    """It prints its tables twice."""
+    """Return the second copy of the tables, which are printed twice."""
     return printed[printed.rindex("ℹ Run Summary Info") :].partition("✔ Benchmarking")[0]  # noqa: RUF001
 
 
@@ -95,7 +94,7 @@ TOOLS = {
         "(`ignore_eos`).",
         {"HF_HUB_OFFLINE": "1"},
     ),
-    "aiperf": Tool(  # which takes no folder as tokenizer with HF_HUB_OFFLINE
+    "aiperf": Tool(  # with HF_HUB_OFFLINE it accepts no folder as tokenizer
         "aiperf==0.13.0",
         _aiperf,
         _aiperf_table,
@@ -111,7 +110,7 @@ def _read(path: Path) -> Any:
 
 
 def installed(name: str) -> Path:
-    """The program of a tool; its environment is made if it is not there, with this project's version of torch."""
+    """Return the program of a tool. Creates its environment if needed, with this project's version of torch."""
     folder, requirement = BUILD / name, TOOLS[name].requirement
     mark = folder / f"{requirement}.installed"
     if not mark.is_file():
@@ -130,7 +129,7 @@ def installed(name: str) -> Path:
 
 @contextmanager
 def cluster() -> Iterator[str]:
-    """Where the HTTP API of a running `configs/local.yaml` is, on a free port."""
+    """Run `configs/local.yaml` on free ports and yield the address of its HTTP API."""
     baton = [sys.executable, "-m", "baton"]
     sets = [f"--set={port}=127.0.0.1:0" for port in PORTS]
     up = [*baton, "up", "-c", "configs/local.yaml", f"--set=name={NAME}", *sets, "--detach", "--json"]
@@ -142,7 +141,7 @@ def cluster() -> Iterator[str]:
 
 
 def measured(name: str, http: str) -> bool:
-    """Whether all requests of one run succeeded. Its report is written either way."""
+    """Run one tool, write its report, and return whether all its requests succeeded."""
     tool, program, folder = TOOLS[name], installed(name), BUILD / f"{name}-results"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -162,7 +161,7 @@ def measured(name: str, http: str) -> bool:
 
 
 def report(name: str, command: str, failed: int, printed: str) -> str:
-    """Markdown, without the paths of this machine."""
+    """Return the report in Markdown, without the paths of this machine."""
     tool = TOOLS[name]
     shown = command.replace(str(BUILD / f"{name}-results"), "RESULTS").replace(f"{ROOT}/", "")
     table = "\n".join(line.rstrip() for line in tool.table(printed).strip().splitlines())
@@ -184,7 +183,7 @@ What it printed, less its settings:
 
 
 def main() -> None:
-    """The command line."""
+    """Parse the command line and run the tools."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("tools", nargs="*", choices=[*TOOLS, "all"], default="all")
     given = parser.parse_args().tools

@@ -1,12 +1,12 @@
-"""Look for bytes that the public messages, the cluster file or the workers' own messages are not ready for.
+"""Fuzz the parsers of public messages, the cluster file and messages between workers.
 
     python tools/fuzz_parse.py                          each target for a minute
     python tools/fuzz_parse.py http peer --seconds 600  two of them, longer
     python tools/fuzz_parse.py http --replay FILE       one input again, with its traceback
 
-The targets are those of `tests/fuzzing`; atheris (libFuzzer) changes the bytes so that new lines of Baton, jinja and
-PyYAML are reached. It is installed into build/fuzz at the first run, and so are kept the inputs that reached
-something (`corpus-TARGET`) and those that broke something (`TARGET-crash-...`). Exit code 1: there is one of these.
+The targets are in `tests/fuzzing`. atheris (libFuzzer) mutates inputs towards new lines of Baton, jinja and PyYAML. The
+first run installs it into build/fuzz, which also keeps the inputs with new coverage (`corpus-TARGET`) and those that
+failed (`TARGET-crash-...`). The exit code is 1 if an input failed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ NAMES = ("generate", "http", "template", "config", "peer")
 REQUIREMENT = "atheris==3.0.0"
 BUILD = ROOT / "build" / "fuzz"
 LIBRARY = BUILD / "lib"
-WATCHED = ["router", "baton", "kvtransfer", "jinja2", "yaml"]  # packages whose lines count as reached
+WATCHED = ["router", "baton", "kvtransfer", "jinja2", "yaml"]  # packages with measured coverage
 MOST_BYTES, MOST_SECONDS, MOST_MEMORY = 2048, 20, 4096  # of an input; for an input; MiB of the process
 
 
 def fuzz(name: str, seconds: int) -> None:
-    """In this process, which libFuzzer ends."""
+    """Fuzz one target in this process, which libFuzzer ends."""
     sys.path.insert(0, str(LIBRARY))
     import atheris
 
@@ -49,7 +49,7 @@ def fuzz(name: str, seconds: int) -> None:
 
 
 def watched(name: str, seconds: int) -> bool:
-    """Whether a run of one target, in a process of its own, found nothing. Its output is in build/fuzz/TARGET.log."""
+    """Run one target in its own process and return whether it found nothing. Its output is in build/fuzz/TARGET.log."""
     command = [sys.executable, __file__, name, "--here", "--seconds", str(seconds)]
     log = BUILD / f"{name}.log"
     with log.open("wb") as file:
@@ -63,7 +63,7 @@ def watched(name: str, seconds: int) -> bool:
 
 
 def install() -> None:
-    """Beside the environment, not into it: nothing else of Baton needs it."""
+    """Install atheris outside of the environment, because nothing else needs it."""
     if not LIBRARY.is_dir():
         BUILD.mkdir(parents=True, exist_ok=True)
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps"]
@@ -71,7 +71,7 @@ def install() -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Parse the command line and run the targets."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("targets", nargs="*", choices=[*NAMES, "all"], default="all")
     parser.add_argument("--seconds", type=int, default=60, help="for each target (60)")

@@ -1,9 +1,9 @@
-"""Write the JSON Schema of the cluster file, for editors: `configs/schema.json`, as `baton config schema` prints it.
+"""Generates the JSON Schema of the cluster file for editors, `configs/schema.json`, as in `baton config schema`.
 
     python -m tools.gen_schema             # write it (`make fmt` does)
-    python -m tools.gen_schema --check     # is the committed file the one that the code gives?
+    python -m tools.gen_schema --check     # exit code 1 if the committed file is stale
 
-The cluster files name it in their first line, as yaml-language-server wants it.
+The first line of a cluster file refers to it, in the syntax of yaml-language-server.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ SCHEMA = ROOT / "configs" / "schema.json"
 
 
 def is_stale(path: Path = SCHEMA) -> bool:
-    """The file is not there, or not what the code gives now."""
+    """Return whether the file is missing or outdated."""
     return not path.exists() or path.read_text() != schema_text() + "\n"
 
 
 def main() -> int:
-    """Parse the command line and do what it asks."""
+    """Write or check the schema and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare only")
     if not parser.parse_args().check:

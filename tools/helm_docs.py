@@ -1,11 +1,11 @@
-"""What is generated within helm/baton: the table of values in README.md, from the comments in values.yaml, and `config`
-in values.schema.json, from configs/schema.json.
+"""Generates parts of helm/baton: the table of values in README.md, and `config` in values.schema.json.
 
     python tools/helm_docs.py            # write both
     python tools/helm_docs.py --check    # exit code 1 if one is stale
 
-The table looks as helm-docs makes it. A comment that begins with `# -- ` describes the key below it; what stands below
-a key so described is its default, and has no row of its own. Lines are read as text, since YAML drops comments.
+The table has the format of helm-docs. A comment `# -- ` in values.yaml describes the key below it. The subkeys of that
+key are its default and have no rows. Lines are read as text because YAML drops comments. `config` comes from
+configs/schema.json.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 CHART, CLUSTER_FILE = ROOT / "helm/baton", ROOT / "configs/schema.json"
 HEADING = "## Values"
-PREFIX = "Cluster"  # of what the cluster file's schema defines, beside the chart's own definitions
+PREFIX = "Cluster"  # distinguishes definitions of the cluster file from those of the chart
 _COMMENT = re.compile(r" *# -- (.*)")
 _KEY = re.compile(r"( *)([A-Za-z0-9]+):")
 _DROPPED = ("$id", "$schema", "default", "title")
@@ -31,13 +31,13 @@ _DROPPED = ("$id", "$schema", "default", "title")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A key of values.yaml by its path, and what its comment says."""
+    """A key of values.yaml by its path, with its comment."""
 
     path: tuple[str, ...]
     text: str
 
     def line(self, values: object) -> str:
-        """Its line of the table. Raises KeyError for a path that `values` does not have."""
+        """Return the table line. Raises KeyError for a path that `values` does not have."""
         for part in self.path:
             values = dict(values)[part]  # type: ignore[call-overload]
         kind = {dict: "object", list: "list", str: "string", bool: "bool", int: "int", type(None): "null"}[type(values)]
@@ -46,7 +46,7 @@ class Row:
 
 
 def rows(text: str) -> Iterator[Row]:
-    """The keys with a comment, in order. Raises ValueError naming the line of a comment without a key."""
+    """Yield the keys with a comment, in order. Raises ValueError with the line of a comment without a key."""
     path: list[tuple[int, str]] = []
     comment = ""
     for number, line in enumerate(text.splitlines(), 1):
@@ -63,7 +63,7 @@ def rows(text: str) -> Iterator[Row]:
 
 
 def table() -> str:
-    """The section of README.md."""
+    """Return the values section of README.md."""
     text = (CHART / "values.yaml").read_text(encoding="utf-8")
     values = yaml.safe_load(text)
     head = f"{HEADING}\n\n| Key | Type | Default | Description |\n|-----|------|---------|-------------|\n"
@@ -71,13 +71,13 @@ def table() -> str:
 
 
 def readme() -> str:
-    """README.md with its table as it should be."""
+    """Return README.md with a fresh table."""
     before, _, _ = (CHART / "README.md").read_text(encoding="utf-8").partition(HEADING)
     return before + table()
 
 
 def schema() -> str:
-    """values.schema.json, with `config` as the cluster file's loader has it."""
+    """Return values.schema.json with `config` as the cluster file's loader accepts it."""
     chart = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
     cluster = _draft7(json.loads(CLUSTER_FILE.read_text(encoding="utf-8")))
     own = {name: value for name, value in chart["definitions"].items() if not name.startswith(PREFIX)}
@@ -87,7 +87,7 @@ def schema() -> str:
 
 
 def _draft7(node: Any) -> Any:
-    """Without defaults, which are the loader's business, and with references as Helm 3 understands them."""
+    """Return the schema for Helm 3: draft-7 references, and no defaults because the loader has them."""
     if isinstance(node, list):
         return [_draft7(item) for item in node]
     if not isinstance(node, dict):
@@ -99,7 +99,7 @@ def _draft7(node: Any) -> Any:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code."""
+    """Write or check the files and return the exit code."""
     wanted = {CHART / "README.md": readme(), CHART / "values.schema.json": schema()}
     stale = {path: text for path, text in wanted.items() if path.read_text(encoding="utf-8") != text}
     for path, text in stale.items():

@@ -1,4 +1,4 @@
-"""Who holds which blocks of one worker, as its history says: one owner at a time, and what is shared is published."""
+"""Block ownership in one worker's history: one owner at a time, and only cached blocks are shared."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ HOLDS = ("reserved", "owned")
 class BlockBook:
     """The blocks of one process, event by event."""
 
-    _owner: dict[int, Holder] = field(default_factory=dict)  # who may write it
+    _owner: dict[int, Holder] = field(default_factory=dict)  # may write the block
     _sharers: dict[int, set[Holder]] = field(default_factory=dict)
     _generation: dict[int, int] = field(default_factory=dict)
     _published: set[Block] = field(default_factory=set)
     _held: dict[Holder, tuple[Event, set[Block]]] = field(default_factory=dict)
-    _writable: set[Handoff] = field(default_factory=set)  # from elsewhere: a peer may write into its blocks
+    _writable: set[Handoff] = field(default_factory=set)  # handoffs with blocks that a peer may write
 
     def take(self, event: Event) -> Iterator[Violation]:
-        """What this event breaks."""
+        """Apply an event and yield its violations."""
         if event.name in HOLDS:
             yield from self._own(event)
             yield from self._share(event)
@@ -36,14 +36,14 @@ class BlockBook:
             yield from self._let_go(event)
 
     def writable(self, handoff: Handoff, on: bool) -> None:
-        """A reservation is written by others, until its commit or its fence."""
+        """Record whether a peer may write: from the reservation to the commit or the fence."""
         if on:
             self._writable.add(handoff)
         else:
             self._writable.discard(handoff)
 
     def rename(self, old: Handoff, new: Handoff) -> None:
-        """What one handoff held is held by another now."""
+        """Move the blocks of one handoff to another."""
         for holder in [holder for holder in self._held if holder[:2] == old]:
             event, blocks = self._held.pop(holder)
             renamed = (*new, holder[2])
@@ -55,7 +55,7 @@ class BlockBook:
                     self._sharers[index] ^= {holder, renamed}
 
     def held(self) -> Iterator[tuple[Event, int]]:
-        """How many blocks each holder still has, and since when."""
+        """Yield the first event and the number of blocks of each remaining holder."""
         for event, blocks in self._held.values():
             yield event, len(blocks)
 

@@ -1,21 +1,21 @@
-"""What must hold for the histories of all processes of a cluster, whatever was killed, frozen or cut meanwhile.
+"""Invariants of the histories of all processes of a cluster, under any kills, freezes and network cuts.
 
-readable     each line is an event; only the last one of a killed process may be torn
-place        a file begins with `started`, is of one process, ends with its end; incarnations of a place rise, and an
-             older one takes nothing new once the next has registered
-clock        time does not go back within a file
-order        the events of a request, or of a handoff at a worker, follow each other as `history_order.py` draws it: no
-             commit after a fence, no second one, no token without a commit
-one_ending   what was accepted ends exactly once, and every handoff at a worker does
+readable     each line is an event; only the last line of a killed process may be torn
+place        a file begins with `started`, has one process, and ends with its end; incarnations of a place rise, and an
+             older one accepts no new work after the next has registered
+clock        time never goes back within a file
+order        events of a request, or of a handoff at a worker, follow the state machines in `history_order.py`: no
+             commit after a fence, no second commit, no token without a commit
+one_ending   each accepted request, and each handoff at a worker, ends exactly once
 attempts     attempts of a request rise, by one at its router
-one_commit   an attempt is committed at one worker at most
+one_commit   an attempt is committed at no more than one worker
 tokens       indices are 0, 1, 2, ... once each, in order, for the client and from each decode worker
-witness      what a client was sent, a worker of that attempt has said
-one_owner    a block has one owner; those who share it found it published, in its present generation
-let_go       exactly what was held is let go, when nobody writes into it any more, and in the end all is
+witness      each token sent to a client was sent by a worker of that attempt
+one_owner    a block has one owner; sharers found it cached, in its current generation
+let_go       exactly the held blocks are freed, after the last write, and all of them in the end
 
-A process that died, was killed, or was followed by its next incarnation is excused from what it could not do any more.
-One without an end and a successor may also run still: what it should have done by now is what others did `grace_s` ago.
+A process that died, was killed, or was replaced by its next incarnation need not have finished its work. A process
+without an end and a successor may still run: its pending work counts only if it was due `grace_s` ago.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from tools.history_order import NEW_WORK, Book, name_of
 
 @dataclass(slots=True)
 class Report:
-    """What was read, and what does not hold."""
+    """Journals read, and violations found."""
 
     journals: list[Journal]
     violations: list[Violation]
-    outcomes: Counter[str]  # of requests; "accepted" beside how each ended
+    outcomes: Counter[str]  # of requests: number accepted, and number by outcome
 
 
 def check(paths: Sequence[Path], *, grace_s: float = 5.0) -> Report:
-    """Check these files, and those of these folders. What must happen may be late by `grace_s` of wall time."""
+    """Check these files and folders. Required events may be late by `grace_s` seconds of wall time."""
     journals = list(read_all(paths))
     faults = [fault for journal in journals for fault in journal.faults]
     journals = [journal for journal in journals if journal.events]
@@ -60,7 +60,7 @@ def _registered(journal: Journal) -> Event | None:
 
 
 def _places(journals: Sequence[Journal], grace_s: float) -> Iterator[Violation]:
-    """Incarnations in the order in which they registered."""
+    """Check the order in which incarnations registered."""
     lives: dict[str, list[tuple[float, Journal, Event]]] = defaultdict(list)
     for journal in journals:
         if (event := _registered(journal)) is not None:
@@ -80,7 +80,7 @@ def _late(older: Journal, taken: Event, grace_s: float) -> Iterator[Violation]:
 
 
 def _ends(books: Sequence[Book], grace_s: float) -> Iterator[Violation]:
-    """What did not end, or was not let go, though its process lived on."""
+    """Yield unended requests and handoffs, and unfreed blocks, of processes that lived on."""
     routed = [event for book in books if book.journal.role == "router" for event in book.journal.events]
     ended = {event.request: event.wall for event in routed if event.name == "ended"}
     newest = {journal.process: journal.life for journal in sorted((b.journal for b in books), key=lambda j: j.life)}
@@ -90,14 +90,14 @@ def _ends(books: Sequence[Book], grace_s: float) -> Iterator[Violation]:
         if lost or journal.life != newest[journal.process]:
             continue
         for event, text in _left(book):
-            # A push of what is pinned may be under way in the end: it is cut after the engine has stopped.
+            # A push of pinned blocks may still run in the end: it is cut after the engine has stopped.
             strict = journal.end == "stopped" and event.facts.get("part") != "pin"
             if strict or ended.get(event.request, last) + grace_s < last:
                 yield Violation("let_go" if "holds" in text else "one_ending", event.at, f"{name_of(event)} {text}")
 
 
 def _left(book: Book) -> Iterator[tuple[Event, str]]:
-    """What is not over by the end of a journal: the last event of it, and what it is."""
+    """Yield the last event and the state of everything unfinished at the end of a journal."""
     for life in book.lives.values():
         if life.last is not None and life.state != "ended":
             yield life.last, f"is {life.state} in the end"
@@ -113,7 +113,7 @@ def _one_commit(journals: Sequence[Journal]) -> Iterator[Violation]:
 
 
 def _witnesses(books: Sequence[Book]) -> Iterator[Violation]:
-    """Only of attempts whose two workers are both among the journals."""
+    """Check attempts with both workers among the journals."""
     workers = {f"{book.journal.process}@{book.journal.incarnation}": book for book in books}
     for book in books:
         asked: dict[Handoff, list[Book]] = {}

@@ -1,4 +1,4 @@
-"""Reading what processes noted (`baton/event_journal.py`): one journal per file, its events in order."""
+"""Reader of the histories that `baton/event_journal.py` writes: one journal per file, with its events in order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NUMBERS = ("attempt", "first", "count", "held")
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A rule that does not hold, and the line that shows it."""
+    """A broken rule and the line that shows it."""
 
     rule: str
     at: str
@@ -49,18 +49,18 @@ class Event:
 
     @property
     def tokens(self) -> range:
-        """The token indices that it is about."""
+        """The token indices of the event."""
         first = int(self.facts.get("first", 0))
         return range(first, first + int(self.facts.get("count", 0)))
 
     def blocks(self, name: str) -> list[tuple[int, int]]:
-        """Pairs of index and generation."""
+        """Return pairs of index and generation."""
         return [(index, generation) for index, generation in self.facts.get(name, [])]
 
 
 @dataclass(slots=True)
 class Journal:
-    """The events of one process; `faults` are lines that are none."""
+    """The events of one process. `faults` are invalid lines."""
 
     path: Path
     events: list[Event] = field(default_factory=list)
@@ -76,12 +76,12 @@ class Journal:
 
     @property
     def life(self) -> tuple[int, ...]:
-        """The incarnation as what it is ordered by."""
+        """The incarnation as a sort key."""
         return tuple(int(part) for part in self.incarnation.split(".") if part)
 
     @property
     def role(self) -> str:
-        """router, prefill or decode: what its first event says."""
+        """Router, prefill or decode, from the first event."""
         return str(self.events[0].facts.get("role", ""))
 
     @property
@@ -90,12 +90,12 @@ class Journal:
 
     @property
     def end(self) -> str:
-        """stopped, died, or "": it was killed, or runs still."""
+        """Event that ended the process: stopped or died. Empty if it was killed or still runs."""
         return self.last.name if self.last.name in ENDS else ""
 
 
 def read(path: Path) -> Journal:
-    """One file. A last line without its end is left out: its process was killed while it wrote."""
+    """Read one file. An unterminated last line is left out, because its process was killed while writing it."""
     journal = Journal(path)
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines[:-1], 1):
@@ -103,7 +103,7 @@ def read(path: Path) -> Journal:
         try:
             facts = json.loads(line)
             _check(facts)
-        except ValueError as error:  # bytes that are no text are one, too
+        except ValueError as error:  # includes bytes that are not text
             journal.faults.append(Violation("readable", at, str(error)))
             continue
         journal.events.append(Event(at, facts["event"], facts["wall"], facts))
@@ -111,7 +111,7 @@ def read(path: Path) -> Journal:
 
 
 def _check(facts: Any) -> None:
-    """Raises ValueError for what is not an event."""
+    """Raise ValueError if `facts` is not an event."""
     if not isinstance(facts, dict):
         raise ValueError("not an object")
     for name, kinds in _COMMON.items():
@@ -133,6 +133,6 @@ def _is_pair(value: Any) -> bool:
 
 
 def read_all(paths: Sequence[Path]) -> Iterator[Journal]:
-    """All journals of these files, and of the files *.jsonl of these folders."""
+    """Yield the journals of these files, and of the *.jsonl files in these folders."""
     for path in paths:
         yield from map(read, sorted(path.glob("*.jsonl")) if path.is_dir() else [path])

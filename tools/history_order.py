@@ -1,4 +1,4 @@
-"""The order of events in one process, for each request and each handoff. The rules are named in `history_check.py`."""
+"""State machines for the events of each request and each handoff. The rules are in `history_check.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _any(states: str, after: str) -> dict[str, str]:
     return dict.fromkeys(states.split(), after)
 
 
-# Of a request, at its router.
+# States of a request, at its router.
 ROUTER: Steps = {
     "arrived": {"new": "queued"},
     "attempt": {"queued": "trying"},
@@ -27,7 +27,7 @@ ROUTER: Steps = {
     "recovered": {"trying": "queued"},
     "ended": _any("queued trying", "ended"),
 }
-# Of a handoff, at a worker. After `failed` with `held` its KV waits for a repush, which ends it under this name.
+# States of a handoff, at a worker. After `failed` with `held`, its KV waits for a retransfer, which ends it.
 PREFILL: Steps = {
     "prefill": {"new": "working"},
     "repush": {"new": "working"},
@@ -42,7 +42,7 @@ DECODE: Steps = {
     "committed": {"receiving": "committed"},
     "fenced": _any("reserved receiving", "fenced"),
     "adopted": {"committed": "decoding"},
-    "computes": {"fenced": "decoding"},  # its prompt as well: nobody hands it over
+    "computes": {"fenced": "decoding"},  # the worker computes the prompt itself
     "tokens": {"decoding": "decoding"},
     "finished": {"decoding": "ended"},
     "preempted": {"decoding": "ended"},
@@ -56,18 +56,18 @@ NEW_WORK = ("prefill", "repush", "reserved")
 
 @dataclass(slots=True)
 class Life:
-    """What happened so far to a request at its router, or to a handoff at a worker."""
+    """State of a request at its router, or of a handoff at a worker."""
 
     state: str = "new"
     attempt: int = 0
     accepted: bool = False
-    tokens: int | None = 0  # the index that comes next; None: any
+    tokens: int | None = 0  # the next index; None means any
     last: Event | None = None
 
 
 @dataclass(slots=True)
 class Book:
-    """One journal, read from its first event to its last."""
+    """Checker of one journal, from its first event to its last."""
 
     journal: Journal
     lives: dict[str | Handoff, Life] = field(default_factory=lambda: defaultdict(Life))
@@ -77,11 +77,11 @@ class Book:
     faults: list[Violation] = field(default_factory=list)
 
     def fault(self, rule: str, event: Event, text: str) -> None:
-        """Note a violation."""
+        """Record a violation."""
         self.faults.append(Violation(rule, event.at, text))
 
     def read(self) -> None:
-        """Judge all events."""
+        """Check all events."""
         steps = STEPS.get(self.journal.role, {})
         self.faults += frame(self.journal)
         for event in self.journal.events:
@@ -107,7 +107,7 @@ class Book:
     def _routed(self, event: Event, life: Life) -> None:
         attempt = event.handoff[1]
         if event.name == "arrived":
-            life.tokens = int(event.facts.get("known", 0))  # of a stream that its client resumed
+            life.tokens = int(event.facts.get("known", 0))  # tokens that the client of a resumed stream has
         life.attempt += event.name == "attempt"
         if attempt != life.attempt:
             self.fault("attempts", event, f"{event.name} of attempt {attempt}, {life.attempt} is due")
@@ -140,7 +140,7 @@ class Book:
             self.blocks.writable(event.handoff, event.name == "reserved")
 
     def _rename(self, event: Event, held: Handoff) -> None:
-        """What was held under the older name goes on under this one."""
+        """Move held KV from the older handoff to this one."""
         old = self.lives[held]
         if old.state not in PREFILL["aborted"]:
             self.fault("order", event, f"repush of {held[0]}/{held[1]}, which is {old.state}")
@@ -154,12 +154,12 @@ class Book:
 
 
 def name_of(event: Event) -> str:
-    """Its handoff, as people write it."""
+    """Return the handoff as request/attempt."""
     return f"{event.request}/{event.handoff[1]}"
 
 
 def frame(journal: Journal) -> Iterator[Violation]:
-    """What is wrong with the file as a whole: its begin and end, its process, its clock."""
+    """Yield violations of the file as a whole: its begin and end, its process, its clock."""
     first = journal.events[0]
     if first.name != "started" or journal.role not in STEPS:
         yield Violation("place", first.at, f"begins with {first.name}, not with started and a role")

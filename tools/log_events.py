@@ -1,4 +1,4 @@
-"""The events that the product's code logs, by their names, with levels and keys: read from the source."""
+"""Reads from the source the events that the product logs, with their levels and keys."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ LEVELS = {"debug", "info", "warning", "error", "critical", "exception"}
 
 @dataclass
 class Said:
-    """Levels and keys that the code gives one event, in all places together."""
+    """Levels and keys of one event, in all places together."""
 
     levels: set[str] = field(default_factory=set)
     keys: set[str] = field(default_factory=set)
 
 
 def texts(node: ast.expr) -> list[str]:
-    """The strings that an expression may be; a part that is not known is `*`."""
+    """Return the possible strings of an expression. An unknown part is `*`."""
     match node:
         case ast.Constant(value=str(text)):
             return [text]
@@ -36,7 +36,7 @@ def texts(node: ast.expr) -> list[str]:
 
 
 def methods(node: ast.expr) -> list[str]:
-    """The levels of an expression that is a log method, as `log.info`, or a choice between two."""
+    """Return the levels of a log method such as `log.info`, or of a choice between two."""
     match node:
         case ast.Attribute(value=ast.Name(id="log"), attr=level) if level in LEVELS:
             return ["error" if level == "exception" else level]
@@ -47,12 +47,12 @@ def methods(node: ast.expr) -> list[str]:
 
 
 def is_step(call: ast.Call) -> bool:
-    """`self._history.step("event", handoff)` logs `handoff_event`."""
+    """Return whether a call is `self._history.step("event", handoff)`, which logs `handoff_event`."""
     return getattr(call.func, "attr", "") == "step" and ast.unparse(call.func).endswith("._history.step")
 
 
 def logged(call: ast.Call, chosen: dict[str, list[str]]) -> tuple[list[str], list[str]]:
-    """Levels and names of a call that logs; no levels: it does not. `chosen`: names that stand for a log method."""
+    """Return levels and names of a log call; both are empty for other calls. `chosen`: aliases of log methods."""
     match call:
         case ast.Call(args=[name, *_]) if is_step(call):
             return ["debug"], [f"handoff_{text}" for text in texts(name)]
@@ -65,7 +65,7 @@ def logged(call: ast.Call, chosen: dict[str, list[str]]) -> tuple[list[str], lis
 
 
 def forgotten(node: ast.AST) -> str | None:
-    """How workers forget a handoff: `_forget(handoff, how)`, whose `how` is the step that it notes."""
+    """Return the step logged by a worker's `_forget(handoff, how)`, which is `how`."""
     match node:
         case (
             ast.Call(func=ast.Attribute(attr="_forget"), args=[_, ast.Constant(value=str(how))])
@@ -79,7 +79,7 @@ def forgotten(node: ast.AST) -> str | None:
 
 @cache
 def events() -> dict[str, Said]:
-    """The events of all log calls, by name; `*` stands for a part that the code puts in."""
+    """Return the events of all log calls, by name. `*` replaces a part computed at run time."""
     found: defaultdict[str, Said] = defaultdict(Said)
     for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -99,5 +99,5 @@ def events() -> dict[str, Said]:
                 found[name].keys |= {word.arg for word in call.keywords if word.arg} - {"exc_info"}
         for how in filter(None, map(forgotten, nodes if is_role else ())):
             found[f"handoff_{how}"].levels.add("debug")
-    del found["handoff_*"]  # `History.step` itself: its callers are here
+    del found["handoff_*"]  # the generic `History.step`; its callers are included
     return dict(found)

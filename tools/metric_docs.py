@@ -1,4 +1,4 @@
-"""The tables of docs/metrics.md, made of the metrics that Baton's processes really export.
+"""Generates the tables of docs/metrics.md from the metrics that Baton's processes export.
 
 python -m tools.metric_docs [--check]
 """
@@ -40,7 +40,7 @@ INFO = WorkerInfo(
 
 @dataclass(slots=True)
 class Family:
-    """A metric, as it is exported. `name` has no suffix."""
+    """An exported metric. `name` has no suffix."""
 
     name: str
     kind: str
@@ -50,12 +50,12 @@ class Family:
 
     @property
     def samples(self) -> set[str]:
-        """The names that queries use."""
+        """Names used in queries."""
         return {self.name + suffix for suffix in SUFFIXES[self.kind]}
 
 
 def router_registry() -> CollectorRegistry:
-    """A router's, in which everything happened once, so that each family shows its labels."""
+    """Return a router's registry after one event of each kind, so that each family has its labels."""
 
     async def nobody() -> Sequence[WorkerInfo]:
         return []
@@ -73,7 +73,7 @@ def _happen(metrics: Metrics) -> None:
 
 
 def worker_registry(info: WorkerInfo = INFO) -> CollectorRegistry:
-    """A worker's."""
+    """Return a worker's registry."""
     metrics, counts = WorkerMetrics("one", __version__), Counts()
     counts.moved("sent", "shm", 1, 1, 1.0)
     load = Load(blocks=BlockCounts(8, 8), channels=(Channel("prefill-0", "shm", 1.0),))
@@ -82,14 +82,14 @@ def worker_registry(info: WorkerInfo = INFO) -> CollectorRegistry:
 
 
 def gateway_registry() -> CollectorRegistry:
-    """That of a gateway alone."""
+    """Return the registry of a separate gateway."""
     metrics = Metrics("one", __version__)
     _happen(metrics)
     return metrics.registry
 
 
 def exported() -> dict[str, Family]:
-    """All metrics of all processes, by name."""
+    """Return the metrics of all processes, by name."""
     found: dict[str, Family] = {}
     made = {"router": router_registry(), "worker": worker_registry(), "gateway": gateway_registry()}
     for process, registry in made.items():
@@ -103,7 +103,7 @@ def exported() -> dict[str, Family]:
 
 
 def tables() -> dict[str, str]:
-    """By name: the rows, Markdown."""
+    """Return the Markdown rows of each table, by its name."""
     return {"metrics": "".join(_metrics()), "labels": "".join(_labels())}
 
 
@@ -124,7 +124,7 @@ def _labels() -> Iterator[str]:
 
 
 def _meanings() -> Iterator[tuple[str, tuple[list[str], Values]]]:
-    """Labels, the metrics in which they mean the same (none: whichever have them), and their values there."""
+    """Yield each label with the metrics that share one meaning (empty for all metrics) and its values there."""
     yield from ((name, ([], values)) for name, values in LABELS.items())
     families, grouped = exported(), dict[tuple[str, Values], list[str]]()
     for metric, own in OF_METRIC.items():
@@ -135,7 +135,7 @@ def _meanings() -> Iterator[tuple[str, tuple[list[str], Values]]]:
 
 
 def filled(text: str) -> str:
-    """The page with its tables as they should be."""
+    """Return the page with fresh tables."""
     for name, rows in tables().items():
         begin = BEGIN.format(name)
         before, _, rest = text.partition(begin)
@@ -144,7 +144,7 @@ def filled(text: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the page; with --check, only say whether it is as it should be."""
+    """Write the page, or with --check return 1 if it is stale."""
     text = DOCS.read_text(encoding="utf-8")
     if "--check" not in arguments:
         DOCS.write_text(filled(text), encoding="utf-8")

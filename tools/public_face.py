@@ -1,9 +1,9 @@
-"""The public face of Baton, one line for each fact: `tests/guards/public_face.txt`. A guard test compares it.
+"""The public face of Baton, one line per fact: `tests/guards/public_face.txt`. A guard test compares it.
 
-    python -m tools.public_face             # write it: the face changes on purpose
-    python -m tools.public_face --check     # is the committed file the one that the code gives?
+    python -m tools.public_face             # write it, after an intended change
+    python -m tools.public_face --check     # exit code 1 if the committed file is stale
 
-`make fmt` does not write it: a change of the face must be meant.
+`make fmt` does not write it, because every change of the face must be intended.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ SECTIONS: dict[str, Callable[[], Iterable[str]]] = {
 
 
 def collected(section: str) -> list[str]:
-    """The facts that the code gives, sorted."""
+    """Return the facts of the code, sorted."""
     return sorted(set(SECTIONS[section]()))
 
 
 def recorded(path: Path = FILE) -> dict[str, list[str]]:
-    """By section: the facts of the file."""
+    """Return the facts of the file, by section."""
     found: dict[str, list[str]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("[") and line.endswith("]"):
@@ -49,12 +49,12 @@ def recorded(path: Path = FILE) -> dict[str, list[str]]:
 
 
 def text() -> str:
-    """The file as the code gives it."""
+    """Return the text of the file."""
     return HEAD + "".join(f"\n[{name}]\n" + "".join(f"{fact}\n" for fact in collected(name)) for name in SECTIONS)
 
 
 def changes(section: str, before: Iterable[str], now: Iterable[str]) -> str:
-    """Removed and added lines, and the command that accepts them; empty if there are none."""
+    """Return removed and added lines and the command that accepts them, or an empty text."""
     removed, added = sorted({*before} - {*now}), sorted({*now} - {*before})
     if not removed and not added:
         return ""
@@ -64,7 +64,7 @@ def changes(section: str, before: Iterable[str], now: Iterable[str]) -> str:
 
 
 def main() -> int:
-    """Parse the command line and do what it asks."""
+    """Write or check the file and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare only")
     if not parser.parse_args().check:

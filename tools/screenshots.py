@@ -1,9 +1,9 @@
-"""The pictures of the live page in the README: a small cluster under load, in both themes.
+"""Take the README's pictures of the live page: a small cluster under load, in both themes.
 
     python -m tools.screenshots [--out docs/images] [--seconds 60] [--widths 1280]
 
-Starts 1 prefill and 2 decode workers on this machine, keeps requests under way, kills a worker, and takes a picture in
-each theme. Needs Chromium, see `tools/browser.py`.
+Starts 1 prefill and 2 decode workers on this machine under load, kills a worker, and takes a picture in each theme.
+Needs Chromium, see `tools/browser.py`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ON_ITS_WAY = "circle.dot.prefill, circle.dot.transfer, circle.dot.commit"
 
 @contextmanager
 def cluster(concurrency: int) -> Iterator[ClusterState]:
-    """Under load."""
+    """Run a cluster under load."""
     with tempfile.TemporaryDirectory(prefix="baton-pictures-") as home:
         sets = [part for item in SETS for part in ("--set", item)]
         run(home, "up", "-c", CONFIG, *sets, "--detach")
@@ -63,19 +63,19 @@ def cluster(concurrency: int) -> Iterator[ClusterState]:
 
 
 def start(home: str, *args: str) -> subprocess.Popen[bytes]:
-    """`baton ARGS` in a state folder of our own."""
+    """Start `baton ARGS` with a temporary state folder."""
     command, env = [sys.executable, "-m", "baton", *args], {**os.environ, "BATON_HOME": home}
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def run(home: str, *args: str) -> None:
-    """To its end. Raises SystemExit when it fails."""
+    """Run `baton ARGS`. Raises SystemExit if it fails."""
     if code := start(home, *args).wait():
         raise SystemExit(f"baton {' '.join(args)} ended with {code}")
 
 
 def opened(browser: Browser, address: str, theme: str, width: int) -> Page:
-    """The page in one theme."""
+    """Open the page in one theme."""
     page: Page = browser.new_page(viewport={"width": width, "height": HEIGHT})
     page.emulate_media(color_scheme="dark" if theme == "dark" else "light")
     page.on("pageerror", lambda error: print(theme, error))
@@ -85,8 +85,8 @@ def opened(browser: Browser, address: str, theme: str, width: int) -> Page:
 
 
 def shoot(page: Page, file: Path) -> None:
-    """With a prompt answered, and a request on its way. As few colours as a page has: a third of the bytes."""
-    page.bring_to_front()  # one behind another is drawn rarely, and sees an answer's tokens all at once
+    """Take a picture with one answered prompt and a request in progress. The palette saves two thirds of the bytes."""
+    page.bring_to_front()  # a hidden page renders rarely and shows an answer's tokens in one go
     page.wait_for_timeout(3000)
     page.get_by_role("button", name="Send").click()
     page.locator("#timeline").wait_for()
@@ -98,7 +98,7 @@ def shoot(page: Page, file: Path) -> None:
 
 
 def main() -> int:
-    """Write the pictures."""
+    """Take the pictures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images")
     parser.add_argument("--seconds", type=float, default=60.0, help="of load before the pictures")

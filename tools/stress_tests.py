@@ -1,10 +1,10 @@
-"""Run test suites beside busy loops and a memory hog, several times, each time with a new seed:
+"""Run test suites under CPU and memory load, several times, each time with a new seed:
 
     .venv/bin/python -m tools.stress_tests [PATH ...] [--rounds 3] [--busy 2] [--hog-mib 2048] [-- PYTEST OPTIONS]
 
-Each suite is a pytest of its own. A round is green if all suites are; the first red suite ends the run, unless
-`--keep-going` is given. The last line is a JSON summary; the exit code is 1 unless all rounds were green. The load ends
-with the run, also if a signal ends it. What fails here and not alone depends on the machine's speed.
+Each suite is a separate pytest. A round is green if all suites are. The first red suite ends the run unless
+`--keep-going` is given. The last line is a JSON summary. The exit code is 1 unless all rounds were green. The load ends
+with the run, even after a signal. Tests that fail only here depend on the machine's speed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ ROOT = Path(__file__).parents[1]
 SUITES = ("unit", "guards", "integration", "simulation", "models", "helm", "page", "netns", "e2e")
 MARKS = "not chaos and not serial"
 FAILED_VARIABLE = "BATON_STRESS_FAILED"
-GRACE_S = 20.0  # for a pytest that is interrupted to end its fixtures
-GREEN, NO_TESTS = 0, 5  # of pytest's exit codes
+GRACE_S = 20.0  # for an interrupted pytest to end its fixtures
+GREEN, NO_TESTS = 0, 5  # exit codes of pytest
 MIB = 1 << 20
 
-# Both end by themselves when this program is gone, however it ended.
+# Both exit when this program has ended in any way.
 BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): pass"
 HOG = """
 import os, sys
@@ -49,7 +49,7 @@ while os.getppid() == int(sys.argv[1]):
 
 
 class Stopped(Exception):
-    """A signal or the end of the budget stops the run."""
+    """End of the run by a signal or the budget."""
 
     def __init__(self, why: str, code: int = 1) -> None:
         super().__init__(why)
@@ -58,7 +58,7 @@ class Stopped(Exception):
 
 @dataclass
 class Summary:
-    """Result of a run: rounds asked for, rounds that were green, their seeds, and the ids of failed tests."""
+    """Result of a run: requested rounds, green rounds, their seeds, and the ids of failed tests."""
 
     rounds: int
     green: int = 0
@@ -70,21 +70,21 @@ class Summary:
         return json.dumps({**vars(self), "failed": list(dict.fromkeys(self.failed))})
 
 
-# Pytest loads this module as a plugin, which notes the exact ids of all that fails. Workers of xdist note them again.
+# Pytest loads this module as a plugin that records the ids of failures. Duplicates come from workers of xdist.
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Note a failed test."""
+    """Record a failed test."""
     note(report)
 
 
 def pytest_collectreport(report: Any) -> None:
-    """Note a file that cannot be collected."""
+    """Record a file that cannot be collected."""
     note(report)
 
 
 def note(report: Any) -> None:
-    """Append the id of a failed test to the file that the environment names."""
+    """Append the id of a failed test to the file named in the environment."""
     if report.failed and FAILED_VARIABLE in os.environ:
         with Path(os.environ[FAILED_VARIABLE]).open("a", encoding="utf-8") as file:
             file.write(f"{report.nodeid}\n")
@@ -92,7 +92,7 @@ def note(report: Any) -> None:
 
 @contextmanager
 def load(busy: int, hog_mib: int) -> Iterator[list[int]]:
-    """Busy loops and a memory hog, for as long as the block lasts. Yields their process ids."""
+    """Run busy loops and a memory hog during the block. Yields their process ids."""
     mine, started = str(os.getpid()), list[subprocess.Popen[bytes]]()
     try:
         for _ in range(busy):
@@ -108,7 +108,7 @@ def load(busy: int, hog_mib: int) -> Iterator[list[int]]:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Let a pytest end its fixtures, and kill what is left of it and its workers."""
+    """Interrupt a pytest so that it ends its fixtures, and kill it after the grace period."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:
@@ -119,7 +119,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_suite(suite: str, options: argparse.Namespace, seed: int, until: float) -> tuple[int, list[str]]:
-    """Pytest's exit code and the ids of what failed."""
+    """Return pytest's exit code and the ids of failed tests."""
     marks = ["-m", options.marks] if options.marks else []
     parallel = ["-n", str(options.workers), "--dist", "loadgroup"] if options.workers else []
     command = [sys.executable, "-m", "pytest", "-p", "tools.stress_tests", *marks, *parallel, *options.pytest, suite]
@@ -156,7 +156,7 @@ def run_round(options: argparse.Namespace, seed: int, until: float, summary: Sum
 
 
 def run_rounds(options: argparse.Namespace, summary: Summary) -> None:
-    """All rounds, under load, or as many as there are until a red one."""
+    """Run all rounds under load, or up to the first red one."""
     draw, until = random.Random(options.seed), time.monotonic() + options.budget
     with load(options.busy, options.hog_mib) as pids:
         print(f"load: {options.busy} busy loops, {options.hog_mib} MiB touched, processes {pids}", flush=True)
@@ -171,12 +171,12 @@ def run_rounds(options: argparse.Namespace, summary: Summary) -> None:
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """Handle a signal: leave all blocks, which ends what they started."""
+    """Handle a signal: raise, so that all blocks end their processes."""
     raise Stopped(f"{signal.Signals(number).name} came", 128 + number)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Options; all behind `--` is pytest's. The hog takes at most half of the memory that is free."""
+    """Parse options. Those after `--` are for pytest. The hog takes at most half of the available memory."""
     own, theirs = list(arguments), list[str]()
     if "--" in own:
         at = own.index("--")
@@ -201,7 +201,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run it; the exit code."""
+    """Run the rounds and return the exit code."""
     options = parse(arguments)
     summary, code = Summary(options.rounds), 0
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -1,4 +1,4 @@
-"""One forward's worth of work: any mix of prompt chunks and decode rows, flattened to one row per new token."""
+"""Input of one forward: any mix of prompt chunks and decode sequences, flattened to one row per new token."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Injection:
-    """What goes into a forward of a model that thinks, and what comes out of it beside logits.
+    """Additional input and output of a forward of a model that thinks.
 
-    states  [N, hidden_size]  of the model's dtype; added to each row behind layer `input_layer`
-    rows    int64 [M]         the rows whose hidden rows are wanted; None: none
-    hidden  [M, hidden_size]  these, behind layer `output_layer`: written by the forward
+    states  [N, hidden_size]  the model's dtype; added to each row after layer `input_layer`
+    rows    int64 [M]         rows with wanted hidden states, or None
+    hidden  [M, hidden_size]  these hidden states after layer `output_layer`; the forward writes them
     """
 
     states: Tensor
@@ -27,20 +27,20 @@ class Injection:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """N new tokens of B sequences, the tokens of one sequence side by side, in the order of their positions.
+    """N new tokens of B sequences. Tokens of one sequence are adjacent and in the order of their positions.
 
     token_ids     int64 [N]
     positions     int64 [N]   from 0, within the sequence
-    slot_mapping  int64 [N]   where the token's K and V go: block * block_size + offset
+    slot_mapping  int64 [N]   slot of the token's K and V: block * block_size + offset
     query_lens    B lengths that sum to N; each at least 1 (on the host)
-    context_lens  B lengths: KV positions that are valid once this forward has written its own (on the host)
+    context_lens  B lengths: KV positions that are valid after this forward's own writes (on the host)
     query_starts  int32 [B + 1]   first row of each sequence, and N
     kv_lens       int32 [B]       `context_lens`, on the device
     block_tables  int32 [B, max_blocks], padded with 0
-    logit_rows    int64 [L]   the rows of N whose logits are wanted
-    on_layer      called with the number of each layer as soon as its K and V are written; on a GPU, issued to be
-    thinking      of a model that thinks
-    fixed         of a shape of `FixedShapes`: a row's bits may depend on its position and what is before it alone
+    logit_rows    int64 [L]   the rows of N with wanted logits
+    on_layer      called with each layer's number once its K and V are written (on a GPU: once the writes are issued)
+    thinking      set if the model thinks
+    fixed         the shape is one of `FixedShapes`: a row's bits depend only on its position and the tokens before it
     """
 
     token_ids: Tensor

@@ -1,16 +1,14 @@
-"""Who holds which KV block: a pool, and allocations that carry their own release. Pure bookkeeping, no memory.
+"""Ownership of KV blocks: a pool, and allocations that carry their own release. Pure bookkeeping, no memory.
 
-    free | cached ──allocate──> owned ──release──> cached if it is published, else free
+    free | cached ──allocate──> owned ──release──> cached if it has a hash, else free
     free | cached ──allocate(reserved)──> reserved ──activate──> owned
-    cached | owned ──allocate(shared=)──> owned, by one more holder
+    cached | owned ──allocate(shared=)──> owned, with reference count + 1
     reserved | owned ──quarantine──> quarantined ──unquarantine──> free
 
-A published block is full, is found by the digest of its content, and never changes again. It may have several holders,
-but counts once. Without a holder it is cached: still found, until the room is needed (the least recently used goes
-first, the tail of a chain before its head). A quarantined block may still be read or written by a peer, so only proof
-of the contrary frees it, never a timer, and nobody new finds it.
-
-Room for a sequence whose KV comes from elsewhere: what is here already, and blocks for the rest.
+A block with a hash is full, can be found, and never changes again. Several allocations may share it, but it counts
+once. At reference count 0 it stays cached until its space is needed: the least recently used goes first, the tail of a
+chain before its head. A quarantined block may still be read or written by a peer. It is not found any more, and only
+proof that access has ended frees it, never a timer.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class BlockState(enum.Enum):
-    """Where the blocks of one allocation are. All blocks of an allocation share one state."""
+    """State of an allocation, and of all its blocks."""
 
     RESERVED = "reserved"
     OWNED = "owned"
@@ -44,10 +42,10 @@ HOLDING = (BlockState.RESERVED, BlockState.OWNED)
 
 
 class Allocation:
-    """Blocks of one holder, in the order of the positions that they hold.
+    """Blocks of one owner, in the order of the positions that they hold.
 
-    `generations[i]` tells this use of `blocks[i]` from earlier and later ones; those who share a block share it. Both
-    lists are empty after `release`. Methods raise ValueError in a state that the picture above does not allow.
+    `generations[i]` distinguishes this use of `blocks[i]` from others; allocations that share a block share its
+    generation. Both lists are empty after `release`. Methods raise ValueError in states that the diagram above forbids.
     """
 
     __slots__ = ("_pool", "blocks", "generations", "state")
@@ -62,53 +60,52 @@ class Allocation:
         return len(self.blocks)
 
     def activate(self) -> None:
-        """Reserved blocks become owned: what they hold is in use from now on."""
+        """Change reserved blocks to owned, because their content is in use from now on."""
         self._expect(BlockState.RESERVED)
         self._pool._activate(self)
 
     def grow(self, n: int) -> bool:
-        """Append `n` more blocks in the same state; False, and nothing changed, if that many are not available."""
+        """Append `n` blocks in the same state. If that many are not available, change nothing and return False."""
         self._expect(*HOLDING)
         return self._pool._grow(self, n)
 
     def prepend(self, head: Allocation) -> None:
-        """The blocks of `head`, shared ones, come before its own and are its own from now on. Both must be owned."""
+        """Move the shared blocks of `head` in front of the blocks here. Both allocations must be owned."""
         self._expect(BlockState.OWNED)
         head._expect(BlockState.OWNED)
         self.blocks, self.generations = head.blocks + self.blocks, head.generations + self.generations
         head.blocks, head.generations, head.state = [], [], BlockState.RELEASED
 
     def publish(self, first: int, digests: Sequence[bytes]) -> None:
-        """From its `first` block on, these are the contents: full, to be found by others, never to change again.
-
-        Raises AssertionError for a block that is published already: it was written twice.
+        """Cache full blocks, from number `first` on, under these hashes. They must never change again. Raises
+        AssertionError if one is cached already, because it was written twice.
         """
         self._expect(BlockState.OWNED)
         self._pool._publish(self.blocks[first : first + len(digests)], digests)
 
     def withdraw(self) -> None:
-        """What its blocks hold is in doubt: nobody finds them any more. Other holders go on."""
+        """Remove the blocks from the cache, because their content is in doubt. Other allocations keep them."""
         for block in self.blocks:
             self._pool._withdraw(block)
 
     def check_writable(self, first: int, end: int) -> None:
-        """Raises AssertionError if one of its blocks first..end-1 is published or shared: others may read it."""
+        """Raise AssertionError if one of the blocks first..end-1 is cached or shared, so that others may read it."""
         self._pool._check_writable(self.blocks[first:end])
 
     def release(self) -> None:
-        """Let go of the blocks. Again on a released allocation: nothing happens."""
+        """Release the blocks. A second call does nothing."""
         if self.state is BlockState.RELEASED:
             return
         self._expect(*HOLDING)
         self._pool._let_go(self)
 
     def quarantine(self) -> None:
-        """Set the blocks aside until `BlockPool.unquarantine`: somebody may still touch them. Other holders go on."""
+        """Set blocks aside until `unquarantine`: a peer may still access them. Other allocations keep them."""
         self._expect(*HOLDING)
         self._pool._quarantine(self)
 
     def belongs_to(self, pool: BlockPool) -> bool:
-        """Whether the blocks are of `pool`."""
+        """Return whether the blocks are those of `pool`."""
         return self._pool is pool
 
     def _expect(self, *states: BlockState) -> None:
@@ -117,9 +114,8 @@ class Allocation:
 
 
 class BlockPool:
-    """The blocks 0..total-1 of one worker. Used by one thread. After every transition the ledger must add up.
-
-    `on_index(added, removed)`: contents that are found from now on, and that are not any more.
+    """The blocks 0..total-1 of one worker. Used by one thread. The counts must add up after every transition.
+    `on_index(added, removed)` receives hashes that can be found from now on, and those that no longer can.
     """
 
     def __init__(self, total: int) -> None:
@@ -129,21 +125,21 @@ class BlockPool:
         self._free = list(range(total - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._generation = [0] * total
-        self._holders = [0] * total  # allocations that name the block, in whatever state
-        self._isolated: Counter[int] = Counter()  # those of them in quarantine; no zeros
+        self._holders = [0] * total  # reference count: allocations in any state
+        self._isolated: Counter[int] = Counter()  # those in quarantine; no zeros
         self._digest: list[bytes | None] = [None] * total
-        self._index: dict[bytes, int] = {}  # of blocks with equal content, the first one published
+        self._index: dict[bytes, int] = {}  # of blocks with equal content, the first one
         self.on_index: Callable[[Sequence[bytes], Sequence[bytes]], None] = lambda added, removed: None
         self._held = dict.fromkeys(BlockState, 0)
-        self.history: History = OFF  # kept by those who allocate here: they know for whom
+        self.history: History = OFF  # callers record it, because they have the request id
 
     @property
     def available(self) -> int:
-        """How many blocks can be allocated now: those that are free, and those that are only cached."""
+        """Number of blocks that can be allocated now: free blocks, and cached ones without references."""
         return len(self._free) + len(self._cached)
 
     def counts(self) -> BlockCounts:
-        """The ledger, checked. Raises AssertionError if a block was lost or counted twice."""
+        """Return the block counts. Raises AssertionError if a block is missing or counted twice."""
         return BlockCounts(
             total=self.total,
             free=len(self._free),
@@ -154,7 +150,7 @@ class BlockPool:
         ).check()
 
     def find(self, digests: Iterable[bytes]) -> list[int]:
-        """Blocks with these contents, up to the first that nobody has. To be shared before anything else happens."""
+        """Return the blocks with these hashes, up to the first miss. Share them before any other change."""
         found: list[int] = []
         for digest in digests:
             if (block := self._index.get(digest)) is None:
@@ -163,15 +159,14 @@ class BlockPool:
         return found
 
     def can_share(self, blocks: Iterable[int]) -> bool:
-        """Whether all of these, which were found once, still are what they were: none was withdrawn."""
+        """Return whether all these blocks, found earlier, still have their content: none was withdrawn."""
         return all(self._digest[block] is not None for block in blocks)
 
     def allocate(
         self, n: int, *, reserved: bool = False, shared: Sequence[int] = (), spare: int = 0
     ) -> Allocation | None:
-        """The `shared` blocks (from `find`) and `n` more, or None if that leaves less than `spare` available.
-
-        A reservation shares nothing: a peer may write into all of it.
+        """Allocate the `shared` blocks (from `find`) and `n` more. Return None if fewer than `spare` would stay
+        available. A reservation shares nothing, because a peer may write into all of it.
         """
         if reserved and shared:
             raise ValueError("reserved blocks are not shared")
@@ -185,14 +180,14 @@ class BlockPool:
         return allocation
 
     def unquarantine(self, allocation: Allocation) -> None:
-        """Free quarantined blocks: it is proven that nobody will touch them. Raises ValueError for any other."""
+        """Free quarantined blocks, after proof that no peer will access them. Raises ValueError in other states."""
         if not allocation.belongs_to(self):
             raise ValueError("allocation of another pool")
         allocation._expect(BlockState.QUARANTINED)
         self._let_go(allocation)
 
     def freed_by(self, allocations: Iterable[Allocation]) -> int:
-        """How many more blocks were available if all these were released."""
+        """Return how many more blocks would be available if all these allocations were released."""
         named = Counter(chain.from_iterable(allocation.blocks for allocation in allocations))
         return sum(self._holders[block] == holders for block, holders in named.items())
 
@@ -235,7 +230,7 @@ class BlockPool:
         self.on_index(new, ())
 
     def _withdraw(self, block: int) -> None:
-        """Out of the index, for good. A cached block is only withdrawn when it is taken."""
+        """Remove a block from the index for good. If it has no references, this only happens when it is taken."""
         digest, self._digest[block] = self._digest[block], None
         if digest is not None and self._index.get(digest) == block:
             del self._index[digest]
@@ -267,7 +262,7 @@ class BlockPool:
         if now != allocation.generations:
             raise AssertionError(f"blocks {allocation.blocks} have generations {now}, not {allocation.generations}")
         drop = self._end_quarantine if allocation.state is BlockState.QUARANTINED else self._drop
-        for block in reversed(allocation.blocks):  # the tail of a chain is cached first, and evicted first
+        for block in reversed(allocation.blocks):  # so that the tail of a chain is evicted first
             drop(block, allocation.state)
         allocation.blocks, allocation.generations = [], []
         allocation.state = BlockState.RELEASED
@@ -280,16 +275,16 @@ class BlockPool:
             self._retire(block)
 
     def _end_quarantine(self, block: int, _: BlockState) -> None:
-        """One holder in quarantine less. The block counts as quarantined until the last of these is gone."""
+        """Drop one quarantined reference. The block counts as quarantined until the last one is dropped."""
         self._isolated[block] -= 1
         if not self._isolated[block]:
             del self._isolated[block]
             self._held[BlockState.QUARANTINED] -= 1
-            self._held[BlockState.OWNED] += 1  # of those who shared it, if any; else `_drop` takes it back
+            self._held[BlockState.OWNED] += 1  # for allocations that share it; else `_drop` subtracts it
         self._drop(block, BlockState.OWNED)
 
     def _retire(self, block: int) -> None:
-        """Nobody holds the block any more. One of each content stays, as recently used as the last holder of any."""
+        """Cache or free a block without references. One block per content stays, marked as most recently used."""
         digest = self._digest[block]
         if digest is not None and digest not in self._index:
             self._index[digest] = block
@@ -306,7 +301,7 @@ class BlockPool:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """`shared` holds the first `cached_tokens` positions, in blocks that nobody may write; `own` is reserved."""
+    """Blocks for KV from elsewhere: `shared` are read-only with the first `cached_tokens` positions, `own` reserved."""
 
     shared: Allocation
     own: Allocation
@@ -316,11 +311,9 @@ class Reservation:
     def of(
         cls, pool: BlockPool, layout: KVLayout, positions: int, names: Iterable[bytes], spare: int
     ) -> Reservation | None:
-        """Room for so many positions, of whose first full blocks those that are found by their names are shared; None:
-        not while `spare` blocks are to be left.
-        """
+        """Reserve blocks for `positions`, sharing those with hashes `names`. None if fewer than `spare` would stay."""
         shared = pool.allocate(0, shared=pool.find(names))
-        assert shared is not None  # nobody has to make room for them
+        assert shared is not None  # sharing needs no free blocks
         own = pool.allocate(layout.blocks_for(positions) - len(shared), reserved=True, spare=spare)
         if own is None:
             shared.release()
@@ -334,23 +327,23 @@ class Reservation:
 
     @property
     def generations(self) -> list[int]:
-        """Of these blocks."""
+        """Generations of `blocks`."""
         return self.shared.generations + self.own.generations
 
     def check(self, pool: BlockPool, blocks: int) -> None:
-        """Raises ValueError if it is not of `pool`, has fewer blocks, or is used already."""
+        """Raise ValueError if the pool is another one, it has fewer than `blocks` blocks, or it is already used."""
         if not self.own.belongs_to(pool) or len(self.blocks) < blocks:
             raise ValueError(f"a reservation of {len(self.blocks)} blocks does not fit: {blocks} are needed")
         if self.own.state is not BlockState.RESERVED:
             raise ValueError(f"the reservation is {self.own.state.value}, not reserved")
 
     def activate(self) -> Allocation:
-        """All KV is there: one allocation, owned. The reservation must not be used any more."""
+        """Return all blocks as one owned allocation, after all KV has arrived. Ends the reservation."""
         self.own.activate()
         self.own.prepend(self.shared)
         return self.own
 
     def release(self) -> None:
-        """Let go of all of it. Idempotent."""
+        """Release all blocks. Idempotent."""
         self.own.release()
         self.shared.release()

@@ -1,10 +1,5 @@
-"""The output side of one sequence: its tokens, their text, and how it ends.
-
-What an engine can never compute, said before anything is spent on it.
-
-The text of one choice, token by token, up to its stop string.
-
-A pure function of the tokens: any worker that pushes the same ids is in the same state, so no text travels.
+"""Output of one sequence: its tokens, their text (`OutputText`), and its end. All of it is a pure function of the
+tokens. Any worker that pushes the same ids has the same state, so no text travels.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def check_spec(spec: SequenceSpec, vocab_size: int, max_model_len: int) -> None:
-    """Raises InvalidRequest, naming the field: no prompt, no room for an answer, or an id outside the vocabulary."""
+    """Raise InvalidRequest, naming the field, if the prompt is empty, leaves no output, or an id is out of range."""
     if not spec.prompt:
         raise InvalidRequest.of("prompt", "must have at least one token")
     if len(spec.prompt) >= max_model_len or len(spec) > max_model_len:
@@ -44,10 +39,10 @@ def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
 
 
 class OutputText:
-    """Detokenizes and looks for stop strings; gives out only text that later tokens cannot take back.
+    """Detokenizer with stop strings. It returns only text that later tokens cannot change.
 
-    The first character with which a stop string is complete decides; of several that are, the longest is meant.
-    One that is complete before token number `min_tokens` (from 1) is ordinary text.
+    The first character that completes a stop string decides; among several matches there, the longest counts. A match
+    that is complete before token number `min_tokens` (from 1) is ordinary text.
     """
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
@@ -55,12 +50,11 @@ class OutputText:
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._pushed = 0
-        self._held = ""  # the longest end of the text so far with which a stop string may begin
+        self._held = ""  # the longest end of the text that may begin a stop string
 
     def push(self, token_id: int) -> tuple[str, str | None]:
-        """The next token: the text that became final with it, and the stop string if one is complete.
-
-        The stop string and what follows it are not part of the text. Nothing may be pushed after a match.
+        """Add a token. Return the text that became final, and the stop string if one is complete. The stop string and
+        what follows are not in the text. Nothing may be pushed after a match.
         """
         self._pushed += 1
         piece = self._detokenizer.push(token_id)
@@ -77,12 +71,12 @@ class OutputText:
         return text[:final], None
 
     def tail(self) -> str:
-        """What is still held back, when no more tokens come: a begun stop string, an incomplete character."""
+        """Return the text still held back at the end: a partial stop string, an incomplete character."""
         tail, self._held = self._held + self._detokenizer.flush(), ""
         return tail
 
     def _find(self, text: str, seen: int) -> tuple[int, str] | None:
-        """(begin, stop) of the match that ends first, and after `seen`; the longest of those."""
+        """Return (begin, stop) of the match that ends first, after `seen`; the longest of several."""
         found = []
         for stop in self._stop:
             begin = text.find(stop, max(0, seen - len(stop) + 1))
@@ -91,7 +85,7 @@ class OutputText:
         return min(found)[1:] if found else None
 
     def _partial(self, text: str) -> int:
-        """How many characters at the end of `text` are a proper beginning of a stop string, at most."""
+        """Return the length of the longest end of `text` that is a proper beginning of a stop string."""
         return max((_overlap(text, stop) for stop in self._stop), default=0)
 
 
@@ -103,7 +97,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class OutputFactory:
-    """Begins the choices of one engine."""
+    """Creates the outputs of one engine."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, max_model_len: int) -> None:
         self._tokenizer = tokenizer
@@ -112,12 +106,12 @@ class OutputFactory:
         self._grammars = Grammars(tokenizer, vocab_size)
 
     def check(self, spec: SequenceSpec) -> None:
-        """Raises InvalidRequest, naming the field, if `spec` can never be computed here."""
+        """Raise InvalidRequest, naming the field, if `spec` can never be computed here."""
         check_spec(spec, self._vocab_size, self._max_model_len)
         self._grammars.check(spec.constraint)
 
     def start(self, spec: SequenceSpec) -> OutputState:
-        """A choice that has `spec.known` already. Raises InvalidRequest if its constraint does not allow that."""
+        """Create an output with `spec.known`. Raises InvalidRequest if its constraint does not allow these."""
         guide = self._grammars.start(spec.constraint)
         choice = OutputState(spec, self._tokenizer, self._vocab_size, self._max_model_len, guide)
         if guide is not None and guide.broken:
@@ -126,9 +120,8 @@ class OutputFactory:
 
 
 class OutputState:
-    """A pure function of the spec and the tokens pushed: `spec.known` is replayed first, and may already have ended it.
-
-    `tokens` are prompt and output. A token that ends the choice by its id (EOS, stop token) is not part of the output.
+    """Output of one sequence. `spec.known` is replayed first, and may already end it. `tokens` are prompt and output. A
+    token that ends it by id (EOS, stop token) is not part of the output.
     """
 
     def __init__(
@@ -153,7 +146,7 @@ class OutputState:
                 self.push(token_id)
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None = None) -> Token | None:
-        """Take the next token: returns it with its text, or None if it only ends the choice. Sets `finish`."""
+        """Add a token. Return it with its text, or None if it only ends the output. Sets `finish` at the end."""
         reason = self.ends_by_id(token_id)
         if reason is not None:
             self.finish = Finish(reason, str(token_id), self._text.tail())
@@ -171,7 +164,7 @@ class OutputState:
         return Token(index, token_id, text, logprobs)
 
     def ends_by_id(self, token_id: int) -> FinishReason | None:
-        """Why it is no token of the output, if it is none."""
+        """Return why this token is the end instead of output, or None."""
         if token_id in self._eos_ids:
             return FinishReason.EOS
         return FinishReason.STOP_TOKEN if token_id in self.sampling.stop_token_ids else None

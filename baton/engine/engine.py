@@ -1,13 +1,12 @@
 """The engine of a worker: sequences in, tokens out, one `step` at a time. Used by one thread.
 
-    submit ──> waiting ──> running ──> finished           blocks freed here
+    submit ──> waiting ──> running ──> finished           blocks are freed
                  ^            │  └───> held               hold=True: blocks stay until release
                  └─preempted──┤
-    adopt ────────────────────┘        (or preempted and handed back)
+    adopt ────────────────────┘        (or preempted, dropped and reported)
 
-Progress is counted, not phased: every kind of work (prompt chunks, decoding, starting over after a preemption or
-elsewhere) is to let computed tokens catch up with known ones. A step runs the ordinary batch, and then, for
-deterministic requests, one forward of a fixed shape (`baton.engine.determinism.verifier`).
+There are no phases: prompt chunks, decoding and recomputation all raise the computed tokens towards the known ones. A
+step runs the ordinary batch, then at most one forward of a fixed shape for deterministic requests (`verifier.py`).
 """
 
 from __future__ import annotations
@@ -43,9 +42,7 @@ if TYPE_CHECKING:
     from baton.engine.sequence import ScheduledSequence, Sequence
     from baton.tokenizer import Tokenizer
 
-    LayerListener = Callable[
-        [list[ScheduledSequence], int], None
-    ]  # the work of a step; a layer whose K and V are written for it
+    LayerListener = Callable[[list[ScheduledSequence], int], None]  # work of a forward, written layer
 
 _Found = TypeVar("_Found")
 NO_TOKEN = "no token can be drawn: the best logit is not a finite number"
@@ -55,10 +52,10 @@ log = structlog.get_logger()
 class Engine:
     """One model, its KV cache, and the requests that use them.
 
-    A sequence ends at `max_model_len` tokens (None: the model's), and where it would not fit the pool alone.
-    `max_batched_tokens` bounds a step's tokens, `max_running` its sequences. `recompute_preempted`: start them over
-    here, or hand them back through `StepResult.preempted`. `prefix_cache`: keep the KV of full blocks while there is
-    room, for others of a `cache_scope`. `shapes`: for deterministic requests; None: these are refused.
+    A sequence ends at `max_model_len` tokens (None means the model's limit), or where it would not fit into the pool
+    alone. `max_batched_tokens` and `max_running` limit a step's tokens and sequences. Preempted sequences start over
+    here if `recompute_preempted`; else they are dropped and reported. `prefix_cache` keeps KV of full blocks for the
+    same `cache_scope` while capacity lasts. `shapes` enables deterministic requests; None rejects them.
     """
 
     def __init__(  # noqa: PLR0913  (all but three have a default)
@@ -76,7 +73,7 @@ class Engine:
     ) -> None:
         self.backend, self.layout, self.tokenizer = backend, backend.layout, tokenizer
         self.pool = BlockPool(total_blocks)
-        self.kv = backend.make_cache(total_blocks + (shapes is not None))  # the last one is nobody's
+        self.kv = backend.make_cache(total_blocks + (shapes is not None))  # one for padding
         self.counters, self._prefix_cache = Counters(), prefix_cache
         longest = min(backend.max_model_len, total_blocks * self.layout.block_size)
         self.max_model_len = min(longest, max_model_len or longest)
@@ -95,28 +92,26 @@ class Engine:
         self._beginnings = RequestFactory(backend, choices, self._fixed, self._thoughts, prefix_cache)
         self._exact_rows = shapes.exact_rows if shapes else 0
         self._requests: dict[HandoffId, Request] = {}
-        self._ended: list[SequenceOutput] = []  # ended by what was known already; told with the next step
+        self._ended: list[SequenceOutput] = []  # ended by known tokens; reported by the next step
         self._on_layer: LayerListener | None = None
 
     def watch(self, on_layer: LayerListener, on_free: Callable[[Sequence], None]) -> None:
-        """Have `on_layer` told, in the middle of each step, what is computed layer by layer, and `on_free` of each
-        sequence whose blocks are about to be let go: when it returns, nobody may read them any more.
+        """Register listeners. Each step calls `on_layer` during the forward, layer by layer, once K and V are written.
+        `on_free` receives each sequence before its blocks are freed; nothing may read them after it returns.
         """
         self._on_layer, self._scheduler.on_free = on_layer, on_free
 
     def reserve(self, tokens: int, prefix: TokenSequence[bytes] = ()) -> Reservation | None:
-        """Room for the KV of `tokens` positions and one more, or None: not now.
-
-        `prefix` names the sequence's first full blocks: those that are in the cache need not come, but for the last
-        position, which always does. Leaves a block for each running sequence, and room for the next that waits here.
+        """Reserve blocks for the KV of `tokens` positions and one more, or return None if they are not available now.
+        `prefix` has the first block hashes: cached blocks need no transfer, but the last position always does. Blocks
+        stay available for the running sequences, one each, and for the next waiting one.
         """
         names = prefix[: (tokens - 1) // self.layout.block_size] if self._prefix_cache else ()
         return Reservation.of(self.pool, self.layout, tokens + 1, names, self._scheduler.watermark)
 
     def submit(self, key: HandoffId, spec: SequenceSpec, *, hold: bool = False) -> TokenSequence[int]:
-        """Compute `spec` from its first token on. `hold`: stop after one new token and keep the blocks for `held`.
-
-        Returns its tokens, which grow. Raises InvalidRequest if it can never be, ValueError if `key` is in use.
+        """Compute `spec` from its first token. If `hold`, stop after one new token and keep the blocks for `held`.
+        Returns a growing list of tokens. Raises InvalidRequest if that is impossible, ValueError if `key` is in use.
         """
         self.validate(spec)
         self._check_new(key)
@@ -127,11 +122,11 @@ class Engine:
     def adopt(
         self, key: HandoffId, spec: SequenceSpec, reservation: Reservation, thinking: ThinkingState | None = None
     ) -> TokenSequence[int]:
-        """Go on with a sequence whose KV, but for its last token, lies in `reservation` (from `reserve`). Returns its
-        tokens, which grow. The last of `spec.known` was delivered elsewhere. `thinking`: of a model that thinks.
+        """Continue a sequence that has its KV in `reservation` (from `reserve`), except that of the last token. That
+        token was delivered elsewhere. Returns a growing list of tokens. The engine then owns the reservation.
 
-        The reservation is the engine's from here on. Raises ValueError if it is used already or too small, for a wrong
-        `thinking` or a `key` in use, and InvalidRequest like `submit`; it is the caller's then.
+        Raises ValueError if the reservation is used or too small, `thinking` does not fit the model or `key` is in use,
+        and InvalidRequest like `submit`. The caller then keeps the reservation.
         """
         self.validate(spec)
         reservation.check(self.pool, self.layout.blocks_for(len(spec) - 1))
@@ -147,52 +142,52 @@ class Engine:
         return request.choice.tokens
 
     def rename(self, key: HandoffId, new: HandoffId) -> None:
-        """From now on the request `key` is `new`, in whatever state. Raises KeyError or ValueError for wrong ones."""
+        """Rename the request `key`, in any state. Raises KeyError if it is unknown, ValueError if `new` is in use."""
         if new in self._requests:
             raise ValueError(f"handoff {new} is already here")
         self._requests[new] = self._requests.pop(key)
         self._requests[new].sequence.key = new
 
     def thinking_state(self, key: HandoffId) -> ThinkingState | None:
-        """What a held sequence's KV goes with; None: the model does not think. Raises KeyError for an unknown one."""
+        """Return the thinking state of a sequence, or None if the model does not think. Raises KeyError like `held`."""
         return None if self._thoughts is None else self._thoughts.state(self._requests[key].sequence)
 
     def held(self, key: HandoffId) -> Allocation:
-        """Blocks with the KV of all tokens of a held sequence's spec. Raises KeyError if `key` is not held."""
+        """Return the blocks with the KV of a held sequence's spec. Raises KeyError if `key` is not held."""
         if not (request := self._requests[key]).held or request.sequence.allocation is None:
             raise KeyError(key)
         return request.sequence.allocation
 
     def holdings(self) -> Iterator[tuple[HandoffId, Allocation | None]]:
-        """Each request here with its blocks; none: it has not begun."""
+        """Yield the key of each request with its blocks, or None before it has started."""
         return ((key, request.sequence.allocation) for key, request in self._requests.items())
 
     def release(self, key: HandoffId) -> None:
-        """Forget a request in whatever state and free its blocks, unless they are in quarantine. Unknown: no-op."""
+        """Remove a request in any state and free its blocks, unless they are in quarantine. Ignores an unknown key."""
         self._ended = [output for output in self._ended if output.key != key]
         if (request := self._requests.pop(key, None)) is not None:
             self._scheduler.remove(request.sequence)
             self._scheduler.free(request.sequence)
 
     def finish_of(self, spec: SequenceSpec) -> Finish | None:
-        """How `spec.known` ends its request already, if it does. Raises InvalidRequest like `submit`."""
+        """Return how `spec.known` already ends the request, or None. Raises InvalidRequest like `submit`."""
         self.validate(spec)
         return self._beginnings.choices.start(spec).finish
 
     def validate(self, spec: SequenceSpec) -> None:
-        """Raises InvalidRequest, naming the field, if `spec` can never be computed here."""
+        """Raise InvalidRequest, naming the field, if `spec` can never be computed here."""
         self._beginnings.check(spec)
 
     def has_work(self) -> bool:
-        """Whether a step could bring anything. Held sequences wait for others, not for a step."""
+        """Return whether a step could produce anything. Held sequences need no step."""
         return bool(self._scheduler.running or self._scheduler.waiting or self._ended)
 
     def load(self) -> Load:
-        """Its part of what a worker reports."""
+        """Return the engine's part of the worker's load report."""
         return load_of(self._scheduler, self.counters)
 
     def step(self) -> StepResult:
-        """Schedule, compute, and tell what came of it."""
+        """Schedule and compute one step, and return its results."""
         result, self._ended = StepResult(outputs=self._ended), []
         plan = self._scheduler.schedule()
         self.counters.preemptions += len(plan.preempted)
@@ -241,8 +236,8 @@ class Engine:
         try:
             return compute()
         except RankLost:
-            raise  # there is no model any more, for any request
-        except Exception as error:  # whatever a model raises, the other requests live on
+            raise  # without the rank no request can be computed
+        except Exception as error:  # a model's error must not end the other requests
             log.exception("engine_step_failed", sequences=len(sequences))
             for sequence in sequences:
                 self._fail(sequence.key, f"{type(error).__name__}: {error}", result)
@@ -264,7 +259,7 @@ class Engine:
         self._go_on(request)
 
     def _go_on(self, request: Request) -> None:
-        """With one more token at least."""
+        """Hold a request that has a new token, or release it if it is finished."""
         if request.hold:
             request.held = True
             self._scheduler.remove(request.sequence)
@@ -272,7 +267,7 @@ class Engine:
             self.release(request.sequence.key)
 
     def _settle(self, request: Request, taken: VerifiedTokens | None, result: StepResult) -> None:
-        """What a verify pass brought."""
+        """Apply the result of a fixed forward to one request."""
         sequence, finish = request.sequence, request.choice.finish
         if taken is None:
             return self._fail(sequence.key, NO_TOKEN, result)
@@ -283,7 +278,7 @@ class Engine:
 
     def _fail(self, key: HandoffId, message: str, result: StepResult) -> None:
         if (allocation := self._requests[key].sequence.allocation) is not None:
-            allocation.withdraw()  # whether KV that was read or KV that was written is wrong, nobody shall find it
+            allocation.withdraw()  # its KV may be wrong and must not be reused
         self.release(key)
         result.failed.append((key, EngineFault(message)))
 

@@ -1,4 +1,4 @@
-"""The paged KV cache of one worker, and its wire order."""
+"""Paged KV cache of one worker, and its wire order."""
 
 from __future__ import annotations
 
@@ -28,18 +28,17 @@ class Mark(Protocol):
     """A point in the work of a device."""
 
     def wait(self) -> None:
-        """Nothing that the current stream is given from now on begins before this point is reached."""
+        """Delay later work of the current stream until this point is reached."""
 
 
 class KVCache:
-    """The `tensors` of a layout, each `[layers, total_blocks, block_size, kv_heads, head_dim]`, on `device`.
+    """Tensors of a KV layout, each `[layers, total_blocks, block_size, kv_heads, head_dim]`, on `device`.
 
-    `k` and `v` are the two of most models. Where there is one alone (latent attention), it is `k`, and `v` has no
-    blocks. Block-major, so that a range of blocks of one layer is one contiguous piece. The wire order of a rectangle
-    (layers x positions) is, for each layer: K of all positions, then V of all; it knows no blocks, so each side has its
-    own block size. Not thread-safe by itself: who may touch a block is what the block ledger says. `storage`: the
-    tensors, where they are elsewhere already. `copy`: what moves KV between them and a wire faster than torch does,
-    on a CPU, where they are contiguous.
+    Most models have `k` and `v`. Latent attention has only `k`, and `v` has no blocks. The order is block-major, so
+    that blocks of one layer are contiguous. The wire order of a rectangle (layers x positions) is, for each layer, K of
+    all positions, then V of all. It has no blocks, so each side has its own block size. Not thread-safe: the block pool
+    decides which component may access a block. `storage` are existing tensors to use. `copy` moves KV between
+    contiguous CPU tensors and a wire, faster than torch.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class KVCache:
         self.layout = layout
         self.total_blocks = total_blocks
         self.device = torch.device(device)
-        # Zeros cost nothing until touched, and a slot that was never written is at least finite.
+        # Zeros, because a slot that was never written must be finite.
         dtype = DTYPES[layout.dtype]
         self.tensors = storage or [_zeros(shape, dtype, self.device) for _ in layout.tensors]
         self.k = self.tensors[0]
@@ -62,7 +61,7 @@ class KVCache:
         self._copy = copy if all(t.is_contiguous() and t.device.type == "cpu" for t in self.tensors) else None
 
     def mark(self) -> Mark | None:
-        """What was issued to the device until now, to be waited for before its results are read; None: nothing is."""
+        """Return a mark to wait for before reading results of the work issued so far. None on a CPU."""
         if self.device.type == "cpu":
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -70,15 +69,16 @@ class KVCache:
         return event
 
     def settle(self) -> None:
-        """Wait until what this thread has issued to the device is done. On a CPU it is."""
+        """Wait until all work that this thread has issued to the device is done. Does nothing on a CPU."""
         if self.device.type != "cpu":
             torch.cuda.current_stream(self.device).synchronize()
 
     def gather(self, layers: range, blocks: Sequence[int], begin: int, end: int, out: Tensor) -> None:
-        """Copy positions [begin, end) of a sequence that lies in `blocks` into `out`, in wire order.
+        """Copy positions [begin, end) of a sequence that is in `blocks` into `out`, in wire order.
 
         `out`: uint8 [layers * (end - begin) * layer_token_bytes], contiguous, aligned to the element size, on any
-        device. Raises ValueError on a wrong size or dtype, IndexError on a layer, position or block out of range.
+        device. Raises ValueError if its size or dtype is wrong, IndexError if a layer, position or block is out of
+        range.
         """
         pieces = self._pieces(layers, end - begin, out)
         self._validate(layers, blocks, begin, end)
@@ -91,7 +91,7 @@ class KVCache:
                     span.read(source[layer], part)
 
     def scatter(self, layers: range, blocks: Sequence[int], begin: int, end: int, data: Tensor) -> None:
-        """The inverse of `gather`, with the same conditions."""
+        """Copy `data` into the cache: the inverse of `gather`, with the same conditions."""
         pieces = self._pieces(layers, end - begin, data)
         self._validate(layers, blocks, begin, end)
         if self._copy is not None and data.device.type == "cpu":
@@ -103,7 +103,7 @@ class KVCache:
                     span.write(target[layer], part)
 
     def _pieces(self, layers: range, tokens: int, data: Tensor) -> Tensor:
-        """`data` seen as [layers, tensors, tokens, kv_heads, head_dim]."""
+        """View `data` as [layers, tensors, tokens, kv_heads, head_dim]."""
         nbytes = len(layers) * tokens * self.layout.layer_token_bytes
         if data.dtype != torch.uint8 or data.shape != (nbytes,):
             raise ValueError(f"need uint8 [{nbytes}], got {data.dtype} {list(data.shape)}")
@@ -121,7 +121,7 @@ class KVCache:
 
     def _spans(self, blocks: Sequence[int], begin: int, end: int) -> list[_Span]:
         size = self.layout.block_size
-        full, last = -(-begin // size), end // size  # [full, last): the blocks that lie in it as a whole
+        full, last = -(-begin // size), end // size  # [full, last): blocks that are fully inside
         if full > last:
             return [_Part(blocks[last], begin - last * size, end - last * size, 0)]
         spans: list[_Span] = []
@@ -168,7 +168,7 @@ class _Whole:
 
     def write(self, target: Tensor, data: Tensor) -> None:
         part = self._of(data)
-        if target.device.type == "cpu" and target.is_contiguous():  # rows of bytes: torch copies elements
+        if target.device.type == "cpu" and target.is_contiguous():  # faster: torch copies elements, not rows of bytes
             rows = target.view(torch.uint8).view(len(target), -1).numpy()
             rows[self.index.numpy()] = part.view(torch.uint8).view(len(part), -1).numpy()
         else:
@@ -185,5 +185,5 @@ _Span = _Part | _Whole
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # On huge pages, since attention reads KV all over the cache; and written, so that no request waits for a page.
+    # Huge pages, because attention reads all over the cache; written now, so that no request waits for a page.
     return Arena().empty(shape, dtype).zero_()

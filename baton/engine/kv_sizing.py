@@ -1,4 +1,4 @@
-"""How many KV blocks, and how long a sequence: from `kv_memory` and `max_model_len` of the cluster file."""
+"""Number of KV blocks and longest sequence, from `kv_memory` and `max_model_len` of the cluster file."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from baton.errors import ConfigError
 if TYPE_CHECKING:
     from baton.core import KVLayout
 
-CPU_SHARE, CPU_CAP_BYTES = 0.2, 4 << 30  # of what is available, for each worker: several share a machine
-GPU_SHARE = 0.9  # activations are claimed before (`claim_activations`); the rest is for graphs, sampling, transfers
+CPU_SHARE, CPU_CAP_BYTES = 0.2, 4 << 30  # of available memory, per worker, because several share a machine
+GPU_SHARE = 0.9  # after activations (`claim_activations`); the rest is for graphs, sampling, transfers
 CGROUP = Path("/sys/fs/cgroup")
 
 
 class Sizing(NamedTuple):
-    """What the engine is built with."""
+    """Sizes that the engine is built with."""
 
     total_blocks: int
     max_model_len: int
@@ -33,9 +33,8 @@ def size_kv(
     model_max_len: int,
     device: torch.device,
 ) -> Sizing:
-    """Blocks that fit into `kv_memory` bytes, and the longest sequence: at most `model_max_len`, and it fits alone.
-
-    Raises ConfigError, saying what would do, if a sequence of the wanted length does not fit, or `kv_memory` does not.
+    """Return the blocks in `kv_memory` bytes, and the longest sequence that fits alone, up to `model_max_len`. Raises
+    ConfigError, with a remedy, if a sequence of `max_model_len` or `kv_memory` itself does not fit.
     """
     budget, most = auto_kv_bytes(device) if kv_memory == "auto" else kv_memory, _total_bytes(device)
     if budget > most:
@@ -60,7 +59,7 @@ def size_kv(
 
 
 def auto_kv_bytes(device: torch.device) -> int:
-    """The share of the free memory of `device` that one worker takes for KV, in bytes."""
+    """Return the share of the free memory of `device` that one worker uses for KV, in bytes."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * GPU_SHARE)
@@ -68,7 +67,7 @@ def auto_kv_bytes(device: torch.device) -> int:
 
 
 def _total_bytes(device: torch.device) -> int:
-    """All memory, used or not: what a container counts as used is partly the cache of files, which gives way."""
+    """Return all memory in bytes, used or not, because a container counts reclaimable file cache as used."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     machine, limit = int(psutil.virtual_memory().total), CGROUP / "memory.max"
@@ -77,7 +76,7 @@ def _total_bytes(device: torch.device) -> int:
 
 
 def available_bytes(cgroup: Path = CGROUP) -> int:
-    """Main memory that can be used now: the machine's, or the container's where that is less."""
+    """Return the available main memory in bytes: the machine's, or the container's if that is less."""
     machine = int(psutil.virtual_memory().available)
     try:
         limit = (cgroup / "memory.max").read_text().strip()
@@ -88,7 +87,7 @@ def available_bytes(cgroup: Path = CGROUP) -> int:
 
 
 def _file_cache(cgroup: Path) -> int:
-    """Bytes that a container has read from files and would give up; it counts them as used."""
+    """Return the bytes of reclaimable file cache, which a container counts as used."""
     stat = cgroup / "memory.stat"
     lines = (line.split() for line in (stat.read_text() if stat.exists() else "").splitlines())
     return sum(int(value) for name, value in lines if name in {"inactive_file", "active_file"})

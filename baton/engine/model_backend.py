@@ -1,4 +1,4 @@
-"""What the engine asks of a model: the transformer and the oracle both answer it."""
+"""Interface between the engine and a model. The transformer and the oracle implement it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ if TYPE_CHECKING:
 
 
 class ModelBackend(Protocol):
-    """A model that keeps its state in paged KV and nowhere else. One thread at a time.
+    """A model that keeps its state in paged KV and nowhere else. Used by one thread at a time.
 
-    `nondeterminism`: why the bits of its fixed forwards depend on more than they may, in words, as far as is known
-    (`baton.engine.determinism.checks` looks when a worker has loaded it); "": they do not.
-    `thinker`: what a model that thinks about its prompts does that with.
+    `nondeterminism` is the known reason why bits of its fixed forwards vary, in words, or "" if they do not.
+    `baton.engine.determinism.checks` tests this at startup. `thinker` is set if the model thinks about its prompts.
     """
 
     nondeterminism: str
@@ -28,48 +27,46 @@ class ModelBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """The model's name, for people."""
+        """Model name, for people."""
 
     @property
     def layout(self) -> KVLayout:
-        """The shape of the KV cache that `forward` takes."""
+        """Shape of the KV cache that `forward` takes."""
 
     @property
     def vocab_size(self) -> int:
-        """The width of the logits; token ids are below it."""
+        """Width of the logits; token ids are below it."""
 
     @property
     def max_model_len(self) -> int:
-        """The most positions a sequence may have, prompt and output together."""
+        """Largest number of positions of a sequence, prompt and output together."""
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors of a batch and the KV cache live."""
+        """Device of the KV cache and of a batch's tensors."""
 
     @property
     def fingerprint(self) -> str:
-        """Equal on two workers only if KV written by one is right for the other: weights, dtype, layout."""
+        """Fingerprint of weights, dtype and layout. Workers with equal ones can use each other's KV."""
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
-        """What the bits of fixed forwards depend on beside `fingerprint`, torch, threads and the device.
-
-        That is the kernels that layers take for so many rows, and how many ranks there are.
+        """Return what else the bits of fixed forwards depend on: kernels used for each of `rows`, and number of ranks.
+        Not included are `fingerprint`, torch, threads and the device.
         """
 
     def steady_rows(self) -> int:
-        """Fixed forwards of at most so many rows give a row the same bits however many there are; 0: they may not.
-
-        By the way its kernels work: `baton.engine.determinism.checks` looks whether it is so.
+        """Return up to how many rows fixed forwards give a row the same bits in every shape, or 0. This follows from
+        how the kernels work; `baton.engine.determinism.checks` tests it.
         """
 
     def make_cache(self, total_blocks: int) -> KVCache:
-        """The cache that `forward` takes, finite everywhere; the one before it must not be used any more."""
+        """Create the cache that `forward` takes, with finite values. The previous one must not be used again."""
 
     def forward(self, batch: Batch, kv: KVCache) -> torch.Tensor:
         """Write the batch's K and V through `slot_mapping`, then return logits, float32 [L, vocab_size]."""
 
     def check(self) -> None:
-        """Looked at between steps: raises RankLost if the model cannot be computed any more."""
+        """Raise RankLost if the model can no longer be computed. Called between steps."""
 
     def close(self) -> None:
-        """End what else computes for it, if anything does. The last call."""
+        """Stop everything else that computes for the model, if anything does. This is the last call."""

@@ -1,12 +1,10 @@
-"""The tensors of one forward, kept from step to step: only what a step changes is written again.
+"""Ordinary forwards: input tensors, the model's run, and the draws from its logits.
 
-A row of the block table belongs to one allocation and is rewritten when that changes, extended when it has grown. With
-one token for each sequence (decoding) the layout of the rows is a constant, and the rest a few vector operations.
+`Inputs` keeps its tensors between steps and writes only changes. A row of the block table belongs to one allocation; it
+is rewritten for another one, and extended when it grows. While all sequences decode, the row layout is constant.
 
-On a CPU the tensors of a batch are the host buffers themselves. Elsewhere each buffer has a twin on the device and two
-pinned stages in turn: a copy is issued without waiting, and a stage is written again only when its last copy is done.
-
-The forwards of the ordinary batch: prompt chunks and decode rows, and what is drawn from their logits.
+On a CPU, the host buffers are the tensors of the batch. Elsewhere each buffer has a device copy and two stages (pinned
+for CUDA), used in turn. Copies are asynchronous, and a stage is rewritten only when its last copy is done.
 """
 
 from __future__ import annotations
@@ -40,9 +38,8 @@ STAGES = 2
 
 
 class Mirror:
-    """A buffer that is written on the host, in `array`, and read on the device, in what `push` returns.
-
-    `staged`: the device has memory of its own, and copies go through the stages.
+    """A buffer that is written on the host (`array`) and read on the device (result of `push`). `staged` copies through
+    stages, because the device has its own memory.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, staged: bool) -> None:
@@ -52,7 +49,7 @@ class Mirror:
         self.array: Array = np.zeros(shape, self.stages[0].numpy().dtype) if staged else self.device.numpy()
 
     def push(self, n: int, stage: int) -> torch.Tensor:
-        """The first `n` rows on the device; they are right for all work that is issued after this."""
+        """Return the first `n` rows on the device, valid for all work issued after this call."""
         if self.stages:
             staged = self.stages[stage][:n]
             staged.numpy()[...] = self.array[:n]
@@ -61,9 +58,8 @@ class Mirror:
 
 
 class Inputs:
-    """Builds the batches of one engine: at most `max_tokens` tokens of `max_rows` sequences of `max_blocks` blocks.
-
-    `staged`: see `Mirror`; None: wherever the backend's device is not the CPU.
+    """Builder of one engine's batches: at most `max_tokens` tokens of `max_rows` sequences of `max_blocks` blocks.
+    `staged` is as in `Mirror`; None means true unless the backend's device is the CPU.
     """
 
     def __init__(
@@ -101,10 +97,10 @@ class Inputs:
         fixed: bool = False,
         thinking: Injection | None = None,
     ) -> Batch:
-        """The batch for `work`; `tokens[i]` are all known tokens of its i-th sequence. Good until the next build."""
+        """Build the batch for `work`; `tokens[i]` are all known tokens of sequence i. Valid until the next build."""
         self._stage = (self._stage + 1) % STAGES
         if self._copied:
-            self._copied[self._stage].synchronize()  # done long ago, but for an engine that is far ahead of its device
+            self._copied[self._stage].synchronize()  # waits only if the engine is far ahead of its device
         starts = [item.sequence.computed for item in work]
         counts = [item.count for item in work]
         contexts = [start + count for start, count in zip(starts, counts, strict=True)]
@@ -178,7 +174,7 @@ class Inputs:
 
 
 class SampledToken(NamedTuple):
-    """What comes next in a request; `final`: unless it is a candidate of a deterministic one."""
+    """The next token of a request. It is `final` unless it is a candidate of a deterministic request."""
 
     request: Request
     sampled: Sampled
@@ -186,7 +182,7 @@ class SampledToken(NamedTuple):
 
 
 class OrdinaryForwards:
-    """Builds, computes and evaluates them, for one engine. `thoughts`: of a model that thinks."""
+    """Ordinary forwards of one engine. `thoughts` is set if the model thinks."""
 
     def __init__(self, inputs: Inputs, thoughts: Thoughts | None = None) -> None:
         self._inputs, self._thoughts, self._sampler = inputs, thoughts, Sampler()
@@ -200,9 +196,7 @@ class OrdinaryForwards:
         kv: KVCache,
         on_layer: Callable[[list[ScheduledSequence], int], None] | None,
     ) -> list[SampledToken]:
-        """Run the model; a draw for each sequence of which all known tokens are computed then. Work of which a thought
-        takes something back has a smaller `count` afterwards.
-        """
+        """Run the model and draw where all known tokens are computed. A thought may lower the `count` of work."""
         told = partial(on_layer, part.work) if on_layer is not None else None
         thinking = None if self._thoughts is None else self._thoughts.inject(part.work)
         tokens = [request.tokens for request in requests]

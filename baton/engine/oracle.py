@@ -1,10 +1,10 @@
-"""A model whose right answer anybody can compute, and that cannot get it right from wrong KV.
+"""The oracle: a test model with answers that follow from the tokens alone, and are wrong if any KV is wrong.
 
 Each position has a 64-bit state: a running hash of the tokens up to it. Its KV bytes, in every layer, are that state
-spread by invertible maps. A forward takes the state before a chunk from the KV of the position before it, and folds
-ALL the KV up to the wanted position into the logits: a sum over 64-bit words, each times its own odd number, so that
-any one changed word changes the sum for certain, and swapped, torn or stale blocks do but for one chance in 2^64.
-`expected` computes the same from the tokens alone. (This is `model.path: oracle` of the cluster file.)
+spread by invertible maps. A forward takes the state before a chunk from the KV of the previous position. It folds ALL
+KV up to the wanted position into the logits: a sum over 64-bit words, each times its own odd number. One changed word
+always changes the sum; swapped, torn or stale blocks do except for one chance in 2^64. `expected` computes the same
+from the tokens alone. The cluster file selects it by `model.path: oracle`.
 """
 
 from __future__ import annotations
@@ -35,34 +35,31 @@ if TYPE_CHECKING:
 
 WORD_BYTES = 8
 LOGIT_RANGE = 8.0
-RARE = -6.0  # added to the logits of control characters and of bytes beyond ASCII; the end is as likely as a letter
+RARE = -6.0  # added to the logits of control characters and bytes beyond ASCII; EOS is as likely as a letter
 
 
 def oracle_layout(block_size: int = 16, layers: int = 2, kv_heads: int = 2, head_dim: int = 4) -> KVLayout:
-    """A small KV layout; any other does too, as long as a position fills whole 8-byte words."""
+    """Return a small KV layout. Any other works if a position fills whole 8-byte words."""
     return KVLayout(layers, kv_heads, head_dim, block_size, "float32")
 
 
 class _Scratch(threading.local):
-    """Memory that one thread uses again and again: engines of several may share a model."""
+    """Reused memory of one thread, because engines of several threads may share a model."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._words: Tensor | None = None
 
     def words(self, size: int) -> Tensor:
-        """So many int64, good until the next call. Fresh ones would cost more than what is computed in them."""
+        """Return int64 words, valid until the next call. New memory would cost more than the computation."""
         if self._words is None or len(self._words) < size:
-            with torch.inference_mode(False):  # else nobody could use it outside of that mode
+            with torch.inference_mode(False):  # else it is usable only in that mode
                 self._words = torch.empty(size, dtype=torch.int64, device=self._device)
         return self._words[:size]
 
 
 class OracleBackend:
-    """Implements `baton.engine.model_backend.ModelBackend` over bytes as tokens (`OracleTokenizer`).
-
-    Raises ConfigError if K or V of one position of one layer are not whole 8-byte words.
-    """
+    """A `ModelBackend` with bytes as tokens. Raises ConfigError if a position's K or V are not whole 8-byte words."""
 
     def __init__(
         self, layout: KVLayout | None = None, *, max_model_len: int = 2048, seed: int = 0, device: str = "cpu"
@@ -73,7 +70,7 @@ class OracleBackend:
             raise ConfigError(f"the oracle needs K of a position to be whole 8-byte words, not {position_bytes} bytes")
         self.name = "oracle"
         self.thinker: Thinker | None = None
-        self.nondeterminism = ""  # whole numbers: nothing is rounded
+        self.nondeterminism = ""
         self.tokenizer = OracleTokenizer()
         self.vocab_size = self.tokenizer.vocab_size
         self.max_model_len = max_model_len
@@ -88,24 +85,24 @@ class OracleBackend:
         self._scratch = _Scratch(self.device)
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
-        """Nothing."""
+        """Return nothing, because integers are never rounded."""
         del rows
         return ()
 
     def steady_rows(self) -> int:
-        """Whole numbers: nothing is rounded."""
+        """Return a number beyond any batch, because integers are never rounded."""
         return 1 << 30
 
     def make_cache(self, total_blocks: int) -> KVCache:
-        """A cache of this layout."""
-        self._seen = None  # the one before it is nobody's
+        """Create a cache of this layout."""
+        self._seen = None
         return KVCache(self.layout, total_blocks, self.device)
 
     def check(self) -> None:
-        """One process computes all: nothing is lost while it lives."""
+        """Do nothing: one process computes everything."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: no other process exists."""
 
     def forward(self, batch: Batch, kv: KVCache) -> Tensor:
         """Write the batch's K and V, then return logits, float32 [L, vocab_size]."""
@@ -124,7 +121,7 @@ class OracleBackend:
         return self._logits(states[rows], self._fold(views, batch.block_tables[sequences], batch.positions[rows]))
 
     def expected(self, spec: SequenceSpec, n: int | None = None) -> list[int]:
-        """The first `n` (None: all) output tokens that follow `spec.known`, from the tokens alone."""
+        """Return the first `n` (None means all) output tokens after `spec.known`, from the tokens alone."""
         choice = OutputFactory(self.tokenizer, self.vocab_size, self.max_model_len).start(spec)
         sampler, state, folded, done, produced = Sampler(), self._start, 0, 0, list[int]()
         while choice.finish is None and (n is None or len(produced) < n):
@@ -140,7 +137,7 @@ class OracleBackend:
         return produced
 
     def _run(self, batch: Batch, keys: Tensor) -> Tensor:
-        """The states of all N new tokens, from the states that the cache holds before them."""
+        """Return the states of all N new tokens, from the cached states before them."""
         before, tokens = self._before(batch, keys), batch.token_ids.cpu().numpy()
         if max(batch.query_lens) == 1:
             return mix64_tensor(torch.from_numpy((before ^ tokens) + signed64(GOLDEN64))).to(self.device)
@@ -150,7 +147,7 @@ class OracleBackend:
         return self._tensor(states)
 
     def _before(self, batch: Batch, keys: Tensor) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The state of the position before the new tokens of each sequence: where salt is 0 and odd is 1."""
+        """Return the state before each sequence's new tokens: the KV word with salt 0 and factor 1."""
         last = np.subtract(batch.context_lens, batch.query_lens) - 1
         number, offset = divmod(np.maximum(last, 0), self.layout.block_size)
         blocks = batch.block_tables.cpu().numpy()[np.arange(len(last)), number]
@@ -164,16 +161,16 @@ class OracleBackend:
         return torch.tensor([signed64(x) for x in numbers], dtype=torch.int64, device=self.device)
 
     def _spread(self, states: Tensor) -> Tensor:
-        """KV words of positions with these states: int64 [tensors, layers, N, words]."""
+        """Return the KV words of positions with these states: int64 [tensors, layers, N, words]."""
         return (states[:, None] ^ self._salt) * self._odd
 
     def _fold_states(self, states: list[int], first: int) -> int:
-        """What `_fold` finds at positions `first` and on if their KV is right."""
+        """Return the result of `_fold` for positions from `first` on if their KV is right."""
         weights = self._weights[:, :, first : first + len(states)]
         return int((self._spread(self._tensor(states)) * weights).sum())
 
     def _fold(self, views: list[Tensor], tables: Tensor, positions: Tensor) -> Tensor:
-        """The weighted sum of all KV words at positions 0..positions[i] through tables[i]: int64 [L]."""
+        """Return the weighted sum of all KV words at positions 0..positions[i] through tables[i]: int64 [L]."""
         blocks = self.layout.blocks_for(int(positions.max()) + 1) if len(positions) else 0
         span, wanted = blocks * self.layout.block_size, tables[:, :blocks].flatten()
         folded = torch.zeros(len(positions), span * self._words, dtype=torch.int64, device=self.device)
@@ -197,11 +194,11 @@ class OracleBackend:
         return seen[1]
 
     def _as_words(self, tensor: Tensor) -> Tensor:
-        """A tensor of the cache seen as int64 [layers, blocks, block_size, words], the same memory."""
+        """View a tensor of the cache as int64 [layers, blocks, block_size, words]."""
         return tensor.flatten(3).view(torch.int64)
 
     def _constants(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Salt and odd factor per word [tensors, layers, 1, words]; odd weight per position [.., positions, words]."""
+        """Return salt, odd factor [tensors, layers, 1, words] and odd weight [tensors, layers, positions, words]."""
         per_position = (len(self.layout.tensors), self.layout.layers, 1, self._words)
         positions = self.layout.blocks_for(self.max_model_len) * self.layout.block_size
         salt, odd = self._random(1, per_position), self._random(2, per_position) | 1

@@ -1,8 +1,8 @@
-"""Names for the content of KV blocks, so that equal beginnings of sequences are computed once.
+"""Block hashes, so that equal beginnings of sequences are computed once.
 
-The KV of a block follows from all tokens up to its end, so its name is a chain: digest(previous name, its tokens). The
-key of the digest is made from the model and the request's cache scope: in another scope nothing is found, and without
-the key nobody can compute a name to try.
+The KV of a block depends on all tokens up to its end, so its hash is a chain: digest(previous hash, its tokens). The
+digest has a key, made from the model and the request's cache scope. Thus another scope finds nothing, and a hash cannot
+be computed without the key.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ _START = b""
 
 
 def scope_key(fingerprint: str, scope: str, deterministic: bool = False) -> bytes:
-    """The 32-byte key of one cache scope of one model: the same in every process. What is cached for deterministic
-    requests is computed on a grid, and nothing else is right for them.
+    """Return the 32-byte key of one cache scope of one model, equal in every process. Deterministic requests have their
+    own keys, because they can only use KV that was computed on the grid.
     """
     return keyed_digest(_KEY, fingerprint.encode(), scope.encode(), *([b"deterministic"] * deterministic))
 
 
 def hashable_blocks(spec: SequenceSpec, block_size: int, *, thinks: bool = False) -> int:
-    """How many blocks of a request that is to be computed have names: full ones, and one token is left to compute.
+    """Return how many blocks of a new request have hashes: the full ones, but one token is left to compute.
 
-    Of a deterministic request only those of its prompt: the bits of what follows come from verify passes. And where the
-    model thinks, but not about what it generates: KV behind the prompt is another than that of a prompt with the same
-    tokens.
+    For a deterministic request only the prompt counts, because verify passes set the bits of the rest. The same holds
+    if the model thinks about the prompt only, because KV behind it differs from that of a prompt with the same tokens.
     """
     named = (len(spec) - 1) // block_size
     prompt_only = spec.deterministic or (thinks and not spec.think_while_decoding)
@@ -41,17 +40,14 @@ def hashable_blocks(spec: SequenceSpec, block_size: int, *, thinks: bool = False
 
 
 def block_hashes_of(spec: SequenceSpec, fingerprint: str, block_size: int, *, thinks: bool) -> Iterator[bytes]:
-    """The names of these blocks as workers with this `fingerprint` call them, each made when it is asked for."""
+    """Return the block hashes of `spec` for workers with this `fingerprint`, each computed on demand."""
     scope = scope_key(fingerprint, spec.cache_scope, spec.deterministic)
     chain = BlockHashChain(scope, spec.tokens, block_size)
     return (chain.digest(block) for block in range(hashable_blocks(spec, block_size, thinks=thinks)))
 
 
 class BlockHashChain:
-    """The names of a sequence's full blocks, each computed once, when it is first asked for.
-
-    `tokens` may grow, and must not change otherwise.
-    """
+    """Hashes of a sequence's full blocks, each computed once, on demand. `tokens` may grow, but not change."""
 
     __slots__ = ("_block_size", "_digests", "_key", "_tokens")
 
@@ -62,13 +58,13 @@ class BlockHashChain:
         self._digests: list[bytes] = []
 
     def digest(self, block: int) -> bytes:
-        """The name of block number `block` of the sequence, from 0. Raises IndexError if its tokens are not known."""
+        """Return the hash of block number `block`, from 0. Raises IndexError if its tokens are not known."""
         while len(self._digests) <= block:
             self._extend()
         return self._digests[block]
 
     def digests(self, first: int, end: int) -> list[bytes]:
-        """The names of blocks first..end-1, of which there is one at least."""
+        """Return the hashes of blocks first..end-1, at least one."""
         self.digest(end - 1)
         return self._digests[first:end]
 

@@ -1,7 +1,4 @@
-"""A request as the engine holds it.
-
-How a request begins in an engine.
-"""
+"""A request in the engine (`Request`), and its creation from a spec (`RequestFactory`)."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Request:
-    """Its progress, and its output. `draft`: of a deterministic one, whose `choice` has verified tokens alone."""
+    """Progress and output of one request. A deterministic one has a `draft`, and only verified tokens in `choice`."""
 
     sequence: Sequence
     choice: OutputState
@@ -35,37 +32,37 @@ class Request:
 
     @property
     def tokens(self) -> list[int]:
-        """All that the ordinary batch goes on from."""
+        """All tokens that the ordinary batch continues from, including candidates."""
         return self.choice.tokens if self.draft is None else self.draft.tokens
 
     @property
     def row(self) -> Row:
-        """For its next draw."""
+        """Sampling state of the next draw."""
         return self.choice.row if self.draft is None else self.draft.row
 
     def confirm(self) -> None:
-        """Its choice has one more token, of an exact step."""
+        """Update the draft after an exact step has pushed one more token to `choice`."""
         sequence, fixed = self.sequence, self.sequence.fixed
         if self.draft is not None and fixed is not None:
             self.draft.push(self.choice.tokens[-1])
             fixed.verified, fixed.final, fixed.ended = sequence.known, sequence.computed, self.draft.ended
 
     def push_candidate(self, token_id: int | None) -> None:
-        """What the ordinary batch drew, or that it could not."""
+        """Add a token drawn by the ordinary batch, or None if none could be drawn."""
         assert self.draft is not None
         assert self.sequence.fixed is not None
         self.draft.push(token_id)
         self.sequence.known, self.sequence.fixed.ended = len(self.draft.tokens), self.draft.ended
 
     def start_over(self) -> None:
-        """Its KV is gone: candidates are, too."""
+        """Drop the candidates after the KV was lost."""
         if self.draft is not None:
             self.draft = CandidateTokens(self.choice)
 
 
 @dataclass(slots=True)
 class RequestFactory:
-    """Checks specs and makes requests of them. `fixed`: for deterministic ones; None: these are refused."""
+    """Factory that checks specs and creates requests. `fixed` is for deterministic ones; None rejects them."""
 
     backend: ModelBackend
     choices: OutputFactory
@@ -75,7 +72,7 @@ class RequestFactory:
     arrivals: int = 0
 
     def check(self, spec: SequenceSpec) -> None:
-        """Raises InvalidRequest, naming the field, if `spec` can never be computed here."""
+        """Raise InvalidRequest, naming the field, if `spec` can never be computed here."""
         if spec.deterministic and self.fixed is None:
             raise InvalidRequest.of("deterministic", f"not computed here. {self.backend.nondeterminism}".rstrip(". "))
         if spec.think_while_decoding and self.thoughts is None:
@@ -85,12 +82,12 @@ class RequestFactory:
         self.choices.check(spec)
 
     def begin(self, key: HandoffId, spec: SequenceSpec, *, hold: bool) -> Request | SequenceOutput:
-        """Computed from its first token on; or only its ending, if what it knows has ended it."""
+        """Create a request that is computed from its first token, or just its end if known tokens end it."""
         thinking = None if self.thoughts is None else self.thoughts.begin(spec)
         return self._begin(key, spec, Sequence(key, 0, len(spec), len(spec), thinking=thinking), hold=hold)
 
     def adopt(self, key: HandoffId, spec: SequenceSpec, carried: ThinkingState | None) -> Request | SequenceOutput:
-        """The same with the KV of all that it knows, but of the last token. ValueError: `carried` is not right."""
+        """Create a request with KV for all tokens but the last. Raises ValueError if `carried` does not fit."""
         thinking = None if self.thoughts is None else self.thoughts.adopt(spec, carried)
         computed = len(spec) - 1
         return self._begin(key, spec, Sequence(key, 0, len(spec), computed, computed, thinking=thinking))

@@ -1,16 +1,15 @@
-"""What the next step computes. Pure: no tensors, no clock, no tokens, only how many are known and how many computed.
+"""Choice of the work of the next step. Pure: token counts only, without tensors, clock or token ids.
 
-One pass in order of rank. Every running sequence that waits for one token gets it; what is left of the token budget
-goes to chunks of prompts, and then to newcomers. A newcomer starts behind the full blocks that are in the cache. A
-sequence grows block by block; when the pool is full, who ranks last is preempted. A sequence that finds no room and has
-nobody behind it just waits: it keeps its blocks until one before it needs them.
+One pass in order of rank gives each decoding sequence its token. The rest of the token budget goes to prompt chunks,
+then to new sequences, which start after their cached full blocks. Sequences grow block by block. When the pool is full,
+the last in rank is preempted. If none ranks behind a sequence, it keeps its blocks and waits.
 
-The rank is fixed at arrival: the number of the step, less `patience` steps for each level of priority. So an urgent
-sequence overtakes what came up to so many steps before it, and no other: who waits, or runs, gains on all who come
-later. The first in rank always goes on and nobody can get before it, so nobody starves.
+The rank is the step number at arrival, minus `patience` steps per priority level. So a sequence overtakes only those
+that arrived at most that many steps earlier. Later arrivals eventually rank behind it, and the first always proceeds,
+so none starves.
 
-Deterministic sequences take part in the ordinary batch with single tokens alone; for the rest a step has one more
-forward at most, of a fixed shape (`baton.engine.determinism.planner`), whose tokens are taken off the budget.
+Deterministic sequences add only single tokens to the ordinary batch. Their other work is at most one more forward per
+step, of a fixed shape (`baton.engine.determinism.planner`), which uses the same budget.
 """
 
 from __future__ import annotations
@@ -28,14 +27,13 @@ if TYPE_CHECKING:
 
     from baton.engine.block_pool import BlockPool
 
-PATIENCE = 256  # steps; some seconds of decoding
+PATIENCE = 256  # steps of aging per priority level; some seconds of decoding
 
 
 class Scheduler:
-    """Continuous batching over one block pool.
-
-    `max_batched_tokens` bounds the tokens of a step, `max_running` the sequences in it. With `recompute_preempted` a
-    preempted sequence waits and starts over here; without, it is dropped and whoever gets the plan hands it back.
+    """Continuous batching over one block pool. `max_batched_tokens` limits the tokens of a step, `max_running` its
+    sequences. A preempted sequence waits and starts over if `recompute_preempted`; else it is dropped, and the caller
+    of `plan` reports it.
     """
 
     def __init__(
@@ -59,7 +57,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # both in order of rank
         self.waiting: list[Sequence] = []
         self.waiting_tokens = 0
-        self.on_free: Callable[[Sequence], None] = lambda sequence: None  # before its blocks may go to somebody else
+        self.on_free: Callable[[Sequence], None] = lambda sequence: None  # called before its blocks can be reused
         self._patience = patience
         self._windows = windows or WindowPlanner()
         self._steps = 0
@@ -67,7 +65,7 @@ class Scheduler:
 
     @property
     def watermark(self) -> int:
-        """Blocks to leave to those who are here: one to grow for each that runs, and room for the next in line."""
+        """Number of blocks to leave available: one per running sequence, and those of the next waiting one."""
         return len(self.running) + (self._blocks(self.waiting[0].known) if self.waiting else 0)
 
     def add(self, sequence: Sequence) -> None:
@@ -76,20 +74,17 @@ class Scheduler:
         self.waiting_tokens += sequence.known
 
     def adopt(self, sequence: Sequence, known_before: int = 0) -> None:
-        """Run a sequence whose blocks hold its computed tokens already; whole blocks of it can be found from now on.
-
-        Those of the first `known_before` tokens could be found before.
-        """
+        """Run a sequence with KV in its blocks. Cache its full blocks behind the first `known_before` tokens."""
         self._enter(self.running, sequence)
         self._publish(sequence, known_before)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence, wherever it is. Its blocks stay with it."""
+        """Forget a running or waiting sequence. It keeps its blocks."""
         if not self._leave(self.running, sequence) and self._leave(self.waiting, sequence):
             self.waiting_tokens -= sequence.known
 
     def free(self, sequence: Sequence) -> None:
-        """Release its blocks, if it has any that are not in quarantine."""
+        """Free the sequence's blocks, unless it has none or they are in quarantine."""
         if sequence.allocation is None or sequence.allocation.state is BlockState.QUARANTINED:
             return
         self.on_free(sequence)
@@ -98,14 +93,14 @@ class Scheduler:
         sequence.allocation = None
 
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step, and take the blocks that it needs."""
+        """Plan the next step, and allocate the blocks that it needs."""
         plan = SchedulerOutput()
         self._steps += 1
         self._admit_higher_ranked(plan)
         plan.windows = self._windows.next(self.running, self._has_blocks)
         left = self.max_batched_tokens - sum(window.size for window in plan.windows)
         budget = self._continue_running(plan, min(max(left, len(self.running)), self.max_batched_tokens))
-        # Nobody new in a step that had to preempt: it could be the one that was just sent away.
+        # Admit none in a step that preempted, because it could be the sequence just preempted.
         while budget > 0 and len(plan.work) < self.max_running and not plan.preempted:
             sequence = self._admit(plan)
             if sequence is None:
@@ -114,21 +109,19 @@ class Scheduler:
                 budget -= self._schedule(plan, sequence, min(_most(sequence), budget))
             elif not plan.windows:
                 plan.windows = begin([sequence])
-        if not (plan.work or plan.windows):  # who was due had no block for its last token, and may have got it just now
+        if not (plan.work or plan.windows):  # a due sequence may have got its missing block just now
             plan.windows = self._windows.next(self.running, self._has_blocks)
         return plan
 
     def commit_step(self, work: list[ScheduledSequence]) -> None:
-        """The work is done: its tokens are computed, and blocks that became full can be found from now on."""
+        """Record that `work` is computed, and cache the blocks that became full."""
         for item in work:
             sequence, before = item.sequence, item.sequence.computed
             sequence.computed = before + item.count
             self._publish(sequence, before)
 
     def commit_verified(self, sequence: Sequence, final: int, known: int) -> None:
-        """A forward of a fixed shape has made the first `final` positions of a deterministic sequence final; it has
-        `known` tokens from now on, and what was computed of others counts no more.
-        """
+        """Record a fixed forward: a sequence has `known` tokens and `final` final positions, and no other KV."""
         assert sequence.fixed is not None
         before, sequence.fixed.final, sequence.fixed.waited = sequence.fixed.final, final, 0
         sequence.computed, sequence.known = final, known
@@ -144,7 +137,7 @@ class Scheduler:
             self.pool.history.blocks("published", sequence.key, sequence.allocation, first, end)
 
     def _admit_higher_ranked(self, plan: SchedulerOutput) -> None:
-        """Who waits and ranks before some that run goes first, if need be and if it helps at the cost of the last."""
+        """Admit waiting sequences that rank before running ones, preempting the last ones if that helps."""
         while self.waiting and self.running and _rank(self.waiting[0]) < _rank(self.running[-1]):
             if self._admit(plan) is not None:
                 continue
@@ -154,14 +147,14 @@ class Scheduler:
                 self._preempt(plan)
 
     def _can_preempt_for(self, sequence: Sequence) -> bool:
-        """Would there be room for `sequence` without those who rank behind it? Others may hold blocks too."""
+        """Return whether `sequence` fits without those behind it. Blocks that they share may stay in use."""
         behind = bisect_left(self.running, _rank(sequence), key=_rank)
         allocations = [other.allocation for other in self.running[behind:] if other.allocation is not None]
         room = self.pool.available + self.pool.freed_by(allocations)
         return behind < self.max_running and room >= self._blocks(sequence.known) + behind
 
     def _continue_running(self, plan: SchedulerOutput, budget: int) -> int:
-        """Give each running sequence its share, in order of rank. Returns the budget that is left."""
+        """Give each running sequence its share, in order of rank. Return the budget that is left."""
         decodes = sum(sequence.known - sequence.computed == 1 for sequence in self.running)
         turn = 0
         while turn < len(self.running) and budget > 0 and len(plan.work) < self.max_running:
@@ -171,7 +164,7 @@ class Scheduler:
             share = min(_most(sequence), max(budget - decodes, turn == 0))
             turn += 1
             if sequence.fixed is not None and (not sequence.ordinary or sequence in plan.verified):
-                self._make_room(plan, sequence, pending, turn)  # a pass to come writes so far
+                self._make_room(plan, sequence, pending, turn)  # the next verify pass writes up to there
             elif share > 0 and self._make_room(plan, sequence, share, turn):
                 budget -= self._schedule(plan, sequence, share)
         return budget
@@ -184,7 +177,7 @@ class Scheduler:
         return count
 
     def _make_room(self, plan: SchedulerOutput, sequence: Sequence, count: int, keep: int) -> bool:
-        """Blocks for `count` more tokens, if need be from those behind the first `keep` running, the last first."""
+        """Allocate blocks for `count` more tokens, preempting the last sequences but not the first `keep`."""
         assert sequence.allocation is not None
         missing = self._blocks(sequence.computed + count) - len(sequence.allocation)
         if missing <= 0:
@@ -196,7 +189,7 @@ class Scheduler:
         return grown
 
     def _preempt(self, plan: SchedulerOutput) -> None:
-        """The last gives up its blocks. It cannot be in the plan yet: that is filled in order of rank."""
+        """Preempt the last sequence. It is not in the plan yet, because that is filled in order of rank."""
         victim = self.running.pop()
         self.free(victim)
         victim.computed = 0
@@ -210,7 +203,7 @@ class Scheduler:
             self.add(victim)
 
     def _admit(self, plan: SchedulerOutput) -> Sequence | None:
-        """Let the next in line run, with blocks for all that it knows; None if there is none or no room."""
+        """Run the next waiting sequence, with blocks for all known tokens, or return None if that is impossible."""
         if not self.waiting or len(self.running) >= self.max_running:
             return None
         sequence = self.waiting[0]
@@ -233,7 +226,7 @@ class Scheduler:
         return sequence
 
     def _cached_blocks(self, sequence: Sequence) -> list[int]:
-        """Blocks with the beginning of `sequence`. One token at least is left to compute: its logits are wanted."""
+        """Return its cached first blocks. At least one token is left to compute, because logits are needed."""
         fixed, thinking, most = sequence.fixed, sequence.thinking, (sequence.known - 1) // self.block_size
         if thinking is not None:
             most = min(most, thinking.shared // self.block_size)
@@ -267,7 +260,7 @@ class Scheduler:
 
 
 def _most(sequence: Sequence) -> int:
-    """How many of its tokens one forward may compute."""
+    """Return how many of the sequence's tokens one forward may compute."""
     pending = sequence.known - sequence.computed
     return pending if sequence.thinking is None else min(pending, sequence.thinking.most(sequence.computed))
 

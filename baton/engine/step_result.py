@@ -1,4 +1,4 @@
-"""What comes out of an engine: the outputs of each step, and what it did since it began."""
+"""Results of an engine: the outputs of each step, and counters since its start."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ if TYPE_CHECKING:
     from baton.errors import EngineFault
 
 
-@dataclass(slots=True)  # not frozen: one for each token, and that would double what it costs
+@dataclass(slots=True)  # not frozen, because that would double the cost per token
 class SequenceOutput:
-    """What one step brought to one request. The last output of a request has `finish` set.
-
-    `cached_tokens` of what it knew at its submission were found in the cache.
+    """Output of one step for one request. The last output of a request has `finish` set. `cached_tokens` of its known
+    tokens were found in the cache at its admission.
     """
 
     key: HandoffId
@@ -32,11 +31,11 @@ class SequenceOutput:
 
 @dataclass(slots=True)
 class StepResult:
-    """What one step brought. `computed` tokens went through the model; 0: nothing could be done now.
+    """Result of one step. `computed` tokens went through the model; 0 means that nothing could be done now.
 
-    `context`: how many positions these tokens attended to, summed; `prefill_context`: those of prompts.
-    Requests in `preempted` (handed back) and in `failed` are forgotten, their blocks are free. `thoughts` are about
-    consecutive chunks of each sequence, and come before what `outputs` tell of it.
+    `context` sums the positions that these tokens attended to, `prefill_context` those of prompts. Requests in
+    `preempted` and `failed` are forgotten, their blocks free. `thoughts` are about consecutive chunks and precede
+    `outputs`.
     """
 
     outputs: list[SequenceOutput] = field(default_factory=list)
@@ -44,13 +43,13 @@ class StepResult:
     preempted: list[HandoffId] = field(default_factory=list)
     failed: list[tuple[HandoffId, EngineFault]] = field(default_factory=list)
     computed: int = 0
-    prefill: int = 0  # of the computed ones
+    prefill: int = 0  # those of `computed` that are prefill
     context: int = 0
     prefill_context: int = 0
-    verifying: list[tuple[HandoffId, Verifying]] = field(default_factory=list)  # of a verify pass: all so far, and live
+    verifying: list[tuple[HandoffId, Verifying]] = field(default_factory=list)  # live totals of the pass's sequences
 
     def tell_thoughts(self, sequences: Iterable[Sequence]) -> None:
-        """Those that they have and that did not come out of the engine yet."""
+        """Add the thoughts of these sequences that were not reported yet."""
         for sequence in sequences:
             if sequence.thinking is not None and (news := sequence.thinking.news()):
                 self.thoughts.append((sequence.key, news))
@@ -58,7 +57,7 @@ class StepResult:
 
 @dataclass(slots=True)
 class Counters:
-    """What the engine did since it began. Recomputed tokens count as prefill again, those found in the cache do not."""
+    """Totals since the engine's start. Recomputed tokens count as prefill again, cached tokens do not."""
 
     steps: int = 0
     prefill_tokens: int = 0
@@ -67,11 +66,11 @@ class Counters:
     decode_tokens: int = 0
     preemptions: int = 0
     verify_passes: int = 0
-    rollbacks: int = 0  # candidates that a verify pass did not agree with
-    recomputed_tokens: int = 0  # dropped with them, or behind them
+    rollbacks: int = 0  # candidates that a verify pass rejected
+    recomputed_tokens: int = 0  # rejected candidates and those behind them
 
     def count(self, work: list[ScheduledSequence], result: StepResult) -> None:
-        """An ordinary batch was computed; before its sequences are told."""
+        """Count an ordinary batch, before `Scheduler.advance`."""
         result.computed = total = sum(item.count for item in work)
         result.prefill = prefill = sum(item.prefill_tokens for item in work)
         result.context = sum(item.context for item in work)
@@ -83,7 +82,7 @@ class Counters:
 
 
 def load_of(scheduler: Scheduler, counters: Counters) -> Load:
-    """An engine's part of what its worker reports."""
+    """Return the engine's part of the worker's load report."""
     running = scheduler.running
     return Load(
         step=counters.steps,

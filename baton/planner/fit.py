@@ -1,4 +1,4 @@
-"""From what was measured on a live cluster to the numbers of a profile."""
+"""Fits the numbers of a profile to measurements of a live cluster."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import numpy as np
 from baton.core import Pace
 from baton.planner.profile import Line, Piece
 
-LEAST = 0.1  # of a decode step: what is left of it without its context, however much that is thought to be
-FACTORS = 200  # so many equally likely ones: enough for a 99th percentile
+LEAST = 0.1  # share of a decode step that is kept, at least, when the cost of its context is subtracted
+FACTORS = 200  # equally likely factors of a spread: enough for a 99th percentile
 
 
 class Steps(NamedTuple):
-    """Steps of one kind and size, on average: what one computed, attended to, and took in seconds."""
+    """Mean tokens, context (positions attended to) and seconds of steps of one kind and size."""
 
     tokens: float
     context: float
@@ -26,12 +26,12 @@ class Steps(NamedTuple):
 
     @classmethod
     def of(cls, pace: Pace) -> Steps:
-        """Of at least one step."""
+        """Return the means of a pace, which must have at least one step."""
         return cls(pace.tokens / pace.steps, pace.context / pace.steps, pace.seconds / pace.steps)
 
 
 class Slower(NamedTuple):
-    """How many times longer what is computed of prompts and of decode rows took."""
+    """Factors by which prompts and decoding took longer."""
 
     prompts: float = 1.0
     decode: float = 1.0
@@ -39,7 +39,7 @@ class Slower(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """Seconds between tokens of requests that decoded together: so many rows with so much context in all."""
+    """Seconds between tokens of requests that decoded together, with the batch size (`rows`) and its total context."""
 
     rows: float
     context: float
@@ -51,10 +51,8 @@ class Gaps:
 
 
 def fit_line(steps: Sequence[Steps]) -> Line:
-    """Least squares of relative errors, no number below 0: of all ways to leave some out, the best that is allowed.
-
-    Where steps of different contexts all computed as many tokens (chunks smaller than any prompt), no cost is that of a
-    token: most of what small steps take is reading the weights.
+    """Fit a line by least squares of relative errors: the best fit over all subsets of coefficients, none negative.
+    `token_s` is 0 if steps of different contexts have equal tokens, because small steps mostly read the weights.
     """
     alike = len(steps) > 1 and len({one.tokens for one in steps}) == 1
     x = np.array([(1.0, one.tokens, one.context) for one in steps])
@@ -73,7 +71,7 @@ def fit_line(steps: Sequence[Steps]) -> Line:
 
 
 def fit_decode(points: Sequence[Gaps]) -> tuple[Piece, ...]:
-    """Through what was measured at each number of rows, straight between them; `context_s` is the same everywhere."""
+    """Interpolate linearly between the measured batch sizes. All pieces have the same `context_s`."""
     context_s = _context_s(points)
     at: dict[float, list[float]] = {}
     for one in points:
@@ -91,8 +89,8 @@ def fit_decode(points: Sequence[Gaps]) -> tuple[Piece, ...]:
 
 
 def _context_s(points: Sequence[Gaps]) -> float:
-    """Of as many rows with different contexts, by least squares of relative differences: what more rows cost, which is
-    no line, is not in it. Without such: of a line through all.
+    """Return the cost per position, from pairs of points with equal batch size and different context. Relative
+    differences cancel the non-linear cost of the batch size. Without such pairs, fit a line through all points.
     """
     product_sum = square_sum = 0.0
     for one, other in combinations(points, 2):
@@ -106,9 +104,7 @@ def _context_s(points: Sequence[Gaps]) -> float:
 
 
 def fit_spread(points: Sequence[Gaps]) -> tuple[float, ...]:
-    """By which factors gaps differ from their mean: quantiles of all points together, each of the same weight, however
-    many gaps it has; their mean made 1.
-    """
+    """Return `FACTORS` quantiles of gap / mean, scaled to mean 1. Every point has the same weight."""
     shares = (np.arange(FACTORS) + 0.5) / FACTORS
     each = [np.quantile(np.array(one.seconds) / one.mean, shares) for one in points]
     factors = np.quantile(np.concatenate(each), shares)
@@ -116,9 +112,7 @@ def fit_spread(points: Sequence[Gaps]) -> tuple[float, ...]:
 
 
 def fit_joint(prompts: Line, decode: Line, joint: Pace, beside: Pace, slower: Slower) -> float | None:
-    """What a step with prompts and decode rows takes more than one that only decodes and the prompts' tokens; None:
-    there were none. `slower`: by what other workers did meanwhile.
-    """
+    """Return the extra seconds of a mixed step, or None without such steps. `slower`: slowdown by other workers."""
     if not joint.steps:
         return None
     alone = decode.step_s * joint.steps + decode.token_s * beside.tokens + decode.context_s * beside.context
@@ -128,5 +122,5 @@ def fit_joint(prompts: Line, decode: Line, joint: Pace, beside: Pace, slower: Sl
 
 
 def seconds_of(line: Line, steps: Steps) -> float:
-    """What a line says of such a step."""
+    """Return the seconds that a line predicts for such a step."""
     return line.step_s + line.token_s * steps.tokens + line.context_s * steps.context

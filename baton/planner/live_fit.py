@@ -1,7 +1,4 @@
-"""From what `baton profile --live` saw to a profile.
-
-What `baton profile --live` makes of gaps between tokens: decode steps by themselves, and beside busy workers.
-"""
+"""Fits a profile to the measurements of `baton profile --live`."""
 
 from __future__ import annotations
 
@@ -20,25 +17,23 @@ from baton.planner.profile import Beside, Busy, Layout, Line, Link, Piece, Profi
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """`pieces` and `spread` are of steps while no other worker does anything. `beside_prompts`, `beside_decode`: what
-    becomes of them while others compute prompts, or decode; None: this was not seen.
-    """
+    """Decode costs of one worker."""
 
-    pieces: tuple[Piece, ...]
-    spread: tuple[float, ...]
-    beside_prompts: Busy
-    beside_decode: Busy | None = None
+    pieces: tuple[Piece, ...]  # while all other workers are idle
+    spread: tuple[float, ...]  # likewise
+    beside_prompts: Busy  # slowdown while others compute prompts
+    beside_decode: Busy | None = None  # slowdown while others decode, or None if not measured
 
 
 def of_pools(points: Sequence[Gaps], busy: Gaps) -> Decoding:
-    """`points` while no worker computed a prompt, `busy` while one did."""
+    """Return the decode costs of separate pools from `points` without prompts and `busy` with prompts elsewhere."""
     pieces = fit_decode(points)
     return Decoding(pieces, fit_spread(points), _beside(pieces, busy))
 
 
 def of_workers_alike(points: Sequence[Gaps], alone: Gaps, busy: Gaps | None) -> Decoding:
-    """Of workers that do both: `points` while all of them decoded as many rows each, `alone` while one did, one row,
-    and `busy` while another one computed prompts; None: that was not seen, and they are thought of as decoding.
+    """Return the decode costs of workers with both roles. `points`: all decoded equally many sequences. `alone`: one
+    decoded one. `busy`: another one computed prompts; None means not measured, and the slowdown by decoding is used.
     """
     beside = min((one for one in points if one.rows == alone.rows), key=lambda one: one.context)
     longer = max(1.0, beside.mean / alone.mean)
@@ -54,20 +49,20 @@ def _beside(pieces: tuple[Piece, ...], busy: Gaps) -> Busy:
 
 
 def piece_of(pieces: Sequence[Piece], rows: float) -> Piece:
-    """That is for so many rows."""
+    """Return the piece for a batch of `rows` sequences."""
     return next((one for one in pieces if one.rows_below is None or rows < one.rows_below), pieces[-1])
 
 
 def merged(gaps: Sequence[Gaps]) -> Gaps:
-    """Of as many rows in all rounds."""
+    """Return the gaps of all rounds with the same batch as one."""
     return Gaps(gaps[0].rows, gaps[0].context, tuple(gap for one in gaps for gap in one.seconds))
 
 
-MEMORY_BYTES_PER_S = 25e9  # between workers that nobody has probed: of one process
+MEMORY_BYTES_PER_S = 25e9  # between workers without a probed channel, which share a process
 
 
 def fitted(seen: Measured, cluster: ClusterStatus, tensor_parallel: int, name: str) -> Profile:
-    """The profile of what was seen. Raises NoWorker."""
+    """Return the profile that fits the measurements. Raises NoWorker if no decoding worker is connected."""
     paces = [summed(*(one.pace for one in parts)) for parts in seen.single.values()]
     prompt = fit_line([Steps.of(pace) for pace in paces if pace.steps])
     points = [merged(gaps) for gaps in seen.together.values()]
@@ -105,12 +100,12 @@ def fitted(seen: Measured, cluster: ClusterStatus, tensor_parallel: int, name: s
 
 
 def decodes(role: Role, cluster: ClusterStatus) -> bool:
-    """Whether workers of that role do: decode workers, or all where there are no others."""
+    """Return whether workers of that role decode: decode workers, or all if there is only one role."""
     return role is Role.DECODE or all(worker.info.role is role for worker in cluster.workers)
 
 
 def _overheads(seen: Measured, prompt: Line, step_s: float) -> Beside:
-    """What is left of the first token beside its step, and of the second beside a decode step: medians."""
+    """Return the median excess of the first token over its prompt step, and of the second over a decode step."""
     first, second = [], []
     for one in (one for parts in seen.single.values() for one in parts):
         pace = one.pace
@@ -121,7 +116,7 @@ def _overheads(seen: Measured, prompt: Line, step_s: float) -> Beside:
 
 
 def _room(cluster: ClusterStatus) -> WorkerInfo:
-    """A worker that decodes: how much KV it holds is what bounds a batch. Raises NoWorker."""
+    """Return a worker that decodes, because its KV capacity limits a batch. Raises NoWorker."""
     for worker in cluster.workers:
         if decodes(worker.info.role, cluster):
             return worker.info

@@ -1,4 +1,4 @@
-"""What `baton profile --live` sees of a cluster, round by round, and which of it was not disturbed."""
+"""Measurements that `baton profile --live` takes of a cluster in several rounds, and a filter for disturbed ones."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from baton.core import Pace
 from baton.planner.fit import Gaps
 
 SHORT = 16  # tokens of a prompt
-BESIDE = 4  # rows that decode while prompts are computed
-AS_USUAL = 1.25  # times what a measurement takes in the median round: what takes longer was disturbed
+BESIDE = 4  # sequences that decode while prompts are computed
+AS_USUAL = 1.25  # times the median round; slower measurements were disturbed
 
 Part = TypeVar("Part")
 
 
 @dataclass(slots=True)
 class Seen:
-    """One request: when its tokens came, of the clock that also says when it was `sent`, and which `worker` computed
-    its prompt.
-    """
+    """One request: send time, token times on the same clock, and the `worker` that computed its prompt."""
 
     sent: float
     times: list[float] = field(default_factory=list)
@@ -30,7 +28,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Some of one length, one by one, and what workers say of their steps."""
+    """Requests with prompts of one length, sent one by one, and the step totals that workers reported for them."""
 
     length: int
     seen: tuple[Seen, ...]
@@ -38,35 +36,31 @@ class Prompts:
 
     @property
     def seconds(self) -> float:
-        """Of a step. 0.0: none computed only prompts."""
+        """Seconds per step, or 0.0 if no step computed only prompts."""
         return seconds_a_step(self.pace)
 
 
 @dataclass(slots=True)
 class Measured:
-    """All that was seen: lists have a part of each round. `busy`, `busy_prompts`: decoding while prompts were computed,
-    and these prompts; of several workers that do both only where one decoded and another one computed. `alone`: where
-    one of these decoded and nothing else was done. `joint`, `beside`: steps of both kinds, and what these decoded.
-    """
+    """All measurements. Lists have an entry per round."""
 
     single: dict[int, list[Prompts]] = field(default_factory=dict)
     together: dict[tuple[int, int], list[Gaps]] = field(default_factory=dict)
-    busy: list[Gaps] = field(default_factory=list)
-    busy_prompts: list[Pace] = field(default_factory=list)
-    alone: list[Gaps] = field(default_factory=list)
-    joint: Pace = field(default_factory=Pace)
-    beside: Pace = field(default_factory=Pace)
+    busy: list[Gaps] = field(default_factory=list)  # decoding while (other) workers computed prompts
+    busy_prompts: list[Pace] = field(default_factory=list)  # these prompts
+    alone: list[Gaps] = field(default_factory=list)  # one worker with both roles decoded and all others were idle
+    joint: Pace = field(default_factory=Pace)  # prompts of mixed steps
+    beside: Pace = field(default_factory=Pace)  # decoding sequences of mixed steps
 
     @property
     def parts(self) -> int:
-        """How many measurements these are; what steps of both kinds took is none of them."""
+        """Number of measurements, without mixed steps."""
         parts = sum(map(len, self.single.values())) + sum(map(len, self.together.values()))
         return parts + len(self.busy) + len(self.busy_prompts) + len(self.alone)
 
     def undisturbed(self) -> Measured:
-        """Without what took far longer than the same did in the median round (of two, the faster one): other work of
-        the machine comes in bursts, and makes nothing faster. Steps of both kinds differ from round to round: all are
-        kept.
+        """Return the measurements without those far above the median round (the faster one of two), because other work
+        comes in bursts and only slows down. Mixed steps vary from round to round, so all are kept.
         """
         return Measured(
             single={length: usual(parts, lambda one: one.seconds) for length, parts in self.single.items()},
@@ -80,13 +74,13 @@ class Measured:
 
 
 def usual(parts: Sequence[Part], seconds: Callable[[Part], float]) -> list[Part]:
-    """Those that did not take far longer than the median one of those that took any time."""
+    """Return the parts that took at most `AS_USUAL` times the median of all parts above 0 seconds."""
     most = AS_USUAL * median_low([seconds(one) for one in parts if seconds(one)] or [0.0])
     return [one for one in parts if seconds(one) <= most]
 
 
 def together(seen: Sequence[Seen], rows: int, length: int) -> Gaps:
-    """The gaps from when the last of them had begun until the first one ended."""
+    """Return the gaps from the last request's first token to the first request's end, or all gaps if none."""
     begin, end = max(one.times[0] for one in seen), min(one.times[-1] for one in seen)
     kept = [
         later - earlier
@@ -100,7 +94,7 @@ def together(seen: Sequence[Seen], rows: int, length: int) -> Gaps:
 
 
 def summed(*paces: Pace) -> Pace:
-    """All of these steps."""
+    """Return the totals of several paces."""
     return Pace(
         sum(one.steps for one in paces),
         sum(one.tokens for one in paces),
@@ -110,7 +104,7 @@ def summed(*paces: Pace) -> Pace:
 
 
 def seconds_a_step(pace: Pace) -> float:
-    """0.0: there was none."""
+    """Return the mean seconds per step, or 0.0 without steps."""
     return pace.seconds / pace.steps if pace.steps else 0.0
 
 

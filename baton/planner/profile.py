@@ -1,6 +1,6 @@
-"""What a model costs on some hardware: measured by `baton profile --live`, or published, and then with its source.
+"""Step costs of a model on some hardware, measured by `baton profile --live` or published with their source.
 
-A profile is a JSON file; those that come with Baton lie in `profiles/` and are found by name.
+A profile is a JSON file. The profiles shipped with Baton are in `profiles/` and are loaded by name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Line(Section):
-    """Seconds: `step_s + token_s tokens + context_s context`. In a piece of a curve `step_s` may be negative."""
+    """Seconds: `step_s + token_s * tokens + context_s * context`. `step_s` may be negative in a piece of a curve."""
 
     step_s: Annotated[float, Field(allow_inf_nan=False)]
     token_s: Seconds
@@ -30,38 +30,31 @@ class Line(Section):
 
 
 class Piece(Line):
-    """Decode steps of fewer rows than `rows_below`; the last piece has none, and is of all others."""
+    """Cost of decode steps with fewer than `rows_below` sequences. The last piece has no `rows_below`."""
 
     rows_below: Annotated[int, Field(gt=0)] | None = None
 
 
 class Busy(Section):
-    """Decode steps beside busy workers of the same host take so many times as long, and differ by these factors."""
+    """Slowdown of decode steps while other workers of the host are busy: a factor, and the spread of step times."""
 
     factor: Factor = 1.0
     spread: tuple[Seconds, ...] = ()
 
 
 class Layout(Section):
-    """One worker of so many devices: what its steps cost and how many tokens of KV it holds.
-
-    `joint_extra_s`: what a step that has prompts and decode rows takes more than its decode rows alone and the tokens
-    of its prompts; None: as if the weights were read once for both. `spread`: factors, equally likely, by which steps
-    differ from all that; none: they do not. All this is of a worker that has its host to itself. `host_workers` share
-    one; with all others busy, what is computed of prompts takes `busy_prompt` times as long, and what decodes as
-    `beside_prompts` and `beside_decode` say, by what the others do. None: as beside prompts.
-    """
+    """Step costs of one worker with `tensor_parallel` devices on an idle host, and its KV capacity in tokens."""
 
     tensor_parallel: Annotated[int, Field(gt=0)]
     kv_tokens: Annotated[int, Field(gt=0)]
     prompt: Line
     decode: Annotated[tuple[Piece, ...], Field(min_length=1)]
-    joint_extra_s: Seconds | None = None
-    spread: tuple[Seconds, ...] = ()
-    host_workers: Annotated[int, Field(gt=0)] = 1
-    busy_prompt: Factor = 1.0
-    beside_prompts: Busy = Busy()
-    beside_decode: Busy | None = None
+    joint_extra_s: Seconds | None = None  # a mixed step beyond decode and prompt tokens; None if weights are read once
+    spread: tuple[Seconds, ...] = ()  # equally likely factors of the step time; empty means no variation
+    host_workers: Annotated[int, Field(gt=0)] = 1  # workers that share a host
+    busy_prompt: Factor = 1.0  # factor of prompt steps while all others are busy
+    beside_prompts: Busy = Busy()  # of decode steps, while others compute prompts
+    beside_decode: Busy | None = None  # of decode steps, while others decode; None means as `beside_prompts`
 
     @field_validator("prompt")
     @classmethod
@@ -87,7 +80,7 @@ class Layout(Section):
 
     @property
     def contention(self) -> Contention | None:
-        """Of workers that share a host; None: nothing is known of that."""
+        """Contention between the workers of a host, or None if the worker has its host to itself."""
         if self.host_workers == 1:
             return None
         prompts = Slowed(self.beside_prompts.factor, self.beside_prompts.spread)
@@ -96,7 +89,7 @@ class Layout(Section):
         return Contention(self.host_workers, self.busy_prompt, prompts, beside)
 
     def cost(self) -> StepCost:
-        """As the simulator takes it, of a worker that has its host to itself."""
+        """Return the step cost for the simulator, of a worker that has its host to itself."""
         prompt = _line(self.prompt)
         lines = [Linear(prompt, _line(piece), self._joint(piece)) for piece in self.decode]
         pieces = [(piece.rows_below or 0, cost) for piece, cost in zip(self.decode[:-1], lines, strict=False)]
@@ -107,14 +100,14 @@ class Layout(Section):
 
 
 class Link(Section):
-    """How fast KV leaves or enters a worker."""
+    """Network speed at which KV leaves or enters a worker."""
 
     bytes_per_s: Annotated[float, Field(gt=0)]
     latency_s: Seconds = 0.0
 
 
 class Beside(Section):
-    """Seconds of a request outside of steps and links, as `baton.planner.sim.scenario.Overheads` names them."""
+    """Seconds of a request outside of steps and KV transfers. See `baton.planner.sim.scenario.Overheads`."""
 
     admit_s: Seconds = 0.0
     hop_s: Seconds = 0.0
@@ -123,7 +116,7 @@ class Beside(Section):
 
 
 class Profile(Section):
-    """A model on some hardware. `token_bytes`: KV of one token. `source`: who measured it, where, and how."""
+    """A model on some hardware. `token_bytes`: KV per token. `source`: author, place and method of the measurements."""
 
     name: str
     model: str
@@ -145,11 +138,11 @@ class Profile(Section):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The tensor-parallel sizes that it knows."""
+        """Tensor-parallel sizes with a layout."""
         return tuple(layout.tensor_parallel for layout in self.layouts)
 
     def layout(self, tensor_parallel: int) -> Layout:
-        """Raises ConfigError for a size that nobody has measured."""
+        """Return the layout of a tensor-parallel size. Raises ConfigError if the profile does not have it."""
         for layout in self.layouts:
             if layout.tensor_parallel == tensor_parallel:
                 return layout
@@ -157,7 +150,7 @@ class Profile(Section):
         raise ConfigError(f"tensor_parallel: profile {self.name} has {known}, got {tensor_parallel}")
 
     def pool(self, workers: int, tensor_parallel: int, like: Pool) -> Pool:
-        """So many such workers; what a profile does not say, such as `max_running`, is that of `like`."""
+        """Return a pool of such workers. Settings missing in a profile, such as `max_running`, come from `like`."""
         layout = self.layout(tensor_parallel)
         return Pool(
             workers,
@@ -173,21 +166,21 @@ class Profile(Section):
         )
 
     def network(self) -> Network:
-        """Between workers of this hardware."""
+        """Return the network between workers of this hardware."""
         return Network(self.link.bytes_per_s, self.link.latency_s, self.token_bytes, self.layers)
 
     def beside(self) -> Overheads:
-        """What requests take outside of steps."""
+        """Return the time that requests take outside of steps."""
         return Overheads(**self.overheads.model_dump())
 
 
 def names() -> list[str]:
-    """Of the profiles that come with Baton."""
+    """Return the names of the profiles shipped with Baton."""
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
 def load_profile(name: str) -> Profile:
-    """By name, or from a file. Raises ConfigError naming what is wrong in it."""
+    """Load a profile by name or from a file. Raises ConfigError with every invalid field."""
     path = FOLDER / f"{name}.json" if name in names() else Path(name)
     try:
         text = path.read_text(encoding="utf-8")

@@ -1,16 +1,11 @@
-"""The cheapest pools for a load and a goal: phases by themselves first, then pairs of them, the smallest first.
+"""Search for the cheapest pools that carry a load within a goal. Every layout in a plan was simulated.
 
-    least      what a pool needs at full use, by arithmetic: no fewer are tried
-    phase      prefill workers beside more decode workers than needed, and the other way round: how many must there be
-    pair       of both, in the order of GPUs, the first that meets the goal; one that does not is followed by those with
-               one worker more in either pool
-    colocated  the same engine doing both, in chunks of several sizes: how many workers must there be
-    own        that of a cluster file, if somebody has tried it: it counts if it met the goal with fewer GPUs
-    goodput    the highest rate that the best of each carries, by halving, per GPU
-
-So a plan is what was simulated and met the goal, never the arithmetic alone.
-
-A layout of pools that a planner tries, the load that it must carry, and what the load costs at the very least.
+least      lower bound of a pool's size, by arithmetic
+phase      smallest prefill pool with an ample decode pool, and the reverse
+pair       both pools in order of GPUs; a pair that misses the goal adds its successors with one more worker
+colocated  smallest number of colocated workers, for several chunk sizes
+own        layout of a cluster file, if it was tried: it wins with fewer GPUs
+goodput    highest rate that the best layout of each kind carries, by bisection, per GPU
 """
 
 from __future__ import annotations
@@ -30,13 +25,13 @@ from baton.planner.profile import Profile
 from baton.planner.sim.scenario import Fault, Pool, Router, Scenario, Slo
 from baton.planner.sim.stats import Report
 
-SAMPLE = 2000  # requests by which lengths are known
-SPAN_S = 60.0  # so long a load lasts at least, if it may have so many requests
+SAMPLE = 2000  # requests from which the lengths are estimated
+SPAN_S = 60.0  # least duration of a load, within its limit of requests
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Pools: how many workers, of how many GPUs each. Colocated if none prefills, in chunks of `chunk` tokens."""
+    """Worker counts and GPUs per worker. Without prefill workers it is colocated, in chunks of `chunk` tokens."""
 
     decode: int
     prefill: int = 0
@@ -54,7 +49,7 @@ class Shape:
         return f"{self.prefill} prefill (tp {self.prefill_tp}) + {self.decode} decode (tp {self.decode_tp})"
 
     def of(self, workers: int) -> Shape:
-        """The same shares of so many workers, of which separate pools need two."""
+        """Return the same proportions for `workers` workers. Separate pools need at least two."""
         share = self.prefill / (self.prefill + self.decode)
         prefill = min(max(1, round(workers * share)), workers - 1) if self.prefill else 0
         return replace(self, prefill=prefill, decode=max(1, workers - prefill))
@@ -62,7 +57,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """All but the sizes of pools: what workers are like, the router, the goal, what goes wrong."""
+    """All inputs except pool sizes: worker costs and settings, router, goal and faults."""
 
     profile: Profile
     slo: Slo = field(default_factory=Slo)
@@ -73,12 +68,12 @@ class Site:
     seed: int = 0
 
     def room(self, tensor_parallel: int) -> int:
-        """Tokens of KV that a worker of that size has blocks for: no request may have more."""
+        """Return the KV tokens that a worker of that size holds, in whole blocks. No request may have more."""
         size = self.decode.block_size
         return max(1, self.profile.layout(tensor_parallel).kv_tokens // size) * size
 
     def scenario(self, shape: Shape) -> Scenario:
-        """Raises ConfigError for a tensor-parallel size that the profile does not have."""
+        """Return the scenario of a shape. Raises ConfigError if the profile lacks its tensor-parallel size."""
         decode = self.profile.pool(shape.decode, shape.decode_tp, self.decode)
         prefill = self.profile.pool(shape.prefill, shape.prefill_tp, self.prefill)
         if not shape.prefill:
@@ -98,7 +93,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests of some lengths at any rate. Those of a trace with times keep its bursts, faster or slower."""
+    """Requests of some lengths at any rate. A trace with times keeps its bursts and is played faster or slower."""
 
     lengths: Lengths
     times: str = "poisson"
@@ -107,13 +102,11 @@ class Workload:
     seed: int = 0
 
     def at(self, rate: float, least: int = 0) -> Iterator[Arrival]:
-        """`rate` requests per second: `requests` or `least` of them, more if they would not last for SPAN_S, but never
-        more than ten times as many.
-        """
+        """Yield `count` arrivals at `rate` requests per second."""
         return itertools.islice(self._endless(rate), self.count(rate, least))
 
     def count(self, rate: float, least: int = 0) -> int:
-        """How many requests `at` gives."""
+        """Return max(`requests`, `least`, requests within SPAN_S but at most ten times `requests`)."""
         return max(self.requests, least, math.ceil(min(10 * self.requests, rate * SPAN_S)))
 
     def _endless(self, rate: float) -> Iterator[Arrival]:
@@ -128,14 +121,14 @@ class Workload:
 
     @property
     def own_rate(self) -> float | None:
-        """Of a trace with times, in requests per second."""
+        """Requests per second of a trace with times, or None."""
         if self.trace is None or not self.trace.timed or not self.trace.period_s:
             return None
         return len(self.trace.arrivals) / self.trace.period_s
 
     @cached_property
     def shared(self) -> float:
-        """The share of prompt tokens that a prefix cache can hold. What is not known to be shared is not."""
+        """Share of prompt tokens that a prefix cache can hold, or 0 without a trace."""
         return summary(self.trace.arrivals).shared if self.trace is not None else 0.0
 
     @cached_property
@@ -143,13 +136,13 @@ class Workload:
         return list(itertools.islice(arrivals(self.lengths, self.seed, trace=self.trace), SAMPLE))
 
     def tokens(self, share: float) -> int:
-        """A request has at most so many with its answer, for that share of its first ones."""
+        """Return the prompt and answer tokens that `share` of the sampled requests do not exceed."""
         totals = sorted(one.total_tokens for one in self._sample)
         return totals[max(0, math.ceil(share * len(totals)) - 1)]
 
     @cached_property
     def mean(self) -> Means:
-        """Of the lengths of its first requests."""
+        """Mean lengths of the sampled requests."""
         some = self._sample
         prompts = [one.prompt_tokens for one in some]
         return Means(
@@ -162,7 +155,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """Of one request: tokens of its prompt, positions they attend to, and the same of what is decoded."""
+    """Mean tokens per request and the positions they attend to, for the prompt and for decoding."""
 
     prompt: float
     prompt_context: float
@@ -171,37 +164,37 @@ class Means:
 
 
 def least_prefill(site: Site, workload: Workload, rate: float, tensor_parallel: int) -> int:
-    """Workers that are never idle: no prompt costs less than its tokens in a batch of any size."""
+    """Return a lower bound: workers are never idle, and a prompt costs its tokens but no fixed step time."""
     line, mean = site.profile.layout(tensor_parallel).prompt, workload.mean
     busy = rate * (line.token_s * mean.prompt + line.context_s * mean.prompt_context) * (1 - workload.shared)
     return max(1, math.ceil(busy))
 
 
 def least_decode(site: Site, workload: Workload, rate: float, tensor_parallel: int) -> int:
-    """Workers that are never idle, in batches of the size that costs least, within the ITL goal and the room for KV."""
+    """Return a lower bound: workers are never idle, in the cheapest batch within ITL goal and KV capacity."""
     mean = workload.mean
     if not mean.decoded:
         return 1
     cost, context = site.profile.layout(tensor_parallel).cost(), mean.decoded_context / mean.decoded
-    room = site.room(tensor_parallel) / (context * (1 - workload.shared))  # rows share what caches find
+    room = site.room(tensor_parallel) / (context * (1 - workload.shared))  # cached prefixes are shared by sequences
     best = cost.seconds(0, 0, 1, round(context))
     for rows in range(2, min(site.decode.max_running, math.ceil(room)) + 1):
         step_s = cost.seconds(0, 0, rows, round(rows * context))
-        if step_s <= site.slo.itl_s:  # of a cost in pieces, larger batches may be within it again
+        if step_s <= site.slo.itl_s:  # a piecewise cost may meet the goal again for larger batches
             best = min(best, step_s / rows)
-    return max(1, math.ceil(rate * mean.decoded * best * 0.9))  # some may miss the goal, and decode in larger batches
+    return max(1, math.ceil(rate * mean.decoded * best * 0.9))  # some may miss the goal in larger batches
 
 
 Run = Callable[[Scenario, Iterable[Arrival]], Report]
 CHUNKS = (256, 512, 1024, 2048, 4096)
-AMPLE = 3  # times the least that a pool is given where the other one is looked at
+AMPLE = 3  # size of the other pool in a phase, as a multiple of its lower bound
 PHASES = ("prefill phase", "decode phase")
-OWN = "the file"  # why the layout of a cluster file is tried
+OWN = "the file"  # reason for trying the layout of a cluster file
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A shape, the rate that came, and what became of it. `why` it was tried."""
+    """A simulated shape with its rate, its result and the reason `why` it was tried."""
 
     shape: Shape
     rate: float
@@ -212,47 +205,42 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The cheapest of each kind that meets the goal; None: none does within the GPUs that there may be.
-
-    `at_least`: those whose goodput is higher than so few requests can show.
-    """
+    """The cheapest layout of each kind that meets the goal, or None if none does within the GPU limit."""
 
     rate: float
     disaggregated: Tried | None
     colocated: Tried | None
-    goodput: dict[str, float]  # requests per second and GPU of each of these two
+    goodput: dict[str, float]  # requests per second and GPU, by kind
     tried: tuple[Tried, ...]
-    at_least: frozenset[str] = frozenset()
+    at_least: frozenset[str] = frozenset()  # kinds with more goodput than so few requests show
 
     @property
     def best(self) -> Tried | None:
-        """The cheaper one; of equally cheap ones the one with more goodput."""
+        """The layout with fewer GPUs. A tie goes to the higher goodput."""
         found = [one for one in (self.disaggregated, self.colocated) if one is not None]
         return min(found, key=lambda one: (one.shape.gpus, -self.goodput[kind(one.shape)]), default=None)
 
 
 def kind(shape: Shape) -> str:
-    """Of pools: by what a shape is called in reports."""
+    """Return the name of a shape's kind in reports."""
     return "disaggregated" if shape.prefill else "colocated"
 
 
 @dataclass
 class Planner:
-    """Simulates shapes at rates, each once. `attainment`: the share of requests that must be good. `near`: the share
-    of itself by which a goodput may be too low.
-    """
+    """Simulates each shape at each rate once."""
 
     run: Run
     site: Site
     workload: Workload
-    attainment: float = 0.9
+    attainment: float = 0.9  # least share of good requests
     gpus: int = 16
-    near: float = 0.05
+    near: float = 0.05  # largest relative error of a goodput, which is never too high
     said: Callable[[Tried], None] = lambda tried: None
     tried: dict[tuple[Shape, float, str], Tried] = field(default_factory=dict)
 
     def plan(self, rate: float, chunks: Iterable[int] = CHUNKS) -> Answer:
-        """For so many requests per second. Raises ConfigError."""
+        """Find the cheapest layouts for `rate` requests per second. Raises ConfigError."""
         apart = self._or_own(self._disaggregated(rate), "disaggregated", rate)
         together = self._or_own(self._colocated(rate, chunks), "colocated", rate)
         found = [one.shape for one in (apart, together) if one is not None]
@@ -261,13 +249,13 @@ class Planner:
         return Answer(rate, apart, together, goodput, tuple(self.tried.values()), at_least)
 
     def _or_own(self, found: Tried | None, what: str, rate: float) -> Tried | None:
-        """The cluster file's own layout if it met the goal with fewer GPUs than what was found."""
+        """Return the cluster file's own layout if it met the goal with fewer GPUs than `found`."""
         own = [one for one in self.tried.values() if one.why == OWN and one.met and one.rate == rate]
         fits = [one for one in own if kind(one.shape) == what and one.shape.gpus <= self.gpus]
         return min([found, *fits] if found is not None else fits, key=lambda one: one.shape.gpus, default=None)
 
     def attempt(self, shape: Shape, rate: float, why: str) -> Tried:
-        """Simulate, unless that was done. A phase by itself is one without local prefills."""
+        """Simulate a shape at a rate, or return the earlier result. Phases are simulated without local prefills."""
         key = shape, rate, why if why in PHASES else ""
         if key not in self.tried:
             report = self._report(shape, rate, alone=why in PHASES)
@@ -282,9 +270,7 @@ class Planner:
         return self.run(scenario, self.workload.at(rate, _least_requests(shape)))
 
     def goodput(self, shape: Shape, from_rate: float = 1.0) -> float:
-        """The highest rate at which the shape meets the goal, in requests per second, or the first that is
-        `too_short`; 0: none above a thousandth of `from_rate`.
-        """
+        """Return the highest rate (requests/s) that meets the goal or is `too_short`, or 0 below `from_rate` / 1000."""
         low, high = 0.0, from_rate
         while self.attempt(shape, high, "goodput").met:
             if self.too_short(shape, high):
@@ -296,7 +282,7 @@ class Planner:
         return low
 
     def too_short(self, shape: Shape, rate: float) -> bool:
-        """Whether all requests come within the time that the first of them may wait: a burst, not a rate."""
+        """Return whether all requests arrive within the TTFT goal, which makes the load a burst instead of a rate."""
         return self.workload.count(rate, _least_requests(shape)) < rate * self.site.slo.ttft_s
 
     def _disaggregated(self, rate: float) -> Tried | None:
@@ -323,7 +309,7 @@ class Planner:
         return None
 
     def _smaller(self, found: Tried) -> Tried:
-        """With local prefills a pair may do with less than its phases need by themselves."""
+        """Remove workers while the goal is met: local prefills may allow smaller pools than the phases need."""
         shape = found.shape
         fewer = [replace(shape, prefill=shape.prefill - 1), replace(shape, decode=shape.decode - 1)]
         for one in sorted((one for one in fewer if one.prefill and one.decode), key=lambda one: one.gpus):
@@ -332,7 +318,7 @@ class Planner:
         return found
 
     def _prefill_least(self, rate: float, tp: int) -> int | None:
-        """Prefill workers beside enough decode workers."""
+        """Return the least prefill workers that meet the TTFT goal with an ample decode pool."""
         decode_tp = self._cheapest(lambda size: least_decode(self.site, self.workload, rate, size) * size)
         decode = least_decode(self.site, self.workload, rate, decode_tp) * AMPLE
         least = least_prefill(self.site, self.workload, rate, tp)
@@ -344,7 +330,7 @@ class Planner:
         return _least(met, least, (self.gpus - 1) // tp)
 
     def _decode_least(self, rate: float, tp: int) -> int | None:
-        """Decode workers beside enough prefill workers."""
+        """Return the least decode workers that meet the ITL goal with an ample prefill pool."""
         prefill_tp = self._cheapest(lambda size: least_prefill(self.site, self.workload, rate, size) * size)
         prefill = least_prefill(self.site, self.workload, rate, prefill_tp) * AMPLE
         least = least_decode(self.site, self.workload, rate, tp)
@@ -356,13 +342,13 @@ class Planner:
         return _least(met, least, (self.gpus - 1) // tp)
 
     def _cheapest(self, gpus: Callable[[int], int]) -> int:
-        """Of the sizes that hold as many requests as must be good: the partner is not to be what refuses them."""
+        """Return the cheapest size that holds `attainment` of the requests, so that it does not reject them."""
         tokens = self.workload.tokens(self.attainment)
         roomy = [size for size in self.site.profile.sizes if self.site.room(size) >= tokens]
         return min(roomy or self.site.profile.sizes, key=gpus)
 
     def _colocated(self, rate: float, chunks: Iterable[int]) -> Tried | None:
-        """The fewest GPUs over all chunk sizes; of those with as few, the highest attainment."""
+        """Return the layout with the fewest GPUs over all chunk sizes. A tie goes to the highest attainment."""
         best: Tried | None = None
         for tp in self.site.profile.sizes:
             least = max(f(self.site, self.workload, rate, tp) for f in (least_prefill, least_decode))
@@ -373,7 +359,7 @@ class Planner:
         return best
 
     def _colocated_least(self, rate: float, least: Shape, best: Tried | None) -> Tried | None:
-        """From `least` workers on. With a `best` one already, whether that many meet the goal comes first."""
+        """Search upwards from `least` workers. First check whether as few GPUs suffice."""
 
         def tried(workers: int) -> Tried:
             return self.attempt(replace(least, decode=workers), rate, "colocated")
@@ -396,7 +382,7 @@ def _order(tried: Tried) -> tuple[int, float]:
 
 
 def _least(met: Callable[[int], bool], least: int, most: int) -> int | None:
-    """The smallest number from `least` to `most` for which it holds, if it holds for all above too."""
+    """Return the smallest number from `least` to `most` that meets a monotone condition, or None."""
     high = next((count for count in _doubling(least, most) if met(count)), None)
     if high is None:
         return None
@@ -408,7 +394,7 @@ def _least(met: Callable[[int], bool], least: int, most: int) -> int | None:
 
 
 def _doubling(least: int, most: int) -> Iterator[int]:
-    """`least` and ever larger steps above it; `most` is the last."""
+    """Yield `least`, then numbers at doubling distances, then `most`."""
     count, step = least, 1
     while count < most:
         yield count

@@ -1,4 +1,4 @@
-"""What `--what-if` says, such as `prefill=2,decode=1,fault=death:prefill-0@10`, as a shape and faults."""
+"""Parser for `--what-if`, such as `prefill=2,decode=1,fault=death:prefill-0@10`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ALLOWED = "death:WORKER@SECONDS, slow:WORKER@FROM-UNTILxFACTOR or link:WORKER@F
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """One layout. `scale`: how many times the load comes, when `workers` made more of the pools."""
+    """One layout with faults. `scale`: factor of the load, if `workers` scaled the pools."""
 
     shape: Shape
     faults: tuple[Fault, ...] = ()
@@ -25,7 +25,7 @@ class WhatIf:
 
 
 def parse_what_if(text: str, like: Shape) -> WhatIf:
-    """What the text leaves out is as in `like`. Raises ConfigError naming the key, its value and what is allowed."""
+    """Parse a layout; missing keys come from `like`. Raises ConfigError with key, value and allowed values."""
     numbers: dict[str, int] = {}
     faults = []
     for part in text.split(","):
@@ -58,7 +58,7 @@ def _shape(numbers: dict[str, int], like: Shape) -> Shape:
 
 
 def _check(numbers: dict[str, int], shape: Shape) -> None:
-    """Nothing is said that such a layout does not have."""
+    """Raise ConfigError for a key that such a layout does not have."""
     if shape.prefill and "chunk" in numbers:
         chunk = numbers["chunk"]
         raise ConfigError(f"--what-if: chunk: must be left out without colocated workers, got {chunk}")

@@ -1,4 +1,4 @@
-"""How fast this process reads memory: the best of several ways, since the best is the limit."""
+"""Memory read speed of this process: the best of several ways, because the best is the limit."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).with_name("read.c")
 STREAMS = (1, 4, 8)
 HUGE = 2 << 20
-LEAST_S = 0.05  # a shorter measurement is mostly its own start
+LEAST_S = 0.05  # shorter measurements mostly measure their own start
 
 
 class Reader:
-    """A buffer of at least `size` bytes in huge pages where the system gives them, and ways to read it."""
+    """A buffer of at least `size` bytes, in huge pages if possible, and ways to read it."""
 
     def __init__(self, size: int, threads: int, cache: Path) -> None:
         self._size = -(-size // HUGE) * HUGE
@@ -32,7 +32,7 @@ class Reader:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         whole = torch.frombuffer(self._map, dtype=torch.float32)
         skip = -whole.data_ptr() % HUGE // 4
-        self._data = whole[skip : skip + self._size // 4].fill_(1.0)  # memory that was never written is not there
+        self._data = whole[skip : skip + self._size // 4].fill_(1.0)  # pages exist only after a write
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads)
         self._ways: dict[str, Callable[[int], object]] = {"torch.sum": self._torch_sum}
@@ -41,7 +41,7 @@ class Reader:
             self._ways |= {f"C, {n} streams a thread": self._c_loop(library, f"read_{n}") for n in STREAMS}
 
     def measure(self, repeats: int = 3) -> dict[str, float]:
-        """Bytes a second of each way, the best of `repeats`."""
+        """Return bytes per second of each way, the best of `repeats`."""
         return {name: max(self._rate(way) for _ in range(repeats)) for name, way in self._ways.items()}
 
     def _rate(self, way: Callable[[int], object]) -> float:
@@ -73,7 +73,7 @@ def _seconds(way: Callable[[int], object], passes: int) -> float:
 
 
 def _compiled(cache: Path) -> ctypes.CDLL | None:
-    """The C loop, compiled for this machine; None without a C compiler."""
+    """Return the C loop, compiled for this machine, or None without a C compiler."""
     compiler, library = shutil.which("cc"), cache / "read.so"
     if compiler is None:
         return None

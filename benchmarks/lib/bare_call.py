@@ -1,4 +1,4 @@
-"""What any streamed gRPC call costs on this machine, whoever is called: a server that answers at once."""
+"""Cost of any streamed gRPC call on this machine: a server that answers immediately."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from benchmarks.lib.protocol import ROOT
 
 
 class Bare(InferenceServicer):
-    """Says one token, and ends."""
+    """Sends one token and ends."""
 
     async def Generate(  # type: ignore[override]
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """Two messages, as short as those of a real answer."""
+        """Send two messages, as short as those of a real answer."""
         await context.write(pb.GenerateEvent(request_id="bare", tokens=pb.Tokens(ids=[1], text="a")))
         await context.write(pb.GenerateEvent(request_id="bare", seq=1, completed=pb.Completed()))
 
 
 @contextlib.contextmanager
 def bare_server() -> Iterator[str]:
-    """Its address, while a process of its own serves there."""
+    """Run the server in a separate process and yield its address."""
     argv = [sys.executable, "-m", "benchmarks.lib.bare_call"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
@@ -43,7 +43,7 @@ def bare_server() -> Iterator[str]:
 
 
 async def serve() -> None:
-    """Until the process is ended."""
+    """Serve until the process is ended."""
     server = aio_server(link=PUBLIC)
     add_InferenceServicer_to_server(Bare(), server)  # type: ignore[abstract]
     address = bind(server, "127.0.0.1:0")

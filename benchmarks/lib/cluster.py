@@ -1,4 +1,4 @@
-"""A cluster of plain processes that a benchmark starts for itself."""
+"""A cluster of plain processes for a benchmark."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from benchmarks.lib.protocol import ROOT
 
 @contextlib.contextmanager
 def cluster(name: str, *sets: str) -> Iterator[ClusterState]:
-    """A running cluster of this name on the oracle engine, gone at the end, also that by SIGTERM. `sets` are KEY=VALUE,
-    as for `baton up`.
-    """
+    """Run a cluster on the oracle engine until the end of the context or SIGTERM. `sets` are KEY=VALUE (`baton up`)."""
     with _ended_in_order(), tempfile.TemporaryDirectory(prefix=f"baton-{name}-") as home:
         env = {**os.environ, "BATON_HOME": home, "PYTHONPATH": str(ROOT)}
         baton = [sys.executable, "-m", "baton"]
@@ -37,7 +35,7 @@ def cluster(name: str, *sets: str) -> Iterator[ClusterState]:
 
 @contextlib.contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """SIGTERM ends this process as ^C does, not at once: else what it started would go on."""
+    """Turn SIGTERM into SystemExit, because an immediate end would leave started processes running."""
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield

@@ -1,4 +1,4 @@
-"""One engine under a closed load, of which a share is deterministic; and another way to be so, to compare with."""
+"""One engine under a closed load with a share of deterministic requests, and a fixed-shape alternative."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`running` of these (prompt, answer) lengths at once, all there from the beginning; a share is deterministic."""
+    """Queued requests of (prompt, answer) lengths. `running` of them run together, and a `share` is deterministic."""
 
     lengths: tuple[tuple[int, int], ...]
     running: int
@@ -34,7 +34,7 @@ class Load:
 
 @dataclass(slots=True)
 class Took:
-    """Seconds of one run, of each request to its first token and its end, and between tokens (spread evenly)."""
+    """Seconds of one run, of each request to its first token and end, and between tokens (spread evenly)."""
 
     seconds: float
     tokens: int
@@ -49,7 +49,7 @@ class Took:
 
 
 class FixedDecode:
-    """A backend whose every decode step has the same shape: `rows` rows, padded with some that nobody reads."""
+    """A backend with one shape for all decode steps: `rows` rows, with unused padding."""
 
     def __init__(self, backend: ModelBackend, rows: int, spare: int) -> None:
         self._backend, self._rows, self._spare = backend, rows, spare
@@ -58,7 +58,7 @@ class FixedDecode:
         return getattr(self._backend, name)
 
     def forward(self, batch: Batch, kv: Any) -> torch.Tensor:
-        """The backend's, of a batch of the full size if it only decodes."""
+        """Run the backend. Pads a batch that only decodes to full size."""
         missing = self._rows - len(batch.query_lens)
         if max(batch.query_lens) > 1 or not missing:
             return self._backend.forward(batch, kv)
@@ -81,7 +81,7 @@ class FixedDecode:
 def engine_of(
     backend: ModelBackend, tokenizer: Tokenizer, load: Load, shapes: FixedShapes, *, fixed_decode: bool = False
 ) -> Engine:
-    """With room for all that run at once, and no prefix cache."""
+    """Return an engine with capacity for all running requests, and no prefix cache."""
     size = backend.layout.block_size
     blocks = load.running * (max(prompt + answer for prompt, answer in load.lengths) // size + 2)
     chosen: Any = FixedDecode(backend, load.running, blocks) if fixed_decode else backend
@@ -89,7 +89,7 @@ def engine_of(
 
 
 def run(engine: Engine, load: Load) -> Took:
-    """All requests, from the first step to the last end."""
+    """Run all requests, from the first step to the last end."""
     engine.counters = Counters()
     asked = {HandoffId(f"r{i}", 1): spec for i, spec in enumerate(_specs(load, engine.backend.vocab_size))}
     first, last = dict[HandoffId, float](), dict[HandoffId, float]()

@@ -1,4 +1,4 @@
-"""What runs of one load with other shares of deterministic requests say: a table for people, ratios for programs."""
+"""Table and ratios of runs of one load with different shares of deterministic requests."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ HEADER = ("", "tokens/s", "of 0 % (spread)", "verify passes", "recomputed")
 TIMES = ("TTFT", "ITL", "E2E")
 KEYS = (
     *("throughput_10", "throughput_50", "throughput_100"),
+    # tests/e2e/test_determinism.py counts control_diverged.
     *("recomputed_share_100", "ttft_p99_ratio_100", "control_diverged"),
 )
 
 
 def table(runs: Runs) -> str:
-    """A line for each variant; the first is what the others are compared with, round by round."""
+    """Return a line per variant. The first variant is the baseline, round by round."""
     header = [*HEADER, *(f"{name}, ms" for name in TIMES), "p99 TTFT of 0 %"]
     return markdown(header, [_row(name, taken, _first(runs)) for name, taken in runs.items()])
 
 
 def figures(runs: Runs, prefix: str = "") -> dict[str, float]:
-    """Throughput by variant, and p99 of TTFT, both as ratios to the first: medians over the rounds."""
+    """Return throughput and p99 TTFT by variant, as ratios to the first: medians over the rounds."""
     base, found = _first(runs), dict[str, float]()
     for name, taken in runs.items():
         found[prefix + name] = round(median(_ratios(taken, base, _speed)), 4)
@@ -39,9 +40,7 @@ def figures(runs: Runs, prefix: str = "") -> dict[str, float]:
 
 
 def ratios(runs: Runs) -> dict[str, float | None]:
-    """Those that others rely on, with verify passes where a share was not measured without. `control_diverged` is
-    not measured here: tests/e2e/test_determinism.py counts it.
-    """
+    """Return the ratios that other programs use, with verify passes if a share was not measured without."""
     found: dict[str, float | None] = dict.fromkeys(KEYS)
     for share in (10, 50, 100):
         for name in (f"{share}% deterministic", f"{share}% deterministic, verify passes"):
@@ -76,7 +75,7 @@ def _row(name: str, taken: Sequence[Took], base: Sequence[Took]) -> list[str]:
 
 
 def _comparable(taken: Sequence[Took], base: Sequence[Took]) -> bool:
-    """Whether as many requests waited: with fewer in line the last one waits less."""
+    """Return whether equally many requests waited, because the last request of a shorter queue waits less."""
     return len(taken[0].ttft_s) == len(base[0].ttft_s)
 
 

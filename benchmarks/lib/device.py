@@ -1,4 +1,4 @@
-"""What one GPU does, timed by its own events: memory, matrix products, attention, and whole forwards of a model."""
+"""Speed of one GPU, timed by its own events: memory, matrix products, attention, and whole forwards of a model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROUNDS, PROBE_BYTES, GEMM_SIZE = 20, 4 << 30, 8192
 
 
 class Case(NamedTuple):
-    """One attention: which lengths, which cache, which heads."""
+    """Lengths, cache and heads of one attention."""
 
     queries: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -50,7 +50,7 @@ CASES = (
 
 
 def seconds(work: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """The median time of `work` on the device, after three runs that do not count."""
+    """Return the median time of `work` on the device, after three warm-up runs."""
     for _ in range(3):
         work()
     marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]  # type: ignore[no-untyped-call]
@@ -63,7 +63,7 @@ def seconds(work: Callable[[], object], rounds: int = ROUNDS) -> float:
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes per second: the better of reading alone and of copying."""
+    """Return bytes per second: the better of reading and copying."""
     source = torch.zeros(PROBE_BYTES // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     read = source.nbytes / seconds(source.sum)
@@ -71,7 +71,7 @@ def bandwidth(device: torch.device) -> float:
 
 
 def gemm_rate(device: torch.device, shapes: Sequence[tuple[int, int, int]]) -> float:
-    """Operations per second of the fastest bfloat16 product: a large square one, and these (M, K, N)."""
+    """Return operations per second of the fastest bfloat16 product: a large square one, and these (M, K, N)."""
 
     def rate(m: int, k: int, n: int) -> float:
         a, b = (torch.randn(size, dtype=torch.bfloat16, device=device) for size in ((m, k), (n, k)))
@@ -82,12 +82,12 @@ def gemm_rate(device: torch.device, shapes: Sequence[tuple[int, int, int]]) -> f
 
 
 def model_of(shape: Shape, device: torch.device, block_size: int) -> TransformerBackend:
-    """A bfloat16 model of this shape with random weights."""
+    """Return a bfloat16 model of this shape with random weights."""
     return random_model(settings_of(shape, 8192), device=device, dtype="bfloat16", block_size=block_size)
 
 
 def batch_of(queries: Sequence[int], contexts: Sequence[int], block_size: int, device: torch.device) -> Batch:
-    """Sequences with blocks of their own, in no order; the first block is nobody's."""
+    """Return a batch of sequences with separate blocks in random order. The first block is unused."""
     counts = [-(-context // block_size) for context in contexts]
     blocks = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)) + 1
     tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
@@ -104,7 +104,7 @@ def batch_of(queries: Sequence[int], contexts: Sequence[int], block_size: int, d
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
-    """The same batch there."""
+    """Return the batch on the device."""
     return replace(
         batch,
         token_ids=batch.token_ids.to(device),
@@ -118,7 +118,7 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def attention_error(case: Case, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> float:
-    """The largest difference to the torch reference in float32, for values of about 1."""
+    """Return the largest difference to the torch reference in float32, for values of about 1."""
     batch = batch_of(case.queries, case.contexts, case.block_size, device)
     blocks = int(batch.block_tables.max()) + 1
     generator = torch.Generator().manual_seed(2)
@@ -136,7 +136,7 @@ def attention_error(case: Case, kernels: Kernels, device: torch.device, dtype: t
 
 
 def decode_seconds(model: TransformerBackend, rows: int, context: int, *, graphs: bool) -> float:
-    """One decode step of `rows` sequences, each with `context` positions of KV."""
+    """Return the seconds of a decode step of `rows` sequences with `context` positions of KV each."""
     batch = batch_of([1] * rows, [context] * rows, model.layout.block_size, model.device)
     kv = _cache(model, batch)
     if not graphs:
@@ -148,7 +148,7 @@ def decode_seconds(model: TransformerBackend, rows: int, context: int, *, graphs
 
 
 def prefill_seconds(model: TransformerBackend, tokens: int) -> float:
-    """One prompt in one forward."""
+    """Return the seconds of one prompt in one forward."""
     batch = batch_of([tokens], [tokens], model.layout.block_size, model.device)
     kv = _cache(model, batch)
     return seconds(lambda: model.forward(batch, kv), rounds=5)

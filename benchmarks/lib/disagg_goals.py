@@ -1,4 +1,4 @@
-"""The goals that answers are judged by, from tight to loose, and who carries how much under each."""
+"""Goals for answers, from tight to loose, and the goodput of each side under each goal."""
 
 from __future__ import annotations
 
@@ -13,56 +13,53 @@ from benchmarks.lib.disagg_run import SPLIT
 if TYPE_CHECKING:
     from benchmarks.lib.disagg_figures import Phase
 
-PATIENCE = 5.0  # times what the first token of a long prompt takes alone
-GOALS = (1.25, 1.4, 1.5, 1.6, 1.7, 1.8, 2.0, 2.2, 2.5, 3.0, 4.0, 6.0, 10.0, 30.0)  # times the usual gap
-AIM = 1.6  # times the usual gap: the ITL that routers are told to keep, and the goal that counts
+PATIENCE = 5.0  # TTFT limit, as a multiple of that of a lone long prompt
+GOALS = (1.25, 1.4, 1.5, 1.6, 1.7, 1.8, 2.0, 2.2, 2.5, 3.0, 4.0, 6.0, 10.0, 30.0)  # multiples of the usual gap
+AIM = 1.6  # multiple of the usual gap: the ITL goal of routers, and the main goal
 
 
 def slo_of(alone: Slo, itl: float, percentile: int | None, patience: float = PATIENCE) -> Slo:
-    """So many times the usual gap, and the usual first token."""
+    """Return an SLO in multiples of the usual gap and TTFT."""
     return Slo(alone.ttft_s * patience, alone.itl_s * itl, percentile)
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """An SLO, and the goodput of the split side under it, of each colocated one, and of other engines."""
+    """An SLO, and the goodput of the split side, each colocated side and other engines under it."""
 
     times: float
     slo: Slo
-    lowest: float  # requests/s that were tried
+    lowest: float  # lowest measured requests/s
     split: float
     colocated: dict[str, float]
     peers: dict[str, float]
 
     @property
     def best(self) -> str:
-        """The colocated side with the most goodput."""
+        """The colocated side with the highest goodput."""
         return max(self.colocated, key=lambda side: self.colocated[side])
 
     @property
     def ratio(self) -> float:
-        """Above 1: splitting is better. nan: nobody keeps to it.
-
-        A lower bound if only the split side does: the other one carries less than was tried.
-        """
+        """Goodput of splitting over the best colocated side, or nan. A lower bound if only splitting meets the goal."""
         theirs = self.colocated[self.best]
         return self.split / (theirs or self.lowest) if theirs or self.split else math.nan
 
     @property
     def told(self) -> str:
-        """The ratio."""
+        """The ratio as text."""
         if math.isnan(self.ratio):
             return "-"
         return f"{self.ratio:.2f}" if self.colocated[self.best] else f"over {self.ratio:.2f}"
 
 
 def sides_of(phases: list[Phase]) -> list[str]:
-    """The split one first, then by chunk, other engines last."""
+    """Return the split side first, then colocated ones by chunk, and other engines last."""
     return sorted({phase.side for phase in phases}, key=lambda side: (side != SPLIT, side[0], len(side), side))
 
 
 def goals(phases: list[Phase], alone: Slo, percentile: int | None, patience: float = PATIENCE) -> list[Goal]:
-    """From the tightest ITL to the loosest."""
+    """Return all goals, from the tightest ITL to the loosest."""
     found = []
     lowest = min(phase.rate for phase in phases)
     by_side = {side: [phase for phase in phases if phase.side == side] for side in sides_of(phases)}
@@ -76,13 +73,13 @@ def goals(phases: list[Phase], alone: Slo, percentile: int | None, patience: flo
 
 
 def tightest(found: list[Goal]) -> Goal:
-    """That both sides keep at some rate, of those that count or are looser; the loosest if there is none."""
+    """Return the tightest goal, from the main one on, that both sides meet at some rate, or the loosest goal."""
     kept = (goal for goal in found if goal.times >= AIM and goal.split and goal.colocated[goal.best])
     return next(kept, found[-1])
 
 
 def aimed(found: list[Goal]) -> Goal:
-    """That routers are told to keep."""
+    """Return the goal of the routers."""
     return next(goal for goal in found if goal.times == AIM)
 
 

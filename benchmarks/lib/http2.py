@@ -1,11 +1,10 @@
-"""Calls of gRPC over a plain socket: as much of HTTP/2 as a load generator needs, at a few microseconds a message.
+"""gRPC calls over a plain socket: the part of HTTP/2 that a load generator needs, at a few microseconds per message.
 
-A load generator must not be what a benchmark measures, and grpc.aio costs a client more for each message of a stream
-than a router needs to produce it; `h2` is no cheaper, and compiled load generators are not there on every machine. So
-frames are read by hand here. What is sent is constant but for the request; what comes is taken apart, flow control,
-PING and SETTINGS are answered, and what gRPC never sends (padding, pushes, compression that nobody asked for) is an
-error. Headers are never decoded: without a dynamic table, which is forbidden to the server, gRPC writes its status as
-plain bytes, and one that is not found is an error as well.
+The load generator must not limit the measurement. A grpc.aio client spends more time per message than a router needs to
+produce it, `h2` is no cheaper, and compiled load generators are not always available. Only the request in sent frames
+varies. Received frames are parsed, and flow control, PING and SETTINGS are answered. Frames that gRPC never sends
+(padding, pushes, unrequested compression) are errors. Headers are never decoded: the server may not use a dynamic
+table, so gRPC writes its status as plain bytes. A missing status is an error.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import struct
 from collections import deque
 from typing import Protocol
 
-_FRAME = struct.Struct(">HBBBI")  # its length in two parts, type, flags, stream
-_PREFIX = struct.Struct(">BI")  # of a message: compressed, its length
+_FRAME = struct.Struct(">HBBBI")  # length in two parts, type, flags, stream
+_PREFIX = struct.Struct(">BI")  # of a message: compressed flag, length
 _DATA, _HEADERS, _RESET, _SETTINGS, _PING, _GOAWAY, _WINDOW, _CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
 _PRIORITY, _PUSH = 2, 5
 _ACK = _END_STREAM = 0x1
@@ -25,48 +24,45 @@ _END_HEADERS, _PADDED, _PRIORITISED = 0x4, 0x8, 0x20
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _TABLE, _NO_PUSH, _STREAM_WINDOW = 1, 2, 4  # settings
 _FIRST_WINDOW, _LARGEST_WINDOW, _LARGEST_FRAME = 65535, 2**31 - 1, 16384
-_RENEW = 2**24  # bytes read until the connection's window is opened again
+_RENEW = 2**24  # bytes read before the connection's window is renewed
 _STATUS = re.compile(rb"\x0bgrpc-status[\x01\x02](\d{1,2})")
 _READ = 2**18
 
 
 class LoadFailed(RuntimeError):
-    """What came is not what was asked for."""
+    """The server's answer is not the expected one."""
 
 
 class Calls(Protocol):
-    """Who made the calls of a connection."""
+    """Receiver of a connection's messages."""
 
     def received(self, stream: int, message: bytes) -> None:
-        """One whole message."""
+        """Handle one whole message."""
 
     def ended(self, stream: int, status: int) -> None:
-        """Nothing more comes; `status` is gRPC's, 0 is success."""
+        """Handle the end of a stream. `status` is the gRPC status, and 0 is success."""
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    """A frame as it is sent."""
+    """Return an encoded frame."""
     size = len(payload)
     return _FRAME.pack(size >> 8, size & 0xFF, kind, flags, stream) + payload
 
 
 class Connection:
-    """Calls of one method, each with one request and a stream of answers; `calls` hears of them during `receive`.
-
-    `address` is `host:port`, `method` as in `/package.Service/Method`. Close it with `close`.
-    """
+    """Calls of one method (`/package.Service/Method`) to `host:port`, each with one request and streamed answers."""
 
     def __init__(self, address: str, method: str, calls: Calls) -> None:
         self._calls = calls
         self._headers = _request_headers(method.encode(), address.encode())
         self._next = 1
-        self._room = _FIRST_WINDOW  # bytes that the server lets this side send
+        self._room = _FIRST_WINDOW  # send window in bytes
         self._stream_room = _FIRST_WINDOW
-        self._waiting: deque[tuple[int, bytes]] = deque()  # requests for which there is no room yet
-        self._read = 0  # bytes since the connection's window was opened
-        self._rest = b""  # of what was read: the beginning of a frame
-        self._partial: dict[int, bytes] = {}  # by stream: the beginning of a message
-        self._block, self._ends = b"", False  # headers that go on in another frame
+        self._waiting: deque[tuple[int, bytes]] = deque()  # requests beyond the send window
+        self._read = 0  # bytes since the last window renewal
+        self._rest = b""  # beginning of an incomplete frame
+        self._partial: dict[int, bytes] = {}  # beginning of an incomplete message, by stream
+        self._block, self._ends = b"", False  # headers that continue in another frame
         host, _, port = address.rpartition(":")
         self.socket = socket.create_connection((host, int(port)))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -78,7 +74,7 @@ class Connection:
         self.socket.close()
 
     def call(self, request: bytes) -> int:
-        """Begin a call; its stream's number. It is sent as soon as the server's window has room for it."""
+        """Start a call and return its stream number. The request is sent when the server's window allows it."""
         body = _PREFIX.pack(0, len(request)) + request
         if len(body) > min(self._stream_room, _LARGEST_FRAME):
             raise LoadFailed(f"a request of {len(request)} bytes does not fit into one frame")
@@ -95,7 +91,7 @@ class Connection:
             self.socket.sendall(head + frame(_DATA, _END_STREAM, stream, body))
 
     def receive(self) -> None:
-        """Read what is there, at least something. Raises LoadFailed."""
+        """Read the available bytes, at least one, and deliver messages to `calls`. Raises LoadFailed."""
         new = self.socket.recv(_READ)
         if not new:
             raise LoadFailed("the server closed the connection")
@@ -126,7 +122,7 @@ class Connection:
             raise LoadFailed(f"the server gave up stream {stream}: frame of type {kind}, {payload!r}")
 
     def _on_data(self, flags: int, stream: int, payload: bytes) -> None:
-        if flags:  # gRPC pads nothing, and ends a stream with trailers
+        if flags:  # gRPC does not pad, and ends a stream with trailers
             raise LoadFailed(f"stream {stream}: data with the flags {flags}")
         self._read += len(payload)
         if self._read >= _RENEW:
@@ -166,7 +162,7 @@ class Connection:
 
 
 def _request_headers(method: bytes, authority: bytes) -> bytes:
-    """Names of the static table, and literals that are not to be remembered."""
+    """Return headers from the static table, and literals outside of the dynamic table."""
     post_over_http = b"\x83\x86"
     path, host = bytes([4, len(method)]) + method, bytes([1, len(authority)]) + authority
     own = ((b"content-type", b"application/grpc"), (b"te", b"trailers"))

@@ -1,4 +1,4 @@
-"""How long prompts and answers of real conversations are: from a trace that was published, if it is here."""
+"""Lengths of prompts and answers in real conversations, from a published trace, if available."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
     Lengths = tuple[tuple[int, int], ...]
 
-LONGEST = 512, 256  # tokens of a prompt, and of an answer: what is longer is cut to this
-SHORTEST = 2  # tokens of an answer: one alone has no gap between tokens
+LONGEST = 512, 256  # tokens of a prompt and of an answer; longer ones are cut
+SHORTEST = 2  # tokens of an answer: a single one has no gap
 
 
 def read_trace(path: Path) -> Lengths:
-    """(prompt, answer) in tokens of each request of an Azure LLM inference trace (`AzureLLMInferenceTrace_conv.csv` of
-    Azure/AzurePublicDataset, 2023), cut to `LONGEST`. Raises OSError, or ValueError for a file that is none.
+    """Return (prompt, answer) tokens of each request of an Azure LLM inference trace (`AzureLLMInferenceTrace_conv.csv`
+    of Azure/AzurePublicDataset, 2023), cut to `LONGEST`. Raises OSError, or ValueError for another file.
     """
     with path.open(newline="") as file:
         rows = csv.DictReader(file, restval="")
@@ -32,5 +32,5 @@ def read_trace(path: Path) -> Lengths:
 
 
 def sampled(trace: Lengths, count: int, rng: random.Random) -> Lengths:
-    """So many of them, none twice as long as there are enough."""
+    """Return `count` random requests, without repetition if there are enough."""
     return tuple(rng.sample(trace, count) if count <= len(trace) else rng.choices(trace, k=count))

@@ -1,7 +1,7 @@
-"""The machine as a competitor: the least time that each point could take, at what this process measures here and now.
+"""The machine's limit as a competitor: the least time of each point at speeds measured in this process.
 
-A decode step reads each weight and the KV once, at the memory's speed. A prompt takes its operations at the speed of
-the fastest matrix product among the model's own shapes.
+A decode step reads each weight and the KV once, at the memory's speed. A prompt runs its operations at the speed of the
+fastest matrix product among the model's shapes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from benchmarks.lib.protocol import Answer, Handler, Setup
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-GEMM_S = 0.1  # the least time over which one product is measured
+GEMM_S = 0.1  # least duration of measuring one product
 
 
 class Limits:
-    """The two measurements, answered as an engine would."""
+    """The two measurements, with the answers of an engine."""
 
     def __init__(self, setup: Setup) -> None:
         self._shape = read_shape(Path(setup.model))
@@ -36,7 +36,7 @@ class Limits:
         self._reader = Reader(weights, setup.threads, Path(setup.cache))
 
     def prefill(self, tokens: int, repeats: int) -> Answer:
-        """The seconds of a prompt's operations at the best rate, and all rates in operations a second."""
+        """Return the seconds of a prompt's operations at the best rate, and all rates in operations per second."""
         rates: dict[str, float] = {}
         for inputs, outputs in self._shape.linears:
             for name, product in self._products(tokens, inputs, outputs).items():
@@ -45,7 +45,7 @@ class Limits:
         return _answer(rates, self._shape.prefill_flops(tokens))
 
     def decode(self, batch: int, context: int, steps: int) -> Answer:
-        """The seconds of a step's reads at the best rate, and all rates in bytes a second."""
+        """Return the seconds of a step's reads at the best rate, and all rates in bytes per second."""
         del steps
         return _answer(self._reader.measure(), self._shape.decode_bytes(batch, context, self._itemsize))
 
@@ -74,7 +74,7 @@ def _seconds_each(call: Callable[[], object]) -> float:
 
 
 def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
-    """What `serve` needs."""
+    """Return the version and the handlers for `serve`."""
     torch.set_num_threads(setup.threads)
     limits = Limits(setup)
     return {"version": f"torch {torch.__version__}"}, {"prefill": limits.prefill, "decode": limits.decode}

@@ -1,4 +1,4 @@
-"""What a result was measured on."""
+"""Description of the machine of a measurement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
 def machine() -> dict[str, str]:
-    """Processor, memory, system and versions, in words."""
+    """Return processor, memory, system and versions as text."""
     cpu = _cpu()
     flags = [flag for flag in FLAGS if flag in cpu.get("flags", "").split()]
     return {
@@ -40,7 +40,7 @@ def _huge_pages() -> str:
 
 
 def _revision() -> str:
-    """The commit, and whether files differ from it."""
+    """Return the commit, with a mark if files differ from it."""
     try:
         run = subprocess.run(
             ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""Run the engines of one setting side by side, round by round, and collect their times."""
+"""Runs the engines of one setting side by side, round by round, and collects their times."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 OWN = {LIMIT: "benchmarks.lib.limits", BATON: "benchmarks.lib.subject"}
 START_S, ANSWER_S = 1200.0, 900.0
 GIB = 1 << 30
-RUNTIME_BYTES = 3 * GIB // 2  # what an engine takes beside weights and KV
-LOADING_COPIES = 1.2  # of the weights, while they are packed; one engine loads at a time
+RUNTIME_BYTES = 3 * GIB // 2  # memory of an engine beyond weights and KV
+LOADING_COPIES = 1.2  # of the weights, during packing; one engine loads at a time
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure in one setting. `steps` timed decode steps, `repeats` timed prompts, in each round."""
+    """Points to measure in one setting, with `steps` timed decode steps and `repeats` timed prompts per round."""
 
     points: Sequence[Point]
     rounds: int
@@ -41,13 +41,13 @@ class Plan:
 
     @property
     def kv_tokens(self) -> int:
-        """Room for KV that the largest point needs, and a block to spare for each sequence."""
+        """KV capacity for the largest point, with a spare block per sequence."""
         return max(point.positions + max(1, point.batch) * (self.steps + 64) for point in self.points)
 
 
 @dataclass(frozen=True)
 class Where:
-    """The model of a setting, its dtype, and the folders that the processes use."""
+    """The model of a setting, its dtype, and the folders of the processes."""
 
     model: Path
     dtype: str
@@ -56,7 +56,7 @@ class Where:
 
 
 class Comparison:
-    """The runs of all settings: samples, raw answers, versions, and why what is missing is missing."""
+    """The runs of all settings: samples, raw answers, versions, and the reasons for missing ones."""
 
     def __init__(self, peers: Sequence[str], plan: Plan) -> None:
         self.peers, self.plan = peers, plan
@@ -67,7 +67,7 @@ class Comparison:
         self._pythons = dict.fromkeys(OWN, sys.executable)
 
     def install(self, cache: Path) -> None:
-        """Make the environments of the peers. One that cannot be made is noted as missing."""
+        """Make the environments of the peers. Failures are recorded as missing."""
         for name in self.peers:
             try:
                 self._pythons[name] = python_for(name, cache)
@@ -76,11 +76,11 @@ class Comparison:
         self.peers = [name for name in self.peers if name in self._pythons]
 
     def run(self, setting: Setting, where: Where) -> None:
-        """Measure Baton and the limits together with as many peers at a time as memory has room for."""
+        """Measure Baton and the limits together with as many peers at a time as memory allows."""
         kv_tokens = self.plan.kv_tokens
         setup = Setup(str(where.model), where.dtype, setting.threads, kv_tokens, str(where.cache))
         fixed, each = memory_needs(where.model, where.dtype, kv_tokens)
-        room = int((psutil.virtual_memory().available - fixed) // each) - 1  # for peers, beside Baton
+        room = int((psutil.virtual_memory().available - fixed) // each) - 1  # for peers, in addition to Baton
         if room < 0:
             self.missing[f"{setting.size}, {setting.threads} threads"] = (
                 f"needs {(fixed + each) / GIB:.0f} GiB of memory"
@@ -137,26 +137,26 @@ class Comparison:
             answer = child.ask("decode", ANSWER_S, batch=point.batch, context=point.tokens, steps=self.plan.steps)
         else:
             answer = child.ask("prefill", ANSWER_S, tokens=point.tokens, repeats=1 + self.plan.repeats)
-            answer["seconds"] = answer["seconds"][-self.plan.repeats :]  # the first one wakes the caches up
+            answer["seconds"] = answer["seconds"][-self.plan.repeats :]  # the first one warms caches
         answer["other_load"] = round(other_load(before, busy_seconds(child.pid)), 3)
         answer["took_s"] = round(time.monotonic() - began, 1)
         return answer
 
 
 def sample_of(setting: Setting, engine: str, point: Point, number: int, answer: Answer) -> Sample:
-    """The medians of one answer."""
+    """Return the medians of one answer."""
     forward = answer.get("forward")
     shares = [inside / whole for inside, whole in zip(forward, answer["seconds"], strict=True)] if forward else []
     return Sample(setting, engine, point, number, median(answer["seconds"]), median(shares) if shares else None)
 
 
 def grouped(peers: Sequence[str], room: int) -> list[list[str]]:
-    """Peers in groups of at most `room`; one group at least, which is empty if there is no room."""
+    """Return peers in groups of at most `room`. Without room or peers there is one empty group."""
     return [list(peers[i : i + room]) for i in range(0, len(peers), room)] if room > 0 and peers else [[]]
 
 
 def memory_needs(model: Path, dtype: str, kv_tokens: int) -> tuple[int, int]:
-    """About how many bytes the limits and the loading of one engine need, and each engine that is loaded."""
+    """Return about how many bytes the limits and the loading of one engine need, and each loaded engine."""
     shape, itemsize = read_shape(model), ITEMSIZE[dtype]
     weights = shape.read_params * itemsize
     each = weights + shape.head_params * itemsize + shape.kv_bytes(kv_tokens, itemsize) + RUNTIME_BYTES
@@ -164,13 +164,13 @@ def memory_needs(model: Path, dtype: str, kv_tokens: int) -> tuple[int, int]:
 
 
 def busy_seconds(pid: int) -> tuple[float, float, float]:
-    """CPU seconds since boot: of the machine in all, of these in use, and of these by process `pid`."""
+    """Return CPU seconds since boot: of the machine, of these in use, and of these by process `pid`."""
     times, own = psutil.cpu_times(), psutil.Process(pid).cpu_times()
     total = sum(times[:8])
     return total, total - times.idle - getattr(times, "iowait", 0.0), own.user + own.system
 
 
 def other_load(before: tuple[float, float, float], after: tuple[float, float, float]) -> float:
-    """The share of the machine's CPU time that went to anything but the measured process."""
+    """Return the share of the machine's CPU time outside of the measured process."""
     total, busy, own = (now - then for then, now in zip(before, after, strict=True))
     return min(1.0, max(0.0, busy - own) / total) if total > 0 else 0.0

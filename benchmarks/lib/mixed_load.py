@@ -1,9 +1,8 @@
-"""A load of two kinds: streams of short prompts and long answers, and long prompts with short answers among them.
+"""A load of two kinds: streams with short prompts and long answers, and documents with the opposite.
 
-How long a prompt is for those who decode beside it counts in decode steps, and depends on the machine: while the
-weights are read once, one of these cores computes about 16 tokens of a prompt, a GPU some hundreds. So 256 tokens are
-16 steps here, as several thousand are there. With prompts of 1,024 tokens there are so few for the same work that
-percentiles of gaps hardly see them.
+A prompt delays decoding by a number of decode steps that depends on the machine. In the time of reading the weights
+once, a core here computes about 16 prompt tokens, and a GPU some hundreds. So 256 tokens are 16 steps here, like
+several thousand tokens on a GPU. Prompts of 1,024 tokens would be too few to show in percentiles of gaps.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Tokens of a request, and how many of a hundred requests are of this kind."""
+    """Tokens of a request, and the percentage of requests of this kind."""
 
     name: str
     prompt_tokens: int
@@ -31,14 +30,12 @@ class Kind:
 
 STREAM = Kind("stream", 32, 128, 33)
 DOCUMENT = Kind("document", 256, 32, 67)
-Kinds = tuple[Kind, Kind]  # the first: streams
+Kinds = tuple[Kind, Kind]  # streams first
 KINDS: Kinds = (STREAM, DOCUMENT)
 
 
 def kinds_of(lengths: str) -> Kinds:
-    """The same two with other tokens: those of a stream's prompt and answer, then of a document's, as "32,128,256,32".
-    ArgumentTypeError: it is not that.
-    """
+    """Parse tokens of a stream's prompt and answer, then a document's: "32,128,256,32". Raises ArgumentTypeError."""
     numbers = [int(part) if part.isdecimal() else 0 for part in lengths.split(",")]
     if len(numbers) != 2 * len(KINDS) or min(numbers) < 2:
         raise argparse.ArgumentTypeError(f"four numbers of tokens from 2 on, with commas, are allowed, not {lengths}")
@@ -50,7 +47,7 @@ def kinds_of(lengths: str) -> Kinds:
 
 
 def arrivals(rate: float, seconds: float, seed: int, kinds: Kinds = KINDS) -> Iterator[tuple[float, Kind]]:
-    """Seconds from the start and kinds: Poisson, `rate` requests/s. The same seed gives the same load to all sides."""
+    """Yield arrival seconds and kinds: Poisson, `rate` requests/s. Equal seeds give equal loads on all sides."""
     rng = random.Random(f"{rate} {seconds} {seed}")
     at = rng.expovariate(rate)
     while at < seconds:
@@ -59,7 +56,7 @@ def arrivals(rate: float, seconds: float, seed: int, kinds: Kinds = KINDS) -> It
 
 
 def write_trace(path: Path, rate: float, seconds: float, seed: int, kinds: Kinds = KINDS) -> int:
-    """As `baton bench --trace` reads it. Returns how many requests there are."""
+    """Write a trace for `baton bench --trace`, and return its number of requests."""
     rows = [
         {"timestamp": round(at * 1e3, 3), "prompt_tokens": kind.prompt_tokens, "max_tokens": kind.max_tokens}
         for at, kind in arrivals(rate, seconds, seed, kinds)

@@ -1,4 +1,4 @@
-"""Checkpoints with random weights, in the Hugging Face layout: good for measuring speed, and for nothing else.
+"""Checkpoints with random weights in the Hugging Face layout, for measuring speed only.
 
 ``python -m benchmarks.lib.models CACHE [S M L] [--dtype bf16|fp32] [--tiny]`` makes them ahead of a run.
 """
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-SCALE = 0.02  # of the weights: small enough that bf16 stays finite through 22 layers
+SCALE = 0.02  # of the weights: bf16 stays finite through 22 layers
 CORPUS_FILES = 900
 
 
 def make_model(cache: Path, size: str, dtype: str, *, tiny: bool = False) -> Path:
-    """The folder of a model, made at the first call. A run that was cut off leaves nothing behind under its name."""
+    """Return the folder of a model, made at the first call. An aborted run leaves nothing under its name."""
     shape = (TINY if tiny else SIZES)[size]
     folder = cache / "models" / f"{'tiny-' if tiny else ''}{size}-{dtype}"
     if folder.is_dir():
@@ -102,7 +102,7 @@ def _descriptions(shape: Shape, dtype: str) -> dict[str, dict[str, object]]:
 
 
 def _tokenizer(cache: Path, vocab: int) -> Path:
-    """A byte-level BPE of exactly `vocab` entries, trained on the sources of Python's standard library."""
+    """Return a byte-level BPE of exactly `vocab` entries, trained on the sources of Python's standard library."""
     path = cache / "models" / f"tokenizer-{vocab}.json"
     if not path.is_file():
         tokenizer = Tokenizer(BPE())

@@ -1,4 +1,4 @@
-"""The tables as a picture, where matplotlib is installed. It is no dependency of Baton."""
+"""Plot of the tables. It needs matplotlib, which is no dependency of Baton."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def plot(measured: Measured, path: Path) -> bool:
-    """Write one panel for each setting, the kind of file by the suffix of `path`. False without matplotlib."""
+    """Write one panel per setting in the format of the suffix of `path`. Returns False without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         return False
     from matplotlib.figure import Figure
@@ -34,7 +34,7 @@ def plot(measured: Measured, path: Path) -> bool:
 
 
 def _panel(axes: Any, measured: Measured, setting: Setting) -> None:
-    """Speed of each engine as a share of the machine's limit at that point."""
+    """Plot the speed of each engine as a share of the machine's limit at that point."""
     engines = [BATON, *measured.peers]
     width = 0.8 / len(engines)
     for number, engine in enumerate(engines):

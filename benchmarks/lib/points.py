@@ -1,4 +1,4 @@
-"""What is measured at: prompts of a length, or decode steps of a batch at a context."""
+"""Measured points: prompts of a length, or decode steps of a batch at a context."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Point:
-    """`batch` 0: the first token of one prompt of `tokens`. Else: one decode step of `batch` sequences of `tokens`."""
+    """The first token of one prompt of `tokens` (`batch` 0), or a decode step of `batch` sequences of `tokens`."""
 
     tokens: int
     batch: int = 0
 
     @classmethod
     def parse(cls, label: str) -> Point:
-        """Inverse of `str`: P512 or B4@128. Raises ValueError."""
+        """Parse the format of `str`: P512 or B4@128. Raises ValueError."""
         if match := re.fullmatch(r"P([1-9]\d*)", label):
             return cls(int(match[1]))
         if match := re.fullmatch(r"B([1-9]\d*)@([1-9]\d*)", label):
@@ -27,7 +27,7 @@ class Point:
 
     @property
     def produced(self) -> int:
-        """Tokens that one measured time stands for."""
+        """Tokens per measured time."""
         return self.batch or self.tokens
 
     @property

@@ -1,9 +1,9 @@
-"""A measured process and the program that asks it: one JSON object a line, requests on stdin, answers on stdout.
+"""Protocol between a measured process and its parent: one JSON object per line, over stdin and stdout.
 
     parent: {"command": "decode", "batch": 4, ...}  ──>  child: {"seconds": [...]} or {"error": "..."}
 
-The first line is the child's own: what it is, once it is loaded. A child that is not asked is stopped (SIGSTOP), so
-that threads that spin for work cannot slow down the one that is measured.
+The child's first line describes it, once it is loaded. Idle children are stopped (SIGSTOP), so that their spinning
+threads do not slow down the measured one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 PR_SET_PDEATHSIG = 1
-KILL_S = 10.0  # until a killed process is gone
+KILL_S = 10.0  # for a killed process to end
 
 
 class ChildFailed(Exception):
@@ -39,7 +39,7 @@ class ChildFailed(Exception):
 
 @dataclass(frozen=True)
 class Setup:
-    """What a measured process needs to know. `kv_tokens` is the room for KV, `cache` a folder for what it converts."""
+    """Configuration of a measured process. `kv_tokens`: KV capacity; `cache`: folder for converted models."""
 
     model: str
     dtype: str
@@ -49,11 +49,11 @@ class Setup:
 
 
 def serve(load: Callable[[Setup], tuple[Answer, Mapping[str, Handler]]]) -> None:
-    """The life of a measured process: load, tell what it is, answer until stdin ends."""
-    if sys.platform == "linux":  # a stopped process would outlive a killed parent for ever
+    """Run a measured process: load, describe it, and answer until stdin ends."""
+    if sys.platform == "linux":  # a stopped process would outlive a killed parent
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever a library prints must not get between the answers
+    os.dup2(2, 1)  # keeps output of libraries out of the answers
     about, handlers = load(Setup(**json.loads(sys.argv[1])))
     print(json.dumps(about), file=answers)
     for line in sys.stdin:
@@ -63,13 +63,13 @@ def serve(load: Callable[[Setup], tuple[Answer, Mapping[str, Handler]]]) -> None
 def _answer(request: Answer, handlers: Mapping[str, Handler]) -> Answer:
     try:
         return handlers[request.pop("command")](**request)
-    except Exception as error:  # noqa: BLE001 - the boundary of a process: the parent decides what becomes of it
+    except Exception as error:  # noqa: BLE001 - process boundary: the parent handles the error
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
 class Child:
-    """One measured process, from the parent's side. Use as a context manager: it is killed at the end."""
+    """One measured process, from the parent's side. As a context manager it kills the process at the end."""
 
     def __init__(self, name: str, command: list[str], setup: Setup, log: Path) -> None:
         self.name, self._log = name, log
@@ -95,12 +95,12 @@ class Child:
         self._process.communicate()
 
     def start(self, timeout_s: float) -> None:
-        """Wait until it is loaded, then let it sleep. Raises ChildFailed."""
+        """Wait until it is loaded, then stop it. Raises ChildFailed."""
         self.about = self._read(timeout_s)
         self._signal(signal.SIGSTOP)
 
     def ask(self, command: str, timeout_s: float, **arguments: object) -> Answer:
-        """Wake it up, ask, let it sleep again. Raises ChildFailed."""
+        """Continue it, send a command, and stop it again after the answer. Raises ChildFailed."""
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
         try:
@@ -128,11 +128,11 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether it can still be asked."""
+        """Whether the process still runs."""
         return self._process.poll() is None
 
     def _failure(self, what: str) -> ChildFailed:
-        self._signal(signal.SIGKILL)  # an answer that comes too late must not be taken for the next one
+        self._signal(signal.SIGKILL)  # prevents a late answer from matching the next request
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(KILL_S)
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""A model with random weights and no files: made on the device, in the time that the device takes to draw them."""
+"""A model with random weights and no files, drawn on the device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class RandomCheckpoint:
-    """Stands in for `Checkpoint`: whatever tensor is asked for is there. Norms are near 1, matrices keep variance."""
+    """Stand-in for `Checkpoint` that has any requested tensor. Norms are near 1, and matrices keep variance."""
 
     folder = Path("random")
 
@@ -39,14 +39,14 @@ class RandomCheckpoint:
         return name not in self._missing
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Drawn on the device."""
+        """Return a tensor drawn on the device."""
         noise = torch.randn(shape, generator=self._generator, device=self._device)
         if "norm" in name:
             return noise.mul_(0.1).add_(1)
         return noise.mul_(0.5 if len(shape) == 1 or "embed" in name else shape[1] ** -0.5)
 
     def release(self, taken: Tensor) -> None:
-        """Nothing is mapped."""
+        """Do nothing, because nothing is mapped."""
 
 
 def random_model(
@@ -58,7 +58,7 @@ def random_model(
     kernels: Kernels | None = None,
     seed: int = 0,
 ) -> TransformerBackend:
-    """A Llama-like model of these config.json settings; `kernels` None: those that the device would get."""
+    """Return a Llama-like model with these config.json settings. By default, the device chooses the kernels."""
     config = parse_config(Fields("random", settings))
     missing = ("lm_head.weight",) if config.tied else ()
     checkpoint = cast("Checkpoint", RandomCheckpoint(device, seed, missing))
@@ -76,7 +76,7 @@ def random_model(
 
 
 def settings_of(shape: Shape, max_positions: int) -> dict[str, Any]:
-    """The config.json of a shape."""
+    """Return the config.json of a shape."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

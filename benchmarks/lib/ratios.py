@@ -1,7 +1,6 @@
-"""Measured times and what follows from them. Pure: no clock, no process.
+"""Measured times and figures computed from them, without clocks and processes.
 
-A time is kept with its round, and two engines are compared within a round, so that a machine that is busy for a while
-is busy for both.
+Engines are compared within a round, so that a busy machine affects both of them.
 """
 
 from __future__ import annotations
@@ -29,21 +28,18 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """One engine at one point in one round: the median time in seconds of a prompt or of a step.
-
-    `forward_share` is the part of a step that the model's forward took, where the engine tells it.
-    """
+    """One engine at one point in one round: the median seconds of a prompt or a step."""
 
     setting: Setting
     engine: str
     point: Point
     round: int
     seconds: float
-    forward_share: float | None = None
+    forward_share: float | None = None  # of the model's forward in a step, if the engine reports it
 
 
 class Measured:
-    """All samples of a run, looked up by what they are of."""
+    """All samples of a run, by setting, engine and point."""
 
     def __init__(self, samples: Iterable[Sample]) -> None:
         self.samples = list(samples)
@@ -61,26 +57,26 @@ class Measured:
 
     @property
     def peers(self) -> list[str]:
-        """The engines that are neither Baton nor the machine's limit."""
+        """Engines other than Baton and the machine's limit."""
         return [name for name in dict.fromkeys(s.engine for s in self.samples) if name not in {BATON, LIMIT}]
 
     def seconds(self, setting: Setting, engine: str, point: Point) -> list[float]:
-        """One time for each round that has it."""
+        """Return the time of each round."""
         return list(self._times.get((setting, engine, point), {}).values())
 
     def speed(self, setting: Setting, point: Point, other: str) -> float | None:
-        """How many times as fast Baton is as `other`: the median over the rounds that have both."""
+        """Return Baton's speed as a multiple of `other`: the median over the rounds with both."""
         mine = self._times.get((setting, BATON, point), {})
         theirs = self._times.get((setting, other, point), {})
         ratios = [theirs[number] / mine[number] for number in mine if number in theirs]
         return median(ratios) if ratios else None
 
     def speed_vs_best(self, setting: Setting, point: Point) -> float | None:
-        """`speed` against the fastest peer at this point."""
+        """Return `speed` against the fastest peer at this point."""
         return min(_known(self.speed(setting, point, peer) for peer in self.peers), default=None)
 
     def overhead(self, setting: Setting, point: Point) -> float | None:
-        """The share of a step that the engine spends outside the model's forward."""
+        """Return the share of a step outside the model's forward."""
         shares = _known(
             s.forward_share for s in self.samples if (s.setting, s.engine, s.point) == (setting, BATON, point)
         )
@@ -88,7 +84,7 @@ class Measured:
 
 
 def ratios(measured: Measured, *, with_peers: bool) -> dict[str, float | None]:
-    """The figures that others rely on, each the worst over the thread counts; None: not measured."""
+    """Return the figures that other programs use, each the worst over the thread counts. None means not measured."""
     found: dict[str, float | None] = {
         "decode_vs_bandwidth_1b": _worst(measured, "L", lambda s: measured.speed(s, DECODE_GOAL, LIMIT)),
         "prefill_vs_gemm_1b": _worst(measured, "L", lambda s: measured.speed(s, PREFILL_GOAL, LIMIT)),

@@ -1,4 +1,4 @@
-"""Results for people: Markdown tables, and the part of docs/performance.md that they fill."""
+"""Markdown tables of results, and the sections of docs/performance.md with them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = {LIMIT: "machine's limit", BATON: "**Baton**"}
 
 
 def tables(measured: Measured) -> str:
-    """One table for each setting: tokens/s with the spread over the rounds, then Baton's ratios."""
+    """Return a table per setting: tokens/s with the spread over the rounds, then Baton's ratios."""
     return "\n\n".join(_table(measured, setting) for setting in measured.settings)
 
 
@@ -44,7 +44,7 @@ def _table(measured: Measured, setting: Setting) -> str:
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, padded so that it can be read as it is."""
+    """Return a padded Markdown table."""
     body = list(rows)
     widths = [max(len(row[i]) for row in (header, *body)) for i in range(len(header))]
     lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *body)]
@@ -54,7 +54,7 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def ratio_table(figures: Mapping[str, float | None], missing: Mapping[str, str], *, with_peers: bool) -> str:
-    """The figures that others rely on, and the reason for each that is not there."""
+    """Return the figures that other programs use, with the reason for each missing one."""
     reason = "a size, point or engine that it needs was not measured"
     rows = [
         [key, "null" if value is None else f"{value:.3f}", "" if value is not None else _why(key, reason, with_peers)]
@@ -65,7 +65,7 @@ def ratio_table(figures: Mapping[str, float | None], missing: Mapping[str, str],
 
 
 def marks(section: str) -> tuple[str, str]:
-    """Where a section that a program writes begins and ends."""
+    """Return the begin and end marks of a generated section."""
     return f"<!-- {section}:begin -->", f"<!-- {section}:end -->"
 
 
@@ -73,7 +73,7 @@ BEGIN, END = marks("engine")
 
 
 def fill(text: str, content: str, section: str = "engine") -> str:
-    """`text` with what stands between the marks of `section` replaced. Raises ValueError without the marks."""
+    """Replace the content between the marks of `section`. Raises ValueError if the marks are missing."""
     begin, end = marks(section)
     before, found, rest = text.partition(begin)
     _, closed, after = rest.partition(end)
@@ -92,9 +92,9 @@ def finish(
     *,
     write_docs: bool,
 ) -> None:
-    """The end of `benchmarks/{name}.py`: print what was measured, put it into the section `name` of docs/performance.md
-    if that is wanted, and print the ratios that others rely on, and more figures, as the last line. None: not measured.
-    `load`: the machine's before it.
+    """Print the results of `benchmarks/{name}.py`, with `write_docs` put them into section `name` of
+    docs/performance.md, and print ratios and figures as the last line. None means not measured. `load`: the machine's
+    load before the run.
     """
     print(shown)
     if write_docs:
@@ -103,9 +103,7 @@ def finish(
 
 
 def write_section(page: str, name: str, argv: Sequence[str], load: float, shown: str, section: str = "") -> None:
-    """Put what `benchmarks/{name}.py` has measured into its section of a page in docs/, and what it was measured on.
-    `section`: another one than `name`.
-    """
+    """Put results and machine facts into a section of the docs/ page, by default the one named `name`."""
     path = ROOT / "docs" / page
     facts = [f"- command: {shlex.join(['python', f'benchmarks/{name}.py', *argv])}"]
     facts += [f"- load at the start: {load:.1f}", *(f"- {what}: {value}" for what, value in machine().items())]

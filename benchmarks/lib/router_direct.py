@@ -1,6 +1,6 @@
-"""A client that speaks to one prefill and one decode worker as a router does, with nothing in between.
+"""Client with a router's protocol, directly connected to one prefill and one decode worker.
 
-Either over streams that stand all the time, or by calling the decode worker for the request, as one calls a router.
+It uses standing streams, or a new call of the decode worker per request, like a call of a router.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class _Stream:
-    """To one worker. `next` gives what it said of a handoff, in order; what it says of older ones is dropped."""
+    """A stream to one worker. `until` returns its events of one handoff in order, and drops those of older ones."""
 
     def __init__(self, call: object, info: WorkerInfo) -> None:
         self.call, self.info = call, info
@@ -45,7 +45,7 @@ class _Stream:
 
 
 class Direct:
-    """An async context manager; `admin` is where a router says who the workers are."""
+    """Async context manager of the client. `admin` is the address of a router that lists the workers."""
 
     def __init__(self, admin: str) -> None:
         self._admin = admin
@@ -80,11 +80,11 @@ class Direct:
             call.cancel()
 
     async def first_token(self, request: inference_pb2.GenerateRequest) -> float:
-        """Seconds from the Reserve to the first token at the prefill worker's stream; returns after the last token."""
+        """Return the seconds from the Reserve to the prefill worker's first token, after the last token arrived."""
         return await self._ask(request, self._decode, time.perf_counter())
 
     async def first_token_of_a_call(self, request: inference_pb2.GenerateRequest) -> float:
-        """The same, but that the decode worker is called for this request: the call and its greeting count."""
+        """Return the same for a new call of the decode worker, including the call and its greeting."""
         began = time.perf_counter()
         async with self._stream(self._decode.info) as decode:
             return await self._ask(request, decode, began)

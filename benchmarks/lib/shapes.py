@@ -1,4 +1,4 @@
-"""The models of the benchmarks as numbers: parameters, bytes that a step must read, operations that a prompt costs."""
+"""Sizes of the benchmark models: parameters, bytes read per step, operations per prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_POSITIONS = 4096
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama-shaped model. `tied`: the embedding table is the output matrix too."""
+    """A Llama-shaped model. `tied`: the embedding table is also the output matrix."""
 
     hidden: int
     ffn: int
@@ -28,7 +28,7 @@ class Shape:
 
     @property
     def linears(self) -> tuple[tuple[int, int], ...]:
-        """(inputs, outputs) of the matrices of one layer, those of one input joined: qkv, o, gate and up, down."""
+        """(inputs, outputs) of one layer's matrices, joined by input: qkv, o, gate and up, down."""
         qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
         return ((self.hidden, qkv), (self.hidden, self.hidden), (self.hidden, 2 * self.ffn), (self.ffn, self.hidden))
 
@@ -44,19 +44,19 @@ class Shape:
 
     @property
     def read_params(self) -> int:
-        """Elements of all matrices that each decode step reads: the layers and the output matrix, no table."""
+        """Elements of all matrices that a decode step reads: layers and output matrix, without the embedding table."""
         return self.layer_params + self.head_params
 
     def kv_bytes(self, tokens: int, itemsize: int) -> int:
-        """Bytes of K and V of `tokens` positions over all layers."""
+        """Return the bytes of K and V of `tokens` positions over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize * tokens
 
     def decode_bytes(self, batch: int, context: int, itemsize: int) -> int:
-        """The least that one decode step of `batch` sequences reads: each weight once, each sequence's KV once."""
+        """Return the least bytes that a decode step of `batch` sequences reads: each weight and each KV once."""
         return self.read_params * itemsize + self.kv_bytes(batch * context, itemsize)
 
     def prefill_flops(self, tokens: int) -> int:
-        """Multiplications and additions for one prompt: the layers, causal attention, the output of the last row."""
+        """Return the operations of one prompt: layers, causal attention, and the output of the last row."""
         attention = 4 * self.layers * self.heads * self.head_dim * tokens * (tokens + 1) // 2
         return 2 * self.layer_params * tokens + attention + 2 * self.head_params
 
@@ -75,7 +75,7 @@ LABELS = {"S": "15m", "M": "125m", "L": "1b"}
 
 
 def read_shape(folder: Path) -> Shape:
-    """The shape that a folder's config.json tells."""
+    """Return the shape in a folder's config.json."""
     config = json.loads((folder / "config.json").read_text())
     return Shape(
         hidden=config["hidden_size"],

@@ -1,4 +1,4 @@
-"""Load on a router: streams that are under way all the time, each checked event by event. See `lib/http2.py`."""
+"""Load on a router: permanent streams, each checked event by event. See `lib/http2.py`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 METHOD = "/baton.v1.Inference/Generate"
-SILENCE_S = 30.0  # so long without a byte is a failure
+SILENCE_S = 30.0  # longest time without a byte
 
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """What came in `seconds`, in so many events that carry tokens, and the processor time that reading it took."""
+    """Tokens, events with tokens, and requests received in `seconds`, and the processor time of reading them."""
 
     seconds: float
     tokens: int
@@ -42,12 +42,12 @@ class _Stream:
 
 
 class _Caller:
-    """The streams of one connection. When one has ended as it should, `again` says whether another begins."""
+    """The streams of one connection. After the correct end of a stream, `again` decides whether to start another."""
 
     def __init__(self, address: str, request: Callable[[], bytes], answer: int, again: Callable[[], bool]) -> None:
-        self.requests = self.events = 0  # that ended, and that had tokens
+        self.requests = self.events = 0  # ended requests, and events with tokens
         self._request, self._answer, self._again = request, answer, again
-        self.streams: dict[int, _Stream] = {}  # under way
+        self.streams: dict[int, _Stream] = {}  # active
         self.connection = Connection(address, METHOD, self)
 
     def begin(self) -> None:
@@ -83,9 +83,8 @@ class _Caller:
 def drive(
     address: str, request: Callable[[], bytes], *, answer: int, streams: int, connections: int, seconds: float
 ) -> Passed:
-    """Keep `streams` of `answer` tokens each under way for `seconds`, and wait for the last ones.
-
-    `request` makes each request anew. Raises LoadFailed for anything but what was asked for, whole and in order.
+    """Keep `streams` streams of `answer` tokens active for `seconds`, and wait for the last ones. `request` builds each
+    request. Raises LoadFailed if a stream is not complete and in order.
     """
     began, cpu = time.monotonic(), time.process_time()
     go_on = partial(_before, began + seconds)

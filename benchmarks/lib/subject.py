@@ -1,4 +1,4 @@
-"""Baton itself as a measured process: the engine with its scheduler, sampler and detokenizer, as a worker runs it."""
+"""Baton as a measured process: the engine with scheduler, sampler and detokenizer, as in a worker."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FOREVER = 1 << 20  # more tokens than any measurement takes
 
 
 class TimedBackend:
-    """A backend that adds up how long its forwards take; all else is the backend's own."""
+    """A backend that sums the time of its forwards."""
 
     def __init__(self, backend: ModelBackend) -> None:
         self._backend = backend
@@ -39,7 +39,7 @@ class TimedBackend:
         return getattr(self._backend, name)
 
     def forward(self, *args: Any) -> torch.Tensor:
-        """The backend's forward, timed."""
+        """Run and time the backend's forward."""
         began = time.perf_counter()
         try:
             return self._backend.forward(*args)
@@ -48,7 +48,7 @@ class TimedBackend:
 
 
 class Subject:
-    """The engine and the two measurements. No prompt is ever seen twice, so no cache can help."""
+    """The engine and the two measurements. Prompts never repeat, so caches cannot help."""
 
     def __init__(self, setup: Setup) -> None:
         self._backend = TimedBackend(load_model(setup.model, dtype=DTYPES[setup.dtype]))
@@ -63,11 +63,11 @@ class Subject:
         self._requests = 0
 
     def prefill(self, tokens: int, repeats: int) -> Answer:
-        """Seconds from submitting a prompt to its first token."""
+        """Return seconds from submitting a prompt to its first token."""
         return {"seconds": [self._first_token(tokens) for _ in range(repeats)]}
 
     def decode(self, batch: int, context: int, steps: int) -> Answer:
-        """Seconds of each step while all `batch` sequences decode, and what the model's forward took of each."""
+        """Return seconds of each step while all `batch` sequences decode, and of the model's forward in each."""
         keys = {self._submit(self._prompt(context), FOREVER) for _ in range(batch)}
         waiting = set(keys)
         while waiting:
@@ -110,7 +110,7 @@ class Subject:
 
 
 def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
-    """What `serve` needs."""
+    """Return the version and the handlers for `serve`."""
     torch.set_num_threads(setup.threads)
     subject = Subject(setup)
     return {"version": f"{baton.__version__} (torch {torch.__version__})"}, {

@@ -1,4 +1,4 @@
-"""What was measured of a model that thinks, and the figures that follow from it."""
+"""Measurements of a model that thinks, and the figures computed from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEYS = {THINKS: "accuracy", OFF: "control_accuracy", WITHOUT: "trained_without_a
 
 
 class Score(NamedTuple):
-    """Of `of` stories, how many answers were right, and of how many all thoughts were, in their order."""
+    """Number of right answers and of stories with all thoughts right, in order, out of `of` stories."""
 
     right: int
     thoughts_right: int
@@ -33,9 +33,7 @@ class Score(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """Of `of` prompts, how many had the tokens and thoughts of mode sequential, and how many as many forwards as is
-    predicted (None: nothing is).
-    """
+    """Prompts, out of `of`, that agree with mode sequential, and that take the predicted forwards, if predicted."""
 
     equal: int
     rounds: int | None
@@ -47,7 +45,7 @@ class Agreement(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Prompts of a load, one after the other or at once."""
+    """Prompts of a load, in sequence or concurrently."""
 
     load: Load
     way: str
@@ -57,7 +55,7 @@ class Case(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """All of a load, summed. Thoughts are those about which something was thought."""
+    """Sums over a load. Trivial thoughts do not count."""
 
     number: int
     tokens: int
@@ -67,9 +65,7 @@ class Prompts(NamedTuple):
 
 @dataclass(slots=True)
 class Measured:
-    """`runs`: of each case and mode, one for each round. `swept`: modes by their number of cheap rows, auto with its
-    own among them.
-    """
+    """Results. `runs`: by case and mode, one per round. `swept`: modes by number of cheap rows, auto's own included."""
 
     scores: dict[str, dict[int, Score]] = field(default_factory=dict)
     agreements: dict[str, Agreement] = field(default_factory=dict)
@@ -78,40 +74,40 @@ class Measured:
     swept: dict[int, str] = field(default_factory=dict)
 
     def rounds_per_chunk(self, mode: str, loads: Sequence[Load]) -> float:
-        """Forwards up to the first token, of prompts alone."""
+        """Return the forwards per chunk up to the first token, of prompts alone."""
         rounds = sum(self.runs[Case(load, ALONE)][mode][0].rounds for load in loads)
         return rounds / sum(self.prompts[load].chunks for load in loads)
 
     def ratios(self, case: Case, mode: str, base: str) -> list[float]:
-        """Seconds of `base` as a multiple of those of `mode`, round by round: above 1 `mode` is faster."""
+        """Return seconds of `base` over those of `mode` by round. Above 1, `mode` is faster."""
         runs = self.runs[case]
         return [other.seconds / one.seconds for one, other in zip(runs[mode], runs[base], strict=True)]
 
     def milliseconds(self, case: Case, mode: str) -> float:
-        """Until all prompts of the case had their first token; of one prompt where they were alone."""
+        """Return the time until all prompts of the case had their first token, per prompt if they ran alone."""
         seconds = median(took.seconds for took in self.runs[case][mode])
         return 1e3 * seconds / (self.prompts[case.load].number if case.way == ALONE else 1)
 
     def overall(self, mode: str, base: str) -> float:
-        """The geometric mean of `ratios` over the cases."""
+        """Return the geometric mean of `ratios` over the cases."""
         return geometric_mean([median(self.ratios(case, mode, base)) for case in self.runs])
 
 
 def needed_rounds(thoughts: Thoughts, length: int, chunk_size: int) -> int:
-    """Forwards of mode fast: one for each thought that some position of the prompt comes behind, and one."""
+    """Return the forwards of mode fast: one, and one per thought with prompt positions after it."""
     return 1 + sum(bool(thought) and (chunk + 1) * chunk_size < length for chunk, thought in enumerate(thoughts))
 
 
 def agreement(
     wanted: Sequence[Answer], taken: Sequence[Answer], rounds: Sequence[tuple[int, int]] | None = None
 ) -> Agreement:
-    """Of answers to the same prompts; `rounds`: taken and predicted."""
+    """Compare answers to the same prompts. `rounds`: pairs of actual and predicted forwards."""
     equal = sum(one == other for one, other in zip(wanted, taken, strict=True))
     return Agreement(equal, None if rounds is None else sum(one == other for one, other in rounds), len(wanted))
 
 
 def figures(measured: Measured) -> dict[str, float | None]:
-    """By name; null for what was not measured."""
+    """Return the figures by name. None means not measured."""
     found: dict[str, float | None] = {}
     for who, scores in measured.scores.items():
         for flips, score in scores.items():

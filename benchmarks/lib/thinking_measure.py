@@ -1,4 +1,4 @@
-"""Has engines that think in other modes answer, agree and take their time, one beside the other."""
+"""Measures accuracy, agreement and speed of engines in different thinking modes."""
 
 from __future__ import annotations
 
@@ -34,23 +34,21 @@ if TYPE_CHECKING:
     Engines = dict[str, Engine]
 
 FLIPS = (10, 20, 40, 60, 100)
-ANSWER, CHECKED = 8, 8  # tokens of an answer to a story at most, and of one to any prompt
+ANSWER, CHECKED = 8, 8  # most tokens of an answer to a story, and to any other prompt
 
 
 class Plan(NamedTuple):
-    """How many stories of each number of flips, prompts to agree on, prompts of each load, and rounds of these.
-    `sweep`: numbers of cheap rows beside the engine's own.
-    """
+    """Stories per number of flips, prompts to compare, prompts per load, and rounds of loads."""
 
     stories: int
     agreed: int
     prompts: int
     rounds: int
-    sweep: Sequence[int] = ()
+    sweep: Sequence[int] = ()  # numbers of cheap rows in addition to the engine's own
 
 
 def score(engine: Engine, fresh: Sequence[Sample]) -> Score:
-    """Ask for the answers to all stories."""
+    """Score the answers to all stories."""
     tokenizer = engine.tokenizer
     answers = ask(engine, [tuple(tokenizer.encode(sample.prompt)) for sample in fresh], ANSWER).answers
     said = [tuple(tokenizer.decode(thought).strip() for thought in a.thoughts if thought) for a in answers]
@@ -59,14 +57,14 @@ def score(engine: Engine, fresh: Sequence[Sample]) -> Score:
 
 
 def measure_accuracy(asked: Engines, count: int, seed: int, measured: Measured) -> None:
-    """The same stories for all, by their names in the table."""
+    """Score the same stories for all engines, by their names in the table."""
     for who, engine in asked.items():
         measured.scores[who] = {flips: score(engine, samples(flips, count, seed)) for flips in FLIPS}
         tell(f"{who}: {', '.join(f'{s.right} of {s.of}' for s in measured.scores[who].values())}")
 
 
 def measure_agreement(engines: Engines, count: int, seed: int, measured: Measured) -> None:
-    """Each prompt alone."""
+    """Compare the modes on each prompt alone."""
     base = engines[SEQUENTIAL]
     prompts = mixed(count, seed, base.tokenizer, base.backend.vocab_size)
     took = {mode: [ask(engines[mode], [p], CHECKED) for p in prompts] for mode in (SEQUENTIAL, FAST, AUTO)}
@@ -85,7 +83,7 @@ def measure_agreement(engines: Engines, count: int, seed: int, measured: Measure
 
 
 def measure_speed(engines: Engines, plan: Plan, seed: int, measured: Measured) -> None:
-    """Each mode in each round, and once before to warm up."""
+    """Time each mode in each round, after one warm-up."""
     loads = {load: stories(load, plan.prompts, seed, engines[AUTO].tokenizer) for load in LOADS}
     cases = [Case(load, way) for load in LOADS for way in (ALONE, TOGETHER)]
     order, own = random.Random(0), thinker_of(engines[AUTO]).cheap_rows
@@ -107,7 +105,7 @@ def measure_speed(engines: Engines, plan: Plan, seed: int, measured: Measured) -
 
 
 def turn(engines: Engines, mode: str, prompts: Sequence[Prompt], way: str) -> Took:
-    """A mode with a number behind it takes so many rows more for cheap."""
+    """Time one mode. A number in its name replaces the engine's number of cheap rows."""
     name, _, rows = mode.partition(" ")
     engine, thinker = engines[name], thinker_of(engines[name])
     own = thinker.cheap_rows
@@ -118,5 +116,5 @@ def turn(engines: Engines, mode: str, prompts: Sequence[Prompt], way: str) -> To
 
 
 def tell(text: str) -> None:
-    """How far it is."""
+    """Print progress."""
     print(text, file=sys.stderr, flush=True)

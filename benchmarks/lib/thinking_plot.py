@@ -1,4 +1,4 @@
-"""Accuracy and speed of a model that thinks, as a picture, where matplotlib is there. It is no dependency of Baton."""
+"""Plot of the accuracy and speed of a model that thinks. It needs matplotlib, which is no dependency of Baton."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
     from benchmarks.lib.thinking_figures import Measured
 
-TRAINED = 10  # flips of a story
+TRAINED = 10  # flips per story
 
 
 def plot(measured: Measured, path: Path) -> bool:
-    """Write both panels, the kind of file by the suffix of `path`. False without matplotlib."""
+    """Write both panels in the format of the suffix of `path`. Returns False without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         return False
     from matplotlib.figure import Figure
@@ -34,7 +34,7 @@ def _accuracy(axes: Any, measured: Measured) -> None:
     for who, scores in measured.scores.items():
         axes.plot(scores.keys(), [100 * s.right / s.of for s in scores.values()], marker="o", markersize=4, label=who)
     axes.axvspan(0, TRAINED, color="0.9", label="flips in training")
-    axes.axhline(50, color="0.6", linestyle=":", linewidth=1)  # a guess
+    axes.axhline(50, color="0.6", linestyle=":", linewidth=1)  # guessing
     axes.set_xlim(left=0)
     axes.set_ylim(0, 104)
     axes.set_xlabel("flips", fontsize=8)
@@ -44,7 +44,7 @@ def _accuracy(axes: Any, measured: Measured) -> None:
 
 
 def _speed(axes: Any, measured: Measured) -> None:
-    """Times faster than chunk by chunk."""
+    """Plot the speed relative to mode sequential."""
     cases = [case for case in measured.runs if case.way == ALONE]
     for number, mode in enumerate((FAST, AUTO)):
         heights = [median(measured.ratios(case, mode, SEQUENTIAL)) for case in cases]

@@ -1,4 +1,4 @@
-"""What models that think are asked: stories of a coin, and prompts of all kinds on which modes have to agree."""
+"""Prompts for models that think: stories of a coin, and mixed prompts for comparing modes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from benchmarks.lib.thinking_run import Prompt
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-MOST_FLIPS, LONGEST = 30, 200  # flips of a story; random token ids
+MOST_FLIPS, LONGEST = 30, 200  # flips per story; number of random token ids
 NAME = re.compile(r"\b[A-Z][a-z]+\b")
 
 
 class Load(NamedTuple):
-    """Stories of so many flips, with about `filler` clauses for each about other things."""
+    """Stories of `flips` flips, with about `filler` unrelated clauses per flip."""
 
     flips: int
     filler: float
@@ -31,12 +31,12 @@ LOADS = (*(Load(flips, 1.0) for flips in (10, 30, 60)), *(Load(flips, 0.0) for f
 
 
 def stories(load: Load, count: int, seed: int, tokenizer: Tokenizer) -> list[Prompt]:
-    """The prompts of fresh stories."""
+    """Return the prompts of new stories."""
     return [tuple(tokenizer.encode(sample.prompt)) for sample in samples(load.flips, count, seed, load.filler)]
 
 
 def mixed(count: int, seed: int, tokenizer: Tokenizer, vocab_size: int) -> list[Prompt]:
-    """Stories, with words that nobody knows, cut anywhere; every fourth prompt is of random token ids."""
+    """Return stories, some with unknown words and some cut anywhere. Every fourth prompt has random token ids."""
     rng, found = random.Random(f"mixed {seed}"), list[tuple[int, ...]]()
     for number in range(count):
         if number % 4 == 3:

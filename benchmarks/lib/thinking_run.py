@@ -1,4 +1,4 @@
-"""One engine that thinks in some mode, asked for answers: what it said and thought, and how long the prompts took."""
+"""One engine in some thinking mode: its answers and thoughts, and the time of the prompts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCKS, RUNNING = 2048, 16
 
 @dataclass(slots=True)
 class Answer:
-    """To one prompt: new tokens and their text, and the thought about each whole chunk, empty for a trivial one."""
+    """Answer to one prompt: new tokens, their text, and the thought about each whole chunk (empty if trivial)."""
 
     tokens: list[int] = field(default_factory=list)
     thoughts: list[tuple[int, ...]] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """Seconds and forwards until all prompts had their first token; the answers in the order of the prompts."""
+    """Seconds and forwards until all prompts had their first token, and the answers in the order of the prompts."""
 
     seconds: float
     rounds: int
@@ -41,20 +41,20 @@ class Took:
 
 
 def engine_of(folder: Path, mode: Mode) -> Engine:
-    """Without a prefix cache. In mode auto with its own guess of how many rows more are cheap."""
+    """Return an engine without a prefix cache. Mode auto estimates the number of cheap rows itself."""
     backend = load_model(folder, thinking=mode)
     return Engine(backend, load_tokenizer(folder), total_blocks=BLOCKS, max_running=RUNNING, prefix_cache=False)
 
 
 def thinker_of(engine: Engine) -> Thinker:
-    """ValueError if its model does not think."""
+    """Return the model's thinker. Raises ValueError if the model does not think."""
     if (thinker := engine.backend.thinker) is None:
         raise ValueError(f"{engine.backend.name} does not think")
     return thinker
 
 
 def ask(engine: Engine, prompts: Sequence[Prompt], new: int = 1) -> Took:
-    """All prompts at once, greedily. RuntimeError if the engine fails on one."""
+    """Run all prompts concurrently, greedily. Raises RuntimeError if the engine fails on one."""
     answers, waiting, rounds, seconds = [Answer() for _ in prompts], set(range(len(prompts))), 0, 0.0
     began = time.perf_counter()
     for number, prompt in enumerate(prompts):
@@ -79,7 +79,7 @@ def ask(engine: Engine, prompts: Sequence[Prompt], new: int = 1) -> Took:
 
 
 def one_by_one(engine: Engine, prompts: Sequence[Prompt], new: int = 1) -> Took:
-    """The same, each prompt alone: seconds and rounds are summed."""
+    """Run each prompt alone, and sum seconds and rounds."""
     each = [ask(engine, [prompt], new) for prompt in prompts]
     return Took(
         sum(took.seconds for took in each), sum(took.rounds for took in each), [took.answers[0] for took in each]

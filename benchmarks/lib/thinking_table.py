@@ -1,4 +1,4 @@
-"""What was measured of a model that thinks, for people."""
+"""Tables of the measurements of a model that thinks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def tables(measured: Measured) -> str:
-    """All of them, each with its title."""
+    """Return all tables with their titles."""
     parts = {
         "Right answers": accuracy(measured),
         "Tokens and thoughts as in mode sequential": agreements(measured),
@@ -28,7 +28,7 @@ def tables(measured: Measured) -> str:
 
 
 def accuracy(measured: Measured) -> str:
-    """A line for each who answered."""
+    """Return a line per engine."""
     flips = list(next(iter(measured.scores.values())))
     rows = [[who, *(_score(scores[number]) for number in flips)] for who, scores in measured.scores.items()]
     thought = [f"{score.thoughts_right / score.of:.1%}" for score in measured.scores[THINKS].values()]
@@ -36,13 +36,13 @@ def accuracy(measured: Measured) -> str:
 
 
 def agreements(measured: Measured) -> str:
-    """A line for each mode."""
+    """Return a line per mode."""
     header = ["mode", "equal", "forwards as predicted"]
     return markdown(header, [[mode, *_agreement(found)] for mode, found in measured.agreements.items()])
 
 
 def rounds(measured: Measured) -> str:
-    """A line for each load; means of its prompts."""
+    """Return a line per load, with means over its prompts."""
     rows = []
     for load, sums in measured.prompts.items():
         means = [f"{value / sums.number:.0f}" for value in (sums.tokens, sums.chunks, sums.thoughts)]
@@ -51,7 +51,7 @@ def rounds(measured: Measured) -> str:
 
 
 def speed(measured: Measured) -> str:
-    """A line for each case; ratios are of one round, with their spread."""
+    """Return a line per case. Ratios are within a round, with their spread."""
     modes = (SEQUENTIAL, FAST, AUTO, NONE)
     header = [
         "",
@@ -74,7 +74,7 @@ def speed(measured: Measured) -> str:
 
 
 def sweep(measured: Measured) -> str:
-    """A line for each case, and their geometric mean. The mark is at the engine's own number."""
+    """Return a line per case, and their geometric mean. The engine's own number is marked."""
     modes = measured.swept
     rows = [[str(case), *(_ratio(measured, case, m, SEQUENTIAL) for m in modes.values())] for case in measured.runs]
     means = [f"{measured.overall(mode, SEQUENTIAL):.2f}" for mode in modes.values()]

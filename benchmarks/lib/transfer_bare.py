@@ -1,7 +1,7 @@
-"""The least that any transfer between two processes costs: a gloo pair that only sends, memory that is only copied.
+"""Least cost of a transfer between two processes: a gloo pair that only sends, memory that is only copied.
 
-Both ends of each, with nothing around them: no gathering, no digests, no announcements. The bytes go from one buffer of
-the whole size into another one, in the frames and through the number of slots that Baton uses.
+It has no gathering, digests or announcements. The bytes move between two buffers of the whole size, in Baton's frames
+and number of slots.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ DEADLINE = timedelta(seconds=30)
 
 
 def buffer(nbytes: int, device: str = "cpu") -> Tensor:
-    """Memory as the KV cache has it (on a CPU in huge pages), with all its pages there: uint8 [nbytes]."""
+    """Return memory like that of the KV cache (in huge pages on a CPU), with all pages present: uint8 [nbytes]."""
     if device != "cpu":
         return torch.ones(nbytes, dtype=torch.uint8, device=device)
     return Arena().empty((nbytes,), torch.uint8).fill_(1)
 
 
 def gloo_pair(store: str, side: int) -> dist.ProcessGroupGloo:
-    """One end of a pair that meets at the file `store`, over the loopback."""
+    """Return one end of a pair that meets at the file `store`, over the loopback."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub calls it Options
     options._timeout = DEADLINE
     options._threads = 1
@@ -48,7 +48,7 @@ def gloo_pair(store: str, side: int) -> dist.ProcessGroupGloo:
 
 
 def nccl_pair(store: str, side: int) -> dist.ProcessGroupNCCL:
-    """The same between the GPUs 0 and 1. Not yet run: no machine with two was at hand."""
+    """Return one end of a pair between GPUs 0 and 1. It was never run, for lack of a machine with two GPUs."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = DEADLINE
     torch.cuda.set_device(side)
@@ -59,7 +59,7 @@ PAIRS: dict[str, Callable[[str, int], Group]] = {"gloo": gloo_pair, "nccl": nccl
 
 
 def stream(post: Post, peer: int, data: Tensor, frame: int, window: int) -> None:
-    """Send or receive all of `data` in frames, at most `window` of them under way. Returns when it is done."""
+    """Send or receive all of `data` in frames, at most `window` in flight. Returns when it is done."""
     under_way: deque[dist.Work] = deque()
     for piece in torch.split(data, frame):
         if len(under_way) == window:
@@ -67,18 +67,16 @@ def stream(post: Post, peer: int, data: Tensor, frame: int, window: int) -> None
         under_way.append(post([piece], peer, 0))
     for work in under_way:
         work.wait()
-    if data.is_cuda:  # NCCL's wait holds up the stream, not this thread
+    if data.is_cuda:  # NCCL's wait blocks the CUDA stream, not this thread
         torch.cuda.synchronize(data.device)
 
 
 class SharedRing:
-    """Slots in memory that two processes map, and how many frames either of them is done with.
-
-    Each waits for the other by looking, so nothing but copying takes time; on a machine with one core that would be no
-    limit but a fight.
+    """Slots in memory that two processes map, with the frame counts of both. Both sides spin, so only copying takes
+    time. On a machine with one core the result would not be a limit.
     """
 
-    _WRITTEN, _READ, _HERE = 0, 8, 16  # in units of 8 bytes: on cache lines of their own
+    _WRITTEN, _READ, _HERE = 0, 8, 16  # in units of 8 bytes: one cache line each
 
     def __init__(self, file: int, slots: int, size: int) -> None:
         self._slots, self._size = slots, size
@@ -87,17 +85,17 @@ class SharedRing:
         self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr() + mmap.PAGESIZE
 
     def reset(self) -> None:
-        """Nothing was written and read. For the writer, while no reader is there."""
+        """Set the counts to 0. Only the writer may call it, without a reader."""
         for which in (self._WRITTEN, self._READ, self._HERE):
             self._counts[which] = 0
 
     def wait_reader(self) -> None:
-        """Until a `read` begins that no `wait_reader` has seen."""
+        """Wait for the next `read`."""
         self._wait(self._HERE, 1)
         self._counts[self._HERE] = 0
 
     def write(self, data: Tensor) -> None:
-        """Copy all of `data` in, and wait until it was copied out."""
+        """Copy all of `data` in, and wait until it is copied out."""
         first, frames = self._counts[self._WRITTEN], torch.split(data, self._size)
         for number, frame in enumerate(frames, first):
             self._wait(self._READ, number + 1 - self._slots)
@@ -106,7 +104,7 @@ class SharedRing:
         self._wait(self._READ, first + len(frames))
 
     def read(self, data: Tensor) -> None:
-        """Copy as many bytes out as `data` has."""
+        """Fill `data` from the ring."""
         self._counts[self._HERE] = 1
         for number, frame in enumerate(torch.split(data, self._size), self._counts[self._READ]):
             self._wait(self._WRITTEN, number + 1)
@@ -122,5 +120,5 @@ class SharedRing:
 
 
 def ring_bytes(slots: int, size: int) -> int:
-    """What `SharedRing` maps: the counts, then the slots."""
+    """Return the size of the map: counts and slots."""
     return mmap.PAGESIZE + slots * size

@@ -1,4 +1,4 @@
-"""Prompts on the real engine, whose KV leaves while they are computed or when they are, round by round."""
+"""Prompts on the real engine that stream their KV or send it at the end, round by round."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from benchmarks.lib.protocol import Answer, Child
     from benchmarks.lib.transfer_measure import Plan, Results, Where
 
-NEVER = 1 << 40  # a `coalesce_below` that no prompt reaches: all leaves in one go
+NEVER = 1 << 40  # a `coalesce_below` above any prompt: all KV leaves at the end
 SPARE_TOKENS = 256
 
 
 def measure_prompts(plan: Plan, where: Where, results: Results) -> None:
-    """Each length over each transport of the CPU, streamed and in one go."""
+    """Measure each length over each CPU transport, streamed and in one go."""
     names = [name for name in plan.transports if name not in GPU_DEVICES]
     with where.child("transfer_prefill", where.large, max(plan.prompts) + SPARE_TOKENS) as child:
         child.start(START_S)
@@ -48,7 +48,7 @@ def _one(child: Child, lane: int, what: tuple[str, int, bool, int], results: Res
 
 
 def prompt_of(what: tuple[str, int, bool, int], answer: Answer) -> Prompt:
-    """The sample in an answer of `transfer_prefill`."""
+    """Return the sample in an answer of `transfer_prefill`."""
     transport, tokens, streams, number = what
     return Prompt(
         transport=transport,

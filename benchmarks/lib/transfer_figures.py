@@ -1,4 +1,4 @@
-"""Measured transfers and what follows from them. Pure: no clock, no process. Ratios are taken within a round."""
+"""Measured transfers and figures computed from them, without clocks and processes. Ratios are within a round."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHARE_TOKENS = (512, 2048)
 
 
 class Way(NamedTuple):
-    """How bytes went from one process to the other: by which transport, and with what around it."""
+    """A way of moving bytes between the processes: the transport, and the work around it."""
 
     transport: str
     kind: str = OURS
@@ -26,7 +26,7 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True)
 class Moved:
-    """One size over one way in one round: the median time in seconds. `nominal`: the size that was asked for."""
+    """One size over one way in one round: the median time in seconds. `nominal`: the requested size."""
 
     way: Way
     nominal: int
@@ -37,38 +37,33 @@ class Moved:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt in one round.
-
-    Seconds: `ttft_s` until its first token was sampled, `exposed_s` from then (`finish`) until its commit was
-    acknowledged, `round_trip_s` of one control message while all is idle, `transfer_s` as in `CommitState`, `step_s` of
-    the decode step that would follow.
-    """
+    """One prompt in one round."""
 
     transport: str
     tokens: int
     streams: bool
     round: int
-    ttft_s: float
-    exposed_s: float
-    round_trip_s: float
-    transfer_s: float
-    step_s: float
+    ttft_s: float  # until the first token
+    exposed_s: float  # from `finish` until the commit is acknowledged
+    round_trip_s: float  # of a control message on an idle system
+    transfer_s: float  # as in `CommitState`
+    step_s: float  # of the next decode step
     nbytes: int
     frames: int
 
     @property
     def left_s(self) -> float:
-        """What of the transfer is left when the prompt is computed: without the round trip of the commit."""
+        """Seconds of transfer after the prompt is computed, without the commit's round trip."""
         return self.exposed_s - self.round_trip_s
 
     @property
     def of_first(self) -> float:
-        """The exposed time beside the time to the first token."""
+        """Exposed time over TTFT."""
         return self.exposed_s / self.ttft_s
 
     @property
     def of_second(self) -> float:
-        """The share of the time to the second token that is exposed transfer."""
+        """Share of exposed transfer in the time to the second token."""
         return self.exposed_s / (self.ttft_s + self.exposed_s + self.step_s)
 
 
@@ -80,34 +75,33 @@ class Figures:
 
     @property
     def sizes(self) -> list[int]:
-        """Nominal sizes of the KV that was handed over when it was all there, the smallest first."""
+        """Ascending nominal sizes of KV handed over after its computation."""
         return sorted({sample.nominal for sample in self.moved if sample.way.kind == OURS})
 
     @property
     def ways(self) -> list[Way]:
-        """In the order in which they were first measured."""
+        """Ways in the order of their first measurement."""
         return list(dict.fromkeys(sample.way for sample in self.moved))
 
     def rates(self, way: Way, nominal: int) -> list[float]:
-        """Bytes per second, one for each round."""
+        """Return bytes per second, one per round."""
         return [s.nbytes / s.seconds for s in self.moved if (s.way, s.nominal) == (way, nominal)]
 
     def share(self, way: Way, nominal: int) -> float | None:
-        """The speed of `way` as a share of what limits it, the raw way of its transport, in the same round."""
+        """Return the speed of `way` as a share of the raw way of its transport, in the same round."""
         pairs = self._beside_raw(way, nominal)
         return median(raw / ours for ours, raw in pairs) if pairs else None
 
     def over_raw(self, transport: str) -> float | None:
-        """Seconds of a small handoff, from its offer on, above those of the same bytes in the raw loop."""
+        """Return the seconds of a small handoff, from its offer on, beyond those of the same bytes in the raw loop."""
         small = {s.nominal for s in self.moved if s.way == Way(transport, WHOLE)}
         gaps = [ours - raw for nominal in small for ours, raw in self._beside_raw(Way(transport, WHOLE), nominal)]
         return median(gaps) if gaps else None
 
     def exposed(self, transport: str, tokens: int, *, by_own_transfer: bool = False) -> float | None:
-        """What is left of a streamed transfer when its prompt is computed, as a share of a whole transfer.
-
-        The whole is that of a prompt of this length whose KV left in one go in the same round (`transfer_s`); by its
-        own transfer: the time in which its own frames were under way, spread over the prefill.
+        """Return the rest of a streamed transfer after its prompt is computed, as a share of a whole transfer. The
+        whole is the `transfer_s` of an unstreamed prompt of this length in the same round, or for `by_own_transfer` the
+        time in which the streamed frames were in flight during the prefill.
         """
         shares = [
             streamed.left_s / (streamed if by_own_transfer else whole).transfer_s
@@ -118,23 +112,23 @@ class Figures:
         return median(shares) if shares else None
 
     def select(self, transport: str, tokens: int, *, streams: bool) -> list[Prompt]:
-        """The prompts of this kind."""
+        """Return the prompts of this kind."""
         return [p for p in self.prompts if (p.transport, p.tokens, p.streams) == (transport, tokens, streams)]
 
     def middle(self, transport: str, tokens: int, value: Callable[[Prompt], float], *, streams: bool) -> float | None:
-        """The median of a value over the rounds."""
+        """Return the median of a value over the rounds."""
         found = [value(prompt) for prompt in self.select(transport, tokens, streams=streams)]
         return median(found) if found else None
 
     def _beside_raw(self, way: Way, nominal: int) -> list[tuple[float, float]]:
-        """(seconds, seconds of the raw way) of each round that has both."""
+        """Return (seconds, seconds of the raw way) of each round with both."""
         raw = {s.round: s.seconds for s in self.moved if (s.way, s.nominal) == (Way(way.transport, RAW), nominal)}
         mine = [s for s in self.moved if (s.way, s.nominal) == (way, nominal) and s.round in raw]
         return [(sample.seconds, raw[sample.round]) for sample in mine]
 
 
 def ratios(figures: Figures) -> dict[str, float | None]:
-    """The figures that others rely on, each the worst over the transports that were measured; None: not measured."""
+    """Return the figures that other programs use, each the worst over the transports. None means not measured."""
     transports = sorted({way.transport for way in figures.ways} | {p.transport for p in figures.prompts})
     small = _known(figures.over_raw(transport) for transport in transports)
     found: dict[str, float | None] = {
@@ -149,7 +143,7 @@ def ratios(figures: Figures) -> dict[str, float | None]:
 
 
 class FrameTimes(NamedTuple):
-    """One frame of a streamed prompt, in seconds since the prompt came."""
+    """One frame of a streamed prompt, in seconds since the arrival of the prompt."""
 
     layers: tuple[int, int]
     positions: tuple[int, int]
@@ -164,10 +158,7 @@ def timeline(
     announced: Iterable[tuple[float, int, int, int, int]],
     landed: Iterable[float],
 ) -> list[FrameTimes]:
-    """Put the notes of the two processes together: frames were announced and landed in the same order.
-
-    A frame was ready when all of its layers had been computed up to its last position.
-    """
+    """Join the records of both processes, in the same order. A frame is ready when all its layers are computed."""
     told, frames = list(computed), list[FrameTimes]()
     for (sent, first, last, begin, end), there in zip(announced, landed, strict=True):
         ready = min(at for at, layers, reached in told if layers >= last and reached >= end)

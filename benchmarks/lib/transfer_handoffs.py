@@ -1,4 +1,4 @@
-"""Handoffs of KV that is all there, beside bare transfers of the same bytes, round by round."""
+"""Handoffs of computed KV, compared with bare transfers of the same bytes, round by round."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from benchmarks.lib.protocol import Answer, Child
     from benchmarks.lib.transfer_measure import Plan, Results, Where
 
-MEMORY = "memory"  # the "transport" of a copy within one process, for comparison
-REPEATED_BYTES = 128 << 20  # what is small is repeated until about this much has moved in a round,
-MOST = 12  # but no oftener
+MEMORY = "memory"  # "transport" of a copy within one process, for comparison
+REPEATED_BYTES = 128 << 20  # small sizes repeat until about this many bytes have moved in a round
+MOST = 12  # repetitions
 LEAST_OF_SMALL = 50
 RING = {"frame": DEFAULTS.frame_size, "slots": DEFAULTS.credits}
 RAW_COMMANDS: dict[str, tuple[str, dict[str, object]]] = {
@@ -31,7 +31,7 @@ RAW_COMMANDS: dict[str, tuple[str, dict[str, object]]] = {
 
 
 def measure_sizes(plan: Plan, where: Where, results: Results) -> None:
-    """Each size at the 1.1 B shape, over every transport, with and without the digest of the whole KV."""
+    """Measure each size at the 1.1 B shape, over every transport, with and without the digest of the whole KV."""
     ways = [Way(name, kind) for name in plan.transports for kind in (RAW, OURS, VERIFIED)] + [Way(MEMORY, RAW)]
     each = token_bytes(where.large)
     beside = Beside(where.large, {size: -(-size // each) for size in plan.sizes}, ways)
@@ -39,20 +39,20 @@ def measure_sizes(plan: Plan, where: Where, results: Results) -> None:
 
 
 def measure_small(plan: Plan, where: Where, results: Results) -> None:
-    """A short prompt's KV at the 15 M shape: the whole handoff, from its offer on."""
+    """Measure the whole handoff of a short prompt's KV at the 15 M shape, from its offer on."""
     ways = [Way(name, kind) for name in plan.transports for kind in (RAW, WHOLE)]
     nominal = plan.small * token_bytes(where.small)
     Beside(where.small, {nominal: plan.small}, ways, least=LEAST_OF_SMALL).run(plan.rounds, where, results)
 
 
 class Beside:
-    """All `ways` side by side, at each of `sizes`: nominal bytes and the tokens that they are."""
+    """All `ways` side by side, at each of `sizes`: nominal bytes to tokens."""
 
     def __init__(self, model: Path, sizes: Mapping[int, int], ways: Sequence[Way], least: int = 1) -> None:
         self._model, self._sizes, self._ways, self._least = model, sizes, ways, least
 
     def run(self, rounds: int, where: Where, results: Results) -> None:
-        """Measure, into `results`."""
+        """Measure into `results`."""
         room = max(self._sizes.values()) + 1
         with (
             where.child("transfer_raw", self._model, room) as raw,
@@ -86,13 +86,13 @@ class Beside:
 
 
 def best(answer: Answer) -> float:
-    """The median of what was measured; of several ways of doing it, the fastest one's."""
+    """Return the median of the seconds, or of the fastest of several ways."""
     ways: dict[str, list[float]] = answer.get("ways") or {"": answer["seconds"]}
     return min(median(times) for times in ways.values())
 
 
 def open_lanes(push: Child, ways: Sequence[Way], results: Results) -> dict[Way, int]:
-    """The lane of each way that is no raw one. One that this machine cannot have is noted as missing."""
+    """Return the lane of each way except raw ones. Ways unavailable on this machine are recorded as missing."""
     lanes: dict[Way, int] = {}
     for way in ways:
         device, peer = GPU_DEVICES.get(way.transport, ("cpu", "cpu"))

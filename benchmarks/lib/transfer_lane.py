@@ -1,4 +1,4 @@
-"""The sending end of a measured lane: a `Sender`, what it says on its Peer stream, and what comes of each push."""
+"""Sending end of a measured lane: a `Sender`, its Peer stream, and the outcome of each push."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from kvtransfer.sender import OnEnd, OnReply, PeerStream
 
 WAIT_S = 30.0
-LANES = count(1)  # each lane has an incarnation of its own, so its receiver knows one sender
+LANES = count(1)  # each lane has its own incarnation, so its receiver sees one sender
 
 
 @dataclass(slots=True, eq=False)
 class Told:
-    """What is known of one push: events, and by the monotonic clock when it was done and each frame announced."""
+    """Record of one push: events, outcome, and monotonic times of its end and of each announced frame."""
 
     accepted: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
@@ -43,7 +43,7 @@ class Told:
     announced: list[tuple[float, FrameSpec]] = field(default_factory=list)
 
     def result(self) -> PushResult:
-        """Wait for it. Raises HandoffError or TimeoutError."""
+        """Wait for the result. Raises HandoffError or TimeoutError."""
         if not self.done.wait(WAIT_S):
             raise TimeoutError(f"no report of a push within {WAIT_S} s")
         if not isinstance(self.outcome, PushResult):
@@ -52,7 +52,7 @@ class Told:
 
 
 class Lane:
-    """One sender and its receiver in the partner process, with settings of their own. Names a push by a number."""
+    """One sender with its own settings, and its receiver in the partner process. Pushes are numbered."""
 
     def __init__(self, kv: KVCache, partner: Partner, settings: TransferSettings, peer_device: str) -> None:
         self.settings = settings
@@ -68,19 +68,19 @@ class Lane:
         self._numbers = count(1)
 
     def new(self) -> HandoffId:
-        """The name of the next push."""
+        """Return the id of the next push."""
         handoff = HandoffId(f"push-{next(self._numbers)}", 1)
         self.told[handoff.request_id] = Told()
         return handoff
 
     def hand_over(self, blocks: Sequence[int], end: PushEnd, *, from_begin: bool) -> dict[str, float]:
-        """One handoff with all of its KV there: seconds from `begin`, or from `computed`, until it is acknowledged."""
+        """Hand over computed KV. Returns seconds from `begin`, or from `computed`, until the acknowledgment."""
         handoff, tokens = self.new(), len(end.spec or ()) - 1
         told, began = self.told[handoff.request_id], time.monotonic()
-        with patch("kvtransfer.send_queue.FlowControl", self._window):  # a link that this makes is this lane's
+        with patch("kvtransfer.send_queue.FlowControl", self._window):  # applies to a link that this block creates
             self.sender.begin(PushJob(handoff, self.to, tokens))
         if not from_begin:
-            told.accepted.wait(WAIT_S)  # as it is long before a prompt is computed
+            told.accepted.wait(WAIT_S)  # happens long before a prompt is computed
             began = time.monotonic()
         self.sender.computed(handoff, blocks, self._layers, tokens)
         self.sender.finish(handoff, end)
@@ -96,7 +96,7 @@ class Lane:
         }
 
     def wake(self, blocks: Sequence[int]) -> None:
-        """Have the channel open and warm. One that did not survive a pause of the processes is replaced."""
+        """Open and warm up the channel. Replaces a channel that did not survive a pause of the processes."""
         for attempt in range(3):
             try:
                 self.hand_over(blocks, end_of(1), from_begin=True)
@@ -106,17 +106,17 @@ class Lane:
                     raise
 
     def committed(self, handoff: HandoffId) -> Answer:
-        """What the receiver knows of it, which is then forgotten on both sides."""
+        """Return the receiver's times of the handoff, and forget it on both sides."""
         self.told.pop(handoff.request_id, None)
         return self._partner.ask("committed", address=self.to.address, handoff=handoff.request_id)
 
     def close(self) -> None:
-        """End both ends."""
+        """Close both ends."""
         self.sender.close()
         self._partner.ask("close", address=self.to.address)
 
     def ended(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
-        """Take the sender's report."""
+        """Record the sender's report."""
         if (told := self.told.get(handoff.request_id)) is not None:
             told.done_at, told.outcome = time.monotonic(), outcome
             told.done.set()
@@ -139,7 +139,7 @@ class Lane:
 
 
 class _Noted(FlowControl):
-    """Notes when frames are announced, whichever way that is said."""
+    """Flow control that records when frames are announced."""
 
     def __init__(self, say: Callable[[pb.PeerCommand], None], told: dict[str, Told]) -> None:
         super().__init__(say)
@@ -152,6 +152,6 @@ class _Noted(FlowControl):
 
 
 def end_of(tokens: int) -> PushEnd:
-    """A commit as long as a real one: ids that take as many bytes as those of a vocabulary of 32,000."""
+    """Return a commit of realistic size, with token ids as long as those of a vocabulary of 32,000."""
     ids = tuple(1000 + position % 31_000 for position in range(tokens))
     return PushEnd(SequenceSpec(ids, Sampling(max_tokens=4, temperature=0.0), (5,)), [Token(0, 5, " five")])

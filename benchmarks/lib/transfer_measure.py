@@ -1,4 +1,4 @@
-"""What all measurements of transfers share: what to measure, the processes, and what came of it."""
+"""Common parts of all transfer measurements: plan, processes and results."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ T = TypeVar("T")
 START_S, ANSWER_S = 600.0, 300.0
 DTYPE = "bf16"
 DEFAULTS = TransferSettings()
-GPU_DEVICES = {"cuda_ipc": ("cuda:0", "cuda:0"), "nccl": ("cuda:0", "cuda:1")}  # of the sender, of the receiver
+GPU_DEVICES = {"cuda_ipc": ("cuda:0", "cuda:0"), "nccl": ("cuda:0", "cuda:1")}  # sender, receiver
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure. `prompts`: lengths in tokens; `small`: that of the prompt whose handoff is timed as a whole."""
+    """Points to measure. `prompts`: lengths in tokens; `small`: length of the prompt with a timed whole handoff."""
 
     sizes: Sequence[int]
     rounds: int
@@ -42,7 +42,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Where:
-    """The models (of the 1.1 B and the 15 M shape), and the folders that the processes use."""
+    """The models (of the 1.1 B and the 15 M shape), and the folders of the processes."""
 
     large: Path
     small: Path
@@ -50,7 +50,7 @@ class Where:
     out: Path
 
     def child(self, module: str, model: Path, kv_tokens: int) -> Child:
-        """A process that runs `benchmarks.lib.<module>`, with one thread; not started yet."""
+        """Return a single-threaded process that runs `benchmarks.lib.<module>`, not started yet."""
         setup = Setup(str(model), DTYPE, 1, kv_tokens, str(self.cache))
         command = [sys.executable, "-P", "-m", f"benchmarks.lib.{module}"]
         return Child(module, command, setup, self.out / f"{module}.log")
@@ -58,7 +58,7 @@ class Where:
 
 @dataclass
 class Results:
-    """All that was measured, the raw answers, and why what is missing is missing."""
+    """All measurements, the raw answers, and the reasons for missing ones."""
 
     moved: list[Moved] = field(default_factory=list)
     prompts: list[Prompt] = field(default_factory=list)
@@ -68,13 +68,13 @@ class Results:
     missing: dict[str, str] = field(default_factory=dict)
 
     def drop(self, what: str, error: Exception) -> None:
-        """Note why it is not there."""
+        """Record the reason for a missing measurement."""
         self.missing[what] = str(error)
         print(f"{what}: {error}", file=sys.stderr, flush=True)
 
 
 def ask(child: Child, command: str, **arguments: object) -> Answer:
-    """What it answers, and `other_load`: what all but this pair of processes took of the CPU. Raises ChildFailed."""
+    """Return the child's answer, with `other_load`: CPU share of all other processes. Raises ChildFailed."""
     before = _busy(child.pid)
     answer = child.ask(command, ANSWER_S, **arguments)
     total, busy, own = (now - then for then, now in zip(before, _busy(child.pid), strict=True))
@@ -83,19 +83,19 @@ def ask(child: Child, command: str, **arguments: object) -> Answer:
 
 
 def schedule(rounds: int, points: Iterable[P], ways: Sequence[T]) -> Iterator[tuple[int, P, T]]:
-    """Round by round, each point over each of the ways, which take turns at being the first."""
+    """Yield each point over each way, round by round. The first way rotates."""
     for number, point in product(range(rounds), list(points)):
         turn = number % max(1, len(ways))
         yield from ((number, point, way) for way in (*ways[turn:], *ways[:turn]))
 
 
 def token_bytes(model: Path) -> int:
-    """Bytes of KV of one token."""
+    """Return the KV bytes per token."""
     return read_shape(model).kv_bytes(1, ITEMSIZE[DTYPE])
 
 
 def _busy(pid: int) -> tuple[float, float, float]:
-    """CPU seconds since boot: of the machine in all, of these in use, and of these by `pid` and its children."""
+    """Return CPU seconds since boot: of the machine, of these in use, and of these by `pid` and its children."""
     times, parent = psutil.cpu_times(), psutil.Process(pid)
     own = sum(sum(process.cpu_times()[:2]) for process in [parent, *parent.children(recursive=True)])
     total = sum(times[:8])

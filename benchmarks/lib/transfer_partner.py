@@ -1,6 +1,6 @@
-"""The second process of a measured pair, asked by the first one in the protocol of `benchmarks.lib.protocol`.
+"""Second process of a measured pair. The first one asks it in the protocol of `benchmarks.lib.protocol`.
 
-It lives in the first one's process group, so that both are stopped, woken and killed together.
+Both are in one process group, so that they are stopped, continued and killed together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Partner:
-    """`module` is a program that calls `serve`. It inherits the descriptors `files`, and ends with this process."""
+    """A process running `module`, which calls `serve`. It inherits the descriptors `files` and ends with its parent."""
 
     def __init__(self, module: str, setup: Setup, files: Sequence[int] = ()) -> None:
         command = [sys.executable, "-P", "-m", module, json.dumps(asdict(setup))]
@@ -31,18 +31,18 @@ class Partner:
         self.about = self.answer()
 
     def ask(self, command: str, **arguments: object) -> Answer:
-        """Raises ChildFailed."""
+        """Send a command and return its answer. Raises ChildFailed."""
         self.tell(command, **arguments)
         return self.answer()
 
     def tell(self, command: str, **arguments: object) -> None:
-        """Let it work beside this process; `answer` is due later."""
+        """Send a command without waiting. `answer` must follow."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
         self._process.stdin.flush()
 
     def answer(self) -> Answer:
-        """Raises ChildFailed."""
+        """Return the answer of the last command. Raises ChildFailed."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -53,6 +53,6 @@ class Partner:
         return answer
 
     def close(self) -> None:
-        """End it."""
+        """Kill the process."""
         self._process.kill()
         self._process.communicate()

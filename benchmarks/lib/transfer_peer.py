@@ -1,4 +1,4 @@
-"""The receiving process of measured handoffs: a decode worker's end of transfers, with no model behind it."""
+"""Receiving process of measured handoffs: a decode worker's end of transfers, without a model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STEP_S = 30.0  # for opening and closing a lane
 
 
 class Table:
-    """Takes every handoff, all into the same blocks, and notes when each of its frames was there."""
+    """Accepts every handoff into the same blocks, and records the arrival time of each frame."""
 
     def __init__(self, blocks: Sequence[int]) -> None:
         self._blocks = blocks
@@ -51,7 +51,7 @@ class Table:
         self.commits: dict[HandoffId, CommitState] = {}
 
     def offer(self, handoff: HandoffId, sender: WorkerRef, offer: Offer) -> None:
-        """Whatever is offered is welcome."""
+        """Accept any offer."""
 
     @contextmanager
     def writing(self, handoff: HandoffId, sender: WorkerRef) -> Iterator[Sequence[int]]:
@@ -64,18 +64,18 @@ class Table:
         self.commits[handoff] = commit
 
     def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int, *, verify: bool = False) -> None:
-        """Nothing is cached here."""
+        """Reject the fetch, because nothing is cached."""
         raise StaleAttempt(f"{handoff}: nothing of it is here")
 
     def aborted(self, handoff: HandoffId, sender: WorkerRef) -> None:
-        """No block is anybody's."""
+        """Do nothing, because blocks are shared by all handoffs."""
 
     def lost(self, sender: WorkerRef) -> None:
-        """No block is anybody's."""
+        """Do nothing, because blocks are shared by all handoffs."""
 
 
 class Receiver:
-    """Opens lanes: each a Peer service of its own, with the settings of the lane. All share the memory for KV."""
+    """Opens lanes: a Peer service each, with the settings of the lane. All share the memory for KV."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -87,7 +87,7 @@ class Receiver:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def open(self, settings: dict[str, object], device: str) -> Answer:
-        """The address and the incarnation's counter of a new lane."""
+        """Return the address and the incarnation's counter of a new lane."""
         return self._run(self._open(TransferSettings(**settings), device))  # type: ignore[arg-type]  # from JSON
 
     def close(self, address: str) -> Answer:
@@ -98,7 +98,7 @@ class Receiver:
         return {}
 
     def committed(self, address: str, handoff: str) -> Answer:
-        """What became of a handoff: seconds as in `CommitState`, and when each frame was in its blocks."""
+        """Return the times of a handoff: seconds as in `CommitState`, and the arrival of each frame in its blocks."""
         table, key = self._tables[address], HandoffId(handoff, 1)
         commit, landed = table.commits.pop(key), table.landed.pop(key)
         return {"transfer_s": commit.transfer_s, "commit_s": commit.commit_s, "landed": landed}
@@ -119,13 +119,13 @@ class Receiver:
 
 
 def layout_of(setup: Setup) -> KVLayout:
-    """The KV of the set-up model."""
+    """Return the KV layout of the model."""
     shape = read_shape(Path(setup.model))
     return KVLayout(shape.layers, shape.kv_heads, shape.head_dim, BLOCK_SIZE, DTYPES[setup.dtype])
 
 
 def make_kv(setup: Setup, device: str) -> KVCache:
-    """Room for `setup.kv_tokens`, with random content."""
+    """Return a KV cache for `setup.kv_tokens` tokens, with random content."""
     layout = layout_of(setup)
     copy = block_copy(choose_kernels(torch.device(device), TORCH_DTYPES[layout.dtype]))
     kv = KVCache(layout, layout.blocks_for(setup.kv_tokens), device, copy=copy)
@@ -135,14 +135,14 @@ def make_kv(setup: Setup, device: str) -> KVCache:
 
 
 def blocks_of(kv: KVCache, seed: int) -> list[int]:
-    """All blocks, in no order: as they are handed out after a while."""
+    """Return all blocks in random order, as in a pool after a while."""
     blocks = list(range(kv.total_blocks))
     random.Random(seed).shuffle(blocks)
     return blocks
 
 
 def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
-    """What `serve` needs."""
+    """Return an empty description and the handlers for `serve`."""
     torch.set_num_threads(1)
     receiver = Receiver(setup)
     return {}, {"open": receiver.open, "close": receiver.close, "committed": receiver.committed}

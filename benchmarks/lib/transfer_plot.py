@@ -1,4 +1,4 @@
-"""Measured transfers as pictures, where matplotlib is installed. It is no dependency of Baton."""
+"""Plots of measured transfers. They need matplotlib, which is no dependency of Baton."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 def plot(figures: Figures, path: Path) -> bool:
-    """Speed by size, and what of two waiting times is exposed transfer by prompt length. False without matplotlib."""
+    """Plot speed by size, and the exposed transfer's share of two latencies. Returns False without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         return False
     from matplotlib.figure import Figure
@@ -33,7 +33,7 @@ def plot(figures: Figures, path: Path) -> bool:
 
 
 def plot_timeline(frames: Sequence[FrameTimes], path: Path) -> bool:
-    """A line for each frame: from ready over sent to in its blocks. False without matplotlib, or without frames."""
+    """Plot when each frame was ready, sent and in its blocks. Returns False without matplotlib or frames."""
     if importlib.util.find_spec("matplotlib") is None or not frames:
         return False
     from matplotlib.figure import Figure

@@ -1,6 +1,6 @@
-"""The prefill worker of the exposure measurements: the real engine, role and sender, with no router and no ledger.
+"""Prefill worker of the exposure measurements: the real engine, role and sender, without router and ledger.
 
-What leaves while a prompt is computed, and what is left to send when it is: by the role's own events.
+The role's own events give the KV sent during the computation of a prompt and the rest after it.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from benchmarks.lib.transfer_lane import Told
 
 MAX_BATCHED_TOKENS = 2048
-ROUND_TRIPS = 5  # of which the median is taken
-PAUSE_S = 0.1  # before each: the commit, too, comes when both ends were idle for about as long as a layer takes
-STEPS = 4  # decode steps, likewise
+ROUND_TRIPS = 5  # measurements per median
+PAUSE_S = 0.1  # before each, because the commit also finds both ends idle for about the time of a layer
+STEPS = 4  # decode steps per median
 
 
 class Prefill:
-    """Prompts through lanes of their own settings: the first token is sampled here, the KV arrives in the partner."""
+    """Prompts through lanes with their own settings. This process samples first tokens; KV arrives in the partner."""
 
     def __init__(self, setup: Setup) -> None:
         self._partner = Partner("benchmarks.lib.transfer_peer", setup)
@@ -58,7 +58,7 @@ class Prefill:
         self._numbers = count()
 
     def open(self, settings: dict[str, object]) -> Answer:
-        """A lane with these `TransferSettings`; `coalesce_below` decides from how many bytes on a prompt streams."""
+        """Open a lane with these `TransferSettings`. `coalesce_below` is the size from which a prompt streams."""
         lane = Lane(self._engine.kv, self._partner, TransferSettings(**settings), "cpu")  # type: ignore[arg-type]  # JSON
         ref, layout = WorkerRef("prefill-0", Incarnation(1, 1), "none"), self._engine.layout
         blocks, length = self._engine.pool.total, self._engine.max_model_len
@@ -69,12 +69,12 @@ class Prefill:
         return {"lane": number}
 
     def close(self, lane: int) -> Answer:
-        """End it on both sides."""
+        """Close the lane on both sides."""
         self._lanes.pop(lane)[0].close()
         return {}
 
     def prompt(self, lane: int, tokens: int) -> Answer:
-        """One prompt that nobody has seen: what it took, and how its KV moved, in seconds since it came."""
+        """Run one new prompt. Returns its times and its KV transfer, in seconds."""
         way, sender, role = self._lanes[lane]
         ids = tuple(self._random.randrange(3, self._engine.backend.vocab_size) for _ in range(tokens))
         round_trip_s = self._round_trip(way)
@@ -105,7 +105,7 @@ class Prefill:
         role.attach(sender)
 
     def _round_trip(self, way: Lane) -> float:
-        """Of one control message and its answer (an offer), while this process computes nothing."""
+        """Return the median round trip of a control message (an offer) while this process is idle."""
         way.on_done = way.ended
         way.wake([0])
         found = []
@@ -115,7 +115,7 @@ class Prefill:
         return median(found)
 
     def _decode_step(self, ids: tuple[int, ...]) -> float:
-        """What the next token of this prompt takes here, on the prompt's cached KV."""
+        """Return the seconds per next token of this prompt here, on its cached KV."""
         self._loop.submit(lambda: self._engine.submit(HandoffId(DECODE, 1), _spec(ids, STEPS + 1)))
         at = self._steps.token_times(STEPS + 1)
         return median(later - earlier for earlier, later in pairwise(at))
@@ -138,7 +138,7 @@ def _spec(ids: tuple[int, ...], max_tokens: int) -> SequenceSpec:
 
 
 def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
-    """What `serve` needs."""
+    """Return the version and the handlers for `serve`."""
     torch.set_num_threads(setup.threads)
     prefill = Prefill(setup)
     version = f"{baton.__version__} (torch {torch.__version__})"

@@ -1,4 +1,4 @@
-"""The sending process of measured handoffs whose KV is all there: through the product's code, lane by lane."""
+"""Sending process of measured handoffs of computed KV, with the product's code, lane by lane."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Pusher:
         self._numbers = count()
 
     def open(self, settings: dict[str, object], device: str = "cpu", peer_device: str = "cpu") -> Answer:
-        """A lane with these `TransferSettings`, from `device` of this process to `peer_device` of the partner."""
+        """Open a lane with these `TransferSettings`, from `device` of this process to `peer_device` of the partner."""
         kv = self._kv[device] = self._kv.get(device) or make_kv(self._setup, device)
         chosen = TransferSettings(**settings)  # type: ignore[arg-type]  # from JSON
         number, lane = next(self._numbers), Lane(kv, self._partner, chosen, peer_device)
@@ -40,12 +40,12 @@ class Pusher:
         return {"lane": number}
 
     def close(self, lane: int) -> Answer:
-        """End it on both sides."""
+        """Close the lane on both sides."""
         self._lanes.pop(lane)[0].close()
         return {}
 
     def push(self, lane: int, tokens: int, repeats: int, *, from_begin: bool = False) -> Answer:
-        """Some handoffs, one after the other: a list for each of the values of `Lane.hand_over`."""
+        """Run some handoffs in sequence. Returns a list per value of `Lane.hand_over`."""
         way, blocks = self._lanes[lane]
         end = end_of(tokens)
         way.wake(blocks)
@@ -55,7 +55,7 @@ class Pusher:
 
 
 def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
-    """What `serve` needs."""
+    """Return the version and the handlers for `serve`."""
     torch.set_num_threads(1)
     pusher = Pusher(setup)
     version = f"{baton.__version__} (torch {torch.__version__})"

@@ -1,4 +1,4 @@
-"""The sending process of the raw limits, which starts the receiving one (`transfer_raw_partner`) and has the clock."""
+"""Sending process of the raw limits. It starts the receiving one (`transfer_raw_partner`) and takes the times."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from benchmarks.lib.protocol import Answer, Handler, Setup
 
 DEVICES = {"gloo": "cpu", "nccl": "cuda:0"}
-MAX_RING = 64 << 20  # bytes of shared memory, for the largest frames and most slots that are asked for
+MAX_RING = 64 << 20  # bytes of shared memory, for the largest requested frames and slots
 
 
 class Raw:
-    """The measurements; each answers with seconds by way of doing it, so that the best way can be the limit."""
+    """The measurements. Each returns seconds by way, so that the best way is the limit."""
 
     def __init__(self, setup: Setup) -> None:
         self._file = os.memfd_create("baton-bench", os.MFD_CLOEXEC)
@@ -37,13 +37,13 @@ class Raw:
         self._groups: dict[str, bare.Group] = {}
 
     def pair(self, kind: str, nbytes: int, frame: int, slots: int, repeats: int) -> Answer:
-        """`kind` gloo or nccl: from the first send until the receiver says that it has all."""
+        """Measure `kind` gloo or nccl, from the first send until the receiver signals completion."""
         group = self._group(kind)
         data, byte = bare.buffer(nbytes, DEVICES[kind]), bare.buffer(1, DEVICES[kind])
 
         def run(window: int) -> float:
             self._partner.tell("pair", kind=kind, nbytes=nbytes, frame=frame, window=window)
-            _take(group, byte)  # it is ready
+            _take(group, byte)  # the receiver is ready
             began = time.perf_counter()
             bare.stream(group.send, bare.RECEIVER, data, frame, window)  # type: ignore[union-attr]  # not in the stub
             _take(group, byte)
@@ -55,7 +55,7 @@ class Raw:
         return {"ways": {f"{window} in flight": _repeated(partial(run, window), repeats) for window in windows}}
 
     def shm(self, nbytes: int, frame: int, slots: int, repeats: int) -> Answer:
-        """One process copies into a shared ring while the other copies out, from the first byte to the last."""
+        """Measure a copy into a shared ring and concurrently out of it, from the first byte to the last."""
         ring, data = bare.SharedRing(self._file, slots, frame), bare.buffer(nbytes)
         ring.reset()
         self._partner.ask("ready", file=self._file, nbytes=nbytes, frame=frame, slots=slots)
@@ -72,7 +72,7 @@ class Raw:
         return {"ways": {"memcpy in, memcpy out": _repeated(run, repeats)}}
 
     def copy(self, nbytes: int, repeats: int) -> Answer:
-        """One process, one copy, from one buffer to another."""
+        """Measure one copy between two buffers of one process."""
         source, target = bare.buffer(nbytes), bare.buffer(nbytes)
         ways: dict[str, Callable[[], object]] = {
             "memcpy": lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes),
@@ -81,7 +81,7 @@ class Raw:
         return {"ways": {name: _repeated(partial(_timed, way), repeats) for name, way in ways.items()}}
 
     def device_copy(self, nbytes: int, repeats: int) -> Answer:
-        """One copy within the memory of GPU 0, seen from the CPU: issued and waited for."""
+        """Measure one copy within the memory of GPU 0, from the CPU: launch and wait."""
         source, target = bare.buffer(nbytes, "cuda:0"), bare.buffer(nbytes, "cuda:0")
 
         def run() -> None:
@@ -102,7 +102,7 @@ class Raw:
             store = str(Path(folder) / "store")
             self._partner.tell("meet", kind=kind, store=store)
             group = bare.PAIRS[kind](store, bare.SENDER)
-            _take(group, bare.buffer(1, DEVICES[kind]))  # from here on nobody needs the file
+            _take(group, bare.buffer(1, DEVICES[kind]))  # the file is not needed from here on
             self._partner.answer()
         return group
 
@@ -112,7 +112,7 @@ def _take(group: bare.Group, byte: Tensor) -> None:
 
 
 def _repeated(run: Callable[[], float], repeats: int) -> list[float]:
-    run()  # wakes up caches and pages
+    run()  # warms caches and pages
     return [run() for _ in range(repeats)]
 
 
@@ -123,7 +123,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
-    """What `serve` needs."""
+    """Return the version and the handlers for `serve`."""
     torch.set_num_threads(1)
     raw = Raw(setup)
     handlers: dict[str, Handler] = {"pair": raw.pair, "shm": raw.shm, "copy": raw.copy, "device_copy": raw.device_copy}

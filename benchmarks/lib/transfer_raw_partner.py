@@ -1,4 +1,4 @@
-"""The receiving process of the raw limits; see `transfer_raw`."""
+"""Receiving process of the raw limits. See `transfer_raw`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEVICES = {"gloo": "cpu", "nccl": "cuda:1"}
 
 
 class Taker:
-    """The other end of each measurement."""
+    """The receiving end of each measurement."""
 
     def __init__(self) -> None:
         self._groups: dict[str, bare.Group] = {}
@@ -28,13 +28,13 @@ class Taker:
         self._ring: bare.SharedRing | None = None
 
     def meet(self, kind: str, store: str) -> Answer:
-        """Build this end of a pair, and say hello through it."""
+        """Build this end of a pair, and send a byte through it."""
         group = self._groups[kind] = bare.PAIRS[kind](store, bare.RECEIVER)
         self._say(kind, group)
         return {}
 
     def pair(self, kind: str, nbytes: int, frame: int, window: int) -> Answer:
-        """Say that all is ready, receive, say that all is here."""
+        """Signal readiness, receive, and signal completion."""
         group, data = self._groups[kind], self._room(nbytes, DEVICES[kind])
         self._say(kind, group)
         bare.stream(group.recv, bare.SENDER, data, frame, window)  # type: ignore[union-attr]  # not in the stub
@@ -42,13 +42,13 @@ class Taker:
         return {}
 
     def ready(self, file: int, nbytes: int, frame: int, slots: int) -> Answer:
-        """Map the ring, have a buffer."""
+        """Map the ring and allocate a buffer."""
         self._ring = bare.SharedRing(file, slots, frame)
         self._room(nbytes, "cpu")
         return {}
 
     def shm(self) -> Answer:
-        """Copy out what is copied in."""
+        """Copy the data out of the ring."""
         assert self._ring is not None
         self._ring.read(self._buffer)
         return {}
@@ -64,7 +64,7 @@ class Taker:
 
 
 def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
-    """What `serve` needs."""
+    """Return an empty description and the handlers for `serve`."""
     del setup
     torch.set_num_threads(1)
     taker = Taker()

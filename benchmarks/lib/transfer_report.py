@@ -1,4 +1,4 @@
-"""Measured transfers for people: Markdown tables."""
+"""Markdown tables of measured transfers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOT_MEASURED = "what it needs was not measured"
 
 
 def tables(figures: Figures) -> str:
-    """All that was measured; a part of which there is nothing is left out."""
+    """Return all tables with measurements."""
     parts = {
         "GB/s (spread) by size of the KV, all of it computed": _rates(figures),
         "A short prompt": _small(figures),
@@ -27,14 +27,14 @@ def tables(figures: Figures) -> str:
 
 
 def ratio_table(found: Mapping[str, float | None], missing: Mapping[str, str]) -> str:
-    """The figures that others rely on, and why each is not there that is not."""
+    """Return the figures that other programs use, with the reason for each missing one."""
     rows = [[key, *(("null", NOT_MEASURED) if value is None else (f"{value:.3f}", ""))] for key, value in found.items()]
     notes = [f"- not measured: {what}: {why}" for what, why in missing.items()]
     return "\n".join([markdown(["figure", "value", "why not"], rows), *([""] if notes else []), *notes])
 
 
 def timeline_table(frames: Sequence[FrameTimes]) -> str:
-    """Each frame of a streamed prompt, in milliseconds since the prompt came."""
+    """Return each frame of a streamed prompt, in milliseconds since the arrival of the prompt."""
     rows = [
         [
             str(number),
@@ -48,7 +48,7 @@ def timeline_table(frames: Sequence[FrameTimes]) -> str:
 
 
 def sweep_table(runs: Iterable[Mapping[str, object]]) -> str:
-    """What came of other settings: one row each, the columns as they are named in the first."""
+    """Return the results of other settings, one row each. The first one names the columns."""
     rows = [
         {name: f"{value:.2f}" if isinstance(value, float) else str(value) for name, value in run.items()}
         for run in runs

@@ -1,6 +1,6 @@
-"""Other settings than the defaults: frame sizes and slots, and below how many bytes KV is held back.
+"""Sweeps of frame sizes, slots, and the bytes below which KV is held back.
 
-Each setting is a lane of its own, and every lane is measured in each round.
+Each setting has its own lane, and each round measures every lane.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REPEATS = 5
 
 
 class Setting(NamedTuple):
-    """What is varied of a lane."""
+    """The varied settings of a lane."""
 
     transport: str
     frame_size: int = DEFAULTS.frame_size
@@ -36,7 +36,7 @@ class Setting(NamedTuple):
 
 
 def sweep_frames(plan: Plan, where: Where, results: Results) -> None:
-    """Speed by frame size, with the default number of slots, and by slots, with the default frame size."""
+    """Measure speed by frame size with the default slots, and by slots with the default frame size."""
     names = [name for name in plan.transports if name not in GPU_DEVICES]
     settings = [Setting(name, frame_size=size) for name in names for size in FRAMES]
     settings += [Setting(name, credits=slots) for name in names for slots in CREDITS if slots != DEFAULTS.credits]
@@ -60,7 +60,7 @@ def sweep_frames(plan: Plan, where: Where, results: Results) -> None:
 
 
 def sweep_coalescing(plan: Plan, where: Where, results: Results) -> None:
-    """Short prompts on the engine by the bytes that are waited for before a frame leaves."""
+    """Measure short prompts on the engine by the least bytes of a frame."""
     names = [name for name in plan.transports if name not in GPU_DEVICES]
     settings = [Setting(name, coalesce_below=size) for name in names for size in COALESCE]
     found: defaultdict[tuple[int, Setting], list[Prompt]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""What stands around a measured prefill role, and keeps the times: its router, its sender, and its engine's loop."""
+"""Stand-ins around a measured prefill role that record times: router, sender, and the engine loop's listener."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from prefill_workers.worker import PrefillWorker
 
 LONG_S = 10 * WAIT_S
-DECODE = "decode"  # the request whose tokens are timed
+DECODE = "decode"  # the request with timed tokens
 
 
 class Router(Session):
-    """Stands for a router's stream: keeps what is said, with the time."""
+    """Stand-in for a router's stream that records events with their times."""
 
     def __init__(self) -> None:
         super().__init__("benchmark", asyncio.new_event_loop(), common_pb2.Load)
@@ -36,7 +36,7 @@ class Router(Session):
             self._said.put((time.monotonic(), event))
 
     def wait(self, kind: str) -> tuple[float, worker_pb2.WorkerEvent]:
-        """The next event of this kind and its time. Raises RuntimeError for a failure, queue.Empty when none comes."""
+        """Return the next event of this kind and its time. Raises RuntimeError on failure, queue.Empty on timeout."""
         while True:
             at, event = self._said.get(timeout=LONG_S)
             found = event.WhichOneof("event")
@@ -47,7 +47,7 @@ class Router(Session):
 
 
 class NotedSender:
-    """A sender as the role knows it. `computed_at`: what was said to be computed, and when: (time, layers, end)."""
+    """A sender that records computed layers in `computed_at`, as (time, layers, end)."""
 
     def __init__(self, sender: Sender) -> None:
         self._computed = sender.computed
@@ -61,7 +61,7 @@ class NotedSender:
 
 
 class Steps:
-    """Whom the engine's loop tells: the role that is measured, and the clock of a request that decodes here."""
+    """Listener of the engine loop: the measured role, and the token times of a request that decodes here."""
 
     def __init__(self) -> None:
         self.role: PrefillWorker | None = None
@@ -76,8 +76,8 @@ class Steps:
                 self._tokens_at.put(time.monotonic())
 
     def tick(self) -> None:
-        """Nothing has a deadline here."""
+        """Do nothing, because there are no deadlines."""
 
     def token_times(self, tokens: int) -> list[float]:
-        """When each of the next `tokens` came. Raises queue.Empty when one does not."""
+        """Return the times of the next `tokens` tokens. Raises queue.Empty on timeout."""
         return [self._tokens_at.get(timeout=LONG_S) for _ in range(tokens)]

@@ -1,7 +1,7 @@
-"""A checkpoint of `benchmarks.lib.models` as a GGUF file, in its own dtype, without a vocabulary: ids go in and out.
+"""Exports a checkpoint of `benchmarks.lib.models` as a GGUF file in its own dtype, without a vocabulary.
 
-llama.cpp wants the rows of Q and K in another order for its RoPE. Random weights take the same
-time in any order, so it is left out.
+Inputs and outputs are token ids. llama.cpp's RoPE expects another order of the rows of Q and K; random weights keep
+theirs, because the order does not change the time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TYPES = {"BF16": GGMLQuantizationType.BF16, "F32": GGMLQuantizationType.F32}
 
 
 def exported(model: Path, cache: Path) -> Path:
-    """The GGUF file of a model folder, made at the first call."""
+    """Return the GGUF file of a model folder, made at the first call."""
     path = cache / "gguf" / f"{model.name}.gguf"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ def _write(model: Path, path: Path) -> None:
     writer.add_vocab_size(shape.vocab)
     writer.add_tokenizer_model("no_vocab")
     for name, dtype, data in _tensors(model / "model.safetensors"):
-        if data.ndim == 1:  # norms are float32 there
+        if data.ndim == 1:  # llama.cpp has float32 norms
             writer.add_tensor(_name(name), np.ones(shape.hidden, np.float32))
         else:
             writer.add_tensor(_name(name), data.view(np.uint8), raw_dtype=TYPES[dtype])
@@ -78,7 +78,7 @@ def _name(name: str) -> str:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, str, np.ndarray[Any, Any]]]:
-    """Name, dtype and data; numpy has no bf16, so that it comes as int16."""
+    """Yield name, dtype and data. bf16 data is int16, because numpy has no bf16."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))

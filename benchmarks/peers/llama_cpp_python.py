@@ -1,4 +1,4 @@
-"""llama.cpp as a measured process, through the C interface that llama-cpp-python wraps. KV is f16, its default."""
+"""llama.cpp as a measured process, through llama-cpp-python's C interface. KV is f16, its default."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
     from benchmarks.lib.protocol import Answer, Handler, Setup
 
-SEQUENCES, LONGEST = 32, 2304  # each sequence has its own part of the KV, and all parts are as long as the longest
+SEQUENCES, LONGEST = 32, 2304  # each sequence has its own part of the KV, as large as the longest one needs
 WARM_STEPS = 2
 
 
 class LlamaCpp:
-    """One context with room for all sequences."""
+    """One context with capacity for all sequences."""
 
     def __init__(self, setup: Setup) -> None:
         self._vocab = read_shape(Path(setup.model)).vocab
@@ -42,11 +42,11 @@ class LlamaCpp:
         self._batch = llama_cpp.llama_batch_init(LONGEST, 0, 1)
 
     def prefill(self, tokens: int, repeats: int) -> Answer:
-        """Seconds for a prompt and the choice of its first token."""
+        """Return seconds for a prompt and its first token."""
         return {"seconds": [self._run([(0, position) for position in range(tokens)]) for _ in range(repeats)]}
 
     def decode(self, batch: int, context: int, steps: int) -> Answer:
-        """Seconds of each step of `batch` sequences."""
+        """Return seconds of each step of `batch` sequences."""
         for sequence in range(batch):
             self._run([(sequence, position) for position in range(context)])
         positions = range(context, context + WARM_STEPS + steps)
@@ -54,7 +54,7 @@ class LlamaCpp:
         return {"seconds": seconds[WARM_STEPS:]}
 
     def _run(self, rows: list[tuple[int, int]]) -> float:
-        """Seconds to compute random tokens at (sequence, position), with the last logits of each sequence."""
+        """Return seconds to compute random tokens at (sequence, position), with the last logits of each sequence."""
         if rows[0][1] == 0:
             llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(self._context), rows[0][0], -1, -1)
         ends = {sequence: index for index, (sequence, _) in enumerate(rows)}
@@ -81,7 +81,7 @@ class LlamaCpp:
 
 
 def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
-    """What `serve` needs."""
+    """Return the version and the handlers for `serve`."""
     peer = LlamaCpp(setup)
     return {"version": llama_cpp.__version__}, {"prefill": peer.prefill, "decode": peer.decode}
 

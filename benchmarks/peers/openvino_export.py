@@ -1,6 +1,6 @@
-"""``openvino_export.py MODEL OUT DTYPE``: a checkpoint as openvino-genai reads it, not quantized.
+"""``openvino_export.py MODEL OUT DTYPE``: exports a checkpoint for openvino-genai, not quantized.
 
-bf16 weights are stored as fp16: half the memory of fp32, and the same speed, since it computes in bf16 either way.
+bf16 weights are stored as fp16: half the memory of fp32 at the same speed, because it computes in bf16 either way.
 """
 
 from __future__ import annotations

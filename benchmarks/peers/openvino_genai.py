@@ -1,6 +1,6 @@
 """openvino-genai as a measured process: its continuous batching on the CPU, step by step.
 
-The model is exported through optimum-intel at the first call, by a process of its own, since that takes much memory.
+The first call exports the model with optimum-intel, in a separate process because that takes much memory.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class OpenVino:
         self._requests = 0
 
     def prefill(self, tokens: int, repeats: int) -> Answer:
-        """Seconds from adding a prompt to its first token."""
+        """Return seconds from adding a prompt to its first token."""
         return {"seconds": [self._first_token(tokens) for _ in range(repeats)]}
 
     def decode(self, batch: int, context: int, steps: int) -> Answer:
-        """Seconds of each step while all `batch` sequences decode."""
+        """Return seconds of each step while all `batch` sequences decode."""
         handles = [self._add(self._prompt(context), MAX_POSITIONS - context) for _ in range(batch)]
         waiting = handles
         while waiting:
@@ -75,7 +75,7 @@ class OpenVino:
     def _first_token(self, tokens: int) -> float:
         prompt = self._prompt(tokens)
         began = time.perf_counter()
-        handle = self._add(prompt, 1)  # a request whose handle is gone is dropped
+        handle = self._add(prompt, 1)  # a request without a handle is dropped
         self._drain()
         seconds = time.perf_counter() - began
         if not handle.can_read():
@@ -118,7 +118,7 @@ def _exported(model: Path, cache: Path, dtype: str) -> Path:
 
 
 def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
-    """What `serve` needs."""
+    """Return the version and the handlers for `serve`."""
     peer = OpenVino(setup)
     return {"version": peer.version}, {"prefill": peer.prefill, "decode": peer.decode}
 

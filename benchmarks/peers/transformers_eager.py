@@ -1,4 +1,4 @@
-"""transformers as a measured process: the loop of `generate()` without what is around it, on a cache filled by hand."""
+"""transformers as a measured process: the inner loop of `generate()`, on a cache filled with random KV."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Transformers:
 
     @torch.inference_mode()
     def prefill(self, tokens: int, repeats: int) -> Answer:
-        """Seconds for a prompt and the choice of its first token."""
+        """Return seconds for a prompt and its first token."""
         return {"seconds": [self._step(1, tokens, None) for _ in range(repeats)]}
 
     @torch.inference_mode()
     def decode(self, batch: int, context: int, steps: int) -> Answer:
-        """Seconds of each step of one padded batch."""
+        """Return seconds of each step of one padded batch."""
         cache = self._filled(batch, context)
         return {"seconds": [self._step(batch, 1, cache) for _ in range(WARM_STEPS + steps)][WARM_STEPS:]}
 
@@ -55,7 +55,7 @@ class Transformers:
 
 
 def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
-    """What `serve` needs."""
+    """Return the version and the handlers for `serve`."""
     torch.set_num_threads(setup.threads)
     peer = Transformers(setup)
     return {"version": transformers.__version__}, {"prefill": peer.prefill, "decode": peer.decode}

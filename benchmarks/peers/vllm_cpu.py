@@ -24,7 +24,7 @@ GIB = 1 << 30
 
 
 class Vllm:
-    """One engine without prefix cache. vllm reads its settings from the environment when it is imported."""
+    """One engine without prefix cache. The import of vllm reads its settings from the environment."""
 
     def __init__(self, setup: Setup) -> None:
         kv = read_shape(Path(setup.model)).kv_bytes(setup.kv_tokens, ITEMSIZE[setup.dtype])
@@ -55,11 +55,11 @@ class Vllm:
         self._requests = 0
 
     def prefill(self, tokens: int, repeats: int) -> Answer:
-        """Seconds from adding a prompt to its first token."""
+        """Return seconds from adding a prompt to its first token."""
         return {"seconds": [self._first_token(tokens) for _ in range(repeats)]}
 
     def decode(self, batch: int, context: int, steps: int) -> Answer:
-        """Seconds of each step while all `batch` sequences decode."""
+        """Return seconds of each step while all `batch` sequences decode."""
         keys = [self._add(self._prompt(context), FOREVER) for _ in range(batch)]
         waiting = set(keys)
         while waiting:
@@ -98,7 +98,7 @@ class Vllm:
 
 
 def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
-    """What `serve` needs."""
+    """Return the version and the handlers for `serve`."""
     peer = Vllm(setup)
     return {"version": peer.version}, {"prefill": peer.prefill, "decode": peer.decode}
 

@@ -1,17 +1,13 @@
-"""Who waits, for how long, and who is turned away at once.
+"""Admission of requests: a queue for those that no pair of workers has capacity for, and its limits.
 
-A request waits when no live pair has room for it. `fair_queue` says in which order: fair between tenants, and in
-order of tickets within one. A request keeps its ticket for life: one that comes back (a decode worker ran full, or
-preempted it) stands where it stood, before all later ones, and is never turned away by a bound.
-The head of the queue is served first, even if a smaller request behind it would fit.
+`fair_queue` has the order. The head is served first, even if a smaller request behind it would fit. A request keeps its
+ticket for life. One that returns, because a decode worker ran full or preempted it, regains its place and is never
+rejected by a limit.
 
-Who has been accepted is not turned away for lack of room at all: it waits until its deadline, or until no worker has
-been there that could serve it for as long as others wait.
-
-A newcomer is refused when the queue holds too many requests or tokens, or when it would wait longer than it may: its
-own wait, by what stands before it, and by how fast the queue has drained lately.
-
-How fast the queue drains, as measured while somebody waits: what comes and goes without a wait says nothing.
+A new request is rejected if the queue holds too many requests or tokens, or if its predicted wait is too long. The
+prediction divides the work ahead of it by the queue's recent service rate.
+An accepted request is never rejected for lack of capacity. It waits until its deadline, or until no capable worker has
+been connected for `QueueLimits.wait_s`.
 """
 
 from __future__ import annotations
@@ -28,39 +24,38 @@ from router.admission.capability_wait import NoCapableWorker
 from router.admission.fair_queue import OVERTAKES, Entry, FairQueue, Ticket, ticket_for
 
 _WINDOW_S = 5.0
-_WINDOW_REQUESTS = 32  # where so many take longer than the time
-_ENOUGH = 8.0  # requests, before that nothing is known
+_WINDOW_REQUESTS = 32  # a longer window if this many requests take longer
+_ENOUGH = 8.0  # requests before the rate counts as measured
 
 
 class DrainRate:
-    """Exponentially weighted over the last seconds, or the last requests if those take longer.
-
-    A gap of more than `longest_s` counts as that when it is over: nobody waits longer, and workers came back.
+    """The service rate, exponentially weighted over the last 5 s, or the last 32 requests if those take longer. Only
+    samples taken while the queue is non-empty count. A gap counts as `longest_s` at most: no request waits longer.
     """
 
     def __init__(self, clock: Clock, longest_s: float) -> None:
         self._clock = clock
         self._longest_s = longest_s
         self._requests = self._tokens = self._busy_s = 0.0
-        self._since: float | None = None  # somebody has been waiting, and nobody was served
+        self._since: float | None = None  # the last sample while the queue is non-empty, else None
 
     @property
     def measured(self) -> bool:
-        """Whether enough was served to say anything."""
+        """Whether enough requests were served for an estimate."""
         return self._requests >= _ENOUGH
 
     @property
     def requests_per_s(self) -> float:
-        """0 until `measured`."""
+        """Requests served per second, or 0 until `measured`."""
         return self._requests / self._time() if self.measured else 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """0 until `measured`."""
+        """Tokens served per second, or 0 until `measured`."""
         return self._tokens / self._time() if self.measured else 0.0
 
     def watch(self, *, waiting: bool) -> None:
-        """Somebody waits, or nobody. Say it whenever it may have changed."""
+        """Record whether the queue is non-empty. Call it after every possible change."""
         if waiting and self._since is None:
             self._since = self._clock.monotonic()
         elif not waiting:
@@ -68,7 +63,7 @@ class DrainRate:
             self._since = None
 
     def served(self, tokens: int) -> None:
-        """A request of `tokens` tokens was. Counts only while somebody waits."""
+        """Record that a request of `tokens` tokens was served. Ignored while the queue is empty."""
         if self._since is None:
             return
         gap = self._lap()
@@ -78,7 +73,7 @@ class DrainRate:
         self._busy_s = self._busy_s * keep + gap
 
     def _lap(self) -> float:
-        """Seconds since the last time."""
+        """Return the seconds since the last sample."""
         if self._since is None:
             return 0.0
         now = self._clock.monotonic()
@@ -95,13 +90,13 @@ __all__ = ["OVERTAKES", "Admission", "QueueLimits", "Ticket", "ticket_for"]
 Claim = TypeVar("Claim")
 
 _LEAST_RETRY_S = 0.5
-_LOOKS, _LOOK_S = 8, 1.0  # for workers: so often in the time that a request may wait, and after so long
-_RESERVE = 8  # one part in so many, on top of a bound, is for tenants who have less than their share
+_LOOKS, _LOOK_S = 8, 1.0  # an accepted request looks for workers 8 times per `wait_s`, at least each second
+_RESERVE = 8  # 1/8 on top of a limit is reserved for tenants below their share
 
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """How much may wait: requests, their known tokens, and each for how long."""
+    """The limits of the queue: its requests, their known tokens, and the wait of each in seconds."""
 
     requests: int
     tokens: int
@@ -111,32 +106,30 @@ class QueueLimits:
 @dataclass(eq=False, kw_only=True, slots=True)
 class _Waiter(Entry, Generic[Claim]):
     requirements: object
-    since: float  # on the clock, as is the next
+    since: float  # on the admission clock, like `deadline`
     deadline: float
     served: asyncio.Future[Claim]
     accepted: bool
-    bounded_from: float  # `since`, or when somebody was last there who could serve it, if it was accepted
+    bounded_from: float  # `since`, or if accepted the last time a capable worker was connected
     reachable: bool = True
 
 
 class Admission(Generic[Claim]):
-    """Gives `claim(tokens, wish)` to one after the other, in turn. Call `changed` whenever room, or a worker, may have
-    appeared.
-    """
+    """Makes placements in queue order with `place(tokens, requirements)`. Call `changed` if capacity may have grown."""
 
     def __init__(
         self,
-        placement: Callable[[int, Any], Claim | None],
+        place: Callable[[int, Any], Claim | None],
         give_back: Callable[[Claim], None],
-        serves: Callable[[], bool],
+        can_serve: Callable[[], bool],
         clock: Clock,
         bounds: QueueLimits,
         weights: Mapping[str, float] | None = None,
     ) -> None:
         self.drain = DrainRate(clock, bounds.wait_s)
-        self._placement = placement
+        self._place = place
         self._give_back = give_back
-        self._serves = serves
+        self._can_serve = can_serve
         self._clock = clock
         self._bounds = bounds
         self._queue: FairQueue[_Waiter[Claim]] = FairQueue(weights or {})
@@ -152,15 +145,13 @@ class Admission(Generic[Claim]):
 
     @property
     def oldest_s(self) -> float:
-        """How long who is next has waited; 0: nobody waits."""
+        """Wait time of the request at the head of the queue, or 0 if the queue is empty."""
         first = self._queue.first
         return self._clock.monotonic() - first.since if first else 0.0
 
     @property
     def wait_s(self) -> float:
-        """How long one that comes now, and behind all others, would wait: as fast as the queue drains, and, until that
-        is measured, as long as who is next has waited.
-        """
+        """Predicted wait of a new request at the end of the queue: at least as long as its head has waited."""
         return max(self._all_s(self.waiting, self.waiting_tokens), self.oldest_s)
 
     async def admit(
@@ -175,14 +166,12 @@ class Admission(Generic[Claim]):
         deadline_s: float | None = None,
         since: float | None = None,
     ) -> Claim:
-        """A claim on a pair of workers for a request of `tokens` known tokens; `wish` is passed on. `accepted`: its
-        client has been told so, for this or another of its choices; it is never told Overloaded.
+        """Return a placement for a request of `tokens` known tokens. `requirements` is passed to `place`.
 
-        `deadline_s`: what is left to the request, in seconds. `since`: when it began to wait for room, on our clock, if
-        it was given a claim meanwhile that came to nothing.
-
-        Raises Overloaded (the queue is full, its wait would be too long, or was), DeadlineExceeded, or NoWorker (there
-        was nobody to wait for; NobodyAlike, as soon as its turn has come).
+        `accepted` means that the client has received Accepted for any choice; such a request never gets Overloaded.
+        `deadline_s` is the time left to the request, in seconds. `since` is the begin of its wait on the admission
+        clock, if an earlier placement failed. Raises Overloaded if the queue is full or the wait is too long, NoWorker
+        if no worker is connected, DeadlineExceeded, and at the head of the queue NoCapableWorker.
         """
         alone = not self.waiting
         if (placement := self.at_once(tokens, requirements, returning=returning)) is not None:
@@ -205,18 +194,18 @@ class Admission(Generic[Claim]):
         return await self._wait(waiter) if found is None else found
 
     def at_once(self, tokens: int, requirements: object = None, *, returning: bool = False) -> Claim | None:
-        """As `admit`, without a wait; None: somebody waits, or there is no room."""
-        if self.waiting or (placement := self._placement(tokens, requirements)) is None:  # nobody to be fair to
+        """Return a placement like `admit`, or None if the queue is non-empty or there is no capacity."""
+        if self.waiting or (placement := self._place(tokens, requirements)) is None:  # an empty queue needs no fairness
             return None
         self._served(tokens, returning=returning)
         return placement
 
     def _enter(self, waiter: _Waiter[Claim], *, tried: bool) -> Claim | None:
-        """A claim at once for who comes first and has not `tried`, or a place in the queue. Raises Overloaded."""
+        """Return a placement if `waiter` is the head and has not `tried`, else queue it. Raises Overloaded."""
         self._queue.push(waiter)
         if not tried and self._queue.first is waiter:
             try:
-                placement = self._placement(waiter.tokens, waiter.requirements)
+                placement = self._place(waiter.tokens, waiter.requirements)
             except NoCapableWorker:
                 self._queue.remove(waiter)
                 raise
@@ -235,7 +224,7 @@ class Admission(Generic[Claim]):
         self._served(first.tokens, returning=first.returning)
 
     def _served(self, tokens: int, *, returning: bool) -> None:
-        if not returning:  # else it was counted before
+        if not returning:  # a returning request was counted before
             self.drain.served(tokens)
 
     async def _wait(self, waiter: _Waiter[Claim]) -> Claim:
@@ -249,19 +238,17 @@ class Admission(Generic[Claim]):
                 self._queue.remove(waiter)
             served = waiter.served
             if served.done() and not served.cancelled() and served.exception() is None:
-                self._give_back(served.result())  # served and cancelled in the same moment
-            self.changed()  # the next one may have waited only for its turn
+                self._give_back(served.result())  # served and cancelled at the same time
+            self.changed()  # the next one may fit
             if isinstance(error, TimeoutError):
                 raise self._gave_up(waiter) from None
             raise
 
     def _look(self, waiter: _Waiter[Claim], limit: asyncio.Timeout) -> None:
-        """One that was accepted goes on until its deadline, while somebody is there who could serve it, or was lately:
-        is looked for from time to time.
-        """
-        if waiter.served.done():  # or cancelled
+        """Extend the wait of an accepted request while a worker that can serve it is connected, and repeat this."""
+        if waiter.served.done():
             return
-        serves = self._serves()
+        serves = self._can_serve()
         if serves or waiter.reachable:
             waiter.bounded_from = self._clock.monotonic()
         waiter.reachable = serves
@@ -272,9 +259,9 @@ class Admission(Generic[Claim]):
             limit.reschedule(loop.time())
 
     def changed(self) -> None:
-        """Serve whom the present state allows to."""
+        """Serve requests from the head of the queue while there is capacity."""
         if self._serving:
-            return  # a claim that is given back below makes room itself; the loop goes on anyway
+            return  # giving a placement back calls this again; the running loop continues anyway
         self._serving = True
         try:
             while (first := self._queue.first) is not None and self._let_in(first):
@@ -284,13 +271,13 @@ class Admission(Generic[Claim]):
             self.drain.watch(waiting=self.waiting > 0)
 
     def _let_in(self, first: _Waiter[Claim]) -> bool:
-        """Whether the next one may try."""
-        if first.served.done():  # cancelled, its task did not run since
+        """Return whether `first` has left the queue, so that the next request may try."""
+        if first.served.done():  # cancelled, but its task has not run since
             self._queue.remove(first)
             return True
         try:
-            placement = self._placement(first.tokens, first.requirements)
-        except NoCapableWorker as error:  # it waits elsewhere
+            placement = self._place(first.tokens, first.requirements)
+        except NoCapableWorker as error:  # it waits in `CapabilityWait`
             self._queue.remove(first)
             first.served.set_exception(error)
             return True
@@ -301,12 +288,12 @@ class Admission(Generic[Claim]):
         return True
 
     def _full(self, waiter: _Waiter[Claim]) -> Overloaded | None:
-        """Why `waiter`, the last to come, finds no place."""
+        """Return the rejection of `waiter`, the newest request, if it exceeds a limit."""
         (requests, tokens), share = self._queue.held_by(waiter.tenant), self._queue.share_of(waiter.tenant)
         if over := _over(self._bounds.requests, self.waiting, requests, 1, share):
             text = f"{self.waiting - 1} requests wait already, no more are taken"
             return self._refusal(text, over, self.drain.requests_per_s)
-        alone = self.waiting == 1  # the longest prompt may wait, too
+        alone = self.waiting == 1  # even the longest prompt may wait alone
         over = _over(self._bounds.tokens, self.waiting_tokens, tokens, waiter.tokens, share)
         if alone or not over:
             return None
@@ -314,41 +301,39 @@ class Admission(Generic[Claim]):
         return self._refusal(text, over, self.drain.tokens_per_s)
 
     def _too_long(self, waiter: _Waiter[Claim]) -> Overloaded | None:
-        """Whether `waiter` is not worth waiting for. While no worker is there, the drain says nothing."""
+        """Return the rejection of `waiter` if its predicted wait is too long. Without a worker the rate is ignored."""
         predicted, most = self._predicted_s(waiter), self._left_s(waiter)
-        if predicted <= max(most, 0.0) or not self._serves():
+        if predicted <= max(most, 0.0) or not self._can_serve():
             return None
         return self._refusal(
             f"it would wait for about {predicted:.3g} s, and {most:.3g} s are left", predicted - most, 1.0
         )
 
     def _predicted_s(self, waiter: _Waiter[Claim]) -> float:
-        """0 when nothing is known."""
+        """Return the predicted wait, or 0 if the rate is unknown."""
         requests, tokens = self.waiting - 1, self.waiting_tokens - waiter.tokens
         return self._all_s(requests, tokens) * self._queue.ahead(waiter) / tokens if tokens else 0.0
 
     def _all_s(self, requests: int, tokens: int) -> float:
-        """Until so much has drained. Requests may be as dear as their tokens, or each as the other: the dearer counts.
-        0 when nothing is known.
-        """
+        """Return the seconds to serve so much: the longer of two estimates, or 0 if the rate is unknown."""
         if not self.drain.measured:
             return 0.0
         return max(requests / self.drain.requests_per_s, tokens / self.drain.tokens_per_s)
 
     def _left_s(self, waiter: _Waiter[Claim]) -> float:
-        """How long it may still wait."""
+        """Return the seconds that `waiter` may still wait."""
         return min(waiter.bounded_from + self._bounds.wait_s, waiter.deadline) - self._clock.monotonic()
 
     def _gave_up(self, waiter: _Waiter[Claim]) -> BatonError:
         if waiter.deadline < waiter.bounded_from + self._bounds.wait_s:
             return DeadlineExceeded("its deadline came while it waited for room")
         waited = f"waited {self._bounds.wait_s:g} s"
-        if self._serves() and not waiter.accepted:
+        if self._can_serve() and not waiter.accepted:
             return self._refusal(f"{waited} for room on a decode worker", self.waiting, self.drain.requests_per_s)
         return NoWorker(f"{waited}: no decode worker is connected, and prefill workers do not decode")
 
     def _refusal(self, text: str, over: float, per_s: float) -> Overloaded:
-        """Come back when what is too much has drained. Unknown: after as long as the next one has waited."""
+        """Return Overloaded. The retry delay is the time to serve `over`, or without a rate the wait of the head."""
         first = self._queue.first
         waited = self._clock.monotonic() - first.since if first else self._bounds.wait_s
         most_s = max(self._bounds.wait_s, _LEAST_RETRY_S)
@@ -356,7 +341,7 @@ class Admission(Generic[Claim]):
 
 
 def _over(bound: int, waiting: int, own: int, adding: int, share: float) -> int:
-    """By how much `waiting` is too much for a tenant that has `own` of it, `adding` of it new."""
+    """Return the excess of `waiting` over the limit for a tenant that holds `own` of it, `adding` of them new."""
     if own == adding or own <= bound * share:
         bound += math.ceil(bound / _RESERVE)
     return max(waiting - bound, 0)

@@ -1,5 +1,5 @@
-"""Where deterministic requests wait while no worker is there that computes them alike, and requests for thoughts while
-nobody is there whose model might think: beside the queue, in which they would keep everybody else waiting, too.
+"""Holds requests that need a capability no connected worker has: bitwise compatible workers, or thinking. They wait
+outside the main queue, so that they do not block requests that any worker can serve.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ T = TypeVar("T")
 
 
 class NoCapableWorker(NoWorker):
-    """No decode worker is there that may compute a particular request, with room or without."""
+    """No connected decode worker can compute the request, whatever its capacity."""
 
 
 class CapabilityWait:
-    """`serves`: is a worker there for it? `why_not`: why none of those here takes it; empty: one does, or nobody is
-    here. A newcomer finds no place beside `most` others. Call `changed` whenever a worker may have come.
+    """The wait for a capable worker. `serves` returns whether one is connected, `why_not` why no connected worker is
+    capable (empty if one is or none is connected). At most `most` requests wait. Call `changed` for each new worker.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class CapabilityWait:
         self._clock = clock
         self._wait_s = wait_s
         self._most = most
-        self._waiting: dict[asyncio.Future[None], None] = {}  # in order of arrival
+        self._waiting: dict[asyncio.Future[None], None] = {}
 
     def changed(self) -> None:
-        """Let those who wait look again."""
+        """Wake all waiting requests to check again."""
         for waiter in self._waiting:
             if not waiter.done():
                 waiter.set_result(None)
@@ -48,12 +48,11 @@ class CapabilityWait:
     async def admitted(
         self, requirements: Requirements, admit: Callable[[], Awaitable[T]], *, deadline_s: float, since: float | None
     ) -> T:
-        """What `admit` gives. When it raises NobodyAlike it is asked again, once somebody is there.
-
-        `deadline_s`: what is left to the request. `since`: when it began to wait, on our clock; None: it goes on with
-        what was begun, and time in which it waited for room alone does not count. Raises InvalidRequest (no worker here
-        takes such requests), Overloaded (too many wait), NoWorker (none that computes alike came in time),
-        DeadlineExceeded, and what `admit` raises.
+        """Return the result of `admit`. It is called again after NoCapableWorker, once a capable worker is connected.
+        `deadline_s` is the time left to the request, in seconds. `since` is when its wait began on the clock, or None
+        for an accepted request: then waits for capacity alone do not count. Raises InvalidRequest if no worker takes
+        such requests, Overloaded if too many wait, or NoWorker if no capable worker connects in time. Also raises
+        DeadlineExceeded and the errors of `admit`.
         """
         deadline = self._clock.monotonic() + deadline_s
         if since is not None and requirements.is_special and not self._serves(requirements):

@@ -1,16 +1,12 @@
-"""In which order those who wait are served: fair between tenants, by ticket within a tenant. No clock, no I/O.
+"""The order of the queue: fair between tenants, by ticket within a tenant. No clock, no I/O.
 
-Between tenants, virtual time decides (WF2Q+). Serving `t` tokens takes a tenant's `start` on by `t / weight`, and the
-queue's own time by `t / (weights of all who wait)`; who has the least start is next. A tenant that comes anew starts
-now, or where it stood if it had more than its share: having been silent earns no credit, and leaving pays no debt.
+Virtual time decides between tenants (WF2Q+). Serving `t` tokens advances a tenant's `start` by `t / weight`, and the
+queue's own time by `t / (weights of all waiting tenants)`. The tenant with the smallest start is next. A new tenant
+starts at the current time, or at its old start if that is later: idling earns no credit, and leaving clears no debt.
 
-Nobody starves: the start of a tenant that waits stands still, time goes on with each token that is served to others,
-and whoever comes later starts no earlier than that; within a tenant, a ticket is overtaken by a bounded number of
-later arrivals. A request that was served before and is back (`returning`) has paid: its tenant goes before all others
-until it is served.
-
-Two ordered structures for the queue. Every operation takes O(log n) steps, a removal from the middle as well, so
-that what left early takes no memory until its turn would have come (as it does in a heap of the standard library).
+No tenant starves: the start of a waiting tenant is fixed, the time advances with every token served to others, and
+later tenants start no earlier. Within a tenant, a ticket is overtaken by a bounded number of later arrivals. A request
+that was served before and is back (`returning`) has paid, so its tenant precedes all others until it is served.
 """
 
 from __future__ import annotations
@@ -25,10 +21,10 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 class Heap(Generic[Item]):
-    """Items by key, the least one first. An item is in it once."""
+    """A binary heap of unique items by key, with removal of any item, which `heapq` lacks. O(log n) per operation."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[Any, Item]] = []  # a binary heap
+        self._entries: list[tuple[Any, Item]] = []
         self._at: dict[Item, int] = {}
 
     def __len__(self) -> int:
@@ -39,7 +35,7 @@ class Heap(Generic[Item]):
 
     @property
     def first(self) -> Item:
-        """Raises IndexError when there is none."""
+        """The item with the smallest key. Raises IndexError if the heap is empty."""
         return self._entries[0][1]
 
     @property
@@ -48,14 +44,14 @@ class Heap(Generic[Item]):
         return self._entries[0][0]
 
     def put(self, item: Item, key: Any) -> None:
-        """Add `item`, or give it another key."""
+        """Add `item`, or change its key."""
         at = self._at.setdefault(item, len(self._entries))
         if at == len(self._entries):
             self._entries.append((key, item))
         self._settle(at, (key, item))
 
     def remove(self, item: Item) -> Any:
-        """Returns its key. Raises KeyError."""
+        """Remove `item` and return its key. Raises KeyError."""
         at = self._at.pop(item)
         key, last = self._entries[at][0], self._entries.pop()
         if at < len(self._entries):
@@ -63,7 +59,7 @@ class Heap(Generic[Item]):
         return key
 
     def _settle(self, at: int, entry: tuple[Any, Item]) -> None:
-        """`entry` goes where it belongs, seen from the free place `at`."""
+        """Move `entry` up or down from the free place `at`."""
         while at and entry[0] < self._entries[(at - 1) // 2][0]:
             at = self._move((at - 1) // 2, at)
         while (child := self._lesser_child(at)) and self._entries[child][0] < entry[0]:
@@ -77,7 +73,7 @@ class Heap(Generic[Item]):
         return source
 
     def _lesser_child(self, at: int) -> int:
-        """0: it has none."""
+        """Return the place of the smaller child, or 0 if there is none."""
         left = 2 * at + 1
         if left >= len(self._entries):
             return 0
@@ -86,15 +82,15 @@ class Heap(Generic[Item]):
 
 
 class PrefixSums:
-    """Amounts at whole keys from 1 on, and what lies below a key: a Fenwick tree that keeps no zeros."""
+    """Amounts at integer keys from 1 on, and the sum below a key. A sparse Fenwick tree."""
 
     def __init__(self) -> None:
         self.total = 0
-        self._tree: dict[int, int] = {}  # at i: what lies at the last (i & -i) keys up to i
-        self._size = 1  # a power of two, no key is above it
+        self._tree: dict[int, int] = {}  # at i: the sum of the last (i & -i) keys up to i
+        self._size = 1  # a power of two, not below any key
 
     def add(self, key: int, amount: int) -> None:
-        """`amount` more at `key`; negative: less."""
+        """Add `amount`, which may be negative, at `key`."""
         while self._size < key:
             self._size *= 2
             self._tree[self._size] = self.total
@@ -106,7 +102,7 @@ class PrefixSums:
             key += key & -key
 
     def below(self, key: int) -> int:
-        """The sum at all keys less than `key`."""
+        """Return the sum at all keys smaller than `key`."""
         key, found = min(key - 1, self._size), 0
         while key > 0:
             found += self._tree.get(key, 0)
@@ -114,20 +110,20 @@ class PrefixSums:
         return found
 
 
-Ticket = tuple[int, int]  # who has less is served first
+Ticket = tuple[int, int]  # the smallest is served first
 
 OVERTAKES = 256
-_AT_ONCE = -1.0  # before every start
+_AT_ONCE = -1.0  # smaller than every start
 
 
 def ticket_for(arrival: int, priority: int) -> Ticket:
-    """The ticket of the request that came as number `arrival`: it overtakes `OVERTAKES` earlier ones per level."""
+    """Return the ticket of request number `arrival`. Each level of priority overtakes `OVERTAKES` earlier ones."""
     return arrival - priority * OVERTAKES, arrival
 
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One who waits, for `tokens` known tokens."""
+    """A waiting request with `tokens` known tokens."""
 
     ticket: Ticket
     tokens: int
@@ -136,17 +132,17 @@ class Entry:
 
     @property
     def key(self) -> int:
-        """The ticket without the tie, as a key of `PrefixSums`."""
+        """The ticket without its tie-breaker, as a key of `PrefixSums`."""
         return max(self.ticket[0] + MAX_PRIORITY * OVERTAKES, 0) + 1
 
 
 class _Tenant:
-    """Those of one tenant that wait; it is there as long as there are any."""
+    """The waiting requests of one tenant. It exists while there are any."""
 
     def __init__(self, name: str, weight: float, start: float) -> None:
         self.name, self.weight, self.start = name, weight, start
         self.line: Heap[Entry] = Heap()
-        self.owing = PrefixSums()  # tokens that are to be charged, by ticket
+        self.owing = PrefixSums()  # tokens to charge, by ticket
         self.tokens = 0
         self.returning = 0
 
@@ -165,7 +161,7 @@ Waiter = TypeVar("Waiter", bound=Entry)
 
 
 class FairQueue(Generic[Waiter]):
-    """`weights`: of tenants by name; all others have 1. O(log n) steps for each operation."""
+    """The queue. `weights` are the tenants' weights by name, 1 by default. O(log n) per operation."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self.tokens = 0
@@ -174,9 +170,9 @@ class FairQueue(Generic[Waiter]):
         self._returning_tokens = 0
         self._tenants: dict[str, _Tenant] = {}
         self._order: Heap[_Tenant] = Heap()
-        self._idle: Heap[str] = Heap()  # tenants of whom nobody waits, and who had more than their share: their starts
-        self._now = 0.0  # virtual
-        self._active = 0.0  # weight of those who wait
+        self._idle: Heap[str] = Heap()  # starts of tenants that left after using more than their share
+        self._now = 0.0
+        self._active = 0.0  # weight of the waiting tenants
 
     def __len__(self) -> int:
         return self._waiting
@@ -186,18 +182,18 @@ class FairQueue(Generic[Waiter]):
 
     @property
     def first(self) -> Waiter | None:
-        """Who is next."""
+        """The head of the queue, or None."""
         return self._order.first.line.first if self._waiting else None  # type: ignore[return-value]
 
     def push(self, entry: Waiter) -> None:
-        """It waits from now on."""
+        """Add a request."""
         tenant = self._tenants.get(entry.tenant) or self._come(entry.tenant)
         tenant.line.put(entry, entry.ticket)
         self._count(tenant, entry, 1)
         self._order.put(tenant, tenant.rank)
 
     def serve(self) -> None:
-        """The first one is served: it leaves, and its tenant pays."""
+        """Remove the head and charge its tenant."""
         tenant = self._order.first
         entry = tenant.line.first
         if not entry.returning:
@@ -206,13 +202,12 @@ class FairQueue(Generic[Waiter]):
         self._take(tenant, entry)
 
     def remove(self, entry: Waiter) -> None:
-        """It leaves unserved. Raises KeyError when it does not wait."""
+        """Remove a request that is not served. Raises KeyError if it does not wait."""
         self._take(self._tenants[entry.tenant], entry)
 
     def ahead(self, entry: Waiter) -> float:
-        """About how many tokens will be served before `entry`, which waits, if nobody comes or leaves.
-
-        Those before it in its tenant, and what the others get meanwhile if all of them have enough: at most all.
+        """Return roughly how many tokens will be served before `entry`, if no request comes or leaves. They are earlier
+        ones of its tenant, and those that all other tenants get in that time, at most all they have.
         """
         tenant = self._tenants[entry.tenant]
         until = max(tenant.start - self._now, 0.0) + tenant.owing.below(entry.key) / tenant.weight
@@ -220,12 +215,12 @@ class FairQueue(Generic[Waiter]):
         return self._returning_tokens + min(until * self._active, max(others, 0))
 
     def held_by(self, tenant: str) -> tuple[int, int]:
-        """Its requests that wait, and their tokens."""
+        """Return the number of waiting requests of a tenant, and their tokens."""
         found = self._tenants.get(tenant)
         return (len(found.line), found.tokens) if found else (0, 0)
 
     def share_of(self, tenant: str) -> float:
-        """Of the whole queue, if one more tenant of weight 1 came."""
+        """Return the tenant's share of the queue if one more tenant of weight 1 joined."""
         weight = self._weight(tenant)
         return weight / (self._active + 1.0 + (0.0 if tenant in self._tenants else weight))
 
@@ -261,7 +256,7 @@ class FairQueue(Generic[Waiter]):
             self._idle.put(tenant.name, tenant.start)
 
     def _catch_up(self) -> None:
-        """Time is never behind all who wait; when nobody waits, all are even again."""
+        """Advance the time to the smallest start. An empty queue resets all tenants."""
         if not self._waiting:
             self._now = self._active = 0.0
             self._idle = Heap()

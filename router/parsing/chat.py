@@ -1,4 +1,4 @@
-"""A conversation becomes the text of a prompt, by the chat template that came with the model."""
+"""Renders a conversation to the text of a prompt, with the model's chat template."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from router.parsing.chat_template import Template, TemplateFailed
 
 log = structlog.get_logger(__name__)
 
-_THREAD_BYTES = 4096  # a longer conversation is rendered in a thread: the loop has other requests to carry
+_THREAD_BYTES = 4096  # longer conversations are rendered in a thread, to keep the event loop free
 _PLAIN = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -27,7 +27,7 @@ _GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 class Chats:
-    """The templates of one model by name, `default` and perhaps `tool_use`; or why there is none."""
+    """The chat templates of one model, named `default` and optionally `tool_use`, or the reason why it has none."""
 
     def __init__(self, templates: dict[str, Template], special: dict[str, str], missing: str = "") -> None:
         self._templates = templates
@@ -36,7 +36,7 @@ class Chats:
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> Chats:
-        """Those in the folder of `tokenizer`; the oracle has a plain one. A wrong one is told to who asks for it."""
+        """Load the templates of the tokenizer's folder. A broken template is reported when a request needs it."""
         if tokenizer.folder is None:
             return Chats({"default": Template(_PLAIN)}, {})
         try:
@@ -50,12 +50,12 @@ class Chats:
 
     @property
     def tool_form(self) -> str:
-        """Like `Template.tool_form`, of the template that a conversation with tools is rendered by."""
+        """The `Template.tool_form` of the template that renders conversations with tools."""
         found = self._templates.get("tool_use") or self._templates.get("default")
         return found.tool_form if found else ""
 
     async def prompt(self, chat: pb.ChatMessages) -> str:
-        """What the model is to read. Raises InvalidRequest: the field that is wrong, or what the template says."""
+        """Return the rendered prompt. Raises InvalidRequest with the wrong fields, or with the template's error."""
         if chat.ByteSize() <= _THREAD_BYTES:
             return self._prompt(chat)
         return await asyncio.to_thread(self._prompt, chat)
@@ -100,7 +100,7 @@ NO_CHATS = Chats({}, {})
 
 
 def _violations(chat: pb.ChatMessages) -> Iterator[Violation]:
-    """What is wrong with a conversation whatever the template."""
+    """Yield the errors of a conversation that do not depend on the template."""
     if (size := chat.ByteSize()) > MAX_CHAT_BYTES:
         yield Violation("chat", f"at most {MAX_CHAT_BYTES} bytes, got {size}")
         return
@@ -120,7 +120,7 @@ def _violations(chat: pb.ChatMessages) -> Iterator[Violation]:
 
 
 def _unplaced(chat: pb.ChatMessages, template: Template) -> Iterator[Violation]:
-    """What the model would never be told."""
+    """Yield the parts of a conversation that the template would drop."""
     if _tools(chat) and not template.mentions("tools"):
         yield Violation("chat.tools", "the model's chat template has no tools")
     with_calls = [place for place, message in enumerate(chat.messages) if message.tool_calls]
@@ -130,7 +130,7 @@ def _unplaced(chat: pb.ChatMessages, template: Template) -> Iterator[Violation]:
 
 
 def _message(message: pb.ChatMessage) -> dict[str, object]:
-    """As templates expect it: the fields of OpenAI's API, with the arguments of calls as values."""
+    """Return a message in the form of OpenAI's API, as templates expect it, with decoded arguments of calls."""
     found: dict[str, object] = {"role": message.role, "content": message.content}
     if message.HasField("name"):
         found["name"] = message.name
@@ -155,7 +155,7 @@ def _kwargs(chat: pb.ChatMessages) -> object:
 
 
 def _loads(text: str) -> object:
-    """The value, or None if it is not JSON."""
+    """Decode JSON. Return None if it is invalid."""
     try:
         return cast("object", json.loads(text))
     except (ValueError, RecursionError):
@@ -163,7 +163,7 @@ def _loads(text: str) -> object:
 
 
 def _sources(folder: Path, config: dict[str, object]) -> dict[str, str]:
-    """Each template's text by its name; a file of its own counts before an entry of tokenizer_config.json."""
+    """Return the text of each template by name. `chat_template.jinja` has precedence over tokenizer_config.json."""
     path = folder / "chat_template.jinja"
     entry = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
     if entry is None or isinstance(entry, str):
@@ -175,7 +175,7 @@ def _sources(folder: Path, config: dict[str, object]) -> dict[str, str]:
 
 
 def _special_tokens(config: dict[str, object]) -> dict[str, str]:
-    """bos_token, eos_token and the like: each a text, or an object with it."""
+    """Return `bos_token`, `eos_token` and similar entries. Each value is a text, or an object with `content`."""
     found = {}
     for name, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value

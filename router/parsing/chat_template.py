@@ -1,8 +1,7 @@
-"""Chat templates as `transformers` renders them, with what one of them may cost bounded.
+"""Chat templates, rendered as `transformers` does, in bounded time and output.
 
-A template comes with the model, and what it is given comes from clients. So it runs in jinja's sandbox, and every turn
-of a loop, every macro and every piece of output looks at the clock and at what is there already. What is not bounded
-is the memory of a template that was written to waste it: whoever runs the server chooses the model.
+The template comes with the model, its input from clients. It runs in jinja's sandbox, and each loop turn, macro call
+and piece of output checks the limits. Memory is unlimited: a template can waste it, but the operator chooses the model.
 """
 
 from __future__ import annotations
@@ -30,21 +29,19 @@ from baton.limits import (
 
 _TICK = "baton_tick"
 _FORMS = {"hermes": "<tool_call>", "mistral": r"\[TOOL_CALLS\]", "llama": r"""["']parameters["']: """}
-_OTHER_FORMS = ("<function=", "<arg_key>", "[ARGS]")  # arguments of calls that are not JSON, or a name before them
-# What a text that is no template makes jinja raise; it also writes Python that Python refuses (20 loops in each other).
+_OTHER_FORMS = ("<function=", "<arg_key>", "[ARGS]")  # forms with non-JSON arguments, or with the name before them
+# Errors of jinja for an invalid template. It can also generate Python that does not compile (20 nested loops).
 _UNREADABLE = (TemplateError, RecursionError, SyntaxError, ValueError)
 _FUNCTIONS = frozenset({"raise_exception", "strftime_now", _TICK})
 
 
 class TemplateFailed(Exception):
-    """Why a template cannot be read, or does not render what it was given."""
+    """The reason why a template is invalid or failed to render."""
 
 
 class Template:
-    """One compiled template. `variables` are the names that it reads and does not set itself; `tool_form` is how it has
-    calls of tools written, like `tool_form`, or empty: it has no tools.
-
-    Raises TemplateFailed if it is too long or not a template.
+    """A compiled template. `variables` are the names that it reads and does not set, `tool_form` is its form of tool
+    calls ("" without tools). Raises TemplateFailed if it is too long or invalid.
     """
 
     def __init__(self, source: str, clock: Callable[[], float] = monotonic) -> None:
@@ -63,25 +60,24 @@ class Template:
         self._clock = clock
 
     def mentions(self, word: str) -> bool:
-        """Whether `word` is a variable of it, or the name of a field that it looks at."""
+        """Return whether the template reads a variable or a field named `word`."""
         return word in self.variables or word in self._words
 
     def render(self, variables: Mapping[str, object]) -> str:
-        """Raises TemplateFailed: it refuses them, takes too long, or writes too much. Any thread."""
+        """Render in any thread. Raises TemplateFailed if the template rejects `variables` or exceeds a limit."""
         meter = _Meter(self._clock)
         functions = {"raise_exception": _refuse, "strftime_now": _strftime_now, _TICK: meter.tick}
         try:
             return "".join(meter.measured(piece) for piece in self._template.generate({**variables, **functions}))
         except TemplateFailed:
             raise
-        except Exception as error:  # the template's own code: it can raise whatever Python can
+        except Exception as error:  # a template's code can raise any exception
             raise TemplateFailed(f"{type(error).__name__}: {str(error)[:200]}") from error
 
 
 def tool_form(source: str) -> str:
-    """How a template with this text has the model write calls of tools; json: in none of the ways that are known.
-
-    A mark of one family stands in some templates of others too, beside what makes them different.
+    """Return the form in which a template has the model write tool calls, or "json" if it is unknown. `_OTHER_FORMS`
+    come first, because some of their templates also contain a mark of another family.
     """
     if any(mark in source for mark in _OTHER_FORMS):
         return "json"
@@ -89,7 +85,7 @@ def tool_form(source: str) -> str:
 
 
 class _Meter:
-    """What one rendering has taken so far."""
+    """The time and output used by one rendering."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -109,7 +105,7 @@ class _Meter:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks, for training, what the model has said. Here it only has to be read."""
+    """Parses `{% generation %}`, which marks the model's output for training. Its content is rendered as it is."""
 
     tags = {"generation"}  # noqa: RUF012  (as jinja declares it)
 
@@ -134,7 +130,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _watch(tree: nodes.Template) -> None:
-    """Have the clock looked at wherever the template can go in circles."""
+    """Insert a clock check into every loop and macro."""
     circles: list[nodes.For | nodes.Macro | nodes.CallBlock] = [*tree.find_all(nodes.For), *tree.find_all(nodes.Macro)]
     for node in [*circles, *tree.find_all(nodes.CallBlock)]:
         tick = nodes.Call(nodes.Name(_TICK, "load"), [], [], None, None)
@@ -161,5 +157,5 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As `transformers` has it: jinja's own filter escapes for HTML."""
+    """Encode as `transformers` does, because jinja's own filter escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,13 +1,11 @@
-"""A `GenerateRequest` becomes a `SequenceSpec`, once, or is refused with every field that is wrong, by name.
+"""Parses a `GenerateRequest` into a `SequenceSpec`, or rejects it with the name of every wrong field.
 
-What is decided here:
-- `max_tokens` unset: the room that the prompt leaves, of which an answer to a text takes at most 16. Set: prompt +
-  max_tokens beyond the model's length is refused with both numbers, never clipped in silence.
-- `seed` unset: the caller's, so that every worker of the request sees the same one.
-- `think_while_decoding` unset: as the cluster file says, but never of a deterministic request. Where the model does not
-  think, that default comes to nothing (`thoughts.fitted`).
-
-What is parsed, tokenized or compiled at once: no queue holds it back, and it takes threads that all share.
+Defaults of unset fields:
+- `max_tokens`: the rest of the model's length, but at most 16 unless the prompt is a chat. A set value that exceeds the
+  model's length is rejected with both numbers, never clipped.
+- `seed`: the argument of `parse`, so that all workers of the request have the same one.
+- `think_while_decoding`: as in the cluster file, but off for deterministic requests. `thoughts.fitted` turns it off for
+  a model that does not think.
 """
 
 from __future__ import annotations
@@ -45,10 +43,10 @@ from router.parsing.chat import NO_CHATS, Chats
 
 DEFAULT_MAX_TOKENS = 16
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
-_THREAD_CHARS = 4096  # a longer text is tokenized in a thread: the loop has other requests to carry
+_THREAD_CHARS = 4096  # longer texts are tokenized in a thread, to keep the event loop free
 
 _Get = Callable[[pb.GenerateRequest], int]
-# What is bounded before anything is computed from it: field, size, most, unit.
+# Caps that are checked before anything is computed: field, size, maximum, unit.
 _CAPS: tuple[tuple[str, _Get, int, str], ...] = (
     ("text", lambda m: len(m.text), MAX_TEXT_CHARS, "characters"),
     ("token_ids", lambda m: len(m.token_ids.ids), MAX_PROMPT_IDS, "tokens"),
@@ -71,12 +69,10 @@ async def parse(
     seed: int,
     while_decoding: bool = False,
 ) -> SequenceSpec:
-    """What can be computed: tokens within the vocabulary, a complete sampling, room for the output.
-
-    `model` is what is served. `max_model_len` None: no worker has said yet, so they refuse what is too long themselves.
-    `seed` is for a request that names none, `while_decoding` for one that does not say whether to think then. `chats`
-    renders conversations, `grammars` reads constraints.
-    Raises UnknownModel, or InvalidRequest naming every field that is wrong.
+    """Return a complete spec: tokens within the vocabulary, all sampling set, output within the model's length.
+    `model` is the served model. `max_model_len` is None until a worker reports it; until then workers reject long
+    requests. `seed` and `while_decoding` are the defaults of unset fields. `chats` renders conversations, `grammars`
+    checks constraints. Raises UnknownModel, or InvalidRequest with every wrong field.
     """
     check_model(message.model, model)
     sampling, violations = _sampling(message)
@@ -111,12 +107,12 @@ async def parse(
 
 
 def resumed_name(message: pb.ResumeRequest) -> str:
-    """Of the stream that it resumes; "": it resumes none, or says what cannot be a name and is shown to nobody."""
+    """Return the name of the stream to resume, or "" if there is none or it is invalid and must not be echoed."""
     return message.request_id if _REQUEST_ID.fullmatch(message.request_id) else ""
 
 
 def check_resumes(message: pb.ResumeRequest) -> None:
-    """Raises InvalidRequest unless it names a request, and brings it along."""
+    """Check that a Resume has a valid stream name and the original request. Raises InvalidRequest."""
     wrong = []
     if not _REQUEST_ID.fullmatch(message.request_id):
         wrong.append(Violation("request_id", "must be that of the stream: 1 to 64 of the characters A-Z a-z 0-9 _ -"))
@@ -133,7 +129,7 @@ def check_resumes(message: pb.ResumeRequest) -> None:
 
 
 def received_of(message: pb.ResumeRequest, spec: SequenceSpec, vocab_size: int) -> list[tuple[int, ...]]:
-    """What a client has of each choice already. Raises InvalidRequest for what cannot be of this request."""
+    """Return the client's tokens of each choice. Raises InvalidRequest if they cannot belong to the request."""
     found = [tuple(ids.ids) for ids in message.received]
     choices, most = choices_of(message.request), spec.sampling.max_tokens
     wrong = [violation for ids in found for violation in outside("received", ids, vocab_size)]
@@ -147,41 +143,41 @@ def received_of(message: pb.ResumeRequest, spec: SequenceSpec, vocab_size: int) 
 
 
 async def check_received(grammars: Grammars, spec: SequenceSpec, received: list[tuple[int, ...]]) -> None:
-    """Raises InvalidRequest if what a client has cannot be of an answer with this constraint."""
+    """Check received tokens against the constraint. Raises InvalidRequest."""
     if spec.constraint is not None and any(received):
         await asyncio.to_thread(grammars.check_known, spec.constraint, received)
 
 
 def choices_of(message: pb.GenerateRequest) -> int:
-    """How many answers are asked for."""
+    """Return the number of choices; 1 if unset."""
     return message.n if message.HasField("n") else 1
 
 
 def check_model(name: str, served: str) -> None:
-    """No name means the served model. Raises UnknownModel naming it."""
+    """Check the requested model; "" means the served one. Raises UnknownModel with its name."""
     if name not in {"", served}:
         raise UnknownModel(f"model {name[:MAX_SHOWN_MODEL_CHARS]!r} is not served here; {served!r} is")
 
 
 def check_text(text: str) -> None:
-    """Raises InvalidRequest for a text too long to be tokenized."""
+    """Check the length of a text to tokenize. Raises InvalidRequest."""
     if len(text) > MAX_TEXT_CHARS:
         raise InvalidRequest.of("text", f"at most {MAX_TEXT_CHARS} characters, got {len(text)}")
 
 
 async def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of `text`; a long one is done in a thread."""
+    """Return the token ids of `text`. Long texts are tokenized in a thread."""
     return tokenizer.encode(text) if len(text) <= _THREAD_CHARS else await asyncio.to_thread(tokenizer.encode, text)
 
 
 async def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Text of `ids`; that of many is made in a thread."""
+    """Return the text of `ids`. Many ids are decoded in a thread."""
     few = len(ids) <= _THREAD_CHARS
     return tokenizer.decode(list(ids)) if few else await asyncio.to_thread(tokenizer.decode, list(ids))
 
 
 async def encode_chat(tokenizer: Tokenizer, chats: Chats, chat: pb.ChatMessages) -> list[int]:
-    """Token ids of a conversation. Raises InvalidRequest like `Chats.prompt`."""
+    """Return the token ids of a conversation. Raises InvalidRequest like `Chats.prompt`."""
     text = await chats.prompt(chat)
     if len(text) <= _THREAD_CHARS:
         return tokenizer.encode_rendered(text)
@@ -219,7 +215,7 @@ def _priority(message: pb.GenerateRequest) -> list[Violation]:
 
 def _lasting(message: pb.GenerateRequest) -> list[Violation]:
     text = f"must be between 0 and {MAX_RESUMABLE_S} seconds, got {message.resumable_s}"
-    return [] if 0 <= message.resumable_s <= MAX_RESUMABLE_S else [Violation("resumable_s", text)]  # no NaN is
+    return [] if 0 <= message.resumable_s <= MAX_RESUMABLE_S else [Violation("resumable_s", text)]  # rejects NaN, too
 
 
 def _bits_or_thoughts(message: pb.GenerateRequest) -> list[Violation]:
@@ -256,7 +252,7 @@ def _outside_vocabulary(prompt: tuple[int, ...], sampling: Sampling, vocab_size:
 
 
 def outside(field: str, ids: Collection[int], vocab_size: int) -> list[Violation]:
-    """At most one: the largest token id of `field`, if the vocabulary does not have it."""
+    """Return at most one violation: the largest token id of `field`, if it is outside the vocabulary."""
     worst = max(ids, default=0)
     return [Violation(field, f"token id {worst} is outside the vocabulary of {vocab_size}")] * (worst >= vocab_size)
 
@@ -282,15 +278,14 @@ def _completed(sampling: Sampling, message: pb.GenerateRequest, prompt: int, mos
 
 
 RETRY_S = 1.0
-SMALL_BYTES = 4096  # what is no larger is read without a thread, so that no two of them are at it
+SMALL_BYTES = 4096  # smaller messages are parsed on the event loop, so never concurrently
 
 Message: TypeAlias = pb.ResumeRequest | pb.TokenizeRequest | pb.DetokenizeRequest
 
 
 class ParseLimiter:
-    """Counts what is being read. Small messages without a constraint are always welcome.
-
-    So a token's text, which the gateway asks for in the middle of an answer, is never refused.
+    """Limits concurrent parsing, which happens before the queue and shares threads. Small messages without a constraint
+    always pass, so the gateway can convert tokens to text during an answer.
     """
 
     def __init__(self, at_once: int = MAX_READ_AT_ONCE, most_bytes: int = MAX_READ_BYTES) -> None:
@@ -299,7 +294,7 @@ class ParseLimiter:
 
     @contextmanager
     def one_more(self, message: Message) -> Iterator[None]:
-        """While `message` is read. Raises Overloaded if it is too much; one alone never is."""
+        """Count `message` while it is parsed. Raises Overloaded beyond the limit, but never for a single message."""
         size = message.ByteSize()
         if not needs_thread(message, size):
             yield
@@ -316,6 +311,6 @@ class ParseLimiter:
 
 
 def needs_thread(message: Message, size: int) -> bool:
-    """Whether reading these `size` bytes may take long."""
+    """Return whether parsing `size` bytes may take long."""
     constrained = isinstance(message, pb.ResumeRequest) and message.request.HasField("constraint")
     return constrained or size > SMALL_BYTES

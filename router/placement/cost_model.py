@@ -1,9 +1,7 @@
-"""What steps of a worker cost, fitted online to what it reports: seconds = a + b tokens + c context, none below 0.
+"""The cost of a worker's steps, fitted online to its reports: seconds = a + b tokens + c context, with a, b, c >= 0.
 
-`context` is how many positions the tokens of a step attend to, summed: with it, one model is right for prompts (whose
-cost grows with the square) and for decoding (which reads all KV).
-
-What is learned of one worker from its reports: what steps of its own kind cost, and prompts beside them.
+`context` is the number of positions that the tokens of a step attend to. It makes one model fit both prompts, with a
+cost that grows with the square of their length, and decode steps, which read all KV.
 """
 
 from __future__ import annotations
@@ -16,20 +14,20 @@ from numpy.typing import NDArray
 
 from baton.core import Load, Pace, Role
 
-_FORGET = 0.97  # what an observation still counts after the next one,
-_HASTE = 10.0  # and less when predictions are off: this power more for each time that they are by themselves
-_LEAST_S = 1e-7  # of a step
-_IDLE = 0.98  # and after a report without steps
-_MOST_STEPS = 32.0  # an observation of more counts as much as one of so many
-_SETTLED = 8  # observations from which on an outlier is known as one
-_OUTLIER = 4.0  # times what predictions are usually off by
-_NOISE = 0.05  # a share by which every prediction is off
-_COLD = 4.0  # what took so many times longer at first was warming up
-_MOST_USUAL = 0.9  # of a step: what else is in it took something
-_PRIOR = 8.0  # steps of its like that count for a worker beside its own
-_FEW = 2.0  # steps up to which something else stands in
-_FORGOTTEN = 1e-100  # of a step: what is left of the sums has too few digits, or none
-# Where data do not tell the causes apart it is the tokens, then the step, then the context.
+_FORGET = 0.97  # weight that an observation keeps after the next one
+_HASTE = 10.0  # added to the exponent of forgetting per relative error of predictions
+_LEAST_S = 1e-7  # minimum of a step
+_IDLE = 0.98  # weight that observations keep after a report without steps
+_MOST_STEPS = 32.0  # maximum weight of one observation
+_SETTLED = 8  # observations before outliers are recognized
+_OUTLIER = 4.0  # times the typical error
+_NOISE = 0.05  # minimum relative error of a prediction
+_COLD = 4.0  # first steps that took this many times longer than the next were warming up
+_MOST_USUAL = 0.9  # maximum share of a step that `usual_s` explains
+_PRIOR = 8.0  # weight in steps of similar workers' observations
+_FEW = 2.0  # up to this many steps, the prior is used instead
+_FORGOTTEN = 1e-100  # in steps: below this, the sums have lost their precision
+# Ridge of step, tokens and context. Where data cannot separate them, tokens explain the cost first, then the step.
 _RIDGE = np.array([1e-5, 1e-6, 1e-4])
 _RIDGES = np.diag(_RIDGE)
 _SUBSETS = np.array(list(product((0.0, 1.0), repeat=3)))
@@ -40,7 +38,7 @@ Matrix = NDArray[np.float64]
 
 
 class Cost(NamedTuple):
-    """Seconds: of a step, of each token, of each position attended to, and of a token that waits with others."""
+    """Seconds per step, per token, per position attended to, and per token of a waiting prompt."""
 
     step_s: float
     token_s: float
@@ -52,7 +50,7 @@ class Cost(NamedTuple):
         return self.step_s + self.token_s + self.context_s > 0
 
     def of(self, tokens: float, context: float) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         return self.step_s + self.token_s * tokens + self.context_s * context
 
 
@@ -60,24 +58,20 @@ UNKNOWN = Cost(0.0, 0.0, 0.0, 0.0)
 
 
 class StepCostFit:
-    """Least squares of relative errors with exponential forgetting, in memory that does not grow.
-
-    `prior`, which is of something else, stands in until this one has seen enough.
+    """Least squares of relative errors with exponential forgetting, in constant memory. `prior` is another kind of
+    steps. It is used until this fit has enough observations.
     """
 
     def __init__(self, prior: StepCostFit | None = None) -> None:
         self._prior = prior
         self._sums: Matrix = np.zeros((3, 5))  # x x', x y, and (weight, tokens, context)
-        self._off = 0.0  # how far off predictions usually are, as a share of them
-        self.seen = 0  # observations
+        self._off = 0.0  # typical relative error of a prediction
+        self.seen = 0
         self._cost = UNKNOWN
-        self._due = 0.0  # observations until it is worth solving again
+        self._due = 0.0  # observations until the next solve
 
     def observe(self, pace: Pace, usual_s: float = 0.0) -> None:
-        """These steps came since the last report. What cannot be is passed over.
-
-        `usual_s` of their seconds is what they would have taken anyway, which is fitted elsewhere.
-        """
+        """Add the steps of a report, unless invalid. `usual_s` of their seconds is explained by another fit."""
         if min(pace.steps, pace.tokens, pace.context) <= 0 or pace.seconds < pace.steps * _LEAST_S:
             return
         step = np.array((1.0, pace.tokens / pace.steps, pace.context / pace.steps))
@@ -94,19 +88,19 @@ class StepCostFit:
         self._due -= 1
 
     def idle(self, share: float = _IDLE) -> None:
-        """A report without steps: what is known ages, and with it what made this worker look slow."""
+        """Age the fit after a report without steps, so that a worker that looked slow recovers."""
         self._sums *= share
         self._due -= (1.0 - share) / (1.0 - _IDLE)
 
     def cost(self, prior: StepCostFit | None = None) -> Cost:
-        """The fit; `prior`, of its like, fills in where this one has seen little."""
+        """Return the fitted cost. `prior`, the fit of similar workers, supplements a fit with few observations."""
         if self._due <= 0:
             self._cost = _solve(self._with(prior or self._prior))
             self._due = min(8, 1 + self.seen // 2)
         return self._cost
 
     def _with(self, prior: StepCostFit | None) -> Matrix:
-        """The sums with some steps of `prior`, weighed as errors of this one's size."""
+        """Return the sums with some steps of `prior`, scaled to this fit's errors."""
         if prior is None:
             return self._sums
         ours, theirs = self._sums, prior._with(prior._prior)
@@ -119,7 +113,7 @@ class StepCostFit:
         return joined
 
     def _credible(self, ratio: float) -> float:
-        """What to take for the seconds of a step, both in terms of what was expected. Many outliers are none."""
+        """Cut an outlier. Takes and returns a ratio to the expected seconds. A series of outliers is accepted."""
         if self.seen < _SETTLED:
             if ratio * _COLD < 1.0:
                 self._sums, self._due = np.zeros((3, 5)), 0
@@ -132,7 +126,7 @@ class StepCostFit:
 
 
 def _solve(sums: Matrix) -> Cost:
-    """The best coefficients of which none is below 0: of the eight ways to leave some out, the best that is allowed."""
+    """Return the best coefficients without a negative one, among the eight subsets of causes."""
     scale = np.sqrt(np.diag(sums))
     if not scale.all() or sums[0, 4] < _FORGOTTEN:
         return UNKNOWN
@@ -144,14 +138,12 @@ def _solve(sums: Matrix) -> Cost:
     return Cost(step_s, token_s, context_s, token_s + context_s * float(sums[2, 4] / sums[1, 4]))
 
 
-_STEPS = 8  # that become one observation: a fit costs more than a report
-_SELDOM = 0.999  # what is known of prompts at a decode worker counts after a report without: they are tried again
+_STEPS = 8  # per observation, because a fit costs more than a report
+_SELDOM = 0.999  # weight kept after a report without prompts: local prefill is tried again some time
 
 
 class CostModels:
-    """What is known of all workers of one model, by role, and of prompts at its decode workers: until there were any,
-    what they cost at its prefill workers, in steps of their own.
-    """
+    """The costs for one model: `steps` by role, and `prompts` on decode workers, with prefill steps as their prior."""
 
     def __init__(self) -> None:
         self.steps = {role: StepCostFit() for role in Role}
@@ -159,34 +151,34 @@ class CostModels:
 
 
 class WorkerCostModel:
-    """One worker. `like`: what others like it have told, which it goes by until it has told enough itself."""
+    """The cost model of one worker. Until it has enough reports, `like`, the model of similar workers, is used."""
 
     def __init__(self, role: Role, like: CostModels) -> None:
         self._role = role
         self._like = like.steps[role]
         self._prompts_like = like.prompts
         self._last = Load()
-        self._seen = self._last  # that was learned from
+        self._seen = self._last  # the last report learned from
         self.fit = StepCostFit()
         self.prompts_fit = StepCostFit()
 
     @property
     def cost(self) -> Cost:
-        """Of steps of its own kind."""
+        """Cost of the worker's own kind of steps."""
         return self.fit.cost(self._like)
 
     @property
     def prompts(self) -> Cost:
-        """Of prompts at a decode worker, beside what it decodes anyway."""
+        """Cost of prompts on a decode worker, on top of its decode steps."""
         return self.prompts_fit.cost(self._prompts_like)
 
     def told(self, load: Load) -> bool:
-        """It has reported. Returns whether something was learned from it."""
+        """Process a report. Return whether the model learned from it."""
         if load is self._last:
             return False
         last, self._last = self._last, load
         enough = self._seen.step + min(_STEPS, 1 + self.fit.seen)
-        if load.step < enough and load.step != last.step:  # a beat without a step: nothing more is to come
+        if load.step < enough and load.step != last.step:  # a report without a new step ends the wait for more
             return False
         before, self._seen = self._seen, load
         if self._role is Role.PREFILL:
@@ -203,10 +195,10 @@ class WorkerCostModel:
             self._like.cost()
         else:
             self.fit.idle()
-        self.fit.cost(self._like)  # now, and not when a request waits for it
+        self.fit.cost(self._like)  # solved now, so that no request waits for it
 
     def _learn_prompts(self, load: Load, before: Load) -> None:
-        """A decode worker's steps with prompts in them took longer than without."""
+        """Learn from how much longer decode steps take with prompts in them."""
         joint, only = load.joint_pace.since(before.joint_pace), load.prefill_pace.since(before.prefill_pace)
         beside, cost = load.beside_pace.since(before.beside_pace), self.cost
         steps, seconds = joint.steps + only.steps, joint.seconds + only.seconds

@@ -1,4 +1,4 @@
-"""What this router is asked for and what a request may expect of its workers, told to the board for the autoscaler."""
+"""Computes this router's load and predicted latencies and publishes them for the autoscaler."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ log = structlog.get_logger(__name__)
 
 _EVERY_S = 1.0
 _LEASE_S = 5.0
-_NEW = 0.05  # what one prompt more counts in the mean
+_NEW = 0.05  # weight of a new prompt in the mean
 _ENDED = ("finished", "cancelled", "failed", "refused")
 
 
 class TypicalRequest:
-    """A running mean of prompts: their known tokens, and how many of them were cached where they went."""
+    """A running mean of prompts: their known tokens, and how many of those were cached on the chosen worker."""
 
     def __init__(self) -> None:
         self.tokens = self.cached = 0.0
 
     def saw(self, tokens: int, cached: int) -> None:
-        """One was given to a worker."""
+        """Add a request that was given to a worker."""
         new = _NEW if self.tokens else 1.0
         self.tokens += new * (tokens - self.tokens)
         self.cached += new * (cached - self.cached)
@@ -41,10 +41,9 @@ class TypicalRequest:
 def expected(
     router_id: str, rows: Sequence[tuple[WorkerView, Facts[float]]], typical: TypicalRequest, chunk: float | None = None
 ) -> RouterReport:
-    """What these workers have to do, and what a typical prompt that is given to them now may expect.
-
-    One that a decode worker would compute sooner is predicted for prefill workers too: a prefill pool that needs such
-    help is too small. `chunk`: the decode workers are colocated ones, and compute so many tokens in a step.
+    """Return the load of these workers, and the predicted latencies of a typical prompt. TTFT is that of prefill
+    workers even if local prefill would be faster, because a prefill pool that needs this help is too small. If `chunk`
+    is set, the decode workers are colocated ones, and compute so many tokens a step.
     """
     if chunk is None:
         prefills = (at for view, at in rows if view.info.role is Role.PREFILL)
@@ -70,7 +69,7 @@ def expected(
 
 
 def current_demand(context: RouterContext) -> RouterReport:
-    """All of it, as of now: what waits for room, and what workers have."""
+    """Return the current load of the queue and the workers."""
     report, waits, outcomes = context.pool.expected(), context.admission, context.outcomes
     return report.model_copy(
         update={
@@ -88,7 +87,7 @@ def current_demand(context: RouterContext) -> RouterReport:
 
 
 async def publish(context: RouterContext, board: ControlState) -> None:
-    """Until cancelled. Nothing here needs it: while the board cannot be reached, nobody is told."""
+    """Publish the load every second until cancelled. Ledger errors are only logged: no request needs this."""
     told = True
     while True:
         before = told
@@ -103,13 +102,13 @@ async def publish(context: RouterContext, board: ControlState) -> None:
 
 
 def _least(offers: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
-    """The least of those that may be given a request, or, if none may, of all: what it says now, and alone."""
+    """Return the smallest time now, and that without load. Workers that take no request count only if all are so."""
     _, now, alone = min(((not able, now, alone) for able, now, alone in offers), default=(True, 0.0, 0.0))
     return now, alone
 
 
 def _prompt_s(at: Facts[float], typical: TypicalRequest) -> float:
-    """At a prefill worker that has nothing else: as `router.policy.ttft_s` has it."""
+    """Return the seconds to prefill on an idle worker, as `policy.ttft_s` does."""
     new = typical.tokens - typical.cached
     return at.step_s + at.token_s * new + at.context_s * new * (typical.cached + (new + 1.0) * 0.5)
 
@@ -119,12 +118,12 @@ def _idle(at: Facts[float]) -> Facts[float]:
 
 
 def _backlog_s(at: Facts[float]) -> float:
-    """Until a newcomer's turn."""
+    """Return the seconds until a new request's turn."""
     return at.backlog * at.queued_s + at.step_s * (at.backlog > 0)
 
 
 def _step_s(at: Facts[float], more: int, tokens: float) -> float:
-    """A decode step with so many more requests, of so many tokens: as `router.policy.itl_s` has it."""
+    """Return the seconds of a decode step with `more` requests of `tokens` tokens, as `policy.itl_s` does."""
     return at.step_s + at.token_s * (at.requests + more) + at.context_s * (at.kv_tokens + tokens)
 
 

@@ -1,6 +1,6 @@
-"""The snapshot of this router's workers, kept up to date row by row, and what their steps cost, fitted on the way.
+"""The fleet: keeps the snapshot of this router's workers up to date, and learns their step costs from their reports.
 
-Whoever changes what is known of a worker says so (`touch`), and its row is written again before the next choice.
+Every change to a worker calls `touch` or `mark`, and its row is rewritten before the next choice.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from baton.ledger.prefix_index import NAME_BYTES, Holder, PrefixIndex
 from router.placement.cost_model import UNKNOWN, Cost, CostModels, WorkerCostModel
 from router.placement.snapshot import Ask, Column, Facts, Loaded, Side, Snapshot, WorkerView, spread
 
-_NEW_SPEED = 0.1  # what the last report of channels counts
+_NEW_SPEED = 0.1  # weight of the latest report of channel speeds
 Kind = tuple[str, int, bool]
 """What the names of blocks depend on beside the request: fingerprint, block size, and whether the model thinks."""
 
 
 class WorkerRow(Protocol):
-    """What the fleet reads of a `router.workers.stream.WorkerStream`."""
+    """The part of `router.workers.stream.WorkerStream` that the fleet reads."""
 
     @property
     def info(self) -> WorkerInfo: ...
@@ -41,14 +41,14 @@ class _Member:
     side: Side
     row: int
     learned: WorkerCostModel
-    channels: tuple[Channel, ...] = ()  # as last reported
+    channels: tuple[Channel, ...] = ()
     order: int = 0
     group: int = 0
-    anew: bool = True  # more than its load has changed
+    anew: bool = True  # more than the load has changed
 
 
 class Prompt:
-    """The names of a request's full blocks as one kind of worker calls them, each made when it is first asked for."""
+    """The hashes of a request's full blocks for one kind of worker, each computed on first use."""
 
     def __init__(self, spec: SequenceSpec, kind: Kind) -> None:
         fingerprint, block_size, thinks = kind
@@ -63,24 +63,24 @@ class Prompt:
 
 
 class Fleet:
-    """Feeds `snapshot`. `prefixes` says who has which blocks; `slo_itl_s` is what `predicted` keeps to."""
+    """Maintains `snapshot`. `prefixes` finds cached blocks. `slo_itl_s` is the ITL limit of policy `predicted`."""
 
     def __init__(self, prefixes: PrefixIndex | None = None, slo_itl_s: float = np.inf) -> None:
         self._snapshot = Snapshot(slo_itl_s=slo_itl_s)
         self._prefixes = prefixes
-        self._generation = 0  # of the slots
+        self._generation = 0  # of `prefixes`, when slots were last written
         self._members: dict[Holder, _Member] = {}
         self._owners: dict[tuple[Role, int], WorkerRef] = {}
-        self._changed = False  # who is there: all rows are to be written
-        self._stale: set[_Member] = set()  # whose rows are to be written
+        self._changed = False  # a worker was added or dropped: all rows must be written
+        self._stale: set[_Member] = set()  # their rows must be written
         self._kinds: dict[Kind, None] = {}
-        self._bits: dict[tuple[str, str], int] = {}  # fingerprints, of KV and of bits: from 1 on
+        self._bits: dict[tuple[str, str], int] = {}  # numbers from 1 by fingerprint and determinism
         self._likes: dict[str, CostModels] = {}  # by fingerprint
         self._byte_s: float | None = None
         self._prompts: tuple[SequenceSpec | None, dict[Kind, Prompt]] = (None, {})  # of the last request
 
     def add(self, link: WorkerRow) -> None:
-        """A worker is there."""
+        """Add a worker."""
         role = link.info.role
         side = self._snapshot.prefill if role is Role.PREFILL else self._snapshot.decode
         learned = WorkerCostModel(role, self._likes.setdefault(link.info.fingerprint, CostModels()))
@@ -90,7 +90,7 @@ class Fleet:
         self.touch(link.info.ref)
 
     def drop(self, ref: WorkerRef) -> None:
-        """A worker is gone."""
+        """Remove a worker."""
         member = self._members.pop(_holder(ref))
         self._stale.discard(member)
         member.side.drop(member.row)
@@ -98,7 +98,7 @@ class Fleet:
         self._changed = True
 
     def touch(self, ref: WorkerRef) -> None:
-        """It may have reported: all that is known of this worker may have changed. One that is not there: no-op."""
+        """Mark a worker as changed after a possible report. Ignored if the worker is not in the fleet."""
         member = self._members.get(_holder(ref))
         if member is None:
             return
@@ -111,21 +111,21 @@ class Fleet:
         self._stale.add(member)
 
     def mark(self, ref: WorkerRef) -> None:
-        """What is on this worker has changed, and it has not reported since. One that is not there: no-op."""
+        """Mark a worker's dispatched load as changed. Ignored if the worker is not in the fleet."""
         if (member := self._members.get(_holder(ref))) is not None:
             self._stale.add(member)
 
     def ref(self, role: Role, row: int) -> WorkerRef:
-        """Whose row of the snapshot that is, as it was added. Raises KeyError."""
+        """Return the worker of a row, as it was added. Raises KeyError."""
         return self._owners[role, row]
 
     def rows(self) -> Iterator[tuple[WorkerRow, Facts[float]]]:
-        """All workers, and what is known of each in numbers; after `snapshot`."""
+        """Yield all workers and their facts. Call `snapshot` first."""
         for member in self._members.values():
             yield member.link, member.side.facts(member.row)
 
     def snapshot(self) -> Snapshot:
-        """As of now; what it held before is overwritten."""
+        """Return the current snapshot, which overwrites the previous one."""
         if self._changed:
             self._number()
         else:
@@ -142,9 +142,8 @@ class Fleet:
     def ask(
         self, tokens: int, turn: int, keep: WorkerRef | None, spec: SequenceSpec | None, determinism: str = ""
     ) -> Ask:
-        """A request in numbers; after `snapshot`. `spec` None: nothing of it is looked for in the directory.
-
-        `determinism`: what a deterministic one was begun with, if it was.
+        """Return a request in numbers. Call `snapshot` first. `spec` None means no prefix lookup. `determinism` is the
+        fingerprint that a deterministic request began with, if any.
         """
         by_slot = None if spec is None or self._prefixes is None else self._cached(spec, self._prefixes)
         snapshot = self._snapshot
@@ -157,7 +156,7 @@ class Fleet:
         return replace(ask, bits=bits, decode_cached=np.where(others, 0.0, ask.decode_cached))
 
     def _cached(self, spec: SequenceSpec, prefixes: PrefixIndex) -> Column | None:
-        """Cached tokens by slot. Blocks are named once for a request, and no further than somebody has them."""
+        """Return cached tokens by slot. Blocks are hashed once per request, and only as far as a worker has them."""
         if self._prompts[0] is not spec:
             self._prompts = (spec, {kind: Prompt(spec, kind) for kind in self._kinds})
         found: Column | None = None
@@ -168,7 +167,7 @@ class Fleet:
         return found
 
     def _number(self) -> None:
-        """Who is there has changed: places, groups and kinds are given anew, and all rows are written."""
+        """Renumber workers, groups and kinds, and write all rows, after a worker was added or dropped."""
         groups: dict[str, int] = {}
         for order, holder in enumerate(sorted(self._members, key=lambda one: (one.worker_id, str(one.incarnation)))):
             member = self._members[holder]
@@ -189,7 +188,7 @@ class Fleet:
             self._write(member)
 
     def _speed(self, channels: Iterable[float]) -> None:
-        """What moving KV costs: as probes of channels found it, over all workers."""
+        """Update the cost of moving KV from the speeds that channel probes measured."""
         speeds = [speed for speed in channels if speed > 0]
         if speeds:
             new = len(speeds) / sum(speeds)
@@ -206,7 +205,7 @@ class Fleet:
 
 
 def loaded(link: WorkerRow) -> Loaded:
-    """What changes all the time, in numbers."""
+    """Return the facts that change with every report or dispatch."""
     view, block_size = link.view, link.info.layout.block_size
     able, blocks = link.usable and not view.full, view.load.blocks
     busy = blocks.owned + blocks.reserved + view.pending_blocks
@@ -217,7 +216,7 @@ def loaded(link: WorkerRow) -> Loaded:
 def facts_of(
     link: WorkerRow, order: int = 0, group: int = 0, cost: Cost = UNKNOWN, prompts: Cost = UNKNOWN
 ) -> Facts[float]:
-    """A worker in numbers; `prompts`: what they cost at a decode worker, beside what it decodes."""
+    """Return a worker's facts. `prompts` is the cost of prompts on a decode worker, on top of its decode steps."""
     layout = link.info.layout
     return Facts(
         *loaded(link),
@@ -235,5 +234,5 @@ def facts_of(
 
 
 def _holder(ref: WorkerRef) -> Holder:
-    """A worker by its life: its address may be told in other words."""
+    """Identify a worker by id and incarnation, because its address may be spelled in several ways."""
     return Holder(ref.worker_id, ref.incarnation)

@@ -1,11 +1,11 @@
-"""Which pair of workers takes a request: pure functions over a snapshot of what the router knows of the workers.
+"""Policies: pure functions that choose a pair of workers for a request from a snapshot of the workers.
 
-No network, no clock, no randomness, so that tests, the planner and the simulator run what production runs.
-Load is counted when a request is dispatched, not when its first byte comes back.
+They use no network, clock or randomness, so tests, planner and simulator run the production code. Load counts from the
+dispatch of a request, not from its first token.
 
-A policy is a list of criteria, each a number for every worker of one role: the pair with the least of the first is
-taken, among equals the one with the least of the second, and so on. Since each concerns one side, the best of all pairs
-is found without looking at pairs. What is not asked for is not computed: mostly the first ones decide.
+A policy is an ordered list of criteria. Each is a number for every worker of one role. The smallest wins; later ones
+break ties. As each concerns one role, the best pair is found without enumerating pairs. Criteria are computed on
+demand, because the first ones usually decide.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Value = TypeVar("Value", float, Column)
 
 
 class Pair(NamedTuple):
-    """The rows of who prefills and who decodes; seconds from now to the first token, 0.0: nobody knows."""
+    """The rows of a prefill and a decode worker. `ttft_s` is the predicted TTFT in seconds, or 0.0 if it is unknown."""
 
     prefill: int
     decode: int
@@ -30,23 +30,23 @@ class Pair(NamedTuple):
 
 
 class Alone(NamedTuple):
-    """The row of a decode worker that is to compute the prompt as well; seconds from now to the first token."""
+    """The row of a decode worker that also computes the prompt, and the predicted TTFT in seconds."""
 
     decode: int
     ttft_s: float
 
 
-Policy = Callable[[Snapshot, Ask], Pair | None]  # None: nobody has room now
+Policy = Callable[[Snapshot, Ask], Pair | None]  # None if no pair has capacity
 AlonePolicy = Callable[[Snapshot, Ask], Alone | None]
 Criteria = list[tuple[Role, Callable[[], Column]]]
 
-_CLEARLY = 0.85  # of the pair's time to the first token: predictions are off by more than they often differ by
-_ABOUT = 0.65  # of a time to the first token: a single prediction is off by as much
-_CROWD = 4.0  # requests more than twice as many as on the least busy one: no cached prefix is worth that
+_CLEARLY = 0.85  # times the pair's TTFT: the prediction error is larger than most differences
+_ABOUT = 0.65  # times a TTFT: the typical error of one prediction
+_CROWD = 4.0  # requests beyond twice the least busy worker's: no cached prefix is worth more
 
 
 def least_loaded(snapshot: Snapshot, ask: Ask) -> Pair | None:
-    """The decode worker with the fewest requests among those with room; the prefill worker with the least to do."""
+    """Choose the decode worker with the fewest requests and the prefill worker with the shortest backlog."""
     prefill, decode = snapshot.prefill.at, snapshot.decode.at
     return _least(
         snapshot,
@@ -63,7 +63,7 @@ def least_loaded(snapshot: Snapshot, ask: Ask) -> Pair | None:
 
 
 def round_robin(snapshot: Snapshot, ask: Ask) -> Pair | None:
-    """In turn, by worker id, skipping who has no room."""
+    """Choose workers in turn by worker id, among those with capacity."""
     able = list(_candidates(snapshot, ask))
     if not able:
         return None
@@ -73,8 +73,8 @@ def round_robin(snapshot: Snapshot, ask: Ask) -> Pair | None:
 
 
 def prefix(snapshot: Snapshot, ask: Ask) -> Pair | None:
-    """The prefill worker with the least to compute before this prompt is, the decode worker with the most of it, but no
-    one that is far busier than others.
+    """Choose the least work until this prompt is computed, and the longest cached prefix on a decode worker that is not
+    much busier than others.
     """
     prefill, decode = snapshot.prefill.at, snapshot.decode.at
     requests = decode.requests
@@ -96,10 +96,8 @@ def prefix(snapshot: Snapshot, ask: Ask) -> Pair | None:
 
 
 def predicted(snapshot: Snapshot, ask: Ask) -> Pair | None:
-    """The lowest predicted TTFT of those pairs whose predicted ITL is within the SLO; if none is, the lowest ITL.
-
-    Of several such decode workers the one with the earliest second token. What nothing is known of costs nothing: then
-    it is the order of `least_loaded`.
+    """Choose the lowest predicted TTFT among pairs with an ITL within the SLO; if there is none, the lowest ITL. Ties
+    of decode workers go to the earliest second token. Unknown costs count as 0; then `least_loaded` decides.
     """
     prefill, decode = snapshot.prefill.at, snapshot.decode.at
     ttft, itl = ttft_s(snapshot, ask), itl_s(snapshot, ask)
@@ -127,9 +125,8 @@ def predicted(snapshot: Snapshot, ask: Ask) -> Pair | None:
 
 
 def local_prefill(snapshot: Snapshot, ask: Ask) -> Alone | None:
-    """Who is to compute the prompt as well, where nobody else does: of those with room, and with an ITL within the SLO,
-    the lowest predicted TTFT; of those that are not clearly later, the fewest requests. What nothing is known of costs
-    nothing.
+    """Choose a decode worker to run prefill locally: the lowest predicted TTFT among workers with capacity and, if
+    possible, an ITL within the SLO. Near-ties go to the fewest requests. Unknown costs count as 0.
     """
     itl, first = itl_s(snapshot, ask), alone_ttft_s(snapshot, ask)
     slow = np.maximum(itl - snapshot.slo_itl_s, 0.0)
@@ -140,12 +137,12 @@ def local_prefill(snapshot: Snapshot, ask: Ask) -> Alone | None:
 
 
 def alone_least_loaded(snapshot: Snapshot, ask: Ask) -> Alone | None:
-    """The fewest requests, among equals the fewest prompt tokens that wait."""
+    """Choose the fewest requests; ties go to the fewest waiting prompt tokens."""
     return _alone(snapshot, ask, lambda: snapshot.decode.at.requests, lambda: snapshot.decode.at.backlog)
 
 
 def alone_prefix(snapshot: Snapshot, ask: Ask) -> Alone | None:
-    """The least to compute before this prompt is, without what is cached; not one that is far busier than others."""
+    """Choose the least work until this prompt is computed, without its cached part. Much busier workers come last."""
     at = snapshot.decode.at
     crowd = 2.0 * at.requests[at.able > 0].min(initial=np.inf) + _CROWD
     crowded = np.maximum(at.requests - crowd, 0.0)
@@ -153,7 +150,7 @@ def alone_prefix(snapshot: Snapshot, ask: Ask) -> Alone | None:
 
 
 def local_round_robin(snapshot: Snapshot, ask: Ask) -> Alone | None:
-    """By worker id, skipping who has no room."""
+    """Choose workers in turn by worker id, among those with capacity."""
     rows = _with_room(snapshot, ask)
     return Alone(_in_turn(rows, snapshot.decode.at.order, ask.turn), 0.0) if rows.size else None
 
@@ -166,10 +163,8 @@ def _alone(snapshot: Snapshot, ask: Ask, *columns: Callable[[], Column]) -> Alon
 
 
 def local_prefill_if_faster(snapshot: Snapshot, ask: Ask, pair: Pair) -> Alone | None:
-    """A decode worker that is expected to say the first token clearly before the pair would, by computing what it lacks
-    of the prompt itself, in a step that is within the ITL of the SLO; None: the pair does.
-
-    Two are looked at: the pair's, which is the first to say a second token, and the one that has most of the prompt.
+    """Return a decode worker for a local prefill, if that is clearly faster than the pair and meets the SLO's ITL. Two
+    are candidates: the pair's, which sends its second token first, and the one that has most of the prompt cached.
     """
     if not pair.ttft_s or ask.keep is not None:
         return None
@@ -185,11 +180,10 @@ def local_prefill_if_faster(snapshot: Snapshot, ask: Ask, pair: Pair) -> Alone |
 
 
 def alone_s(decode: Facts[float], tokens: int, cached: float, slo_itl_s: float = np.inf) -> float:
-    """Seconds to the first token of a prompt of so many tokens that this decode worker computes, but for those that are
-    cached there. inf: nobody knows, or it would hold up what is decoded there for longer than the SLO allows.
-
-    The step is a joint one, with a token of everything that is decoded there and all prompts that wait there. Before it
-    comes the step that runs: of what is decoded, or with those prompts too.
+    """Return the predicted TTFT of local prefill on a decode worker, in seconds. inf if the cost is unknown, or if the
+    step would exceed the SLO's ITL for running requests. The prefill step also decodes one token of each running
+    request and computes all waiting prompts. The step that runs now comes first: it decodes, and computes prompts if
+    some wait.
     """
     if not decode.prompt_step_s + decode.prompt_token_s + decode.prompt_context_s:
         return np.inf
@@ -217,28 +211,28 @@ ALONE: dict[str, AlonePolicy] = {
 
 
 def ttft_s(snapshot: Snapshot, ask: Ask) -> Column:
-    """By prefill row: what waits there, and then the part of the prompt that is not cached. 0: nothing is known."""
+    """Return the predicted TTFT per prefill row: the backlog, then the uncached part of the prompt. 0 means unknown."""
     at, cached = snapshot.prefill.at, ask.prefill_cached
     new = ask.tokens - cached
     context = new * (cached + (new + 1.0) * 0.5)
-    steps = at.step_s * (1.0 + (at.backlog > 0.0))  # who waits, waits for the step that runs
+    steps = at.step_s * (1.0 + (at.backlog > 0.0))  # a waiting prompt waits for the running step, too
     return at.backlog * at.queued_s + steps + at.token_s * new + at.context_s * context
 
 
 def itl_s(snapshot: Snapshot, ask: Ask) -> Column:
-    """By decode row: a step with this request in it. 0: nothing is known."""
+    """Return the predicted ITL per decode row, with this request in the step. 0 means unknown."""
     at = snapshot.decode.at
     return at.step_s + at.token_s * (at.requests + 1.0) + at.context_s * (at.kv_tokens + ask.tokens)
 
 
 def alone_ttft_s(snapshot: Snapshot, ask: Ask) -> Column:
-    """By decode row: until it has computed the prompt, but for what is cached there. 0: nothing is known."""
+    """Return the predicted seconds per decode row to prefill the uncached part of the prompt. 0 means unknown."""
     return chunked_s(snapshot.decode.at, ask.tokens, ask.decode_cached, snapshot.chunk)
 
 
 def chunked_s(at: Facts[Value], tokens: float, cached: Value, chunk: float) -> Value:
-    """Seconds to the first token of a prompt of so many tokens at decode workers that compute it `chunk` tokens a step,
-    less one for each request there, and behind the prompts that wait. Each step decodes too; one runs already.
+    """Return the predicted TTFT in seconds of a prompt on workers that compute `chunk` tokens a step, less one per
+    request. Waiting prompts come first. Each step decodes too, and one step is already running.
     """
     new = tokens - cached
     own: Value = np.maximum(np.ceil((at.backlog + new) / np.maximum(chunk - at.requests, 1.0)), 1.0)
@@ -250,7 +244,7 @@ def chunked_s(at: Facts[Value], tokens: float, cached: Value, chunk: float) -> V
 
 
 def _candidates(snapshot: Snapshot, ask: Ask) -> Iterator[tuple[Rows, Rows]]:
-    """Prefill and decode rows that can take the request, of each fingerprint that has both."""
+    """Yield the prefill and decode rows that can take the request, per fingerprint that has both."""
     prefill, decode = snapshot.prefill.at, snapshot.decode.at
     left = prefill.able.nonzero()[0]
     if ask.keep is not None:
@@ -268,7 +262,7 @@ def _candidates(snapshot: Snapshot, ask: Ask) -> Iterator[tuple[Rows, Rows]]:
 
 
 def _with_room(snapshot: Snapshot, ask: Ask) -> Rows:
-    rows = (snapshot.decode.at.room > ask.tokens).nonzero()[0]  # one more than is known
+    rows = (snapshot.decode.at.room > ask.tokens).nonzero()[0]  # one more than the known tokens
     return rows if ask.bits is None else rows[np.isin(snapshot.decode.bits[rows], ask.bits)]
 
 
@@ -290,7 +284,7 @@ def _narrowed(rows: Rows, criteria: Criteria, role: Role) -> int:
             break
         if whose is role:
             values = column().take(rows)
-            best = values == values[values.argmin()]  # found sooner than by min()
+            best = values == values[values.argmin()]  # faster than min()
             if np.count_nonzero(best) < len(rows):
                 rows = rows[best]
     return int(rows[0])

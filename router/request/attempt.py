@@ -1,6 +1,7 @@
-"""One attempt at a request, that is one handoff: reserve at D, prefill at P, listen to both, release both.
+"""One attempt at a request, which is one handoff: reserve on D, prefill on P, merge their events, release both.
+P is the prefill worker, D the decode worker.
 
-                      NO_ROOM                                       P lost or failed, no commit heard
+                      NO_ROOM                                    P lost or failed before Committed
     reserving ------------------> (left)          prefilling -----------------------------> fencing -- FENCED --> lost
         | Reserved                                    | P's first token      |                 |
         v                                             v                      | finish of P     | Committed: no failure
@@ -9,14 +10,10 @@
                                                       v
                                                   decoding -- finish of D --> finished, or Preempted --> next attempt
 
-D lost or failed, at any time: lost, too. A lost attempt is followed by the next, to which P pushes what it still holds
-if the client has no more than that; what would fail again is an error. Leaving the attempt, for whatever reason, sends
-Release to each worker that did not say itself that it is through, unless P's KV goes to the next attempt.
-An attempt without P goes from reserved to decoding: D computes the prompt itself, and is told so with the Reserve.
-
-What workers are told of a stream, and what their words mean to an attempt.
-
-An attempt that another router began, and this one takes over: the decode worker goes on with it all the while.
+If D is lost or fails at any time, the attempt is lost too. P retransfers held KV to the next attempt's D, unless the
+client has tokens beyond it. An error that a retry would repeat is raised. Leaving the attempt sends Release to each
+worker that has not reported its own end, unless P's KV is kept for the next attempt.
+Without P, an attempt goes from reserved to decoding: D gets the prompt with the Reserve and computes it.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ from router.request.traces import Track
 from router.workers.placement import Placement
 from router.workers.stream import EventMailbox, Item, WorkerStream
 
-# What a worker's words mean to the client; what is not listed: WorkerLost for a failure, EngineFault for a refusal.
+# Errors for the client by a worker's failure or refusal. Defaults: WorkerLost for failures, EngineFault for refusals.
 FAILURES: dict[str, type[BatonError]] = {
     "EngineFault": EngineFault,
     "DeadlineExceeded": DeadlineExceeded,
@@ -53,8 +50,8 @@ RETRY_LATER = (pb.REFUSAL_REASON_NO_ROOM, pb.REFUSAL_REASON_DRAINING)
 
 @dataclass(frozen=True, slots=True)
 class StreamRetention:
-    """A stream that outlives its router: for so many `seconds`, under its client's name for it. `parks`: it is to go on
-    without this one, which is leaving.
+    """How a decode worker keeps a stream without its router: for `seconds`, under the client's name `stream`. `parks`
+    returns whether this router is leaving and the stream is to continue without it.
     """
 
     seconds: float = 0.0
@@ -63,11 +60,11 @@ class StreamRetention:
 
 
 _ANSWER_S = 15.0  # for a Reserve or a Fence, which a live worker answers between two steps
-_SPARE_EVENTS = 16  # events of one handoff that carry no token
+_SPARE_EVENTS = 16  # most events of one handoff without a token
 
 
 class Attempt:
-    """Use as an async context manager; see the drawing above for the order of its methods."""
+    """A context manager for one attempt; see the diagram above. `deadline_s` is in seconds from now, 0 means none."""
 
     def __init__(
         self,
@@ -78,41 +75,41 @@ class Attempt:
         metrics: Metrics,
         lasting: StreamRetention | None = None,
     ) -> None:
-        self.cached_tokens: int | None = None  # at D; None: not reserved yet
+        self.cached_tokens: int | None = None  # on D; None until reserved
         self.prefill_cached = 0  # tokens that P did not have to compute
         self.committed: pb.Committed | None = None
         self.finish: Finish | None = None
-        self.handed_back = ""  # why another attempt is needed
-        self.lost: BatonError | None = None  # the failure, if that is why
-        self.kept = False  # P's KV is for the next attempt
-        self.died = False  # a worker's process was lost, with this request among what it computed
+        self.handed_back = ""  # the reason if another attempt is needed
+        self.lost: BatonError | None = None
+        self.kept = False  # whether P keeps its KV for the next attempt
+        self.died = False  # whether a worker process that computed this request was lost
         self.handoff, self._name = handoff, convert.handoff_to_pb(handoff)
         self._placement, self.spec = placement, spec
-        self._spec: pb.SequenceSpec | None = None  # as workers are told of it
+        self._spec: pb.SequenceSpec | None = None
         self._track, self._stages = track, track.stages
         self._metrics, self._lasting = metrics, lasting or StreamRetention()
         self._mailbox = EventMailbox(
             spec.sampling.max_tokens + most_events(spec, placement.decode.info) + _SPARE_EVENTS
         )
-        self.thoughts: list[Thought] = []  # heard, not handed on yet
-        self._tokens: list[Token] = []  # heard, not handed on yet
+        self.thoughts: list[Thought] = []  # received, not yet passed on
+        self._tokens: list[Token] = []
         self._decoding = False
-        self.alone = False  # D computes the prompt as well
-        self._holds = False  # P has KV of this, or is about to: it was told, and has not said that it is through
-        self._through = False  # D said that it holds nothing of this any more
-        self.fencing: BatonError | None = None  # what happened to P
-        self._computed = self._repushes = False  # P: has said the first token; was asked for what it holds
+        self.alone = False  # D computes the prompt, too
+        self._holds = False  # P has KV of this, or has the command to compute it, and has not reported its end
+        self._through = False  # D has reported that it holds nothing of this handoff
+        self.fencing: BatonError | None = None  # P's failure while D is asked for a fence
+        self._computed = self._repushes = False  # P sent the first token; P retransfers held KV
 
     @property
     def workers(self) -> tuple[str, str]:
-        """The ids of P and D."""
+        """The worker ids of P and D. Without P, D's id is in both places."""
         return (
             self._placement.prefill or self._placement.decode
         ).info.ref.worker_id, self._placement.decode.info.ref.worker_id
 
     @property
     def determinism(self) -> str:
-        """What the workers say of their bits, if they say the same; else empty."""
+        """The determinism fingerprint of both workers, or "" if they differ."""
         return self._placement.determinism
 
     @property
@@ -122,7 +119,7 @@ class Attempt:
 
     @property
     def held(self) -> bool:
-        """Whether the attempt was lost, and P has what the next one needs."""
+        """Whether the attempt was lost while P still has the KV that the next one needs."""
         return self.lost is not None and self._holds and not self._decoding
 
     async def __aenter__(self) -> Attempt:
@@ -132,15 +129,15 @@ class Attempt:
 
     async def __aexit__(self, *_: object) -> None:
         prefill, decode = self._placement.prefill, self._placement.decode
-        for source, event in self._mailbox.left():  # it came while the last tokens were handed on
+        for source, event in self._mailbox.left():  # these came while the last tokens were passed on
             self._note(source, event)
-        parked = self._lasting.parks() and self._decoding  # D goes on with it when this router's stream ends
-        if not parked and (not self._through or self._lasting.seconds):  # it remembers what was said, too
+        parked = self._lasting.parks() and self._decoding  # D continues when this router's stream ends
+        if not parked and (not self._through or self._lasting.seconds):  # D remembers a resumable stream after its end
             decode.send(release=pb.Release(handoff=self._name))
         if prefill is not None and not self.kept and (self._holds or not self._through):
             prefill.send(release=pb.Release(handoff=self._name))
         for link in self._links:
-            speaks = link is prefill and self._through and self._holds and not self.kept  # of its push
+            speaks = link is prefill and self._through and self._holds and not self.kept  # it will report its push
             link.close(self.handoff, self._track.owe() if speaks else None)
         self._placement.release()
 
@@ -149,7 +146,7 @@ class Attempt:
         return [link for link in (self._placement.prefill, self._placement.decode) if link is not None]
 
     async def reserve(self, deadline_s: float) -> bool:
-        """Ask D for room; False: none now. `deadline_s` from now, 0: none. Raises what ended the attempt."""
+        """Reserve capacity on D. Return False if D is full. Raises the error that ended the attempt."""
         info = self._placement.decode.info
         self._placement.decode.send(
             reserve=pb.Reserve(
@@ -165,9 +162,9 @@ class Attempt:
                 stream=self._lasting.stream,
             )
         )
-        await asyncio.sleep(0)  # it is told at once, and what follows is done while it answers
+        await asyncio.sleep(0)  # sends the Reserve; the rest is done while D answers
         self._spec = convert.spec_to_pb(self.spec)
-        if self._placement.prefill is None:  # now: a prompt that is told of after the answer waits for one more step
+        if self._placement.prefill is None:  # a Prefill sent after the answer would wait for one more step
             self.alone = True
             self._placement.decode.send(prefill=pb.Prefill(handoff=self._name, spec=self._spec, deadline_s=deadline_s))
         return await self._granted()
@@ -175,10 +172,8 @@ class Attempt:
     async def _granted(self) -> bool:
         while self.cached_tokens is None and not self.handed_back:
             for source, item in await self._heard(_ANSWER_S):
-                if isinstance(item, BatonError):  # of P too: nothing is computed yet that would be worth a fence
-                    self.died = (
-                        self.alone and self._placement.decode.state != "connected"
-                    )  # it may compute since it heard
+                if isinstance(item, BatonError):  # from P too: nothing is computed yet, so no fence is needed
+                    self.died = self.alone and self._placement.decode.state != "connected"  # D may compute already
                     self._lose(source, item)
                 else:
                     self._take(source, item)
@@ -186,23 +181,23 @@ class Attempt:
         return not self.handed_back
 
     def prefill(self, deadline_s: float) -> None:
-        """Let P compute what is known, say the first token and hand over to D. `deadline_s` from now, 0: none."""
+        """Have P compute the known tokens, send the first token and hand over to D."""
         if self.alone:
-            return  # D was told with the Reserve
+            return  # D got the prompt with the Reserve
         message = pb.Prefill(handoff=self._name, spec=self._spec, deadline_s=deadline_s)
         message.to.CopyFrom(convert.ref_to_pb(self._placement.decode.info.ref))
         message.skip, self._holds = self.cached_tokens or 0, True
         self.prefill_link.send(prefill=message)
 
     def repush(self, held: HandoffId, deadline_s: float) -> None:
-        """Let P hand over to D what it holds of an attempt that was lost. `deadline_s` from now, 0: none."""
+        """Have P retransfer to D the KV that it holds of the lost attempt `held`."""
         to = convert.ref_to_pb(self._placement.decode.info.ref)
         message = pb.Repush(held=convert.handoff_to_pb(held), handoff=self._name, to=to, deadline_s=deadline_s)
         message.skip, self._holds, self._repushes = self.cached_tokens or 0, True, True
         self.prefill_link.send(repush=message)
 
     async def outputs(self) -> AsyncIterator[list[Token]]:
-        """Tokens of both witnesses as they come, and `thoughts`, until `finish` or `handed_back`. Raises a failure."""
+        """Yield new tokens, or [] for new `thoughts`, until `finish` or `handed_back` is set. Raises a failure."""
         while True:
             tokens, self._tokens = self._tokens, []
             if tokens or self.thoughts:
@@ -212,11 +207,11 @@ class Attempt:
             for source, item in await self._heard(_ANSWER_S if self.fencing else None):
                 if self._tokens and isinstance(item, pb.WorkerEvent) and item.HasField("thoughts"):
                     tokens, self._tokens = self._tokens, []
-                    yield tokens  # it is about them
+                    yield tokens  # before the thoughts about them
                 self._take(source, item)
 
     async def _heard(self, timeout_s: float | None) -> list[tuple[Role, Item]]:
-        """What was said; a D that says nothing in time is lost."""
+        """Return received items. D counts as lost if none arrives within `timeout_s`."""
         if timeout_s is None:
             return await self._mailbox.drain()
         try:
@@ -226,7 +221,7 @@ class Attempt:
             return [(Role.DECODE, WorkerLost(f"{self._worker(Role.DECODE)} did not answer within {timeout_s:g} s"))]
 
     def _take(self, source: Role, item: Item) -> None:
-        """What later versions add needs nothing done."""
+        """Apply one item. Unknown events of later protocol versions are ignored."""
         if isinstance(item, BatonError):
             self.died = self.died or (self._computing(source) and self.finish is None)
             self._failed(source, item)
@@ -234,7 +229,7 @@ class Attempt:
         match self._note(source, item):
             case "reserved":
                 self.cached_tokens = item.reserved.cached_tokens
-                self._stages.enter(Stage.PREFILL)  # what D alone has computed may come with it
+                self._stages.enter(Stage.PREFILL)  # now, because tokens of a lone D may come in the same message
             case "tokens" | "finish" | "thoughts":
                 self._on_output(source, item)
             case "committed":
@@ -245,7 +240,7 @@ class Attempt:
                 self._on_refused(source, item.refused)
             case "failed":
                 self._on_failed(source, item.failed)
-            case "fenced" if self.committed is None:  # else it comes late: D committed, ended, and forgot the attempt
+            case "fenced" if self.committed is None:  # a late one is ignored: D committed, ended, and dropped it
                 self._metrics.fenced()
                 self._lose(Role.PREFILL, self.fencing or WorkerLost("the decode worker fenced the attempt"))
 
@@ -269,7 +264,7 @@ class Attempt:
                 self.thoughts += convert.thoughts_from_pb(item.thoughts)
             else:
                 self._on_finish(source, convert.finish_from_pb(item.finish))
-        except InvalidRequest as error:  # its fault, and not the client's
+        except InvalidRequest as error:  # the worker's fault, not the client's
             raise EngineFault(f"{self._worker(source)} sent what cannot be read: {error}") from error
 
     def _on_finish(self, source: Role, finish: Finish) -> None:
@@ -291,35 +286,35 @@ class Attempt:
             self._stages.handed_over(self.committed.commit_s if self.committed else 0.0)
 
     def _on_committed(self, committed: pb.Committed) -> None:
-        self.fencing = None  # P's death, if it died, was no failure
-        if self.committed is None:  # the answer to a late Fence says it again
+        self.fencing = None  # the handoff is complete, so losing P was no failure
+        if self.committed is None:  # the answer to a late Fence repeats it
             self.committed = committed
             self._metrics.handed_over(committed.transfer_s, committed.kv_bytes, committed.transport)
 
     def _on_refused(self, source: Role, refused: pb.Refused) -> None:
         self._holds = self._holds and source is Role.DECODE
         if self.handed_back:
-            return  # D alone has nothing reserved to compute the prompt in: it was refused just before
+            return  # a lone D refuses the Prefill too, after it refused the Reserve
         text = f"{self._worker(source)} refused the request: {refused.detail}"
         if refused.reason in RETRY_LATER:
             self.handed_back = "no_room"
         elif refused.reason == pb.REFUSAL_REASON_TOO_LONG:
             raise InvalidRequest.of("prompt", text)
         elif self._repushes and source is Role.PREFILL and refused.reason == pb.REFUSAL_REASON_STALE:
-            self.handed_back = "kv_dropped"  # P needed the room for others: no failure, the prompt is computed again
+            self.handed_back = "kv_dropped"  # P freed the KV for other prompts: not a failure, it is computed again
         else:
             self._lose(source, REFUSALS.get(refused.reason, EngineFault)(text))
 
     def _on_failed(self, source: Role, failed: pb.Failed) -> None:
         if failed.kind == "DigestMismatch":
             self._metrics.digest_mismatch()
-        if failed.kind == "Cancelled":  # another router has it: it is not for this one to release
+        if failed.kind == "Cancelled":  # another router has attached and must keep the stream
             self._through, self._lasting = True, StreamRetention()
         kind = FAILURES.get(failed.kind, WorkerLost)
         self._failed(source, kind(f"{self._worker(source)}: {failed.kind}: {failed.message}"), holds=failed.held)
 
     def _failed(self, source: Role, error: BatonError, *, holds: bool = False) -> None:
-        """First failure ends both legs. Whether P's is one at all, D knows: it accepted the commit or never will."""
+        """Apply a failure. If P fails before Committed, D gets a Fence: only D can report whether it accepted."""
         self._holds = holds if source is Role.PREFILL else self._holds
         if self.finish is None and source is Role.DECODE:
             self._lose(source, error)
@@ -328,7 +323,7 @@ class Attempt:
             self._placement.decode.send(fence=pb.Fence(handoff=self._name))
 
     def _lose(self, source: Role, error: BatonError) -> None:
-        """The attempt is over. Raises what the next one would meet again."""
+        """End the attempt for a retry. Raises `error` if a retry would repeat it."""
         if not isinstance(error, RETRYABLE):
             raise error
         self.lost, self.handed_back = error, f"{source}_lost"
@@ -338,21 +333,21 @@ class Attempt:
 
 
 class TakeoverAttempt(Attempt):
-    """Reserving is attaching, and there is no prompt to compute. Its claim has no prefill worker."""
+    """An attempt that attaches to a stream which another router began and its decode worker continues. It has no P."""
 
     @property
     def workers(self) -> tuple[str, str]:
-        """No prefill worker, and D."""
+        """The worker ids: "" for P, and D's."""
         return "", self._placement.decode.info.ref.worker_id
 
     async def reserve(self, deadline_s: float) -> bool:
-        """Ask D for what comes after the known tokens; False: it has nothing of the kind. Raises what ended it."""
+        """Attach to the stream after the known tokens. Return False if D does not have it. Raises as `reserve` does."""
         self.alone = True
         self._placement.decode.send(attach=pb.Attach(handoff=self._name, spec=convert.spec_to_pb(self.spec)))
         return await self._granted()
 
     def prefill(self, deadline_s: float) -> None:
-        """Long done."""
+        """Enter the decode stage, because the prompt was computed before."""
         self._stages.handed_over(0.0)
 
     def _take(self, source: Role, item: Item) -> None:

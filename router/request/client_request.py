@@ -1,4 +1,4 @@
-"""A client's request as a whole: its name, its end, and its choices side by side."""
+"""One client request: its name, its deadline, its end, and its concurrent choices."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ from router.request.traces import Trace
 
 
 class ClientRequest:
-    """One request of a client. It ends after `within_s` at the latest.
-
-    `name` is the request id that the client knows, also of a stream that it resumes. `scope` is what `task` runs in;
-    `end` makes the task leave it with `reason`, in whatever state it is. `trace_context`: the trace that it belongs to.
+    """One request of a client. It ends after `within_s` seconds at the latest. `name` is the client's request id; a
+    resumed request keeps the id of its stream. `task` runs in `scope`, and `end` makes it leave with `reason`.
+    `trace_context` is the trace that the request belongs to.
     """
 
     def __init__(
@@ -39,44 +38,44 @@ class ClientRequest:
         grant: Grant | None = None,
         trace_context: TraceContext | None = None,
     ) -> None:
-        self._own = secrets.token_hex(16)  # no letter of it is an option to a command line, or has a meaning in a URL
+        self._own = secrets.token_hex(16)  # hex, because it must be neither a command-line option nor special in a URL
         self.name = name or self._own
-        self.resumes = bool(name)  # what another router began
-        self.grant = grant  # of its caller; None: no tokens are configured
+        self.resumes = bool(name)  # another router began it
+        self.grant = grant  # of its caller; None if no tokens are configured
         self.task = task
         self.within_s = within_s
         self.arrival = next(context.arrivals)
-        self.arrived = context.clock.monotonic(), context.clock.wall()  # before it is read: a long prompt takes a while
+        self.arrived = context.clock.monotonic(), context.clock.wall()  # before a long prompt is parsed
         self.deadline = self.arrived[0] + within_s
         self.scope = asyncio.timeout(within_s)
         self.reason: BatonError | None = None
-        self.resumable_s = 0.0  # for so long it goes on without a router
-        self.handing_over = False  # another router is to go on with it
+        self.resumable_s = 0.0  # how long it continues without a router
+        self.handing_over = False  # set when another router is to continue it
         self.lives: list[ChoiceRun] = []
-        self.prompt_tokens = 0  # known from `serve_request` on, as is the next
+        self.prompt_tokens = 0  # set by `serve_request`, like `deterministic`
         self.deterministic = False
         self.trace = Trace(self.name, trace_context or TraceContext.new(), context.router_id, self.arrived[1])
         self.exemplar = exemplar_of(self.name, self.trace.context.trace_id)
-        self.traced = False  # its client wants all spans
-        self.asked = Asked()  # of a model that thinks
-        self.determinism = ""  # of a deterministic request: what its workers say of their bits, from its begin on
+        self.traced = False  # whether the client wants all spans
+        self.asked = Asked()
+        self.determinism = ""  # determinism fingerprint of a deterministic request, from its first attempt on
 
     def life_id(self, choice: int) -> str:
-        """What workers call a choice. Never a name that was resumed: they may know its attempts."""
+        """Return a choice's id on workers. A resumed name is never used: workers may have attempts of it."""
         return f"{self._own}.{choice}" if choice else self._own
 
     def stream(self, choice: int) -> str:
-        """What its client calls a choice, on whatever router."""
+        """Return the client's name for a choice. It is the same on every router."""
         return f"{self.name}.{choice}" if choice else self.name
 
     def lasting(self, choice: int) -> StreamRetention:
-        """As workers are told of it."""
+        """Return how long workers retain the stream of a choice."""
         if not self.resumable_s:
             return StreamRetention()
         return StreamRetention(self.resumable_s, self.stream(choice), lambda: self.handing_over)
 
     def end(self, reason: BatonError) -> None:
-        """Release its workers and answer its client with `reason`. The first reason counts."""
+        """End the request with `reason` and release its workers. Only the first reason counts."""
         if self.reason is None and not self.scope.expired():
             self.reason = reason
             self.scope.reschedule(asyncio.get_running_loop().time())
@@ -97,10 +96,9 @@ async def serve_request(
     received: Sequence[Sequence[int]],
     client: EventStream,
 ) -> pb.Completed:
-    """All choices of a request, one for each of `received`: what the client has of it already. The first one computes
-    the prompt; the others begin when it is there, and find it in the prefix cache.
-
-    Raises the one typed error that ended it: of whichever choice it was, the others end with it.
+    """Serve one choice for each of `received`, the tokens that the client has already. The first choice computes the
+    prompt; the others start after its first token and find the prompt in the prefix cache. Raises the one typed error
+    that ended it. The failure of one choice ends the others.
     """
     call.prompt_tokens, call.deterministic = len(request.prompt), request.deterministic
     call.lives = [ChoiceRun(context, call, choice, ids) for choice, ids in enumerate(received)]
@@ -124,13 +122,13 @@ async def serve_request(
     await client.completed(completed)
     used = completed.usage
     context.metrics.used(used.prompt_tokens, used.cached_tokens, used.completion_tokens)
-    if not call.resumes:  # another router said the first tokens, and knows when
+    if not call.resumes:  # otherwise another router sent the first tokens and measured them
         context.metrics.kept_slo(met=all(life.met_slo() for life in call.lives))
     return completed
 
 
 def _audit(request: SequenceSpec, lives: Sequence[ChoiceRun]) -> str:
-    """Empty: another router delivered logprobs that nobody here knows."""
+    """Return the audit digest, or "" if another router delivered some of the logprobs."""
     answers = [Delivered(life.delivery.ids, life.delivery.logprobs or ()) for life in lives]
     if request.sampling.logprobs is not None and any(len(one.tokens) > len(one.logprobs) for one in answers):
         return ""
@@ -163,5 +161,5 @@ async def _one(request: SequenceSpec, life: ChoiceRun, first: ChoiceRun, client:
 
 
 def seed_of(text: str) -> int:
-    """63 bits that depend on nothing else: a request that is resumed, or sent again with its key, has the same."""
+    """Return 63 bits that depend only on `text`, so that a request resumed or sent again with its key has the same."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 1

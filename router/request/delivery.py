@@ -1,4 +1,4 @@
-"""What a client has been sent: tokens merged by index, and numbered events on its stream."""
+"""Delivery to a client: tokens merged by index, and numbered events on its stream."""
 
 from __future__ import annotations
 
@@ -18,23 +18,21 @@ _SOON_S = 0.01
 
 
 class Delivery:
-    """Merges tokens of any number of witnesses by index. `ids` are those delivered, and grow only at the end. Pure.
-
-    Token 0 has two witnesses: the prefill worker says it first, the decode worker's first message repeats it. Every
-    later attempt repeats one token in the same way. Whatever order that arrives in, a client sees each index once and
-    in order, and what it has seen never changes.
+    """Merges tokens from several workers by index. Pure. `ids` are the delivered tokens; the list is append-only. Two
+    workers send token 0: the prefill worker first, then the decode worker in its first message. Each later attempt
+    repeats one token in the same way. In any order of arrival, a client sees each index once, in order and unchanged.
     """
 
     def __init__(self, received: Iterable[int] = ()) -> None:
-        self.ids: list[int] = list(received)  # a client that resumes has these
-        self.logprobs: list[TokenLogprobs] | None = None  # of the others, if they are kept
-        self._early: dict[int, Token] = {}  # later indices, held back until the earlier ones are there
+        self.ids: list[int] = list(received)  # a resumed request starts with the client's tokens
+        self.logprobs: list[TokenLogprobs] | None = None  # of tokens after those, if kept
+        self._early: dict[int, Token] = {}  # later indices, held back until the earlier ones arrive
 
     def merge(self, tokens: Iterable[Token]) -> list[Token]:
-        """Those that the client gets now, in order. Raises EngineFault when two witnesses contradict each other."""
+        """Return the tokens that are due, in order. Raises EngineFault if two workers contradict each other."""
         ready: list[Token] = []
         for token in tokens:
-            if token.index == len(self.ids) and not self._early:  # the next one, as nearly always
+            if token.index == len(self.ids) and not self._early:
                 self.ids.append(token.token_id)
                 ready.append(token)
             else:
@@ -53,26 +51,26 @@ class Delivery:
             raise EngineFault(f"workers contradict each other on token {token.index}: {said} and {token.token_id}")
 
     def complete(self) -> None:
-        """The stream is said to have ended here. Raises EngineFault when an earlier token never came."""
+        """End the stream. Raises EngineFault if an earlier token is missing."""
         if self._early:
             raise EngineFault(f"token {len(self.ids)} never came, token {min(self._early)} did")
 
     def drop_pending(self) -> None:
-        """A new attempt begins: what was held back is computed again."""
+        """Drop held-back tokens, because a new attempt computes them again."""
         self._early.clear()
 
 
 class StallTimeout:
-    """A client that takes nothing for `stall_s` is given up: one timer for all of a router's clients."""
+    """Ends the request of a client that reads nothing for `stall_s`. One timer serves all clients of a router."""
 
     def __init__(self, stall_s: float) -> None:
         self.stall_s = stall_s
-        self._writing: dict[EventStream, float] = {}  # since when, on the loop's clock; the longest first
+        self._writing: dict[EventStream, float] = {}  # begin of each write on the loop's clock, the oldest first
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
 
     def begins(self, stream: EventStream) -> None:
-        """It writes one message. Ends with `ends`."""
+        """Start the timeout for writing one message. `ends` stops it."""
         self._writing[stream] = now = self._loop.time()
         if self._timer is None:
             self._timer = self._loop.call_at(now + self.stall_s, self._look)
@@ -92,9 +90,8 @@ class StallTimeout:
 
 
 class EventStream:
-    """Writes one request's numbered events, of all its choices; `give_up` ends the request.
-
-    What a slow client has not taken waits in the mailboxes of its request, which max_tokens bounds; nobody else waits.
+    """Writes the numbered events of one request, of all its choices. `give_up` ends the request. Events for a slow
+    client stay in the mailboxes of its request, which max_tokens bounds. No other request waits.
     """
 
     def __init__(
@@ -105,13 +102,13 @@ class EventStream:
         self._request_id = request_id
         self._patience = patience
         self._seq = 0
-        self._turn = asyncio.Lock()  # choices write side by side, a stream takes one message at a time
-        self._begun: asyncio.Future[None] | None = None  # a call of gRPC that is under way, and that nobody waited for
-        self._metadata: tuple[tuple[str, str], ...] = ()  # to be sent before everything else
-        self._opening: asyncio.TimerHandle | None = None  # until then
+        self._turn = asyncio.Lock()  # choices write concurrently, a stream takes one message at a time
+        self._begun: asyncio.Future[None] | None = None  # a gRPC call in progress that has not been awaited
+        self._metadata: tuple[tuple[str, str], ...] = ()
+        self._opening: asyncio.TimerHandle | None = None  # the deadline for sending it
 
     def open(self, *metadata: tuple[str, str], within_s: float = _SOON_S) -> None:
-        """Send `metadata` before the first event, or alone when there is none soon: workers hear of a request first."""
+        """Send `metadata` with the first event, or alone after `within_s`, because worker commands go first."""
         self._metadata = metadata
         self._opening = asyncio.get_running_loop().call_later(within_s, self._open)
 
@@ -122,28 +119,28 @@ class EventStream:
             self._begin(self._context.send_initial_metadata(self._metadata))
 
     async def close(self) -> None:
-        """The status of the call may follow: gRPC never sends one that comes in the middle of something else."""
+        """Finish pending writes, because gRPC never sends a status that comes during another operation."""
         self._open()
         if self._begun is not None:
             await asyncio.wait([self._begun], timeout=self._patience.stall_s)
             if self._begun.done():
-                _ = self._begun.cancelled() or self._begun.exception()  # the client is gone: nobody needs to know
+                _ = self._begun.cancelled() or self._begun.exception()  # retrieve its error: the client is gone
             else:
-                self._begun.cancel()  # it takes nothing
+                self._begun.cancel()
 
     def _begin(self, call: Coroutine[Any, Any, None]) -> None:
-        # gRPC says by way of another thread that it has written something: longer than the request need wait.
+        # gRPC reports a finished write through another thread, which takes longer than the request should wait.
         self._begun = asyncio.ensure_future(call)
 
     async def _end(self) -> None:
-        """What was begun is through. Raises what it raised."""
+        """Wait for the call in progress. Raises its error."""
         self._open()
         if self._begun is not None:
             await asyncio.shield(self._begun)
             self._begun = None
 
     async def accepted(self, prompt_tokens: int, cached_tokens: int, system_fingerprint: str = "") -> None:
-        """Under way when this returns, but for a client that reads nothing: the request need not wait for it."""
+        """Start to send Accepted. Returns without waiting for the write, unless the client does not read."""
         said = pb.Accepted(
             prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, system_fingerprint=system_fingerprint
         )
@@ -161,7 +158,7 @@ class EventStream:
         await self._write(recovered=pb.Recovered(attempt=attempt, reason=reason))
 
     async def finished(self, choice: int, finish: Finish, delivered: int) -> None:
-        """The text that was held back for a stop string belongs to the stream: it comes without a token."""
+        """Send Finished, after text that was held back for a stop string. That text has no token."""
         if finish.tail:
             await self._write(tokens=convert.tail_to_public_pb(finish.tail, delivered, choice))
         reason = convert.finish_reason_to_pb(finish.reason)
@@ -171,7 +168,7 @@ class EventStream:
         await self._write(completed=completed)
 
     async def _write(self, *, begin: bool = False, **event: Any) -> None:
-        async with self._turn:  # who waits for its turn is not stalled
+        async with self._turn:  # a choice that waits for its turn is not stalled
             message = pb.GenerateEvent(request_id=self._request_id, seq=self._seq, **event)
             self._seq += 1
             self._patience.begins(self)
@@ -181,7 +178,7 @@ class EventStream:
                     self._begin(self._context.write(message))
                 else:
                     await self._context.write(message)
-            except aio.InternalError:  # of the write; that the call is over, gRPC tells only the call's own task
+            except aio.InternalError:  # the write failed; gRPC reports the end of the call only to the call's own task
                 raise Cancelled("the client has left") from None
             finally:
                 self._patience.ends(self)

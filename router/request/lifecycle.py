@@ -1,4 +1,4 @@
-"""The life of a request, in `serve_choice`. The states of one attempt are drawn in `attempt.py`."""
+"""The life of one choice of a request: `serve_choice` and its state. `attempt.py` draws the states of one attempt."""
 
 from __future__ import annotations
 
@@ -30,35 +30,32 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-DEADLY = 2  # a request that as many workers died of may be the reason
+DEADLY = 2  # as many lost workers suggest that the request itself is the cause
 
 
 async def serve_choice(request: SequenceSpec, life: ChoiceRun, client: EventStream) -> pb.Completed:
-    """Carry one choice of a request from arrival to its end, through as many attempts as it takes: decode workers run
-    full, and workers are lost.
-
-    Raises the one typed error that ended it. In whatever state that happens, also by cancellation, the attempt's
-    workers are released on the way out.
+    """Serve one choice of a request to its end. Another attempt follows if D runs full or a worker is lost. Raises the
+    one typed error that ended it. The attempt's workers are released on every exit, including cancellation.
     """
     while True:
         life.stages.enter(Stage.QUEUE)
-        placement = life.claim_parked() or await life.admit(request)  # waits for a pair of workers with room
+        placement = life.claim_parked() or await life.admit(request)
         life.stages.enter(Stage.ROUTE)
         async with life.attempt(placement, request) as attempt:
             life.stages.enter(Stage.RESERVE)
             if not await attempt.reserve(life.remaining_s()):
-                await life.handed_back(attempt, client)  # D filled up meanwhile, or one was lost: back to the queue
+                await life.handed_back(attempt, client)  # D ran full, or a worker was lost: back to the queue
                 continue
             life.begin(attempt)
-            await asyncio.sleep(0)  # the worker is told before the client and the log
+            await asyncio.sleep(0)  # the worker's command leaves before the client and the log are served
             await life.accept(client, attempt, len(request.prompt))
-            async for tokens in attempt.outputs():  # token 0 from P at once; D repeats it and goes on
+            async for tokens in attempt.outputs():  # P sends token 0 first; D repeats it and continues
                 await life.thoughts.tell(client, attempt.thoughts)
                 await client.tokens(life.choice, life.deliver(tokens))
             life.computed(attempt)
             if attempt.finish is None:
                 await life.handed_back(attempt, client)
-                continue  # D ran full, or one was lost: what the client has is known, go on at the same index
+                continue  # D ran full, or a worker was lost: continue at the next index
         life.delivery.complete()
         life.thoughts.complete()
         await client.finished(life.choice, attempt.finish, len(life.delivery.ids))
@@ -67,7 +64,7 @@ async def serve_choice(request: SequenceSpec, life: ChoiceRun, client: EventStre
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a prefill worker keeps of an attempt that was lost: the KV of `spec`."""
+    """The KV of `spec`, which a prefill worker keeps after a lost attempt."""
 
     link: WorkerStream
     handoff: HandoffId
@@ -75,10 +72,9 @@ class Held:
 
 
 class ChoiceRun:
-    """The state of one choice of a request: its names, its clock, and what its client has of it.
-
-    `call` is what the choices of a request have in common, `received` what the client has from a router that was lost.
-    Workers know the choice by its `request_id`.
+    """The state of one choice of a request: its ids, its clock, and its delivered tokens. `call` is the request that
+    all its choices share, `received` the tokens that the client has from a lost router. On workers, `request_id` names
+    the choice.
     """
 
     def __init__(
@@ -86,22 +82,22 @@ class ChoiceRun:
     ) -> None:
         self.call, self.choice = call, choice
         self.request_id = call.life_id(choice)
-        self.started = asyncio.Event()  # the first token is there
+        self.started = asyncio.Event()  # set with the first token
         self.track = Track(context.router_id, choice, context.clock, call.arrived)
         self.stages = self.track.stages
         call.trace.tracks.append(self.track)
         self.delivery, self._received = Delivery(received), len(received)
         self.thoughts = Thoughts(choice, call.asked)
         self.attempts = self._failures = self._deaths = 0
-        self.placed: Placement | None = None  # of the last attempt
-        self.cached_tokens: int | None = None  # as the client is told; None: not accepted yet
+        self.placed: Placement | None = None
+        self.cached_tokens: int | None = None  # None until accepted
         self._context = context
         self._first_token_at: float | None = None
         self._last_token_at: float | None = None
         self._computed = False
         self._held: Held | None = None
-        self._parked: OwnershipRecord | None = None  # another router has gone from it, a decode worker has not
-        self._waits_since: float | None = None  # for room; a claim that came to nothing does not end it
+        self._parked: OwnershipRecord | None = None  # of a stream that continues on its decode worker without a router
+        self._waits_since: float | None = None  # for capacity; only a granted reservation ends the wait
         self.note("arrived", **({"known": len(received)} if received else {}))
         log.debug("request_arrived", request_id=self.request_id, known=len(received))
 
@@ -110,23 +106,23 @@ class ChoiceRun:
         return self.cached_tokens is not None
 
     def note(self, event: str, **facts: object) -> None:
-        """Into the history: about the attempt that runs, or ran last."""
+        """Record an event of the current or last attempt in the history."""
         if self._context.history.kept:
             self._context.history.note(event, HandoffId(self.request_id, self.attempts), **facts)
 
     def remaining_s(self) -> float:
-        """Seconds until the deadline; never 0, which would mean "none" to a worker."""
+        """Return the seconds until the deadline: at least 1 ms, because 0 means no deadline to a worker."""
         return max(self.call.deadline - self._context.clock.monotonic(), 0.001)
 
     def known(self, request: SequenceSpec) -> SequenceSpec:
-        """What the next attempt starts from: what the client has is never sampled again. KV that is held is of less."""
+        """Return the sequence to start the next attempt from: all delivered tokens, or what held KV covers."""
         return self._held.spec if self._held else replace(request, known=tuple(self.delivery.ids))
 
     async def admit(self, request: SequenceSpec) -> Placement:
-        """A pair of workers; a request that has been there before keeps its place in the queue."""
+        """Wait for a placement. A request that returns to the queue keeps its place."""
         known, ticket = self.known(request), ticket_for(self.call.arrival, request.priority)
         self._waits_since = self._waits_since or self._context.clock.monotonic()
-        thinks = () if self.call.accepted else self.call.asked.fields  # later nobody is refused for it any more
+        thinks = () if self.call.accepted else self.call.asked.fields  # an accepted request is never rejected for this
         requirements = Requirements(self._held.link if self._held else None, known, self.call.determinism, thinks)
 
         async def admit() -> Placement:
@@ -147,7 +143,7 @@ class ChoiceRun:
         return await self._context.alike.admitted(requirements, admit, deadline_s=self.remaining_s(), since=since)
 
     async def look_for_it(self) -> None:
-        """Find out whether a decode worker still goes on with what another router began."""
+        """Find the decode worker that continues the stream of a lost router, if any."""
         name = self.call.stream(self.choice)
         try:
             self._parked = await self._context.streams(name)
@@ -157,7 +153,7 @@ class ChoiceRun:
             await self._context.pool.wait_known(self._parked.worker_id, self._parked.incarnation)
 
     def claim_parked(self) -> Placement | None:
-        """Of the decode worker that goes on with it, once."""
+        """Return a placement on the decode worker that continues the stream, or None. Returns it at most once."""
         if self._parked is None:
             return None
         placement = self._context.pool.claim_of(self._parked.worker_id, self._parked.incarnation)
@@ -169,7 +165,7 @@ class ChoiceRun:
         return placement
 
     def attempt(self, placement: Placement, request: SequenceSpec) -> Attempt:
-        """The next attempt. What is held is of no use to another worker."""
+        """Begin the next attempt. Held KV is released if the placement has another prefill worker."""
         if self._held is not None and self._held.link is not placement.prefill:
             self.let_go()
         self.attempts += 1
@@ -189,7 +185,7 @@ class ChoiceRun:
         return Attempt(HandoffId(self.request_id, self.attempts), *rest)
 
     def begin(self, attempt: Attempt) -> None:
-        """Have the prompt computed, or what is held of it handed over."""
+        """Have the prompt computed, or have held KV sent to the new decode worker."""
         held, self._held = self._held, None
         self._waits_since = None
         if held is not None:
@@ -198,15 +194,15 @@ class ChoiceRun:
             attempt.prefill(self.remaining_s())
 
     async def accept(self, client: EventStream, attempt: Attempt, prompt_tokens: int) -> None:
-        """Tell the client, once, that decode room is reserved."""
+        """Report to the client, once, that decode capacity is reserved."""
         if self.accepted:
             return
-        self.cached_tokens = 0  # what P finds, it says with its first token; what D has is only not moved
+        self.cached_tokens = 0  # P reports it with its first token; tokens cached on D are only not moved
         self.note("accepted")
         log.info(
             "request_accepted",
             request_id=self.request_id,
-            stream=self.call.stream(self.choice),  # as its client calls it
+            stream=self.call.stream(self.choice),
             prompt_tokens=prompt_tokens,
             workers=attempt.workers,
             trace_id=self.call.trace.context.trace_id,
@@ -218,7 +214,7 @@ class ChoiceRun:
             await client.accepted(prompt_tokens, self.cached_tokens, attempt.determinism)
 
     def deliver(self, tokens: list[Token]) -> list[Token]:
-        """What of `tokens` is new to the client, in order."""
+        """Return those of `tokens` that the client does not have yet, in order."""
         fresh = self.delivery.merge(tokens)
         if fresh:
             self.started.set()
@@ -236,26 +232,26 @@ class ChoiceRun:
         return fresh
 
     def met_slo(self) -> bool:
-        """Whether the first token came within `slo.ttft_ms`, and the others within `slo.itl_ms` each on average."""
+        """Return whether TTFT was within `slo.ttft_ms` and the mean ITL within `slo.itl_ms`."""
         settings, first, last = self._context.settings, self._first_token_at, self._last_token_at
-        if first is None or last is None:  # no token, no wait for one
+        if first is None or last is None:
             return True
         itl_s = (last - first) / max(len(self.delivery.ids) - self._received - 1, 1)
         return self.stages.timings().ttft_s <= settings.slo_ttft_s and itl_s <= settings.slo_itl_s
 
     def computed(self, attempt: Attempt) -> None:
-        """What the first attempt found cached was saved; what a later one finds there, this request may have left."""
+        """Record the cached tokens of the first attempt; a later one may find blocks of this very request."""
         if not self._computed:
             self.cached_tokens = max(self.cached_tokens or 0, attempt.prefill_cached)
         self._computed = True
 
     async def handed_back(self, attempt: Attempt, client: EventStream) -> None:
-        """The attempt did not end the request: another one follows. Raises its failure if that was one too many."""
+        """Prepare another attempt. Raises the failure if no more attempts are allowed."""
         self.delivery.drop_pending()
         self._failures += attempt.lost is not None
         self._deaths += attempt.died
         self.stages.note(ended=attempt.handed_back, **({"error": type(attempt.lost).__name__} if attempt.lost else {}))
-        if self._deaths >= DEADLY:  # first: that error says that no retry helps
+        if self._deaths >= DEADLY:  # checked first, because this error means that no retry helps
             raise EngineFault(
                 f"{self._deaths} workers were lost while they computed this request: it is not tried again"
             )
@@ -273,13 +269,13 @@ class ChoiceRun:
             await client.recovered(self.attempts + 1, reason)
 
     def let_go(self) -> None:
-        """Nothing is held for another attempt any more."""
+        """Release the KV held for another attempt, if any."""
         held, self._held = self._held, None
         if held is not None:
             held.link.send(release=worker_pb2.Release(handoff=convert.handoff_to_pb(held.handoff)))
 
     def completed(self, attempt: Attempt, prompt_tokens: int) -> pb.Completed:
-        """Taken at the end: the stages sum to the time from arrival until now."""
+        """Return the summary of the choice, at its end. The stages sum to the time from arrival until now."""
         self.stages.end()
         timings, (prefill, decode) = self.stages.timings(), attempt.workers
         if attempt.finish is not None:

@@ -1,6 +1,6 @@
-"""Where the time of each request went, in all processes: the last ones are kept, and those to be exported handed on.
+"""Traces of requests across all processes. The last ones are kept in memory, and sampled ones are exported.
 
-Workers say their spans with events that they send anyway. Spans are made of stages when somebody asks for them.
+Workers attach their spans to events that they send anyway. Spans of stages are made when a trace is read.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from baton.tracing.trace import Ended, TraceContext
 from router.workers.stream import Late
 
 _NS = 1e9
-_MOST_SPANS = 256  # of one choice, of its stages and of its workers each
-_MOST_BYTES = 32 * 2**20  # of all traces that are kept
-_PASSAGE_BYTES = 300  # about
-_OWED_S = 0.5  # a prefill worker says what became of its push between two steps
+_MOST_SPANS = 256  # per choice, of stages and of workers each
+_MOST_BYTES = 32 * 2**20  # of all kept traces
+_PASSAGE_BYTES = 300
+_OWED_S = 0.5  # a prefill worker reports the result of its push between two steps
 _LOOK_S = 0.005
 
 
 class Track:
-    """The time of one choice of a request: its stages here, and what workers said of it."""
+    """The timing of one choice of a request: its stages in this router, and the spans that workers reported."""
 
     def __init__(self, router_id: str, choice: int, clock: Clock, arrived: tuple[float, float] | None = None) -> None:
         self.stages = StageClock(clock, arrived)
-        self.owed = 0  # attempts that are over, and of which a prefill worker is still to speak
+        self.owed = 0  # ended attempts with a prefill worker's report outstanding
         self._router_id, self._choice = router_id, choice
         self._heard = admin_pb2.TraceReply()
 
     def heard(self, role: Role, worker_id: str, event: worker_pb2.WorkerEvent, attempt: int = 0) -> None:
-        """What a worker said of an attempt (0: of this one). What cannot be is left out: no request fails for it."""
+        """Add the spans of an event. `attempt` 0 means the current one. Invalid spans are dropped."""
         if not event.spans and not event.finish.verify_s:
             return
         verify_s = event.finish.verify_s or sum(span.duration_s for span in event.spans if span.name == Stage.VERIFY)
@@ -45,13 +45,13 @@ class Track:
         for span in event.spans:
             if len(self._heard.spans) < _MOST_SPANS and _is_time(span.start_s) and _is_time(span.duration_s):
                 kept = common_pb2.Span()
-                kept.CopyFrom(span)  # it would keep the whole message of its step alive
+                kept.CopyFrom(span)  # a reference would keep the whole message alive
                 kept.role, kept.process, kept.choice = role.value, worker_id, self._choice
                 kept.attempt = attempt or self.stages.attempt
-                self._heard.spans.append(kept)  # whole: the exporter reads them in its thread
+                self._heard.spans.append(kept)  # appended when complete, because the exporter reads from its own thread
 
     def owe(self) -> Late:
-        """This attempt is over, and a prefill worker will say more of it: to be called with that."""
+        """End this attempt and return the callback for the prefill worker's last report of it."""
         self.owed += 1
         return partial(self._late, self.stages.attempt)
 
@@ -61,7 +61,7 @@ class Track:
 
     @property
     def size(self) -> int:
-        """Bytes, about."""
+        """Approximate bytes."""
         return _PASSAGE_BYTES * len(self.stages.passages) + 4 * self._heard.ByteSize()
 
     def spans(self) -> Iterator[common_pb2.Span]:
@@ -83,7 +83,7 @@ class Track:
 
 @dataclass(slots=True, eq=False)
 class Trace:
-    """One request: its name, and the tracks of its choices. Nothing of what was asked or answered."""
+    """The trace of one request: its name, and the tracks of its choices. It contains no prompt or answer."""
 
     request_id: str
     context: TraceContext
@@ -95,7 +95,7 @@ class Trace:
     ended_s: float = 0.0
 
     def spans(self) -> list[common_pb2.Span]:
-        """By their start. Of one that runs: until now."""
+        """Return the spans, sorted by start. Spans of a running request end now."""
         found = (span for track in self.tracks for span in track.spans())
         return sorted(found, key=lambda span: span.start_s)
 
@@ -104,7 +104,7 @@ class Trace:
         return admin_pb2.TraceReply(**named, spans=self.spans())
 
     async def settled(self, left_s: float) -> None:
-        """Until workers have said all, but not for long: `left_s` are left until its deadline, and it is answered."""
+        """Wait for owed reports: at most 0.5 s, and at most half of `left_s`, the seconds until the deadline."""
         for _ in range(round(min(_OWED_S, left_s / 2) / _LOOK_S)):
             if not any(track.owed for track in self.tracks):
                 return
@@ -112,7 +112,7 @@ class Trace:
 
 
 class Traces:
-    """The last `keep` requests that ended here, and fewer if they are large. `export` takes the share `sample`."""
+    """The last `keep` ended requests, or fewer if they are large. The share `sample` of them is passed to `export`."""
 
     def __init__(self, keep: int, sample: float, clock: Clock, export: Callable[[Ended], None] | None) -> None:
         self._keep, self._sample, self._clock, self._export = keep, sample, clock, export
@@ -120,13 +120,13 @@ class Traces:
         self._bytes = 0
 
     def ended(self, trace: Trace, outcome: str, error: str) -> None:
-        """It ended; `error` is the name of the error's class, "": there was none."""
+        """Store an ended trace. `error` is the name of the error's class, or "" if there was none."""
         trace.outcome, trace.error = outcome, error
         for track in trace.tracks:
             if error:
                 track.stages.note(error=error)
             track.stages.end()
-        # Not before its stages, which the wall clock does not lead, though that was set back meanwhile.
+        # Not before the end of its stages, even if the wall clock was set back.
         ends = (track.stages.arrived_s + track.stages.age_s for track in trace.tracks)
         trace.ended_s = max(self._clock.wall(), trace.began_s, *ends)
         self._drop(trace.request_id)
@@ -138,7 +138,7 @@ class Traces:
             self._export(_ended(trace))
 
     def find(self, request_id: str) -> Trace | None:
-        """None: it is not kept. Without a name, the one that ended last."""
+        """Return a kept trace, or None. An empty id finds the trace that ended last."""
         name = request_id or next(reversed(self._kept), "")
         return self._kept[name][0] if name in self._kept else None
 

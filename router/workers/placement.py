@@ -1,4 +1,4 @@
-"""A pair of workers for one attempt, counted as loaded; and what a request wishes of it."""
+"""Placements: the workers of one attempt, counted as loaded, and a request's requirements for them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from router.workers.stream import WorkerStream
 
 
 class Requirements(NamedTuple):
-    """What a request has to do with the choice of its workers, beside its length.
-
-    `keep`: the prefill worker that holds its KV already, and is taken while it is there. `spec`: the request, whose
-    beginning some workers may have cached. `determinism`: what it was begun with, if it is a deterministic one.
-    `thinks`: the fields by which it asks for a model that thinks.
+    """The requirements of a request for its workers, besides capacity. `keep` is the prefill worker that holds its KV;
+    it is chosen while connected. Some workers may have cached a prefix of `spec`. `determinism` is the fingerprint that
+    a deterministic request began with. The fields `thinks` need a model that thinks.
     """
 
     keep: WorkerStream | None = None
@@ -24,16 +22,16 @@ class Requirements(NamedTuple):
 
     @property
     def is_special(self) -> bool:
-        """Whether it waits beside the queue for workers that can do what it asks for."""
+        """Whether the request may have to wait in `CapabilityWait`."""
         return self.deterministic or bool(self.thinks)
 
     @property
     def deterministic(self) -> bool:
-        """Whether its workers must be alike to the bit."""
+        """Whether its workers must be bitwise compatible."""
         return self.spec is not None and self.spec.deterministic
 
     def accepts(self, info: WorkerInfo) -> bool:
-        """Whether this worker may compute it, room aside."""
+        """Return whether this worker may compute the request, whatever its capacity."""
         if not self.deterministic:
             return True
         return info.determinism == self.determinism if self.determinism else bool(info.determinism)
@@ -43,10 +41,9 @@ NO_REQUIREMENTS = Requirements()
 
 
 class Placement:
-    """A pair of workers that counts as loaded from choice to `release`, which comes once and makes up for the rest.
-
-    Without a prefill worker the decode worker is to compute the prompt itself. `tokens` are known, of which `cached`
-    need no computing. `on_change` is told of each worker whose load changes.
+    """The workers of one attempt, counted as loaded until `release`, which is called once and ends every other count.
+    Without a prefill worker, the decode worker computes the prompt. `cached` of the known `tokens` need no computing.
+    `on_change` is called with each worker that changes its load.
     """
 
     def __init__(
@@ -60,12 +57,12 @@ class Placement:
     ) -> None:
         self.prefill = prefill
         self.decode = decode
-        self.predicted_ttft_s: float | None = None  # from the choice to the first token; None: nobody knows
+        self.predicted_ttft_s: float | None = None  # from the choice to the first token; None if unknown
         self.on_first: Callable[[], None] = lambda: None
         self._on_change = on_change
         self._on_release = on_release
         self._computes = prefill or decode
-        self._views = (self._computes.view, decode.view)  # a link that connects anew counts from zero in a new view
+        self._views = (self._computes.view, decode.view)  # kept, because a reconnected stream has a new view
         self._tokens = tokens - cached
         self._blocks = decode.view.blocks_for(tokens)
         self._on_prefill = int(prefill is not None)
@@ -77,25 +74,25 @@ class Placement:
 
     @property
     def determinism(self) -> str:
-        """What the workers say of their bits, if they say the same; else empty."""
+        """The determinism fingerprint of both workers, or "" if they differ."""
         said = {self._computes.info.determinism, self.decode.info.determinism}
         return said.pop() if len(said) == 1 else ""
 
     def reserved(self) -> None:
-        """The decode worker has answered: from here on its own reports count the blocks."""
+        """End the count of pending blocks, because the decode worker's own reports contain them from now on."""
         if self._blocks:
             self._views[1].pending_blocks -= self._blocks
             self._blocks = 0
             self._tell(self.decode)
 
     def computed(self) -> None:
-        """The first token is here: the prompt is no backlog any more."""
+        """End the backlog of the prompt, at its first token."""
         on_first, self.on_first = self.on_first, lambda: None
         self._no_backlog()
         on_first()
 
     def prefill_done(self) -> None:
-        """The decode worker has taken over, or has said the first token itself."""
+        """End the prefill, after the first message of the decode worker."""
         self.computed()
         if self._on_prefill:
             self._views[0].dispatched -= self._on_prefill
@@ -103,7 +100,7 @@ class Placement:
             self._tell(self._computes)
 
     def release(self) -> None:
-        """The request is off both workers."""
+        """End all counts: the request has left both workers."""
         self.on_first = lambda: None
         self.reserved()
         self.prefill_done()

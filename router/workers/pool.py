@@ -1,4 +1,4 @@
-"""All workers that this router knows, and claims on pairs of them."""
+"""The pool of workers in the ledger, and placements on them."""
 
 from __future__ import annotations
 
@@ -31,17 +31,16 @@ WorkerSource = Callable[[], Awaitable[Sequence[WorkerInfo]]]
 """The workers with a live lease: `Ledger.workers`, or a fixed list in tests. May fail: then nothing changes."""
 
 _POLL_S = 0.5
-_HURRY_S = 0.1  # while nobody can be served
+_HURRY_S = 0.1  # while no request can be served
 _SETTLE_S = 2.0
 
 
 class WorkerPool:
-    """Follows the ledger's registrations and keeps one link to each live incarnation. Its user sets `on_change`, and
-    `on_predicted`: how far off, in seconds, the prediction of a first token was. `prefixes` and `slo_itl_s` are what
-    policies go by, beside the load; `local_prefill`: decode workers may compute prompts where that is sooner, `chunk`
-    tokens in a step; `colocated`: they compute all of them, and prefill workers are not missed. `alone` says which one.
-
-    A stream without a word for `silence_s` is cut, and so is one whose worker has had no lease for as long.
+    """One stream for each live incarnation in the ledger, and the placements on them. The owner sets the public
+    attributes. `on_predicted` gets the error of a TTFT prediction in seconds. `local_prefill` lets decode workers
+    compute prompts where that is faster; `colocated` lets them compute all, without prefill workers. `alone` is the
+    policy for that, `chunk` the tokens per step. A stream is closed after `silence_s` without a message or a lease of
+    its worker. Policies use `prefixes` and `slo_itl_s`.
     """
 
     def __init__(
@@ -79,21 +78,20 @@ class WorkerPool:
         return list(self._links.values())
 
     async def start(self) -> None:
-        """Look once, then go on looking in the background."""
+        """Read the ledger once, then poll it in the background."""
         await self._follow()
         self._task = asyncio.create_task(self._run(), name="worker pool")
 
     async def stop(self) -> None:
-        """Close every stream."""
+        """Close all streams."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
         await asyncio.gather(*(link.stop() for link in self._links.values()))
 
     def place(self, tokens: int, requirements: Requirements = NO_REQUIREMENTS) -> Placement | None:
-        """A pair for a request of `tokens` known tokens, counted as loaded from now; None when nobody has room.
-
-        With no prefill worker left, a decode worker alone. Raises NobodyAlike.
+        """Return a placement for a request of `tokens` known tokens, or None if no workers have capacity. If no prefill
+        worker is left, it is a decode worker alone. Raises NoCapableWorker.
         """
         snapshot, (keep, spec, determinism, _) = self._fleet.snapshot(), requirements
         snapshot.chunk = self.chunk
@@ -118,7 +116,7 @@ class WorkerPool:
         return self._predict(placement, pair.ttft_s if kept is None else 0.0)
 
     def _predict(self, placement: Placement, ttft_s: float) -> Placement:
-        """It is expected to say the first token so many seconds from now; 0: nobody knows."""
+        """Store the predicted TTFT in seconds, unless it is 0, which means unknown."""
         if ttft_s:
             placement.predicted_ttft_s = ttft_s
             placement.on_first = partial(self._compare, ttft_s, self._clock.monotonic())
@@ -133,20 +131,20 @@ class WorkerPool:
         return self._predict(placement, found.ttft_s)
 
     def expected(self) -> RouterReport:
-        """What its workers have to do, and what a typical request may expect of them now. The queue is not in it."""
+        """Return the load of its workers and the predicted latencies of a typical request, without the queue."""
         self._fleet.snapshot()
         rows = [(link.view, facts) for link, facts in self._fleet.rows() if link.usable]
         return expected(self._router_id, rows, self._typical, self.chunk if self.colocated else None)
 
     def claim_of(self, worker_id: str, incarnation: Incarnation) -> Placement | None:
-        """This decode worker, for what it decodes already; None: it is not there."""
+        """Return a placement on a decode worker that already decodes the stream, or None if it is not connected."""
         link = self._link(worker_id, incarnation)
         if link is None or link.state != "connected" or link.info.role is not Role.DECODE:
             return None
         return Placement(None, link, 0, 0, self._fleet.mark, self.on_change)
 
     async def wait_known(self, worker_id: str, incarnation: Incarnation) -> None:
-        """Wait until it is known whether this worker can be reached; not for long."""
+        """Wait, at most 2 s, for the first connect to this worker or its failure."""
         link = self._link(worker_id, incarnation)
         if link is not None:
             with suppress(TimeoutError):
@@ -160,18 +158,18 @@ class WorkerPool:
         self.on_predicted(abs(self._clock.monotonic() - since - predicted_s))
 
     def has_pair(self, requirements: Requirements = NO_REQUIREMENTS) -> bool:
-        """Are there two live workers that can hand over to each other what is wished, room aside?"""
+        """Return whether two live workers can hand over such requests, whatever their capacity."""
         if self.colocated:
             return False
         views = ([link.view for link in self._usable(role, requirements)] for role in (Role.PREFILL, Role.DECODE))
         return has_pair(*views, alike=requirements.deterministic)
 
     def can_serve(self, requirements: Requirements = NO_REQUIREMENTS) -> bool:
-        """Is a decode worker there for it? Room, and prefill workers, aside."""
+        """Return whether a capable decode worker is connected, whatever its capacity and prefill workers."""
         return bool(self._usable(Role.DECODE, requirements)) and not (requirements.thinks and not self.thinking_chunk())
 
     def reasons_not_to_serve(self, requirements: Requirements) -> list[Violation]:
-        """What of it the workers that are known will not do; empty: they may, or none is known."""
+        """Return why no known worker is capable. Empty if one may be, or if none is known."""
         wrong = [Violation(field, "the model that is served does not think") for field in requirements.thinks]
         wrong = wrong if self.thinking_chunk() == 0 else []
         if requirements.deterministic and not requirements.determinism and (reason := self.nondeterminism()):
@@ -179,53 +177,53 @@ class WorkerPool:
         return wrong
 
     def nondeterminism(self) -> str:
-        """Why no worker that is known takes deterministic requests; "": one does, or none is known."""
+        """Return why no known worker takes deterministic requests. "" if one does, or if none is known."""
         infos = [link.info for link in self._links.values() if not link.retired]
         if any(info.determinism for info in infos):
             return ""
         return "; ".join(dict.fromkeys(info.nondeterminism or "they do not say why" for info in infos))
 
     def max_model_len(self) -> int | None:
-        """The longest request that every worker takes; None while no worker is known."""
+        """Return the smallest maximum length of the workers, or None while no worker is known."""
         return min((link.info.max_model_len for link in self._links.values()), default=None)
 
     def thinking_chunk(self) -> int | None:
-        """Tokens of a chunk that every worker's model thinks about, 0: one does not; None while no worker is known."""
+        """Return the smallest chunk size for thoughts; 0 if a model does not think, None while no worker is known."""
         return min((link.info.thinking_chunk for link in self._links.values() if not link.retired), default=None)
 
     def blocks(self) -> dict[Role, list[BlockCounts]]:
-        """The block ledgers of connected workers, as last reported."""
+        """Return the block counts of connected workers, as last reported."""
         connected = [link for link in self._links.values() if link.state == "connected"]
         return {role: [link.view.load.blocks for link in connected if link.info.role is role] for role in Role}
 
     def channels(self) -> list[tuple[str, Channel]]:
-        """The open data channels of connected workers, each with its worker's id."""
+        """Return the open data channels of connected workers, each with its worker's id."""
         connected = [link for link in self._links.values() if link.state == "connected"]
         return [(link.info.ref.worker_id, channel) for link in connected for channel in link.view.load.channels]
 
     def loads(self) -> list[tuple[str, Load]]:
-        """The last reports of connected workers, each with its worker's id."""
+        """Return the last reports of connected workers, each with its worker's id."""
         links = self._links.values()
         return [(link.info.ref.worker_id, link.view.load) for link in links if link.state == "connected"]
 
     def told_metrics(self) -> list[tuple[str, str]]:
-        """The ids of workers here, and where each says that its metrics are."""
+        """Return the ids of workers and the addresses of their metrics."""
         infos = [link.info for link in self._links.values()]
         return [(info.ref.worker_id, info.metrics) for info in infos if info.metrics]
 
     def misfit(self, link: WorkerStream) -> str:
-        """Why a worker can hand over to none of the others here; "": it can, or it is alone."""
+        """Return why a worker fits none of the others. "" if it fits one or is alone."""
         return misfit(link.info, [other.info for other in self._links.values() if other.usable])
 
     def note(self, link: WorkerStream) -> str:
-        """What an operator should know of it; "": nothing."""
+        """Return a note on a worker for operators, or ""."""
         if link.info.role is Role.DECODE and not (self.colocated or self._usable(Role.PREFILL)):
             return "no prefill worker is there: it computes prompts itself"
         reason = self.misfit(link)
         return f"fits no other worker: {reason}" if reason else ""
 
     def _can_hand_over(self, keep: WorkerStream, requirements: Requirements) -> bool:
-        """Is it there, and a decode worker that takes what it holds, room aside? Else that is waited for in vain."""
+        """Return whether `keep` and a decode worker for its KV are connected. Otherwise waiting for them is useless."""
         takers = self._usable(Role.DECODE, requirements) if keep.usable else []
         return any(link.info.fingerprint == keep.info.fingerprint for link in takers)
 
@@ -244,9 +242,9 @@ class WorkerPool:
     async def _follow(self) -> None:
         try:
             infos = await self._source()
-        except Exception as error:  # noqa: BLE001  (what is known goes on: the streams say who is alive)
+        except Exception as error:  # noqa: BLE001  (known workers stay: their streams show whether they live)
             log.warning("ledger_unreachable", error=repr(error))
-            self._seen = dict.fromkeys(self._seen, self._clock.monotonic())  # nobody says that they are gone
+            self._seen = dict.fromkeys(self._seen, self._clock.monotonic())  # an error is no sign that they left
             return
         now = self._clock.monotonic()
         for info in infos:
@@ -270,9 +268,8 @@ class WorkerPool:
         self.on_change()
 
     async def _check(self, ref: WorkerRef, link: WorkerStream, absent_s: float) -> None:
-        """A worker without a lease takes nothing new; it is dropped when its stream is gone too, or when time is up.
-
-        Not at once: a ledger that came back empty must not end requests between parties that are alive.
+        """Retire a worker without a lease. It is dropped when its stream ends, or after `silence_s`: a ledger that
+        restarts empty must not end requests on live workers.
         """
         before, link.retired = link.retired, absent_s > 0
         if before is not link.retired:

@@ -1,15 +1,11 @@
-"""One stream to one worker, for all requests that this router has there: commands down, events up.
+"""Worker streams: one gRPC stream to each worker, with commands down and events up, shared by all requests.
 
-The reader never waits for a request: events go into the mailbox of their handoff, whose owner takes them when it can.
-The end of the stream is how a lost worker is noticed; every request on it is told, and the link tries again, for ever.
+The reader puts each event into the mailbox of its handoff and never waits for a request. The end of a stream means that
+the worker is lost. Its requests are notified, and the stream reconnects until it is stopped.
 
-When the requests on a link hear of their tokens: at once, or in rounds while the router is short of time.
-
-A message to a client costs a router about the same however many tokens it carries. A router whose event loop has
-lately worked for more than half of the time therefore wakes those who wait for tokens in rounds: what comes for a
-request meanwhile leaves as one message. The rounds are as long as it takes to get down to half of the time, and never
-longer than `LONGEST_S`. A router that has time to spare holds nothing back; and no router holds back a first token,
-an end, or a failure.
+`WakeupBatcher` saves messages to clients, because their cost hardly depends on the number of tokens. While the event
+loop is busy more than half of the time, requests are woken in rounds: a round's tokens leave in one message. Rounds are
+as short as that allows, and at most `LONGEST_S`. First tokens, ends and failures are never delayed.
 """
 
 from __future__ import annotations
@@ -33,13 +29,13 @@ from baton.rpc.v1 import worker_pb2 as pb
 from baton.rpc.v1.worker_pb2_grpc import WorkerStub
 from router.placement.snapshot import WorkerView
 
-BUSY = 0.5  # of the time
+BUSY = 0.5  # share of the time
 SHORTEST_S, LONGEST_S = 0.001, 0.02
-_LOOK_S = 0.05  # the least time over which the use of the processor is measured
+_LOOK_S = 0.05  # minimum interval for measuring processor use
 
 
 class WakeupBatcher:
-    """Of one link, on the thread of `loop`. `cpu` gives the seconds of processor time that this thread has used."""
+    """The rounds of one stream, on the thread of `loop`. `cpu` returns that thread's processor time in seconds."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, cpu: Callable[[], float] = time.thread_time) -> None:
         self.length_s = 0.0
@@ -50,7 +46,7 @@ class WakeupBatcher:
         self._end = 0.0
 
     def holds(self) -> bool:
-        """Whether tokens that come now are for `later`. If not, a round begins."""
+        """Return whether tokens that come now must wait for the end of the round (`later`). If not, a round begins."""
         now = self._loop.time()
         self._look(now)
         if now < self._end:
@@ -59,7 +55,7 @@ class WakeupBatcher:
         return False
 
     def later(self, mailbox: EventMailbox) -> None:
-        """Its reader is woken at the end of this round."""
+        """Wake the mailbox's reader at the end of this round."""
         if not self._held:
             self._loop.call_at(self._end, self._wake)
         self._held[mailbox] = None
@@ -82,9 +78,9 @@ class WakeupBatcher:
 log = structlog.get_logger(__name__)
 
 _Call = aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]
-_MOST_LATE = 1024  # attempts that are over, and of which the worker may say more
-_LAST = ("pushed", "failed", "refused", "finish")  # of what a prefill worker says of a handoff
-_BACKOFF_S = (0.1, 3.0)  # first and longest pause between two connects; jittered
+_MOST_LATE = 1024  # ended attempts with an outstanding report
+_LAST = ("pushed", "failed", "refused", "finish")  # the last event of a handoff from a prefill worker
+_BACKOFF_S = (0.1, 3.0)  # first and longest pause between connects, with jitter
 Item = pb.WorkerEvent | BatonError
 """What a mailbox holds: a worker's words, or what happened to it."""
 Late = Callable[[Role, str, pb.WorkerEvent], None]
@@ -92,43 +88,42 @@ Late = Callable[[Role, str, pb.WorkerEvent], None]
 
 
 class EventMailbox:
-    """What the workers of one handoff said, in order of arrival, each with the role of its sender.
-
-    Bounded by what a request can produce; a worker that says more than `limit` things is at fault.
+    """The events of one handoff's workers in order of arrival, each with the sender's role. It holds at most `limit`
+    events, the maximum that a request can produce. A worker that sends more is faulty.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._items: list[tuple[Role, Item]] = []
-        self._woken = False  # since they were drained
-        self._reader: asyncio.Future[None] | None = None  # waits for that
-        self._loop = asyncio.get_running_loop()  # asking for it is a system call
+        self._woken = False
+        self._reader: asyncio.Future[None] | None = None
+        self._loop = asyncio.get_running_loop()  # cached, because looking it up is a system call
 
     def put(self, source: Role, item: Item) -> None:
-        """Never blocks."""
+        """Add an item and wake the reader. Never blocks."""
         self.add(source, item)
         self.wake()
 
     def left(self) -> list[tuple[Role, pb.WorkerEvent]]:
-        """What its reader has not taken, when it takes no more."""
+        """Return the events that the reader has not drained, at its end."""
         items, self._items = self._items, []
         return [(source, item) for source, item in items if isinstance(item, pb.WorkerEvent)]
 
     def add(self, source: Role, item: Item) -> None:
-        """Never blocks. Its reader does not see it until `wake`."""
+        """Add an item that the reader gets after `wake`. Never blocks."""
         if len(self._items) >= self._limit:
             item = EngineFault(f"the {source} worker sent more than {self._limit} messages for one request")
             self._items = []
         self._items.append((source, item))
 
     def wake(self) -> None:
-        """Its reader goes on with what there is."""
+        """Wake the reader if there are items."""
         self._woken = bool(self._items)
         if self._woken and self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
     async def drain(self) -> list[tuple[Role, Item]]:
-        """All there is; waits for at least one. For one reader."""
+        """Return all items, and wait for the first. Only one reader is allowed."""
         if not self._woken:
             self._reader = self._loop.create_future()
             await self._reader
@@ -137,9 +132,8 @@ class EventMailbox:
 
 
 class WorkerStream:
-    """The router's end of the stream to one incarnation of a worker, until `stop`. `view` is what the policies read.
-
-    A worker reports its load at each heartbeat: `silence_s` without a word, and the stream is cut.
+    """The stream to one incarnation of a worker, until `stop`. Policies read its `view`. A worker reports its load at
+    each heartbeat. The stream is closed after `silence_s` seconds without a message.
     """
 
     def __init__(
@@ -147,19 +141,19 @@ class WorkerStream:
     ) -> None:
         self.view = WorkerView(info)
         self.state = "connecting"  # connecting | connected | lost
-        self.retired = False  # not in the ledger any more: takes nothing new
-        self.settled = asyncio.Event()  # it is, or was, known whether the worker can be reached
+        self.retired = False  # no longer in the ledger: takes no new requests
+        self.settled = asyncio.Event()  # set after the first connect or failure
         self._router_id = router_id
         self._silence_s = silence_s
         self._on_change = on_change
         self._wire = wire
         self._mailboxes: dict[HandoffId, EventMailbox] = {}
-        self._late: dict[HandoffId, Late] = {}  # the oldest first
+        self._late: dict[HandoffId, Late] = {}
         self._commands: list[pb.RouterCommand] = []
         self._wake = asyncio.Event()
-        self._report: common_pb2.Load | None = None  # the last one, as long as nobody has read it
+        self._report: common_pb2.Load | None = None  # the last one not read yet
         self._settling = False
-        self._fault: InvalidRequest | None = None  # what its worker said that cannot be
+        self._fault: InvalidRequest | None = None  # an invalid message of the worker
         self._loop = asyncio.get_running_loop()
         self._rounds = WakeupBatcher(self._loop)
         self._task = asyncio.create_task(self._run(), name=f"link {info.ref}")
@@ -170,22 +164,22 @@ class WorkerStream:
 
     @property
     def usable(self) -> bool:
-        """May it be given a new request?"""
+        """Whether it may get a new request."""
         return self.state == "connected" and not self.retired and not self.view.load.draining
 
     async def stop(self) -> None:
-        """Close the stream; requests still on it get WorkerLost."""
+        """Close the stream. Its requests get WorkerLost."""
         self._task.cancel()
         await asyncio.wait([self._task])
 
     def open(self, handoff: HandoffId, mailbox: EventMailbox) -> None:
-        """Events of `handoff` go to `mailbox` from now on. When the worker is gone already, it says so at once."""
+        """Send events of `handoff` to `mailbox`, which immediately gets WorkerLost if the worker is not connected."""
         self._mailboxes[handoff] = mailbox
         if self.state != "connected":
             mailbox.put(self.info.role, self._lost("is not connected"))
 
     def close(self, handoff: HandoffId, late: Late | None = None) -> None:
-        """Late events of `handoff` are dropped from now on; `late` gets what the last one says of its time."""
+        """Drop further events of `handoff`. If given, `late` gets the last one, for its spans."""
         self._mailboxes.pop(handoff, None)
         if late is not None:
             self._late[handoff] = late
@@ -193,9 +187,8 @@ class WorkerStream:
                 del self._late[next(iter(self._late))]
 
     def send(self, **command: Message) -> None:
-        """Queue a command, by its name in `RouterCommand`; all that gather before the next write leave as one message.
-
-        Dropped without a stream: the worker has then aborted, or never had, what this router had on it.
+        """Queue a command, named by its field in `RouterCommand`. Those queued before the next write share a message.
+        Dropped unless connected: then the worker has aborted all that this router had on it.
         """
         if self.state == "connected":
             self._commands.append(pb.RouterCommand(**command))  # type: ignore[arg-type]
@@ -206,9 +199,9 @@ class WorkerStream:
         while True:
             try:
                 await self._session()
-            except (Exception, asyncio.CancelledError) as error:  # a link outlives whatever ends a stream
+            except (Exception, asyncio.CancelledError) as error:  # the task must outlive any failure of a stream
                 if (task := asyncio.current_task()) and task.cancelling():
-                    raise  # else a call that was cancelled from this side only looks like it
+                    raise  # not a stop, but a call that was cancelled from this side
                 silent = f"silent for {self._silence_s:g} s"
                 reason = silent if isinstance(error, TimeoutError) else _why(self._fault or error)
             finally:
@@ -258,15 +251,15 @@ class WorkerStream:
                 commands, self._commands = self._commands, []
                 await call.write(pb.RouterMessage(commands=commands))
         except (aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # the reader sees why
+            pass  # the reader gets the reason
         finally:
-            call.cancel()  # no stream without a writer
+            call.cancel()  # a stream needs a writer
 
     def _welcomed(self, message: pb.WorkerMessage) -> None:
         if not message.events or message.events[0].WhichOneof("event") != "welcome":
             raise InvalidRequest.of("welcome", "must be a worker's first message")
         info, known = convert.info_from_pb(message.events[0].welcome), self.info
-        if (str(info.ref), info.role) != (str(known.ref), known.role):  # id and incarnation, not the address
+        if (str(info.ref), info.role) != (str(known.ref), known.role):  # the address may differ
             raise InvalidRequest.of("welcome.info", f"{info.role} {info.ref} answers in place of {known.ref}")
         self.view = WorkerView(info)
         self.state = "connected"
@@ -275,7 +268,7 @@ class WorkerStream:
         self._dispatch(message)
 
     def _dispatch(self, message: pb.WorkerMessage) -> None:
-        """Events at once; what choices go by when those who waited for the events have gone on, and told workers so."""
+        """Deliver events first; update scheduling state only after the waiting requests have run."""
         if message.HasField("load"):
             self._report, self.view.full = message.load, False
         holds = self._rounds.holds()
@@ -305,7 +298,7 @@ class WorkerStream:
         self._on_change()
 
     def _hand_on(self, event: pb.WorkerEvent, mailbox: EventMailbox, holds: bool) -> None:
-        if holds and getattr(event.tokens, "from"):  # a first token never waits, nor what is none
+        if holds and getattr(event.tokens, "from"):  # only tokens after the first one are delayed
             mailbox.add(self.info.role, event)
             self._rounds.later(mailbox)
         else:

@@ -1,4 +1,4 @@
-"""The console commands with their options, arguments and defaults."""
+"""Console commands with their options, arguments and defaults."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from tools.face import product
 
-# A line shows these properties of an option or argument only where they differ from this.
+# Usual properties of an option or argument. A line shows only the differences.
 USUAL: dict[str, object] = {
     "required": False,
     "multiple": False,
@@ -21,7 +21,7 @@ USUAL |= dict.fromkeys(("min", "max", "envvar"))
 
 
 def commands() -> Iterator[str]:
-    """Each command of the tree, then its options and arguments."""
+    """Yield each command of the tree, followed by its options and arguments."""
     yield from _commands("baton", product.command())
 
 

@@ -1,4 +1,4 @@
-"""The names that users import, with signatures and fields; and the error classes, with their statuses."""
+"""Importable names with signatures and fields, and error classes with their statuses."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import grpc
 
 from tools.face import product
 
-# Methods that a statement calls: `with`, `for`, `await`.
+# Methods called by the statements `with`, `for` and `await`.
 STATEMENTS = {f"__{name}__" for name in "enter exit aenter aexit iter next aiter anext await".split()}
-BOUND = {"self", "cls"}  # parameters that no caller gives
+BOUND = {"self", "cls"}  # implicit parameters
 CODES = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
 def names() -> Iterator[str]:
-    """Each exported name, then what each exported class has."""
+    """Yield each exported name, then the members of each exported class."""
     yield from (f"baton.{name}" for name in product.EXPORTED)
     classes: dict[type, str] = {}
     for path, module in product.MODULES.items():
@@ -35,7 +35,7 @@ def names() -> Iterator[str]:
 
 
 def errors() -> Iterator[str]:
-    """Each error class with its base, and what clients and shells get for it."""
+    """Yield each error class with its base and the statuses that clients and shells receive."""
     for name, kind in _public(product.MODULES["baton.errors"]):
         if isinstance(kind, type) and issubclass(kind, product.Error):
             error = product.error_of(kind)
@@ -48,13 +48,13 @@ def errors() -> Iterator[str]:
 
 
 def _public(module: ModuleType) -> list[tuple[str, object]]:
-    """The public names of a module, without modules, and without what it imports from outside of the product."""
+    """Return the public names of a module, without modules and foreign imports."""
     found = [(name, value) for name, value in sorted(vars(module).items()) if not name.startswith("_")]
     return [(name, value) for name, value in found if not (isinstance(value, ModuleType) or _is_foreign(name, value))]
 
 
 def _is_foreign(name: str, value: object) -> bool:
-    """A module outside of the product gives this object under this name."""
+    """Return whether a module outside of the product exports this object under this name."""
     origin = str(getattr(value, "__module__", ""))
     return not _is_ours(origin) and getattr(sys.modules.get(origin), name, None) is value
 
@@ -81,7 +81,7 @@ def _class(name: str, kind: type) -> Iterator[str]:
 
 
 def _member(name: str, value: object) -> Iterator[str]:
-    """A method with its parameters, or an attribute."""
+    """Yield a method with its parameters, or an attribute."""
     kind = type(value).__name__ if isinstance(value, classmethod | staticmethod) else ""
     function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
     if not inspect.isfunction(function):
@@ -96,7 +96,7 @@ def _fields(kind: type) -> set[str]:
 
 
 def _parameters(function: typing.Callable[..., object]) -> str:
-    """Names, kinds and defaults, in the syntax of a `def`. Annotations name classes that may move."""
+    """Return names, kinds and defaults in the syntax of a `def`, without annotations because their classes may move."""
     signature = inspect.signature(function)
     plain = [each.replace(annotation=each.empty) for each in signature.parameters.values() if each.name not in BOUND]
     plain = [each.replace(default=_Shown(each.default)) if each.default is not each.empty else each for each in plain]
@@ -104,7 +104,7 @@ def _parameters(function: typing.Callable[..., object]) -> str:
 
 
 class _Shown:
-    """A default as `repr` shows it, without addresses and names of modules."""
+    """A default as `repr` shows it, without addresses and module names."""
 
     def __init__(self, value: object) -> None:
         self._value = value
@@ -117,7 +117,7 @@ class _Shown:
 
 
 def _inner(name: str, kind: type, seen: set[type]) -> Iterator[str]:
-    """The parts of dataclasses and enums that are not exported, but that an exported dataclass has in a field."""
+    """Yield the members of unexported dataclasses and enums in the fields of exported dataclasses."""
     for field in sorted(_fields(kind)):
         for inner in _classes_of(typing.get_type_hints(kind)[field]):
             if inner not in seen:

@@ -1,4 +1,4 @@
-"""The parts of the product that carry its public face. No other file of tools/face imports the product."""
+"""The parts of the product with its public face. Only this file of tools/face imports the product."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from router.openai.upstream import Upstream
 
 PACKAGES = ("baton", "router", "prefill_workers", "decode_workers", "kvtransfer")
 EXPORTED = baton.__all__
-# The modules that users import names from, by the path that they write.
+# Modules that users import names from, by their public path.
 MODULES: Mapping[str, ModuleType] = {
     "baton.client": baton.client,
     "baton.client.types": baton.client.types,
@@ -40,48 +40,48 @@ Error = BatonError
 
 
 def command() -> Any:
-    """The command `baton` with all commands below it. Not typed: typer carries a click of its own."""
+    """Return the command `baton` with its subcommands. It is untyped because typer vendors its own click."""
     return typer.main.get_command(app)
 
 
 def config_schema() -> dict[str, Any]:
-    """The JSON Schema of the cluster file."""
+    """Return the JSON Schema of the cluster file."""
     return ClusterConfig.model_json_schema()
 
 
 def body_schemas() -> dict[str, dict[str, Any]]:
-    """By path: the JSON Schema of the request body that the gateway accepts there."""
+    """Return the JSON Schemas of the gateway's request bodies, by path."""
     bodies: dict[str, type[BaseModel]] = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
     return {path: body.model_json_schema() for path, body in bodies.items()}
 
 
 def routes() -> list[Route]:
-    """The gateway's routes. No request arrives, so there is no router behind it."""
+    """Return the gateway's routes. Its upstream is None because it receives no request."""
     gateway = Gateway(cast(Upstream, None), GatewaySettings())
     return [route for route in gateway.app().routes if isinstance(route, Route)]
 
 
 def proto_files() -> list[FileDescriptor]:
-    """The descriptors of all files of the wire contract."""
+    """Return the descriptors of all files of the wire contract."""
     names = sorted(module.name for module in pkgutil.iter_modules(v1.__path__) if module.name.endswith("_pb2"))
     return [importlib.import_module(f"{v1.__name__}.{name}").DESCRIPTOR for name in names]
 
 
 def error_of(kind: type[BatonError]) -> BatonError:
-    """An error of this class."""
+    """Return an error of this class."""
     return InvalidRequest.of("field", "wrong") if issubclass(kind, InvalidRequest) else kind("wrong")
 
 
 def grpc_code(error: BatonError) -> int:
-    """The gRPC status that a client receives."""
+    """Return the gRPC status that a client receives."""
     return int(to_rpc_status(error).code)
 
 
 def http_problem(error: BatonError) -> Problem:
-    """The HTTP error that a client receives."""
+    """Return the HTTP error that a client receives."""
     return problem_of(error)
 
 
 def exit_status(error: BatonError) -> int:
-    """The exit code of the command line."""
+    """Return the exit code of the command line."""
     return exit_code(error)

@@ -1,4 +1,4 @@
-"""The keys of the cluster file and the fields of request bodies, from their JSON Schemas."""
+"""Keys of the cluster file and fields of request bodies, from their JSON Schemas."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 from tools.face import product
 
 Schema = dict[str, Any]
-# Keys of a schema that are texts, or that a line shows in its own way. All others are limits.
+# Keys of a schema with prose, or with their own place in a line. All other keys are limits.
 SHOWN = set("$defs $ref title description default type properties required items anyOf enum const".split())
 SHOWN |= {"additionalProperties", "patternProperties"}
-_NONE = object()  # there is no default
+_NONE = object()  # marks a missing default
 
 
 def config() -> Iterator[str]:
-    """The cluster file: each key by its path, with type, limits and default."""
+    """Yield each key of the cluster file with type, limits and default."""
     yield from _lines(product.config_schema(), "")
 
 
 def routes() -> Iterator[str]:
-    """The gateway: each path with its methods, then the fields of the bodies."""
+    """Yield each path of the gateway with its methods, then the fields of the bodies."""
     for route in product.routes():
         yield f"{route.path}: {', '.join(sorted(route.methods or ()))}"
     for path, schema in product.body_schemas().items():
@@ -37,12 +37,12 @@ def _lines(schema: Schema, path: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """`defs`: the schemas that `$ref` names. Their names are those of classes, and are not shown."""
+    """Reader of a schema. `defs`: the schemas that `$ref` refers to. Their class names are internal and not shown."""
 
     defs: dict[str, Schema]
 
     def inside(self, schema: Schema, path: str, default: object) -> Iterator[str]:
-        """A line for each key below `path`. The default of an object goes before those of its keys."""
+        """Yield a line for each key below `path`. The default of an object overrides those of its keys."""
         schema = self._resolved(schema)
         for name, value in schema.get("properties", {}).items():
             own = default[name] if isinstance(default, dict) and name in default else value.get("default", _NONE)
@@ -57,7 +57,7 @@ class _Reader:
             yield from self.inside(value, f"{path}.{pattern}", _NONE)
 
     def kind(self, schema: Schema) -> str:
-        """The type and its limits."""
+        """Return the type and its limits."""
         schema = self._resolved(schema)
         limits = [f"{key} {_json(value)}" for key, value in sorted(schema.items()) if key not in SHOWN]
         return self._type(schema) + (f" ({', '.join(limits)})" if limits else "")

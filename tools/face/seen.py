@@ -1,4 +1,4 @@
-"""Metrics, log events and environment variables: what an operator sees and sets."""
+"""The part of the public face for operators: metrics, log events and environment variables."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ VARIABLE = re.compile(r"BATON_[A-Z0-9_]+")
 
 
 def metrics() -> Iterator[str]:
-    """Each metric with its kind, its labels and the processes that export it."""
+    """Yield each metric with its kind, its labels and the processes that export it."""
     for family in exported().values():
         labels, processes = ", ".join(sorted(family.labels)) or "-", ", ".join(family.processes)
         yield f"{family.name}{SHOWN.get(family.kind, '')}: {family.kind}, labels {labels}, from {processes}"
 
 
 def logs() -> Iterator[str]:
-    """Each event with its levels and keys."""
+    """Yield each event with its levels and keys."""
     for name, said in events().items():
         yield f"{name}: {', '.join(sorted(said.levels))}, keys {', '.join(sorted(said.keys)) or '-'}"
 
 
 def variables() -> Iterator[str]:
-    """Each environment variable of Baton: a string in the source that is its name. `BATON__` begins those of keys."""
+    """Yield each string in the source that is an environment variable. `BATON__` is the prefix for config keys."""
     for path in sorted(path for package in product.PACKAGES for path in (ROOT / package).rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         if "BATON_" in text:

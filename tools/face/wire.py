@@ -1,4 +1,4 @@
-"""The wire contract: messages, enums and services, from the descriptors."""
+"""Wire contract: messages, enums and services, from the descriptors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tools.face import product
 
 
 def proto() -> Iterator[str]:
-    """The contract of all files."""
+    """Yield the contract of all files."""
     for descriptor in product.proto_files():
         file = FileDescriptorProto()
         descriptor.CopyToProto(file)

@@ -3,10 +3,10 @@
     .venv/bin/python -m tools.mutants OUT.jsonl [--count 1500] [--seed 1] [--jobs 2] [--budget 8]
     .venv/bin/python -m tools.mutants AFTER.jsonl --again BEFORE.jsonl
 
-A mutant counts as killed if one of the tests that execute its lines fails or hangs; the nearest and quickest run first,
-as many as take `--budget` seconds together. `--again` takes the mutants that were killed before: none of them may
-survive the changed tests. A mutant whose function has changed is gone, and is counted. The exit code is 1 if one
-survives that was killed before, or if one was not run. OUT has one line of JSON for each mutant.
+A mutant is killed if a test that executes its lines fails or hangs. The nearest and quickest tests run first, within
+`--budget` seconds. `--again` reruns the mutants killed before, which must not survive the changed tests; a mutant of a
+changed function counts as gone. The exit code is 1 if a killed mutant now survives or a mutant was not run. OUT has one
+line of JSON for each mutant.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ OPTIONS = [*(f"-pno:{each}" for each in PLUGINS_OFF), "-m", "not chaos and not s
 
 
 def main() -> None:
-    """The program."""
+    """Run the program."""
     parser = argparse.ArgumentParser(
         "python -m tools.mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def wrong(told: argparse.Namespace) -> str:
-    """The first wrong argument, in words; "" if there is none."""
+    """Return a message about the first invalid argument, or an empty string."""
     for target in told.targets:
         if not (ROOT / target).exists():
             return f"--targets: there is no {target!r}; expected files and folders, relative to the repository"
@@ -99,27 +99,27 @@ def wrong(told: argparse.Namespace) -> str:
 
 
 def read(path: Path) -> Lines:
-    """The lines of an earlier run, by the mutant's name."""
+    """Return the lines of an earlier run, by mutant."""
     return {line["name"]: line for line in map(json.loads, path.read_text().splitlines())}
 
 
 def draw(targets: list[str], count: int, seed: int) -> list[Mutant]:
-    """`count` mutants, drawn by `seed` from all mutants of the targets, in random order."""
+    """Return `count` mutants of the targets, drawn by `seed`, in random order."""
     return random.Random(seed).sample(everything(targets), count)
 
 
 def again(targets: list[str], before: Lines) -> list[Mutant]:
-    """The mutants that a test noticed before."""
+    """Return the mutants killed before."""
     return [each for each in everything(targets) if before.get(each.name, {}).get("outcome") in DEAD]
 
 
 def everything(targets: list[str]) -> list[Mutant]:
-    """All mutants of the targets."""
+    """Return all mutants of the targets."""
     return [mutant for path in paths(targets) for mutant in mutants_of(ROOT, path)]
 
 
 def paths(targets: list[str]) -> list[str]:
-    """The files of the targets, relative to the repository."""
+    """Return the files of the targets, relative to the repository."""
     found = [
         path for each in targets for path in ([ROOT / each] if each.endswith(".py") else (ROOT / each).rglob("*.py"))
     ]
@@ -127,13 +127,13 @@ def paths(targets: list[str]) -> list[str]:
 
 
 def files(suites: list[str]) -> list[str]:
-    """The files and folders that patterns name, relative to the repository."""
+    """Return the files and folders that match the patterns, relative to the repository."""
     return [str(path) for each in suites for path in sorted(ROOT.glob(each.removeprefix(f"{ROOT}/")))]
 
 
 def run(drawn: list[Mutant], told: argparse.Namespace, before: Lines, results: list[Result]) -> None:
-    """Run pytest with the mutants; add each result to `results` and to the file when it is there."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a fork has none of the threads that torch would start before
+    """Run pytest with the mutants. Each result is added to `results` and to the file immediately."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a fork would lack the threads that torch had started
     first = {name: line["killer"] for name, line in before.items()}
     with told.out.open("a" if told.resume else "w") as out, tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "killer").mkdir()

@@ -1,9 +1,8 @@
 """One pytest, collected once, that runs tests on mutants in forked processes.
 
-First it runs all tests without a change. `coverage` records the lines of each test (the test is the context), and the
-time is taken; a test that fails or is skipped there is left out. Then each mutant gets a fork of its own. There
-the code of the changed function is exchanged, and the tests that execute its lines run until one fails. Processes
-that a test starts run the unchanged code, so only tests that run the code in their own process count.
+It first runs all tests without a change and records the time and the lines (by `coverage`) of each test. Tests that
+fail or are skipped are left out. Then each mutant gets a fork with the changed code of its function, and the tests that
+execute its lines run until one fails. Subprocesses of tests run the unchanged code, so only in-process tests count.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from tools.mutants.sites import Mutant, mutated_code
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SURVIVED, KILLED, UNFIT = 0, 1, 3
-MARK = "BATON_MUTANT"  # in the environment of a fork and of what its tests start
-MEMORY_BYTES = 12 << 30  # of address space beyond what the collected session has
+MARK = "BATON_MUTANT"  # environment variable of a fork and its subprocesses
+MEMORY_BYTES = 12 << 30  # address space beyond that of the collected session
 NEAR = {"baton/worker": "worker", "baton/ledger": "ledger", "baton/engine": "engine", "kvtransfer": "kvtransfer",
         "prefill_workers": "prefill", "decode_workers": "decode", "router": "router"}  # fmt: skip
 
 
 @dataclass
 class Result:
-    """`outcome` is killed, timeout (killed as well), survived, uncovered or unfit (the change could not be made)."""
+    """Result of a mutant. `outcome`: killed, timeout (also killed), survived, uncovered or unfit (code did not fit)."""
 
     mutant: Mutant
     outcome: str
@@ -51,18 +50,18 @@ class Result:
 
     @classmethod
     def of_line(cls, mutant: Mutant, line: dict[str, Any]) -> Result:
-        """The result that `as_line` wrote."""
+        """Return the result that `as_line` wrote."""
         return cls(mutant, line["outcome"], line["killer"], line["tests"], line["seconds"])
 
     def as_line(self) -> str:
-        """One line of JSON."""
+        """Return one line of JSON."""
         kept = {"outcome": self.outcome, "killer": self.killer, "tests": self.tests, "seconds": round(self.seconds, 2)}
         return json.dumps({"name": self.mutant.name, "lines": [self.mutant.first, self.mutant.last], **kept})
 
 
 @dataclass
 class Plan:
-    """The work. `first` names a test to begin with for each mutant; `report` takes each result as it comes."""
+    """Work of a session. `first`: the first test to run for each mutant; `report` receives each result."""
 
     root: Path
     mutants: list[Mutant]
@@ -75,14 +74,14 @@ class Plan:
 
 @dataclass
 class Seen:
-    """The run without a change: seconds of each passed test, and the tests of each line of a file."""
+    """Measurements without a change: seconds of each passed test, and the tests of each line of a file."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     lines: dict[str, dict[int, set[str]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(set)))
 
 
 class Session:
-    """The plugin that takes the place of pytest's loop over tests."""
+    """Plugin that replaces pytest's loop over tests."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -94,7 +93,7 @@ class Session:
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Let hypothesis neither shrink nor remember: both would cost time for each mutant or join one to the next."""
+        """Turn off hypothesis' shrinking, which is slow, and its database, which would link mutants."""
         phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
         hypothesis.settings.register_profile("mutants", hypothesis.settings(), phases=phases, database=None)
         hypothesis.settings.load_profile("mutants")
@@ -116,7 +115,7 @@ class Session:
         return True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note a failure, a skip and the time; end the fork of a mutant at its first failure."""
+        """Record failures, skips and times. End the fork of a mutant at its first failure."""
         self._seconds[report.nodeid] += report.duration
         if report.outcome != "passed":
             self._bad.add(report.nodeid)
@@ -191,7 +190,7 @@ class Session:
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
 
     def _covering(self, mutant: Mutant, seen: Seen) -> list[str]:
-        """The tests that execute the mutant's lines: the one to begin with, then the nearest and quickest."""
+        """Return the tests of the mutant's lines: the given first one, then the nearest and quickest."""
         known = seen.lines.get(mutant.path, {})
         tests = {test for line in range(mutant.first, mutant.last + 1) for test in known.get(line, ())}
         near = next(
@@ -213,7 +212,7 @@ Functions = dict[tuple[str, str, int], list[types.FunctionType]]
 
 @dataclass
 class Task:
-    """Something to do in a fork: `child` returns the exit code, `ended` takes it with the seconds it took."""
+    """Work for a fork: `child` returns the exit code, `ended` receives it with the seconds it took."""
 
     name: str
     child: Callable[[], int]
@@ -228,7 +227,7 @@ class _Running:
 
 
 def _functions(root: Path) -> Functions:
-    """All functions of the product that are alive, by file, qualified name and first line."""
+    """Return all live functions of the product, by file, qualified name and first line."""
     found: Functions = defaultdict(list)
     for each in gc.get_objects():
         if type(each) is types.FunctionType and each.__code__.co_filename.startswith(str(root)):
@@ -238,13 +237,13 @@ def _functions(root: Path) -> Functions:
 
 
 def _exchange(root: Path, mutant: Mutant, functions: Functions) -> bool:
-    """Give the live functions the changed code. False if there is none or it does not fit."""
+    """Give the live functions the changed code. Returns False if there are none or it does not fit."""
     code = mutated_code(root, mutant)
     alive = functions.get((code.co_filename, code.co_qualname, code.co_firstlineno), [])
     for function in alive:
         try:
             function.__code__ = code
-        except ValueError:  # another set of free variables
+        except ValueError:  # different free variables
             return False
     return bool(alive)
 
@@ -260,7 +259,7 @@ def _with_next(items: list[pytest.Item]) -> Iterable[tuple[pytest.Item, pytest.I
 
 
 def _pool(tasks: Iterator[Task | None], jobs: int) -> None:
-    """Run tasks, at most `jobs` at once, and end what each leaves running."""
+    """Run tasks, at most `jobs` in parallel, and kill the processes that each leaves behind."""
     running: dict[int, _Running] = {}
     for task in tasks:
         if task is None:
@@ -277,9 +276,9 @@ def _fork(task: Task) -> int:
     if pid:
         return pid
     code = UNFIT
-    with contextlib.suppress(BaseException):  # the boundary of this process
+    with contextlib.suppress(BaseException):  # process boundary
         os.setsid()
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a mutant that loops ends with this program
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # ends a looping mutant with this program
         os.environ[MARK] = task.name
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
@@ -291,7 +290,7 @@ def _fork(task: Task) -> int:
 
 
 def _reap(running: dict[int, _Running]) -> None:
-    """Wait until one has ended or is over its limit."""
+    """Wait until one task has ended or is over its limit."""
     while True:
         for pid, each in running.items():
             seconds = time.monotonic() - each.began
@@ -307,7 +306,7 @@ def _reap(running: dict[int, _Running]) -> None:
 
 
 def _sweep(name: str) -> None:
-    """Kill what the fork's tests left running."""
+    """Kill the processes left by the fork's tests."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(MARK) == name:

@@ -1,8 +1,8 @@
 """All single changes (mutants) of the function bodies of a file.
 
-A mutant is named by file, function, operator and its number within both, so it keeps its name while its function is
-unchanged. Function defaults, decorators, annotations, string texts, log calls and `__repr__` are left alone: a change
-there is either no change of behaviour or one that no test should see.
+A mutant is named by file, function, operator and number, so it keeps its name while its function is unchanged.
+Defaults, decorators, annotations, strings, log calls and `__repr__` are left alone, because a change there has no
+effect or should not be tested.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Functions = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change. `first` and `last` are the lines, from 1, whose tests can see it."""
+    """One change. Tests that execute the lines `first` to `last`, from 1, can detect it."""
 
     path: str
     function: str
@@ -42,17 +42,17 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """The name under which results are kept; independent of line numbers."""
+        """Name of the mutant in results, independent of line numbers."""
         return f"{self.path}::{self.function}::{self.operator}:{self.number}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields, for JSON."""
+        """Return the fields, for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Edit:
-    """A possible change of a tree: `apply` makes it in place."""
+    """A possible change of a tree. `apply` makes it in place."""
 
     operator: str
     first: int
@@ -61,17 +61,13 @@ class Edit:
 
 
 def mutants_of(root: Path, path: str) -> list[Mutant]:
-    """All mutants of the file `path` below `root`, in the order of the source."""
+    """Return all mutants of the file `path` below `root`, in source order."""
     tree = ast.parse((root / path).read_text())
     return [mutant for _, mutant, _ in _all(tree, path)]
 
 
 def mutated_code(root: Path, mutant: Mutant) -> types.CodeType:
-    """The code of the mutant's outermost function with the change in it.
-
-    Raises:
-        LookupError: The file has no such mutant (any more).
-    """
+    """Return the changed code of the mutant's outermost function. Raises LookupError if the file has no such mutant."""
     tree = ast.parse((root / mutant.path).read_text())
     for function, found, edit in _all(tree, mutant.path):
         if found.name == mutant.name:
@@ -102,7 +98,7 @@ def _all(tree: ast.Module, path: str) -> Iterator[tuple[Functions, Mutant, Edit]
 
 
 def _outermost(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Functions]]:
-    """The functions of modules and classes; what is defined within them belongs to them."""
+    """Yield the functions of modules and classes. Nested functions belong to them."""
     for each in body:
         if isinstance(each, ast.ClassDef):
             yield from _outermost(each.body, f"{prefix}{each.name}.")
@@ -187,7 +183,7 @@ def _edit(operator: str, node: ast.stmt | ast.expr, apply: Callable[[], None]) -
 
 
 def _can_go(statement: ast.stmt) -> bool:
-    """Whether the statement has an effect and its function is still complete without it."""
+    """Return whether the statement has an effect and its function is complete without it."""
     if isinstance(statement, ast.Assign):
         return all(isinstance(each, ast.Attribute | ast.Subscript) for each in statement.targets)
     if isinstance(statement, ast.Expr):

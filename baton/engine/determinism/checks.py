@@ -1,10 +1,8 @@
-"""Whether the fixed forwards of a loaded model are what deterministic requests need: looked at when a worker starts.
+"""Startup checks of a loaded model's fixed forwards, and the fingerprint of all that their bits depend on.
 
-The same tokens are computed in every way in which the engine may meet them, and all bits of their KV and logits are
-compared: in prompt chunks with other padding behind them, and in verify passes at other offsets, in other rows, beside
-other sequences of other lengths. Nothing is known about a kernel beforehand: one that is not steady is found out.
-
-The name of all that the bits of deterministic requests depend on: equal names, equal bits.
+The checks compute the same tokens in every way that the engine may meet them, and compare all bits of KV and logits.
+Prompt chunks get other padding. Verify passes begin at other offsets, in other rows, next to other sequences of other
+lengths. Nothing is assumed about a kernel, so one that varies is found.
 """
 
 from __future__ import annotations
@@ -32,13 +30,13 @@ if TYPE_CHECKING:
 
 
 def bits_fingerprint(backend: ModelBackend, shapes: FixedShapes) -> str:
-    """24 hex digits, equal on two workers whose fixed forwards of `shapes` give the same bits.
+    """Return 24 hex digits. If they are equal on two workers, fixed forwards of `shapes` give equal bits.
 
-    A hash of the weights and dtype, of the kernels and which of them these shapes take, of torch and its threads, of
-    the number of ranks, of the processor or the GPU and its driver, and of the shapes and the grid themselves.
+    It hashes weights and dtype, kernels and which of them these shapes use, torch and its threads. It also hashes the
+    number of ranks, the processor or the GPU and its driver, the shapes and the grid.
     """
     grid = SHORT, SHORT_UNTIL
-    # One row: the last of a prompt is the only one whose logits are wanted.
+    # 1, because only the last row of a prompt needs logits.
     rows = sorted({1, *grid, shapes.rows * shapes.tokens})
     return fingerprint(
         (
@@ -53,7 +51,7 @@ def bits_fingerprint(backend: ModelBackend, shapes: FixedShapes) -> str:
 
 
 def device_facts(device: torch.device, layout: KVLayout) -> tuple[str, ...]:
-    """What is computed on: processor and instructions, or GPU, driver, CUDA and what blocks its kernels see."""
+    """Return facts of the device: processor and instructions, or GPU, driver, CUDA and the kernels' block size."""
     if device.type == "cpu":
         here = machine()
         return (here.model, *sorted(here.flags), torch.backends.cpu.get_cpu_capability())
@@ -67,7 +65,7 @@ log = structlog.get_logger(__name__)
 
 
 class FixedRow(NamedTuple):
-    """Tokens of one sequence, from position `start` on, whose KV lies in `blocks`."""
+    """Tokens of one sequence from position `start` on, and the blocks with its KV."""
 
     tokens: list[int]
     start: int
@@ -75,9 +73,8 @@ class FixedRow(NamedTuple):
 
 
 def checked_shapes(backend: ModelBackend, shapes: FixedShapes) -> FixedShapes | None:
-    """`shapes` as far as they hold here: with the `exact_rows` that are so, or None, and the backend knows why.
-
-    Tells the log. No cache of the backend may be in use.
+    """Return `shapes` with the `exact_rows` that hold here. Return None, and set `nondeterminism`, if bits vary. Logs
+    the result. No cache of the backend may be in use.
     """
     clock = SystemClock()
     began = clock.monotonic()
@@ -93,15 +90,14 @@ def checked_shapes(backend: ModelBackend, shapes: FixedShapes) -> FixedShapes | 
 
 
 def check_fixed(backend: ModelBackend, shapes: FixedShapes) -> str:
-    """What varied, in words; "": nothing. Makes a cache: the backend's one before it must not be used any more."""
+    """Return in words what varied, or "". Makes a cache, so the backend's previous one must not be used again."""
     looker = _Looker(backend, shapes)
     return looker.chunks() or looker.passes()
 
 
 def exact_rows(backend: ModelBackend, shapes: FixedShapes) -> int:
-    """Of how many rows a decode step may be to give the bits of a verify pass, at most `shapes.exact_rows`; 0: of none.
-
-    Needs kernels of which that is known, and is looked at all the same. Makes a cache, like `check_fixed`.
+    """Return up to how many rows, at most `shapes.exact_rows`, a decode step gives the bits of a verify pass, or 0. It
+    needs kernels with `steady_rows`, and checks them nevertheless. Makes a cache, like `check_fixed`.
     """
     steady = backend.steady_rows()
     most = min(shapes.exact_rows, steady, 2 * shapes.tokens)
@@ -124,10 +120,10 @@ class _Looker:
         self._kv = backend.make_cache(len(tables) * each)
 
     def chunks(self) -> str:
-        """Prompts that end in a chunk: the same tokens in other blocks, with other tokens behind them."""
-        for start in (SHORT_UNTIL, 0):  # in this order nothing but zeros lies before either
+        """Compare prompts that end in a chunk: the same tokens in other blocks, with other tokens behind them."""
+        for start in (SHORT_UNTIL, 0):  # in this order, only zeros precede both
             if start >= self._backend.max_model_len:
-                continue  # no prompt gets there
+                continue  # no prompt is that long
             span = self._shapes.chunk(start)
             real = len(span) * 5 // 8
             found = []
@@ -140,7 +136,7 @@ class _Looker:
         return ""
 
     def passes(self) -> str:
-        """The same tokens in verify passes that begin elsewhere."""
+        """Compare the same tokens in verify passes that begin elsewhere."""
         width, first = self._shapes.tokens, self._from
         self._forward([FixedRow(self._tokens(0, 0, SHORT), 0, self._blocks)], [])
         logits = torch.cat([self._verify(0, start, start) for start in (first, first + width)])
@@ -155,7 +151,7 @@ class _Looker:
         return ""
 
     def steps(self, most: int) -> str:
-        """Those tokens again, each in a row of its own, in decode steps of one row to `most`."""
+        """Compare those tokens in decode steps of one to `most` rows, each token in its own row."""
         width, first = self._shapes.tokens, self._from
         self._forward([FixedRow(self._tokens(0, 0, SHORT), 0, self._blocks)], [])
         logits = torch.cat([self._verify(0, start, start) for start in (first, first + width)])
@@ -169,7 +165,7 @@ class _Looker:
         return ""
 
     def _verify(self, slot: int, start: int, salt: int) -> Tensor:
-        """Logits as int32 [W, vocab] of the checked sequence in one slot; the others are `salt`'s."""
+        """Return logits as int32 [W, vocab] of the checked sequence in one slot. `salt` varies the other rows."""
         width = self._shapes.tokens
         rows = [
             FixedRow(self._tokens(salt + row, 0, width), (salt * 13 + row) % self._from, blocks)
@@ -183,12 +179,12 @@ class _Looker:
         return [mix64(sequence << 32 | position) % self._backend.vocab_size for position in range(start, start + count)]
 
     def _forward(self, rows: list[FixedRow], wanted: list[int]) -> Tensor:
-        """The bits of the wanted rows' logits: int32 [L, vocab]."""
+        """Return the bits of the wanted rows' logits: int32 [L, vocab]."""
         batch = fixed_batch(rows, wanted, self._backend.layout.block_size, self._backend.device)
         return self._backend.forward(batch, self._kv).view(torch.int32).clone()
 
     def _kv_of(self, blocks: list[int], start: int, count: int) -> Tensor:
-        """The bytes of positions: uint8 [layers * tensors, count, bytes]."""
+        """Return the bytes of positions: uint8 [layers * tensors, count, bytes]."""
         layout = self._backend.layout
         out = torch.empty(layout.layers * count * layout.layer_token_bytes, dtype=torch.uint8, device=self._kv.device)
         self._kv.gather(range(layout.layers), blocks, start, start + count, out)
@@ -196,7 +192,7 @@ class _Looker:
 
 
 def fixed_batch(rows: list[FixedRow], wanted: list[int], block_size: int, device: torch.device) -> Batch:
-    """A fixed forward of these rows."""
+    """Build the batch of a fixed forward of these rows."""
     spans = [range(row.start, row.start + len(row.tokens)) for row in rows]
     slots = [
         row.blocks[position // block_size] * block_size + position % block_size

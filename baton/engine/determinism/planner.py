@@ -1,9 +1,9 @@
-"""Which part of a deterministic sequence a forward of a fixed shape computes next. Pure, like the scheduler.
+"""Planner of fixed forwards: the part of a deterministic sequence that is computed next. Pure, like the scheduler.
 
-Such a sequence has candidates behind its verified tokens: the ordinary batch goes on as if they were right, and a
-verify pass says whether they are. `W - 1` of them, or an end among them, and the sequence is *due*: it waits for the
-pass. Passes are for those who are due, and when they are fewer than the rows, for others on the way. One pass at most
-goes into a step, so that nobody else waits for more than one.
+Such a sequence has candidates behind its verified tokens. The ordinary batch continues as if they were right, and a
+verify pass checks them. A sequence is *due*, and waits for a pass, if it has `W - 1` candidates or one that ends it. A
+pass takes sequences that are due; spare rows go to others with candidates. Each step has at most one pass, so that
+other sequences wait for no more than one.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
     from baton.engine.sequence import Sequence
 
-PATIENCE = 4  # steps that one who is due waits for company
+PATIENCE = 4  # steps that a due sequence waits for others to join
 
 
 @dataclass(slots=True)
 class Verifying:
-    """The verify passes that one sequence was part of: how many, how long they took, and how many disagreed with it."""
+    """Verify passes of one sequence: their number, their total time, and how many rejected a candidate."""
 
     passes: int = 0
     seconds: float = 0.0
@@ -32,17 +32,16 @@ class Verifying:
 
 @dataclass(slots=True, eq=False)
 class VerifiedProgress:
-    """What is final of a deterministic sequence: `verified` tokens, and the KV of its first `final` positions.
-
-    KV behind `final` is of candidates, written by the ordinary batch, and is written again by a verify pass.
+    """Final part of a deterministic sequence: `verified` tokens, and the KV of its first `final` positions. KV behind
+    `final` is that of candidates. The ordinary batch writes it, and a verify pass writes it again.
     """
 
     shapes: FixedShapes
-    prompt: int  # tokens; their positions are computed on the grid, all others in verify passes
+    prompt: int  # length; its positions are computed on the grid, all others in verify passes
     verified: int
     final: int = 0
     ended: bool = False  # no candidate can follow the last one
-    waited: int = 0  # steps since it is due
+    waited: int = 0  # steps since it became due
     holds: bool = False  # it ends with one more token, which needs no candidate
     verifying: Verifying = field(default_factory=Verifying)
 
@@ -52,26 +51,26 @@ class VerifiedProgress:
         return self.final < self.prompt
 
     def due(self, known: int) -> bool:
-        """Whether it goes on by a verify pass alone, with so many tokens, candidates among them."""
-        replays = self.verified - self.final > 1  # tokens that were delivered, and whose KV is not here
+        """Return whether only a verify pass can continue it, with `known` tokens including candidates."""
+        replays = self.verified - self.final > 1  # delivered tokens without KV here
         return not self.on_grid and (
             replays or self.ended or self.holds or known - self.verified >= self.shapes.tokens - 1
         )
 
     def aligned(self, cached: int, block_size: int) -> int:
-        """Of `cached` tokens, in whole blocks, those from behind which the grid can go on."""
+        """Return how many of `cached` tokens, in whole blocks, end where the grid can continue."""
         while cached < self.prompt and self.shapes.chunk(cached).start != cached:
             cached -= block_size
         return cached
 
     def forget(self) -> None:
-        """Its KV is gone, and candidates with it."""
+        """Drop the KV, and the candidates with it."""
         self.final, self.ended, self.waited = 0, False, 0
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyWork:
-    """`count` known tokens of `sequence` from position `start` on, in a row of `size` tokens."""
+    """Work of one row: `count` known tokens of `sequence` from position `start` on, padded to `size`."""
 
     sequence: Sequence
     start: int
@@ -80,15 +79,14 @@ class VerifyWork:
 
 
 class WindowPlanner:
-    """Chooses the next forward of a fixed shape."""
+    """Planner of the next fixed forward."""
 
     def __init__(self) -> None:
         self._grid_was_last = False
 
     def next(self, running: Iterable[Sequence], ready: Callable[[Sequence], bool]) -> list[VerifyWork]:
-        """Windows of one forward, all on the grid (one) or all to verify; none: nothing is worth one now.
-
-        `running` in order of rank; `ready`: it has the blocks for what it knows.
+        """Return the windows of one forward: one on the grid, or some to verify, or none if no forward is worth it.
+        `running` is in order of rank; `ready` tests whether a sequence has blocks for all known tokens.
         """
         fixed = [sequence for sequence in running if sequence.fixed is not None and ready(sequence)]
         if not fixed:
@@ -114,7 +112,7 @@ class WindowPlanner:
 
 
 def begin(sequences: list[Sequence]) -> list[VerifyWork]:
-    """The next chunk of the grid for the first of them that has one to come."""
+    """Return the next grid chunk of the first sequence that has one left."""
     for sequence in sequences:
         fixed = _of(sequence)
         if fixed.on_grid:

@@ -1,19 +1,13 @@
-"""Decode steps that are computed as a verify pass would: their tokens of deterministic requests are final at once.
+"""Shapes of the forwards for deterministic requests, so that no result depends on other work.
 
-Where the kernels give a row the same bits in every shape up to `FixedShapes.exact_rows` rows (`selfcheck.py` looks), a
-decode row in a fixed forward reads final KV, writes final KV, and draws the verified token. So no candidate comes into
-being, and nothing is left to verify. Who has candidates all the same, or tokens to replay, goes on by verify passes.
+A row has the same bits in every slot of one fixed shape, whatever the other rows are. Its bits may differ between
+shapes. So prompts are computed on a grid, each chunk in its own forward. Output tokens are drawn from verify passes of
+exactly `rows` x `tokens`. All this is a function of positions alone. Tokens that the ordinary batch drew are candidates
+until a verify pass has drawn them again.
 
-Candidates of a deterministic request: what the ordinary batch drew, until a verify pass has drawn it again.
-
-The shapes in which deterministic requests are computed, so that no result depends on what else is computed.
-
-A row of a forward has the same bits in every slot of one fixed shape, whatever the other rows are; between shapes it
-has not. So their prompts are computed on a grid, each chunk in a forward of its own, and their output tokens are drawn
-from verify passes of exactly `rows` x `tokens`. All of it is a function of positions alone.
-
-Some kernels give a row the same bits in every shape up to some size. There a decode step may be *exact* (`exact_rows`):
-what it computes is what a verify pass would, so that none is needed.
+Some kernels give a row the same bits in every shape up to `exact_rows` rows (`checks.py` tests it). There a decode step
+can be *exact*: it reads and writes final KV, so its token is already final and needs no verification. A sequence that
+has candidates nevertheless, or tokens to replay, continues by verify passes.
 """
 
 from __future__ import annotations
@@ -27,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class CandidateTokens:
-    """`tokens` are prompt, verified output and candidates. `ended`: by what is known here, nothing follows the last,
-    since the next one ends the request by its id, or is none (`stopped`), or since there is no room for more.
+    """Prompt, verified output and candidates (`tokens`) of one request.
 
-    Stop strings are left to the choice itself: candidates behind one are drawn in vain, and text is made once.
+    `ended` means that no candidate can follow: the next token is an end or cannot be drawn (`stopped`), or output is
+    full. Stop strings are left to the choice, so that text is made once; candidates behind one are wasted.
     """
 
     def __init__(self, choice: OutputState) -> None:
@@ -46,26 +40,25 @@ class CandidateTokens:
         return self.stopped or full
 
     def push(self, token_id: int | None) -> None:
-        """One more candidate; None, or one that ends the request by its id, is for the verify pass to find out."""
+        """Add a candidate. None, or a token that ends the request by id, is left to the verify pass."""
         if token_id is None or self._choice.ends_by_id(token_id) is not None:
             self.stopped = True
             return
-        self.stopped = False  # a verify pass knows better
+        self.stopped = False  # a verified token followed
         self.tokens.append(token_id)
         self.row.advance(token_id)
 
 
 class Part(NamedTuple):
-    """What one forward computes; `exact`: in a fixed one."""
+    """Work of one forward. It is fixed if `exact`."""
 
     work: list[ScheduledSequence]
     exact: bool
 
 
 def split_exact(work: list[ScheduledSequence], rows: int) -> list[Part]:
-    """The forwards of an ordinary batch: one, but where that would not be exact and somebody needs it to be so.
-
-    Decode rows of others fill the exact ones up to `rows`; prompts, and who does not fit, have a forward of their own.
+    """Return the forwards of an ordinary batch: one, or more if it is not exact and a sequence needs that. Other decode
+    sequences fill exact ones up to `rows`. Prompts and the remaining sequences share one more forward.
     """
     needing = [item for item in work if rows and _final(item)]
     if not needing:
@@ -81,21 +74,21 @@ def split_exact(work: list[ScheduledSequence], rows: int) -> list[Part]:
 
 
 def _final(item: ScheduledSequence) -> bool:
-    """Whether all that it reads is final, so that what it writes and draws may be."""
+    """Return whether all that it reads is final, so that its results can be final."""
     return item.count == 1 and item.sequence.confirmed
 
 
-SHORT, SHORT_UNTIL = 64, 256  # a short prompt is not padded to a long chunk
+SHORT, SHORT_UNTIL = 64, 256  # short chunks first, because a prompt is padded to whole chunks
 
 
 @dataclass(frozen=True, slots=True)
 class FixedShapes:
-    """`rows` G and `tokens` W of a verify pass; constant for a worker's life, and part of what its bits depend on."""
+    """Verify passes of `rows` (G) x `tokens` (W). Constant for a worker's life, because bits depend on them."""
 
     rows: int = 2
     tokens: int = 32
-    exact_rows: int = 0  # a decode step of at most so many rows gives the bits of a verify pass; 0: none does
-    stalls: bool = False  # to compare with: verify at once, whatever waits for it
+    exact_rows: int = 0  # decode steps of up to so many rows give the bits of a verify pass; 0 means none
+    stalls: bool = False  # for comparisons: verify immediately, even if others wait
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.tokens < 2 or self.rows * self.tokens % 32:
@@ -104,12 +97,12 @@ class FixedShapes:
 
     @property
     def largest(self) -> int:
-        """The most tokens that any of these forwards has."""
+        """Largest number of tokens of a fixed forward."""
         return max(SHORT_UNTIL, self.rows * self.tokens)
 
     @staticmethod
     def chunk(position: int) -> range:
-        """The positions of the grid's chunk that `position` is in."""
+        """Return the positions of the grid chunk that contains `position`."""
         size = SHORT if position < SHORT_UNTIL else SHORT_UNTIL
         start = position // size * size
         return range(start, start + size)

@@ -1,7 +1,7 @@
-"""How large verify passes should be here: measured by `baton profile`, used where a cluster file leaves it open.
+"""Size of verify passes: measured by `baton profile`, and used if the cluster file leaves it open.
 
-A pass of few tokens reads all weights for little; one of many waits for rows that fill it, and computes more in vain.
-So the smallest one is taken whose time per token is close to the best.
+A small pass reads all weights for few tokens. A large one waits for sequences to fill it, and wastes more computation.
+So `best` is the smallest size with a time per token that is close to the best.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 WINDOW = FixedShapes().tokens
 TOTALS = (32, 64, 128, 256, 512)  # tokens of a pass: rows times WINDOW
-CLOSE = 1.15  # times as long for a token: still as good
+CLOSE = 1.15  # factor of the best time per token that is still good
 CONTEXT = 256  # tokens before a row's window
 
 log = structlog.get_logger()
@@ -37,23 +37,20 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class VerifyShapeTimes:
-    """Seconds of one verify pass by its tokens. `steady`: with at most so many, decode steps can be exact; 0: never."""
+    """Seconds of a verify pass by its tokens. Up to `steady` tokens, decode steps can be exact; 0 means never."""
 
     seconds: Mapping[int, float]
     steady: int = 0
 
     def best(self, *, exact: bool) -> int:
-        """The tokens that a pass should have; with `exact`, of those that leave decode steps exact, if there are any.
-
-        An exact step saves the pass, which no larger one could outweigh.
-        """
+        """Return the best size. If `exact`, keep decode steps exact if possible, because each saves a whole pass."""
         steady = {total: seconds for total, seconds in self.seconds.items() if exact and total <= self.steady}
         each = {total: seconds / total for total, seconds in (steady or self.seconds).items()}
         return min(total for total, seconds in each.items() if seconds <= CLOSE * min(each.values()))
 
 
 def measure_passes(backend: ModelBackend, max_rows: int) -> VerifyShapeTimes:
-    """Of at most so many rows. Makes a cache: the backend's one before it must not be used any more."""
+    """Measure passes of up to `max_rows` rows. Makes a cache: the backend's previous one must not be used again."""
     start = max(0, min(CONTEXT, backend.max_model_len - WINDOW))
     totals = [total for total in TOTALS if total // WINDOW <= max(1, max_rows)]
     each = backend.layout.blocks_for(start + WINDOW)
@@ -75,7 +72,7 @@ def _forward(backend: ModelBackend, kv: KVCache, batch: Batch) -> None:
 
 
 def load_passes(path: Path) -> VerifyShapeTimes | None:
-    """What was measured before; None where nothing was, or where the file is not whole."""
+    """Return stored measurements, or None if there are none or the file is damaged."""
     try:
         stored = json.loads(path.read_text())
         seconds = {int(total): float(taken) for total, taken in stored["seconds"].items()}
@@ -91,7 +88,7 @@ def load_passes(path: Path) -> VerifyShapeTimes | None:
 
 
 def save_passes(path: Path, passes: VerifyShapeTimes) -> None:
-    """Write it in one piece."""
+    """Write the measurements atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(".part")
     scratch.write_text(json.dumps(asdict(passes), indent=1))

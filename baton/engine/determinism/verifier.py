@@ -1,12 +1,11 @@
-"""Forwards of fixed shapes: prompts of deterministic requests on the grid, and verify passes over their candidates.
+"""Fixed forwards: prompts of deterministic requests on the grid, and verify passes over their candidates.
 
-A verify pass computes the last verified token and the candidates behind it, writes their KV over what the ordinary
-batch wrote, and draws each next token anew. What it draws is final: equal candidates stay, the first that differs is
-replaced, and those behind it are dropped. So each pass brings one token at least, and of `W - 1` right candidates `W`.
+A verify pass computes the last verified token and the candidates behind it. It overwrites the ordinary batch's KV and
+draws each next token again. Its draws are final: equal candidates stay, the first different one is replaced, later ones
+are dropped. So a pass adds at least one token, and `W` tokens if all `W - 1` candidates are right.
 
-The tensors of such a forward have the shape, and the rows the sizes, that the shape says: what is missing is padded
-with tokens that write behind the known ones, or to one block of the cache that nobody owns, and whose results nobody
-reads.
+Tensors and rows always have the sizes of the shape. Padding fills them; its results are never read. It writes behind
+the known tokens, or to one spare block of the cache.
 """
 
 from __future__ import annotations
@@ -43,16 +42,14 @@ if TYPE_CHECKING:
 
 
 class VerifiedTokens(NamedTuple):
-    """What a pass brought to one sequence: verified tokens, and how many positions of its KV are final."""
+    """Result of a pass for one sequence: verified tokens, and the number of final KV positions."""
 
     tokens: list[Token]
     final: int
 
 
 class FixedInputs:
-    """Builds the batches. `spare` is the number of the block that padding is written to; sequences have at most
-    `max_blocks` blocks.
-    """
+    """Builder of fixed batches. Padding is written to block `spare`. Sequences have up to `max_blocks` blocks."""
 
     def __init__(self, backend: ModelBackend, shapes: FixedShapes, max_blocks: int, spare: int) -> None:
         self._shapes, self._block_size, self._spare = shapes, backend.layout.block_size, spare
@@ -74,8 +71,8 @@ class FixedInputs:
         on_layer: Callable[[int], None] | None = None,
         thoughts: Thoughts | None = None,
     ) -> Batch:
-        """Of all windows of one pass; `tokens[i]` are those of its i-th sequence. Logits: of the last token of a prompt
-        that ends here, or of all rows of a verify pass. Good until the next build.
+        """Build the batch of one pass's windows; `tokens[i]` are those of its i-th sequence. Valid until the next
+        build. Logits are wanted for the last token of a prompt that ends here, or for all rows of a verify pass.
         """
         size = windows[0].size
         on_grid = _of(windows[0]).on_grid
@@ -114,8 +111,7 @@ class FixedInputs:
         positions = np.arange(start, start + size)
         self._positions.array[at : at + size] = positions.clip(max=self._last)
         self._token_ids.array[at : at + window.count] = known[start : start + window.count]
-        # Padding writes to the sequence's own blocks, too, as far as they go: what others left there is read, though it
-        # weighs nothing, and may be no number.
+        # Padding also overwrites the rest of its own blocks: attention reads them with weight 0, but 0 * NaN is NaN.
         places = positions[: len(blocks) * self._block_size - start]
         own = slice(at, at + len(places))
         self._slots.array[own] = table[places // self._block_size].astype(np.int64) * self._block_size
@@ -130,7 +126,7 @@ class FixedInputs:
 
 
 class FixedForwards:
-    """Builds, computes and evaluates the forwards of one engine."""
+    """Fixed forwards of one engine: their building, computation and evaluation."""
 
     def __init__(
         self,
@@ -143,10 +139,10 @@ class FixedForwards:
         self._backend, self._shapes, self._thoughts = backend, shapes, thoughts
         self._inputs = FixedInputs(backend, shapes, max_blocks, spare)
         self._sampler = Sampler()
-        self._began = 0.0  # the last of them
+        self._began = 0.0  # start of the last forward
 
     def begin(self, request: Request, prompt: int) -> None:
-        """It is deterministic, and its prompt has so many tokens."""
+        """Prepare a deterministic request with a prompt of `prompt` tokens."""
         sequence = request.sequence
         sequence.fixed = VerifiedProgress(self._shapes, prompt, sequence.known, sequence.computed, holds=request.hold)
         request.draft = CandidateTokens(request.choice)
@@ -159,9 +155,7 @@ class FixedForwards:
         kv: KVCache,
         on_layer: Callable[[list[ScheduledSequence], int], None] | None,
     ) -> list[VerifySamples]:
-        """Run the model: what it says of the tokens that come next in each window. Nothing of a chunk of the grid that
-        is to be computed again, with what was thought about a part of it.
-        """
+        """Run the model and return draws per window; none if a new thought makes a grid chunk run again."""
         self._began = time.monotonic()
         work = [ScheduledSequence(window.sequence, window.count) for window in windows]
         told = partial(on_layer, work) if on_layer is not None else None
@@ -173,7 +167,7 @@ class FixedForwards:
         return self._draws(windows, requests, logits)
 
     def count(self, windows: Sequence[VerifyWork], result: StepResult, counters: Counters) -> None:
-        """What a forward cost, not what came of it."""
+        """Count the cost of a forward, but not its results."""
         size, on_grid = windows[0].size, _of(windows[0]).on_grid
         tokens = size * (1 if on_grid else self._shapes.rows)
         result.computed += tokens
@@ -181,7 +175,7 @@ class FixedForwards:
         context = sum(size * window.start + size * (size + 1) // 2 for window in windows)
         result.context += context
         result.prefill_context += context * on_grid
-        counters.steps += result.computed == tokens  # else the ordinary batch has counted it
+        counters.steps += result.computed == tokens  # unless the ordinary batch counted it
         counters.prefill_tokens += sum(
             ScheduledSequence(window.sequence, window.count).prefill_tokens for window in windows
         )
@@ -193,7 +187,7 @@ class FixedForwards:
             result.verifying.append((window.sequence.key, verifying))
 
     def _draws(self, windows: Sequence[VerifyWork], requests: Sequence[Request], logits: Tensor) -> list[VerifySamples]:
-        """For each window. Rows whose state follows from the position alone are drawn at once."""
+        """Return draws for each window. Rows with a state that follows from the position alone are drawn together."""
         found = [
             VerifySamples(self._sampler, window, request) for window, request in zip(windows, requests, strict=True)
         ]
@@ -214,10 +208,7 @@ class FixedForwards:
     def take(
         self, window: VerifyWork, request: Request, draws: VerifySamples, counters: Counters
     ) -> VerifiedTokens | None:
-        """Give what was drawn to the request's choice, as far as its inputs were right; None: no token can be drawn.
-
-        Afterwards the draft goes on behind the verified tokens, of which `VerifiedProgress.verified` tells the number.
-        """
+        """Push draws with right inputs to the choice; move the draft behind them. Return None if none can be drawn."""
         choice, draft, fixed = request.choice, request.draft, _of(window)
         assert draft is not None
         tokens, final, agrees = list[Token](), window.start + window.count, True
@@ -234,7 +225,7 @@ class FixedForwards:
         counters.rollbacks += not agrees
         fixed.verifying.rollbacks += not agrees
         if choice.finish is None and agrees and tokens and len(choice.tokens) > len(draft.tokens):
-            draft.push(choice.tokens[-1])  # the free one, behind candidates that were all right
+            draft.push(choice.tokens[-1])  # the additional one, behind candidates that were all right
         elif choice.finish is not None or not agrees:
             counters.recomputed_tokens += max(0, len(draft.tokens) - final)
             draft = request.draft = CandidateTokens(choice)
@@ -243,7 +234,7 @@ class FixedForwards:
 
 
 class VerifySamples:
-    """The tokens that follow the inputs [first, last) of one window, one after the other."""
+    """Tokens that follow the inputs [first, last) of one window, one after the other."""
 
     def __init__(self, sampler: Sampler, window: VerifyWork, request: Request) -> None:
         self.first = min(_of(window).verified - 1 - window.start, window.count)
@@ -255,14 +246,14 @@ class VerifySamples:
         self._sampler = sampler
 
     def __getitem__(self, number: int) -> Sampled:
-        """After those before it were pushed to the choice."""
+        """Return a draw. All draws before it must have been pushed to the choice."""
         if self.plain:
             return self.ready[number]
         return self._sampler.sample(self.logits[number : number + 1], [self.row])[0]
 
 
 def _agrees(draft: CandidateTokens, position: int, token_id: int, choice: OutputState) -> bool:
-    """Whether the candidate at `position`, if there is one, is this token: an end agrees with an end."""
+    """Return whether the candidate at `position`, if any, is this token. An end agrees with an end."""
     if position < len(draft.tokens):
         return draft.tokens[position] == token_id
     return not draft.stopped or choice.ends_by_id(token_id) is not None

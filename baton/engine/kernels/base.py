@@ -1,9 +1,7 @@
-"""The kernels that model files are written against.
+"""The protocols of kernels, and `Scratch`, the memory that forwards reuse.
 
-One row per new token throughout. All results go to tensors that the caller owns (`out`), so that a forward in steady
-state allocates nothing. `N` is the rows of the batch; activations are contiguous and of the model's dtype.
-
-Memory that one forward after another works in.
+Activations have one row per new token, N in a batch; they are contiguous and of the model's dtype. All results go to
+tensors that the caller owns (`out`), so that a forward in steady state allocates nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ as servers on GPUs do it; load_bf16: so, and what the pieces leave is rounded to
 
 
 class HeadNorms(NamedTuple):
-    """The RMS norms of each query and key head before rotation (Qwen3): weights [head_dim]."""
+    """Weights [head_dim] of the RMS norms of query and key heads before rotation (Qwen3)."""
 
     query: Tensor
     key: Tensor
@@ -42,14 +40,14 @@ class Rotation(NamedTuple):
 
 
 class BlockCopy(Protocol):
-    """Copies KV between the blocks of a cache and its wire order."""
+    """A copy of KV between the blocks of a cache and wire order."""
 
     def __call__(
         self, planes: Sequence[Tensor], layers: range, blocks: Sequence[int], span: range, wire: Tensor, *, write: bool
     ) -> None:
-        """Positions `span` of a sequence that lies in `blocks`, of `layers` of all `planes`, each
-        [layers, total_blocks, block_size, kv_heads, head_dim]; to `wire`, uint8 [bytes of that], or `write`: from it.
-        Nothing is checked.
+        """Copy positions `span` of the sequence in `blocks` to `wire`, uint8 [nbytes], or from it if `write`.
+
+        Copies `layers` of all `planes`, each [layers, total_blocks, block_size, kv_heads, head_dim]. Checks nothing.
         """
 
 
@@ -58,41 +56,41 @@ class Linear(Protocol):
 
     @property
     def width(self) -> int:
-        """How many features come out."""
+        """Number of output features."""
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        """Write the product of x [N, K] to out [N, width], of the model's dtype or float32, and return it."""
+        """Write the product of x [N, K] to out [N, width], of the model's dtype or float32, and return `out`."""
 
 
 class Attention(Protocol):
-    """Causal attention of one batch over paged KV, made once per forward and window, used by each layer."""
+    """Causal attention of one batch over paged KV, made once per forward and window, and used by each layer."""
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> Tensor:
-        """Attend with query [N, heads, head_dim], whose own K and V are in the cache already.
+        """Attend with query [N, heads, head_dim], write and return out [N, heads * value_dim].
 
-        `keys` [blocks, block_size, kv_heads, head_dim] and `values` [.., value_dim] are one layer's cache; they may be
-        views with strides, but the last dimension is contiguous. Writes out [N, heads * value_dim] and returns it.
+        `keys` [blocks, block_size, kv_heads, head_dim] and `values` [.., value_dim] are one layer's cache, which holds
+        K and V of this batch. They may be strided views, contiguous in the last dimension.
         """
 
 
 class Kernels(Protocol):
-    """One implementation for one device and dtype. Used by one thread."""
+    """One set of kernels for one device and dtype, used by one thread."""
 
     @property
     def name(self) -> str:
-        """What `baton profile` and the logs call it."""
+        """Name in `baton profile` and logs."""
 
     def begin(self, batch: Batch) -> None:
-        """A forward of this batch begins. In fixed ones layers take products that do not change with the rows."""
+        """Begin a forward of this batch. In fixed forwards, layers use products that do not vary with the rows."""
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """A layer with weight [width, K], which it may use as it lies, and bias [width]."""
+        """Return a layer with weight [width, K], which it may use without a copy, and bias [width]."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
-        """Writes weight * x / sqrt(mean(x^2) + eps), over the last dimension, to out; statistics in float32."""
+        """Write weight * x / sqrt(mean(x^2) + eps) over the last dimension to `out`, with statistics in float32."""
 
     def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
-        """Add delta to x in place, then `rms_norm` of x to out."""
+        """Add delta to x in place, then write `rms_norm` of x to `out`."""
 
     def rotate_and_store(
         self,
@@ -103,48 +101,42 @@ class Kernels(Protocol):
         keys: Tensor,
         values: Tensor,
     ) -> Tensor:
-        """Rotate queries and keys, and write keys and values to the cache.
+        """Rotate queries and keys, write keys and values to the cache, and return the queries [N, heads, head_dim].
 
-        qkv [N, heads + 2 kv_heads, head_dim] holds queries, keys and values; its query part is changed in place, and
-        returned, [N, heads, head_dim]. `slots` int64 [N] are the batch's slot_mapping; `keys` and `values` one
-        layer's cache, as in `Attention`.
+        qkv [N, heads + 2 kv_heads, head_dim] holds queries, keys and values; queries are changed in place. `slots`
+        int64 [N] is the batch's slot_mapping; `keys` and `values` are one layer's cache, as in `Attention`.
         """
 
     def gate(self, gate_up: Tensor, activation: str, out: Tensor) -> Tensor:
-        """Writes activation(gate) * up to out [N, I], for gate_up [N, 2 I]; one of ACTIVATIONS."""
+        """Write activation(gate) * up to out [N, I], for gate_up [N, 2 I] and one of ACTIVATIONS."""
 
     def gated(self, gate_up: Linear, x: Tensor, activation: str, room: Tensor, out: Tensor) -> Tensor:
-        """`gate` of the product of x [N, K] with a layer of width 2 I: out [N, I]. `room` [N, 2 I] may be written."""
+        """Write `gate` of gate_up(x), for x [N, K] and width 2 I, to out [N, I]. `room` [N, 2 I] is scratch."""
 
     def by_row(self, layer: Linear) -> Linear | None:
-        """A layer of `linear` with a product whose rows have the same bits however many there are; None: it has none.
-
-        Fixed forwards take it where the number of rows is not fixed.
-        """
+        """Return the layer with bits of a row independent of the number of rows, for fixed forwards, or None."""
 
     def steady_rows(self, heads: Sequence[int]) -> int:
-        """Up to so many rows the layers made so far, and fixed attention over heads of these sizes, give a row the same
-        bits however many there are. 0: they may not.
+        """Return the most rows for which the bits of a row do not depend on their number, or 0 for no guarantee.
+
+        Covers the layers made so far and fixed attention over heads of these sizes.
         """
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
-        """What the bits of fixed forwards depend on here, if layers multiply so many rows.
+        """Return facts that determine the bits of fixed forwards if layers multiply so many rows.
 
-        Beside torch, the number of threads and the device. Asked when all layers are made.
+        Excludes torch, the number of threads and the device. Called after all layers are made.
         """
 
     def attention(self, batch: Batch, block_size: int, window: int | None, scale: float) -> Attention:
-        """Attention for this batch. With a `window`, a token sees itself and the window - 1 positions before it.
+        """Return attention for this batch. A `window` limits a token to itself and window - 1 positions before it.
 
-        Where the batch is `fixed`, the bits of a row depend on its position and on the KV before it alone.
+        If the batch is `fixed`, the bits of a row depend only on its position and the KV before it.
         """
 
 
 class Scratch:
-    """Tensors for what a forward computes on its way, used again by the next one: views of storage that only grows.
-
-    `take` gives one [rows, width] per name; what it held is gone when the name is taken again.
-    """
+    """Named tensors for intermediate results, as views of storage that only grows and that the next forward reuses."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
@@ -152,7 +144,7 @@ class Scratch:
         self._views: dict[str, Tensor] = {}
 
     def take(self, name: str, rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A contiguous [rows, width] of `dtype` (None: the model's)."""
+        """Return the contiguous [rows, width] of `name`, in `dtype` or else the model's. Its content is undefined."""
         view = self._views.get(name)
         if view is None or view.shape != (rows, width):
             view = self._views[name] = self._grown(name, rows * width, dtype or self.dtype).view(rows, width)

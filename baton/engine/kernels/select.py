@@ -1,4 +1,4 @@
-"""Which kernels a model runs on."""
+"""The choice of kernels for a device and dtype."""
 
 from __future__ import annotations
 
@@ -24,19 +24,17 @@ OLDEST_GPU = (8, 0)  # Ampere: the first with bfloat16
 
 
 def profile_of(dtype: torch.dtype) -> Path:
-    """Where the profile for this machine and torch's present number of threads lies."""
+    """Return the path of the profile for this machine and torch's current number of threads."""
     return profile_path(ELEMENTS[dtype], torch.get_num_threads(), torch.__version__)
 
 
 def block_copy(kernels: Kernels) -> BlockCopy | None:
-    """What comes with them to move KV faster than torch does; None: nothing."""
+    """Return the compiled copy of KV that belongs to these kernels, or None if torch must do it."""
     return CompiledBlockCopy(kernels.library, kernels.element) if isinstance(kernels, CpuKernels) else None
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype, splits: Splits = "auto") -> Kernels:
-    """The fastest set that runs on this device. How decode attention is split is up to the compiled CPU kernels alone:
-    on GPUs it follows load always, and plain torch does not split.
-    """
+    """Return the fastest kernels for a device. `splits` is for CPU kernels: GPUs split by load, torch never splits."""
     kernels = _fastest(device, dtype, splits)
     if splits != "auto" and not isinstance(kernels, CpuKernels):
         log.warning("attention_splits_without_effect", asked=splits, kernels=kernels.name)
@@ -45,7 +43,7 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, splits: Splits = "a
 
 def _fastest(device: torch.device, dtype: torch.dtype, splits: Splits) -> Kernels:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= OLDEST_GPU and find_spec("triton"):
-        from baton.engine.kernels.gpu.ops import GpuKernels  # triton is not there for CPUs
+        from baton.engine.kernels.gpu.ops import GpuKernels  # triton is not installed for CPUs
 
         return GpuKernels.on(device)
     if device.type != "cpu" or dtype not in ELEMENTS:

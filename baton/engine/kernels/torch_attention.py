@@ -1,15 +1,12 @@
-"""Causal attention over paged KV, for any mix of prompt chunks and decode rows.
+"""Causal attention over paged KV in plain torch, for any mix of prompt chunks and decode sequences.
 
-`PagedAttention` is built once per forward (and per window size); all indices and masks are made there. Layers then
-call it with their queries. Chunks run one sequence at a time, in tiles of query rows; rows of a single token run
-together, in groups of similar context length. Only valid positions are ever read, so what other sequences left in
-a block does no harm, not even a NaN.
+`PagedAttention` is built once per forward and window, with all indices and masks; layers then pass their queries.
+Prompt chunks run one sequence at a time, in tiles of query rows; single tokens run in groups of similar context length.
+Only valid positions are read, so data of other sequences in a block, even NaN, has no effect.
 
-Causal attention of fixed forwards in plain torch: a row depends on its position and on the KV before it alone.
-
-Each sequence is walked in chunks that begin at multiples of CHUNK, all products have constant shapes (the new tokens of
-the sequence x CHUNK), and a running maximum and sums in float32 take the chunks in, one after another. A chunk of which
-a row sees nothing leaves that row's sums exactly as they are. The paged attention below is faster, and not steady.
+`SteadyAttention` serves fixed forwards and is slower: a row depends only on its position and the KV before it. It
+reads a sequence in chunks that begin at multiples of CHUNK. All products have constant shapes (new tokens x CHUNK).
+Chunks are added to a running maximum and sums in float32. A chunk invisible to a row leaves its sums unchanged.
 """
 
 from __future__ import annotations
@@ -29,13 +26,13 @@ if TYPE_CHECKING:
     from baton.engine.batch import Batch
 
 
-TILE_ROWS = 256  # bounds the mask of a chunk to TILE_ROWS x context
-GROUP_SLOTS = 65536  # bounds the copy of KV that one group of decode rows makes
+TILE_ROWS = 256  # limits the mask of a chunk to TILE_ROWS x context
+GROUP_SLOTS = 65536  # limits the copy of KV for one group of decode sequences
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """New tokens [row, row + tokens) of one sequence; `slots` int64 are those of its positions from `first` on."""
+    """New tokens of one sequence, from `row`; `slots` int64 of its positions from the first visible one."""
 
     row: int
     slots: Tensor
@@ -44,7 +41,7 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Rows of a chunk and the range of its slots that they see; without a mask it is a plain causal square."""
+    """Rows of a chunk and their visible range of its slots. Without a mask it is a causal square."""
 
     rows: slice
     keys: slice
@@ -53,7 +50,7 @@ class _Tile:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Rows int64 [R] of one token each; slots int64 [R, S]; mask bool [R, 1, 1, S], False where a slot is padding."""
+    """Rows int64 [R] of one token each, slots int64 [R, S], and mask bool [R, 1, 1, S], False for padding slots."""
 
     rows: Tensor
     slots: Tensor
@@ -61,7 +58,7 @@ class _Group:
 
 
 class PagedAttention:
-    """Attention of one batch: implements `baton.engine.kernels.base.Attention` for any device and dtype."""
+    """Implementation of `baton.engine.kernels.base.Attention` for any device and dtype."""
 
     def __init__(self, batch: Batch, block_size: int, window: int | None, scale: float) -> None:
         self._scale = scale
@@ -97,13 +94,13 @@ class PagedAttention:
         seen = contexts if self._window is None else contexts.clamp(max=self._window)
         longest = max(_seen(context, self._window) for _, _, context in members)
         columns = torch.arange(longest, device=device)
-        # Padding reads the row's own last position again: a slot that is valid for sure, and hot in the cache.
+        # Padding repeats the row's last position, because its slot is valid and in the CPU cache.
         positions = torch.minimum(contexts[:, None] - seen[:, None] + columns, last)
         slots = self._slots(self._tables[sequences], positions)
         return _Group(rows, slots, (columns < seen[:, None])[:, None, None])
 
     def _slots(self, tables: Tensor, positions: Tensor) -> Tensor:
-        """Where positions lie, for tables [.., max_blocks] and positions [.., S]."""
+        """Return the slots of positions [.., S] by tables [.., max_blocks]."""
         blocks = tables.gather(-1, positions // self._block_size)
         return blocks * self._block_size + positions % self._block_size
 
@@ -117,7 +114,7 @@ def _seen(context: int, window: int | None) -> int:
 
 
 def _tiles(start: int, end: int, first: int, window: int | None, device: torch.device) -> Iterator[_Tile]:
-    """Cut the query positions [start, end) into tiles; key ranges are relative to position `first`."""
+    """Yield tiles of the query positions [start, end). Key ranges are relative to position `first`."""
     if start == 0 and (window is None or end <= window):
         yield _Tile(slice(0, end), slice(0, end), None)
         return
@@ -131,7 +128,7 @@ def _tiles(start: int, end: int, first: int, window: int | None, device: torch.d
 
 
 def _similar(singles: list[tuple[int, int, int]], window: int | None) -> Iterator[list[tuple[int, int, int]]]:
-    """Group (sequence, row, context) by context, so that padding at most doubles the work and the copy is bounded."""
+    """Group (sequence, row, context) by context, so that padding at most doubles the work and the copy is limited."""
     group: list[tuple[int, int, int]] = []
     shortest = 0
     for member in sorted(singles, key=lambda single: single[2]):
@@ -152,7 +149,7 @@ def _run_chunk(chunk: _Chunk, query: Tensor, keys: Tensor, values: Tensor, out: 
     for tile in chunk.tiles:
         tokens = tile.rows.stop - tile.rows.start
         rows = slice(chunk.row + tile.rows.start, chunk.row + tile.rows.stop)
-        # KV heads become the batch, and the query heads that share one become its heads: nothing is repeated in memory.
+        # The KV heads become the batch and their query heads its heads, so that K and V are not repeated in memory.
         q = query[rows].view(tokens, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         shape = (-1, q.shape[1], -1, -1)
         seen_k, seen_v = k[:, :, tile.keys].expand(shape), v[:, :, tile.keys].expand(shape)
@@ -163,28 +160,28 @@ def _run_chunk(chunk: _Chunk, query: Tensor, keys: Tensor, values: Tensor, out: 
 
 
 def _run_group(group: _Group, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, scale: float) -> None:
-    # [R, kv_heads, S, head_dim]; index_select copies whole rows, several times as fast as `cache[slots]`
+    # [R, kv_heads, S, head_dim]; index_select copies whole rows and is several times as fast as `cache[slots]`
     shape, slots = group.slots.shape, group.slots.view(-1)
     k, v = (cache.index_select(0, slots).view(*shape, *cache.shape[1:]).transpose(1, 2) for cache in (keys, values))
-    # All query heads of a KV head see the same keys: they stand where the query rows of a sequence would.
+    # All query heads of a KV head see the same keys, so they take the place of query rows.
     q = query[group.rows].view(len(group.rows), keys.shape[1], -1, keys.shape[2])
     out[group.rows] = scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale).flatten(1, 2)
 
 
 CHUNK = 64
-ALIGNED = 16  # elements: libraries round rows of a product apart where these do not all begin at such a place
+ALIGNED = 16  # elements; libraries round rows of a product differently if not all rows begin at a multiple
 
 
 @dataclass(frozen=True, slots=True)
 class _FixedChunk:
-    """Slots int64 [CHUNK] of positions side by side, and which of them each new token does not see: [tokens, CHUNK]."""
+    """Slots int64 [CHUNK] of consecutive positions, and a mask [tokens, CHUNK], True if hidden from the new token."""
 
     slots: Tensor
     hidden: Tensor
 
 
 class _Sums(NamedTuple):
-    """By query row, float32: the greatest score so far, the sum of weights, both [.., 1], and of weighted values."""
+    """Running state per query row, float32: maximum score and sum of weights, both [.., 1], and weighted values."""
 
     peak: Tensor
     total: Tensor
@@ -192,7 +189,7 @@ class _Sums(NamedTuple):
 
 
 class SteadyAttention:
-    """Implements `baton.engine.kernels.base.Attention` for any device and dtype, in fixed forwards."""
+    """Implementation of `baton.engine.kernels.base.Attention` for any device and dtype, in fixed forwards."""
 
     def __init__(self, batch: Batch, block_size: int, window: int | None, scale: float) -> None:
         self._scale, self._block_size, self._window = scale, block_size, window
@@ -217,14 +214,14 @@ class SteadyAttention:
     def _chunk(self, table: Tensor, own: Tensor, at: int, context: int) -> _FixedChunk:
         span = torch.arange(at, at + CHUNK, device=table.device)
         hidden = span > own if self._window is None else (span > own) | (span <= own - self._window)
-        there = span.clamp(max=context - 1)  # what lies behind the end was never written
+        there = span.clamp(max=context - 1)  # positions after the end were never written
         return _FixedChunk(table[there // self._block_size] * self._block_size + there % self._block_size, hidden)
 
     def _attend(self, query: Tensor, chunks: list[_FixedChunk], keys: Tensor, values: Tensor) -> Tensor:
-        """[tokens, heads, value_dim] of query [tokens, heads, head_dim] over keys [slots, kv_heads, head_dim]."""
+        """Attend with query [tokens, heads, dim] over keys [slots, kv_heads, dim]: [tokens, heads, value_dim]."""
         tokens, _, dim = query.shape
         kv_heads, value_dim = values.shape[1:]
-        # All query heads of a KV head are rows of one product: [kv_heads, group * tokens, dim].
+        # The query heads of a KV head are rows of one product: [kv_heads, group * tokens, dim].
         q = query.view(tokens, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim).float()
         nothing = q.new_zeros(*q.shape[:2], 1)
         spare = -value_dim % ALIGNED
@@ -239,9 +236,9 @@ class SteadyAttention:
 
 
 def _taken_in(sums: _Sums, scores: Tensor, values: Tensor) -> _Sums:
-    """The sums with a chunk more: scores [kv_heads, rows, CHUNK], values [kv_heads, CHUNK, value_dim]."""
+    """Return sums that include a chunk of scores [kv_heads, rows, CHUNK] and values [kv_heads, CHUNK, value_dim]."""
     peak = torch.maximum(sums.peak, scores.amax(-1, keepdim=True))
-    base = peak.masked_fill(peak == -torch.inf, 0.0)  # of a row that has seen nothing: -inf minus itself is NaN
+    base = peak.masked_fill(peak == -torch.inf, 0.0)  # before the first visible key, because -inf - -inf is NaN
     fade, weights = (sums.peak - base).exp_(), (scores - base).exp_()
     total = sums.total * fade + weights.sum(-1, keepdim=True)
     return _Sums(peak, total, sums.values * fade + torch.bmm(weights, values))

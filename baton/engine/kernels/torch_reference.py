@@ -1,4 +1,4 @@
-"""The kernels in plain torch, for any device and dtype: the reference that all others are tested against."""
+"""The reference kernels in plain torch, for any device and dtype. All other kernels are tested against them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchLinear:
-    """`Linear` by torch's own matrix product."""
+    """`Linear` as a matrix product of torch."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -38,7 +38,7 @@ class TorchLinear:
         return len(self.weight)
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        # Not torch.mm(out=): F.linear has the better kernels for bfloat16 on a CPU, and no `out`.
+        # F.linear has better kernels for bfloat16 on a CPU than torch.mm(out=), but no `out`.
         if out.dtype is not x.dtype:
             return out.copy_(F.linear(x, self.weight, self.bias))
         if self.bias is None:
@@ -52,7 +52,7 @@ class TorchKernels:
     name = "torch"
 
     def begin(self, batch: Batch) -> None:
-        """Products are those of a library: nothing to choose."""
+        """Do nothing, because torch chooses the products."""
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> TorchLinear:
         return TorchLinear(weight, bias)
@@ -92,11 +92,11 @@ class TorchKernels:
         return self.gate(gate_up(x, room), activation, out)
 
     def by_row(self, layer: Linear) -> None:
-        del layer  # how torch multiplies depends on how many rows there are
+        del layer  # torch chooses its product by the number of rows
 
     def steady_rows(self, heads: Sequence[int]) -> int:
         del heads
-        return 0  # libraries take another way for another number of rows
+        return 0
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
         del rows
@@ -107,7 +107,7 @@ class TorchKernels:
 
 
 def torch_attention(batch: Batch, block_size: int, window: int | None, scale: float) -> Attention:
-    """For any device, dtype and head size."""
+    """Return attention for any device, dtype and head size."""
     kind = SteadyAttention if batch.fixed else PagedAttention
     return kind(batch, block_size, window, scale)
 

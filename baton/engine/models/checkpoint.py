@@ -1,4 +1,4 @@
-"""Reads tensors from the safetensors files of a checkpoint. Nothing is unpickled: other formats are refused."""
+"""Tensors from the safetensors files of a checkpoint. Other formats are rejected, so nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float6
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """How far loading is: bytes as they lie on disk, tensors taken, seconds since it began."""
+    """Progress of loading: bytes in their size on disk, tensors taken, seconds since the start."""
 
     bytes_done: int
     bytes_total: int
@@ -40,7 +40,7 @@ Progress = Callable[[LoadProgress], None]
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: the single one, else the shards that the index names, in order."""
+    """Return the safetensors files of a checkpoint: the single file, else the shards in the index, sorted by name."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     index = folder / INDEX
@@ -61,7 +61,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _shard(index: Path, name: str) -> Path:
-    # The index is untrusted: a shard lies beside it, or it is not a shard.
+    # The index is untrusted, so a shard must be in its folder.
     if Path(name).name != name or not name.endswith(".safetensors"):
         raise CheckpointError(f"{index}: {name!r} is not the name of a safetensors file in this folder")
     return index.parent / name
@@ -76,11 +76,10 @@ def _no_weights(folder: Path) -> CheckpointError:
 
 
 class Checkpoint:
-    """The tensors of a checkpoint by name. A model takes each once; what is left over at the end is an error.
+    """The tensors of a checkpoint by name. A model takes each tensor once, then calls `finish`.
 
-    Files are mapped into memory from the first look until `finish`. All methods raise CheckpointError naming the file
-    or the tensor; so does a checkpoint whose weights are quantised. `progress` is called at the start and after each
-    tensor.
+    Files stay mapped until `finish`. All methods raise CheckpointError with the file or the tensor; the constructor
+    also raises it for quantised weights. `progress` is called at the start and after each tensor.
     """
 
     def __init__(self, folder: Path, progress: Progress | None = None, *, digests: bool = True) -> None:
@@ -105,12 +104,12 @@ class Checkpoint:
         return name in self._files
 
     def stored_dtype(self, name: str) -> str:
-        """The dtype that a tensor has on disk."""
+        """Return the dtype of a tensor on disk."""
         self._file(name)
         return FLOATS.get(self._dtypes[name], "unknown")
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor of this shape, as stored: a read-only view of the file, to be copied and then released."""
+        """Return a stored tensor of this shape: a read-only view of the file, to be copied, then released."""
         file = self._file(name)
         try:
             tensor: Tensor = self._mapped[file].get_tensor(name)
@@ -124,15 +123,15 @@ class Checkpoint:
         return tensor
 
     def release(self, taken: Tensor) -> None:
-        """A tensor from `take` has been copied: count it, and keep its pages no longer."""
+        """Count a copied tensor from `take`, and free its pages."""
         drop_pages(taken)
         self._bytes_done += taken.nbytes
         self._report()
 
     def finish(self, unread: tuple[str, ...] = ()) -> str:
-        """A digest of all the tensors taken. Others left over are an error: the model would not be itself.
+        """Unmap the files, and return a digest of the tensors taken.
 
-        No error are those whose names begin with one of `unread`.
+        Raises CheckpointError if other tensors exist, except those with a name prefix in `unread`.
         """
         left = sorted(self._files.keys() - self._digests.keys())
         left = [name for name in left if not name.startswith(unread) and not name.endswith("rotary_emb.inv_freq")]

@@ -1,9 +1,7 @@
-"""config.json of a Hugging Face checkpoint, parsed once into a value that cannot be wrong.
+"""config.json of a Hugging Face checkpoint, parsed once into a checked value.
 
-Keys, defaults and their quirks are those of `transformers`. A setting that would change results and is not built is
-refused by name, never ignored.
-
-Knows quantised checkpoints by what gives them away, so that they are refused by their method's name.
+Keys, defaults and quirks follow `transformers`. An unsupported setting that would change results is rejected by name,
+never ignored. Quantised checkpoints are detected from their config or tensors and rejected with the method's name.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 REFUSED = "quantised weights are not supported; take the original checkpoint, in float32, bfloat16 or float16"
 CONFIG_KEYS = ("quantization_config", "compression_config")
 
-# By the end of a tensor's name. The first entry that any tensor of a checkpoint matches names its method.
+# Method by suffix of a tensor's name. The first entry that matches any tensor of a checkpoint applies.
 NAMES = {
     ".g_idx": "GPTQ",
     ".qweight": "AWQ",
@@ -44,14 +42,14 @@ NAMES = {
     ".weight_packed": "compressed-tensors",
     "_scale_inv": "FP8",
 }
-# By dtype, as safetensors spell it; int32 and int64 may be buffers.
+# Method by dtype, in safetensors spelling. int32 and int64 are absent because they may be buffers.
 DTYPES = {"F8": "FP8", "F4": "FP4", "F6": "FP6", "I8": "int8", "U8": "uint8", "I4": "int4", "U4": "int4"}
-# Scales beside weights: by themselves they do not tell the method, a dtype may.
+# Suffixes of scale tensors. They are the last resort because they do not identify the method.
 SCALES = (".weight_scale", ".input_scale", ".weight_zero_point")
 
 
 def refuse_quantised(fields: Fields) -> None:
-    """Raises CheckpointError for a config.json that says how its weights are quantised."""
+    """Raise CheckpointError if config.json declares quantised weights."""
     for key in CONFIG_KEYS:
         if fields.has(key):
             section = fields.section(key)
@@ -61,10 +59,7 @@ def refuse_quantised(fields: Fields) -> None:
 
 
 def quantised_as(dtypes: Mapping[str, str]) -> tuple[str, str] | None:
-    """A tensor that gives a quantised checkpoint away, and the method; None for one that is not.
-
-    `dtypes` holds each tensor's dtype by its name.
-    """
+    """Return a tensor that shows quantisation and the method, or None. `dtypes` maps tensor names to dtypes."""
     for ending, method in NAMES.items():
         for name in dtypes:
             if name.endswith(ending):
@@ -78,25 +73,28 @@ def quantised_as(dtypes: Mapping[str, str]) -> tuple[str, str] | None:
 
 
 ACTIVATION_NAMES = ("silu", "swish", "gelu", "gelu_pytorch_tanh")
-MAX_LAYERS = 4096  # far above any model; bounds the work that a hostile config can ask for
+MAX_LAYERS = 4096  # far above any model; limits the work that a hostile config can cause
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What is fixed or defaulted by an architecture and is not spelt out in its config.json."""
+    """Constants and defaults of an architecture. Those after `qk_norm` are defaults for absent keys of config.json.
+
+    A bias of None means the flag `attention_bias` (qkv, o) or `mlp_bias` of config.json.
+    """
 
     architecture: str
     max_positions: int
-    qkv_bias: bool | None = False  # None: as `attention_bias` says
-    o_bias: bool | None = False  # None: as `attention_bias` says
-    mlp_bias: bool | None = False  # None: as `mlp_bias` says
+    qkv_bias: bool | None = False
+    o_bias: bool | None = False
+    mlp_bias: bool | None = False
     qk_norm: bool = False
-    kv_heads: int | None = None  # where the key is absent; None: as many as query heads
-    head_dim: int | None = None  # where the key is absent; None: hidden_size / heads
-    norm_eps: float = 1e-6  # where the key is absent
-    rope_theta: float = 10000.0  # where the key is absent
-    slides: Literal["never", "all", "flagged", "layers"] = "never"  # see `_windows`
-    window: int | None = 4096  # where the key is absent
+    kv_heads: int | None = None  # None means the number of query heads
+    head_dim: int | None = None  # None means hidden_size / heads
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    slides: Literal["never", "all", "flagged", "layers"] = "never"  # no default for a key: see `_windows`
+    window: int | None = 4096
 
 
 _QWEN3 = Family("Qwen3ForCausalLM", 32768, qkv_bias=None, o_bias=None, qk_norm=True, head_dim=128, slides="layers")
@@ -117,9 +115,9 @@ DENSE = ("llama", "mistral", "qwen2", "qwen3")
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a decoder-only transformer. `windows[i]` is layer i's sliding window in tokens, None for all.
+    """The shape of a decoder-only transformer. `windows[i]` is layer i's sliding window in tokens, None for no window.
 
-    `kv_heads` and `head_dim` are those of the cache: latent attention has one head there, `latent.width` wide.
+    `kv_heads` and `head_dim` describe the cache. Latent attention has one cached head, `latent.width` wide.
     """
 
     family: str
@@ -140,26 +138,26 @@ class ModelConfig:
     qk_norm: bool
     windows: tuple[int | None, ...]
     rope: RopeConfig
-    dtype: str | None  # as config.json names it; None: not said
-    experts: ExpertsConfig | None = None  # a mixture of experts in some layers
-    latent: LatentConfig | None = None  # latent attention
-    thinking: ThinkingConfig | None = None  # it thinks about its prompts
-    unread_layers: int = 0  # that a checkpoint may have beyond `layers`: they predict tokens further ahead
+    dtype: str | None  # as spelt in config.json, None if absent
+    experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
+    thinking: ThinkingConfig | None = None
+    unread_layers: int = 0  # layers for multi-token prediction, which a checkpoint may have beyond `layers`
 
     @property
     def kv_tensors(self) -> tuple[str, ...]:
-        """What is cached, as `KVLayout.tensors` names it."""
+        """Names of the cached tensors, as in `KVLayout.tensors`."""
         return ("k", "v") if self.latent is None else ("latent",)
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Parse `folder/config.json`. Raises CheckpointError naming the file and the key."""
+    """Parse `folder/config.json`. Raises CheckpointError with the file and the key."""
     path = folder / "config.json"
     return parse_config(Fields(str(path), read_json_object(path)))
 
 
 def parse_config(fields: Fields) -> ModelConfig:
-    """The checked config. Raises CheckpointError naming the key."""
+    """Return the checked config. Raises CheckpointError with the key."""
     refuse_quantised(fields)
     name = _family_name(fields)
     family = FAMILIES[name]
@@ -241,16 +239,16 @@ def _activation(fields: Fields) -> str:
 
 
 def _dtype(fields: Fields) -> str | None:
-    """`dtype`, or `torch_dtype` as configs before transformers 5 spell it."""
+    """Return `dtype`, or `torch_dtype`, its spelling before transformers 5."""
     key = "dtype" if fields.has("dtype") else "torch_dtype"
     return fields.text(key).removeprefix("torch.") if fields.has(key) else None
 
 
 def _windows(fields: Fields, name: str, layers: int) -> tuple[int | None, ...]:
-    """Which layers slide, as transformers has it.
+    """Return the sliding window of each layer, as in transformers.
 
-    Llama's never; Mistral's all or none; Qwen's only if `use_sliding_window` says so, and then those with experts all,
-    the others by layer type.
+    Llama never slides, Mistral in all layers or none. Qwen slides only with `use_sliding_window`: the family with
+    experts in all layers, the others by layer type.
     """
     family = FAMILIES[name]
     on = family.slides == "all" or (family.slides in {"flagged", "layers"} and fields.flag("use_sliding_window", False))
@@ -283,11 +281,10 @@ def _layer_types(fields: Fields, name: str, layers: int, *, slides: bool) -> tup
 
 
 def chosen_dtype(config: ModelConfig, wanted: str, stored: str) -> str:
-    """The dtype to compute in: "float32" or "bfloat16".
+    """Return the dtype to compute in, "float32" or "bfloat16". Raises CheckpointError for any other dtype.
 
-    `auto` takes what config.json says, else what the tensors are `stored` as. A float16 checkpoint is computed in
-    float32, which holds all its values: CPUs have no fast float16, and bfloat16 would drop three bits of each weight.
-    Raises CheckpointError for a dtype that is neither.
+    `auto` means the dtype of config.json, else `stored`, that of the tensors. A float16 checkpoint is computed in
+    float32: it holds all values, CPUs have no fast float16, and bfloat16 would drop three bits of each weight.
     """
     name = (config.dtype or stored) if wanted == "auto" else wanted
     name = "float32" if name == "float16" and wanted == "auto" else name

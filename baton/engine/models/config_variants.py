@@ -1,16 +1,10 @@
-"""The part of config.json that describes a mixture of experts, for each family that has one.
+"""Optional parts of config.json: latent attention (DeepSeek-V2 and V3), mixture of experts, and thinking.
 
-Keys, defaults and quirks are those of `transformers`; what it ignores, but other code for the same checkpoints obeys,
-is refused by name.
-
-The part of config.json that describes multi-head latent attention (DeepSeek-V2 and V3).
-
-The part of config.json that makes a model one that thinks about its prompts (Thinking States, arXiv 2602.08332).
+Keys, defaults and quirks follow `transformers`. A setting that `transformers` ignores, but other code for the same
+checkpoints obeys, is rejected by name. Thinking States (arXiv 2602.08332, see docs/thinking.md) are configured by
 
     "thinking": {"chunk_size": 4, "input_layer": 1, "output_layer": 3, "max_thought_tokens": 4,
                  "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-
-docs/thinking.md says what is computed.
 """
 
 from __future__ import annotations
@@ -31,9 +25,8 @@ MAX_DIM = 2**16
 class LatentConfig:
     """Widths of latent attention: a query head is [nope_dim, rope_dim], a value head `value_dim`.
 
-    What is cached of a token is `rank` numbers for keys and values of all heads, and one rotated key of `rope_dim`.
-    `query_rank` None: queries are projected at once. `interleaved`: which dimensions rotate together, (0, 1) or
-    (0, rope_dim / 2).
+    The cache holds `rank` numbers per token for all heads, and one rotated key of `rope_dim`. `query_rank` is None if
+    queries have no low-rank projection. Dimensions (0, 1) rotate together if `interleaved`, else (0, rope_dim / 2).
     """
 
     query_rank: int | None
@@ -45,7 +38,7 @@ class LatentConfig:
 
     @property
     def width(self) -> int:
-        """Cached numbers per token and layer."""
+        """Number of cached elements per token and layer."""
         return self.rank + self.rope_dim
 
     @property
@@ -55,7 +48,7 @@ class LatentConfig:
 
 
 def parse_latent(fields: Fields, family: str, heads: int) -> LatentConfig | None:
-    """The checked section; None for a family without it. Raises CheckpointError naming the key."""
+    """Return the checked section, or None for a family without it. Raises CheckpointError with the key."""
     if family not in {"deepseek_v2", "deepseek_v3"}:
         return None
     if fields.integer("num_key_value_heads", heads) != heads:
@@ -74,16 +67,16 @@ def parse_latent(fields: Fields, family: str, heads: int) -> LatentConfig | None
     )
 
 
-MAX_EXPERTS = 2**14  # far above any model; bounds the work that a hostile config can ask for
+MAX_EXPERTS = 2**14
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """How layers with experts route and compute. Layer i has experts where `sparse[i]`, else a dense network.
+    """Routing and sizes of a mixture of experts. Layer i has experts if `sparse[i]`, else a dense network.
 
-    A token goes to `per_token` of `count` experts, each `inner` wide. With `groups` above 1, only the experts of its
-    `best_groups` groups are eligible. The weights of the chosen are divided by their sum (`normalised`), then times
-    `scaling`. `shared_inner` is the width of the network that all tokens pass as well; 0: there is none.
+    A token goes to `per_token` of `count` experts, each `inner` wide. If `groups` is above 1, only the experts of the
+    token's `best_groups` best groups are eligible. The weights of the chosen experts are divided by their sum if
+    `normalised`, then multiplied by `scaling`. `shared_inner` is the width of the shared network, or 0 without one.
     """
 
     count: int
@@ -95,12 +88,12 @@ class ExpertsConfig:
     shared_inner: int = 0
     groups: int = 1
     best_groups: int = 1
-    sigmoid: bool = False  # scores by sigmoid and ranked with a learnt bias; else by softmax
-    float32_router: bool = False  # else the router computes in the model's dtype
+    sigmoid: bool = False  # sigmoid scores, ranked with a learnt bias; else softmax scores
+    float32_router: bool = False  # False means the model's dtype
 
 
 def parse_experts(fields: Fields, family: str, layers: int) -> ExpertsConfig | None:
-    """The checked section; None for a family without experts. Raises CheckpointError naming the key."""
+    """Return the checked section, or None for a family without experts. Raises CheckpointError with the key."""
     parse = _PARSERS.get(family)
     return parse(fields, layers) if parse else None
 
@@ -124,7 +117,7 @@ def _deepseek_v2(fields: Fields, layers: int) -> ExpertsConfig:
     method = fields.text("topk_method", "greedy")
     if method not in {"greedy", "group_limited_greedy"}:
         raise fields.error("topk_method", f"{method!r} is not supported (supported: greedy, group_limited_greedy)")
-    if fields.flag("norm_topk_prob", False):  # transformers ignores it, the authors' own code does not
+    if fields.flag("norm_topk_prob", False):  # transformers ignores it, the authors' code obeys it
         raise fields.error("norm_topk_prob", "true is not supported for deepseek_v2")
     count = _count(fields, ("n_routed_experts", "num_experts"), 64)
     inner, shared = fields.integer("moe_intermediate_size", 1407), fields.integer("n_shared_experts", 2)
@@ -173,7 +166,7 @@ _PARSERS: dict[str, Callable[[Fields, int], ExpertsConfig]] = {
 
 
 def _count(fields: Fields, keys: tuple[str, str], default: int) -> int:
-    """The number of experts, by the hub's key or the one that transformers 5 writes."""
+    """Return the number of experts, from the hub's key or the key that transformers 5 writes."""
     found = [fields.integer(key, high=MAX_EXPERTS) for key in keys if fields.has(key)]
     if len(set(found)) > 1:
         raise fields.error(keys[0], f"({found[0]}) contradicts {keys[1]} ({found[1]})")
@@ -221,11 +214,11 @@ KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class ThinkingConfig:
-    """Chunks have `chunk_size` tokens. Their state is added behind layer number `input_layer` (L_in, 1 is the first),
-    and their hidden rows are those behind layer number `output_layer` (L_out).
+    """Sizes, layers and special tokens of Thinking States.
 
-    A thought begins with token `bos` and ends with token `eos`, or with its `max_thought_tokens`-th, `eos` counted. It
-    is made as long as a chunk with `pad` for the compression block.
+    A chunk has `chunk_size` tokens. Its state is added after layer `input_layer` (L_in, counted from 1), and its
+    hidden rows are taken after layer `output_layer` (L_out). A thought begins with token `bos` and ends with `eos` or
+    after `max_thought_tokens` tokens, `eos` included. For the compression block it is padded to a chunk with `pad`.
     """
 
     chunk_size: int
@@ -238,7 +231,7 @@ class ThinkingConfig:
 
 
 def parse_thinking(fields: Fields, family: str, layers: int, *, dense: bool) -> ThinkingConfig | None:
-    """What config.json says of thinking, if it does. Raises CheckpointError naming the key."""
+    """Return the checked section `thinking`, or None if absent. Raises CheckpointError with the key."""
     if not fields.has("thinking"):
         return None
     if not dense:

@@ -1,14 +1,13 @@
 """DeepSeek-V2 and V3: Llama's skeleton with a mixture of experts and multi-head latent attention.
 
-    c, k_r = norm(c'), rotate(k')           of [c', k'] = kv_a(x): all that is cached of a token, for all heads
-    q_c, q_r = q, rotate(q')                of [q, q'] = q_b(norm(q_a(x))) per head; V2-Lite: of q_proj(x)
+    c, k_r = norm(c'), rotate(k')           [c', k'] = kv_a(x); c and k_r are cached, once for all heads
+    q_c, q_r = q, rotate(q')                [q, q'] = q_b(norm(q_a(x))) per head; V2-Lite: q_proj(x)
     k_c, v = kv_b(c)                        per head
     attention of [q_c, q_r] over [k_c, k_r] and v, then o
 
-With kv_b = [W_k, W_v] per head, q_c . k_c = (q_c W_k) . c, and the sum of weights times v is W_v times the sum of
-weights times c. So heads can attend to the latent rows as they are cached, like many queries of one wide KV head, and
-k_c and v are never made (`_absorbed`). Where a forward holds all there is of its sequences, making them is less work
-(`_expanded`).
+If kv_b = [W_k, W_v] per head, then q_c . k_c = (q_c W_k) . c, and the sum of weights times v is W_v times the sum of
+weights times c. Heads can thus attend to the cached latent rows directly, as queries of one wide KV head, without
+k_c and v (`_absorbed`). Computing k_c and v is less work if the forward holds its sequences whole (`_expanded`).
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ if TYPE_CHECKING:
     from baton.engine.models.config_variants import LatentConfig
     from baton.engine.models.llama import Parts, RMSNorm
 
-LOW_RANK_EPS = 1e-6  # whatever rms_norm_eps says
+LOW_RANK_EPS = 1e-6  # independent of rms_norm_eps
 
 
 class LatentAttention:
-    """Projects to latent rows and caches them, attends, projects back."""
+    """Multi-head latent attention: project to latent rows, cache them, attend, project back."""
 
     def __init__(self, config: ModelConfig, parts: Parts, latent: LatentConfig, name: str) -> None:
         self.latent, hidden = latent, config.hidden_size
@@ -53,12 +52,12 @@ class LatentAttention:
         self.kv_b = parts.kernels.linear(kv_b)
         by_head = kv_b.view(-1, latent.nope_dim + latent.value_dim, latent.rank)
         self.to_latent = by_head[:, : latent.nope_dim]  # [heads, nope_dim, rank]
-        # A copy that lies as it is read: in bfloat16 torch would make one at every call.
+        # A contiguous copy, because torch would otherwise copy it at every call in bfloat16.
         self.to_value = by_head[:, latent.nope_dim :].transpose(1, 2).contiguous()  # [heads, rank, value_dim]
         self.o = parts.summed(f"{name}.o_proj", hidden, config.heads * latent.value_dim, bias=config.o_bias)
 
     def __call__(self, x: Tensor, step: Step, keys: Tensor, values: Tensor) -> Tensor:
-        """`keys` is this layer's cache of latent rows [blocks, block_size, 1, width]; there are no `values`."""
+        """Attend over `keys`, this layer's cache of latent rows [blocks, block_size, 1, width]; `values` is unused."""
         del values
         rows, take = len(x), step.scratch.take
         query = self._query(x, step).view(rows, -1, self.latent.query_dim)
@@ -76,7 +75,7 @@ class LatentAttention:
         return self.query(x, take("query", rows, self.query.width))
 
     def _latent(self, x: Tensor, step: Step) -> Tensor:
-        """What is cached of each row: [N, rank + rope_dim]."""
+        """Return the latent rows to cache: [N, rank + rope_dim]."""
         rows, rank, take = len(x), self.latent.rank, step.scratch.take
         row = self.kv_a(x, take("latent", rows, self.latent.width))
         plain = take("latent_plain", rows, rank).copy_(row[:, :rank])
@@ -85,16 +84,13 @@ class LatentAttention:
         return row
 
     def _rotate(self, x: Tensor, rotation: Rotation) -> None:
-        """Rotate x [N, heads, rope_dim] in place, computed in float32.
-
-        Interleaved pairs come out as the first and the second half, of queries and keys alike: their products stay.
-        """
+        """Rotate x [N, heads, rope_dim] in place in float32. Pairs become halves in q and k, which preserves q . k."""
         first, second = (x[..., 0::2], x[..., 1::2]) if self.latent.interleaved else x.chunk(2, dim=-1)
         cos, sin = rotation.cos[:, None], rotation.sin[:, None]
         x.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
 
     def _absorbed(self, query: Tensor, keys: Tensor, step: Step) -> Tensor:
-        """Over the latent rows in the cache: [N, heads * value_dim]."""
+        """Attend over the latent rows in the cache, and return [N, heads * value_dim]."""
         rows, heads, rank, take = *query.shape[:2], self.latent.rank, step.scratch.take
         wide = take("latent_query", rows, heads * self.latent.width).view(rows, heads, -1)
         wide[..., :rank] = _per_head(query[..., : self.latent.nope_dim], self.to_latent)
@@ -105,7 +101,7 @@ class LatentAttention:
         return attended
 
     def _expanded(self, query: Tensor, row: Tensor, step: Step) -> Tensor:
-        """Over keys and values of the rows of this forward: [N, heads * value_dim]."""
+        """Attend over keys and values of this forward's rows, and return [N, heads * value_dim]."""
         rows, heads, nope, take = *query.shape[:2], self.latent.nope_dim, step.scratch.take
         plain = take("latent_plain", rows, self.latent.rank).copy_(row[:, : self.latent.rank])
         both = self.kv_b(plain, take("expanded", rows, self.kv_b.width)).view(rows, 1, heads, -1)
@@ -117,12 +113,12 @@ class LatentAttention:
 
 
 def _per_head(x: Tensor, weights: Tensor) -> Tensor:
-    """Each head of x [N, heads, i] times its own of weights [heads, i, j]: [N, heads, j]."""
+    """Multiply each head of x [N, heads, i] with its weights [heads, i, j], and return [N, heads, j]."""
     return torch.bmm(x.transpose(0, 1), weights).transpose(0, 1)
 
 
 class DeepSeek(Llama):
-    """Token ids in, logits out."""
+    """The whole model: token ids in, logits out."""
 
     def __init__(self, config: ModelConfig, parts: Parts, latent: LatentConfig) -> None:
         self.latent = latent
@@ -135,8 +131,7 @@ class DeepSeek(Llama):
         return LatentAttention(config, parts, self.latent, name)
 
     def _step(self, batch: Batch, block_size: int) -> Step:
-        # Prompts of one token are left to the form that decodes: the other gains nothing.
-        # Both forms round differently: a fixed forward takes the one that is always there.
+        # `_expanded` gains nothing for one token. It rounds differently, so fixed forwards always use `_absorbed`.
         fresh = not batch.fixed and batch.query_lens == batch.context_lens and max(batch.query_lens) > 1
         cache = (_rows_as_cache(batch), 1) if fresh else (batch, block_size)
         attend = self.kernels.attention(*cache, None, self.softmax_scale)
@@ -145,7 +140,7 @@ class DeepSeek(Llama):
 
 
 def _rows_as_cache(batch: Batch) -> Batch:
-    """The same batch over a cache of one block per row, which holds this forward's rows in their order."""
+    """Return the batch over a cache of one block per row, which holds this forward's rows in order."""
     span = torch.arange(max(batch.query_lens), device=batch.query_starts.device)
     tables = (batch.query_starts[:-1, None] + span).clamp(max=len(batch.token_ids) - 1)
     return replace(batch, block_tables=tables.to(torch.int32))

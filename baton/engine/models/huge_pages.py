@@ -1,4 +1,4 @@
-"""Memory for weights: huge pages for what is large, and pages of files given back as soon as they were copied."""
+"""Memory for weights: huge pages for large tensors, and release of file pages that were copied."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 
 HUGE_PAGE = 2 * 2**20
 CACHE_LINE = 64
-SMALL = 2**20  # below it, ordinary memory
+SMALL = 2**20  # smaller tensors take ordinary memory
 CHUNK = 64 * 2**20
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Arena:
-    """Gives tensors on the CPU, 64-byte aligned and without content; from 1 MiB up on huge pages.
+    """An allocator of uninitialised CPU tensors, 64-byte aligned, on huge pages from 1 MiB.
 
-    With ordinary pages, a few threads that stream weights wait for address translation instead of for memory. Memory is
-    resident only once it is written, and freed with the last tensor of its mapping: tensors of 32 MiB and more have one
-    each, which begins at a huge page; smaller ones lie close together in mappings of 64 MiB.
+    On ordinary pages, threads that stream weights wait for address translation instead of memory. Memory becomes
+    resident when written and is freed with the last tensor of its mapping. A tensor of 32 MiB or more has its own
+    mapping, which begins at a huge page; smaller tensors share mappings of 64 MiB.
     """
 
     def __init__(self) -> None:
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor of this shape, to be filled."""
+        """Return an uninitialised tensor of this shape."""
         size = math.prod(shape) * dtype.itemsize
         if size < SMALL:
             return torch.empty(shape, dtype=dtype)
@@ -47,20 +47,17 @@ class Arena:
 
 
 def _mapped(size: int) -> Tensor:
-    """A private mapping as bytes, from a huge page on. What does not fill a huge page at its end stays ordinary."""
+    """Return a private mapping as bytes, from the start of a huge page. Its last partial huge page stays ordinary."""
     mapping = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(mapping, dtype=torch.uint8)
     start = -whole.data_ptr() % HUGE_PAGE
-    with suppress(OSError, AttributeError):  # a kernel, or a platform, without huge pages
+    with suppress(OSError, AttributeError):  # kernels and platforms without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE, start, size // HUGE_PAGE * HUGE_PAGE)
     return whole[start : start + size]
 
 
 def drop_pages(mapped: Tensor) -> None:
-    """Let go of the memory behind a contiguous view of a file that is not needed any more; read again, it is reloaded.
-
-    Nothing happens on a platform that cannot do it: the pages are clean, and go when memory is short.
-    """
+    """Free the pages of a contiguous view of a file until it is read again, if the platform supports that."""
     first = math.ceil(mapped.data_ptr() / mmap.PAGESIZE) * mmap.PAGESIZE
     size = (mapped.data_ptr() + mapped.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
     if size > 0 and hasattr(mmap, "MADV_DONTNEED"):

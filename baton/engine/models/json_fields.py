@@ -1,4 +1,4 @@
-"""Reads values of an untrusted JSON object by type: what is missing or wrong is a CheckpointError that names it."""
+"""Typed access to an untrusted JSON object. A missing or wrong value raises CheckpointError with its key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_INT = 2**31 - 1
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises CheckpointError where the file is missing, unreadable or something else."""
+    """Return the JSON object in `path`. Raises CheckpointError if the file is missing, unreadable or no JSON object."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -32,63 +32,63 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """A JSON object and where it came from. A key that is absent or null takes its default, if it has one."""
+    """A JSON object and its origin. An absent or null key takes its default; it is an error if there is none."""
 
-    where: str  # for example "/models/x/config.json" or "/models/x/config.json: rope_scaling"
+    where: str  # such as "/models/x/config.json" or "/models/x/config.json: rope_scaling"
     values: dict[str, Any]
 
     def error(self, key: str, problem: str) -> CheckpointError:
-        """An error about `key`, to be raised by the caller."""
+        """Return an error about `key` for the caller to raise."""
         return CheckpointError(f"{self.where}: {key} {problem}")
 
     def has(self, key: str) -> bool:
-        """Whether the key is there and not null."""
+        """Return whether the key is present and not null."""
         return self.values.get(key) is not None
 
     def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = MAX_INT) -> int:
-        """A whole number from `low` to `high`."""
+        """Return a whole number from `low` to `high`."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self.error(key, f"must be a whole number from {low} to {high}, got {_shown(value)}")
         return value
 
     def number(self, key: str, default: float | None = None, *, above: float = 0.0, below: float = math.inf) -> float:
-        """A number between the two, both excluded: finite in any case."""
+        """Return a finite number between `above` and `below`, both excluded."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < below:
             raise self.error(key, f"must be a number between {above:g} and {below:g}, got {_shown(value)}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
+        """Return a boolean."""
         value = self._get(key, default)
         if not isinstance(value, bool):
             raise self.error(key, f"must be true or false, got {_shown(value)}")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string."""
+        """Return a string."""
         value = self._get(key, default)
         if not isinstance(value, str):
             raise self.error(key, f"must be a string, got {_shown(value)}")
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """A list of strings; empty where the key is absent."""
+        """Return a list of strings, empty if the key is absent."""
         value = self._get(key, [])
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.error(key, f"must be a list of strings, got {_shown(value)}")
         return tuple(value)
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """A list of whole numbers; empty where the key is absent."""
+        """Return a list of whole numbers, empty if the key is absent."""
         value = self._get(key, [])
         if not isinstance(value, list) or not all(type(item) is int for item in value):
             raise self.error(key, f"must be a list of whole numbers, got {_shown(value)}")
         return tuple(value)
 
     def section(self, key: str) -> Fields:
-        """A nested object; empty where the key is absent."""
+        """Return a nested object, empty if the key is absent."""
         value = self._get(key, {})
         if not isinstance(value, dict):
             raise self.error(key, f"must be an object, got {_shown(value)}")

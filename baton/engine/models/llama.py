@@ -1,14 +1,12 @@
-"""The Llama architecture, and those that differ from it by a switch: Mistral, Qwen2 and Qwen3.
+"""The Llama architecture and its close relatives Mistral, Qwen2 and Qwen3, and the parts shared by all models.
 
     x = embed(tokens)
     for each layer:   x += attention(norm(x))     rotary positions, grouped queries; Qwen3 norms each q and k head
                       x += mlp(norm(x))           down(act(gate(x)) * up(x))
     logits = head(norm(x))
 
-Mistral looks back over a sliding window, Qwen2 has biases on q, k and v. One row per token throughout, whichever
-sequence it belongs to: only attention knows sequences.
-
-The parts that transformers are made of. Weights come in through `Weights`, checked by name and shape.
+Mistral has a sliding window, Qwen2 has biases on q, k and v. Activations have one row per token; only attention
+distinguishes sequences. `Weights` supplies each tensor and checks its name and shape.
 """
 
 from __future__ import annotations
@@ -33,58 +31,55 @@ if TYPE_CHECKING:
     from baton.engine.models.weights import Weights
 
 
-# The names of config.json, and those of the kernels.
+# Activation names of config.json, and the names that kernels use.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """What all layers share in one forward: the rotation of each row, where its K and V go, what it may see."""
+    """State that all layers share in one forward: the rotation of each row, its KV slot, and attention by window."""
 
     rotation: Rotation
     slots: Tensor
-    attend: dict[int | None, Attention]  # by window
+    attend: dict[int | None, Attention]  # key: window
     scratch: Scratch
-    over_rows: bool = False  # `attend` takes K and V of this forward's own rows in place of the cache
-    fixed: bool = False  # as that of the batch
+    over_rows: bool = False  # `attend` reads K and V of this forward's rows instead of the cache
+    fixed: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """Makes the parts of a model: its weights, and the kernels that they are computed with."""
+    """A factory for the parts of a model, from its weights and kernels."""
 
     weights: Weights
     kernels: Kernels
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
-        """An RMSNorm over `size` elements."""
+        """Return an RMSNorm over `size` elements."""
         return RMSNorm(self.kernels, self.weights.tensor(f"{name}.weight", size), eps)
 
     def linear(self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int, *, bias: bool) -> Linear:
-        """Several projections of the same input as one matrix: its output rows lie in the order of `names`."""
+        """Return several projections of one input as one layer, with outputs in the order of `names`."""
         weight = self.columns(names, outs, n_in)
         if not bias:
             return self.kernels.linear(weight)
         return self.kernels.linear(weight, self.weights.vector(tuple(f"{name}.bias" for name in names), outs))
 
     def columns(self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int) -> Tensor:
-        """The weight of such a layer [sum(outs), n_in]. Under tensor parallelism each rank holds its share of rows."""
+        """Return the weight [sum(outs), n_in] of `linear`. A tensor-parallel rank holds its share of the rows."""
         return self.weights.matrix(tuple(f"{name}.weight" for name in names), outs, n_in)
 
     def whole(self, name: str, out: int, n_in: int, *, bias: bool) -> Linear:
-        """A projection that every rank computes whole: its results are needed by all, and it is small."""
+        """Return a projection that every rank computes whole, because it is small and all ranks need its results."""
         weight = self.weights.tensor(f"{name}.weight", out, n_in)
         return self.kernels.linear(weight, self.weights.tensor(f"{name}.bias", out) if bias else None)
 
     def summed(self, name: str, out: int, n_in: int, *, bias: bool) -> Linear:
-        """A projection back to the residual stream, whose input features were made by `linear` layers.
-
-        Under tensor parallelism each rank holds its share of the input features, and the results are summed.
-        """
+        """Return a projection to the residual stream. Tensor-parallel ranks divide its inputs and sum the results."""
         return self.linear((name,), (out,), n_in, bias=bias)
 
     def head(self, embed: Tensor, *, tied: bool) -> Linear:
-        """The projection to the vocabulary: by the embedding [vocab, n_in] itself if `tied`, else by `lm_head`."""
+        """Return the projection to the vocabulary: the embedding [vocab, n_in] if `tied`, else `lm_head`."""
         return self.kernels.linear(embed if tied else self.weights.tensor("lm_head.weight", *embed.shape))
 
 
@@ -100,14 +95,14 @@ class RMSNorm:
         return self.kernels.rms_norm(x, self.weight, self.eps, out)
 
     def after_adding(self, delta: Tensor | None, x: Tensor, out: Tensor) -> Tensor:
-        """Add delta to x in place (None: nothing to add), and the norm of the sum."""
+        """Add `delta`, unless it is None, to x in place, and return the norm of the sum."""
         if delta is None:
             return self(x, out)
         return self.kernels.add_rms_norm(x, delta, self.weight, self.eps, out)
 
 
 class SelfAttention:
-    """Projects, rotates, writes K and V to the cache, attends, projects back."""
+    """Self-attention: project, rotate, write K and V to the cache, attend, project back."""
 
     def __init__(self, config: ModelConfig, parts: Parts, name: str, window: int | None) -> None:
         self.window = window
@@ -149,10 +144,9 @@ class MLP:
 
 
 class Variant(NamedTuple):
-    """What the layers of an architecture are made of, where it is not Llama's.
+    """The layer factories in which an architecture differs from Llama.
 
-    `attention` takes a config, parts, the name of its tensors and its window; `feed_forward` the last two as the name
-    and the index of its layer.
+    `attention` takes (config, parts, name prefix, window), `feed_forward` (config, parts, name prefix, layer index).
     """
 
     attention: Callable[[ModelConfig, Parts, str, int | None], Callable[[Tensor, Step, Tensor, Tensor], Tensor]]
@@ -160,7 +154,7 @@ class Variant(NamedTuple):
 
 
 def dense(config: ModelConfig, parts: Parts, layer: str, index: int) -> MLP:
-    """The same feed-forward network in all layers."""
+    """Return the feed-forward network of a dense model, the same kind in all layers."""
     del index
     return MLP(config, parts, f"{layer}.mlp", config.intermediate_size)
 
@@ -169,7 +163,7 @@ LLAMA = Variant(SelfAttention, dense)
 
 
 class Layer:
-    """One pre-norm block: adds what the last one left to the residual stream, and leaves what is to be added next."""
+    """One pre-norm block. It adds the previous block's delta to the residual stream and returns the next delta."""
 
     def __init__(self, config: ModelConfig, parts: Parts, variant: Variant, index: int, name: str = "") -> None:
         name = name or f"model.layers.{index}"
@@ -185,14 +179,14 @@ class Layer:
 
 
 class Llama:
-    """Token ids in, logits out."""
+    """The whole model: token ids in, logits out."""
 
     def __init__(self, config: ModelConfig, parts: Parts, variant: Variant = LLAMA) -> None:
         self.config, self.kernels, weights = config, parts.kernels, parts.weights
         self.embed = weights.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.layers = [Layer(config, parts, variant, index) for index in range(config.layers)]
         self.norm = parts.norm("model.norm", config.hidden_size, config.norm_eps)
-        # A tied checkpoint that carries a head all the same means it: transformers then does not tie either.
+        # A head in a tied checkpoint takes precedence, as in transformers.
         tied = config.tied and "lm_head.weight" not in weights.checkpoint
         self.head = parts.head(self.embed, tied=tied)
         self.rotary = Rotary(config.rope, weights.dtype, weights.device)
@@ -200,10 +194,7 @@ class Llama:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVCache) -> Tensor:
-        """Logits of the batch's `logit_rows`, float32 [L, vocab]; K and V of all N tokens are in `kv` afterwards.
-
-        The logits are valid until the next forward, which writes its own to the same place.
-        """
+        """Write K and V to `kv`. Returns logits of `logit_rows`, float32 [L, vocab], valid until the next forward."""
         self.kernels.begin(batch)
         step = self._step(batch, kv.layout.block_size)
         x = self.scratch.take("x", len(batch.token_ids), self.config.hidden_size)
@@ -211,14 +202,14 @@ class Llama:
         delta = None
         for number, (layer, keys, values) in enumerate(zip(self.layers, kv.k, kv.v, strict=True)):
             delta = layer(x, delta, step, keys, values)
-            if batch.on_layer is not None:  # with ranks: the sums of this layer prove that all have written theirs
+            if batch.on_layer is not None:  # the sums of this layer prove that all ranks have written their K and V
                 batch.on_layer(number)
             if batch.thinking is not None:
                 self._exchange(batch.thinking, number + 1, x, delta)
         return self._logits(x if delta is None else x.add_(delta), batch.logit_rows)
 
     def _exchange(self, thinking: Injection, number: int, x: Tensor, delta: Tensor) -> None:
-        """Layer `number`, from 1, is done: its output is x + delta."""
+        """Exchange states and hidden rows after layer `number`, counted from 1. The layer's output is x + delta."""
         assert self.config.thinking is not None
         if number == self.config.thinking.input_layer:
             x.add_(thinking.states)

@@ -1,4 +1,4 @@
-"""From a model folder to a backend that the engine can run."""
+"""Loading of a model folder into a backend for the engine."""
 
 from __future__ import annotations
 
@@ -52,39 +52,39 @@ class TransformerBackend:
         return self.model.forward(batch, kv)
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
-        """Its kernels."""
+        """Return the facts of its kernels."""
         return self.model.kernels.facts(rows)
 
     def steady_rows(self) -> int:
-        """As its kernels say; routing to experts and latent attention have products that are not theirs."""
+        """Return the limit of its kernels, or 0 if experts or latent attention use other products."""
         config = self.model.config
         if config.experts is not None or config.latent is not None:
             return 0
         return self.model.kernels.steady_rows([config.head_dim])
 
     def make_cache(self, total_blocks: int) -> KVCache:
-        """A cache of this layout."""
+        """Return a new cache of this layout."""
         return KVCache(self.layout, total_blocks, self.device, copy=block_copy(self.model.kernels))
 
     def check(self) -> None:
-        """One process computes all: nothing is lost while it lives."""
+        """Do nothing, because there is no other process that could end."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing, because there is no other process to end."""
 
 
 class Split(Protocol):
-    """What one rank of several computes of a model (`baton.engine.tp`)."""
+    """The part of a model that one tensor-parallel rank computes (`baton.engine.tp`)."""
 
     @property
     def names_the_model(self) -> bool:
-        """Whether this rank makes the fingerprint, for which all weights are read, those of other ranks too."""
+        """Whether this rank computes the fingerprint, which reads all weights, including those of other ranks."""
 
     def config(self, whole: ModelConfig) -> ModelConfig:
-        """The sizes of the rank's part."""
+        """Return the sizes of the rank's part."""
 
     def parts(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> Parts:
-        """Makes the rank's parts of layers."""
+        """Return the factory for the rank's parts of layers."""
 
 
 def load_model(  # noqa: PLR0913  (all but one have a default)
@@ -101,11 +101,11 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
 ) -> TransformerBackend:
     """Load a Hugging Face checkpoint.
 
-    `dtype` is auto, float32 or bfloat16; auto is the checkpoint's own, and float32 for float16 checkpoints.
-    `max_model_len` None takes max_position_embeddings. `progress` is told how far the weights are. With `split`, it is
-    one rank's part of the model; layout and fingerprint are the whole's. `attention_splits` is for `choose_kernels`,
-    `thinking` for a model that thinks. Raises CheckpointError for a folder that cannot be served, naming the file, key
-    or tensor, and ConfigError for a `dtype` or `max_model_len` that does not fit.
+    `dtype` is auto, float32 or bfloat16; auto means the checkpoint's dtype, or float32 for float16 (`chosen_dtype`).
+    `max_model_len` None means max_position_embeddings. `split` loads one rank's part, with layout and fingerprint of
+    the whole model. `attention_splits` is passed to `choose_kernels`, `thinking` to the `Thinker` of a model that
+    thinks. Raises CheckpointError with the file, key or tensor if the folder cannot be served, and ConfigError if
+    `dtype` or `max_model_len` is invalid.
     """
     if dtype not in DTYPE_CHOICES:
         raise ConfigError(f"model.dtype must be one of {', '.join(DTYPE_CHOICES)}, got {dtype!r}")
@@ -154,7 +154,7 @@ def _thinker(config: ModelConfig, parts: Parts, model: Llama, mode: Mode, *, who
 
 
 def _nondeterminism(config: ModelConfig) -> str:
-    """Prompts of deterministic requests are thought about on their grid: its chunks are whole ones of the model's."""
+    """Return why determinism is unavailable, or "". The chunks of its grid must be whole chunks of a thinking model."""
     if config.thinking is None or SHORT % config.thinking.chunk_size == 0:
         return ""
     return f"chunks of {config.thinking.chunk_size} tokens do not divide those of the grid, {SHORT}"

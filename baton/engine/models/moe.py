@@ -1,12 +1,12 @@
-"""Mixture of experts: of many small networks, each token passes the few that a router picks for it.
+"""Mixture of experts: each token passes through the few networks that a router chooses for it.
 
-    scores = softmax(router(x))             DeepSeek-V3: sigmoid, and a learnt bias that counts for the choice alone
+    scores = softmax(router(x))             DeepSeek-V3: sigmoid, and a learnt bias used only for the choice
     chosen = top_k(scores)                  DeepSeek: among the experts of the best groups
     weights = scores[chosen]                divided by their sum or not, and scaled
-    y = sum of weights_e * expert_e(x)      DeepSeek adds a shared network that every token passes
+    y = sum of weights_e * expert_e(x)      DeepSeek adds a shared network that computes every token
 
-Rows are sorted by expert, so that each active expert computes all its rows at once. How many those are depends on the
-other rows: in a fixed forward an expert multiplies row by row, or, where the kernels cannot, all rows of the forward.
+Rows are sorted by expert, so that each active expert computes all its rows in one product of varying size. A fixed
+forward uses `Kernels.by_row` products instead; without them, each active expert computes all rows of the forward.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MIXTRAL = {GATE: "w1", UP: "w3", DOWN: "w2"}
 
 
 def feed_forward(config: ModelConfig, parts: Parts, layer: str, index: int) -> MLP | SparseMLP:
-    """The feed-forward network of layer `index`, whose tensors have names that begin with `layer`."""
+    """Return the feed-forward network of layer `index`. `layer` is the name prefix of its tensors."""
     if config.experts is None or not config.experts.sparse[index]:
         return MLP(config, parts, f"{layer}.mlp", config.intermediate_size)
     mixtral = f"{layer}.block_sparse_moe"
@@ -41,7 +41,7 @@ def feed_forward(config: ModelConfig, parts: Parts, layer: str, index: int) -> M
 
 
 class SparseMLP:
-    """Routes, computes the chosen experts, adds what the shared network says."""
+    """A layer of experts: route, compute the chosen experts, add the output of the shared network."""
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str) -> None:
         self.router = Router(config, experts, parts, f"{name}.gate")
@@ -56,12 +56,12 @@ class SparseMLP:
 
 
 class Router:
-    """Which experts a token goes to, and with what weights."""
+    """The choice of experts for each token, and their weights."""
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str) -> None:
         self.experts = experts
         shape = experts.count, config.hidden_size
-        # In the precision of transformers: a near tie should fall as it does there.
+        # The precision of transformers, so that near ties have the same winner.
         self.dtype = torch.float32 if experts.float32_router else parts.weights.dtype
         self.gate: Linear = (
             Float32Linear(parts.weights.float32(f"{name}.weight", *shape))
@@ -72,7 +72,7 @@ class Router:
         self.bias = parts.weights.float32(bias, experts.count) if experts.sigmoid else None
 
     def __call__(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """Weights float32 [N, per_token] and experts int64 [N, per_token] of the rows x [N, hidden]."""
+        """Return weights float32 [N, per_token] and experts int64 [N, per_token] for x [N, hidden]."""
         logits = self.gate(x, step.scratch.take("router", len(x), self.gate.width, self.dtype)).float()
         scores = logits.softmax(-1) if self.bias is None else logits.sigmoid()
         chosen = self._eligible(scores if self.bias is None else scores + self.bias).topk(self.experts.per_token)[1]
@@ -82,7 +82,7 @@ class Router:
         return weights * self.experts.scaling, chosen
 
     def _eligible(self, ranks: Tensor) -> Tensor:
-        """`ranks` [N, experts], -inf outside the best groups: by their best expert, with a bias by their best two."""
+        """Mask `ranks` [N, experts] outside the best groups, ranked by best expert, or sum of best two with a bias."""
         if self.experts.best_groups == self.experts.groups:
             return ranks
         grouped = ranks.view(len(ranks), self.experts.groups, -1)
@@ -94,7 +94,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Float32Linear:
-    """A `Linear` that computes in float32, whatever the model's dtype."""
+    """A `Linear` that computes in float32 for a model of any dtype."""
 
     weight: Tensor
 
@@ -114,7 +114,7 @@ class Expert(NamedTuple):
 
 
 class Experts:
-    """The experts' weights, stacked, and the products with them."""
+    """The stacked weights of all experts, and the products with them."""
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str) -> None:
         gate_up, down = _stacked(config, experts, parts, name)
@@ -124,7 +124,7 @@ class Experts:
         self.kernels, self.activation = parts.kernels, ACTIVATIONS[config.activation]
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor, step: Step) -> Tensor:
-        """Sum over `chosen` [N, k] of weights [N, k] times expert of x [N, hidden], in the order of `chosen`."""
+        """Return the weighted sum of the `chosen` experts [N, k] for x [N, hidden], summed in the order of `chosen`."""
         (rows, width), each, take = x.shape, chosen.shape[1], step.scratch.take
         if step.fixed and self.by_row is None:
             results = self._by_all_rows(x, chosen, step)
@@ -134,7 +134,7 @@ class Experts:
         return torch.sum(results.mul_(weights[..., None]), 1, out=take("routed", rows, width))
 
     def _by_own_rows(self, members: list[Expert], x: Tensor, chosen: Tensor, step: Step) -> Tensor:
-        """[N * k, hidden], each expert computing the rows that chose it."""
+        """Return results [N * k, hidden]. Each expert computes the rows that chose it."""
         (rows, width), each, take = x.shape, chosen.shape[1], step.scratch.take
         order = chosen.flatten().argsort(stable=True)  # pairs of a row and one of its experts
         pairs = torch.index_select(x, 0, order // each, out=take("pairs", rows * each, width))
@@ -145,7 +145,7 @@ class Experts:
         return take("expert_results", rows * each, width).index_copy_(0, order, pairs)
 
     def _by_all_rows(self, x: Tensor, chosen: Tensor, step: Step) -> Tensor:
-        """The same, each expert computing all rows in their places, so that its products have a constant shape."""
+        """Return the same. Each chosen expert computes all rows in place, so its products have a constant shape."""
         (rows, width), each, take = x.shape, chosen.shape[1], step.scratch.take
         results = take("expert_results", rows * each, width)
         for number, expert in enumerate(self.members):
@@ -157,14 +157,14 @@ class Experts:
         return results
 
     def _compute(self, expert: Expert, rows: Tensor, step: Step) -> None:
-        """Replace rows [n, hidden] by what an expert makes of them."""
+        """Replace rows [n, hidden] by the expert's output."""
         take, (gate_up, down) = step.scratch.take, expert
         both = gate_up(rows, take("expert_gate_up", len(rows), gate_up.width))
         down(self.kernels.gate(both, self.activation, take("expert_gated", len(rows), gate_up.width // 2)), rows)
 
 
 def _by_row(members: list[Expert], kernels: Kernels) -> list[Expert] | None:
-    """The same with products that do not know how many rows there are; None where the kernels have none."""
+    """Return the experts with `Kernels.by_row` products, or None if the kernels have none."""
     found = [
         Expert(gate_up, down)
         for each in members
@@ -174,9 +174,9 @@ def _by_row(members: list[Expert], kernels: Kernels) -> list[Expert] | None:
 
 
 def _stacked(config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str) -> tuple[Tensor, Tensor]:
-    """The weights [experts, 2 inner, hidden] and [experts, hidden, inner], in either layout of a checkpoint."""
+    """Read the weights [experts, 2 inner, hidden] and [experts, hidden, inner] from either checkpoint layout."""
     weights, (count, inner, hidden) = parts.weights, (experts.count, experts.inner, config.hidden_size)
-    if f"{name}.gate_up_proj" in weights.checkpoint:  # what transformers 5 writes without `save_original_format`
+    if f"{name}.gate_up_proj" in weights.checkpoint:  # written by transformers 5 without `save_original_format`
         gate_up = weights.tensor(f"{name}.gate_up_proj", count, 2 * inner, hidden)
         return gate_up, weights.tensor(f"{name}.down_proj", count, hidden, inner)
     spelt = MIXTRAL if f"{name}.0.w1.weight" in weights.checkpoint else {}

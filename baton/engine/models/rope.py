@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from baton.engine.models.json_fields import Fields
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-# Far wider than any sense: they keep an untrusted config away from overflow in float32.
+# Far beyond useful values. They protect float32 from overflow by an untrusted config.
 MIN_FACTOR, MAX_FACTOR, MAX_THETA = 1e-6, 1e6, 1e30
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Which rotation, and how far it goes. `limit` is the most positions for which it is right as it stands."""
+    """One kind of rotation and its parameters. `limit` is the largest number of positions for which it is valid."""
 
     kind: str
     theta: float
@@ -39,11 +39,11 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
     attention_factor: float = 1.0  # yarn: multiplies cos and sin
-    softmax_factor: float = 1.0  # multiplies the scores of latent attention, and of no other
+    softmax_factor: float = 1.0  # multiplies scores, in latent attention only
 
 
 def parse_rope(fields: Fields, max_positions: int, head_dim: int, default_theta: float = 10000.0) -> RopeConfig:
-    """From `rope_parameters` (transformers 5) or `rope_scaling` with a `rope_theta` beside it (before)."""
+    """Parse `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (before)."""
     rope = fields.section("rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters")
     kind = rope.text("rope_type", rope.text("type", "default"))
     if any(isinstance(value, dict) for value in rope.values.values()):
@@ -53,7 +53,7 @@ def parse_rope(fields: Fields, max_positions: int, head_dim: int, default_theta:
     for owner in (rope, fields):
         if owner.number("partial_rotary_factor", 1.0) != 1.0:
             raise owner.error("partial_rotary_factor", "other than 1 is not supported")
-    # Above 1, since yarn divides by its logarithm and no trained model is below.
+    # Above 1, because yarn divides by its logarithm and no trained model has less.
     theta = fields.number("rope_theta", default_theta, above=1.0, below=MAX_THETA)
     theta = rope.number("rope_theta", theta, above=1.0, below=MAX_THETA)
     if kind == "default":
@@ -66,13 +66,12 @@ def parse_rope(fields: Fields, max_positions: int, head_dim: int, default_theta:
 def _parse_scaled(rope: Fields, fields: Fields, plain: RopeConfig) -> RopeConfig:
     kind, theta, head_dim, max_positions = plain.kind, plain.theta, plain.head_dim, plain.limit
     if kind == "dynamic":
-        # Within the original length, dynamic scaling is no scaling. Beyond it, the frequencies depend on how long the
-        # sequence is by now, so keys that are cached already would have to be rotated again.
+        # No effect within the original length. Beyond it, a longer sequence would require cached keys to rotate again.
         return RopeConfig("dynamic", theta, head_dim, max_positions, _factor(rope, "factor"), max_positions)
     if kind == "linear":
         factor = _factor(rope, "factor")
         return RopeConfig("linear", theta, head_dim, max(max_positions, int(max_positions * factor)), factor)
-    # A key beside the others has priority over the one inside, as in transformers.
+    # The top-level key has priority over the nested one, as in transformers.
     original = rope.integer("original_max_position_embeddings", max_positions)
     original = fields.integer("original_max_position_embeddings", original)
     if kind == "llama3":
@@ -117,7 +116,7 @@ def _parse_yarn(rope: Fields, theta: float, head_dim: int, max_positions: int, o
 
 
 def _yarn_attention_factor(rope: Fields, factor: float) -> float:
-    """Given, or by the paper's formula; `mscale` and `mscale_all_dim` count only together."""
+    """Return the given factor, or the paper's formula. `mscale` and `mscale_all_dim` apply only together."""
     if rope.has("attention_factor"):
         return _factor(rope, "attention_factor")
     mscale = rope.number("mscale", 0.0, above=-MIN_FACTOR, below=MAX_FACTOR)
@@ -132,7 +131,7 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 def inverse_frequencies(rope: RopeConfig) -> Tensor:
-    """Radians per position of each pair of dimensions, float32 [head_dim / 2], on the CPU."""
+    """Return radians per position of each pair of dimensions, float32 [head_dim / 2], on the CPU."""
     exponents = torch.arange(0, rope.head_dim, 2, dtype=torch.float32) / rope.head_dim
     inv_freq = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
@@ -145,7 +144,7 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, inv_freq: Tensor) -> Tensor:
-    """Low frequencies divided by `factor`, high ones kept, those between interpolated."""
+    """Divide low frequencies by `factor`, keep high ones, and interpolate between."""
     wavelength = 2 * math.pi / inv_freq
     low, high = rope.low_freq_factor, rope.high_freq_factor
     smooth = (rope.original / wavelength - low) / (high - low)
@@ -167,12 +166,12 @@ def _yarn(rope: RopeConfig, pos_freqs: Tensor) -> Tensor:
 
 
 def _correction_dim(rope: RopeConfig, rotations: float) -> float:
-    """The dimension that turns `rotations` times within the original length."""
+    """Return the dimension that completes `rotations` rotations within the original length."""
     return (rope.head_dim * math.log(rope.original / (rotations * 2 * math.pi))) / (2 * math.log(rope.theta))
 
 
 class Rotary:
-    """Gives cos and sin of a forward's positions, computed in float32 and rounded to the model's dtype."""
+    """Cosines and sines of a forward's positions, computed in float32 and rounded to `dtype`."""
 
     def __init__(self, rope: RopeConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._inv_freq = inverse_frequencies(rope).to(device)
@@ -180,6 +179,6 @@ class Rotary:
         self._dtype = dtype
 
     def __call__(self, positions: Tensor) -> Rotation:
-        """The rotation of each row, for int64 positions [N]."""
+        """Return the rotation of each row, for int64 positions [N]."""
         angles = positions[:, None].float() * self._inv_freq
         return Rotation((angles.cos() * self._scale).to(self._dtype), (angles.sin() * self._scale).to(self._dtype))

@@ -1,9 +1,10 @@
 """The thinking block T and the compression block C of a model that thinks (Thinking States, arXiv 2602.08332).
 
     T:  [hidden rows of a chunk; embed(bos); embed(z_1); ...]  ->  layer  ->  norm  ->  own head  ->  z_1, z_2, ... eos
-    C:  [embed(z_1), ..., embed(eos), embed(pad), ...]         ->  layer  ->  its last rows: the state of the next chunk
+    C:  [embed(z_1), ..., embed(eos), embed(pad), ...]         ->  layer  ->  last rows = the state of the next chunk
 
-Both are a layer of the backbone's own form, with causal attention over their own few rows, from position 0 on.
+Both are one layer of the backbone's form. It attends causally to its own rows only, with positions from 0. States are
+computed in one shape, so that their bits depend on the thought alone.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
 
 Mode = Literal["auto", "fast", "sequential", "off"]
 KEPT_STATES = 1024
-# How many rows more a forward has for next to nothing, by device: `python benchmarks/thinking.py`; on a GPU a guess.
+# Extra rows that a forward computes at almost no cost, by device. Measured by benchmarks/thinking.py; cuda is a guess.
 CHEAP_ROWS = {"cpu": 16, "cuda": 256}
 
 
 class Block:
-    """One layer over some short sequences of one length, each for itself."""
+    """One layer over independent short sequences of equal length."""
 
     def __init__(self, config: ModelConfig, parts: Parts, name: str) -> None:
         self._layer = Layer(replace(config, windows=(None,)), parts, LLAMA, 0, name)
@@ -44,7 +45,7 @@ class Block:
         self._rotary = Rotary(config.rope, parts.weights.dtype, parts.weights.device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The layer's output for x [B, L, hidden], which is overwritten."""
+        """Return the layer's output for x [B, L, hidden], which is overwritten."""
         count, length, hidden = x.shape
         rows = count * length
         slots = torch.arange(rows, device=x.device)
@@ -56,7 +57,7 @@ class Block:
 
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> Tensor:
         count, length, kv_heads, head_dim = keys.shape
-        # The query heads that share a KV head become its heads: nothing is repeated in memory.
+        # (sequence, KV head) becomes the batch, its query heads become the heads, so K and V are not copied per head.
         shared = query.view(count, length, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4).flatten(0, 1)
         over = (count * kv_heads, shared.shape[1], length, head_dim)
         k, v = (each.transpose(1, 2).reshape(-1, 1, length, head_dim).expand(over) for each in (keys, values))
@@ -66,11 +67,7 @@ class Block:
 
 
 class Thinker:
-    """T and C of one model, used by one thread.
-
-    `fingerprint` names all that thoughts and states follow from. `mode` is how prompts are thought about: see
-    `baton.config.schema.ThinkingConfig`.
-    """
+    """T and C of one model, used by one thread. `mode` is `prefill` of `baton.config.schema.ThinkingConfig`."""
 
     def __init__(self, config: ModelConfig, parts: Parts, embed: Tensor, mode: Mode = "auto") -> None:
         assert config.thinking is not None
@@ -87,18 +84,18 @@ class Thinker:
         self.zeros = embed.new_zeros(self.config.chunk_size, self.hidden_size)
 
     def named(self, model: str) -> str:
-        """Take the fingerprint of the model that it is a part of; another one if nothing is thought."""
+        """Set and return the fingerprint of thoughts and states: the model's, or a derived one if thinking is off."""
         self.fingerprint = model if self.mode != "off" else fingerprint((model, "thinking off"))
         return self.fingerprint
 
     @torch.inference_mode()
     def first_tokens(self, hidden: Tensor) -> list[int]:
-        """The first token of the thought about each chunk, by its hidden rows [B, chunk_size, hidden_size]."""
+        """Return the first token of each chunk's thought, from hidden rows [B, chunk_size, hidden_size]."""
         return self._next(hidden, [[]] * len(hidden))
 
     @torch.inference_mode()
     def think(self, hidden: Tensor, first: int) -> tuple[int, ...]:
-        """The tokens of the thought about one chunk [chunk_size, hidden_size], given the first; no end token."""
+        """Return the thought about one chunk [chunk_size, hidden_size] from its first token, without end token."""
         tokens, token = list[int](), first
         while token != self.config.eos:
             tokens.append(token)
@@ -109,9 +106,7 @@ class Thinker:
 
     @torch.inference_mode()
     def state(self, thought: tuple[int, ...]) -> Tensor:
-        """S of the chunk behind one that was thought so about: [chunk_size, hidden_size]. Always computed in one shape,
-        so its bits follow from the thought alone.
-        """
+        """Return the state of the next chunk: [chunk_size, hidden_size]."""
         if (found := self._states.get(thought)) is None:
             found = self._states[thought] = self._compressed(thought)
             if len(self._states) > KEPT_STATES:
@@ -127,7 +122,7 @@ class Thinker:
         return rows[0, -config.chunk_size :].clone()
 
     def _next(self, hidden: Tensor, written: Sequence[list[int]]) -> list[int]:
-        """What T writes next about each chunk, behind as many tokens."""
+        """Return the next token of each chunk's thought, after the tokens `written`, which are equally many."""
         ids = torch.tensor([[self.config.bos, *tokens] for tokens in written], device=hidden.device)
         rows = self._t(torch.cat((hidden, self._embed[ids]), 1))[:, -1].contiguous()
         normed = self._norm(rows, self._scratch.take("normed", *rows.shape))

@@ -1,4 +1,4 @@
-"""The weights of a model, read out of a checkpoint straight into their final place: there is no second copy."""
+"""The weights of a model, read from a checkpoint directly into their final memory, without a second copy."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ if TYPE_CHECKING:
 
     from baton.engine.models.checkpoint import Checkpoint
 
-PIECE = 8 * 2**20  # elements: a copy that needs a temporary one (another dtype on another device) needs it so large
+PIECE = 8 * 2**20  # elements per copy; limits the temporary that a copy to another dtype on another device needs
 
 
 class Weights:
-    """Takes tensors out of a checkpoint, in the dtype and on the device of the model.
-
-    All methods raise CheckpointError for a tensor that is missing or has another shape.
-    """
+    """Tensors of a checkpoint in the model's dtype, on its device. All methods raise like `Checkpoint.take`."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         self.checkpoint = checkpoint
@@ -31,33 +28,30 @@ class Weights:
         self._arena = Arena()
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """One tensor of this shape."""
+        """Return one tensor of this shape."""
         place = self._place(shape)
         self._fill(place, name)
         return place
 
     def matrix(self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int) -> Tensor:
-        """The tensors `names`, [outs[i], n_in] each, stacked in this order: [sum(outs), n_in].
-
-        So several projections of one input are one; each is read straight into its rows.
-        """
+        """Return tensors [outs[i], n_in] as one [sum(outs), n_in], so that projections of one input are one product."""
         return self._stacked(names, outs, (n_in,))
 
     def stack(self, names: Sequence[tuple[str, ...]], outs: tuple[int, ...], n_in: int) -> Tensor:
-        """A `matrix` of each entry of `names` as one tensor: [len(names), sum(outs), n_in]."""
+        """Return a `matrix` for each entry of `names` as one tensor: [len(names), sum(outs), n_in]."""
         place = self._place((len(names), sum(outs), n_in))
         for matrix, parts in zip(place, names, strict=True):
             self._fill_parts(matrix, parts, outs)
         return place
 
     def float32(self, name: str, *shape: int) -> Tensor:
-        """One tensor of this shape in float32, whatever the model's dtype."""
+        """Return one tensor of this shape in float32."""
         place = torch.empty(shape, dtype=torch.float32, device=self.device)
         self._fill(place, name)
         return place
 
     def vector(self, names: tuple[str, ...], outs: tuple[int, ...]) -> Tensor:
-        """The same for biases: [sum(outs)]."""
+        """Return the biases `names` as one vector [sum(outs)], like `matrix`."""
         return self._stacked(names, outs, ())
 
     def _stacked(self, names: tuple[str, ...], outs: tuple[int, ...], rest: tuple[int, ...]) -> Tensor:

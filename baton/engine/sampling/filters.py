@@ -1,8 +1,8 @@
-"""Which tokens a draw may take: min-p, then top-k, then top-p, of equal tokens at the edge those with the lowest ids.
+"""Filters of a draw: min-p, then top-k, then top-p. Among equal tokens at the edge, the lowest ids pass.
 
-Nothing here needs the ids in order of their logits, only the logits themselves: they give the value at the edge. And
-mostly not even all of those. `leaders` takes the groups of columns with the highest peaks, a few thousand columns,
-and `kept` says of each row whether what it found there is for certain what all columns would have given.
+Filters need only the logits, not their ids in order, because logits give the value at the edge. Mostly a few thousand
+columns suffice: `leaders` takes the groups of columns with the highest peaks. For each row, `kept_leaders` returns
+whether its result is certainly that of all columns.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from baton.core import Sampling
 
 NEVER = float("-inf")
-LANES = 8  # columns of a group; column = lane * groups + group, which is quick to reduce
-GROUPS = 256  # that `leaders` takes
+LANES = 8  # columns of a group; column = lane * groups + group, which is fast to reduce
+GROUPS = 256  # taken by `leaders`
 SLACK = 4e-6  # bounds the relative error of `mass`: exponentials and their sum in float32
-_OFF = 2**31  # as top-k
+_OFF = 2**31  # top-k if it is off
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Limits:
-    """The filters of some rows, each `[rows, 1]`. Switched off, a filter lets everything through."""
+    """Filter parameters of some rows, each `[rows, 1]`. A filter that is off passes everything."""
 
-    floor: Tensor  # float32, of logits whose best is 0: log of min-p
+    floor: Tensor  # float32: log of min-p, for logits with maximum 0
     top_k: Tensor  # int64
     top_p: Tensor  # float64
     bounded: Tensor  # bool: has min-p or top-k
@@ -41,7 +41,7 @@ class Limits:
 
     @staticmethod
     def of(samplings: Sequence[Sampling], vocab: int, device: torch.device) -> Limits:
-        """The limits of these rows, in this order."""
+        """Create the limits of these rows, in this order."""
         ks = [s.top_k if 0 < s.top_k < vocab else _OFF for s in samplings]
         ps = [s.top_p if s.top_p < 1 else float("inf") for s in samplings]
         bounded = [s.min_p > 0 or k < _OFF for s, k in zip(samplings, ks, strict=True)]
@@ -55,7 +55,7 @@ class Limits:
         )
 
     def part(self, rows: slice) -> Limits:
-        """The limits of some of these rows."""
+        """Return the limits of some of these rows."""
         return replace(
             self, floor=self.floor[rows], top_k=self.top_k[rows], top_p=self.top_p[rows], bounded=self.bounded[rows]
         )
@@ -70,7 +70,7 @@ class Leaders(NamedTuple):
 
 
 def leaders(x: Tensor, count: int = GROUPS) -> Leaders:
-    """The `count` groups of columns of `x` `[rows, n]` with the highest peaks. Padding has columns from n on."""
+    """Return the `count` groups of columns of `x` `[rows, n]` with the highest peaks. Padding has columns from n on."""
     x = pad(x, (0, -x.shape[-1] % LANES), value=NEVER) if x.shape[-1] % LANES else x
     lanes = x.view(len(x), LANES, -1)
     groups = lanes.shape[-1]
@@ -84,27 +84,27 @@ def leaders(x: Tensor, count: int = GROUPS) -> Leaders:
 
 
 def _partition(x: Tensor, count: int) -> Tensor:
-    """Columns of each row, the `count` best of them last, and right before those the next best."""
+    """Return the columns of each row, ending with the next best one and the `count` best."""
     if x.device.type == "cpu":
         return torch.from_numpy(np.argpartition(x.numpy(), x.shape[-1] - count - 1, axis=-1))
     return x.topk(count + 1, dim=-1).indices.flip(-1)
 
 
 def mass(scaled: Tensor) -> Tensor:
-    """Sum of the exponentials of each row: float64 `[rows, 1]`, to a relative error of SLACK / 2."""
+    """Return the sum of each row's exponentials: float64 `[rows, 1]`, to a relative error of SLACK / 2."""
     powers = torch.from_numpy(np.exp(scaled.numpy())) if scaled.device.type == "cpu" else scaled.exp()
     return powers.sum(dim=-1, keepdim=True).double()
 
 
 def descending(x: Tensor) -> Tensor:
-    """The values of each row, best first."""
-    if x.device.type == "cpu":  # numpy's sort is vectorised: 30 times as fast
+    """Return the values of each row, best first."""
+    if x.device.type == "cpu":  # numpy's sort is vectorised and 30 times as fast
         return torch.from_numpy(np.sort(x.numpy(), axis=-1)).flip(-1)
     return x.sort(dim=-1, descending=True).values
 
 
 def kept(scaled: Tensor, limits: Limits) -> Tensor:
-    """Which of all columns of `scaled` `[rows, vocab]`, best at 0, pass the limits: bool, the same shape."""
+    """Return which columns of `scaled` `[rows, vocab]`, with maximum 0, pass the limits: bool, the same shape."""
     ranked = descending(scaled)
     size = _first(ranked, limits)
     if limits.has_top_p:
@@ -114,18 +114,17 @@ def kept(scaled: Tensor, limits: Limits) -> Tensor:
 
 
 def kept_leaders(found: Leaders, limits: Limits, total: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`kept` for the columns in `found`, and for each row, bool `[rows]`, whether that is all and surely right.
-
-    `total` is the `mass` of all columns; None will do without top-p.
+    """Return `kept` for the columns in `found`, and bool `[rows]`: whether that is complete and certainly right.
+    `total` is the `mass` of all columns, needed only for top-p.
     """
     ranked = descending(found.values)
     size = _first(ranked, limits)
     last = ranked.gather(-1, limits.top_k.clamp(max=ranked.shape[-1]) - 1)
     last = last.masked_fill_(limits.top_k > ranked.shape[-1], NEVER).maximum(limits.floor)
-    sure = last > found.bound  # what min-p and top-k let through is all here
+    sure = last > found.bound  # all that passes min-p and top-k is here
     if limits.has_top_p and total is not None:
         shares, before = _shares(ranked, size)
-        # Shares are of what is inside here. Where neither min-p nor top-k bounds that, top-p is of all columns.
+        # Shares are relative to those that passed. If neither min-p nor top-k is on, top-p is relative to all columns.
         goal = torch.where(limits.bounded, limits.top_p, limits.top_p * shares[:, :1] * total)
         low, high = _count(before < goal * (1 - SLACK), size), _count(before < goal * (1 + SLACK), size)
         size = low
@@ -134,13 +133,13 @@ def kept_leaders(found: Leaders, limits: Limits, total: Tensor | None) -> tuple[
 
 
 def _first(ranked: Tensor, limits: Limits) -> Tensor:
-    """How many of the ranked values min-p and top-k let through, `[rows, 1]`; at least one, if only for NaN."""
+    """Return how many ranked values pass min-p and top-k, `[rows, 1]`; at least one, even if it is NaN."""
     size = limits.top_k.clamp(max=ranked.shape[-1])
     return size.minimum(_count(ranked >= limits.floor, size)) if limits.has_floor else size
 
 
 def _shares(ranked: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities among the first `size` of each row, and their sum before each; float64."""
+    """Return the probabilities among the first `size` of each row, and their sum before each; float64."""
     outside = torch.arange(ranked.shape[-1], device=ranked.device) >= size
     shares = ranked.double().masked_fill_(outside, NEVER).softmax(dim=-1)
     return shares, shares.cumsum(dim=-1).sub_(shares)
@@ -151,11 +150,11 @@ def _count(passed: Tensor, size: Tensor) -> Tensor:
 
 
 def _best(values: Tensor, ranked: Tensor, size: Tensor) -> Tensor:
-    """The `size` best of each row of `values`, of equal ones the first."""
+    """Return a mask of the `size` best of each row of `values`; among equal ones, of the first."""
     edge = ranked.gather(-1, size - 1)
     reached = values >= edge
     if values.device.type == "cpu" and torch.equal(reached.sum(dim=-1, keepdim=True), size):
-        return reached  # the common case; elsewhere the question would cost more than the answer
+        return reached  # the common case; on other devices this test costs more than it saves
     at = values == edge
     places = size - (values > edge).sum(dim=-1, keepdim=True)
     return reached & (~at | (at.cumsum(dim=-1) <= places))

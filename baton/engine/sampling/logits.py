@@ -1,9 +1,5 @@
-"""What moves the logits of single tokens before a draw: penalties, logit bias, and the ban of end tokens.
-
-All of it is sparse: for each row the few tokens that are touched, laid end to end over the rows, so that a step
-gathers, computes and scatters once whatever the batch.
-
-What a constraint leaves of the logits of a step: of each row that has one, the tokens that may come next.
+"""Changes of single logits before a draw: penalties, bias and bans (`Adjustments`), and constraints (`Masks`).
+Adjustments are sparse: the affected tokens of all rows are concatenated, so a step gathers, computes and scatters once.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ FINITE = torch.finfo(torch.float32)
 
 
 class Seen:
-    """The distinct tokens of a prompt and its output, and how often each is in the output."""
+    """Distinct tokens of a prompt and its output, and the count of each in the output."""
 
     def __init__(self, prompt: Iterable[int]) -> None:
         self._places = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
@@ -37,7 +33,7 @@ class Seen:
         self._counts = np.zeros(len(self._ids), dtype=np.float32)
 
     def add(self, token_id: int) -> None:
-        """One more token of the output."""
+        """Count one more output token."""
         place = self._places.setdefault(token_id, len(self._places))
         if place == len(self._ids):
             room = np.zeros(place + 16, dtype=np.int64)
@@ -46,7 +42,7 @@ class Seen:
         self._counts[place] += 1
 
     def copy(self) -> Seen:
-        """Another one that goes its own way from here."""
+        """Return an independent copy."""
         other = Seen(())
         other._places = dict(self._places)
         other._ids, other._counts = self._ids.copy(), self._counts.copy()
@@ -59,17 +55,17 @@ class Seen:
 
     @property
     def counts(self) -> Array:
-        """float32 [tokens]: times in the output."""
+        """float32 [tokens]: count in the output."""
         return self._counts[: len(self._places)]
 
 
 def has_penalties(sampling: Sampling) -> bool:
-    """Whether the tokens so far change the logits."""
+    """Return whether the tokens so far change the logits."""
     return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
 class Adjustments:
-    """The changes of one set of rows, applied step by step."""
+    """Adjustments of one set of rows, applied step by step."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._penalised = [(i, row.seen, row.sampling) for i, row in enumerate(rows) if row.seen is not None]
@@ -88,7 +84,7 @@ class Adjustments:
         self._barring = [(i, row) for i, row in enumerate(rows) if row.produced < row.sampling.min_tokens]
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Logits `[rows, vocab]` after penalties, then bias, then bans; a copy if any row asks for any of them."""
+        """Return logits `[rows, vocab]` after penalties, then bias, then bans; a copy if any row needs one of them."""
         self._barring = [(i, row) for i, row in self._barring if row.produced < row.sampling.min_tokens]
         if not (self._penalised or self._biases or self._barring):
             return logits
@@ -122,10 +118,7 @@ def _on(like: Tensor, array: Array) -> Tensor:
 
 
 class Masks:
-    """The constraints of one set of rows, applied step by step; false: none has one.
-
-    What a step needs is kept from one to the next: with a large vocabulary, fresh memory would cost more than the rest.
-    """
+    """Constraints of some rows, applied step by step; false if there are none. Buffers are reused, for speed."""
 
     def __init__(self, rows: Sequence[Row], logits: Tensor) -> None:
         self._guided = [(place, row.guide) for place, row in enumerate(rows) if row.guide is not None]
@@ -140,18 +133,18 @@ class Masks:
         return bool(self._guided)
 
     def apply(self, scores: Tensor, *, fresh: bool) -> Tensor:
-        """`scores` `[rows, vocab]` with NEVER for each token that may not come: in their place if they are `fresh`."""
+        """Return `scores` `[rows, vocab]` with NEVER for each disallowed token; in place if they are `fresh`."""
         for (_, guide), allowed in zip(self._guided, self._bits, strict=True):
             guide.fill(allowed[: guide.words])
         bits = torch.from_numpy(self._bits.view(np.uint8)).to(scores.device).int()
         added = embedding(bits, self._addends).flatten(1)[:, : scores.shape[-1]]
         masked = scores if fresh else self._scores.copy_(scores)
         for number, (place, _) in enumerate(self._guided):
-            masked[place] += added[number]  # unlike masked_fill_, as fast whatever the pattern
+            masked[place] += added[number]  # unlike masked_fill_, equally fast for every pattern
         return masked
 
 
 def _addends() -> Tensor:
-    """What each byte of a mask adds to its eight logits: float32 `[256, 8]`."""
+    """Return the addends of eight logits for each byte of a mask: float32 `[256, 8]`."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return torch.from_numpy(np.where(bits, 0.0, NEVER).astype(np.float32))

@@ -1,6 +1,4 @@
-"""Integer hashes, on Python ints and on tensors, with equal bits on every device: what must not depend on a batch is
-drawn from these.
-"""
+"""Integer hashes of Python ints and tensors, with equal bits on every device. Draws use them instead of a generator."""
 
 from __future__ import annotations
 
@@ -18,13 +16,13 @@ _MURMUR = ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1))
 
 
 def signed64(x: int) -> int:
-    """The int64 with the bits of the unsigned `x` (taken modulo 2^64)."""
+    """Return the int64 with the bits of the unsigned `x` (modulo 2^64)."""
     x &= _MASK64
     return x - (1 << 64) if x >> 63 else x
 
 
 def mix64(x: int) -> int:
-    """A bijection of 64-bit numbers whose output bits each depend on all input bits (splitmix64's finaliser)."""
+    """Return splitmix64's finaliser, a bijection: each output bit depends on all 64 input bits."""
     x &= _MASK64
     x = (x ^ (x >> 30)) * _MUL_A & _MASK64
     x = (x ^ (x >> 27)) * _MUL_B & _MASK64
@@ -32,8 +30,8 @@ def mix64(x: int) -> int:
 
 
 def mix64_tensor(x: Tensor) -> Tensor:
-    """`mix64` on each element of an int64 tensor, whose bits are read as unsigned."""
-    if x.device.type == "cpu":  # as below: numpy knows unsigned numbers
+    """Return `mix64` of each element of an int64 tensor, with its bits read as unsigned."""
+    if x.device.type == "cpu":
         return torch.from_numpy(_mix64_array(x.numpy().view(np.uint64)).view(np.int64))
     return _mix64_tensor(x)
 
@@ -54,17 +52,17 @@ def _mix64_tensor(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)  # torch shifts in copies of the sign
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # because torch shifts in copies of the sign
 
 
 def columns_hash(keys: Tensor, columns: Tensor) -> Tensor:
-    """31 hash bits for each (row, column): int32 `[rows, n]` from int32 `keys` `[rows, 2]`.
+    """Return 31 hash bits for each (row, column): int32 `[rows, n]` from int32 `keys` `[rows, 2]`.
 
-    `columns` int32 are `[n]` for all rows or `[rows, n]`. Two rounds of murmur3's finaliser over the column, one with
-    each half of the row's key: 32-bit integers, because vector units multiply those fast.
+    `columns` int32 are `[n]` for all rows, or `[rows, n]`. Two rounds of murmur3's finaliser hash the column, one with
+    each half of the key. Integers have 32 bits, because vector units multiply those fast.
     """
     x = columns * signed32(_GOLDEN32) ^ keys[:, :1]
-    if x.device.type == "cpu":  # numpy knows unsigned numbers: a third fewer operations
+    if x.device.type == "cpu":  # numpy has unsigned integers: a third fewer operations
         bits = x.numpy().view(np.uint32)
         spare = np.empty_like(bits)
         _mix32_array(bits, spare)
@@ -76,7 +74,7 @@ def columns_hash(keys: Tensor, columns: Tensor) -> Tensor:
 
 
 def signed32(x: int) -> int:
-    """The int32 with the bits of the unsigned `x` (taken modulo 2^32)."""
+    """Return the int32 with the bits of the unsigned `x` (modulo 2^32)."""
     x &= 0xFFFFFFFF
     return x - (1 << 32) if x >> 31 else x
 
@@ -88,7 +86,7 @@ def _mix32(x: Tensor) -> Tensor:
 
 
 def _mix32_array(x: np.ndarray[Any, np.dtype[np.uint32]], spare: np.ndarray[Any, np.dtype[np.uint32]]) -> None:
-    """Murmur3's finaliser in place."""
+    """Apply murmur3's finaliser in place."""
     for shift, factor in _MURMUR:
         np.right_shift(x, shift, out=spare)
         np.bitwise_xor(x, spare, out=x)

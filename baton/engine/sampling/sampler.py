@@ -1,13 +1,11 @@
-"""From logits to tokens, all rows of a step at once, each row as if it were alone.
+"""Sampler: draws tokens for all rows of a step together, each as if it were alone.
 
-Per row, in this order: repetition penalty (prompt and output), frequency and presence penalty (output), logit bias,
-ban of end tokens before `min_tokens`, ban of what a constraint does not allow; then greedy, or temperature, min-p,
-top-k, top-p and a draw. The draw is Gumbel-max with noise hashed from (seed, position in the sequence, column): there
-is no generator whose state could depend on other rows, and a sequence that goes on elsewhere goes on with the same
-noise.
+First come repetition penalty (prompt and output), frequency and presence penalty (output), logit bias, and bans: end
+tokens before `min_tokens`, then tokens that a constraint disallows. Then the choice is greedy, or temperature, min-p,
+top-k, top-p and a draw. The draw is Gumbel-max with noise hashed from (seed, position in the sequence, column). So no
+generator state depends on other rows, and a sequence that continues elsewhere gets the same noise.
 
-Ties go to the lowest token id, in the argmax as in the filters. Log-probabilities are those of the model: the
-log-softmax of the logits before all of the above.
+Ties go to the lowest token id, in argmax and filters. Log-probabilities are the log-softmax of the original logits.
 """
 
 from __future__ import annotations
@@ -31,18 +29,18 @@ if TYPE_CHECKING:
     from baton.structured_output import Guide
 
 NO_NUMBER, UNSURE = -1, -2  # in place of a token id
-CACHED_COLUMNS = 65536  # noise is made for so many columns at once: its temporaries stay in the cache
+CACHED_COLUMNS = 65536  # per part of the noise, so that its temporaries stay in the CPU cache
 
 
 class Sampled(NamedTuple):
-    """A drawn token; `token_id` None if none can be drawn: the best logit is not a finite number."""
+    """A drawn token. `token_id` is None if none can be drawn, because the best logit is not a finite number."""
 
     token_id: int | None
     logprobs: TokenLogprobs | None
 
 
 class Row:
-    """What the next draw of one sequence depends on beside the logits: its parameters and its tokens so far."""
+    """Inputs of a sequence's next draw besides the logits: its parameters, and its tokens so far."""
 
     def __init__(
         self,
@@ -61,7 +59,7 @@ class Row:
         self._noise_start = mix64((sampling.seed or 0) + GOLDEN64)
 
     def advance(self, token_id: int) -> None:
-        """The sequence has one more output token."""
+        """Record one more output token."""
         self.position += 1
         self.produced += 1
         if self.seen is not None:
@@ -70,14 +68,14 @@ class Row:
             self.guide.advance(token_id)
 
     def copy(self) -> Row:
-        """Another one that goes its own way from here."""
+        """Return an independent copy."""
         other = self.at(0)
         other.seen = None if self.seen is None else self.seen.copy()
         other.guide = None if self.guide is None else self.guide.copy()
         return other
 
     def at(self, ahead: int) -> Row:
-        """As it will be `ahead` tokens from now, where that follows from their number: without penalties and guide."""
+        """Return the row `ahead` tokens later. Only without penalties and guide, because it ignores which tokens."""
         other = copy(self)
         other.position += ahead
         other.produced += ahead
@@ -85,13 +83,13 @@ class Row:
 
     @property
     def noise_key(self) -> tuple[int, int]:
-        """Two int32 for the noise of the token at `position` of the sequence."""
+        """Two int32 that key the noise at `position` of the sequence."""
         key = mix64(self._noise_start + self.position * GOLDEN64)
         return signed32(key), signed32(key >> 32)
 
 
 class Sampler:
-    """Draws one token for each row of a step. What depends only on which rows those are is kept while they stay."""
+    """Draws one token for each row of a step. Data that depends only on the set of rows is kept with it."""
 
     def __init__(self) -> None:
         self._rows: list[Row] = []
@@ -99,7 +97,7 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: list[Row]) -> list[Sampled]:
-        """One token for each row of `logits` (float32 `[len(rows), vocab]`, left as it is)."""
+        """Draw one token for each row of `logits` (float32 `[len(rows), vocab]`, left unchanged)."""
         if self._plan is None or rows != self._rows:
             self._rows, self._plan = list(rows), _Plan(rows, logits)
         plan = self._plan
@@ -111,7 +109,7 @@ class Sampler:
         best, tokens = _best(scores)
         for group in plan.groups:
             tokens[group.index] = group.draw(scores, best)
-        # A NaN counts as the greatest number, so one that is anywhere in a row is found in `best`.
+        # NaN counts as the greatest number, so `best` has any NaN of its row.
         found = tokens.where(best.isfinite(), NO_NUMBER).tolist()
         if unsure := [i for i, token in enumerate(found) if token == UNSURE]:
             again = _Group(unsure, rows, logits)
@@ -123,7 +121,7 @@ class Sampler:
 
 
 class _Plan:
-    """The parameters of a set of rows: who asks for what, as tensors where the logits are."""
+    """Parameters of a set of rows, as tensors on the device of the logits."""
 
     def __init__(self, rows: Sequence[Row], logits: Tensor) -> None:
         self.adjustments = Adjustments(rows)
@@ -150,7 +148,7 @@ class _Group:
         self._limits = Limits.of(samplings, vocab, device) if _filters(samplings[0], vocab) else None
 
     def draw(self, scores: Tensor, best: Tensor) -> Tensor:
-        """Token ids, int64 `[group]`, from adjusted logits of all rows and the best of each; or UNSURE."""
+        """Return token ids, int64 `[group]`, from the adjusted logits of all rows and their best; or UNSURE."""
         if self._limits is None or scores.shape[-1] <= 2 * GROUPS * LANES:
             return self.draw_from_all(scores, best)
         scaled = self._scale(scores, best)
@@ -162,7 +160,7 @@ class _Group:
         return found.columns.gather(-1, place)[:, 0].long().where(sure, UNSURE)
 
     def draw_from_all(self, scores: Tensor, best: Tensor) -> Tensor:
-        """The same by the definition, looking at all columns of the vocabulary."""
+        """Return the same by definition, from all columns of the vocabulary."""
         scaled = self._scale(scores, best)
         keys, step = self._keys(scaled), max(1, CACHED_COLUMNS // scaled.shape[-1])
         parts = (slice(i, i + step) for i in range(0, len(scaled), step))
@@ -177,7 +175,7 @@ class _Group:
     def _scale(self, scores: Tensor, best: Tensor) -> Tensor:
         if not self._all:
             scores, best = scores.index_select(0, self.index), best.index_select(0, self.index)
-        # Minus the best first: a tiny temperature then gives 0 and -inf, never inf - inf.
+        # Subtract the best first, so that a tiny temperature gives 0 and -inf, never inf - inf.
         return (scores - best[:, None]).div_(self._temperature)
 
     def _keys(self, like: Tensor) -> Tensor:
@@ -185,10 +183,8 @@ class _Group:
 
 
 def gumbel(keys: Tensor, columns: Tensor) -> Tensor:
-    """Standard Gumbel noise, float32 `[rows, n]`, for int32 `keys` `[rows, 2]` and `columns` `[n]` or `[rows, n]`.
-
-    The winner has a small exponential variate, hence a small uniform one: floats are finest there, and 31 bits
-    suffice for any vocabulary.
+    """Return Gumbel noise, float32 `[rows, n]`, for int32 `keys` `[rows, 2]` and `columns` `[n]` or `[rows, n]`. A
+    winner has a small exponential, hence a small uniform variate. Floats are finest there, so 31 bits suffice.
     """
     uniform = columns_hash(keys, columns).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
@@ -199,7 +195,7 @@ def _filters(sampling: Sampling, vocab: int) -> bool:
 
 
 def _greedy(scores: Tensor) -> list[Sampled]:
-    """The best of each row and no more. In numpy: of a step's overhead, the calls are most."""
+    """Return the best token of each row. It uses numpy, because calls are most of a step's overhead."""
     array = scores.numpy()
     columns = array.argmax(axis=-1)
     finite = np.isfinite(array[np.arange(len(array)), columns])
@@ -209,10 +205,10 @@ def _greedy(scores: Tensor) -> list[Sampled]:
 
 
 def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The best value of each row and the lowest column that has it."""
+    """Return the best value of each row, and the lowest column that has it."""
     if scores.device.type != "cpu":
         return scores.max(dim=-1)
-    columns = torch.from_numpy(scores.numpy().argmax(axis=-1))  # vectorised, unlike torch's: ten times as fast
+    columns = torch.from_numpy(scores.numpy().argmax(axis=-1))  # vectorised and ten times as fast as torch's
     return scores.gather(-1, columns[:, None])[:, 0], columns
 
 

@@ -1,10 +1,8 @@
-"""Thinking about prompts: which states go into a forward, and which thoughts come out of it.
+"""Thinking about prompts: states go into a forward, and thoughts come out of it.
 
-A forward of many chunks assumes that nothing will be thought about those whose thoughts are not made yet. Afterwards
-the thinking block reads all whole chunks: up to the first about which something is thought, all is as it must be, and
-the sequence is computed so far; what was computed behind is computed again, with the state that follows from that
-thought. So a prompt takes one forward for each such thought and one more (Thinking States, algorithm 1), and the result
-is that of computing it chunk by chunk.
+A forward of many chunks assumes empty thoughts where none are made yet. Then the thinking block reads all whole chunks.
+All is right up to the first non-empty thought; the rest is computed again, with that thought's state. So a prompt takes
+one forward per such thought, and one more (Thinking States, algorithm 1). The result is as if chunks ran one by one.
 """
 
 from __future__ import annotations
@@ -31,14 +29,14 @@ if TYPE_CHECKING:
 
 
 class Thoughts:
-    """Of one engine. What is said of chunks is in `Thinking`; this reads and writes its tensors."""
+    """Thinking of one engine. It reads and writes the tensors of `Thinking`."""
 
     def __init__(self, thinker: Thinker, layout: KVLayout) -> None:
         self._thinker, self._dtype = thinker, DTYPES[layout.dtype]
         self._size, self._width = thinker.config.chunk_size, thinker.hidden_size
 
     def begin(self, spec: SequenceSpec) -> Thinking:
-        """Of a sequence that is computed from its first token on."""
+        """Return the progress of a sequence that is computed from its first token."""
         mode, prompt = self._thinker.mode, len(spec.prompt)
         if mode == "off":
             return Thinking(self._size, 0, ALL)
@@ -49,7 +47,7 @@ class Thoughts:
         return Thinking(self._size, until, shared, ahead, cheap if mode == "auto" else None)
 
     def adopt(self, spec: SequenceSpec, carried: ThinkingState | None) -> Thinking:
-        """Of a sequence whose KV, but for its last token, comes from elsewhere. ValueError names what is wrong."""
+        """Return progress with KV from elsewhere. Raises ValueError, naming the mismatch, if `carried` does not fit."""
         if carried is None:
             raise ValueError("the model thinks, and KV came without a thinking state")
         thinking, end = self.begin(spec), len(spec) - 1
@@ -71,7 +69,7 @@ class Thoughts:
         return thinking
 
     def state(self, sequence: Progress) -> ThinkingState:
-        """What the KV of its computed positions goes with."""
+        """Return the thinking state that belongs to the KV of the computed positions."""
         thinking = _of(sequence)
         chunk, offset = divmod(sequence.computed, self._size)
         rows = b"" if thinking.rows is None else _raw(thinking.rows)
@@ -81,7 +79,7 @@ class Thoughts:
     # --- into a forward ------------------------------------------------------------------------------------------
 
     def inject(self, work: Sequence[ScheduledSequence]) -> Injection:
-        """For the rows of an ordinary batch."""
+        """Return the injection for an ordinary batch."""
         states, wanted, at = list[torch.Tensor](), list[int](), 0
         for item in work:
             sequence, thinking = item.sequence, _of(item.sequence)
@@ -92,7 +90,7 @@ class Thoughts:
         return Injection(torch.cat(states), rows)
 
     def inject_fixed(self, windows: Sequence[VerifyWork], rows: int) -> Injection:
-        """For a forward of so many rows. On the grid all hidden rows are wanted, in one shape, while any is."""
+        """Return the injection for a forward of `rows` rows. On the grid it wants all hidden rows, or none."""
         states = [piece for w in windows for piece in self._states(_of(w.sequence), w.start, w.size)]
         missing = rows - sum(window.size for window in windows)
         states += [self._thinker.zeros.new_zeros(missing, self._width)] * (missing > 0)
@@ -101,7 +99,7 @@ class Thoughts:
         return Injection(torch.cat(states), torch.arange(rows, device=states[0].device) if thinks else None)
 
     def _states(self, thinking: Thinking, start: int, count: int) -> list[Tensor]:
-        """Rows for positions [start, start + count)."""
+        """Return state rows for positions [start, start + count)."""
         size, end, pieces = self._size, start + count, list[torch.Tensor]()
         while start < end and start // size <= thinking.last:
             stop = min(end, (start // size + 1) * size)
@@ -114,7 +112,7 @@ class Thoughts:
         return pieces
 
     def _state(self, thinking: Thinking, chunk: int) -> Tensor:
-        """S of a chunk, [chunk_size, hidden_size]."""
+        """Return the state of a chunk, [chunk_size, hidden_size]."""
         if thinking.carried is not None and thinking.carried[0] == chunk:
             return thinking.carried[1]
         if chunk == 0:
@@ -122,15 +120,13 @@ class Thoughts:
         return self._thinker.state(thinking.thoughts[chunk - 1] if chunk <= len(thinking.thoughts) else ())
 
     def _read(self, thinking: Thinking, start: int, count: int) -> int:
-        """How many of these positions, from the first on, are in chunks that are thought about."""
+        """Return how many of these positions, from the first on, are in chunks that are thought about."""
         return max(0, min(start + count, thinking.until * self._size) - start)
 
     # --- out of a forward ----------------------------------------------------------------------------------------
 
     def settle(self, work: Sequence[ScheduledSequence], injection: Injection) -> None:
-        """Think about the whole chunks that an ordinary batch has computed, and take back what it assumed wrongly: the
-        `count` of such work becomes smaller.
-        """
+        """Think about the whole chunks of an ordinary batch. Reduce the `count` of work with wrong assumptions."""
         if injection.hidden is None:
             return
         at, chunks = 0, list[torch.Tensor]()
@@ -149,7 +145,7 @@ class Thoughts:
             self._take(item, rows, [next(first) for _ in range(len(rows) // self._size)])
 
     def _take(self, item: ScheduledSequence, rows: Tensor, first: list[int]) -> None:
-        """`rows` are hidden ones from the beginning of the open chunk on; `first`: of the thoughts about whole ones."""
+        """Think about one sequence: hidden `rows` from the open chunk's start, first tokens of thoughts in `first`."""
         sequence, thinking = item.sequence, _of(item.sequence)
         begin = sequence.computed // self._size * self._size
         if stopped := self._think(thinking, rows, first):
@@ -161,9 +157,7 @@ class Thoughts:
         thinking.rows = left.clone() if len(left) and chunk < thinking.until else None
 
     def settle_fixed(self, window: VerifyWork, injection: Injection) -> bool:
-        """The same for a forward on the grid: whether it stays as it is, or is to be computed again. Its first rows
-        have the same bits then: they depend on what is before them alone.
-        """
+        """Think after a grid forward. Return False if it must run again; rows before the thought keep their bits."""
         if injection.hidden is None:
             return True
         thinking, end, begin = _of(window.sequence), window.start + window.count, window.start // self._size
@@ -173,7 +167,7 @@ class Thoughts:
         return not stopped or len(thinking.thoughts) * self._size >= end
 
     def _think(self, thinking: Thinking, rows: Tensor, first: list[int]) -> bool:
-        """Note what is thought about these chunks, up to the first about which something is: whether there is one."""
+        """Note thoughts about these chunks, up to the first non-empty one. Return whether there is one."""
         for number, token in enumerate(first):
             if token != self._thinker.config.eos:
                 chunk = rows[number * self._size : (number + 1) * self._size]

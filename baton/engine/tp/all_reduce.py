@@ -1,8 +1,8 @@
-"""How the parts of a sum get from rank to rank.
+"""The exchange of partial sums between ranks.
 
-Every rank writes its part where `place` says, then calls `swap`, which returns the parts of all ranks in their order.
-Ranks call in the same order with the same shapes. All of them then add up the same numbers in the same order, so a
-sum has the same bits on each rank, in each run, and with each kind of exchange.
+Every rank writes its part to `place`, then calls `swap`, which returns the parts of all ranks in rank order. All ranks
+make the same calls with the same shapes and add the same numbers in the same order. A sum thus has the same bits on
+each rank, in each run, and with each kind of exchange.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     Group = dist.ProcessGroupGloo | dist.ProcessGroupNCCL
 
-LINE = 64  # bytes: counters that different ranks write lie apart
+LINE = 64  # bytes; counters of different ranks are in different cache lines
 SPINS = 200
 FUTEX, FUTEX_WAIT, FUTEX_WAKE = 202, 0, 1  # x86-64
 ALL = 2**31 - 1
@@ -37,21 +37,21 @@ _SLICE = (ctypes.c_long * 2)(0, 50_000_000)  # seconds, nanoseconds
 
 
 class Exchange(Protocol):
-    """One rank's end. Used by one thread. `capacity` is the most elements of a part."""
+    """One rank's end of the exchange, used by one thread. `capacity` is the maximum size of a part in elements."""
 
     rank: int
     size: int
     capacity: int
 
     def place(self, rows: int, width: int) -> Tensor:
-        """Where this rank's part of the next swap goes: float32 [rows, width], contiguous."""
+        """Return the tensor for this rank's part of the next swap: float32 [rows, width], contiguous."""
 
     def swap(self) -> list[Tensor]:
-        """The parts of all ranks, good until the next swap. Raises RankLost."""
+        """Return the parts of all ranks, valid until the next swap. Raises RankLost."""
 
 
 class GroupExchange:
-    """Over a process group, gloo between CPUs or NCCL between GPUs. Raises RankLost after `timeout_s` of silence."""
+    """An exchange over gloo between CPUs or NCCL between GPUs. Raises RankLost after `timeout_s` of silence."""
 
     def __init__(self, group: Group, size: int, capacity: int, device: torch.device, timeout_s: float) -> None:
         self.rank, self.size, self.capacity = group.rank(), size, capacity
@@ -80,12 +80,11 @@ class GroupExchange:
 
 
 class SharedExchange:
-    """Over memory that all ranks have mapped: two places per rank in turn, and a counter of those that are full.
+    """An exchange over shared memory, with two alternating places and a counter per rank.
 
-    A rank writes place n, raises its counter to n, and waits until all counters are there. It may write to the same
-    memory again as place n + 2, for that comes after the wait for n + 1, which nobody passes on before it has summed n.
-    For x86-64 and Linux alone: it counts on stores that are seen in their order. `alive` is called while it waits, and
-    raises what it finds; after `timeout_s` it is RankLost.
+    A rank writes place n, raises its counter to n, and waits until all counters reach n. It sums n before it raises
+    its counter to n + 1. Place n + 2 follows the wait for n + 1 and can thus reuse the memory of n. Requires Linux on
+    x86-64, where stores become visible in order. `alive` is called while waiting; RankLost follows after `timeout_s`.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class SharedExchange:
 
     @staticmethod
     def nbytes(size: int, capacity: int) -> int:
-        """Of the memory that it needs."""
+        """Return the size of the shared memory in bytes."""
         return size * LINE + 2 * size * capacity * 4
 
     def place(self, rows: int, width: int) -> Tensor:
@@ -125,7 +124,7 @@ class SharedExchange:
         return self._views[key]
 
     def _wait_for(self, rank: int) -> None:
-        """Until that rank is as far as this one: look, let others run, look again; then sleep until it wakes us."""
+        """Wait until that rank's counter reaches this rank's: spin with yields first, then sleep on a futex."""
         index = rank * LINE // 8
         for _ in range(SPINS):
             if self._counters[index] >= self._count:
@@ -140,5 +139,5 @@ class SharedExchange:
 
 
 def _sleep_while(address: int, value: int) -> None:
-    """Sleep for a slice of time, or until woken, if the lower half of the counter still has this value."""
+    """Sleep for 50 ms or until woken, if the lower half of the counter still has this value."""
     _LIBC.syscall(FUTEX, ctypes.c_void_p(address), FUTEX_WAIT, ctypes.c_uint32(value & 0xFFFFFFFF), _SLICE)

@@ -1,4 +1,4 @@
-"""A model that several processes compute, as the engine on rank 0 sees it: one backend like any other."""
+"""The backend of a model that several processes compute, for the engine on rank 0."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from baton.engine.tp.kv_memory import KVMemory
 
 PART_ELEMENTS = 2**20
-HEAD_ROWS = 64  # so many rows of logits pass in one exchange
+HEAD_ROWS = 64  # rows of logits that fit in one exchange
 TIMEOUT_S = 30.0
 START_S = 600.0
 END_S = 2.0
 
 
 class ShardedBackend:
-    """Implements `baton.engine.model_backend.ModelBackend` with rank 0 in this process. Made by `load_sharded`.
+    """Implementation of `baton.engine.model_backend.ModelBackend` with rank 0 in this process, from `load_sharded`.
 
-    All errors of a forward or a new cache are RankLost: once one rank is elsewhere than the others, none can go on.
+    All errors of a forward or a new cache become RankLost, because ranks out of step cannot continue.
     """
 
     def __init__(
@@ -56,32 +56,33 @@ class ShardedBackend:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes of the ranks above 0."""
+        """Process ids of the ranks above 0."""
         return [process.pid for process in self._followers.processes]
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
-        """The kernels of one rank, which are those of all, and how many ranks there are."""
+        """Return the number of ranks and threads, and the facts of a rank, which are the same on all ranks."""
         return (f"{self._plan.size} ranks of {self._plan.threads} threads", *self._local.facts(rows))
 
     def steady_rows(self) -> int:
-        """What ranks exchange is cut by its size."""
+        """Return 0, because exchanges are cut by their size."""
         return 0
 
     def make_cache(self, total_blocks: int) -> KVCache:
-        """The cache for `forward`, on all ranks; the one before it must not be used any more. Raises RankLost."""
+        """Make the cache for `forward` on all ranks, and invalidate the previous one. Raises RankLost."""
         self._check_open()
         self._caches = None
         self._memory.prepare(total_blocks)
         try:
             self._ranks.tell(CACHE, [total_blocks])
             self._caches = self._memory.make(total_blocks)
-        except Exception as error:  # whatever it is, the other ranks may be in the middle of this
+        except Exception as error:
             raise self._lost(error) from error
         return self._caches[0]
 
     def forward(self, batch: Batch, kv: KVCache) -> torch.Tensor:
-        """As the backend of a whole model. When it returns, the K and V of all ranks are written: each rank has
-        written those of a layer before it gives its part of that layer's sums.
+        """Run a forward on all ranks. Raises RankLost, or ValueError for a cache other than the last one made.
+
+        On return, K and V of all ranks are written: each rank writes those of a layer before its part of the sums.
         """
         self._check_open()
         if self._caches is None or kv is not self._caches[0]:
@@ -89,16 +90,16 @@ class ShardedBackend:
         try:
             self._ranks.tell(STEP, lengths(batch), body(batch))
             return self._local.model.forward(batch, self._caches[1])
-        except Exception as error:  # whatever it is, the other ranks are in the middle of this forward
+        except Exception as error:  # any error, because the other ranks are in the middle of this forward
             raise self._lost(error) from error
 
     def check(self) -> None:
-        """Raises RankLost if one of the other ranks has ended."""
+        """Raise RankLost if another rank has ended."""
         if not self._closed:
             self._followers.check()
 
     def close(self) -> None:
-        """End the other ranks; when this returns none is left, and on GPUs no KV of theirs can be reached."""
+        """End the other ranks. On return all have ended, and their KV on GPUs is unmapped."""
         if self._closed:
             return
         try:
@@ -113,8 +114,9 @@ class ShardedBackend:
             raise RankLost("the ranks of this worker have ended")
 
     def _lost(self, error: Exception) -> RankLost:
-        """End the other ranks, since one failed. What rank 0 has open of their memory stays so until its process ends:
-        to close it is to wait for a GPU, which may wait for the rank that was lost.
+        """End the other ranks after a failure, and return its cause.
+
+        Their memory stays mapped until this process ends, because a GPU that waits for the lost rank blocks unmapping.
         """
         lost = self._followers.explain(error)
         self._end(0.0)
@@ -128,10 +130,10 @@ class ShardedBackend:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """How a model is spread over `size` ranks of `threads` each; None: what torch would take, divided by the ranks.
+    """Division of a model over `size` ranks of `threads` threads; None means torch's default divided by the ranks.
 
-    `key` is what the cluster file calls `size`. `shared_memory` says how ranks on a CPU exchange their parts: through
-    memory or over gloo; None: through memory where that works. A rank that is silent for `timeout_s` is lost.
+    `key` is the name of `size` in the cluster file. On a CPU, ranks exchange parts through shared memory or gloo;
+    `shared_memory` None means shared memory if the machine supports it. A rank is lost after `timeout_s` of silence.
     """
 
     size: int
@@ -152,9 +154,9 @@ def load_sharded(
     progress: Progress | None = None,
     attention_splits: Splits = "auto",
 ) -> ShardedBackend:
-    """Load a checkpoint onto ranks: this process and `size - 1` new ones, which die with the calling thread.
+    """Load a checkpoint onto ranks: this process and `size - 1` new ones, which are killed with the calling thread.
 
-    Raises as `load_model`, ConfigError naming `key` if the model does not divide, RankLost if a rank does not start.
+    Raises like `load_model`; ConfigError with `key` if the model cannot be divided; RankLost if a rank does not start.
     """
     size, config = ranking.size, read_config(Path(path))
     divided(config, size, ranking.key)
@@ -200,7 +202,7 @@ def _started(plan: TpLayout, progress: Progress | None) -> ShardedBackend:
 
 
 def _memory(nbytes: int) -> int:
-    """A descriptor of memory that has no name, and is gone with the last process that has it."""
+    """Return a descriptor of anonymous memory, freed with the last process that holds it."""
     descriptor = os.memfd_create("baton-ranks")
     os.ftruncate(descriptor, nbytes)
     return descriptor

@@ -1,7 +1,7 @@
-"""The process group of a worker's ranks: gloo for what rank 0 tells the others, and an exchange for the sums.
+"""The process group of a worker's ranks: gloo for messages from rank 0, and an exchange for the sums.
 
-Ranks find each other through a file in a folder that only this user can enter; gloo listens on the loopback alone.
-Rank 0 may be silent for days, so the others wait without a limit: they end with it (see `follower`).
+Ranks find each other through a file in a folder that only this user can enter. gloo listens on loopback only. Rank 0
+may be silent for days, so the others wait without a timeout; they are killed with it (see `rank_process`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     Group = dist.ProcessGroupGloo | dist.ProcessGroupNCCL
 
-FRAME = 2048  # numbers of a message that always travel; what is longer takes a second broadcast
+FRAME = 2048  # int64 numbers in the first broadcast of a message; a longer message takes a second one
 FOREVER = timedelta(days=365)
 LOOPBACK = "127.0.0.1"
 END, CACHE, STEP = range(3)
@@ -38,9 +38,9 @@ END, CACHE, STEP = range(3)
 
 @dataclass(frozen=True, slots=True)
 class TpLayout:
-    """What every rank is started with. `memory` and `kv` are descriptors of shared memory, -1 where there is none.
+    """The start parameters of every rank. `memory` and `kv` are descriptors of shared memory, or -1 for none.
 
-    `capacity` is the largest part of an exchange in elements, `timeout_s` how long a rank may be silent in a forward.
+    `capacity` is the largest part of an exchange in elements. `timeout_s` limits a rank's silence in a forward.
     """
 
     folder: str
@@ -67,13 +67,13 @@ class TpLayout:
         return cls(**json.loads(text))
 
     def device_of(self, rank: int) -> torch.device:
-        """The CPU, or the `rank`-th GPU from that of rank 0 on."""
+        """Return the CPU, or the GPU `rank` places after that of rank 0."""
         device = torch.device(self.device)
         return device if device.type == "cpu" else torch.device(device.type, (device.index or 0) + rank)
 
 
 class Message(NamedTuple):
-    """What rank 0 says: END, CACHE (numbers: the blocks) or STEP (a batch, see `messages`)."""
+    """A message from rank 0: END, CACHE with the number of blocks, or STEP with a batch (`rank_process.unpack`)."""
 
     kind: int
     numbers: list[int]
@@ -81,9 +81,9 @@ class Message(NamedTuple):
 
 
 class Ranks:
-    """The group as one rank has it. All ranks construct it at the same time; used by one thread.
+    """One rank's end of the group, used by one thread. All ranks construct theirs at the same time.
 
-    `alive` is called while waiting and raises RankLost if a rank has ended, on rank 0, which alone can know.
+    `alive` is called while waiting. On rank 0, which watches the others, it raises RankLost if a rank has ended.
     """
 
     def __init__(self, plan: TpLayout, rank: int, alive: Callable[[], None]) -> None:
@@ -98,7 +98,7 @@ class Ranks:
         self.exchange = self._exchange(plan, alive)
 
     def tell(self, kind: int, numbers: list[int], body: Tensor | None = None) -> None:
-        """To all others, on rank 0. `body` int64 [..], on the device. Raises RankLost."""
+        """Send a message to all other ranks, on rank 0. `body` is int64 [..] on the device. Raises RankLost."""
         body = torch.empty(0, dtype=torch.int64, device=self.device) if body is None else body
         said = torch.tensor([kind, len(numbers), len(body), *numbers])
         if self._data is self._control:
@@ -111,7 +111,7 @@ class Ranks:
             self._broadcast(self._data, body)
 
     def hear(self) -> Message:
-        """What rank 0 tells, on the others; good until the next. Raises RankLost."""
+        """Receive a message, on ranks above 0. It is valid until the next one. Raises RankLost."""
         self._broadcast(self._control, self._frame)
         kind, count, size = self._frame[:3].tolist()
         total = 3 + count + (size if self._data is self._control else 0)
@@ -126,7 +126,7 @@ class Ranks:
         return Message(kind, numbers, body)
 
     def told(self, own: bytes) -> list[bytes]:
-        """What each rank says, in their order; all say the same number of bytes at the same time. Raises RankLost."""
+        """Exchange equally many bytes between all ranks, and return them in rank order. Raises RankLost."""
         said = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         heard = [torch.empty_like(said) for _ in range(self.size)]
         options = AllgatherOptions()
@@ -154,7 +154,7 @@ def _wait(start: Callable[[], dist.Work]) -> None:
 
 
 def memory_is_ordered() -> bool:
-    """Whether `SharedExchange` works on this machine."""
+    """Return whether `SharedExchange` works on this machine."""
     return platform.system() == "Linux" and platform.machine() == "x86_64"
 
 
@@ -167,7 +167,7 @@ def _gloo(store: Store, rank: int, plan: TpLayout) -> Group:
 
 
 def _nccl(store: Store, rank: int, plan: TpLayout) -> Group:
-    """Not run yet: written where there were no two GPUs."""
+    """Create the NCCL group. Not run yet, for lack of two GPUs."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=plan.timeout_s)
     with torch.cuda.device(plan.device_of(rank)):

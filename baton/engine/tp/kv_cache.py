@@ -1,9 +1,9 @@
-"""The KV of all heads where each rank has a cache of its own: one `KVCache` to those who hand over.
+"""The KV of all heads over one cache per rank, as one `KVCache` for handoffs.
 
     gather     rank caches --index_select--> one temporary for each rank, on its device --strided copy--> wire
     scatter    wire --strided copy--> one temporary for each rank, on its device --index_copy--> rank caches
 
-On GPUs the copies run on the GPU of the rank, issued from this process. Never run on one: see `memory`.
+On GPUs this process issues the copies, and they run on the GPU of the rank. Never run on GPUs: see `kv_memory`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ if TYPE_CHECKING:
 
 
 def rank_layout(layout: KVLayout, size: int) -> KVLayout:
-    """What one of `size` ranks has of a cache. Raises ConfigError if they cannot hold its heads."""
+    """Return the layout of one of `size` ranks. Raises ConfigError if they cannot hold the heads."""
     return replace(layout, kv_heads=Heads(layout.kv_heads, size).per_rank)
 
 
 class ShardedCache(KVCache):
-    """All heads of `layout`, of which each of `ranks` holds its own (`heads`); `device` is that of rank 0.
+    """A cache of all heads of `layout` over the caches of `ranks`; `device` is that of rank 0.
 
-    Its own tensors have a shape and a type and lie nowhere (device "meta"): a model computes with the caches of its
-    ranks. Raises ValueError if those do not fit the layout.
+    Its own tensors are on device "meta": models compute with `ranks`. Raises ValueError if those do not fit `layout`.
     """
 
     def __init__(self, layout: KVLayout, ranks: Sequence[KVCache]) -> None:
@@ -53,8 +52,9 @@ class ShardedCache(KVCache):
         self._writes = tuple((each.receiver_rank, each.layers, each.heads) for each in writes)
 
     def mark(self) -> Mark | None:
-        """As of `KVCache`. What rank 0's stream was given until now waits for the other ranks where it needs them, so
-        what they have written for it is written when it comes here; reads on their devices then wait for it as well.
+        """See `KVCache`. Reads on the devices of all ranks wait for the current point of rank 0's stream.
+
+        That suffices, because rank 0's stream waits for the other ranks, so their writes precede this point.
         """
         if self.device.type == "cpu":
             return None
@@ -63,12 +63,12 @@ class ShardedCache(KVCache):
         return _Mark(event, tuple(dict.fromkeys(cache.device for cache in self.ranks)))
 
     def settle(self) -> None:
-        """As of `KVCache`, on the devices of all ranks."""
+        """See `KVCache`, on the devices of all ranks."""
         for cache in self.ranks:
             cache.settle()
 
     def gather(self, layers: range, blocks: Sequence[int], begin: int, end: int, out: Tensor) -> None:
-        """As of `KVCache`; each layer of a head comes from one rank."""
+        """See `KVCache`. Each layer of a head is read from one rank."""
         for cache, part, piece in self._pieces_of(self._reads, layers, end - begin, out):
             if piece.device == cache.device and piece.is_contiguous():
                 cache.gather(part, blocks, begin, end, _bytes(piece))
@@ -78,14 +78,14 @@ class ShardedCache(KVCache):
             piece.copy_(own)
 
     def scatter(self, layers: range, blocks: Sequence[int], begin: int, end: int, data: Tensor) -> None:
-        """The inverse of `gather`; each head goes to all ranks that hold it."""
+        """See `KVCache`. Each head is written to all ranks that hold it."""
         for cache, part, piece in self._pieces_of(self._writes, layers, end - begin, data):
             cache.scatter(part, blocks, begin, end, _bytes(piece.to(cache.device).contiguous()))
 
     def _pieces_of(
         self, plan: Plan, layers: range, tokens: int, data: Tensor
     ) -> Iterator[tuple[KVCache, range, Tensor]]:
-        """Of each rank that has to do with `layers`: its cache, its share of them, and the place of that in `data`."""
+        """Yield the cache of each rank involved in `layers`, its part of them, and the view of that part in `data`."""
         if layers and not 0 <= layers.start < layers.stop <= self.layout.layers:
             last = self.layout.layers - 1
             raise IndexError(f"layer out of range 0..{last}: {layers.start}..{layers.stop - 1}")
@@ -98,7 +98,7 @@ class ShardedCache(KVCache):
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """A point of one device's stream, for which the streams of all `devices` wait."""
+    """A point of one device's stream that the streams of all `devices` can wait for."""
 
     event: torch.cuda.Event
     devices: tuple[torch.device, ...]
@@ -109,5 +109,5 @@ class _Mark:
 
 
 def _bytes(piece: Tensor) -> Tensor:
-    """A contiguous tensor as the wire has it: uint8 [nbytes]."""
+    """Return a contiguous tensor in wire format: uint8 [nbytes]."""
     return piece.view(torch.uint8).view(-1)

@@ -1,15 +1,14 @@
-"""Where the KV of a worker's ranks lies, and how rank 0, which alone hands over, reaches all of it.
+"""The memory of a worker's KV, and access to all of it from rank 0, which alone makes handoffs.
 
-    CPU     one piece of shared memory with all heads; a rank sees its own, a view with strides
-    GPUs    a cache on each, of which rank 0 opens the others' by CUDA IPC on their own devices (`ShardedCache`)
+    CPU     one shared memory with all heads; each rank has a strided view of its own
+    GPUs    a cache per GPU; rank 0 opens those of the others by CUDA IPC on their devices (`ShardedCache`)
 
-On GPUs a rank frees its memory only when rank 0 cannot touch it any more, and what rank 0 says proves that: it closes
-what it has open before it says CACHE or END.
+On GPUs a rank frees its memory only after rank 0 has closed it, which precedes each CACHE or END message:
 
-    rank 0                  CACHE    allocate, tell handles    open   ...   close    CACHE or END
-    rank r  (free the last)          allocate, tell handles                          free
+    rank 0                  CACHE    allocate, send handles    open   ...   close    CACHE or END
+    rank r  (free the last)          allocate, send handles                          free
 
-Never run on GPUs, for lack of two; the order is tested with devices made of main memory. On a machine with two:
+Never run on GPUs, for lack of two. The order is tested with simulated devices in main memory. On a machine with two:
 `python -m pytest tests/unit/gpu/test_ranks.py`.
 """
 
@@ -42,33 +41,27 @@ if TYPE_CHECKING:
 
 
 class KVMemory(Protocol):
-    """One rank's end. Used by one thread."""
+    """One rank's end of the memory, used by one thread."""
 
     def prepare(self, total_blocks: int) -> None:
-        """On rank 0, before it says CACHE: let go of the cache before, and make room. Nobody may use that any more."""
+        """Free the previous cache, which must be unused, and reserve memory. Rank 0 calls it before it sends CACHE."""
 
     def make(self, total_blocks: int) -> tuple[KVCache, KVCache]:
-        """On all ranks after CACHE: the cache that the engine sees, and what this rank's model sees of it.
-
-        Both are finite everywhere. Raises RankLost.
-        """
+        """Return the engine's cache and this rank's, both finite. All ranks call it after CACHE. Raises RankLost."""
 
     def close(self) -> None:
-        """Let go of the cache: on rank 0 before it says END, on the others after that."""
+        """Free the cache: on rank 0 before it sends END, on the others after they receive it."""
 
 
 def kv_memory(plan: TpLayout, ranks: Ranks, layout: KVLayout, gpu_of: GpuOf | None = None) -> KVMemory:
-    """Made on all ranks. `layout` is that of the whole model. `gpu_of` is for tests.
-
-    Raises ConfigError where the memory of a GPU cannot be shared.
-    """
+    """Return a rank's memory for the `layout` of the whole model. Raises ConfigError if a GPU cannot share memory."""
     if plan.kv >= 0:
         return HostMemory(plan, ranks.rank, layout)
     return GpuMemory(plan, ranks, layout, gpu_of or (lambda rank: CudaDevice(plan.device_of(rank))))
 
 
 class HostMemory:
-    """Implements `KVMemory` on a CPU: the file `plan.kv`, as large as the largest cache yet."""
+    """Implementation of `KVMemory` on a CPU: the file `plan.kv`, as large as the largest cache so far."""
 
     def __init__(self, plan: TpLayout, rank: int, layout: KVLayout) -> None:
         self._file, self._layout, self._own = plan.kv, layout, rank_layout(layout, plan.size)
@@ -89,11 +82,11 @@ class HostMemory:
         return whole, KVCache(self._own, total_blocks, storage=heads)
 
     def close(self) -> None:
-        """The memory goes with the tensors over it."""
+        """Do nothing, because the memory is freed with its tensors."""
 
 
 class GpuMemory:
-    """Implements `KVMemory` on GPUs."""
+    """Implementation of `KVMemory` on GPUs."""
 
     def __init__(self, plan: TpLayout, ranks: Ranks, layout: KVLayout, gpu_of: GpuOf) -> None:
         self._ranks, self._layout, self._own = ranks, layout, rank_layout(layout, plan.size)
@@ -108,15 +101,15 @@ class GpuMemory:
         self.close()
 
     def make(self, total_blocks: int) -> tuple[KVCache, KVCache]:
-        """See `KVMemory`. If it fails, the ranks do not agree any more and must end; they free nothing before that."""
+        """See `KVMemory`. If it fails, the ranks are out of step and must end without freeing memory."""
         return self._all(total_blocks) if self._ranks.rank == 0 else self._one(total_blocks)
 
     def close(self) -> None:
-        """See `KVMemory`. Waits for what this process does with the memory."""
+        """See `KVMemory`. Waits until this process no longer uses the memory."""
         self._held.close()
 
     def _all(self, total_blocks: int) -> tuple[KVCache, KVCache]:
-        own = KVCache(self._own, total_blocks, self._devices[0])  # nobody else opens it
+        own = KVCache(self._own, total_blocks, self._devices[0])  # no other process opens it
         handles = self._ranks.told(bytes(HANDLE_BYTES))
         with ExitStack() as undo:
             caches = [own]
@@ -129,7 +122,7 @@ class GpuMemory:
         return whole, own
 
     def _one(self, total_blocks: int) -> tuple[KVCache, KVCache]:
-        self.close()  # of the cache before, which rank 0 has let go of before it said CACHE
+        self.close()  # frees the previous cache, which rank 0 closed before it sent CACHE
         rank = self._ranks.rank
         gpu = self._gpus[rank]
         address = gpu.allocate(total_blocks * self._own.block_bytes)
@@ -148,6 +141,6 @@ class GpuMemory:
 
 
 def tensors_in(memory: Tensor, layout: KVLayout, total_blocks: int) -> list[Tensor]:
-    """The tensors of a cache one after another in `memory`: uint8 [total_blocks * layout.block_bytes]."""
+    """Return the tensors of a cache as consecutive views of `memory`, uint8 [total_blocks * layout.block_bytes]."""
     shape = (len(layout.tensors), layout.layers, total_blocks, layout.block_size, layout.kv_heads, layout.head_dim)
     return list(memory[: math.prod(shape) * layout.itemsize].view(DTYPES[layout.dtype]).view(shape))

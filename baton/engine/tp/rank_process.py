@@ -1,18 +1,12 @@
-"""The process of a rank above 0: it loads its part of the model, and computes what rank 0 says until that ends.
+"""The process of a rank above 0, which loads its part of the model and computes the batches that rank 0 sends.
 
     python -m baton.engine.tp.rank_process PLAN RANK
 
-Rank 0 starts the others, and looks at them between steps. One that ends takes the worker with it, and nobody
-outlives rank 0: not even a frozen one, as the kernel kills them with it.
+Rank 0 starts the others and checks them between steps. The worker fails if one ends. No rank outlives rank 0, not even
+a frozen one, because the kernel kills them with it. Before each forward rank 0 sends the batch as int64, not pickled:
 
-A batch as numbers: what rank 0 tells the others before each forward.
-
-    lengths, on the host           N, B, W, L, fixed, query_lens, context_lens
-    body, where the batch lies     token_ids, positions, slot_mapping, logit_rows, query_starts, kv_lens, block_tables
-
-No pickle: sizes come first, and what is sent is one tensor of int64.
-
-A rank's part of a model.
+    lengths, on the host            N, B, W, L, fixed, query_lens, context_lens
+    body, on the batch's device     token_ids, positions, slot_mapping, logit_rows, query_starts, kv_lens, block_tables
 """
 
 from __future__ import annotations
@@ -50,20 +44,20 @@ if TYPE_CHECKING:
 
 
 def lengths(batch: Batch) -> list[int]:
-    """All that the host must know: 5 + 2 B numbers."""
+    """Return the sizes and lengths of a batch for the host: 5 + 2 B numbers."""
     rows, width = batch.block_tables.shape
     counts = [len(batch.token_ids), rows, width, len(batch.logit_rows), int(batch.fixed)]
     return [*counts, *batch.query_lens, *batch.context_lens]
 
 
 def body(batch: Batch) -> Tensor:
-    """The tensors, one after another, int64."""
+    """Return the tensors of a batch, concatenated as int64."""
     wide = (batch.token_ids, batch.positions, batch.slot_mapping, batch.logit_rows)
     return torch.cat((*wide, batch.query_starts.long(), batch.kv_lens.long(), batch.block_tables.long().flatten()))
 
 
 def unpack(numbers: list[int], tensors: Tensor) -> Batch:
-    """The batch of `lengths` and `body`; it keeps views of the body."""
+    """Return the batch of `lengths` and `body`, with views of the body."""
     tokens, rows, width, wanted, fixed = numbers[:5]
     sizes = [tokens, tokens, tokens, wanted, rows + 1, rows, rows * width]
     ids, positions, slots, logit_rows, starts, lens, tables = torch.split(tensors, sizes)
@@ -83,7 +77,7 @@ def unpack(numbers: list[int], tensors: Tensor) -> Batch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Split:
-    """Implements `baton.engine.models.loading.Split` for one rank."""
+    """Implementation of `baton.engine.models.loading.Split` for one rank."""
 
     plan: TpLayout
     ranks: Ranks
@@ -101,7 +95,7 @@ class Split:
 
 
 def load_rank(plan: TpLayout, ranks: Ranks, progress: Progress | None = None) -> TransformerBackend:
-    """The model of this rank. Its layout and fingerprint are those of the whole. Raises as `load_model`."""
+    """Load the part of this rank, with layout and fingerprint of the whole model. Raises like `load_model`."""
     return load_model(
         plan.folder,
         dtype=plan.dtype,
@@ -116,11 +110,11 @@ def load_rank(plan: TpLayout, ranks: Ranks, progress: Progress | None = None) ->
 
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.01
-GRACE_S = 0.5  # a broken connection is seen a little before the exit code of who broke it
+GRACE_S = 0.5  # a broken connection is noticed before the exit code of the process that broke it
 
 
 class Followers:
-    """The processes of ranks 1 and up. Started from a thread that lives as long as they shall: they die with it."""
+    """The processes of ranks 1 and up. They are killed when the thread that started them ends."""
 
     def __init__(self, plan: TpLayout) -> None:
         self._folder = Path(plan.store).parent
@@ -129,15 +123,15 @@ class Followers:
         self.processes = [_start([*command, str(rank)], shared) for rank in range(1, plan.size)]
 
     def check(self) -> None:
-        """Raises RankLost if one has ended."""
+        """Raise RankLost if a process has ended."""
         polled = [(process.poll(), rank, process.pid) for rank, process in enumerate(self.processes, 1)]
         ended = [(code, rank, pid) for code, rank, pid in polled if code is not None]
         if ended:
-            code, rank, pid = min(ended)  # by a signal (less than 0), before those that ended because of it
+            code, rank, pid = min(ended)  # ends by a signal (below 0) first, because the others follow from them
             raise RankLost(f"rank {rank} of this worker (process {pid}) {_ending(code)}")
 
     def wait(self, stage: str, timeout_s: float) -> None:
-        """Until all have reached a stage. Raises RankLost if one ends instead, or takes longer."""
+        """Wait until all have reached a stage. Raises RankLost if one ends instead or takes longer."""
         deadline = time.monotonic() + timeout_s
         for rank in range(1, len(self.processes) + 1):
             while not _mark(self._folder, stage, rank).exists():
@@ -147,7 +141,7 @@ class Followers:
                 time.sleep(POLL_S)
 
     def explain(self, error: Exception) -> RankLost:
-        """What went wrong, by who has ended if one has, else by `error`."""
+        """Return the cause of a failure: the process that ended, or else `error`."""
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline:
             try:
@@ -158,7 +152,7 @@ class Followers:
         return error if isinstance(error, RankLost) else RankLost(f"rank 0 failed: {type(error).__name__}: {error}")
 
     def close(self, patience_s: float) -> None:
-        """Wait for their end, and kill those that are still there after `patience_s`."""
+        """Wait until all have ended, and kill those still running after `patience_s`."""
         deadline = time.monotonic() + patience_s
         for process in self.processes:
             try:
@@ -169,7 +163,7 @@ class Followers:
 
 
 def _start(command: list[str], shared: list[int]) -> subprocess.Popen[bytes]:
-    """With stderr for all it says, and in a group of its own: Ctrl-C is for rank 0, which ends the others in order."""
+    """Start a rank with all output on stderr, and in its own process group, so that Ctrl-C reaches only rank 0."""
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=shared, process_group=0)
 
 
@@ -182,10 +176,10 @@ def _mark(folder: Path, stage: str, rank: int) -> Path:
 
 
 def follow(plan: TpLayout, rank: int, gpu_of: GpuOf | None = None) -> None:
-    """Compute what rank 0 says until it says END. Raises RankLost when the group breaks. `gpu_of` is for tests."""
+    """Process messages of rank 0 until END. Raises RankLost if the group breaks. `gpu_of` is for tests."""
     folder, device = Path(plan.store).parent, plan.device_of(rank)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # kernels are launched on the current one
+        torch.cuda.set_device(device)  # kernels are launched on the current device
     _mark(folder, "started", rank).touch()
     ranks = Ranks(plan, rank, alive=lambda: None)
     backend = load_rank(plan, ranks)
@@ -201,11 +195,11 @@ def follow(plan: TpLayout, rank: int, gpu_of: GpuOf | None = None) -> None:
 
 
 def main() -> int:
-    """The exit code."""
+    """Run the process of a rank, and return its exit code."""
     plan, rank = TpLayout.from_json(sys.argv[1]), int(sys.argv[2])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != plan.parent:
-        return 1  # it ended before we could ask
+        return 1  # rank 0 ended before prctl took effect
     torch.set_num_threads(plan.threads)
     configure_logging(process=f"rank-{rank}")
     try:
@@ -219,4 +213,4 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    os._exit(code)  # nothing is left to save, and torch takes its time to end
+    os._exit(code)  # there is nothing to save, and a normal exit of torch is slow

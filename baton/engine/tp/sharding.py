@@ -1,20 +1,15 @@
-"""What one rank of a model holds: its heads, its share of the feed-forward network, its part of the vocabulary.
+"""The division of a model and its KV among ranks.
 
     x W^T, rows divided        q, k, v, gate, up: each rank computes its own features
-    x W^T, columns divided     o, down: each rank has the features that it computed; the products are summed
-    head                       each rank has a range of the vocabulary; rank 0 puts the logits together
-    norms, embedding           whole on each rank: they cost little time, and dividing them would cost an exchange
+    x W^T, columns divided     o, down: each rank multiplies the features that it computed; the products are summed
+    head                       each rank has a range of the vocabulary; rank 0 joins the logits
+    norms, embedding           whole on each rank, because dividing them would cost an exchange and save little
+    8 KV heads, 4 ranks        0 1 | 2 3 | 4 5 | 6 7    shares: one rank holds each head
+    2 KV heads, 4 ranks          0 |   0 |   1 |   1    replicas: several ranks hold each head
 
-A sum is taken in the order of the ranks, element by element, in float32: it does not depend on where a row stands.
-
-Which rank of a worker holds which heads of its KV, and what moves between workers of different sizes. Pure.
-
-    8 heads, 4 ranks    0 1 | 2 3 | 4 5 | 6 7    shares: each head is with one rank
-    2 heads, 4 ranks      0 |   0 |   1 |   1    replicas: each rank has one head, and others have it too
-
-On the wire KV is whole, all heads of a position in their order, so a worker need know of its own ranks alone: the plan
-of one side is that between its ranks and a worker of one rank. Read from replicas, the layers of a head are divided
-among them; written, a head goes to all that hold it. Latent attention caches one head: all ranks hold it.
+Sums are taken in rank order, element by element, in float32, so they do not depend on a row's place. KV on the wire
+has all heads of a position in order, so each worker plans as if its peer had one rank. Replicas divide the layers of a
+head when it is read; a write goes to all of them. All ranks hold the one head of latent attention.
 """
 
 from __future__ import annotations
@@ -42,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How `size` ranks hold `kv_heads` heads. Raises ConfigError if they cannot: no rank may hold more than another."""
+    """Distribution of `kv_heads` heads over `size` ranks. Raises ConfigError if ranks would hold unequal numbers."""
 
     kv_heads: int
     size: int
@@ -56,28 +51,28 @@ class Heads:
 
     @property
     def per_rank(self) -> int:
-        """How many heads each rank holds."""
+        """Number of heads on each rank."""
         return max(1, self.kv_heads // self.size)
 
     @property
     def replicas(self) -> int:
-        """How many ranks hold the same heads."""
+        """Number of ranks that hold the same heads."""
         return max(1, self.size // self.kv_heads)
 
     def held(self, rank: int) -> range:
-        """The heads of this rank."""
+        """Return the heads of this rank."""
         first = rank * self.kv_heads // self.size
         return range(first, first + self.per_rank)
 
     def supplied(self, rank: int, layers: int) -> range:
-        """Those of `layers` layers of which this rank, and no other, supplies its heads when they are read."""
+        """Return the range, within `layers` layers, that this rank supplies for its heads when they are read."""
         turn = rank % self.replicas
         return range(layers * turn // self.replicas, layers * (turn + 1) // self.replicas)
 
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """(layers x heads) that move from one rank of the sender to one of the receiver."""
+    """Layers x heads that move from one rank of the sender to one rank of the receiver."""
 
     sender_rank: int
     receiver_rank: int
@@ -86,10 +81,7 @@ class Rectangle:
 
 
 def rectangles(layers: int, kv_heads: int, sender_size: int, receiver_size: int) -> tuple[Rectangle, ...]:
-    """All that moves between workers of these sizes, at most one rectangle for a pair of ranks; in the pairs' order.
-
-    Raises ConfigError for a size that cannot hold these heads.
-    """
+    """Return the transfers between two workers, at most one per pair of ranks, in pair order. Raises like `Heads`."""
     sender, receiver = Heads(kv_heads, sender_size), Heads(kv_heads, receiver_size)
     pairs = ((s, r) for s in range(sender_size) for r in range(receiver_size))
     found = (Rectangle(s, r, sender.supplied(s, layers), overlap(sender.held(s), receiver.held(r))) for s, r in pairs)
@@ -97,7 +89,7 @@ def rectangles(layers: int, kv_heads: int, sender_size: int, receiver_size: int)
 
 
 def overlap(a: range, b: range) -> range:
-    """What two ranges of step 1 have in common."""
+    """Return the intersection of two ranges of step 1."""
     return range(max(a.start, b.start), min(a.stop, b.stop))
 
 
@@ -105,10 +97,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def divided(config: ModelConfig, size: int, key: str) -> ModelConfig:
-    """The config that each of `size` ranks builds its model from.
-
-    Raises ConfigError naming `key`, its value and what it does not divide.
-    """
+    """Return the config of each of `size` ranks. Raises ConfigError with `key` and sizes that it does not divide."""
     if config.family not in FAMILIES:
         raise ConfigError(f"{key}: {size}: a model of the family {config.family} is not divided; {key}=1 serves it")
     parts = {
@@ -126,26 +115,26 @@ def divided(config: ModelConfig, size: int, key: str) -> ModelConfig:
 
 
 class ShardedWeights(Weights):
-    """`Weights` of which `matrix`, `vector` and `stack` are a rank's rows: `outs` are those of one rank."""
+    """`Weights` of one rank: `matrix`, `vector` and `stack` return its rows, and `outs` are its sizes."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, rank: int, size: int) -> None:
         super().__init__(checkpoint, dtype, device)
         self.rank, self.size = rank, size
 
     def columns(self, name: str, out: int, n_in: int) -> Tensor:
-        """The rank's `n_in` columns of a matrix with `size` times as many: [out, n_in]."""
+        """Return the rank's `n_in` columns of a matrix with `size` times as many: [out, n_in]."""
         place = self._place((out, n_in))
         self._fill_from(place, name, (out, n_in * self.size), 1, self.rank * n_in)
         return place
 
     def rows(self, name: str, shape: tuple[int, int], rows: range) -> Tensor:
-        """These rows of a matrix of this shape."""
+        """Return these rows of a matrix of this shape."""
         place = self._place((len(rows), shape[1]))
         self._fill_from(place, name, shape, 0, rows.start)
         return place
 
     def _fill_from(self, place: Tensor, name: str, whole: tuple[int, ...], dim: int, start: int) -> None:
-        """What begins at `start` of dimension `dim` of a tensor of shape `whole`: nothing else is read or copied."""
+        """Read only the slice from `start` in dimension `dim` of a tensor of shape `whole`."""
         stored = self.checkpoint.take(name, whole)
         self._copy(place, stored.narrow(dim, start, place.shape[dim]))
         self.checkpoint.release(stored)
@@ -178,7 +167,7 @@ class ShardedParts(Parts):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Summed:
-    """A `Linear` whose input features are divided among the ranks: their products are summed, on every rank."""
+    """A `Linear` with input features divided among ranks. Every rank sums the products."""
 
     part: Linear
     exchange: Exchange
@@ -197,10 +186,7 @@ class Summed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gathered:
-    """A `Linear` whose output features are divided: rank r has those from `ends[r]` to `ends[r + 1]`.
-
-    Only rank 0 gets the result: on the others `out` stays as it is.
-    """
+    """A `Linear` with output features `ends[r]` to `ends[r + 1]` on rank r. Only rank 0 writes the result to `out`."""
 
     part: Linear
     ends: list[int]
@@ -223,7 +209,7 @@ class Gathered:
 
 
 def _sum(first: Tensor, others: list[Tensor], out: Tensor) -> None:
-    """The sum in this order; all but the last addition in float32, rounded once."""
+    """Write the sum in this order to `out`, added in float32 and rounded once."""
     *between, last = others
     for part in between:
         first = first + part

@@ -1,8 +1,6 @@
-"""Baton, simulated: the production policy, admission and handoff states under a virtual clock.
+"""Discrete-event simulator: the production policy, admission, scheduler and handoff states under a virtual clock.
 
-simulate(Scenario, arrivals) -> Report
-
-scenario  what is simulated      steps     what a step costs
-report    what came of it        histogram percentiles in flat memory
-cluster   all of it together: kernel (time), router and life (a request), attempt, worker*, engine, blocks, links
+`cluster.simulate(Scenario, arrivals)` returns a `stats.Report`. Reading order: `scenario` and `step_cost` (inputs),
+`event_loop` (virtual time), `cluster` and `router` (requests), `worker`, `prefill`, `decode`, `engine`, `timing`,
+`block_pool`, `network` (workers), `stats` (results).
 """

@@ -1,7 +1,7 @@
-"""How fast the simulator is: `python -m baton.planner.sim --requests 1000000 --workers 1000`, on one core.
+"""Benchmark of the simulator on one core: `python -m baton.planner.sim --requests 1000000 --workers 1000`.
 
-A load that the cluster takes: a fifth of the workers prefill, the rest decode, Poisson arrivals, prompts of 512 tokens
-and answers of 128 on average. The last line of stdout is one JSON object.
+The cluster can carry the load: a fifth of the workers prefill, arrivals are Poisson, prompts have 512 tokens and
+answers 128 on average. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RATE = 8.0  # requests per second and worker
 
 
 def scale_scenario(workers: int, *, colocated: bool = False, seed: int = 0) -> Scenario:
-    """So many workers, with links and steps like those of a small model on GPUs."""
+    """Return a scenario with network and step costs like those of a small model on GPUs."""
     network = Network(token_bytes=131072)
     if colocated:
         pool = Pool(workers, _COST, kv_blocks=8000, max_running=256, max_batched_tokens=512)
@@ -37,7 +37,7 @@ def scale_scenario(workers: int, *, colocated: bool = False, seed: int = 0) -> S
 
 
 def scale_load(requests: int, rate: float, seed: int = 0) -> Iterator[Arrival]:
-    """Arrivals at so many per second."""
+    """Yield arrivals at `rate` per second."""
     draw, at_s = Random(seed), 0.0
     for _ in range(requests):
         at_s += draw.expovariate(rate)
@@ -45,7 +45,7 @@ def scale_load(requests: int, rate: float, seed: int = 0) -> Iterator[Arrival]:
 
 
 def main() -> None:
-    """See the module."""
+    """Simulate the load and print its report."""
     parser = argparse.ArgumentParser(
         prog="python -m baton.planner.sim", description=__doc__.splitlines()[0] if __doc__ else ""
     )

@@ -1,10 +1,8 @@
-"""The block pool of a simulated worker: the ledger of `baton.engine.block_pool` in numbers, without a list of blocks.
+"""Block pool of a simulated worker: the accounting of `baton.engine.block_pool` in counts, without a list of blocks.
 
-What a block holds has a name, as there, if other requests may have the same: then it is found as long as it is here.
-Other full blocks are kept when they are let go, too, and age beside those with names, but nobody finds them. So an
-allocation costs as much as it has names, and a worker as much memory as it has names, however many blocks there are.
-
-Names are numbers, and 0 is no name: `Names` makes them of the shared blocks of an arrival.
+Blocks with content that other requests may share have a block hash and are found while they are cached. Other full
+blocks stay and age in the same LRU order when they are freed, but are never found. Time and memory therefore grow with
+the number of hashes, not of blocks. Block hashes are integers made by `Names`; 0 means that a block has none.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ Listener = Callable[[Sequence[int], Sequence[int]], None]
 
 
 class Held(Allocation):
-    """So many blocks, of which the first are found by `names`; `full` of the others hold what nobody asks for."""
+    """An allocation of `count` blocks. The first ones are found by `names`; `full` others have content but no hash."""
 
     __slots__ = ("count", "full", "names")
 
@@ -38,7 +36,7 @@ class Held(Allocation):
         return self.count
 
     def publish(self, first: int, digests: Sequence[bytes]) -> None:
-        """See `Allocation.publish`. Names come before what has none."""
+        """See `Allocation.publish`. Blocks with hashes precede those without."""
         assert isinstance(self._pool, CountedPool)
         self._pool.publish(self, cast("Sequence[int]", digests))
 
@@ -49,27 +47,25 @@ class Held(Allocation):
         head.names, head.count, head.state = [], 0, BlockState.RELEASED
 
     def check_writable(self, first: int, end: int) -> None:
-        """Nobody writes here."""
+        """Do nothing: simulated blocks are never written."""
 
 
 class CountedPool(BlockPool):
-    """See `BlockPool`; `on_names(added, removed)` is its `on_index`.
-
-    `used_most`: blocks that were held at once. `growing`: held by rows that decode, and in none of their allocations
-    yet (see `baton.planner.sim.engine`).
+    """See `BlockPool`; `on_names(added, removed)` corresponds to `on_index`. `used_most`: peak of the blocks in use.
+    `growing`: blocks of decoding sequences that are not part of an allocation yet (see `baton.planner.sim.engine`).
     """
 
-    def __init__(self, total: int) -> None:  # not that of BlockPool, which makes a list of all blocks
+    def __init__(self, total: int) -> None:  # without the constructor of BlockPool, which lists all blocks
         self.total = total
         self.history = OFF
         self.on_names: Listener = lambda added, removed: None
         self.used_most = self.growing = 0
         self._unused = total
         self._reserved = self._owned = 0
-        self._kept: OrderedDict[int, int] = OrderedDict()  # blocks by name, or by a number below 0; the oldest first
+        self._kept: OrderedDict[int, int] = OrderedDict()  # freed blocks by hash, or by a negative number; oldest first
         self._kept_blocks = 0
-        self._named: dict[int, int] = {}  # holders of each name that is found
-        self._next = 0  # below 0
+        self._named: dict[int, int] = {}  # reference count of each hash
+        self._next = 0  # next negative number
 
     @property
     def available(self) -> int:
@@ -79,7 +75,7 @@ class CountedPool(BlockPool):
         return BlockCounts(self.total, self._unused, self._reserved, self._owned + self.growing, self._kept_blocks)
 
     def find(self, digests: Iterable[bytes]) -> list[int]:
-        """See `BlockPool.find`; the names themselves are what is shared."""
+        """See `BlockPool.find`. The hashes themselves identify the shared blocks."""
         found: list[int] = []
         for name in cast("Iterable[int]", digests):
             if name not in self._named:
@@ -104,7 +100,7 @@ class CountedPool(BlockPool):
         return held
 
     def freed_by(self, allocations: Iterable[Allocation]) -> int:
-        """See `BlockPool.freed_by`; what several of them share counts as if others held it, too."""
+        """See `BlockPool.freed_by`. A block shared by several of the allocations counts as in use elsewhere."""
         freed = 0
         for held in allocations:
             assert isinstance(held, Held)
@@ -112,20 +108,20 @@ class CountedPool(BlockPool):
         return freed
 
     def take(self, blocks: int) -> None:
-        """Rows that decode grow by so many, which are available."""
+        """Grow decoding sequences by `blocks` blocks, which must be available."""
         self._use(blocks)
         self.growing += blocks
         self._peak()
 
     def settle(self, allocation: Allocation, blocks: int) -> None:
-        """So many of what was taken are this allocation's. Negative: it gives what it has in advance."""
+        """Move `blocks` blocks from `growing` to an allocation. A negative number returns blocks taken in advance."""
         assert isinstance(allocation, Held)
         allocation.count += blocks
         self.growing -= blocks
         self._owned += blocks
 
     def publish(self, held: Held, names: Sequence[int]) -> None:
-        """The next full blocks of what is held have these names."""
+        """Cache the next full blocks of an allocation under these hashes."""
         if not names[0]:
             held.full += len(names)
             return
@@ -151,7 +147,7 @@ class CountedPool(BlockPool):
         return True
 
     def _use(self, n: int) -> None:
-        """Unused blocks first, then the oldest of those that are kept."""
+        """Take unused blocks first, then the oldest cached ones."""
         self._unused -= n
         lost: list[int] = []
         while self._unused < 0:
@@ -192,8 +188,8 @@ class CountedPool(BlockPool):
             self._next -= 1
             self._kept[self._next] = held.full
             self._kept_blocks += held.full
-        for name in reversed(held.names):  # the tail of a chain is forgotten before its head
-            if not name:  # another one has the same
+        for name in reversed(held.names):  # evict the tail of a chain before its head
+            if not name:  # another block has the same hash
                 self._unused += 1
             elif named[name] == 1:
                 named[name] = 0
@@ -201,12 +197,12 @@ class CountedPool(BlockPool):
                 self._kept_blocks += 1
             else:
                 named[name] -= 1
-                self._hold(held.state, 1)  # by others
+                self._hold(held.state, 1)  # still in use by others
         held.names, held.count, held.full, held.state = [], 0, 0, BlockState.RELEASED
 
 
 class Content:
-    """Stands for `BlockHashChain` of the engine: the block hashes of a request, as far as others may have the same."""
+    """Block hashes of a request as far as others may share them. It replaces the engine's `BlockHashChain`."""
 
     __slots__ = ("names",)
 
@@ -214,33 +210,33 @@ class Content:
         self.names = names
 
     def digest(self, block: int) -> int:
-        """0: it has none."""
+        """Return the hash of a block, or 0 if it has none."""
         return self.names[block] if block < len(self.names) else 0
 
     def digests(self, first: int, end: int) -> list[int]:
-        """Of blocks first..end-1."""
+        """Return the hashes of blocks first..end-1."""
         names = self.names[first:end]
         return [*names, *[0] * (end - first - len(names))]
 
     @property
     def chain(self) -> BlockHashChain:
-        """Itself."""
+        """This object, typed as the engine's chain."""
         return cast("BlockHashChain", self)
 
 
 UNSHARED = Content(())
-_PLACE = 24  # bits: a number of a block in its prompt, and whether it is the last one of an arrival's block
+_PLACE = 24  # bits for the block number and a flag for the last worker block of an arrival's block
 
 
 class Names:
-    """Names of the shared blocks of arrivals, for blocks of `block_size` tokens: equal beginnings have equal names."""
+    """Hashes for the shared blocks of arrivals, in blocks of `block_size` tokens. Equal prefixes have equal hashes."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._chains: dict[tuple[int, int], int] = {}  # what (a chain, a block more) is: from 1 on
+        self._chains: dict[tuple[int, int], int] = {}  # (chain, next block) to chain, from 1 on
 
     def of(self, arrival: Arrival) -> tuple[Content, list[bytes]]:
-        """Names for workers' blocks, and those for the prefix directory, which is told of whole blocks of arrivals."""
+        """Return the hashes of the worker's blocks, and those of the arrival's whole blocks for the directory."""
         chains, before = [], 0
         for block in arrival.blocks:
             before = self._chains.setdefault((before, block), len(self._chains) + 1)
@@ -253,10 +249,10 @@ class Names:
 
 
 def told(names: Iterable[int]) -> list[bytes]:
-    """What the prefix directory is told of these names of a worker's blocks."""
+    """Return the directory hashes for these hashes of a worker's blocks."""
     return [directory_name(name >> _PLACE) for name in names if name & 1]
 
 
 def directory_name(chain: int) -> bytes:
-    """As `baton.ledger.prefix_index` has names."""
+    """Return a hash in the format of `baton.ledger.prefix_index`."""
     return chain.to_bytes(NAME_BYTES, "big")

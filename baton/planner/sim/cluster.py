@@ -1,4 +1,4 @@
-"""Workers, router and requests of one simulation, and what goes wrong among them."""
+"""One simulation: workers, router, requests and faults."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from baton.planner.sim.stats import Report
     from router.workers.placement import Placement
 
-_COLLECT = 200_000  # objects more than before
-_QUIET = 1  # beats while nothing runs
+_COLLECT = 200_000  # new objects before a garbage collection
+_QUIET = 1  # number of beats after the last request
 SimWorker = PrefillWorker | DecodeWorker
 
 
 class Cluster:
-    """`ways` and `slow` are of workers by name, whatever life they are in."""
+    """Simulated cluster. `ways` and `slow` are by worker name, across incarnations."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -43,12 +43,12 @@ class Cluster:
         self.slow: dict[str, float] = {}
         self.hosts = hosts_of(scenario)
         self._slow_links: dict[str, float] = {}
-        self._faults: list[Slow | SlowLink] = []  # that have begun and not ended
+        self._faults: list[Slow | SlowLink] = []  # active faults
         self._workers: dict[str, SimWorker] = {}
         pools = [pool for pool in (scenario.prefill, scenario.decode) if pool.workers]
         self._longest = min(pool.kv_blocks * pool.block_size for pool in pools)  # tokens that a worker can hold
         self._running, self._coming = 0, True
-        self._beating, self._quiet = True, 0  # whether a beat is to come, and how many found nothing running
+        self._beating, self._quiet = True, 0  # whether a beat is scheduled, and the number of idle beats
         self._first_at = self._last_at = 0.0
         for kind, pool in ((PrefillWorker, scenario.prefill), (DecodeWorker, scenario.decode)):
             for number in range(pool.workers):
@@ -58,10 +58,10 @@ class Cluster:
         self.kernel.after(scenario.router.report_s, self._beat)
 
     def run(self, arrivals: Iterable[Arrival]) -> Report:
-        """Until all that came is over. Raises AssertionError if something was lost, or is left."""
+        """Run until all requests have ended. Raises AssertionError if something was lost or is left over."""
         self._next(iter(arrivals))
         before = gc.get_threshold()
-        gc.set_threshold(_COLLECT, *before[1:])  # next to nothing here is garbage that only a collection finds
+        gc.set_threshold(_COLLECT, *before[1:])  # reference counting frees nearly everything
         try:
             self.kernel.run()
         finally:
@@ -74,7 +74,7 @@ class Cluster:
         return self.tally.report(self.scenario, duration_s, self.kernel.events)
 
     def ended(self, life: Life, outcome: str) -> None:
-        """A request has its outcome."""
+        """Count the outcome of a request."""
         self._running -= 1
         self._last_at = self.kernel.now
         if outcome == "completed":
@@ -83,7 +83,7 @@ class Cluster:
             self.tally.outcomes[outcome] += 1
 
     def workers_of(self, placement: Placement) -> tuple[PrefillWorker | None, DecodeWorker]:
-        """Those that the router chose."""
+        """Return the workers of a placement."""
         decode = self._workers[placement.decode.info.ref.worker_id]
         assert isinstance(decode, DecodeWorker)
         if placement.prefill is None:
@@ -93,11 +93,9 @@ class Cluster:
         return prefill, decode
 
     def way_s(self, name: str) -> float:
-        """Bytes per second of each way of a worker."""
+        """Return the bytes per second of each way of a worker."""
         slow = self._slow_links
         return self.scenario.network.bytes_per_s * slow.get(name, 1.0) * slow.get("", 1.0)
-
-    # --- arrivals ------------------------------------------------------------------------------------------------
 
     def _next(self, arrivals: Iterator[Arrival]) -> None:
         arrival = next(arrivals, None)
@@ -122,9 +120,7 @@ class Cluster:
         self._next(arrivals)
 
     def _beat(self) -> None:
-        """Workers report from time to time, whatever they do, as long as there is somebody to serve; and once more, for
-        what was not due yet.
-        """
+        """Let all workers report while there are requests, and once more for reports that were not due yet."""
         for worker in self._workers.values():
             worker.beat()
         self._quiet = 0 if self._running else self._quiet + 1
@@ -133,19 +129,17 @@ class Cluster:
             self.kernel.after(self.scenario.router.report_s, self._beat)
 
     def _check(self) -> None:
-        """Nothing is lost, twice there, or left over."""
+        """Assert that every request has one outcome and nothing is left over."""
         assert not self._running, f"{self._running} requests have no outcome"
         outcomes = sum(self.tally.outcomes.values())
         assert outcomes == self.tally.arrivals, f"{self.tally.arrivals} requests have {outcomes} outcomes"
         problems = [problem for worker in self._workers.values() for problem in worker.idle_problems()]
         assert not problems, "; ".join(problems[:10])
 
-    # --- faults --------------------------------------------------------------------------------------------------
-
     def _start(self, kind: type[PrefillWorker | DecodeWorker], name: str, life: int) -> None:
         pool = self.scenario.prefill if kind.role is Role.PREFILL else self.scenario.decode
         worker = self._workers[name] = kind(self, name, life, pool)
-        if self.scenario.slo.itl_percentile is not None and kind.role is Role.DECODE:  # who decodes asks for them
+        if self.scenario.slo.itl_percentile is not None and kind.role is Role.DECODE:  # decode workers keep the gaps
             worker.engine.gaps = Gaps()
         self.router.pool.add(worker.link)
 
@@ -162,7 +156,7 @@ class Cluster:
         self._slow_down(fault)
 
     def _slow_down(self, fault: Slow | SlowLink) -> None:
-        """By all faults of its kind at its worker that have begun and not ended."""
+        """Apply the product of the active faults of this kind at this worker."""
         alike = [one for one in self._faults if type(one) is type(fault) and one.worker == fault.worker]
         factor = math.prod(one.factor for one in alike)
         if isinstance(fault, Slow):
@@ -186,7 +180,7 @@ class Cluster:
         )
 
     def _missed(self, worker: SimWorker) -> None:
-        """The router's stream to it has ended."""
+        """End the router's stream to a dead worker."""
         self.router.pool.drop(worker.link)
         for attempt in list(worker.attempts):
             attempt.lost(worker.role)
@@ -196,7 +190,7 @@ class Cluster:
 
 
 def hosts_of(scenario: Scenario) -> dict[str, Host]:
-    """Of workers that have neighbours, by name: hosts get one after the other, until all are placed."""
+    """Return the hosts of workers with neighbours, by worker name, assigned round-robin."""
     pools = (("prefill", scenario.prefill), ("decode", scenario.decode))
     names = [f"{role}-{number}" for role, pool in pools for number in range(pool.workers)]
     sizes = [pool.contention.workers for _, pool in pools if pool.contention is not None]
@@ -207,5 +201,5 @@ def hosts_of(scenario: Scenario) -> dict[str, Host]:
 
 
 def simulate(scenario: Scenario, arrivals: Iterable[Arrival]) -> Report:
-    """What would come of these arrivals, in order of time. The same arguments give the same report, bit for bit."""
+    """Simulate the arrivals, which must be in order of time. Equal arguments give bit-identical reports."""
     return Cluster(scenario).run(arrivals)

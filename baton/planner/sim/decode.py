@@ -1,4 +1,4 @@
-"""A decode worker, which computes prompts as well where it is told to: always, in colocated mode."""
+"""Simulated decode worker. It also computes prompts when requested, which is always in colocated mode."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _SAMPLING = Sampling()
 
 
 class _Untold(History):
-    """Of what happens in made-up time, no log speaks."""
+    """A history that drops events, because simulated time is not logged."""
 
     def step(self, event: str, handoff: HandoffId, **facts: object) -> None:
         pass
 
 
 class DecodeWorker(Worker):
-    """See `decode_workers.worker`. Its reservation table is production's own."""
+    """See `decode_workers.worker`. It uses the production reservation table."""
 
     role = Role.DECODE
 
@@ -40,26 +40,26 @@ class DecodeWorker(Worker):
         self.rows: dict[Attempt, Row] = {}
         self.committing: Attempt | None = None
 
-    # --- what the router sends -----------------------------------------------------------------------------------
+    # messages from the router
 
     def reserve(self, attempt: Attempt) -> None:
-        """Room for what is known and a token."""
+        """Reserve blocks for the known tokens and one more."""
         self.engine.submit(self._reserve, attempt)
 
     def compute(self, attempt: Attempt) -> None:
-        """Compute the prompt in what was reserved, and go on."""
+        """Compute the prompt in the reserved blocks, and decode."""
         self.engine.submit(self._compute, attempt)
 
     def fence(self, attempt: Attempt) -> None:
-        """Whether it is committed, or never will be."""
+        """Fence the attempt unless it is committed."""
         self.engine.submit(self._fence, attempt)
 
     def release(self, attempt: Attempt) -> None:
-        """The router has no use for it any more."""
+        """Drop an attempt."""
         self.engine.submit(self._drop, attempt)
 
     def commit(self, attempt: Attempt, sender: PrefillWorker) -> None:
-        """The last byte is here, and so is the commit."""
+        """Handle the commit, which follows the last byte."""
         if self.dead or sender.dead:
             return
         spec = SequenceSpec(cast("tuple[int, ...]", range(attempt.known)), _SAMPLING, (0,))
@@ -67,7 +67,7 @@ class DecodeWorker(Worker):
         try:
             self.table.commit(attempt.handoff, sender.ref, CommitState(spec, _FIRST, 0.0, 0.0, 0, "simulated"))
         except HandoffError:
-            return  # fenced: the router knows
+            return  # fenced; the router handles that
         self.kernel.after(self.overheads.hop_s, sender.acknowledged, attempt)
 
     def _reserve(self, attempt: Attempt) -> None:
@@ -113,7 +113,7 @@ class DecodeWorker(Worker):
 
     def _fence(self, attempt: Attempt) -> None:
         if attempt in self.rows or self.table.fence(attempt.handoff) is State.COMMITTED:
-            return  # the router hears of the commit
+            return  # the router receives the commit
         self._drop(attempt)
         self.say(attempt.fenced)
 
@@ -123,8 +123,6 @@ class DecodeWorker(Worker):
             reservation.release()
         if (row := self.rows.pop(attempt, None)) is not None:
             self.engine.release(row)
-
-    # --- steps ---------------------------------------------------------------------------------------------------
 
     def first(self, row: Row) -> None:
         """See `Listener`."""
@@ -139,7 +137,7 @@ class DecodeWorker(Worker):
         self._end(row)
 
     def preempted(self, row: Row) -> None:
-        """See `Listener`: it goes on elsewhere."""
+        """See `Listener`. The request continues elsewhere."""
         attempt: Attempt = row.owner
         self._keep_gaps(attempt, row)
         self._forget(attempt)
@@ -152,7 +150,7 @@ class DecodeWorker(Worker):
         self.tell(attempt.finished)
 
     def _keep_gaps(self, attempt: Attempt, row: Row) -> None:
-        """Of a row that goes, whyever. One without a token has none: it has not `joined`."""
+        """Keep the gaps of a sequence that leaves for any reason. Without a token it has none, and has not `joined`."""
         gaps = self.engine.gaps
         if gaps is None or not self.engine.generated(row):
             return
@@ -163,7 +161,7 @@ class DecodeWorker(Worker):
         del self.rows[attempt]
 
     def _delivered(self, attempt: Attempt, row: Row) -> int:
-        """Tokens of the request that are there."""
+        """Return the answer tokens generated so far."""
         return attempt.before + row.base - attempt.known + self.engine.generated(row)
 
     def die(self) -> None:

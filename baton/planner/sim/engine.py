@@ -1,13 +1,9 @@
-"""The engine of a simulated worker: production's scheduler over counted blocks, and steps that only take time.
+"""Engine of a simulated worker: production's scheduler over counted blocks, and steps that only take time.
 
-`Scheduler.plan` decides whenever there is something to decide: prompts, somebody who waits, no block left to grow into.
-Where nothing is (all that runs has one token to come, and blocks for it), its plan is known: one token of each row.
-Such steps are a `Stretch`, one event for all of them, until a row ends, blocks run short, or a job comes, which runs
-between two steps as on the engine thread. Rows of a stretch are brought up to date when somebody looks at them.
-
-Who listens to a simulated engine: a worker of one of the roles.
-
-Rows that decode: steps are counted for all at once, and a row is brought up to date when it matters.
+`Scheduler.plan` runs when there is a decision: prompts, waiting sequences, or no block to grow into. Otherwise every
+sequence decodes one token a step, and all such steps are one event, a `Stretch`. It lasts until a sequence ends, blocks
+run short or a job arrives; jobs run between two steps as on the engine thread. `Rows` counts the steps of all decoding
+sequences together and updates a sequence only when needed.
 """
 
 from __future__ import annotations
@@ -35,54 +31,51 @@ if TYPE_CHECKING:
 
 
 class Listener(Protocol):
-    """Who is told what steps bring, between two of them."""
+    """Receiver of step results, called between steps: a worker of either role."""
 
     def chunk(self, row: Row, count: int, seconds: float) -> None:
-        """A step begins that computes so many tokens of a prompt, and takes so long."""
+        """Handle the start of a step of `seconds` that computes `count` tokens of a prompt."""
 
     def first(self, row: Row) -> None:
-        """A prompt is computed, and its first new token is there."""
+        """Handle a computed prompt with its first new token."""
 
     def finished(self, row: Row) -> None:
-        """Its last token is there, and it has let its blocks go."""
+        """Handle the last token. The blocks are already free."""
 
     def preempted(self, row: Row) -> None:
-        """It had to let its blocks go, and is not here any more."""
+        """Handle a sequence that left the engine. Its blocks are already free."""
 
     def turned(self) -> None:
-        """Jobs have run, and something may have changed."""
+        """Handle the end of a round of jobs."""
 
 
 @dataclass(slots=True, eq=False)
 class Row(Sequence):
-    """A sequence here. `tokens` are still to come when it is submitted; `owner` is nobody's business here.
+    """A sequence. `tokens`: still to come at submission. `hold`: stop after the first token and keep the blocks."""
 
-    `hold`: it stops after its first token, and keeps its blocks.
-    """
-
-    base: int = 0  # tokens that were known before
+    base: int = 0  # known tokens at submission
     tokens: int = 0
-    owner: Any = None
+    owner: Any = None  # opaque to the engine
     hold: bool = False
-    synced: int = 0  # the step before which `computed` and `known` are what they are
-    end: int = 0  # the step before which its last token is there
-    joined: int = 0  # the step from which on it has had a token in each
-    last_at: float = 0.0  # when it had its last token before that
-    waits: list[float] = field(default_factory=list)  # for tokens that did not come with the next step, if kept
+    synced: int = 0  # the step before which `computed` and `known` are exact
+    end: int = 0  # the step before which its last token is complete
+    joined: int = 0  # the step from which it decodes in every step
+    last_at: float = 0.0  # time of its last token before that
+    waits: list[float] = field(default_factory=list)  # gaps longer than one step, if gaps are kept
 
 
 class Rows:
-    """All that have one token to come in each step. `steps` are done; in the next one they attend to `context`."""
+    """Sequences that decode in every step. `steps` are complete; the next one attends to `context` positions."""
 
     def __init__(self, pool: CountedPool, scheduler: Scheduler) -> None:
         self.steps = self.context = 0
         self._pool, self._scheduler, self._block_size = pool, scheduler, scheduler.block_size
         self._rows: dict[Row, None] = {}
-        self._ends: list[tuple[int, int, Row]] = []  # a heap; entries of rows that ended elsewise, or later, are stale
-        self._phase = [0] * self._block_size  # rows by the step, modulo the size, in which they need another block
-        self._ahead = 0  # blocks that rows have, and need in their next step alone
-        self._exact = True  # all rows are up to date, and their allocations have all their blocks
-        self._fresh: list[Row] = []  # that had no token in the step before
+        self._ends: list[tuple[int, int, Row]] = []  # heap; entries of sequences that left, or end later, are stale
+        self._phase = [0] * self._block_size  # sequences by the step, modulo block size, in which they need a block
+        self._ahead = 0  # blocks allocated before the next step needs them
+        self._exact = True  # all sequences and their allocations are up to date
+        self._fresh: list[Row] = []  # sequences without a token in the previous step
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -91,19 +84,19 @@ class Rows:
         return row in self._rows
 
     def loosen(self) -> None:
-        """Rows need not be up to date from now on."""
+        """Allow sequences to be out of date."""
         if self._exact:
             self._ahead = sum(self._extra(row) for row in self._rows)
             self._exact = False
 
     def next_end(self) -> int:
-        """The step before which a row ends. There must be one."""
+        """Return the step before which the next sequence ends. There must be one."""
         while (first := self._ends[0])[2] not in self._rows or first[2].end != first[0]:
             heapq.heappop(self._ends)
         return first[0]
 
     def advance(self, steps: int) -> Iterator[Row]:
-        """So many steps of all rows are done: who ends with them."""
+        """Complete `steps` steps of all sequences and yield the sequences that end."""
         self._pool.take(self.growth(steps))
         self._ahead = 0
         self.steps += steps
@@ -114,42 +107,42 @@ class Rows:
                 yield row
 
     def have_room(self, most: int) -> int:
-        """For how many of the next `most` steps there are blocks."""
+        """Return how many of the next `most` steps have enough blocks."""
         room, least = self._pool.available, 0
         if self.growth(most) <= room:
             return most
-        while most - least > 1:  # there is room for `least`, and none for `most`
+        while most - least > 1:  # invariant: enough blocks for `least` steps, too few for `most`
             middle = (least + most) // 2
             least, most = (middle, most) if self.growth(middle) <= room else (least, middle)
         return least
 
     def step(self) -> None:
-        """One step is done, as the scheduler planned it."""
+        """Complete one step planned by the scheduler."""
         self.steps += 1
         self.context += len(self._rows)
 
     def take_fresh(self) -> list[Row]:
-        """Rows with a token in this step and none in the one before."""
-        here = [row for row in self._fresh if row.synced <= self.steps]  # stalled ones are ahead
+        """Return and forget the sequences with a token in this step but none in the previous one."""
+        here = [row for row in self._fresh if row.synced <= self.steps]  # stalled sequences are ahead
         if here:
             self._fresh = [row for row in self._fresh if row.synced > self.steps]
         return here
 
     def lose(self, row: Row) -> None:
-        """It was preempted. `recount` must follow."""
+        """Remove a preempted sequence. `recount` must follow."""
         self._rows.pop(row, None)
         if row in self._fresh:
             self._fresh.remove(row)
 
     def recount(self) -> None:
-        """After some were preempted; all are up to date."""
+        """Recompute the totals after preemptions. All sequences must be up to date."""
         self._phase = [0] * self._block_size
         for row in self._rows:
             self._phase[(row.synced - row.computed) % self._block_size] += 1
         self.context = sum(row.computed + 1 for row in self._rows)
 
     def growth(self, steps: int) -> int:
-        """Blocks that rows grow by in the next so many steps."""
+        """Return the blocks that all sequences need for the next `steps` steps."""
         size, phase = self._block_size, self._phase
         cycles, rest = divmod(steps, size)
         first = self.steps % size
@@ -158,7 +151,7 @@ class Rows:
         return cycles * len(self._rows) + some - self._ahead
 
     def pause(self, now: float) -> None:
-        """No row has a block for its next token: all wait for others to let some go."""
+        """Mark all sequences as waiting for blocks."""
         waiting = set(self._fresh)
         for row in self._rows:
             if row not in waiting:
@@ -166,7 +159,7 @@ class Rows:
                 self._fresh.append(row)
 
     def stall(self, work: list[ScheduledSequence], now: float) -> None:
-        """Rows that are not in the step have their tokens a step later."""
+        """Delay the sequences outside of the step by one step."""
         here = {item.sequence for item in work}
         for row in [row for row in self._rows if row not in here]:
             self._drop_phase(row)
@@ -174,12 +167,12 @@ class Rows:
                 row.last_at = now
                 self._fresh.append(row)
             row.synced, row.end = row.synced + 1, row.end + 1
-            self.context -= 1  # the step is about to count one more for each row
+            self.context -= 1  # compensates for the step's own increment of every sequence
             self._phase[(row.synced - row.computed) % self._block_size] += 1
             heapq.heappush(self._ends, (row.end, row.arrival, row))
 
     def enter(self, row: Row) -> None:
-        """It has one token to come in the next step, and in each after that."""
+        """Add a sequence that decodes in every step from the next one on."""
         row.synced = row.joined = self.steps
         self._rows[row] = None
         self._fresh.append(row)
@@ -209,12 +202,12 @@ class Rows:
         self._phase[(row.synced - row.computed) % self._block_size] -= 1
 
     def _extra(self, row: Row) -> int:
-        """Blocks that it has and does not use yet."""
+        """Return the allocated blocks that the sequence does not use yet."""
         assert row.allocation is not None
         return max(0, len(row.allocation) + row.computed // -self._block_size)
 
     def _sync(self, row: Row) -> None:
-        """What stretches did to it."""
+        """Apply the steps of stretches to the sequence."""
         count, held = self.steps - row.synced, row.allocation
         if not count:
             return
@@ -228,17 +221,17 @@ class Rows:
 
 
 def row_of(item: ScheduledSequence) -> Row:
-    """Whose work that is."""
+    """Return the sequence of scheduled work."""
     row = item.sequence
     assert isinstance(row, Row)
     return row
 
 
-_NOISY_STEPS = 64  # of a stretch, where each draws its own length
+_NOISY_STEPS = 64  # longest stretch if each step draws its own time
 
 
 class Engine:
-    """One worker's. `gaps` are kept if requests are judged by percentiles of their own."""
+    """Engine of one worker. `gaps` is set if requests are judged by percentiles of their own gaps."""
 
     def __init__(
         self, kernel: Kernel, pool: Pool, tally: PoolTally, listener: Listener, timing: Timing, *, recompute: bool
@@ -258,17 +251,15 @@ class Engine:
         self.gaps: Gaps | None = None
         self._most_rows = min(pool.max_running, pool.max_batched_tokens)
         self._jobs: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        self.rows = Rows(self.pool, self.scheduler)  # that decode
-        self._event: Event | None = None  # the end of what runs; None: nothing does
+        self.rows = Rows(self.pool, self.scheduler)  # decoding sequences
+        self._event: Event | None = None  # end of the running step or stretch, or None if idle
         self._stretch: Stretch | None = None
         self._turning = False
         self._arrivals = counting(1)
-        self._stuck = False  # the last plan could let nobody in who waits, and nothing has changed
-
-    # --- jobs ----------------------------------------------------------------------------------------------------
+        self._stuck = False  # the last plan admitted no waiting sequence, and nothing has changed
 
     def submit(self, job: Callable[..., None], *facts: Any) -> None:
-        """Call `job(*facts)` between two steps: now, if nothing is computed."""
+        """Call `job(*facts)` between two steps, or now if idle."""
         self._jobs.append((job, facts))
         if self._event is None:
             if not self._turning:
@@ -277,7 +268,7 @@ class Engine:
             self._cut()
 
     def _cut(self) -> None:
-        """End a stretch with the step that is under way."""
+        """End a stretch after the current step."""
         if self._stretch is None or self._event is None:
             return
         steps = self._stretch.next_end(self.kernel.now)
@@ -287,51 +278,51 @@ class Engine:
             self._event = self.kernel.timer(self._stretch.end(steps), self._stretched)
 
     def add(self, row: Row) -> None:
-        """Compute its prompt, and go on. A job's business, as all below."""
+        """Compute the prompt of a sequence and decode it. Only jobs call this and the methods below."""
         row.arrival = next(self._arrivals)
         self.scheduler.add(row)
 
     def adopt(self, row: Row, known_before: int) -> None:
-        """Go on with a row whose blocks hold its KV; those of its first `known_before` tokens are published."""
+        """Decode a sequence with its KV in place; the blocks of its first `known_before` tokens are cached."""
         row.arrival = next(self._arrivals)
         self.scheduler.adopt(row, known_before)
         row.end = self.rows.steps + row.tokens
         self.rows.enter(row)
 
     def release(self, row: Row) -> None:
-        """Forget it in whatever state, and free its blocks."""
+        """Remove a sequence in any state and free its blocks."""
         if row in self.rows:
             self.rows.leave(row)
         self.scheduler.remove(row)
         self.scheduler.free(row)
 
     def slow_down(self, factor: float) -> None:
-        """Steps take so many times as long from now on."""
+        """Set the factor of the step time."""
         self.timing.factor = factor
 
     def generated(self, row: Row) -> int:
-        """How many tokens of it were generated here, in steps that are done."""
+        """Return the number of tokens that the engine generated in completed steps."""
         done = self.rows.steps + (self._stretch.done_by(self.kernel.now) if self._stretch is not None else 0)
         return row.known - row.base + (max(done - row.synced, 0) if row in self.rows else 0)
 
     def die(self) -> None:
-        """The process is gone. What it did of a stretch counts."""
+        """Stop for good. The completed steps of a stretch count."""
         self.timing.leave()
         if self._event is not None:
             self._event.cancel()
         if self._stretch is not None and (steps := self._stretch.done_by(self.kernel.now)):
             self._count(self._stretch, steps)
             self.rows.steps += steps
-        self._event, self._stretch, self._turning = None, None, True  # so that no job ever runs
+        self._event, self._stretch, self._turning = None, None, True  # `_turning` keeps jobs from running
 
     @property
     def steps(self) -> int:
-        """That are done."""
+        """Completed steps."""
         return self.rows.steps
 
     @property
     def queued_tokens(self) -> int:
-        """Of prompts that are here and not computed."""
+        """Prompt tokens that are not computed yet."""
         running, rows = self.scheduler.running, self.rows
         queued = self.scheduler.waiting_tokens
         if len(running) > len(rows):
@@ -340,13 +331,11 @@ class Engine:
 
     @property
     def starved(self) -> bool:
-        """Who is here waits for blocks that others have."""
+        """Whether all sequences wait for blocks in use elsewhere."""
         return self._event is None and bool(self.scheduler.waiting) and not self.scheduler.running
 
-    # --- steps ---------------------------------------------------------------------------------------------------
-
     def _turn(self) -> None:
-        """Between two steps."""
+        """Run the jobs and begin the next step."""
         self._event, self._turning = None, True
         self._stuck = self._stuck and not self._jobs
         while self._jobs:
@@ -367,7 +356,7 @@ class Engine:
             self._plan()
 
     def _steady_steps(self) -> int:
-        """How many steps are known beforehand; 0: there is something to decide."""
+        """Return the number of steps without a decision, or 0 if there is a decision now."""
         scheduler, rows = self.scheduler, len(self.rows)
         if not rows or len(scheduler.running) > rows or rows > self._most_rows:
             return 0
@@ -391,7 +380,7 @@ class Engine:
         self._turn()
 
     def _count(self, stretch: Stretch, steps: int) -> None:
-        """The first so many steps of it are done."""
+        """Count the first `steps` steps of a stretch."""
         rows, seconds = len(self.rows), stretch.seconds(steps)
         self._tell_gaps(stretch.pieces(steps), stretch.end(1), rows)
         context = steps * self.rows.context + rows * (steps * (steps - 1) // 2)
@@ -414,9 +403,7 @@ class Engine:
         self.tally.itl.add(until - row.last_at)
         if self.gaps is not None:
             row.waits.append(until - row.last_at)
-            row.joined += row.joined == self.rows.steps  # that step was none of its gaps
-
-    # --- steps that the scheduler plans --------------------------------------------------------------------------
+            row.joined += row.joined == self.rows.steps  # that step was not one of its gaps
 
     def _plan(self) -> None:
         self.rows.sync_all()
@@ -445,7 +432,7 @@ class Engine:
         self._event = self.kernel.timer(self.kernel.now + seconds, self._planned, work, decodes, seconds)
 
     def _orderly(self) -> bool:
-        """Nobody who waits comes before somebody who runs."""
+        """Return whether every waiting sequence ranks behind every running one."""
         first, last = self.scheduler.waiting[0].rank, self.scheduler.running[-1].rank
         assert first is not None
         assert last is not None
@@ -474,7 +461,7 @@ class Engine:
         self._turn()
 
     def _computed(self, row: Row) -> None:
-        """Its first token here."""
+        """Handle the first token of a sequence."""
         row.known += 1
         if row.hold:
             self.scheduler.remove(row)

@@ -1,7 +1,7 @@
-"""Virtual time: heaps of what is to happen, and an event loop on them for production code that is written for asyncio.
+"""Virtual time: heaps of events, and an event loop on top of them that runs production's asyncio code.
 
-Nothing here looks at a real clock, and what is due at the same time happens in the order in which it was asked for. So
-the same scenario gives the same run; what is random in it draws from generators of its own, made from the seed.
+Nothing reads a real clock. Events due at the same time run in the order of scheduling, and random numbers come from
+seeded generators, so equal scenarios give equal runs.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Entry = tuple[float, int, Act, tuple[Any, ...], "Event | None"]
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 FOREVER = float("inf")
-_SOON_S = 0.002  # messages take less, steps and transfers mostly more: two small heaps cost less than a large one
+_SOON_S = 0.002  # longest delay of most messages; a small heap for them is cheaper than one large heap
 
 
 class Event:
-    """Something that will happen, unless it is cancelled before: what asyncio calls a handle."""
+    """A scheduled call that can be cancelled, like an asyncio handle."""
 
     __slots__ = ("off",)
 
@@ -29,7 +29,7 @@ class Event:
         self.off = False
 
     def cancel(self) -> None:
-        """It will not happen."""
+        """Prevent the call."""
         self.off = True
 
     def cancelled(self) -> bool:
@@ -37,11 +37,11 @@ class Event:
 
 
 class Kernel:
-    """Implements `baton.clock.Clock`, and as much of an event loop as tasks, futures and timeouts need."""
+    """Implementation of `baton.clock.Clock` and of the event loop parts that tasks, futures and timeouts need."""
 
     def __init__(self) -> None:
         self.now = 0.0  # seconds
-        self.events = 0  # that happened
+        self.events = 0  # events run so far
         self._soon: list[Entry] = []  # heaps
         self._late: list[Entry] = []
         self._count = 0
@@ -52,30 +52,28 @@ class Kernel:
     def wall(self) -> float:
         return self.now
 
-    # --- what the simulator asks for -----------------------------------------------------------------------------
-
     def at(self, when: float, act: Act, *facts: Any) -> None:
-        """Call `act(*facts)` at `when`; what is past is due now."""
+        """Call `act(*facts)` at `when`, or now if that is past."""
         self._push(when, act, facts, None)
 
     def after(self, seconds: float, act: Act, *facts: Any) -> None:
-        """Call `act(*facts)` in so many seconds."""
+        """Call `act(*facts)` after `seconds`."""
         now = self.now
         self._count += 1
         heapq.heappush(self._soon if seconds < _SOON_S else self._late, (now + seconds, self._count, act, facts, None))
 
     def timer(self, when: float, act: Act, *facts: Any) -> Event:
-        """As `at`, and it can be cancelled."""
+        """Call `act(*facts)` at `when`, unless the returned event is cancelled."""
         event = Event()
         self._push(when, act, facts, event)
         return event
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """A task that nobody waits for; what it raises ends the run."""
+        """Start a task without waiting for it. An exception in it ends the run."""
         self.create_task(work).add_done_callback(asyncio.Task.result)
 
     def run(self, until: float = FOREVER) -> None:
-        """Until nothing is left to happen, or until then. Raises what a task or an event raised."""
+        """Run until no event is left, or until `until`. Raises the exceptions of tasks and events."""
         before = asyncio._get_running_loop()
         asyncio._set_running_loop(self._loop)
         try:
@@ -102,7 +100,7 @@ class Kernel:
             (when if when > now else now, self._count, act, facts, event),
         )
 
-    # --- of asyncio.AbstractEventLoop -------------------------------------------------------------------------------
+    # methods of asyncio.AbstractEventLoop
 
     @property
     def _loop(self) -> asyncio.AbstractEventLoop:
@@ -146,5 +144,5 @@ class Kernel:
         return asyncio.Task(coro, loop=self._loop, name=name, context=context)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """What nobody took ends the run."""
+        """End the run with the exception."""
         raise context.get("exception") or RuntimeError(context["message"])

@@ -1,8 +1,7 @@
-"""How KV moves: each worker has a way out and a way in, and what moves at the same time shares them evenly.
+"""KV transfers: each worker has a way out and a way in, and concurrent flows share a way evenly.
 
-A flow gets the lesser of its two shares. What the other side leaves unused goes to nobody: a lower bound of what fair
-queueing would do, and one that needs no look beyond the flow's own two ends. A flow that has moved all that is ready
-waits for more, and takes no share meanwhile.
+A flow gets the lesser of its two shares. Bandwidth that the other end leaves unused is lost: a lower bound of fair
+queueing that looks only at the flow's own ends. A flow that waits for more KV takes no share.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ class Way:
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
-        self.flows: dict[Flow, None] = {}  # that move now
+        self.flows: dict[Flow, None] = {}  # flows in transfer
 
     def turn(self, bytes_per_s: float) -> None:
-        """It carries so much from now on."""
+        """Set the bandwidth."""
         if bytes_per_s != self.bytes_per_s:
             self.bytes_per_s = bytes_per_s
             for flow in list(self.flows):
@@ -33,21 +32,21 @@ class Way:
 
 
 class Flow:
-    """The KV of one handoff on its way. `done` is called when all of it has arrived, after `close`."""
+    """The KV transfer of one handoff. `done` is called when everything has arrived after `close`."""
 
     __slots__ = ("_closed", "_due", "_event", "_kernel", "_left", "_rate", "_since", "_wakes", "_ways", "done", "moved")
 
     def __init__(self, kernel: Kernel, source: Way, target: Way, done: Callable[[], object]) -> None:
         self.done = done
-        self.moved = 0.0  # bytes, and what is about to
+        self.moved = 0.0  # bytes transferred and queued
         self._kernel, self._ways = kernel, (source, target)
         self._left = self._rate = self._since = 0.0
-        self._due = self._wakes = 0.0  # when all that is ready has moved, and when that is looked at: never later
+        self._due = self._wakes = 0.0  # end of the queued transfer, and the timer that checks it, which is never later
         self._event: Event | None = None
         self._closed = False
 
     def add(self, nbytes: float) -> None:
-        """So much more is ready to move."""
+        """Queue `nbytes` for transfer."""
         if self._closed or nbytes <= 0:
             return
         self.moved += nbytes
@@ -59,19 +58,19 @@ class Flow:
             self.adapt()
 
     def close(self) -> None:
-        """Nothing will be added any more."""
+        """Mark the end of the data."""
         self._closed = True
         if not self._moves:
             self._finish()
 
     def cancel(self) -> None:
-        """What has not arrived never will, and `done` is not called."""
+        """Stop the transfer. `done` is not called."""
         self._closed, self.done = True, _nothing
         if self._moves:
             self._part()
 
     def adapt(self) -> None:
-        """Its share may have changed."""
+        """Apply a new share of the ways."""
         now, (source, target) = self._kernel.now, self._ways
         self._left -= self._rate * (now - self._since)
         self._since = now
@@ -105,7 +104,7 @@ class Flow:
         self._others()
 
     def _others(self) -> None:
-        """Everybody who shares a way with it, and itself while it moves, has another share now."""
+        """Adapt all flows that share a way with this one, and this one while it transfers."""
         source, target = self._ways
         for flow in source.flows:
             flow.adapt()
@@ -115,7 +114,7 @@ class Flow:
 
     def _woken(self) -> None:
         self._event = None
-        if self._due > self._kernel.now:  # it has become slower, or longer, meanwhile
+        if self._due > self._kernel.now:  # the flow became slower or longer
             self._wake()
             return
         self._left = 0.0
@@ -124,7 +123,7 @@ class Flow:
             self._finish()
 
     def _finish(self) -> None:
-        done, self.done = self.done, _nothing  # which refers to whoever has this flow
+        done, self.done = self.done, _nothing  # `done` refers to the owner of this flow
         done()
 
 

@@ -1,4 +1,4 @@
-"""A prefill worker: it computes prompts and their first tokens, and hands their KV over meanwhile."""
+"""Simulated prefill worker: computes prompts and first tokens, and pushes their KV during the computation."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Push:
-    """The KV of one handoff here. `waits`: nobody takes it, until a Repush or a Release."""
+    """The KV push of one handoff. `waits`: it has no receiver until a retransfer or a release."""
 
     row: Row
-    skip: int  # tokens that need not move
+    skip: int  # tokens that need no transfer
     flow: Flow | None = None
-    ready: float = 0.0  # tokens whose KV was given to the flow
+    ready: float = 0.0  # tokens with KV queued in the flow
     computed: bool = False
     computed_at: float = 0.0
     waits: bool = False
 
 
 class PrefillWorker(Worker):
-    """See `prefill_workers.worker`. `pushes`: of the attempt that each is for, or was for last."""
+    """See `prefill_workers.worker`. `pushes` by their current or last attempt."""
 
     role = Role.PREFILL
 
     def begin(self) -> None:
         self.pushes: dict[Attempt, Push] = {}
 
-    # --- what the router sends -----------------------------------------------------------------------------------
+    # messages from the router
 
     def prefill(self, attempt: Attempt) -> None:
         """Compute the prompt."""
         self.engine.submit(self._prefill, attempt)
 
     def repush(self, held: Attempt, attempt: Attempt) -> None:
-        """Hand over what is held of an attempt that was lost."""
+        """Push the held KV of a lost attempt for a new one."""
         self.engine.submit(self._repush, held, attempt)
 
     def release(self, attempt: Attempt) -> None:
-        """The router has no use for it any more; or the decode worker has it."""
+        """Free an attempt's KV."""
         self.engine.submit(self._release, attempt)
 
     def lost_peer(self, attempt: Attempt) -> None:
-        """The decode worker is gone: what was computed for it waits."""
+        """Keep the KV of an attempt after the death of its decode worker."""
         if (push := self.pushes.get(attempt)) is not None:
             push.waits = True
             if push.flow is not None:
@@ -81,14 +81,14 @@ class PrefillWorker(Worker):
             self._finish(attempt, push)
 
     def _begin(self, attempt: Attempt, push: Push) -> None:
-        """Offer it to the decode worker."""
+        """Offer the push to the decode worker."""
         decode = attempt.decode
         try:
             if decode.dead:
                 raise HandoffError(f"{decode.ref} is gone")
             decode.table.offer(attempt.handoff, self.ref, Offer(FINGERPRINT, attempt.known, push.skip))
         except HandoffError:
-            push.waits = True  # it is gone, or has fenced it: the router will say what becomes of it
+            push.waits = True  # dead or fenced; the router decides what follows
             return
         if self.network.token_bytes:
             push.flow = Flow(self.kernel, self.way_out, decode.way_in, lambda: self._moved(attempt, push))
@@ -100,10 +100,8 @@ class PrefillWorker(Worker):
                 push.flow.cancel()
             self.engine.release(push.row)
 
-    # --- steps ---------------------------------------------------------------------------------------------------
-
     def chunk(self, row: Row, count: int, seconds: float) -> None:
-        """All layers of what was computed before may leave, and of this chunk those but the last, as they come."""
+        """Queue the KV of earlier chunks, and all layers but the last of this chunk, spread over the step."""
         push = self.pushes[row.owner]
         if push.flow is None or (row.known - push.skip) * self.network.token_bytes <= self.network.coalesce_below:
             return
@@ -140,7 +138,7 @@ class PrefillWorker(Worker):
             push.flow.close()
 
     def _moved(self, attempt: Attempt, push: Push) -> None:
-        """The last byte has left."""
+        """Send the commit after the last byte."""
         delay_s = self.network.latency_s + self.overheads.commit_s
         self.cluster.tally.transfer.add(self.kernel.now - push.computed_at + delay_s)
         if push.flow is not None:
@@ -148,23 +146,23 @@ class PrefillWorker(Worker):
         self.kernel.after(delay_s, attempt.decode.commit, attempt, self)
 
     def acknowledged(self, attempt: Attempt) -> None:
-        """The decode worker has it."""
+        """Release the KV, which the decode worker has."""
         if not self.dead:
             self.engine.submit(self._release, attempt)
 
     def turned(self) -> None:
-        """As production: prompts that find no room get that of KV which nobody takes, if nothing else will free any."""
+        """Drop KV without receiver if prompts find no block and nothing else will free any, as in production."""
         while self.engine.starved and (spare := self._spare()) is not None:
             self.engine.submit(self._release, spare)
         super().turned()
 
     def _spare(self) -> Attempt | None:
-        """As `prefill_workers.worker.spare`."""
+        """See `prefill_workers.worker.spare`."""
         computed = [(attempt, push.waits) for attempt, push in self.pushes.items() if push.computed]
         return computed[0][0] if computed and all(waits for _, waits in computed) else None
 
     def finished(self, row: Row) -> None:
-        """Never: each row is held."""
+        """Fail: every sequence is held."""
         raise AssertionError(row)
 
     preempted = finished

@@ -1,17 +1,12 @@
-"""One attempt at a request, as `router.request.attempt` draws it: what the router does when workers say something.
+"""Simulated router: production's admission, policies, placements, cost fit and prefix map, without streams.
 
-The life of a request, as `router.request.lifecycle` has it: through as many attempts as it takes.
-
-The router of a simulation: production's admission, policies, claims, fitted costs and prefix map, without streams.
-
-What is simplified:
-- There is one router. What it costs in processor time is `Overheads` alone.
-- A worker reports with each message that it sends (room granted, a first token, an end), a hop later, and every
-  `report_s` in any case, as in production; but not after each step: between messages little changes but how far rows
-  have grown into blocks that were left to them. Costs are fitted from a report of each worker every `report_s`, not
-  from one every 8 steps.
-- The prefix map knows whole blocks of arrivals, as of the worker's last report, which in production is a beat later.
-- KV is never fetched from a decode worker to a prefill worker. There are no deadlines, priorities or tenants.
+`Attempt` mirrors `router.request.attempt`, and `Life` mirrors `router.request.lifecycle`. Simplifications:
+- There is one router. Its processor time is `Overheads` alone.
+- A worker reports one hop after each message that it sends (reserved, first token, end), and every `report_s`. It does
+  not report after each step, because little changes between messages. Costs are fitted from one report per worker and
+  `report_s`, instead of one every 8 steps.
+- The prefix map has whole blocks of arrivals, as of the last report. In production it is one beat later.
+- KV is never fetched from a decode worker. There are no deadlines, priorities or tenants.
 """
 
 from __future__ import annotations
@@ -43,11 +38,11 @@ if TYPE_CHECKING:
     from baton.planner.sim.scenario import Scenario
 
 
-_THROUGH = {"no_room", "preempted"}  # nothing of it is left at the decode worker
+_THROUGH = {"no_room", "preempted"}  # reasons after which nothing is left at the decode worker
 
 
 class Attempt:
-    """`known` tokens are to be computed, `tokens` are to come, and the client had `before` of the answer."""
+    """One attempt: `known` tokens to compute, `tokens` to generate, and `before` answer tokens that the client has."""
 
     __slots__ = (
         "_kernel", "_placement", "before", "cached", "committed", "computed", "decode", "decoding", "died",
@@ -68,27 +63,27 @@ class Attempt:
         self.prefill, self.decode = prefill, decode
         self.handoff = HandoffId(life.name, life.attempts)
         self.known, self.before, self.tokens = known, before, life.tokens - before
-        self.cached = 0  # tokens at the decode worker
-        self.first_at = 0.0  # the first token, at its worker
+        self.cached = 0  # cached tokens at the decode worker
+        self.first_at = 0.0  # time of the first token at its worker
         self.over = self.kept = self.failed = self.died = False
         self.sent = self.repushes = self.computed = self.decoding = self.committed = self.fencing = False
         decode.attempts[self] = None
         if prefill is not None:
             prefill.attempts[self] = None
         self._send(decode, decode.reserve, self)
-        if prefill is None:  # now: a prompt that is told of after the answer waits for one more step
+        if prefill is None:  # now, because a prompt sent after the answer waits one more step
             self._send(decode, decode.compute, self)
 
     @property
     def held(self) -> bool:
-        """The prefill worker has what the next attempt needs."""
-        prefill, over = self.prefill, self.decoding or self.fencing  # fencing: it is gone
+        """Whether the prefill worker has the KV that the next attempt needs."""
+        prefill, over = self.prefill, self.decoding or self.fencing  # fencing: the prefill worker is gone
         return self.sent and not over and prefill is not None and self in prefill.attempts
 
-    # --- what workers say ----------------------------------------------------------------------------------------
+    # messages from workers
 
     def reserved(self, cached: int) -> None:
-        """There is room."""
+        """Handle a reservation with `cached` tokens."""
         if self.over:
             return
         self._placement.reserved()
@@ -97,7 +92,7 @@ class Attempt:
         prefill, held = self.prefill, self.life.held
         self.life.held = None
         if prefill is None:
-            return  # the decode worker was told with the Reserve
+            return  # `compute` was sent with `reserve`
         if held is not None:
             self.repushes = True
             self._send(prefill, prefill.repush, held, self)
@@ -105,12 +100,12 @@ class Attempt:
             self._send(prefill, prefill.prefill, self)
 
     def no_room(self) -> None:
-        """There is none."""
+        """Handle a rejection for lack of capacity."""
         self._placement.decode.view.full = True
         self.end("no_room")
 
     def first(self) -> None:
-        """The first token is at the client."""
+        """Handle the first token at the client."""
         if self.over:
             return
         self.computed = True
@@ -121,35 +116,35 @@ class Attempt:
             self._placement.computed()
 
     def adopted(self) -> None:
-        """The decode worker goes on, and needs nobody for it."""
+        """Handle the adoption: the decode worker needs no other worker from now on."""
         self.committed, self.fencing = True, False
         if not self.over:
             self.decoding = True
             self._placement.prefill_done()
 
     def finished(self) -> None:
-        """All tokens are there."""
+        """Handle the end of the answer."""
         if not self.over:
             self.life.told(self.life.tokens)
             self.end("")
 
     def preempted(self, delivered: int) -> None:
-        """The decode worker needed the room for others."""
+        """Handle a preemption at the decode worker."""
         if not self.over:
             self.life.told(delivered)
             self.end("preempted")
 
     def kv_dropped(self) -> None:
-        """The prefill worker did, before it could hand over."""
+        """Handle the loss of held KV at the prefill worker."""
         self.end("kv_dropped")
 
     def fenced(self) -> None:
-        """It will never be committed."""
+        """Handle the fence: the handoff will never be committed."""
         self.failed = True
         self.end("prefill_lost")
 
     def lost(self, role: Role) -> None:
-        """A worker's process is gone."""
+        """Handle the end of a worker's process."""
         if self.over:
             return
         computes = (self.decoding or self.prefill is None) if role is Role.DECODE else self._computes
@@ -171,13 +166,13 @@ class Attempt:
         return self.sent and not (self.computed or self.repushes)
 
     def end(self, reason: str) -> None:
-        """It is over; once. "": with all its tokens; else why another attempt is needed."""
+        """End the attempt once. An empty reason means all tokens; others give the cause of another attempt."""
         if not self.over:
             self.over = True
             self._kernel.at(self._kernel.now, self.life.over, self, reason)
 
     def leave(self, reason: str) -> None:
-        """Both workers are rid of it, but for what is kept, and those that said so themselves."""
+        """Release the attempt at both workers, except for kept KV and at workers that ended it themselves."""
         prefill, decode = self.prefill, self.decode
         del decode.attempts[self]
         if reason not in _THROUGH and not (self.decoding and not reason):
@@ -189,7 +184,7 @@ class Attempt:
         self._placement.release()
 
     def _send(self, worker: PrefillWorker | DecodeWorker, act: object, *facts: object) -> None:
-        """A message to a worker; one that is gone does not get it."""
+        """Send a message to a worker. A dead worker does not receive it."""
         self._kernel.after(self.life.overheads.hop_s, _arrived, worker, act, facts)
 
 
@@ -199,7 +194,7 @@ def _arrived(worker: PrefillWorker | DecodeWorker, act, facts) -> None:  # type:
 
 
 class Life:
-    """One request. `told` is how far its client is; `gaps` are its own, if they are kept."""
+    """One request. `told` records the client's progress; `gaps` are its own gaps, if they are kept."""
 
     __slots__ = (
         "_arrival", "_cluster", "_deaths", "_directory_names", "_failures", "_first_at", "_last_at", "_since",
@@ -215,14 +210,14 @@ class Life:
         self.content, self._directory_names = cluster.names.of(arrival) if arrival.blocks else (UNSHARED, [])
         self.attempts = self.delivered = self._failures = self._deaths = 0
         self.came_at = arrival.at_s
-        self._since: float | None = None  # it has been looking for a pair
+        self._since: float | None = None  # start of the current search for a pair
         self.accepted = False
-        self.held: Attempt | None = None  # whose KV its prefill worker keeps
+        self.held: Attempt | None = None  # attempt with KV kept at its prefill worker
         self.gaps: list[tuple[float, int]] = []
         self._first_at = self._last_at = 0.0
 
     def told(self, tokens: int, *, first: bool = False) -> None:
-        """The client has so many. `first`: it is an attempt's first, which came after a wait of its own."""
+        """Record that the client has `tokens` tokens. `first`: first one of an attempt; its gap is separate."""
         now = self.kernel.now
         if tokens <= self.delivered:
             return
@@ -234,11 +229,11 @@ class Life:
         self.delivered, self._last_at = tokens, now
 
     def begin(self) -> None:
-        """It comes to the queue."""
+        """Enter the queue."""
         self._seek()
 
     def over(self, attempt: Attempt, reason: str) -> None:
-        """What is next after an attempt."""
+        """End an attempt and choose the next action."""
         if attempt.sent:
             self._since = None
         attempt.kept = attempt.failed and attempt.held
@@ -260,7 +255,7 @@ class Life:
             self._end("completed")
 
     def _seek(self) -> None:
-        """A pair of workers. Mostly there is one at once, and no task is needed to wait for it."""
+        """Look for a pair of workers. Usually one is free immediately, so no task is needed."""
         if self._since is None:
             self._since = self.kernel.now
         router, held = self._cluster.router, self.held
@@ -293,7 +288,7 @@ class Life:
         self._cluster.ended(self, outcome)
 
     def _attempt(self, placement: Placement) -> None:
-        """The next one. What is held is of no use to another prefill worker."""
+        """Begin the next attempt. KV held at another prefill worker is released."""
         if not self.attempts:
             self._cluster.tally.queue.add(self.kernel.now - self.came_at)
         prefill, decode = self._cluster.workers_of(placement)
@@ -308,46 +303,46 @@ class Life:
         Attempt(self, placement, prefill, decode, known, before)
 
     def _let_go(self) -> None:
-        """Nothing is held for another attempt any more."""
+        """Release the held KV."""
         held, self.held = self.held, None
         if held is not None and held.prefill is not None and not held.prefill.dead:
             held.prefill.release(held)
 
     def measures(self) -> tuple[float, float]:
-        """TTFT and E2E in seconds."""
+        """Return TTFT and end-to-end latency in seconds."""
         return self._first_at - self.came_at, self._last_at - self.came_at
 
 
-_SHARED = SequenceSpec((), Sampling())  # of a request whose beginning others may have
+_SHARED = SequenceSpec((), Sampling())  # spec of requests with shared prefixes
 
 
 class SimLink(WorkerStream):
-    """A link that is up as long as its worker lives."""
+    """A worker stream that is connected while its worker lives."""
 
-    def __init__(self, info: WorkerInfo) -> None:  # not that of WorkerLink, which connects
+    def __init__(self, info: WorkerInfo) -> None:  # without the constructor of WorkerStream, which connects
         self.view = WorkerView(info)
         self.state = "connected"
         self.retired = False
 
 
 class Directory(PrefixIndex):
-    """`asked`: the names of the request that is looked at, of blocks of `block_tokens`; workers have `block_size`."""
+    """Prefix index for one request at a time: `asked` are its hashes, of blocks of `block_tokens` tokens."""
 
     def __init__(self, block_size: int) -> None:
         super().__init__()
         self.asked: Sequence[bytes] = ()
         self.block_tokens = 0
-        self.most = 0  # tokens: one is left to compute
+        self.most = 0  # tokens; one is left to compute
         self._block_size = block_size
 
     def leading(self, digests: Iterable[bytes]) -> list[tuple[int, int]]:
-        """Of the request that is asked for, in blocks of workers."""
+        """Return the matches of the current request, in blocks of workers."""
         each, size, most = self.block_tokens, self._block_size, self.most // self._block_size
         return [(bits, min(count * each // size, most)) for bits, count in super().leading(self.asked)]
 
 
 class SimPool(WorkerPool):
-    """Workers are added and dropped as they live and die. `asks(wish)` has the directory look for what is asked."""
+    """Worker pool that adds and drops workers as they start and die."""
 
     def __init__(self, scenario: Scenario, kernel: Kernel, directory: Directory) -> None:
         policy, itl_s = POLICIES[scenario.router.policy], scenario.router.slo_itl_s
@@ -359,13 +354,13 @@ class SimPool(WorkerPool):
         self._there = dict.fromkeys(Role, 0)
 
     def add(self, link: SimLink) -> None:
-        """It is there from now on."""
+        """Add a worker."""
         self._there[link.info.role] += 1
         self._add(link)
         self.on_change()
 
     def drop(self, link: SimLink) -> None:
-        """It is gone."""
+        """Drop a dead worker."""
         self._there[link.info.role] -= 1
         link.state = "lost"
         del self._links[link.info.ref]
@@ -373,7 +368,7 @@ class SimPool(WorkerPool):
         self.on_change()
 
     def reported(self, link: SimLink, load: Load, *, teaches: bool) -> None:
-        """A report has come; `teaches`: one that costs are fitted from."""
+        """Apply a report. `teaches`: costs are fitted from it."""
         if link.state != "connected":
             return
         link.view.load, link.view.full = load, False
@@ -384,7 +379,7 @@ class SimPool(WorkerPool):
         self.on_change()
 
     def has_pair(self, requirements: Requirements = NO_REQUIREMENTS) -> bool:
-        """All workers fit each other, and none is looked at."""
+        """Return whether both roles have workers, which are all compatible."""
         return not self.colocated and all(self._there.values())
 
     def serves(self, requirements: Requirements = NO_REQUIREMENTS) -> bool:
@@ -392,7 +387,7 @@ class SimPool(WorkerPool):
 
 
 class SimRouter:
-    """Admission before a pool."""
+    """Admission in front of a pool."""
 
     def __init__(self, scenario: Scenario, kernel: Kernel) -> None:
         settings = scenario.router
@@ -409,7 +404,7 @@ class SimRouter:
         self.queue_peak = 0
 
     def requirements(self, keep: SimLink | None, names: Sequence[bytes], block_tokens: int) -> AskedWish:
-        """What a request has to do with the choice of its workers."""
+        """Return the requirements of a request."""
         return AskedWish(Requirements(keep, _SHARED if names else None), names, block_tokens)
 
     def _place(self, tokens: int, asked: AskedWish) -> Placement | None:
@@ -425,7 +420,7 @@ class SimRouter:
 
 
 class AskedWish:
-    """A wish, and the names of the request's blocks in the directory."""
+    """Requirements, and the request's block hashes in the directory."""
 
     __slots__ = ("block_tokens", "names", "requirements")
 

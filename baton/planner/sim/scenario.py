@@ -1,4 +1,4 @@
-"""What is simulated: pools of workers, what their steps and their links cost, the router, and what goes wrong."""
+"""Inputs of a simulation: worker pools, step costs, network, router settings and faults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from router.placement.policy import POLICIES
 
 @dataclass(frozen=True, slots=True)
 class Slowed:
-    """Steps take so many times as long, and differ by these factors, of mean 1 and equally likely."""
+    """Factor of the step time, and its spread: equally likely factors of mean 1."""
 
     factor: float = 1.0
     spread: tuple[float, ...] = ()
@@ -21,57 +21,49 @@ class Slowed:
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """What workers of one host cost each other: how much longer steps take while all others are busy, by what these do.
+    """Slowdown of steps while all other workers of the host are busy. Mixed steps are interpolated."""
 
-    `workers` of a host. `prompts`: of steps that compute prompts, beside whatever. `beside_prompts`, `beside_decode`:
-    of steps that decode, beside such that compute prompts, and such that decode. Whoever does both is in between.
-    """
-
-    workers: int
-    prompts: float = 1.0
-    beside_prompts: Slowed = Slowed()
-    beside_decode: Slowed = Slowed()
+    workers: int  # of a host
+    prompts: float = 1.0  # factor of steps that compute prompts
+    beside_prompts: Slowed = Slowed()  # of decode steps, while others compute prompts
+    beside_decode: Slowed = Slowed()  # of decode steps, while others decode
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Equal workers. `tensor_parallel` is what each has of devices; what that makes of a step is in `cost`."""
+    """Equal workers with `tensor_parallel` devices each. `cost` is the step cost of a whole worker."""
 
     workers: int
     cost: StepCost = field(default_factory=Linear)
-    kv_blocks: int = 10_000  # of a worker
+    kv_blocks: int = 10_000  # per worker
     block_size: int = 16  # tokens
     max_batched_tokens: int = 2048
     max_running: int = 64
     tensor_parallel: int = 1
     prefix_cache: bool = True
-    spread: tuple[float, ...] = ()  # of step times: factors of mean 1, equally likely, of which each step draws one
+    spread: tuple[float, ...] = ()  # equally likely factors of the step time, of mean 1; each step draws one
     contention: Contention | None = None
 
     @property
     def devices(self) -> int:
-        """All that the pool takes."""
+        """Devices of all workers."""
         return self.workers * self.tensor_parallel
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """How KV moves. Each worker has one way out and one way in, which what moves at the same time shares evenly.
+    """KV network: each worker has a way out and a way in, which concurrent transfers share evenly."""
 
-    `bytes_per_s`: of each way. `latency_s`: of a handoff, once. `layers`: KV of all but the last one moves while the
-    prompt is computed, if it is more than `coalesce_below` bytes.
-    """
-
-    bytes_per_s: float = 25e9 / 8
-    latency_s: float = 0.0005
-    token_bytes: float = 0.0  # of KV, all layers together
+    bytes_per_s: float = 25e9 / 8  # of each way
+    latency_s: float = 0.0005  # once per handoff
+    token_bytes: float = 0.0  # KV bytes, all layers together
     layers: int = 32
-    coalesce_below: int = 256 << 10
+    coalesce_below: int = 256 << 10  # bytes; of more KV, all layers but the last move during the prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """Seconds that a request takes beside steps and links: they are what a prediction is fitted to reality by."""
+    """Seconds of a request outside of steps and transfers. Calibration fits them to measurements."""
 
     admit_s: float = 0.0005  # from the client to the queue
     hop_s: float = 0.0002  # a message between router and worker
@@ -81,23 +73,21 @@ class Overheads:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """The router's settings, by the names of the cluster file. `report_s`: see
-    `baton.planner.sim.router`. `slo_itl_s`: what it keeps where it can; None: what requests are judged by.
-    """
+    """Router settings, named as in the cluster file."""
 
     policy: str = "predicted"
     local_prefill: bool = True
-    max_requests: int = 256  # that wait
+    max_requests: int = 256  # waiting requests
     max_tokens: int = 1_000_000
     max_wait_s: float = 10.0
     attempts: int = 3
-    report_s: float = 1.0
-    slo_itl_s: float | None = None
+    report_s: float = 1.0  # see `baton.planner.sim.router`
+    slo_itl_s: float | None = None  # ITL goal of placements; None means that of `Slo`
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request must meet to be good. Of its gaps, the mean counts, or a percentile: 99 is its own p99 gap."""
+    """Goals of a good request. ITL is its mean gap, or with `itl_percentile` that percentile of its own gaps."""
 
     ttft_s: float = 1.0
     itl_s: float = 0.1
@@ -106,7 +96,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A worker's process ends, and another begins in its place. Noticed after `noticed_s`."""
+    """The end of a worker's process, noticed after `noticed_s`. A new one starts after `back_after_s`."""
 
     at_s: float
     worker: str  # prefill-0, decode-3
@@ -126,7 +116,7 @@ class Slow:
 
 @dataclass(frozen=True, slots=True)
 class SlowLink:
-    """A worker's ways carry `factor` of what they did; worker "": those of all."""
+    """A worker's ways have `factor` of their bandwidth. An empty `worker` means all workers."""
 
     at_s: float
     until_s: float
@@ -139,10 +129,8 @@ Fault = Death | Slow | SlowLink
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """All that a simulation depends on, beside its arrivals. Raises ConfigError for what cannot be.
-
-    Colocated workers are the decode pool: they compute prompts in chunks of `max_batched_tokens` beside what they
-    decode, and there are no prefill workers.
+    """All inputs of a simulation except arrivals. Raises ConfigError if they are inconsistent. Colocated workers are
+    the decode pool, without prefill workers: they add prompts in chunks of `max_batched_tokens` to decode steps.
     """
 
     decode: Pool
@@ -189,7 +177,7 @@ class Scenario:
 
     @property
     def devices(self) -> int:
-        """What all workers take."""
+        """Devices of all workers."""
         return self.prefill.devices + self.decode.devices
 
 

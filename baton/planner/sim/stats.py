@@ -1,10 +1,7 @@
-"""What came of a simulation, as a table for people and JSON for programs.
+"""Counters of a running simulation and the report made of them, as a table and as JSON.
 
-How long the steps of one worker took, for as long as somebody may ask: what a request's own gaps were.
-
-Percentiles of any number of values in memory that does not grow: bins whose width is a share of what is in them.
-
-What is counted while a simulation runs, in memory that does not grow with it, and the report made of it.
+`Histogram` has percentiles in constant memory, by bins of constant relative width. `Gaps` keeps the step times of one
+worker as long as they can be part of a request's own gaps.
 """
 
 from __future__ import annotations
@@ -24,29 +21,29 @@ if TYPE_CHECKING:
 
 
 class Gaps:
-    """Steps by number, in pieces of equal length."""
+    """Step times by step number, in runs of equal length."""
 
     def __init__(self) -> None:
-        self._pieces: deque[tuple[int, int, float]] = deque()  # first step, the one behind the last, seconds of each
+        self._pieces: deque[tuple[int, int, float]] = deque()  # first step, end, seconds of each
 
     def add(self, first: int, count: int, seconds: float) -> None:
-        """These steps took so long each."""
+        """Add `count` steps of `seconds` each."""
         self._pieces.append((first, first + count, seconds))
 
     def forget(self, before: int) -> None:
-        """Nobody will ask for steps before this one."""
+        """Drop the steps before `before`."""
         while self._pieces and self._pieces[0][1] <= before:
             self._pieces.popleft()
 
     def of(self, first: int, end: int) -> list[tuple[float, int]]:
-        """Seconds and how many, of steps first..end-1."""
+        """Return (seconds, count) pairs of steps first..end-1."""
         seen = dropwhile(lambda piece: piece[1] <= first, self._pieces)
         pieces = ((seconds, min(stop, end) - max(begin, first)) for begin, stop, seconds in seen)
         return [(seconds, count) for seconds, count in pieces if count > 0]
 
 
 def percentile(gaps: list[tuple[float, int]], percent: float) -> float:
-    """The gap that `percent` of all do not exceed; 0: there are none."""
+    """Return the gap that `percent` percent of all do not exceed, or 0 without gaps."""
     left = percent / 100.0 * sum(count for _, count in gaps)
     for seconds, count in sorted(gaps):
         left -= count
@@ -55,14 +52,14 @@ def percentile(gaps: list[tuple[float, int]], percent: float) -> float:
     return max((seconds for seconds, _ in gaps), default=0.0)
 
 
-_BINS = 128  # for each doubling: values are known to 0.3 %
-_LEAST_S = 1e-7  # what is less counts as that
-_TOGETHER = 4096  # values that are put into bins at once: one by one takes several times as long
+_BINS = 128  # per doubling: values are exact to 0.3 %
+_LEAST_S = 1e-7  # lower limit of values
+_TOGETHER = 4096  # values per batch; adding them one by one takes several times as long
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of values in seconds, weighed; all 0 where there are none."""
+    """Statistics of weighted values in seconds. All are 0 without values."""
 
     count: float = 0.0
     mean: float = 0.0
@@ -74,23 +71,23 @@ class Quantiles:
 
 
 class Histogram:
-    """Weighed values, in seconds."""
+    """Weighted values in seconds."""
 
     def __init__(self) -> None:
         self._bins: NDArray[np.float64] = np.zeros(0)
         self._count = self._sum = self._max = 0.0
-        self._values: list[float] = []  # in no bin yet
+        self._values: list[float] = []  # not in bins yet
         self._weights: list[float] = []
 
     def add(self, value: float, weight: float = 1.0) -> None:
-        """Count `value` so often."""
+        """Add `value` with a weight."""
         self._values.append(value)
         self._weights.append(weight)
         if len(self._values) == _TOGETHER:
             self._settle()
 
     def quantiles(self) -> Quantiles:
-        """All that a report shows."""
+        """Return the statistics for a report."""
         self._settle()
         if not self._count:
             return Quantiles()
@@ -98,7 +95,7 @@ class Histogram:
         return Quantiles(self._count, self._sum / self._count, p50, p90, p95, p99, self._max)
 
     def _quantile(self, share: float) -> float:
-        """The value that so large a share of all does not exceed."""
+        """Return the value that `share` of all do not exceed."""
         enough = np.cumsum(self._bins) >= (share - 1e-9) * self._count
         middle: float = _LEAST_S * 2.0 ** ((int(enough.argmax()) + 0.5) / _BINS)
         return min(middle, self._max)
@@ -119,49 +116,46 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class PoolReport:
-    """What a pool did. `busy`: the share of the time that its workers were in steps."""
+    """Results of a pool. `busy`: share of the time that its workers spent in steps."""
 
     workers: int = 0
     devices: int = 0
     busy: float = 0.0
     steps: int = 0
     prompt_tokens: int = 0  # computed
-    cached_tokens: int = 0  # found in the prefix cache instead
+    cached_tokens: int = 0  # from the prefix cache
     decode_tokens: int = 0
-    batch: float = 0.0  # decode rows of a step that has any, on average over steps
-    kv_used_peak: float = 0.0  # the largest share of a worker's blocks that was held at once
+    batch: float = 0.0  # mean batch size of decode steps
+    kv_used_peak: float = 0.0  # largest share of a worker's blocks in use
     preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Times are seconds of simulated time unless they say otherwise. `itl` counts gaps, `tpot` requests.
-
-    `good`: completed within the SLO. `attainment`: that share of all that came; refused and failed ones miss it.
-    """
+    """Results in simulated seconds. `itl` counts gaps, `tpot` requests."""
 
     arrivals: int = 0
     completed: int = 0
-    refused: int = 0  # at once, by a full queue, or since no worker could ever hold it
+    refused: int = 0  # immediately: the queue was full, or the request fits no worker
     expired: int = 0  # after a wait
-    failed: int = 0  # by workers that were lost
-    good: int = 0
-    good_ttft: int = 0  # within that goal alone
-    good_itl: int = 0  # as well; a request of one token is
+    failed: int = 0  # because workers were lost
+    good: int = 0  # completed within the SLO
+    good_ttft: int = 0  # within the TTFT goal
+    good_itl: int = 0  # within the ITL goal; requests of one token always are
     duration_s: float = 0.0  # from the first arrival to the last event
     ttft: Quantiles = field(default_factory=Quantiles)
     itl: Quantiles = field(default_factory=Quantiles)
     tpot: Quantiles = field(default_factory=Quantiles)
     e2e: Quantiles = field(default_factory=Quantiles)
-    queue: Quantiles = field(default_factory=Quantiles)  # from the arrival to the first choice of a pair
-    transfer: Quantiles = field(default_factory=Quantiles)  # of a handoff, as far as it was not hidden by computing
+    queue: Quantiles = field(default_factory=Quantiles)  # from the arrival to the first placement
+    transfer: Quantiles = field(default_factory=Quantiles)  # part of a handoff that computation does not hide
     prefill: PoolReport = field(default_factory=PoolReport)
     decode: PoolReport = field(default_factory=PoolReport)
     devices: int = 0
     output_tokens: int = 0
     moved_bytes: float = 0.0
-    recoveries: dict[str, int] = field(default_factory=dict)  # by reason: why another attempt was needed
-    local_prefills: int = 0  # prompts that a decode worker computed
+    recoveries: dict[str, int] = field(default_factory=dict)  # attempts repeated, by reason
+    local_prefills: int = 0  # prompts computed by decode workers
     queue_peak: int = 0
     events: int = 0
 
@@ -172,17 +166,17 @@ class Report:
 
     @property
     def attainment(self) -> float:
-        """The share of all arrivals that were good; 1: nothing came."""
+        """Share of all arrivals that were good, or 1 without arrivals."""
         return self.good / self.arrivals if self.arrivals else 1.0
 
     @property
     def ttft_attainment(self) -> float:
-        """The share of all arrivals that was within the goal for the first token."""
+        """Share of all arrivals within the TTFT goal."""
         return self.good_ttft / self.arrivals if self.arrivals else 1.0
 
     @property
     def itl_attainment(self) -> float:
-        """The share of all arrivals that was within the goal for the others."""
+        """Share of all arrivals within the ITL goal."""
         return self.good_itl / self.arrivals if self.arrivals else 1.0
 
     @property
@@ -191,7 +185,7 @@ class Report:
         return self.output_tokens / self.duration_s if self.duration_s else 0.0
 
     def as_dict(self) -> dict[str, object]:
-        """All of it, for JSON."""
+        """Return all fields and rates, for JSON."""
         rates = {
             "goodput": self.goodput,
             "attainment": self.attainment,
@@ -202,11 +196,11 @@ class Report:
         return asdict(self) | rates
 
     def as_json(self) -> str:
-        """One line; equal reports give equal text."""
+        """Return one line of JSON. Equal reports give equal text."""
         return json.dumps(self.as_dict(), sort_keys=True)
 
     def table(self) -> str:
-        """For a terminal."""
+        """Return a table for a terminal."""
         rows = [f"{'ms':10}" + "".join(f"{name:>11}" for name in ("mean", "p50", "p90", "p95", "p99", "max"))]
         times = ("TTFT", self.ttft), ("ITL", self.itl), ("TPOT", self.tpot), ("E2E", self.e2e)
         for name, of in (*times, ("queue", self.queue), ("transfer", self.transfer)):
@@ -236,24 +230,24 @@ class Report:
 
 
 class PoolTally:
-    """Of the workers of one role; `itl` is that of all."""
+    """Counters of the workers of one role. `itl` is shared by all."""
 
     def __init__(self, itl: Histogram) -> None:
         self.itl = itl
         self.preemptions = self.cached_tokens = 0
-        self.used_most = 0.0  # a share of a worker's blocks
+        self.used_most = 0.0  # share of a worker's blocks
         self._steps = self._decode_steps = self._prompts = self._decodes = 0
         self._busy_s = 0.0
 
     def decoded(self, steps: int, tokens: int, seconds: float) -> None:
-        """Steps that only decoded."""
+        """Count steps that only decoded."""
         self._steps += steps
         self._decode_steps += steps
         self._decodes += tokens
         self._busy_s += seconds
 
     def planned(self, prompts: int, decodes: int, seconds: float) -> None:
-        """A step with so many tokens of prompts, and so many rows."""
+        """Count a step with `prompts` prompt tokens and `decodes` decoding sequences."""
         self._steps += 1
         self._decode_steps += decodes > 0
         self._prompts += prompts
@@ -261,11 +255,11 @@ class PoolTally:
         self._busy_s += seconds
 
     def saw(self, pool: CountedPool) -> None:
-        """A worker's blocks, at the end of its life."""
+        """Record the peak use of a worker's blocks, at the end of its life."""
         self.used_most = max(self.used_most, pool.used_most / pool.total)
 
     def report(self, pool: Pool, duration_s: float) -> PoolReport:
-        """What is in the report."""
+        """Return the results of the pool."""
         return PoolReport(
             workers=pool.workers,
             devices=pool.devices,
@@ -281,7 +275,7 @@ class PoolTally:
 
 
 class Tally:
-    """Of the whole simulation."""
+    """Counters of the whole simulation."""
 
     def __init__(self, slo: Slo) -> None:
         self.ttft, self.itl, self.tpot, self.e2e = Histogram(), Histogram(), Histogram(), Histogram()
@@ -295,7 +289,7 @@ class Tally:
         self._good = self._prompt = self._fluent = 0
 
     def completed(self, ttft_s: float, e2e_s: float, tokens: int, gaps: list[tuple[float, int]]) -> None:
-        """A request is over, and its client has all. `gaps`: empty unless percentiles of them are asked for."""
+        """Count a completed request. `gaps` is empty unless percentiles of them are needed."""
         self.outcomes["completed"] += 1
         self.output_tokens += tokens
         self.ttft.add(ttft_s)
@@ -312,7 +306,7 @@ class Tally:
         self._good += prompt and fluent
 
     def report(self, scenario: Scenario, duration_s: float, events: int) -> Report:
-        """What came of it."""
+        """Return the report."""
         return Report(
             arrivals=self.arrivals,
             completed=self.outcomes["completed"],

@@ -1,4 +1,4 @@
-"""What a step of a simulated worker takes: the form that the router fits online, or pieces of it."""
+"""Step costs of a simulated worker: the linear form that the router fits online, or pieces of it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,17 @@ from router.placement.cost_model import UNKNOWN, Cost
 
 
 class StepCost(Protocol):
-    """Seconds of a step of a worker, all ranks of it together.
-
-    For equal `decode_rows` it must be affine in `decode_context`: steps in which nothing changes are added up by that.
+    """Seconds per step of a worker, all its ranks together. The cost must be affine in `decode_context` for equal
+    `decode_rows`, because a stretch of steps is summed that way.
     """
 
     def seconds(self, prompt_tokens: int, prompt_context: int, decode_rows: int, decode_context: int) -> float:
-        """A step that computes so many tokens of prompts, which attend to so many positions in all, themselves among
-        them, and one token of each of so many rows, which attend to so many positions in all.
-        """
+        """Return a step's seconds. Contexts are positions attended to, which for prompts include their own tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A line for prompts and one for decoding, each `step_s + token_s tokens + context_s context`.
-
-    A step with both in it has the longer of both `step_s` once, or `joint_step_s` if it is known.
-    """
+    """One line for prompts, one for decoding. Mixed steps count the longer `step_s` once, or `joint_step_s`."""
 
     prompt: Cost = UNKNOWN
     decode: Cost = UNKNOWN
@@ -45,7 +39,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Piecewise:
-    """A cost for each range of decode rows: `pieces` are (fewer rows than this, cost), by rows; `beyond` is of more."""
+    """A cost per range of batch sizes. `pieces`: (fewer sequences than this, cost), ascending; `beyond`: the rest."""
 
     pieces: tuple[tuple[int, StepCost], ...] = ()
     beyond: StepCost = field(default_factory=Linear)
@@ -57,5 +51,5 @@ class Piecewise:
 
 
 def line(step_s: float = 0.0, token_s: float = 0.0, context_s: float = 0.0) -> Cost:
-    """A cost of three numbers, in seconds; nothing of it is about what waits."""
+    """Return a cost of three numbers, in seconds. A queued token costs `token_s`."""
     return Cost(step_s, token_s, context_s, token_s)

@@ -1,9 +1,7 @@
-"""How long a step of one simulated worker takes now: what it costs by itself, by how much such steps differ, and what
-other workers of its host do meanwhile.
+"""Step times of one simulated worker: its cost, the spread, and slowdown by other workers of its host.
 
-What steps took, as a worker reports it: see `baton.worker.engine_loop.Paces`.
-
-Steps of a worker in which nothing changes: each has one token more of every row than the one before.
+`Paces` are the totals that a worker reports, as in `baton.worker.engine_loop.Paces`. A `Stretch` is a run of steps with
+a constant batch, in which each sequence grows by one token a step.
 """
 
 from __future__ import annotations
@@ -26,18 +24,18 @@ if TYPE_CHECKING:
 
 
 class Paces:
-    """All steps so far, by kind. They change: `told` is what a report has."""
+    """Running totals of steps by kind. `told` returns a copy for a report."""
 
     def __init__(self) -> None:
         self.prefill, self.decode = Pace(), Pace()
         self.joint, self.beside = Pace(), Pace()
 
     def decoded(self, steps: int, tokens: int, context: int, seconds: float) -> None:
-        """Steps that only decoded."""
+        """Add steps that only decoded."""
         _add(self.decode, steps, tokens, context, seconds)
 
     def planned(self, prompts: int, context: int, decodes: int, beside: int, seconds: float) -> None:
-        """A step: of prompts so many tokens and positions, of rows as well."""
+        """Add a step: tokens and positions of its prompts, then of its decoding sequences."""
         if not prompts:
             _add(self.decode, 1, decodes, beside, seconds)
         elif not decodes:
@@ -47,7 +45,7 @@ class Paces:
             _add(self.beside, 1, decodes, beside, 0.0)
 
     def told(self) -> Paces:
-        """As they are now."""
+        """Return a copy."""
         now = Paces()
         now.prefill, now.decode = replace(self.prefill), replace(self.decode)
         now.joint, now.beside = replace(self.joint), replace(self.beside)
@@ -61,14 +59,12 @@ def _add(pace: Pace, steps: int, tokens: int, context: int, seconds: float) -> N
     pace.seconds += seconds
 
 
-_ALIKE = 0.01  # steps whose lengths differ by less count as equally long
+_ALIKE = 0.01  # steps with times that differ by less count as equal
 _MOST_PIECES = 16
 
 
 class Stretch:
-    """`count` steps from `began` on, of `first_s` seconds and each `more_s` longer than the one before; or as long as
-    `drawn` says.
-    """
+    """`count` steps from `began`: the first takes `first_s`, each next `more_s` longer. `drawn` overrides both."""
 
     __slots__ = ("_ends", "began", "count", "first_s", "more_s")
 
@@ -77,17 +73,17 @@ class Stretch:
         self._ends = list(accumulate(drawn))
 
     def seconds(self, steps: int) -> float:
-        """That the first so many take."""
+        """Return the seconds of the first `steps` steps."""
         if self._ends:
             return self._ends[steps - 1] if steps else 0.0
         return steps * self.first_s + self.more_s * (steps * (steps - 1) / 2)
 
     def end(self, steps: int) -> float:
-        """When the first so many are done."""
+        """Return the time at which the first `steps` steps are done."""
         return self.began + self.seconds(steps)
 
     def done_by(self, now: float) -> int:
-        """How many are done then, if it is not at its end."""
+        """Return the number of steps done at `now`."""
         if self._ends:
             return min(bisect_right(self._ends, now - self.began), self.count)
         steps = min(self._about(now - self.began), self.count)
@@ -98,14 +94,14 @@ class Stretch:
         return steps
 
     def next_end(self, now: float) -> int:
-        """The number of the step that is under way then: jobs wait for its end."""
+        """Return the number of the step under way at `now`; jobs wait for its end."""
         if self._ends:
             return min(bisect_left(self._ends, now - self.began) + 1, self.count)
         done = self.done_by(now)
         return max(done if self.end(done) == now else min(done + 1, self.count), 1)
 
     def pieces(self, steps: int) -> list[tuple[int, float]]:
-        """The first so many: numbers of steps, and seconds of each of these."""
+        """Return the first `steps` steps as pairs: number of steps, and seconds of each."""
         if self._ends:
             return [(1, end - before) for before, end in zip((0.0, *self._ends), self._ends[:steps], strict=False)]
         growth = self.more_s * (steps - 1)
@@ -117,7 +113,7 @@ class Stretch:
         return [(end - begin, (self.seconds(end) - self.seconds(begin)) / (end - begin)) for begin, end in spans]
 
     def _about(self, elapsed: float) -> int:
-        """Close to how many steps take so long."""
+        """Return about how many steps take `elapsed` seconds."""
         if self.first_s <= 0 and self.more_s <= 0:
             return self.count
         if elapsed <= 0:
@@ -125,7 +121,7 @@ class Stretch:
         a, b = self.more_s / 2, self.first_s - self.more_s / 2
         if a <= 0:
             return int(elapsed / self.first_s)
-        return int(2 * elapsed / (b + math.sqrt(b * b + 4 * a * elapsed)))  # the root, without cancellation
+        return int(2 * elapsed / (b + math.sqrt(b * b + 4 * a * elapsed)))  # the root, in a form without cancellation
 
 
 class Host:
@@ -135,26 +131,24 @@ class Host:
         self.timings: list[Timing] = []
 
     def beside(self, timing: Timing) -> tuple[float, float]:
-        """How many others decode, and how many compute prompts; who does both counts for each in part."""
+        """Return the number of other workers that decode, and that compute prompts. Mixed steps count in part."""
         busy = [one.decoding for one in self.timings if one is not timing and one.decoding is not None]
         return sum(busy), len(busy) - sum(busy)
 
     def changed(self, timing: Timing) -> None:
-        """The others have another neighbour from now on."""
+        """Notify the other workers of a change at `timing`."""
         for one in self.timings:
             if one is not timing:
                 one.on_change()
 
 
 class Timing:
-    """Of one worker. `factor`: that its steps take longer, whatever the reason. `on_change`: the others on its host do
-    something else from now on. `decoding`: which share of its time the step under way decodes; None: there is none.
-    """
+    """Step times of one worker."""
 
     def __init__(self, pool: Pool, rng: Random, host: Host | None = None) -> None:
-        self.factor = 1.0
-        self.on_change: Callable[[], None] = _nothing
-        self.decoding: float | None = None
+        self.factor = 1.0  # slowdown for any reason
+        self.on_change: Callable[[], None] = _nothing  # called when the neighbours change
+        self.decoding: float | None = None  # share of the current step spent on decoding, or None without a step
         self._cost, self._spread, self._rng = pool.cost, pool.spread, rng
         self._host, self._contention = host, pool.contention or Contention(1)
         if host is not None:
@@ -162,13 +156,11 @@ class Timing:
 
     @property
     def noisy(self) -> bool:
-        """Whether steps that cost the same may take different times."""
+        """Whether steps of equal cost may take different times."""
         return bool(self._spread) or self._host is not None
 
     def step(self, prompts: int, context: int, decodes: int, beside: int) -> float:
-        """Seconds of a step that begins, with so many tokens of prompts, which attend to `context` positions, and so
-        many rows, which attend to `beside`.
-        """
+        """Return the seconds of a new step. Prompts attend to `context` positions, decoding sequences to `beside`."""
         seconds = self._cost.seconds(prompts, context, decodes, beside)
         if self._host is not None:
             rows_s = self._cost.seconds(0, 0, decodes, beside) if decodes else 0.0
@@ -178,9 +170,7 @@ class Timing:
         return seconds * self.factor * self._drawn()
 
     def steps(self, rows: int, context: int, steps: int) -> tuple[float, float, list[float]]:
-        """Of so many steps that begin, one after the other, which only decode: seconds of the first, by which each is
-        longer than the one before, and seconds of each where they differ otherwise.
-        """
+        """Return the times of new decode steps: first seconds, increment per step, and all seconds if noisy."""
         self._do(1.0)
         seconds, factor = self._cost.seconds, self.factor * self._slower(1.0)
         first, more = seconds(0, 0, rows, context) * factor, 0.0
@@ -190,11 +180,11 @@ class Timing:
         return first, more, drawn
 
     def rest(self) -> None:
-        """No step is under way."""
+        """Record that no step is under way."""
         self._do(None)
 
     def leave(self) -> None:
-        """The worker is gone."""
+        """Remove a dead worker from its host."""
         self.rest()
         if self._host is not None:
             self._host.timings.remove(self)
@@ -205,7 +195,7 @@ class Timing:
             self._host.changed(self)
 
     def _beside(self) -> tuple[float, float]:
-        """The shares of the host's other workers that decode, and that compute prompts."""
+        """Return the shares of the host's other workers that decode, and that compute prompts."""
         if self._host is None:
             return 0.0, 0.0
         others = max(self._contention.workers - 1, 1)
@@ -213,14 +203,14 @@ class Timing:
         return decoding / others, prompts / others
 
     def _slower(self, share: float) -> float:
-        """A step that decodes for such a share of its time, by what the others do now."""
+        """Return the slowdown of a step that spends `share` of its time on decoding."""
         decoding, prompts = self._beside()
         beside = self._contention
         decode = decoding * (beside.beside_decode.factor - 1) + prompts * (beside.beside_prompts.factor - 1)
         return 1 + share * decode + (1 - share) * (decoding + prompts) * (beside.prompts - 1)
 
     def _drawn(self) -> float:
-        """By how much this step differs from others that cost the same: some meet what others do, some do not."""
+        """Draw a factor. Its spread is that of the neighbours' work, in proportion to their shares."""
         spread = self._spread
         if self._host is not None:
             decoding, prompts = self._beside()

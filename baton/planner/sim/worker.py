@@ -1,4 +1,4 @@
-"""What both roles of simulated workers have: an engine, ways for KV, and messages that leave between steps."""
+"""Base of both simulated worker roles: an engine, network ways for KV, and messages sent between steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FINGERPRINT = "simulated"
 
 
 class Worker(ABC):
-    """One life of a worker. `attempts` are those that the router has on it."""
+    """One incarnation of a worker. `attempts`: the router's attempts on it."""
 
     role: Role
 
@@ -52,7 +52,7 @@ class Worker(ABC):
         self._channels = (Channel("", "simulated", self.network.bytes_per_s),)
         self._out: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._told: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        self._names: dict[bytes, bool] = {}  # whether it has them, since the last report
+        self._names: dict[bytes, bool] = {}  # block hashes since the last report: whether they are cached
         self._changes = 1
         self._learned_at, self._report_s = -math.inf, scenario.router.report_s
         self._paces = self.engine.paces.told()
@@ -62,13 +62,13 @@ class Worker(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """What the role has beside."""
+        """Create the state of the role."""
 
-    # --- baton.planner.sim.engine.Listener -------------------------------------------------------------------------
+    # methods of baton.planner.sim.engine.Listener
 
     def chunk(self, row: Row, count: int, seconds: float) -> None:
         """See `Listener`."""
-        return  # only a prefill worker has something to push
+        return  # only a prefill worker pushes KV
 
     @abstractmethod
     def first(self, row: Row) -> None:
@@ -83,7 +83,7 @@ class Worker(ABC):
         """See `Listener`."""
 
     def turned(self) -> None:
-        """What is to be said leaves, with a report."""
+        """Send queued messages and a report."""
         if not (self._out or self._told):
             return
         for act, facts in self._told:
@@ -92,38 +92,36 @@ class Worker(ABC):
         self._report(teaches=self._teaches())
 
     def beat(self) -> None:
-        """A report, if what was told of its steps is old."""
+        """Send a report if the last one for the cost fit is old."""
         if not self.dead and self._teaches():
             self._report(teaches=True)
 
     def _report(self, *, teaches: bool) -> None:
-        """With what is to be said."""
+        """Send a report and the queued messages."""
         self.kernel.after(self.overheads.hop_s, self._deliver, self._load(), teaches, self._news(), self._out)
         self._out = []
 
-    # --- for both roles ------------------------------------------------------------------------------------------
-
     def say(self, act: Callable[..., None], *facts: Any) -> None:
-        """Between steps: the router does `act` when it hears of it."""
+        """Queue a message between steps; the router runs `act` on receipt."""
         self._out.append((act, facts))
 
     def tell(self, act: Callable[..., None], *facts: Any) -> None:
-        """Between steps: there are tokens, and `act` is done when the client has them."""
+        """Queue tokens between steps; `act` runs when the client has received them."""
         self._told.append((act, facts))
 
     def row(self, handoff: HandoffId, attempt: Attempt, known: int, tokens: int, *, hold: bool = False) -> Row:
-        """A sequence of an attempt."""
+        """Return a new sequence for an attempt."""
         chain = attempt.life.content.chain if self._prefix_cache else None
         return Row(handoff, 0, known, known, chain=chain, base=known, tokens=tokens, owner=attempt, hold=hold)
 
     def die(self) -> None:
-        """Its process ends. What it had is gone."""
+        """End the process and lose its state."""
         self.dead = True
         self.engine.die()
         self.tally.saw(self.engine.pool)
 
     def idle_problems(self) -> list[str]:
-        """What should not be here when nothing is left to do."""
+        """Return leftovers that an idle worker must not have."""
         pool, scheduler, view = self.engine.pool, self.engine.scheduler, self.link.view
         counts = pool.counts().check()
         found = {
@@ -144,7 +142,7 @@ class Worker(ABC):
         self.cluster.router.pool.reported(self.link, load, teaches=teaches)
 
     def _load(self) -> Load:
-        """What costs are fitted from is as of the last report that they were fitted from."""
+        """Return the load. Its paces are from the last report that taught the cost fit."""
         engine, scheduler, paces = self.engine, self.engine.scheduler, self._paces
         return Load(
             step=engine.steps,
@@ -160,7 +158,7 @@ class Worker(ABC):
         )
 
     def _teaches(self) -> bool:
-        """Whether the next report is one that costs are fitted from."""
+        """Return whether the next report is used to fit costs."""
         due = self.kernel.now - self._learned_at >= self._report_s
         if due:
             self._learned_at, self._paces = self.kernel.now, self.engine.paces.told()
@@ -184,7 +182,7 @@ class Worker(ABC):
 
 
 def layout_of(cluster: Cluster) -> KVLayout:
-    """About as many bytes of a token as the network has: policies weigh what is to move."""
+    """Return a KV layout with about the network's bytes per token, because policies weigh the bytes to transfer."""
     network, size = cluster.scenario.network, cluster.scenario.decode.block_size
     elements = max(1, round(network.token_bytes / network.layers / 4))
     return KVLayout(network.layers, 1, elements, size, "bfloat16")

@@ -1,16 +1,15 @@
-/* Causal attention over paged keys and values, for any mix of prompt chunks and decode rows.
+/* Causal attention over paged keys and values, for any mix of prompt chunks and decode sequences.
  *
- * The work is cut into tasks: some query tokens and heads of one sequence against a range of its positions. A task walks
- * that range in chunks of CHUNK positions. Of each chunk, keys are turned so that 16 of them lie in the lanes of a
- * vector, and values so that the elements of one word belong to neighbouring positions; both products are then dots.
- * Ranges of one row that were cut in splits leave (maximum, sum, weighted values), and are put together at the end.
+ * A task is some query tokens and heads of one sequence against a range of its positions, in chunks of CHUNK. Keys of a
+ * chunk are transposed so that 16 of them fill the lanes of a vector. Values are paired so that the elements of a word
+ * belong to neighbouring positions. Both products are then dots. Each split of a decode sequence writes (maximum, sum,
+ * weighted values), and `join` combines them at the end.
  *
- * Softmax is computed to the base 2 (scores are multiplied by log2 e). It keeps a running maximum, or (`unified`) subtracts one preset constant instead, so that nothing is rescaled;
- * a row whose scores leave the range that is safe for that is computed again with its running maximum.
+ * Softmax uses base 2 (scores are multiplied by log2 e) and a running maximum. If `unified`, it subtracts a preset
+ * constant instead, so that nothing is rescaled; rows with scores outside the safe range are then computed again.
  *
- * In fixed batches a row has the same bits wherever it lies, whatever lies beside and behind it, and however many new
- * tokens its sequence has: chunks begin at multiples of CHUNK, there is one split, and what it does not see weighs 0.
- */
+ * In fixed batches, the bits of a row do not depend on its place, on other rows, or on the number of new tokens of its
+ * sequence: chunks begin at multiples of CHUNK, there is one split, and invisible positions have weight 0. */
 #include "common.h"
 #include "turn.h"
 
@@ -20,33 +19,33 @@
 #define MAX_SPLITS 256
 #define MAX_DIM 576
 #define ROWS_AT_ONCE 6
-#define SAFE 80.0f /* 2 to the power of it, and of minus it, are far from the ends of float32 */
+#define SAFE 80.0f /* 2^SAFE and 2^-SAFE are far from the limits of float32 */
 
 typedef struct {
     int32_t sequence, token, tokens, head, heads, begin, end, partial, splits;
 } task_t;
 
-/* Where the positions of a chunk lie in the cache, in elements from its beginning. */
+/* Offsets of a chunk's positions in the cache, in elements. */
 typedef struct {
     long count, keys[CHUNK], values[CHUNK];
 } place_t;
 
-/* What one thread works in. */
+/* Scratch of one thread. */
 typedef struct {
     place_t places[2];
     int32_t keys[MAX_DIM * CHUNK];
     int32_t values[MAX_DIM * CHUNK];
     float scores[MAX_ROWS * CHUNK];
-    int32_t weights[MAX_ROWS * CHUNK]; /* elements, CHUNK of them to a row */
+    int32_t weights[MAX_ROWS * CHUNK]; /* CHUNK elements per row */
     float sums[MAX_ROWS * MAX_DIM];
-    float totals[MAX_ROWS * LANES]; /* by lane: summed up at the end */
+    float totals[MAX_ROWS * LANES]; /* by lane, reduced at the end */
     float most[MAX_ROWS], total[MAX_ROWS], shrink[MAX_ROWS];
     long limit[MAX_ROWS], lower[MAX_ROWS];
     int again[MAX_ROWS];
 } __attribute__((aligned(64))) room_t;
 
-/* Cut the batch into tasks; returns how many, at most `capacity`, or -1. Splits get places in the list of partials.
- * A decode row gets `forced` splits, or with `load` as many as make about so many in all rows, a chunk or more each. */
+/* Cuts the batch into tasks, and returns their number, or -1 above `capacity`. Splits get places in `partials`. A
+ * decode sequence gets `forced` splits. If `load`, all together get about `load` splits, each of at least one chunk. */
 long NAME(attention_plan)(task_t *tasks, long capacity, const int32_t *starts, const int32_t *lens, long sequences,
                     long heads, long kv_heads, long window, long threads, long forced, long load,
                     long fixed, int32_t *partials) {
@@ -55,11 +54,11 @@ long NAME(attention_plan)(task_t *tasks, long capacity, const int32_t *starts, c
     for (long s = 0; s < sequences; s++) singles += starts[s + 1] - starts[s] == 1;
     for (long s = 0; s < sequences; s++) {
         const long count = starts[s + 1] - starts[s], len = lens[s], first = len - count;
-        /* Decode rows take all heads at once, so that KV streams by as it lies; unless that leaves a thread idle. */
+        /* A decode task takes all heads, so that KV is read in memory order, unless that leaves a thread idle. */
         const long kv_step = count > 1 ? 1 : singles >= threads ? whole : MIN(whole, MAX(1, kv_heads * singles / threads));
         const long heads_step = MIN(kv_step * group, MAX_ROWS), step = count > 1 ? MAX(1, 64 / group) : 1;
         for (long head = 0; head < heads;) {
-            /* A task's heads are of whole groups, or all of one group. */
+            /* A task's heads are whole groups, or part of one group. */
             const long here = MIN(heads_step, group <= MAX_ROWS ? heads - head : group - head % group);
             for (long t = 0; t < count; t += step) {
                 const long tokens = MIN(step, count - t), end = first + t + tokens;
@@ -93,13 +92,13 @@ typedef struct {
     const task_t *tasks;
     float *partials;
     long count, heads, kv_heads, dim, value_dim, block_size, table_stride, query_stride, out_stride;
-    long k_block, k_token, k_head, v_block, v_token, v_head, window, unified, narrow; /* partials rounded to bfloat16 */
+    long k_block, k_token, k_head, v_block, v_token, v_head, window, unified, narrow; /* partials as bfloat16 */
     float scale, phi;
 } attention_args;
 
 #define WORDS(n) (((n) + PAIR - 1) / PAIR)
 
-/* Where the positions from `at` to `end`, at most a chunk of them, lie: offsets from `keys` and `values`. */
+/* Finds the offsets from `keys` and `values` of positions from `at` to `end`, at most a chunk. */
 static void find(const attention_args *a, const int32_t *table, long at, long end, place_t *place) {
     long block = at / a->block_size, slot = at % a->block_size;
     place->count = MAX(0, MIN(CHUNK, end - at));
@@ -110,12 +109,12 @@ static void find(const attention_args *a, const int32_t *table, long at, long en
     }
 }
 
-/* KV does not lie as hardware guesses it: what the next chunk needs is asked for while this one is computed. */
+/* Prefetches KV of the next chunk during this one, because hardware cannot predict its place. */
 INLINE void fetch(const elem *row, long n) {
     for (long i = 0; i < n * (long)sizeof(elem); i += 64) _mm_prefetch((const char *)row + i, _MM_HINT_T0);
 }
 
-/* The keys of a chunk, turned; rows behind its end are zero. */
+/* Transposes the keys of a chunk. Rows after its end are zero. */
 static void turn_keys(const attention_args *a, long kv_head, const place_t *here, const place_t *next, room_t *room) {
     const long words = WORDS(a->dim);
     const elem *keys = a->keys + kv_head * a->k_head;
@@ -136,7 +135,7 @@ static void turn_keys(const attention_args *a, long kv_head, const place_t *here
     }
 }
 
-/* Values of the chunk: word j of row c holds element j of positions at + c * PAIR and its neighbour. */
+/* Pairs the values of a chunk: word j of row c holds element j of position at + c * PAIR and its neighbour. */
 static void pair_values(const attention_args *a, long kv_head, const place_t *here, const place_t *next, room_t *room) {
     const elem *values = a->values + kv_head * a->v_head;
     for (long c = 0; c * PAIR < here->count; c++) {
@@ -240,7 +239,7 @@ static void weigh(const int32_t *weights, long words, const int32_t *values, lon
 
 INLINE float power(float x) { return _mm512_cvtss_f32(exp2_16(_mm512_set1_ps(x))); }
 
-/* Turns the scores of row `r` of the chunk at `at` into weights, and brings its maximum and total up to date. */
+/* Converts scores of row `r` of the chunk at `at` to weights, and updates the row's maximum and total. */
 static void soften(const attention_args * a, room_t *room, long r, long at, int unified) {
     const __m512 scale = _mm512_set1_ps(a->scale * LOG2E), none = _mm512_set1_ps(-INFINITY);
     float *scores = room->scores + r * CHUNK;
@@ -254,10 +253,10 @@ static void soften(const attention_args * a, room_t *room, long r, long at, int 
         }
     for (int j = 0; j < GROUPS; j++) best = _mm512_max_ps(best, s[j]);
     const float before = room->most[r];
-    /* Most chunks bring no new maximum, and then there is nothing to reduce and nothing to shrink. */
+    /* Most chunks have no new maximum, and then nothing is reduced or rescaled. */
     const int higher = _mm512_cmp_ps_mask(best, _mm512_set1_ps(before), _CMP_GT_OQ) != 0;
     const float top = higher ? _mm512_reduce_max_ps(best) : before;
-    /* A row that sees nothing of this chunk has no maximum yet: any base will do, its weights are 0. */
+    /* Before the first visible position any base works, because all weights are 0. */
     const float base = unified ? a->phi * LOG2E : top > -INFINITY ? top : 0;
     elem *weights = (elem *)(room->weights + r * CHUNK);
     __m512 sum = _mm512_setzero_ps();
@@ -272,7 +271,7 @@ static void soften(const attention_args * a, room_t *room, long r, long at, int 
     room->most[r] = top;
 }
 
-/* Rows [first, first + n) of one KV head against the chunk at `at`; their queries are at `left`. */
+/* Processes rows [first, first + n) of one KV head, with queries `left`, for the chunk at `at`. */
 static void chunk(const attention_args * a, room_t *room, const elem *const *left, long first, long n,
                         long at, long end, int unified) {
     const long words = WORDS(MIN(CHUNK, end - at));
@@ -286,7 +285,7 @@ static void chunk(const attention_args * a, room_t *room, const elem *const *lef
     }
 }
 
-/* Rows of one task: token `row % tokens`... of each head; heads of one KV head lie side by side. */
+/* Computes `rows` of one task. Row r is token r % tokens of head r / tokens, so heads of one KV head are adjacent. */
 static void run(const attention_args * a, const task_t *t, room_t *room, const int *rows, long n,
                       int unified) {
     const elem *left[MAX_ROWS];
@@ -320,7 +319,7 @@ static void run(const attention_args * a, const task_t *t, room_t *room, const i
     for (long i = 0; i < n; i++) room->total[i] = _mm512_reduce_add_ps(_mm512_loadu_ps(room->totals + i * LANES));
 }
 
-/* To the nearest bfloat16, ties to even, whatever the elements are; what is no number stays so. */
+/* Rounds to the nearest bfloat16, ties to even, for both element types. NaN stays NaN. */
 INLINE __m512 narrowed(__m512 x) {
     const __m512i bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i near = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
@@ -328,7 +327,7 @@ INLINE __m512 narrowed(__m512 x) {
     return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x);
 }
 
-/* Leaves the results of `n` rows: divided by their totals, or as they are with maximum and total, for `join`. */
+/* Writes the results of `n` rows: divided by their totals, or undivided with maximum and total for `join`. */
 static void leave(const attention_args * a, const task_t *t, const room_t *room, const int *rows, long n,
                         int unified) {
     for (long i = 0; i < n; i++) {
@@ -365,7 +364,7 @@ static void task(const attention_args * a, const task_t *t, room_t *room) {
     leave(a, t, room, rows, again, 0);
 }
 
-/* Puts the splits of one task's rows together: each weighs exp(its maximum - the greatest) times its total. */
+/* Combines the splits of one task's rows. Each has weight 2^(its maximum - the greatest) times its total. */
 static void join(const attention_args * a, const task_t *t) {
     const long width = a->value_dim + 2;
     for (long r = 0; r < t->heads; r++) {
@@ -401,5 +400,4 @@ void NAME(attention)(const attention_args * a, room_t *rooms, long joins, int th
 }
 #undef BY_COUNT
 
-/* Bytes of the room that one thread needs. */
 long NAME(attention_room)(void) { return sizeof(room_t); }

@@ -16,23 +16,22 @@ if TYPE_CHECKING:
     from baton.engine.batch import Batch
     from baton.engine.kernels.base import Attention, Splits
 
-MAX_DIM, LANES = 576, 16  # as in the sources
+MAX_DIM, LANES = 576, 16  # as in the C sources
 MAX_SPLITS = 256
-LOAD_TASKS = 32  # splits of all decode rows together, where their number follows load
+LOAD_TASKS = 32  # total splits of all decode sequences if their number depends on load
 
 
 def is_compiled(dim: int, value_dim: int | None = None) -> bool:
-    """Whether heads of `dim` elements, and values of `value_dim` (None: as many), are not left to torch."""
+    """Return whether C code supports heads of `dim` elements and values of `value_dim`, by default equal to `dim`."""
     value_dim = dim if value_dim is None else value_dim
     return dim % 2 == 0 and value_dim % LANES == 0 and max(dim, value_dim) <= MAX_DIM
 
 
 class CompiledAttention:
-    """Implements `baton.engine.kernels.base.Attention` for one window; `bind` turns it to another batch.
+    """Implementation of `baton.engine.kernels.base.Attention` for one window, rebound to each batch.
 
-    `unified_max` is the constant that scores are reduced by instead of their maximum, or None to keep a running
-    maximum. `splits` cuts each decode row's context into so many ranges; None: as `by` says (`Splits`), which for
-    "auto" is as many as keep all threads busy.
+    `unified_max` is a constant subtracted from scores instead of their maximum; None means a running maximum. `splits`
+    is the number of ranges per decode context; None means `by` (`Splits`), where "auto" keeps all threads busy.
     """
 
     def __init__(
@@ -58,10 +57,10 @@ class CompiledAttention:
         self._rooms = torch.empty(0, dtype=torch.uint8)
         self._batch: Batch
         self._fallback: Attention | None = None
-        self._planned: tuple[int, int] | None = None  # heads and KV heads that the tasks were cut for
+        self._planned: tuple[int, int] | None = None  # heads and KV heads of the current tasks
 
     def bind(self, batch: Batch, block_size: int, scale: float) -> CompiledAttention:
-        """Attend in this batch from now on."""
+        """Use this batch from now on."""
         self._batch, self._planned, self._fallback = batch, None, None
         args = self._args
         args.tables, args.table_stride = batch.block_tables.data_ptr(), batch.block_tables.stride(0)

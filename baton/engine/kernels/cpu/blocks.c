@@ -1,20 +1,20 @@
-/* KV between the blocks of a cache and its wire order: one call for all layers of a frame. */
+/* Copy of KV between the blocks of a cache and wire order, one call for all layers of a frame. */
 
 typedef struct {
-    char **planes;         /* per tensor: block 0 of layer 0 */
-    const int64_t *blocks; /* those that hold [begin, end), in their order */
+    char **planes;         /* block 0 of layer 0 of each tensor */
+    const int64_t *blocks; /* blocks of positions [begin, end), in order */
     char *wire;
     long tensors, layers, layer_bytes, block_size, token_bytes, begin, end, write;
 } blocks_args;
 
-#define STRIDE 256 /* bytes copied between two prefetches of as many */
+#define STRIDE 256 /* bytes copied per prefetch of as many bytes */
 
 INLINE void ahead(const char *p) {
     for (long i = 0; i < STRIDE; i += 64)
         __builtin_prefetch(p + i, 0, 0);
 }
 
-/* Blocks lie anywhere, so no hardware prefetcher knows the next one: this asks for it while it copies. */
+/* Blocks have arbitrary places that hardware cannot predict, so the copy prefetches the next block. */
 INLINE void read_run(const char *from, char *to, long bytes, const char *next) {
     long i = 0;
     for (; i + STRIDE <= bytes; i += STRIDE) {
@@ -24,7 +24,7 @@ INLINE void read_run(const char *from, char *to, long bytes, const char *next) {
     memcpy(to + i, from + i, bytes - i);
 }
 
-/* Past the caches: nobody reads it at once, and what is written as a whole need not be read first. */
+/* Bypasses the caches, because the data is not read soon and whole lines need not be read before the write. */
 INLINE void write_run(const char *from, char *to, long bytes) {
     if (((uintptr_t)to | bytes) % 64) {
         memcpy(to, from, bytes);

@@ -1,4 +1,4 @@
-"""The argument structures of the C kernels, field by field as in the sources."""
+"""The argument structures of the C kernels, with the fields of the C sources."""
 
 from __future__ import annotations
 
@@ -65,6 +65,6 @@ class BlocksArgs(ctypes.Structure):
 
 
 def strides_of(cache: Tensor) -> tuple[int, int, int]:
-    """Elements from one block, token and head of a layer's cache [blocks, block_size, kv_heads, dim] to the next."""
+    """Return the strides in elements of block, token and head in a cache [blocks, block_size, kv_heads, dim]."""
     block, token, head, _ = cache.stride()
     return block, token, head

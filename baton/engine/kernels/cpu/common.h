@@ -1,9 +1,7 @@
 #pragma once
-/* What the kernels share. Each kernel file is compiled twice: with elements of bfloat16 (ELEM_BF16), and of float32.
- *
- * A "word" is 32 bits: two bfloat16 or one float32. A vector of 16 words times a vector of 16 words, summed into
- * 16 float32 lanes (`dot`), is the one operation that all matrix work here is made of.
- */
+/* Code shared by all kernels. Each kernel file is compiled twice: for bfloat16 elements (ELEM_BF16) and for float32.
+ * A "word" is 32 bits: two bfloat16 or one float32. All matrix products consist of one operation, `dot`: a vector of 16
+ * words times a vector of 16 words, summed into 16 float32 lanes. */
 #include <immintrin.h>
 #include <math.h>
 #include <omp.h>
@@ -32,7 +30,7 @@ typedef uint16_t elem;
 typedef float elem;
 #endif
 
-/* acc + a * b over the elements of each word. */
+/* Returns acc + a * b over the elements of each word. */
 INLINE __m512 dot(__m512 acc, __m512i a, __m512i b) {
 #ifdef ELEM_BF16
     return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
@@ -44,7 +42,7 @@ INLINE __m512 dot(__m512 acc, __m512i a, __m512i b) {
 #define ALL ((__mmask16)0xffff)
 #define WHOLE(lanes) (__builtin_constant_p(lanes) && (lanes) == ALL)
 
-/* Does what follows for each vector of `n` elements: whole ones with `lanes` a constant, which is much faster, and the rest. */
+/* Runs the code for each vector of `n` elements. For whole vectors `lanes` is a constant, which is much faster. */
 #define EACH_VECTOR(i, lanes, n, ...)                                                                                  \
     do {                                                                                                               \
         long i = 0;                                                                                                    \
@@ -58,7 +56,7 @@ INLINE __m512 dot(__m512 acc, __m512i a, __m512i b) {
         }                                                                                                              \
     } while (0)
 
-/* Up to 16 elements as float32, and back (to the nearest, ties to even). */
+/* `load` converts up to 16 elements to float32; `store` converts back to the nearest, ties to even. */
 INLINE __m512 load(const elem *p, __mmask16 lanes) {
 #ifdef ELEM_BF16
     const __m256i bits = WHOLE(lanes) ? _mm256_loadu_si256((const __m256i *)p) : _mm256_maskz_loadu_epi16(lanes, p);
@@ -91,10 +89,10 @@ INLINE __m512 rounded(__m512 x) {
 #endif
 }
 
-/* 2 to the power of x, for x up to 127; 0 from about -150 down. By a polynomial on [-1/2, 1/2] (minimax, relative error
- * below 2e-7; below 5e-6 for bfloat16, which keeps 8 bits), as everything that softmax and the gates need. */
+/* Returns 2^x for x up to 127, and 0 below about -150, for softmax and gates. Uses a minimax polynomial on [-1/2, 1/2]
+ * with a relative error below 2e-7, or below 5e-6 for bfloat16, which keeps 8 bits. */
 INLINE __m512 exp2_16(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x); /* in this order, which lets a NaN through */
+    x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x); /* this order preserves NaN */
     const __m512 n = _mm512_roundscale_ps(x, 0), f = _mm512_sub_ps(x, n);
 #ifdef ELEM_BF16
     __m512 p = _mm512_set1_ps(9.582851877e-03f);

@@ -1,7 +1,7 @@
-"""Compiles the C kernels for this machine, once, into the state folder.
+"""Compilation of the C kernels for this machine, once, into the state folder.
 
-A library is named after all that it depends on (sources, compiler, processor), so a stale one is never loaded. The
-sources are compiled for OpenMP but not linked to it: the library then shares the threads of torch, which brings one.
+The name of a library depends on sources, compiler and processor, so a stale library is never loaded. The sources are
+compiled for OpenMP but not linked to it, so that the library shares the threads of torch's own OpenMP runtime.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ CPU_LEVELS: tuple[CpuLevel, ...] = get_args(CpuLevel)
 
 
 class Unavailable(Exception):
-    """The kernels cannot be used on this machine; the message says why."""
+    """Unavailability of the kernels on this machine, with the reason in the message."""
 
 
 class Machine(NamedTuple):
-    """The processor, as far as code for it is concerned."""
+    """The processor model and its instruction flags."""
 
     model: str
     flags: frozenset[str]
 
 
 def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> Machine:
-    """Read off Linux; without flags elsewhere."""
+    """Read the processor from Linux. Other systems have model "unknown" and no flags."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
@@ -54,10 +54,10 @@ def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> Machine:
 
 
 def load_library(element: str, folder: Path | None = None) -> ctypes.CDLL:
-    """The kernels for "bf16" or "f32" elements, compiled into `folder` (None: the state folder) if need be.
+    """Load the kernels for "bf16" or "f32" elements, compiled into `folder` (default: the state folder) if missing.
 
-    Raises Unavailable where `BATON_CPU_LEVEL` is none, the processor lacks an instruction, or nothing can be compiled.
-    Raises ConfigError where `BATON_CPU_LEVEL` has another value than `CPU_LEVELS`.
+    Raises Unavailable if `BATON_CPU_LEVEL` is none, the processor lacks an instruction, or compilation or loading
+    fails. Raises ConfigError if `BATON_CPU_LEVEL` is invalid.
     """
     if cpu_level() == "none":
         raise Unavailable(f"{LEVEL_VARIABLE}=none")
@@ -65,7 +65,7 @@ def load_library(element: str, folder: Path | None = None) -> ctypes.CDLL:
     missing = [flag for flag in NEEDED[element] if flag not in here.flags]
     if missing:
         raise Unavailable(f"the processor ({here.model}) has no {', '.join(missing)}")
-    import torch  # noqa: F401  (loads the OpenMP runtime that the library takes its symbols from)
+    import torch  # noqa: F401  (loads the OpenMP runtime that provides the library's symbols)
 
     path = _path(folder or state_folder() / "kernels", element, here)
     try:
@@ -77,10 +77,7 @@ def load_library(element: str, folder: Path | None = None) -> ctypes.CDLL:
 
 
 def cpu_level() -> CpuLevel:
-    """The instruction level that `BATON_CPU_LEVEL` asks for: "native" if it is unset or empty, "none" for torch alone.
-
-    Raises ConfigError for any other value.
-    """
+    """Return `BATON_CPU_LEVEL`: "native" (default), or "none" for torch only. Raises ConfigError for other values."""
     value = os.environ.get(LEVEL_VARIABLE) or "native"
     if value not in CPU_LEVELS:
         allowed = " or ".join(CPU_LEVELS)
@@ -89,7 +86,7 @@ def cpu_level() -> CpuLevel:
 
 
 def state_folder() -> Path:
-    """`$BATON_HOME`, or `~/.baton`: what is profiled and compiled on this machine is kept there."""
+    """Return the folder for profiles and compiled kernels: `$BATON_HOME`, or `~/.baton`."""
     return Path(os.environ.get("BATON_HOME") or Path.home() / ".baton").expanduser()
 
 
@@ -112,18 +109,18 @@ def _compile(path: Path, element: str) -> None:
     define = ("-DELEM_BF16",) if element == "bf16" else ()
     with _alone(path.with_suffix(".lock")), tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         if path.is_file():
-            return  # by another worker, meanwhile
+            return  # compiled by another worker
         unit, library = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
         _run((_compiler(), *FLAGS, *define, "-c", str(SOURCES / "kernels.c"), "-o", str(unit)))
         _run((_compiler(), "-shared", str(unit), "-lm", "-o", str(library)))
-        library.replace(path)  # a lock may not hold on every file system: then whoever is last wins, and both are right
+        library.replace(path)  # atomic, because locks do not work on every file system; the last of equal results stays
 
 
 @contextlib.contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """One process of this machine at a time: a dozen compilers at once would take a dozen times as long."""
+    """Admit one process of this machine at a time, because parallel compilers would only slow each other down."""
     with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # the end of a process, however it comes, ends it too
+        fcntl.flock(file, fcntl.LOCK_EX)  # the kernel releases it when the process ends
         yield
 
 

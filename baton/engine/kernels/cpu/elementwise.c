@@ -1,9 +1,9 @@
-/* Norms, rotary positions, the write to the KV cache and the gate: one pass over memory each. */
+/* Norms, rotary positions with the write to the KV cache, and the gate, in one pass over memory each. */
 #include "activate.h"
 
 typedef struct {
     elem *x, *out;
-    const elem *delta, *weight; /* delta: added to x in place first, or NULL */
+    const elem *delta, *weight; /* delta is added to x in place first, unless NULL */
     long rows, width;
     float eps;
 } norm_args;
@@ -16,7 +16,7 @@ INLINE void norm_row(const elem *x, const elem *weight, elem *out, long width, f
     });
     const __m512 scale = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(squares) / width + eps));
     EACH_VECTOR(i, lanes, width, {
-        /* Rounded before the weight is applied, as the models were trained. */
+        /* Rounded before the multiplication with the weight, as in training. */
         const __m512 normed = rounded(_mm512_mul_ps(load(x + i, lanes), scale));
         store(out + i, lanes, _mm512_mul_ps(normed, load(weight + i, lanes)));
     });
@@ -36,13 +36,13 @@ void NAME(norm)(const norm_args * a, int threads) {
 
 typedef struct {
     elem *qkv, *keys, *values;
-    const elem *cos, *sin, *q_norm, *k_norm; /* norms: or NULL */
+    const elem *cos, *sin, *q_norm, *k_norm; /* norms may be NULL */
     const int64_t *slots;
     long rows, heads, kv_heads, dim, block_size, k_block, k_token, k_head, v_block, v_token, v_head;
     float eps;
 } rotate_args;
 
-/* to = x rotated: pairs (i, i + half). Products and differences are rounded as the plain kernels round them. */
+/* Rotates pairs (i, i + half) of x into `to`. Products and differences are rounded as in the torch kernels. */
 INLINE void rotate_head(const elem *x, const elem *cos, const elem *sin, elem *to, long half) {
     EACH_VECTOR(i, lanes, half, {
         const __m512 a = load(x + i, lanes), b = load(x + half + i, lanes);

@@ -1,17 +1,16 @@
-/* y = x W^T + b for many rows of x. Groups of x's rows are turned once, so that they lie in the lanes of vectors; rows of
- * W stay as they lie, and each of their words meets all rows of a group. Nothing is summed over lanes.
- */
+/* y = x W^T + b for many rows of x. Groups of rows of x are transposed once into the lanes of vectors. W is not copied;
+ * each of its words is multiplied with all rows of a group. Nothing is summed over lanes. */
 #include "activate.h"
 #include "common.h"
 #include "turn.h"
 
 #define GROUP 64                     /* rows of x */
 #define TALL 6                       /* rows of W in a tile */
-#define BLOCK_WORDS 1024             /* of K: a block of the turned rows stays in the second-level cache */
-#define SLAB 192                     /* most rows of W that one thread takes at a time, */
-#define SLAB_BYTES (400 << 10)       /* and most of their bytes: they stay in the second-level cache too */
+#define BLOCK_WORDS 1024             /* of K, so that a block of transposed rows stays in the second-level cache */
+#define SLAB 192                     /* most rows of W per task of a thread */
+#define SLAB_BYTES (400 << 10)       /* and most bytes, which stay in the second-level cache too */
 
-/* Rows [g * GROUP, ..) of x, turned, to out[word * GROUP + row]; what lies behind the last row is zero. */
+/* Transposes rows of x from g * GROUP on to out[word * GROUP + row]. Rows after the last one are zero. */
 static void turn_rows(const linear_args *a, long g, int32_t *out) {
     const long words = (a->k + PAIR - 1) / PAIR;
     for (long r = 0; r < GROUP; r += LANES)
@@ -28,7 +27,7 @@ static void turn_rows(const linear_args *a, long g, int32_t *out) {
         }
 }
 
-/* sums[i][0..16 v) += the products of `n` rows of W with the turned rows, over `words` words. */
+/* sums[i][0..16 v) += products of `n` rows of W with the transposed rows, over `words` words. */
 INLINE void tall_tile(const elem *w, long stride, const int32_t *x, long words, float *sums, const int n,
                       const int v) {
     __m512 acc[TALL][GROUP / LANES];
@@ -53,7 +52,7 @@ INLINE void tall_tile(const elem *w, long stride, const int32_t *x, long words, 
         for (int j = 0; j < v; j++) _mm512_storeu_ps(sums + i * GROUP + j * LANES, acc[i][j]);
 }
 
-/* An odd element at the end of each row of W: the last word of x's rows has a zero beside it. */
+/* Adds the odd element at the end of each row of W. The last word of rows of x is padded with zero. */
 static void last_element(const linear_args *a, long n, long count, const int32_t *x, float *sums) {
 #ifdef ELEM_BF16
     for (long i = 0; i < count; i++) {
@@ -76,7 +75,7 @@ INLINE void tall(const linear_args *a, long n, long count, long k0, long words, 
     for (; i < count; i++) tall_tile(w + i * a->k, a->k, x, words, sums + i * GROUP, 1, v);
 }
 
-/* One group of rows of x, turned, against rows [n, n + count) of W. */
+/* Multiplies one transposed group of rows of x with rows [n, n + count) of W. */
 static void group_sums(const linear_args *a, long g, long n, long count, const int32_t *x, float *sums) {
     const long whole = a->k / PAIR, vectors = (MIN(GROUP, a->rows - g * GROUP) + LANES - 1) / LANES;
     memset(sums, 0, count * GROUP * sizeof(float));
@@ -92,7 +91,7 @@ static void group_sums(const linear_args *a, long g, long n, long count, const i
     if (whole * PAIR < a->k) last_element(a, n, count, x + whole * GROUP, sums);
 }
 
-/* Sums of rows [n, n + count) of W, turned back, to y: whole cache lines at a time, since rows of y may share a set. */
+/* Transposes sums of W rows [n, n + count) back to y, in whole cache lines, because rows of y may share a cache set. */
 static void put_back(const linear_args *a, long g, long n, long count, const float *sums) {
     const long rows = MIN(GROUP, a->rows - g * GROUP);
     int32_t back[2][LANES * GROUP];
@@ -115,7 +114,7 @@ static void put_back(const linear_args *a, long g, long n, long count, const flo
         }
 }
 
-/* The same for a gated pair: sums of rows of the gate, and `apart` rows behind them those of the other half of W. */
+/* The same for a gated pair: sums of the gate, and `apart` rows after them those of the other half of W. */
 static void put_gated(const linear_args *a, long g, long n, long count, const float *sums, long apart, int activation) {
     const long rows = MIN(GROUP, a->rows - g * GROUP), width = a->n / 2;
     int32_t back[4][LANES * GROUP];
@@ -146,13 +145,13 @@ static void put_gated(const linear_args *a, long g, long n, long count, const fl
         }
 }
 
-/* How many rows of W one thread takes at a time: a multiple of TALL. */
+/* Returns the rows of W per task of a thread, a multiple of TALL. */
 static long slab_of(const linear_args *a, long most) {
     return MIN(most, MAX(4, SLAB_BYTES / (a->k * (long)sizeof(elem)) / TALL) * TALL);
 }
 
-/* `turned`: room for ceil(rows / GROUP) * GROUP * K elements, K rounded up to whole vectors. `activation`: -1, or the gate
- * of a pair: the first half of W is the gate, the second what it is multiplied with, and y has half the width. */
+/* `turned` holds ceil(rows / GROUP) * GROUP * K elements, with K rounded up to whole vectors. `activation` is -1, or
+ * that of a gated pair: the first half of W is the gate, the second its factor, and y has half the width. */
 void NAME(gemm)(const linear_args *a, int32_t *turned, int threads, int activation) {
     const long groups = (a->rows + GROUP - 1) / GROUP, gated = activation >= 0, width = gated ? a->n / 2 : a->n;
     const long slab = gated ? slab_of(a, SLAB) / (2 * TALL) * TALL : slab_of(a, SLAB), slabs = (width + slab - 1) / slab;
@@ -163,7 +162,7 @@ void NAME(gemm)(const linear_args *a, int32_t *turned, int threads, int activati
         for (long g = 0; g < groups; g++) turn_rows(a, g, turned + g * room);
 #pragma omp for schedule(dynamic, 1)
         for (long s = 0; s < slabs; s++) {
-            static __thread float sums[(SLAB + 4 * LANES) * GROUP]; /* what is turned back may reach beyond */
+            static __thread float sums[(SLAB + 4 * LANES) * GROUP]; /* put_back may read beyond SLAB */
             const long n = s * slab, count = MIN(slab, width - n);
             for (long g = 0; g < groups; g++) {
                 group_sums(a, g, n, count, turned + g * room, sums);

@@ -1,4 +1,4 @@
-"""Which kernel is the faster one here: measured once per machine, dtype and thread count, and kept on disk."""
+"""The choice of the fastest kernel, from a profile on disk: one per machine, dtype and thread count."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-# Measured on a Zen 5 (docs/performance.md): the flat kernel leads up to here, less far where a row of W is long.
+# Most rows up to which the flat kernel leads, fewer if rows of W are long. Measured on a Zen 5 (docs/performance.md).
 FLAT_ROWS, LONG_K, FLAT_ROWS_LONG = 96, 4096, 32
-TILE_UNIT = "amx_bf16"  # has its own multiplier for bfloat16, which torch uses and the compiled kernels do not
+TILE_UNIT = "amx_bf16"  # a matrix unit for bfloat16, used by torch but not by the compiled kernels
 
 
 class Choice(NamedTuple):
-    """How a weight is multiplied: the flat kernel for at most `flat_rows` rows, and for more the tall one, or torch."""
+    """The product of a weight: the flat kernel up to `flat_rows` rows, then the tall kernel if `tall`, else torch."""
 
     flat_rows: int
     tall: bool
 
     def product(self, rows: int) -> str:
-        """The name of the kernel that multiplies so many rows."""
+        """Return the name of the kernel for so many rows."""
         if rows <= self.flat_rows:
             return "flat"
         return "tall" if self.tall else "torch"
@@ -36,31 +36,28 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The choice for each weight [width, K] that was measured, and whether softmax subtracts a preset constant.
-
-    `static`: for all weights that were not measured (None: what was good elsewhere).
-    """
+    """Measured choices by weight [width, K], and softmax's constant or None. `static` overrides `static_choice`."""
 
     choices: dict[tuple[int, int], Choice] = field(default_factory=dict)
     unified_max: float | None = None
     static: Choice | None = None
 
     def choice(self, width: int, k: int) -> Choice:
-        """How to multiply with a weight [width, K]."""
+        """Return the choice for a weight [width, K]."""
         return self.choices.get((width, k)) or self.static or static_choice(k)
 
     def merged(self, other: Profile) -> Profile:
-        """This profile, with what the `other` knows taken from it."""
+        """Return this profile with the measurements of `other`, which take precedence."""
         return Profile(self.choices | other.choices, other.unified_max, self.static)
 
 
 def static_choice(k: int) -> Choice:
-    """Without a measurement on this machine."""
+    """Return the choice for rows of K elements without a measurement."""
     return Choice(FLAT_ROWS if k < LONG_K else FLAT_ROWS_LONG, TILE_UNIT not in machine().flags)
 
 
 def profile_path(dtype: str, threads: int, torch_version: str, folder: Path | None = None) -> Path:
-    """Where the profile of this machine lies: another processor, torch or kernel source has another one."""
+    """Return the path of this machine's profile, which depends on the processor, torch and the kernel sources."""
     here = machine()
     sources = [file.read_text() for file in sorted(SOURCES.glob("*.[ch]"))]
     key = fingerprint((here.model, *sorted(here.flags), torch_version, *sources))
@@ -68,7 +65,7 @@ def profile_path(dtype: str, threads: int, torch_version: str, folder: Path | No
 
 
 def load_profile(path: Path) -> Profile:
-    """What was measured before; the defaults where nothing was, or where the file is not whole."""
+    """Read a profile. Returns the defaults if the file is missing or unreadable."""
     try:
         stored = json.loads(path.read_text())
         choices = {(int(n), int(k)): Choice(int(rows), bool(tall)) for n, k, rows, tall in stored["choices"]}
@@ -82,7 +79,7 @@ def load_profile(path: Path) -> Profile:
 
 
 def save_profile(path: Path, profile: Profile) -> None:
-    """Write it in one piece."""
+    """Write a profile atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     choices = [[*shape, *choice] for shape, choice in sorted(profile.choices.items())]
     scratch = path.with_suffix(".part")

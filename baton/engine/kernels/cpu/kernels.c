@@ -1,4 +1,4 @@
-/* All kernels for one kind of elements, as one translation unit. */
+/* All kernels for one element type, as one translation unit. */
 #include "linear.c"
 #include "gemm.c"
 #include "attention.c"

@@ -1,27 +1,25 @@
-/* y = x W^T + b for few rows of x: W [N, K] streams through once, as it lies in memory.
+/* y = x W^T + b for few rows of x. W [N, K] is read once, in memory order.
  *
- * Up to eight rows of x, those of decode steps, meet each word of W as it comes from memory. Of more, a tile is NR rows
- * of W times up to MR rows of x, over at most KB elements of K, so that the part of W stays in the first-level cache
- * while the rows of x pass by from the second. Each output is one chain of dots over K, then one fixed
- * tree over 16 lanes: its bits depend neither on the tile that it fell into nor on the other rows.
- */
+ * Up to eight rows of x, as in decode steps, are multiplied with each word of W when it is loaded. For more, a tile is
+ * NR rows of W times up to MR rows of x, over at most `kb` elements of K. Its part of W stays in the first-level cache
+ * while rows of x come from the second. Each output is one chain of dots over K, then one fixed tree over 16 lanes,
+ * so its bits depend neither on its tile nor on other rows. */
 #include "common.h"
 
 #define NR 8
 #define MR 3
-#define ONCE 8 /* most rows of x that are done in one pass */
-#define BROAD 4 /* rows of W in a tile of such a pass, with at most WIDE of x */
+#define ONCE 8 /* most rows of x in one pass */
+#define BROAD 4 /* rows of W in a tile of such a pass, for up to WIDE rows of x */
 #define WIDE 6
-#define NARROW 3 /* and with more */
-#define NEAR_BYTES (24 << 10) /* of a tile that may be fetched into the first-level cache, beside the one in use */
+#define NARROW 3 /* the same for more rows of x */
+#define NEAR_BYTES (24 << 10) /* of tiles to prefetch into the first-level cache, in addition to the one in use */
 #define LINE 64
 #define TILE_BYTES 4096           /* of one row of W */
-#define PANEL_BYTES (384 << 10)   /* of x: stays in the second-level cache */
+#define PANEL_BYTES (384 << 10)   /* of x, so that a panel stays in the second-level cache */
 #define MAX_PANEL 192             /* rows of x */
 
 INLINE __m256 halves(__m512 v) { return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)); }
 
-/* The sums of eight vectors, as one vector of eight. */
 INLINE __m256 sum8(const __m512 v[8]) {
     __m256 a = _mm256_hadd_ps(halves(v[0]), halves(v[1])), b = _mm256_hadd_ps(halves(v[2]), halves(v[3]));
     __m256 c = _mm256_hadd_ps(halves(v[4]), halves(v[5])), d = _mm256_hadd_ps(halves(v[6]), halves(v[7]));
@@ -31,7 +29,7 @@ INLINE __m256 sum8(const __m512 v[8]) {
 
 typedef struct {
     const elem *x, *w, *bias;
-    void *y; /* elements, or float32 where `wide` */
+    void *y; /* elements, or float32 if `wide` */
     long rows, n, k, stride_x, stride_y, wide;
 } linear_args;
 
@@ -61,7 +59,7 @@ INLINE __m512i part(const elem *p, long n) {
 #endif
 }
 
-/* One row of y: each of `nr` sums is still in lanes. */
+/* Reduces the lanes of `nr` sums and stores them to row m of y. */
 INLINE void put_sums(const linear_args *a, long m, long n, const int nr, const __m512 *acc) {
     __m512 sums[NR] = {0};
 #pragma GCC unroll 8
@@ -69,7 +67,7 @@ INLINE void put_sums(const linear_args *a, long m, long n, const int nr, const _
     put(a, m, n, nr, _mm512_castps256_ps512(sum8(sums)));
 }
 
-/* acc[i][j] += x_i . w_j over `k` elements. With each step, `fetch` lines of memory from `next` on are fetched ahead. */
+/* acc[i][j] += x_i . w_j over `k` elements. Each step prefetches `fetch` cache lines from `next` on. */
 INLINE void tile(__m512 acc[MR][NR], const elem *x, long sx, const elem *w, long sw, long k, const int mr,
                        const int nr, const char *next, const int fetch) {
     const long step = LANES * PAIR;
@@ -93,7 +91,7 @@ INLINE void tile(__m512 acc[MR][NR], const elem *x, long sx, const elem *w, long
                 acc[i][j] = dot(acc[i][j], part(x + i * sx + at, k - at), part(w + j * sw + at, k - at));
 }
 
-/* Rows [m, m + mr) against W rows [n, n + nr), K from k0 to k1; `kept` holds unfinished sums. */
+/* Multiplies rows [m, m + mr) of x with W rows [n, n + nr) over K from k0 to k1. `kept` holds unfinished sums. */
 INLINE void step(const linear_args * a, long m, long n, long k0, long k1, const int mr, const int nr,
                        __m512 *kept, const char *next, const int fetch) {
     __m512 acc[MR][NR];
@@ -128,17 +126,16 @@ static void pick(const linear_args * a, long m, int mr, long n, long k0, long k1
     else BY_ROWS(8, 0);
 }
 
-/* One pass over what is left of W at the end. */
+/* Multiplies the last rows of W, fewer than a tile, in one pass. */
 static void rest(const linear_args *a, long m, int mr, long n, long end) {
     const long k0 = 0, k1 = a->k;
-    __m512 kept[MR * NR]; /* not used: K is whole */
+    __m512 kept[MR * NR]; /* unused, because K is not divided */
     const char *next = NULL;
     for (; n + 4 <= end; n += 4) BY_ROWS(4, 0);
     for (; n < end; n++) BY_ROWS(1, 0);
 }
 
-/* All `mr` rows of x against the W rows [n, n + nr), while those `ahead` tiles behind them are fetched, in the order in
- * which they lie: memory is fastest when it is read so. */
+/* Multiplies `mr` rows of x with W rows [n, n + nr), and prefetches the tile `ahead` tiles later in memory order. */
 INLINE void once_tile(const linear_args *a, long m, long n, const int mr, const int nr, const int ahead) {
     const elem *x = a->x + m * a->stride_x, *w = a->w + n * a->k;
     const char *next = (const char *)(w + ahead * nr * a->k);
@@ -176,7 +173,7 @@ INLINE void once_tile(const linear_args *a, long m, long n, const int mr, const 
     for (; n + NR_ <= end; n += NR_) once_tile(a, m, n, MR_, NR_, AHEAD_);                                             \
     break
 
-/* Rows [m, m + rows) of x in one pass over the W rows [n, end). */
+/* Multiplies rows [m, m + rows) of x in one pass over W rows [n, end). */
 static void once(const linear_args *a, long m, long rows, long n, long end) {
     switch (rows) {
     case 2: TILES(2, BROAD, 1);
@@ -190,7 +187,7 @@ static void once(const linear_args *a, long m, long rows, long n, long end) {
     for (long i = 0; i < rows; i += MR) rest(a, m + i, (int)MIN(MR, rows - i), n, end);
 }
 
-/* All rows of a panel of x against the W rows [begin, end). */
+/* Multiplies all rows of a panel of x with W rows [begin, end). */
 static void panel(const linear_args * a, long first, long rows, long begin, long end) {
     static __thread __m512 kept[(MAX_PANEL + MR) * NR];
     const long near = 2 * NARROW * a->k * (long)sizeof(elem) <= NEAR_BYTES;
@@ -205,7 +202,7 @@ static void panel(const linear_args * a, long first, long rows, long begin, long
     const long lines = fetch * LINE, step = LANES * PAIR;
     long n = begin;
     for (; n + NR <= end && rows > 1; n += NR) {
-        /* The next rows of W, in the order in which they lie: memory is fastest when it is read so. */
+        /* Prefetches the next rows of W in memory order, which is the fastest order. */
         const char *next = (const char *)(a->w + (n + NR) * a->k), *stop = next + NR * a->k * sizeof(elem);
         for (long k0 = 0; k0 < a->k; k0 += kb) {
             const long k1 = MIN(a->k, k0 + kb);
@@ -223,7 +220,7 @@ static void panel(const linear_args * a, long first, long rows, long begin, long
     }
 }
 
-/* Threads take the W rows in pieces, whoever is ready the next one: a thread that is disturbed takes fewer. */
+/* Threads take pieces of W dynamically, so that a delayed thread takes fewer. */
 #define PIECE_BYTES (256 << 10)
 
 void NAME(linear)(const linear_args *a, int threads) {

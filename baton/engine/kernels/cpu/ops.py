@@ -1,9 +1,7 @@
-"""The compiled kernels behind the `Kernels` protocol.
+"""The compiled kernels behind the `Kernels` and `BlockCopy` protocols.
 
-A call costs a few microseconds at most: arguments lie in structures that are made once, and only what changes from
-call to call is set. What the C code does not handle goes to the torch kernels.
-
-KV between blocks and wire order by the compiled kernels.
+Argument structures are made once and only changed fields are set, so that a call costs at most a few microseconds.
+Cases that the C code does not support go to the torch kernels.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class CompiledBlockCopy:
-    """Implements `baton.engine.kernels.base.BlockCopy`, for planes that are contiguous. Any thread may call it."""
+    """Implementation of `baton.engine.kernels.base.BlockCopy` for contiguous planes, callable by any thread."""
 
     def __init__(self, library: ctypes.CDLL, element: str) -> None:
         self._copy = library[f"blocks_{element}"]
@@ -63,17 +61,14 @@ class CompiledBlockCopy:
 
 
 ELEMENTS = {torch.bfloat16: "bf16", torch.float32: "f32"}
-LANES, GROUP = 16, 64  # as in the sources
+LANES, GROUP = 16, 64  # as in the C sources
 GATES = {"silu": 0, "gelu_tanh": 1}
 NO_GATE = -1
 ANY_ROWS = 1 << 30
 
 
 class CpuKernels:
-    """Implements `baton.engine.kernels.base.Kernels` for one dtype. Raises Unavailable where it cannot be had.
-
-    `splits` says how decode rows are cut.
-    """
+    """Implementation of `baton.engine.kernels.base.Kernels` for one dtype. Raises Unavailable like `load_library`."""
 
     name = "compiled"
 
@@ -83,7 +78,7 @@ class CpuKernels:
         element = ELEMENTS[dtype]
         library = load_library(element, folder)
         self.dtype, self.profile, self.splits = dtype, profile, splits
-        self.shapes: set[tuple[int, int]] = set()  # of the weights of the linear layers made so far
+        self.shapes: set[tuple[int, int]] = set()  # of weights of the linear layers made so far
         self._torch = TorchKernels()
         room = Scratch(torch.int32, torch.device("cpu"))
         flat, tall = library[f"linear_{element}"], library[f"gemm_{element}"]
@@ -92,7 +87,7 @@ class CpuKernels:
         self._gate, self._gate_args = library[f"gate_{element}"], GateArgs()
         self._rotate, self._rotate_args = library[f"rotate_and_store_{element}"], RotateArgs()
         self.library, self.element = library, element
-        self._attention: dict[int | None, CompiledAttention] = {}  # by window
+        self._attention: dict[int | None, CompiledAttention] = {}  # key: window
 
     def begin(self, batch: Batch) -> None:
         self.products.fixed = batch.fixed
@@ -175,23 +170,23 @@ class CpuKernels:
 
 
 def _pinned(choice: Choice) -> Choice:
-    """Whatever is the fastest: in a fixed forward a row has the same bits in all shapes up to so many rows."""
+    """Use the flat kernel for at least FLAT_ROWS rows: in fixed forwards, its bits do not depend on the shape."""
     return choice._replace(flat_rows=max(choice.flat_rows, FLAT_ROWS))
 
 
 @dataclass(slots=True)
 class Products:
-    """The two compiled products of one dtype, and the room in which `tall` turns the rows of x."""
+    """The two compiled products of one dtype, and the scratch in which `tall` transposes rows of x."""
 
     flat: ctypes._NamedFuncPointer
     tall: ctypes._NamedFuncPointer
     room: Scratch
     words: int  # elements in 32 bits
-    fixed: bool = False  # the forward that is under way
+    fixed: bool = False  # whether the current forward is fixed
 
 
 class CompiledLinear:
-    """`Linear` by rows: the flat kernel for few, then the tall one or torch's product, as the choice says."""
+    """`Linear` by number of rows: the flat kernel up to a limit, then the tall kernel or torch, as in `choice`."""
 
     def __init__(self, products: Products, weight: Tensor, bias: Tensor | None, choice: Choice) -> None:
         self.weight, self.bias, self.choice, self._steady = weight, bias, choice, _pinned(choice)
@@ -199,7 +194,7 @@ class CompiledLinear:
         self._args = LinearArgs(w=weight.data_ptr(), bias=None if bias is None else bias.data_ptr())
         self._args.n, self._args.k = weight.shape
         vectors = -(-weight.shape[1] // (LANES * products.words))
-        self._turned_words = vectors * LANES * GROUP  # of one group of rows
+        self._turned_words = vectors * LANES * GROUP  # per group of rows
 
     @property
     def width(self) -> int:
@@ -214,7 +209,7 @@ class CompiledLinear:
         return out
 
     def is_tall(self, rows: int) -> bool:
-        """Whether the tall kernel is taken for so many rows."""
+        """Return whether the tall kernel computes so many rows."""
         return rows > self._chosen.flat_rows and self._chosen.tall
 
     @property
@@ -222,7 +217,7 @@ class CompiledLinear:
         return self._steady if self._products.fixed else self.choice
 
     def tall(self, x: Tensor, out: Tensor, activation: int) -> Tensor:
-        """The product by the tall kernel, gated on its way out unless `activation` is NO_GATE."""
+        """Compute the product by the tall kernel, and apply the gate unless `activation` is NO_GATE."""
         turned = self._products.room.take("turned", -(-len(x) // GROUP), self._turned_words)
         room = ctypes.c_void_p(turned.data_ptr())
         self._products.tall(self._filled(x, out), room, torch.get_num_threads(), activation)

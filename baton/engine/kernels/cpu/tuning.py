@@ -1,7 +1,7 @@
-"""Measures the kernels against each other on this machine: what `baton profile` does.
+"""The measurement behind `baton profile`: candidate kernels compared on this machine.
 
-The candidates take turns, so that whatever else the machine does meets both; medians decide. The static choice is
-left only where the other is faster by more than the noise.
+Candidates alternate, so that other load on the machine affects all of them; medians decide. Another choice replaces
+the static one only if it is faster by more than the noise.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from baton.engine.kernels.base import Linear
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-COLD_BYTES = 192 << 20  # weights are read from memory, not from a cache: so many bytes of copies take turns
+COLD_BYTES = 192 << 20  # total size of copies that alternate, so that weights are read from memory, not a cache
 COLD_COPIES = 64
 NOISE = 1.05
 REPEATS = 5
@@ -36,7 +36,7 @@ UNIFIED = 0.0
 
 
 class Point(NamedTuple):
-    """Seconds of one product of `rows` rows with a weight [width, K]."""
+    """Seconds per product of `rows` rows with a weight [width, K], by kernel."""
 
     width: int
     k: int
@@ -46,12 +46,12 @@ class Point(NamedTuple):
     torch_s: float
 
     def other_s(self, *, tall: bool) -> float:
-        """Without the flat kernel."""
+        """Return the seconds of the tall kernel or else of torch."""
         return self.tall_s if tall else self.torch_s
 
 
 def measure_linear(kernels: CpuKernels, width: int, k: int, rows: Iterable[int] = ROWS) -> list[Point]:
-    """The compiled kernels and torch's product, for each number of rows."""
+    """Measure the compiled kernels and torch's product for each number of rows."""
     count = max(2, min(COLD_COPIES, COLD_BYTES // (width * k * kernels.dtype.itemsize)))
     weights = torch.randn(width, k).to(kernels.dtype).repeat(count, 1, 1)
     kinds: list[list[Linear]] = [
@@ -69,10 +69,7 @@ def measure_linear(kernels: CpuKernels, width: int, k: int, rows: Iterable[int] 
 
 
 def best_choice(points: Sequence[Point]) -> Choice:
-    """Where the sum of the logarithms of all times is least, so that a single disturbed point moves little.
-
-    The static choice stays unless another is clearly better.
-    """
+    """Return the choice with the least sum of log times, robust to outliers, or the static one if within noise."""
 
     def cost(choice: Choice) -> float:
         flat, tall = choice
@@ -84,7 +81,7 @@ def best_choice(points: Sequence[Point]) -> Choice:
 
 
 def measure_attention(kernels: CpuKernels, heads: int, kv_heads: int, dim: int, context: int = 1024) -> list[float]:
-    """Seconds of one layer's attention for 8 decode rows, with a running and with a preset maximum."""
+    """Measure one layer's attention for 8 decode sequences: seconds with a running and with a preset maximum."""
     rows, blocks = 8, -(-context // BLOCK_SIZE)
     cache = torch.randn(2, rows * blocks, BLOCK_SIZE, kv_heads, dim).to(kernels.dtype)
     query, out = torch.randn(rows, heads, dim).to(kernels.dtype), torch.empty(rows, heads * dim, dtype=kernels.dtype)
@@ -99,7 +96,7 @@ def measure_attention(kernels: CpuKernels, heads: int, kv_heads: int, dim: int, 
 
 
 def make_profile(points: Sequence[Point], attention: Sequence[float] | None) -> Profile:
-    """What the measured points say."""
+    """Return the best profile for the measured points."""
     shapes = {(p.width, p.k) for p in points}
     choices = {shape: best_choice([p for p in points if (p.width, p.k) == shape]) for shape in shapes}
     faster = attention is not None and attention[1] * NOISE < attention[0]
@@ -107,7 +104,7 @@ def make_profile(points: Sequence[Point], attention: Sequence[float] | None) -> 
 
 
 def alternate(candidates: Sequence[Callable[[], object]], repeats: int = REPEATS) -> list[float]:
-    """The median seconds of each, taken in turns after one call to warm up."""
+    """Return the median seconds of each candidate. They alternate, after one warm-up call each."""
     seconds: list[list[float]] = [[] for _ in candidates]
     for turn in range(repeats + 1):
         for taken, candidate in zip(seconds, candidates, strict=True):

@@ -1,9 +1,9 @@
 #pragma once
 #include "common.h"
 
-#define TURNED 64 /* words from one turned row to the next */
+#define TURNED 64 /* words from one transposed row to the next */
 
-/* 16 vectors of 16 words, turned: out[w * TURNED + i] = rows[i][w]. */
+/* Transposes 16 vectors of 16 words: out[w * TURNED + i] = r[i][w]. */
 INLINE void turn(__m512i r[16], int32_t *out) {
     __m512i t[16];
 #pragma GCC unroll 8

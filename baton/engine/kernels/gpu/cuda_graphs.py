@@ -1,8 +1,8 @@
 """CUDA graphs for decode steps: a whole forward is one launch, captured once for each bucket of batch sizes.
 
-A step of n sequences runs the graph of the next bucket. What it reads lies in static tensors that are filled before
-each replay; rows beyond n are padding: slot -1, which no kernel stores to, and no KV. Nothing in a graph depends on
-lists of the host: split counts are those of the longest context that may come.
+A step of n sequences replays the graph of the smallest bucket that holds n, over static input tensors that are filled
+first. Rows beyond n are padding: they have no KV and slot -1, to which no kernel stores. A graph does not depend on
+lists of the host, so its split counts are those of the longest possible context.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ log = structlog.get_logger()
 
 
 class Captured(NamedTuple):
-    """A forward that can be run again: it reads the static inputs, and leaves its logits where they were."""
+    """A captured forward. A replay reads the static inputs and writes `logits`."""
 
     replay: Callable[[], None]
     logits: Tensor
 
 
 class Capture(Protocol):
-    """Makes a `Captured` of a forward. The device's is `CudaCapture`."""
+    """A function that captures a forward, such as `CudaCapture`."""
 
     def __call__(self, forward: Callable[[], Tensor]) -> Captured:
-        """Raises RuntimeError if this forward cannot be captured."""
+        """Capture a forward. Raises RuntimeError if that fails."""
 
 
 class CudaCapture:
-    """Captures on one device; all graphs share one pool of memory, as no two run at the same time."""
+    """A `Capture` for one device. All graphs share one memory pool, because no two run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, forward: Callable[[], Tensor]) -> Captured:
-        """Runs the forward once before: kernels are compiled and libraries set up outside of the graph."""
+        """Capture after one normal run, which compiles kernels and initialises libraries outside the graph."""
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             forward()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Transfers may use the device from other threads meanwhile; that is no error of this one.
+        # thread_local, because transfers may use the device from other threads during the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = forward()
         return Captured(graph.replay, logits)
@@ -82,7 +82,7 @@ class Static:
         self.starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
 
     def batch(self, rows: int) -> Batch:
-        """The batch that the graph of this bucket reads; to the host, every context is as long as can be."""
+        """Return the batch that the graph of this bucket reads. On the host, all contexts have the maximum length."""
         return Batch(
             token_ids=self.token_ids[:rows],
             positions=self.positions[:rows],
@@ -96,7 +96,7 @@ class Static:
         )
 
     def fill(self, batch: Batch, bucket: int) -> None:
-        """Take over a batch of one token for each sequence; the rows up to `bucket` become padding. Never waits."""
+        """Copy in a batch of one token per sequence, and pad it to `bucket` rows. Never blocks."""
         rows, wanted = len(batch.token_ids), len(batch.logit_rows)
         self.token_ids[:rows].copy_(batch.token_ids)
         self.positions[:rows].copy_(batch.positions)
@@ -112,7 +112,7 @@ class Static:
 
 
 class DecodeGraphs:
-    """Answers decode batches over one cache by replaying graphs; other batches are not for it."""
+    """The graphs for decode batches over one cache."""
 
     def __init__(self, model: TransformerBackend, kv: KVCache, max_rows: int, max_blocks: int) -> None:
         self._model, self._kv = model, kv
@@ -122,7 +122,7 @@ class DecodeGraphs:
         self._graphs: dict[int, Captured] = {}
 
     def capture(self, capture: Capture) -> None:
-        """Capture all buckets, the largest first: its scratch is large enough for the others."""
+        """Capture all buckets, the largest first, because its scratch is large enough for the others."""
         scratch = self._model.model.scratch
         with _scratch_of_its_own(self._model, Scratch(scratch.dtype, scratch.device)):
             for rows in reversed(self.sizes):
@@ -130,15 +130,15 @@ class DecodeGraphs:
                 self._graphs[rows] = capture(forward)
 
     def bucket(self, batch: Batch, kv: KVCache) -> int | None:
-        """The graph for this batch, None if there is none."""
+        """Return the bucket of the graph that can run this batch, or None."""
         if kv is not self._kv or max(batch.query_lens) > 1 or batch.block_tables.shape[1] > self._max_blocks:
             return None
-        if batch.fixed:  # padded to a bucket, it would have another shape
+        if batch.fixed:  # padding to a bucket would change its shape
             return None
         return bucket_for(len(batch.query_lens), self.sizes) if self._graphs else None
 
     def run(self, batch: Batch, bucket: int) -> Tensor:
-        """The logits of the batch, float32 [L, vocab], valid until the next run."""
+        """Return the logits of the batch, float32 [L, vocab], valid until the next run."""
         captured = self._graphs[bucket]
         self._static.fill(batch, bucket)
         captured.replay()
@@ -147,7 +147,7 @@ class DecodeGraphs:
 
 @contextmanager
 def _scratch_of_its_own(backend: TransformerBackend, scratch: Scratch) -> Iterator[None]:
-    # A graph writes to the addresses that it was captured with. The model's own scratch moves when it grows.
+    # A graph writes to the addresses of its capture, but the model's own scratch moves when it grows.
     model = backend.model
     before, model.scratch = model.scratch, scratch
     try:
@@ -158,22 +158,21 @@ def _scratch_of_its_own(backend: TransformerBackend, scratch: Scratch) -> Iterat
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class GraphedBackend(TransformerBackend):
-    """A model whose decode steps are replayed; all else is computed as before."""
+    """A model with decode steps replayed from graphs."""
 
     graphs: DecodeGraphs
 
     def forward(self, batch: Batch, kv: KVCache) -> Tensor:
         """Write the batch's K and V, then return logits, float32 [L, vocab_size], valid until the next forward."""
-        bucket = None if batch.on_layer else self.graphs.bucket(batch, kv)  # a graph tells nobody about its layers
+        bucket = None if batch.on_layer else self.graphs.bucket(batch, kv)  # a graph cannot call `on_layer`
         return self.model.forward(batch, kv) if bucket is None else self.graphs.run(batch, bucket)
 
 
 def with_graphs(backend: ModelBackend, kv: KVCache, max_running: int, max_model_len: int) -> ModelBackend:
-    """The backend with its decode steps captured over this cache; itself where that cannot be or does not work.
+    """Return the backend with decode steps captured over this cache, or the backend itself if that is impossible.
 
-    Captured are Llama-like models on the GPU kernels: a mixture of experts asks the device which experts to run, latent
-    attention stores without regard to padding, several ranks exchange through the host, and a model that thinks takes
-    states with each batch.
+    Only Llama-like models on the GPU kernels can be captured. A mixture of experts reads its choice from the device.
+    Latent attention would store padding. Ranks exchange through the host. Thinking takes states with each batch.
     """
     if not isinstance(backend, TransformerBackend) or not _can_be_captured(backend):
         return backend
@@ -190,7 +189,7 @@ def with_graphs(backend: ModelBackend, kv: KVCache, max_running: int, max_model_
 
 
 def graphed(backend: TransformerBackend, graphs: DecodeGraphs) -> GraphedBackend:
-    """The backend with these graphs."""
+    """Return a copy of the backend with these graphs."""
     return GraphedBackend(
         name=backend.name,
         layout=backend.layout,

@@ -1,12 +1,10 @@
-"""Device memory that two processes share, by the CUDA driver itself.
+"""Device memory shared by processes through the CUDA driver, and reservation of memory for activations.
 
-torch's own way (`_share_cuda_`) counts its users in a file of /dev/shm, which a killed process leaves behind, and never
-frees what such a process had open. Here the owner frees when it knows that nobody else can touch the memory any more.
-Channels between workers use it (`kvtransfer.transports.cuda_ipc`), and ranks of a worker (`baton.engine.tp.kv_memory`).
-Written from CUDA's documentation and not yet run: no GPU was at hand. On a machine with one, and with two:
+Used by channels between workers (`kvtransfer.transports.cuda_ipc`) and ranks of a worker (`baton.engine.tp.kv_memory`).
+The owner frees memory once no other process can use it. torch's `_share_cuda_` is unsuitable: it counts users in a file
+of /dev/shm that a killed process leaves behind, and then never frees the memory.
+Written from CUDA's documentation and not yet run on a GPU. To test with one and two GPUs:
 `python -m pytest tests/unit/gpu/test_cuda_ipc.py tests/unit/gpu/test_ranks.py`.
-
-What a GPU needs besides weights and KV, claimed before the rest is counted as free for KV.
 """
 
 from __future__ import annotations
@@ -28,49 +26,49 @@ if TYPE_CHECKING:
     from baton.engine.model_backend import ModelBackend
 
 
-HANDLE_BYTES = 64  # of memory and of an event
+HANDLE_BYTES = 64  # size of handles of memory and events
 _LAZY_PEER_ACCESS = 1
 
 
 class Device(Protocol):
-    """One GPU. Addresses are of its memory; methods raise RuntimeError."""
+    """One GPU. Addresses refer to its memory. Methods raise RuntimeError if CUDA fails."""
 
     @property
     def uuid(self) -> str:
-        """The GPU's own name, the same in all processes."""
+        """UUID of the GPU, the same in all processes."""
 
     def allocate(self, nbytes: int) -> int:
-        """The address of new memory, which no allocator of torch's knows."""
+        """Allocate memory outside torch's allocators, and return its address."""
 
     def free(self, address: int) -> None:
-        """Of what `allocate` gave; no other process may have it open."""
+        """Free memory from `allocate`. No other process may have it open."""
 
     def handle(self, address: int) -> bytes:
-        """For `open` in another process."""
+        """Return the handle for `open` in another process."""
 
     def open(self, handle: bytes) -> int:
-        """The address at which another process's memory is seen here."""
+        """Map another process's memory, and return its address here."""
 
     def close(self, address: int) -> None:
-        """Of what `open` gave: waits until nothing here works with it, then it is not seen any more."""
+        """Wait until this process no longer uses memory from `open`, then unmap it."""
 
     def tensor(self, address: int, nbytes: int) -> Tensor:
-        """uint8 [nbytes] over that memory, which it does not own."""
+        """Return uint8 [nbytes] over this memory, without ownership."""
 
     def event(self) -> tuple[Callable[[], None], bytes]:
-        """What puts a new event into the thread's current stream, and its handle."""
+        """Create an event, and return its handle and a function that records it in the thread's current stream."""
 
     def open_event(self, handle: bytes) -> Callable[[], bool]:
-        """Whether another process's event, and all work before it, is done."""
+        """Return a function that checks if another process's event, with all work before it, is done."""
 
 
 class CudaDevice:
-    """A `Device` over libcuda. Raises ConfigError where there is none, or no sharing between processes."""
+    """A `Device` over libcuda. Raises ConfigError if it is missing or cannot share memory between processes."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda" or not torch.cuda.is_available():
             raise ConfigError(f"CUDA IPC needs KV on an NVIDIA GPU; KV is on {device}")
-        self._device = torch.empty(0, device=device).device  # with its index
+        self._device = torch.empty(0, device=device).device  # resolves its index
         self.uuid = str(torch.cuda.get_device_properties(self._device).uuid)
         try:
             self._cuda = ctypes.CDLL("libcuda.so.1")
@@ -123,7 +121,7 @@ class CudaDevice:
         return event.query
 
     def _primary_context(self, index: int) -> ctypes.c_void_p:
-        """The context that torch works in, too."""
+        """Return the context that torch uses as well."""
         device, context = ctypes.c_int(), ctypes.c_void_p()
         _checked(self._cuda, "cuInit", ctypes.c_uint(0))
         _checked(self._cuda, "cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
@@ -138,7 +136,7 @@ class CudaDevice:
             self.free(address)
 
     def _call(self, name: str, *arguments: object) -> None:
-        # What is current belongs to a thread: another GPU's may be, and is afterwards, or none in a new thread.
+        # The current context belongs to the thread and may be another GPU's, or none in a new thread.
         _checked(self._cuda, "cuCtxPushCurrent_v2", self._context)
         try:
             _checked(self._cuda, name, *arguments)
@@ -153,7 +151,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Memory:
-    """What torch makes a tensor of without a copy."""
+    """Memory that torch can wrap in a tensor without a copy."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -173,9 +171,9 @@ def _checked(cuda: ctypes.CDLL, name: str, *arguments: object) -> None:
 
 
 def claim_activations(backend: ModelBackend, max_batched_tokens: int, max_running: int) -> None:
-    """Run the widest forward once, on a GPU: scratch and the allocator keep its memory from then on.
+    """Run the widest forward once on a GPU, so that scratch and the allocator hold their memory from then on.
 
-    So `auto_kv_bytes`, called after it, sees what is free indeed. Raises torch.OutOfMemoryError if not even this fits.
+    A later `auto_kv_bytes` then sees the memory that is free for KV. Raises torch.OutOfMemoryError if it does not fit.
     """
     if backend.device.type != "cuda":
         return
@@ -186,7 +184,7 @@ def claim_activations(backend: ModelBackend, max_batched_tokens: int, max_runnin
 
 
 def widest_batch(tokens: int, running: int, max_model_len: int, block_size: int, device: torch.device) -> Batch:
-    """Prompts of `tokens` tokens in all, logits for `running` rows. All KV goes to block 0: a cache of one will do."""
+    """Return prompts of `tokens` tokens in total, with `running` rows of logits. All KV goes to block 0."""
     lengths = [min(max_model_len, tokens - start) for start in range(0, tokens, max_model_len)]
     with device:
         positions = torch.cat([torch.arange(length) for length in lengths])

@@ -1,8 +1,8 @@
-"""torch's own FlashAttention over block tables, where this torch, this cache and this model allow it.
+"""FlashAttention of torch over block tables, if the version of torch, the cache and the model allow it.
 
-Read in the source of torch 2.13 (flash_api.cpp): bfloat16 or float16, head sizes that are a multiple of 8 up to 256 and
-the same for values, blocks of a multiple of 256 tokens. Paged calls must say `num_splits=1`: with more, which is what
-torch may choose by itself, rows after the first sequence are not written (pytorch issue 194167).
+Requirements in torch 2.13 (flash_api.cpp): bfloat16 or float16; equal head sizes of keys and values, a multiple of 8 up
+to 256; a block size that is a multiple of 256 tokens. Paged calls must set `num_splits=1`, because torch may otherwise
+choose more, and then rows after the first sequence are not written (pytorch issue 194167).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NEEDED = {"scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num
 
 
 def find_varlen() -> Varlen | None:
-    """The `varlen_attn_out` of torch, if this one has it and it takes block tables."""
+    """Return `varlen_attn_out` of torch, or None if it is missing or does not take block tables."""
     try:
         from torch.nn.attention.varlen import varlen_attn_out
     except ImportError:
@@ -36,7 +36,7 @@ def find_varlen() -> Varlen | None:
 
 
 def varlen_fits(keys: Tensor, values: Tensor) -> bool:
-    """Whether FlashAttention takes a cache like this: [blocks, block_size, kv_heads, head_dim]."""
+    """Return whether FlashAttention supports this cache [blocks, block_size, kv_heads, head_dim]."""
     head_dim = keys.shape[3]
     return (
         keys.dtype in {torch.bfloat16, torch.float16}
@@ -48,12 +48,12 @@ def varlen_fits(keys: Tensor, values: Tensor) -> bool:
 
 
 class VarlenAttention:
-    """One batch's attention by FlashAttention: chunks and single tokens alike, in one launch per layer."""
+    """Attention of one batch by FlashAttention: chunks and single tokens in one launch per layer."""
 
     def __init__(self, varlen: Varlen, batch: Batch, window: int | None, scale: float) -> None:
         self._varlen = varlen
         self._starts = batch.query_starts.contiguous()
-        # With a block table it only says how many sequences there are, and must not be missing.
+        # Required, although a block table makes only its length relevant.
         self._key_starts = torch.zeros_like(self._starts)
         torch.cumsum(batch.kv_lens, 0, dtype=torch.int32, out=self._key_starts[1:])
         self._longest = max(batch.query_lens), max(batch.context_lens)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class GpuAttention:
     """Attention of one batch: single tokens by split KV, chunks by FlashAttention or the Triton kernel.
 
-    Which one is known when the cache is seen, as it depends on its blocks and head size. A fixed batch has no single
-    tokens, nothing is split, and with a window it takes the Triton kernel, whose tiles of keys do not move with it.
+    The first call chooses, because the choice depends on block size and head size of the cache. A fixed batch has no
+    single tokens, so nothing is split. If it has a window it uses the Triton kernel, with key tiles at fixed places.
     """
 
     def __init__(self, kernels: GpuKernels, batch: Batch, block_size: int, window: int | None, scale: float) -> None:
@@ -76,7 +76,7 @@ class GpuAttention:
         return out
 
     def _pieces_for(self, heads: int, keys: Tensor, values: Tensor) -> triton_decode.Pieces:
-        """Room for the splits, made by the first layer and used by all: they run one after the other."""
+        """Return memory for the splits, shared by all layers, because they run one after another."""
         if self._pieces is None:
             sequences = len(self._batch.kv_lens)
             seen = self._longest if self._window is None else min(self._longest, self._window)
@@ -86,11 +86,10 @@ class GpuAttention:
 
 
 class GpuKernels:
-    """Implements `baton.engine.kernels.base.Kernels`.
+    """Implementation of `baton.engine.kernels.base.Kernels`. A row with slot -1 is padding and is not stored.
 
-    `unified`: the constant that decode attention takes for the maximum of all rows, in units of the scaled scores;
-    None: the running maximum. `varlen`: torch's FlashAttention over block tables, None where there is none.
-    `processors`: those of the device. A row of slot -1 is padding: nothing of it is stored.
+    `unified` is the constant that replaces the running maximum in decode attention, in units of scaled scores, or
+    None. `varlen` is torch's FlashAttention over block tables, or None. `processors` is the device's SM count.
     """
 
     name = "triton"
@@ -100,11 +99,11 @@ class GpuKernels:
 
     @classmethod
     def on(cls, device: torch.device) -> GpuKernels:
-        """What this device and this torch can do."""
+        """Return the kernels for this device and version of torch."""
         return cls(torch.cuda.get_device_properties(device).multi_processor_count, find_varlen())
 
     def begin(self, batch: Batch) -> None:
-        """Products are those of a library: nothing to choose."""
+        """Do nothing, because cuBLAS chooses the products."""
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> TorchLinear:
         return TorchLinear(weight, bias)
@@ -127,11 +126,11 @@ class GpuKernels:
         return self.gate(gate_up(x, room), activation, out)
 
     def by_row(self, layer: Linear) -> None:
-        del layer  # how cuBLAS multiplies depends on how many rows there are
+        del layer  # cuBLAS chooses its product by the number of rows
 
     def steady_rows(self, heads: Sequence[int]) -> int:
         del heads
-        return 0  # libraries take another way for another number of rows
+        return 0
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
         del rows

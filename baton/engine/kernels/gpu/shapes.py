@@ -1,19 +1,19 @@
-"""What the attention kernels and the graphs decide from shapes alone: no tensors, no triton, no device."""
+"""Decisions of attention kernels and graphs from shapes alone, without tensors, triton or a device."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-WAVES = 2  # programs wanted for each processor: one computes while another waits for memory
-SPLIT_TOKENS = 256  # a split below this costs more to combine than it saves
+WAVES = 2  # target programs per processor, so that one computes while another waits for memory
+SPLIT_TOKENS = 256  # a smaller split costs more to combine than it saves
 MAX_SPLITS = 64
 FINE_BUCKETS = (1, 2, 4)
 BUCKET_STEP, WIDE_BUCKET, WIDE_STEP = 8, 256, 32
-WIDEST_HEAD = 256  # beyond it, a tile of keys does not fit next to its values
+WIDEST_HEAD = 256  # beyond it, tiles of keys and values do not fit together
 
 
 class Tiles(NamedTuple):
-    """Rows of queries (tokens x heads of one group) and keys that one program holds at a time."""
+    """Query rows (tokens x heads of one group) and keys that one program holds at a time."""
 
     rows: int
     keys: int
@@ -22,10 +22,10 @@ class Tiles(NamedTuple):
 
 
 def split_count(pairs: int, longest: int, processors: int) -> int:
-    """Into how many pieces each context is cut, a power of two.
+    """Return the number of splits of each context, a power of two.
 
-    `pairs` is sequences x KV heads, which is all the parallelism without splits; `longest` the longest context in
-    tokens; `processors` those of the device. Enough programs to fill the device, no piece below SPLIT_TOKENS.
+    It fills the device's `processors` without splits below SPLIT_TOKENS. `pairs` is sequences x KV heads, the
+    parallelism without splits; `longest` is the longest context in tokens.
     """
     wanted = -(-processors * WAVES // max(pairs, 1))
     room = max(longest // SPLIT_TOKENS, 1)
@@ -33,9 +33,9 @@ def split_count(pairs: int, longest: int, processors: int) -> int:
 
 
 def prefill_tiles(head_dim: int, value_dim: int, element_bytes: int) -> Tiles:
-    """The tiles of prompt chunks: as large as the shared memory of small GPUs (99 KB) allows."""
+    """Return the tiles of prompt chunks, as large as the shared memory of small GPUs (99 KB) allows."""
     wide = max(head_dim, value_dim)
-    if element_bytes > 2:  # products without tensor cores hold their factors in registers
+    if element_bytes > 2:  # without tensor cores, products hold their factors in registers
         return Tiles(32, 32, 8, 1) if wide <= 128 else Tiles(16, 16, 8, 1)
     if wide > 128:
         return Tiles(64, 32, 8, 1)
@@ -43,7 +43,7 @@ def prefill_tiles(head_dim: int, value_dim: int, element_bytes: int) -> Tiles:
 
 
 def decode_tiles(group: int, head_dim: int, value_dim: int, element_bytes: int) -> Tiles:
-    """The tiles of decoding: all heads of a group, at least the 16 rows that a tensor core takes."""
+    """Return the tiles of decoding: all heads of a group, and at least the 16 rows of a tensor core."""
     rows = max(16, _power_of_two(group))
     if element_bytes > 2:
         return Tiles(rows, 16, 8, 1)
@@ -53,7 +53,7 @@ def decode_tiles(group: int, head_dim: int, value_dim: int, element_bytes: int) 
 
 
 def buckets(most: int) -> list[int]:
-    """The batch sizes that a graph is captured for: dense where batches are small, and `most` itself."""
+    """Return the batch sizes of captured graphs: dense for small batches, and up to `most` inclusive."""
     sizes = {
         *FINE_BUCKETS,
         *range(BUCKET_STEP, min(most, WIDE_BUCKET), BUCKET_STEP),
@@ -63,10 +63,10 @@ def buckets(most: int) -> list[int]:
 
 
 def bucket_for(rows: int, sizes: list[int]) -> int | None:
-    """The smallest of the sorted `sizes` that holds `rows`; None: all are too small."""
+    """Return the smallest of the sorted `sizes` that holds `rows`, or None if all are too small."""
     return next((size for size in sizes if size >= rows), None)
 
 
 def _power_of_two(n: int) -> int:
-    """The smallest one that is not below n."""
+    """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length() if n > 1 else 1

@@ -1,8 +1,8 @@
-"""Split-KV attention for sequences with one new token: each context is cut into pieces that run at the same time.
+"""Split-KV attention for sequences with one new token: each context is cut into pieces that run in parallel.
 
-A piece leaves its base (the maximum of its scores), the sum of its weights and its weighted values, in float32; a
-second kernel combines the pieces by log-sum-exp. A piece without keys has weight 0. All query heads of a KV head are
-one tile, so that K and V are read once. Sequences with more new tokens are left to the prefill kernel.
+A piece writes its base (the maximum score), sum of weights and weighted values in float32. A second kernel combines the
+pieces by log-sum-exp; a piece without keys has weight 0. All query heads of a KV head are one tile, so that K and V are
+read once. The prefill kernel handles sequences with more new tokens.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ if TYPE_CHECKING:
 
 
 LOG2E = 1.4426950408889634
-# How far a row's best score may lie from the unified maximum, in powers of two: sums over a million keys stay finite
-# in float32 above, and keep all their bits below.
+# Powers of two from the unified maximum within which float32 sums over a million keys stay finite and keep all bits.
 SAFE_RANGE = 60.0
 
 
 class Pieces(NamedTuple):
-    """What the splits leave, float32: bases and sums [B, heads, splits], values [B, heads, splits, value_dim]."""
+    """Results of the splits in float32: bases and sums [B, heads, splits], values [B, heads, splits, value_dim]."""
 
     bases: Tensor
     sums: Tensor
@@ -36,13 +35,12 @@ class Pieces(NamedTuple):
 
     @classmethod
     def empty(cls, sequences: int, heads: int, splits: int, value_dim: int, device: torch.device) -> Pieces:
-        """Room for them, to be used by every layer of a forward."""
+        """Return uninitialised memory, which all layers of a forward share."""
         shape = (sequences, heads, splits)
         bases, sums = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
         return cls(bases, sums, torch.empty((*shape, value_dim), dtype=torch.float32, device=device))
 
 
-# Arguments stand in groups: memory, strides, constants.
 # fmt: off
 @triton.jit
 def split_kernel(
@@ -76,7 +74,7 @@ def split_kernel(
         empty, scale, unified, DIM, VALUE_DIM, WIDTH, VALUE_WIDTH, TILE, 0, False, UNIFIED,
     )
     if UNIFIED:
-        # Decided for each row: one that left the safe range takes the running maximum, the others keep the constant.
+        # Rows outside the safe range take the running maximum; the others keep the constant.
         far = ours & (peak > float("-inf")) & (tl.abs(peak - unified) > safe)
         base = tl.where(peak == float("-inf"), peak, unified)
         if tl.max(far.to(tl.int32), axis=0) > 0:
@@ -91,7 +89,7 @@ def split_kernel(
     place = (sequence * tl.num_programs(1) * GROUP + heads) * tl.num_programs(2) + split
     tl.store(bases + place, peak, mask=ours)
     tl.store(sums + place, total, mask=ours)
-    # Nobody reads the values of an empty piece.
+    # The values of an empty piece are never read.
     filled = ours[:, None] & (value_columns < VALUE_DIM) & (begin < end)
     tl.store(parts + place[:, None] * VALUE_DIM + value_columns, result, mask=filled)
 
@@ -113,7 +111,7 @@ def combine_kernel(
     total = tl.sum(weights * tl.load(sums + place), axis=0)
     there = (weights > 0)[:, None] & (columns < DIM)[None, :]
     pieces = tl.load(parts + place[:, None] * DIM + columns[None, :], mask=there, other=0.0)
-    # A sequence without any key is padding: it gets zeros.
+    # A sequence without keys is padding and gets zeros.
     result = tl.sum(weights[:, None] * pieces, axis=0) / tl.where(total > 0, total, 1.0)
     tl.store(out + row * out_row + head * DIM + columns, result.to(out.dtype.element_ty), mask=columns < DIM)
 
@@ -123,12 +121,12 @@ def decode_attention(
     pieces: Pieces, tiles: Tiles, *, scale: float, window: int | None, unified: float | None = None,
     safe_range: float = SAFE_RANGE,
 ) -> None:
-    """Attend for the rows of sequences with one new token; the other rows of `out` are not touched.
+    """Attend for sequences with one new token. Other rows of `out` are not changed.
 
     query [N, heads, head_dim], keys [blocks, block_size, kv_heads, head_dim], values [.., value_dim], tables int32
-    [B, W], starts int32 [B + 1], lengths int32 [B], out [N, heads * value_dim]. `pieces` says how many splits there
-    are, a power of two. `unified` is the constant that stands for every row's maximum, in units of the scaled scores;
-    rows whose best score lies further than `safe_range` (in powers of two) from it use the running maximum.
+    [B, W], starts int32 [B + 1], lengths int32 [B], out [N, heads * value_dim]. The number of splits in `pieces` is a
+    power of two. `unified` replaces every row's maximum, in units of scaled scores. A row with its best score further
+    than `safe_range` (in powers of two) from it uses the running maximum.
     """
     sequences, (heads, head_dim) = len(lengths), query.shape[1:]
     kv_heads, value_dim = keys.shape[2], values.shape[3]

@@ -1,7 +1,7 @@
 """Causal attention of prompt chunks over their paged prefix and themselves, for any mix of lengths in one launch.
 
-A tile holds consecutive (token, head) pairs of one sequence and one KV head, tokens first: a group of any size fills
-it, and each key is read once for the group. Keys that all rows see are taken without masks, the diagonal with.
+A tile holds consecutive (token, head) pairs of one sequence and KV head, ordered by token. Groups of any size fill it,
+and each key is read once per group. Keys that all rows see need no mask; those on the diagonal do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from baton.engine.kernels.gpu.shapes import Tiles
 
 
-# Arguments stand in groups: memory, strides, constants.
 # fmt: off
 @triton.jit
 def prefill_kernel(
@@ -33,7 +32,7 @@ def prefill_kernel(
     kv_head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
     row = tl.load(starts + sequence).to(tl.int64)
     tokens = (tl.load(starts + sequence + 1) - row).to(tl.int32)
-    # The last tiles see the most keys: they go first, so that no long one starts when the others are done.
+    # The last tiles see the most keys. They go first, so that no long tile starts when the others are done.
     index = tl.cdiv(tokens * GROUP, ROWS) - 1 - tl.program_id(0)
     if tokens == 1 or index < 0:
         return
@@ -78,11 +77,10 @@ def prefill_attention(
     query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, starts: Tensor, lengths: Tensor, out: Tensor,
     tiles: Tiles, *, longest_query: int, scale: float, window: int | None, steady: bool = False,
 ) -> None:
-    """Attend for the rows of sequences with several new tokens, `longest_query` at most; other rows are not touched.
+    """Attend for sequences with 2 to `longest_query` new tokens. Other rows are not changed.
 
-    Shapes as in `decode_attention`. `steady`: all keys are taken with masks. The loops with and without are compiled
-    apart, and may be rounded apart (one fuses a product with a difference where the other cannot); which one a row
-    meets its keys in depends on where in its tile it lies.
+    Shapes are those of `decode_attention`. `steady` masks all keys, because a row's place in its tile otherwise selects
+    the loop. Loops with and without masks may round differently: only one may fuse a product with a difference.
     """
     heads, head_dim = query.shape[1:]
     kv_heads, value_dim = keys.shape[2], values.shape[3]

@@ -1,4 +1,4 @@
-"""One kernel from the fused projection to attention: head norms, rotation, and K and V to their cache slots."""
+"""One kernel between the fused projection and attention: head norms, rotation, and storing K and V in the cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 HEADS_AT_ONCE = 8
 
 
-# Arguments stand in groups: memory, strides, constants.
 # fmt: off
 @triton.jit
 def rotate_and_store_kernel(
@@ -25,7 +24,7 @@ def rotate_and_store_kernel(
     key_head: int, value_block: int, value_slot: int, value_head: int, eps: float,
     HALF: tl.constexpr, NORMS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:
-    """One row and HEADS of its heads: queries first, then keys, then values. A row of slot -1 is padding."""
+    """Process HEADS heads of one row, ordered as queries, keys and values. A row of slot -1 is padding."""
     row = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -67,7 +66,7 @@ def rotate_and_store_kernel(
 def rotate_and_store(
     qkv: Tensor, rotation: Rotation, norms: HeadNorms | None, slots: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
-    """As `Kernels.rotate_and_store`, for a contiguous qkv; a row whose slot is -1 is written nowhere."""
+    """Run `Kernels.rotate_and_store` for a contiguous qkv. A row with slot -1 is not stored."""
     rows, all_heads, head_dim = qkv.shape
     kv_heads = keys.shape[2]
     heads = all_heads - 2 * kv_heads

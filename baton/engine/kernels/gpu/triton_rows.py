@@ -1,6 +1,6 @@
-"""Fused kernels that work row by row: RMS norm (with the residual added first) and the gate of an MLP.
+"""Fused row-wise kernels: RMS norm (optionally after adding the residual) and the gate of an MLP.
 
-They round where torch's reference rounds: sums in float32, results to the activations' dtype at the same places.
+They round at the same places as the torch reference: sums in float32, results in the activations' dtype.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 GATE_COLUMNS = 1024
 
 
-# Arguments stand in groups: memory, strides, constants.
 # fmt: off
 @triton.jit
 def rms_norm_kernel(
@@ -54,7 +53,7 @@ def gate_kernel(gate_up: tl.tensor, out: tl.tensor, width: int, ACTIVATION: tl.c
     elif ACTIVATION == "gelu":
         active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     else:
-        # tanh(y) = 2 / (1 + exp(-2 y)) - 1, which is right at both ends of float32
+        # tanh(y) = 2 / (1 + exp(-2 y)) - 1, which is accurate at both ends of float32
         bent = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         active = gate / (1.0 + tl.exp(-2.0 * bent))
     result = active.to(stored.dtype).to(tl.float32) * up
@@ -62,7 +61,7 @@ def gate_kernel(gate_up: tl.tensor, out: tl.tensor, width: int, ACTIVATION: tl.c
 
 
 def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> Tensor:
-    """As `Kernels.rms_norm`, and with `delta` as `Kernels.add_rms_norm`, for x [N, width] with contiguous rows."""
+    """Run `Kernels.rms_norm`, or `Kernels.add_rms_norm` with `delta`, for x [N, width] with contiguous rows."""
     rows, width = x.shape
     if rows:
         block = triton.next_power_of_2(width)
@@ -75,7 +74,7 @@ def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: T
 
 
 def gate(gate_up: Tensor, activation: str, out: Tensor) -> Tensor:
-    """As `Kernels.gate`: gate_up [N, 2 I] and out [N, I], both contiguous."""
+    """Run `Kernels.gate` for contiguous gate_up [N, 2 I] and out [N, I]."""
     rows, width = out.shape
     if rows:
         grid = (rows, triton.cdiv(width, GATE_COLUMNS))

@@ -1,6 +1,6 @@
 """The inner loop of both attention kernels: one tile of query rows against a range of paged keys.
 
-Scores are in units of log 2 (`scale` holds log2(e)), as exp2 is what the hardware has.
+Scores are in units of log 2 (`scale` includes log2(e)), because the hardware has exp2.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ import triton
 import triton.language as tl
 
 
-# Arguments stand in groups: memory, strides, constants.
 # fmt: off
 @triton.jit
 def paged_tile(
     cache: tl.tensor, places: tl.tensor, there: tl.tensor, DIM: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr
 ) -> tl.tensor:
-    """[keys, WIDTH] of a cache at the element offsets `places`, zero where nothing is there. WHOLE: all rows are."""
+    """Load [keys, WIDTH] of a cache at element offsets `places`, zero where not `there`. WHOLE means all are there."""
     columns = tl.arange(0, WIDTH)[None, :]
     if WHOLE and DIM == WIDTH:
         return tl.load(cache + places[:, None] + columns)
@@ -30,10 +29,10 @@ def attend(
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, WHOLE: tl.constexpr, UNIFIED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Take the keys [begin, end) into (peak, total, result): the running maximum, sum and weighted values.
+    """Add keys [begin, end) to (peak, total, result): the running maximum, sum and weighted values.
 
-    Row i sees the positions up to last[i]. WHOLE: every row sees all of them, and they are whole tiles. UNIFIED: the
-    constant `unified` stands for the maximum, nothing is rescaled, and `peak` is only watched.
+    Row i sees positions up to last[i]. WHOLE means that every row sees all keys and they fill whole tiles. UNIFIED
+    means that the constant `unified` replaces the maximum, so nothing is rescaled and `peak` is only recorded.
     """
     for start in range(begin, end, TILE):
         positions = start + tl.arange(0, TILE)
@@ -52,7 +51,7 @@ def attend(
         if UNIFIED:
             weights = tl.exp2(scores - unified)
         else:
-            # A row that has seen nothing yet has the maximum -inf, and -inf minus itself is NaN.
+            # The maximum is -inf before the first visible key, and -inf - -inf is NaN.
             base = tl.where(highest == float("-inf"), 0.0, highest)
             fade = tl.exp2(peak - base)
             total, result = total * fade, result * fade[:, None]
