@@ -125,6 +125,8 @@ class ControllerActor:
 
 
 NAME = "controller"
+ACTOR = "controller-2"  # the number changes with the path of the class, so that no release attaches to a lost path
+FORMER_ACTORS = ("controller",)  # actors of earlier releases, which cannot restart after an upgrade
 HEAD = {"node:__internal_head__": 0.001}  # any head node: a node id would not survive a restart of the head
 WATCH_S = 2.0
 ANSWER_S = 5.0
@@ -236,9 +238,10 @@ def ensure(
 
 def _found_or_made(ray: Any, config: ClusterConfig, told: str, parts: Parts, *, detached: bool) -> Any:
     with suppress(ValueError):
-        return ray.get_actor(NAME, namespace=namespace(config.name))
+        return ray.get_actor(ACTOR, namespace=namespace(config.name))
+    _end_former(ray, config)
     options = {
-        "name": NAME,
+        "name": ACTOR,
         "namespace": namespace(config.name),
         "get_if_exists": True,  # another process may create it at the same time
         "lifetime": "detached" if detached else None,
@@ -249,6 +252,13 @@ def _found_or_made(ray: Any, config: ClusterConfig, told: str, parts: Parts, *, 
         "resources": HEAD,
     }
     return ray.remote(ControllerActor).options(**options).remote(told, parts, detached)
+
+
+def _end_former(ray: Any, config: ClusterConfig) -> None:
+    """End the controller of an earlier release. Its workers go on, and the next controller finds them."""
+    for name in FORMER_ACTORS:
+        with suppress(ValueError):
+            ray.kill(ray.get_actor(name, namespace=namespace(config.name)), no_restart=True)
 
 
 def follow(
@@ -274,8 +284,9 @@ def follow(
 
 def end(ray: Any, config: ClusterConfig, grace_s: float) -> None:
     """End workers and controller, including workers without a controller."""
+    _end_former(ray, config)
     with suppress(ValueError):
-        controller = ray.get_actor(NAME, namespace=namespace(config.name))
+        controller = ray.get_actor(ACTOR, namespace=namespace(config.name))
         try:
             ray.get(controller.stop.remote(grace_s), timeout=grace_s + STOP_S)
         except ray.exceptions.RayError as error:

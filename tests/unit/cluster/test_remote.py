@@ -12,6 +12,7 @@ from baton.cluster import controller_ray
 from baton.cluster.backend_process import StartError
 from baton.cluster.controller_local import LocalControl
 from baton.cluster.controller_ray import (
+    ACTOR,
     ENSURE_S,
     LOST_S,
     POLL_S,
@@ -19,6 +20,7 @@ from baton.cluster.controller_ray import (
     Parts,
     RemoteControl,
     check_ledger,
+    end,
     ensure,
     follow,
     join,
@@ -75,13 +77,25 @@ def one(ensured):
 def test_a_controller_is_made_once_and_stays_on_whatever_head_there_is(ray, ensured, one):
     other_ports = CONFIG.model_copy(update={"router": CONFIG.router.model_copy(update={"grpc": "127.0.0.1:7"})})
     assert ensured(other_ports) is one
-    wanted = {"lifetime": "detached", "max_restarts": -1, "max_task_retries": 0, "num_cpus": 0, "name": "controller"}
+    wanted = {"lifetime": "detached", "max_restarts": -1, "max_task_retries": 0, "num_cpus": 0, "name": ACTOR}
     assert wanted.items() <= one.options.items()
     assert one.options["resources"] == {"node:__internal_head__": 0.001}
     assert one.args[2] is True
     two = ensured(CONFIG.model_copy(update={"slo": CONFIG.slo.model_copy(update={"itl_ms": 7.0})}))
-    assert ray.actors == {"controller": two}
+    assert ray.actors == {ACTOR: two}
     assert two is not one, "with another config it is replaced"
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_the_controller_of_an_earlier_release_is_ended(ray, ensured, ends):
+    options = {"name": "controller"}
+    ray.actors["controller"] = former = Controller(options, ())
+    if ends:
+        end(ray, CONFIG, 1.0)
+    else:
+        assert ensured() is not former
+    assert ray.killed == ["controller"]
+    assert set(ray.actors) == (set() if ends else {ACTOR})
 
 
 def test_a_frozen_controller_is_replaced_and_one_that_is_being_started_is_waited_for(ensured, one, clock):
