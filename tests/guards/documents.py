@@ -16,6 +16,7 @@ FENCE = re.compile(r"^[ \t]*```(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILIN
 SPAN = re.compile(r"(?<!`)(`+)(?!`)((?:(?!\n\s*\n).)+?)(?<!`)\1(?!`)", re.DOTALL)
 LINE = re.compile(r"(?:.*\\\n)*.*")  # with those that a backslash adds to it
 LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
+REFERENCE = re.compile(r"^\[[^\]\n]+\]:[ \t]*<?([^\s>]+)", re.MULTILINE)
 HEADING = re.compile(r"^#{1,6}[ \t]+(.+?)(?:[ \t]+#+)?[ \t]*$", re.MULTILINE)
 ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*:|//", re.IGNORECASE)
 OPTIONAL = re.compile(r"\[[^][]*\]")
@@ -53,7 +54,8 @@ class Document:
         yield from (self.said(span.start(), span[2].replace("\n", " ")) for span in SPAN.finditer(self.prose))
 
     def links(self) -> Iterator[Said]:
-        for found in LINK.finditer(SPAN.sub(_blank, self.prose)):
+        text = SPAN.sub(_blank, self.prose)
+        for found in (*LINK.finditer(text), *REFERENCE.finditer(text)):
             if not ELSEWHERE.match(found[1]):
                 yield self.said(found.start(), found[1])
 

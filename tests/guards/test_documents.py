@@ -110,11 +110,14 @@ def test_a_wrong_command_is_seen(command):
 
 
 def test_wrong_links_are_seen_and_nothing_else():
-    links = "[](../README.md#a) `[](no)` [](#c-1) [](#c-2) [](../README.md#d) ![](y.png)"
+    links = "[](../README.md#a) `[](no)` [](#c-1) [](#c-2) [](../README.md#d) ![](y.png)\n[z]: z.md"
     document = Document("docs/made.md", f"# A `b`: [e](#a-b-e)\n## C\n## C\n{links}\n")
     assert document.anchors() == {"a-b-e", "c", "c-1"}
     anchors = {document.name: document.anchors(), "README.md": {"a"}}
     problems = wrong_links(document, {document.name, "README.md"}, anchors)
     assert [problem.split(": ")[:2] for problem in problems] == [
-        ["docs/made.md:4", where] for where in ("#c-2", "../README.md#d", "y.png")
+        ["docs/made.md:4", "#c-2"],
+        ["docs/made.md:4", "../README.md#d"],
+        ["docs/made.md:4", "y.png"],
+        ["docs/made.md:5", "z.md"],
     ]
