@@ -1,12 +1,12 @@
 """Generate `baton/rpc/<version>/` from `proto/baton/<version>/*.proto`.
 
-    python tools/gen_proto.py             # regenerate; needs what tools/proto-requirements.txt lists (`make proto`)
-    python tools/gen_proto.py --check     # is the committed code the one these proto files give? Needs nothing
+    python tools/gen_proto.py             # regenerate; needs tools/proto-requirements.txt (`make proto`)
+    python tools/gen_proto.py --check     # check that the committed code fits these proto files; needs nothing
     python tools/gen_proto.py --diff      # regenerate elsewhere and compare byte by byte
 
 protoc writes imports such as `from baton.v1 import common_pb2`; the modules live one package deeper, as
 `baton.rpc.v1.common_pb2`, so the import lines are rewritten. Names on the wire stay `baton.v1`.
-`GENERATED.sha256` beside the generated files records the digests of what went in and of what came out.
+`GENERATED.sha256` in the same folder records the digests of all inputs and outputs.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def digests(root: Path, paths: Iterable[Path]) -> list[str]:
 
 
 def manifest(root: Path, version: str) -> str:
-    """What the generated code of `version` was made from, and what it is, as the files say now."""
+    """Return the digests of the inputs and outputs of `version`, from the files as they are now."""
     sources = [Path("proto") / path for path in proto_files() if path.parent.name == version]
     inputs = digests(ROOT, [*sources, REQUIREMENTS, Path("tools/gen_proto.py")])
     folder = root / TARGET / version

@@ -104,7 +104,7 @@ def blocking(source: str, name: str) -> str:
 
 
 def replacement(token: tokenize.TokenInfo, documents: dict[int, str]) -> str | None:
-    """What stands in the place of `token`; None: itself."""
+    """Return the text that replaces `token`, or None if it stays."""
     if token.type == tokenize.STRING and token.start[0] in documents and token.string.startswith('"""'):
         return f'"""{documents[token.start[0]]}"""'
     if token.type == tokenize.STRING and token.string.startswith('"""'):

@@ -1,0 +1,37 @@
+"""Docstrings, comments and documents keep the language rules, as far as a regular expression can see them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.language import Text, all_findings, findings
+
+PRODUCT = ("baton", "router", "prefill_workers", "decode_workers", "kvtransfer", "tools")
+PAGES = ("README.md", "ARCHITECTURE.md", "docs/design", "docs/how-to", "docs/tutorials", "docs/glossary.md")
+BROKEN = {
+    "What it sends.": "begins with",
+    "It waits. Who is late is not asked.": "begins with",
+    "Nobody reads it.": "not 'who'",
+    "The worker tells its router.": "only people",
+    "It is kept for ever.": "archaic",
+    "All are read at once.": "at once",
+    "Its limit; 0: none.": "ellipsis",
+    "A list of what is free.": "free relative",
+}
+
+
+@pytest.mark.parametrize("places", [PRODUCT, PAGES], ids=["product", "pages"])
+def test_no_sentence_breaks_the_rules(places):
+    found = list(all_findings(places, strings=False))
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("sentence", BROKEN)
+def test_each_rule_finds_its_pattern(sentence):
+    (found, *_) = findings(Text("x.py", 1, sentence))
+    assert BROKEN[sentence] in found
+
+
+def test_code_and_plain_sentences_are_left_alone():
+    text = "Return the blocks of `who` that it sends.\n\n>>> nobody\n\nIt waits until the worker reports."
+    assert not list(findings(Text("x.py", 1, text)))
