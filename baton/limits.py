@@ -73,8 +73,8 @@ class Cap:
 
 
 _REFUSED = "INVALID_ARGUMENT naming the field"
-_LATER = "RESOURCE_EXHAUSTED with RetryInfo; below 4,097 bytes and without a constraint one is not counted"
-_CLOSED = "gRPC refuses the message"
+_LATER = "RESOURCE_EXHAUSTED with RetryInfo; requests below 4,097 bytes without a constraint are not counted"
+_CLOSED = "gRPC rejects the message"
 CAPS: tuple[Cap, ...] = (
     Cap("`text` of Generate and Tokenize", MAX_TEXT_CHARS, "characters", _REFUSED),
     Cap("`token_ids`", MAX_PROMPT_IDS, "tokens", _REFUSED),
@@ -85,46 +85,46 @@ CAPS: tuple[Cap, ...] = (
     Cap("`n`", MAX_CHOICES, "choices", _REFUSED),
     Cap("`cache_scope`", MAX_CACHE_SCOPE_CHARS, "characters", _REFUSED),
     Cap("`sampling.stop`", MAX_STOP_STRINGS, "strings", _REFUSED),
-    Cap("each of `sampling.stop`", MAX_STOP_CHARS, "characters", _REFUSED),
+    Cap("each string in `sampling.stop`", MAX_STOP_CHARS, "characters", _REFUSED),
     Cap("`sampling.stop_token_ids`", MAX_STOP_TOKEN_IDS, "ids", _REFUSED),
     Cap("`sampling.logit_bias`", MAX_LOGIT_BIAS, "entries", _REFUSED),
-    Cap("`sampling.logprobs`", MAX_LOGPROBS, "tokens of each position", _REFUSED),
+    Cap("`sampling.logprobs`", MAX_LOGPROBS, "tokens per position", _REFUSED),
     Cap("`priority`, above and below 0", MAX_PRIORITY, "", _REFUSED),
     Cap("`resumable_s`", MAX_RESUMABLE_S, "seconds", _REFUSED),
     Cap("`chat`", MAX_CHAT_BYTES, "bytes", _REFUSED),
     Cap("`chat.messages`", MAX_CHAT_MESSAGES, "messages", _REFUSED),
-    Cap("each `role` of them", MAX_ROLE_CHARS, "characters", _REFUSED),
-    Cap("what a chat template writes", MAX_RENDERED_CHARS, "characters", _REFUSED),
-    Cap("a chat template", MAX_TEMPLATE_CHARS, "characters", "`chat` is refused, saying so"),
-    Cap("the time of a chat template", MAX_TEMPLATE_SECONDS, "seconds", _REFUSED),
-    Cap("what a chat template multiplies", MAX_TEMPLATE_PRODUCT, "characters or items", _REFUSED),
+    Cap("`role` of a chat message", MAX_ROLE_CHARS, "characters", _REFUSED),
+    Cap("output of a chat template", MAX_RENDERED_CHARS, "characters", _REFUSED),
+    Cap("a chat template", MAX_TEMPLATE_CHARS, "characters", "`chat` is rejected with this reason"),
+    Cap("run time of a chat template", MAX_TEMPLATE_SECONDS, "seconds", _REFUSED),
+    Cap("result of a multiplication in a chat template", MAX_TEMPLATE_PRODUCT, "characters or items", _REFUSED),
     Cap("`constraint.json_schema`", MAX_SCHEMA_BYTES, "bytes", _REFUSED),
-    Cap("the common multiple of its `multipleOf`", MAX_SCHEMA_MULTIPLE, "of their finest place", _REFUSED),
-    Cap("its `pattern` and `format` about one text", MAX_SCHEMA_PATTERNS, "together", _REFUSED),
+    Cap("least common multiple of a schema's `multipleOf`", MAX_SCHEMA_MULTIPLE, "units of the last place", _REFUSED),
+    Cap("`pattern` and `format` of a schema for one string", MAX_SCHEMA_PATTERNS, "in total", _REFUSED),
     Cap("`constraint.regex`", MAX_REGEX_BYTES, "bytes", _REFUSED),
     Cap("`constraint.choices`", MAX_CHOICE_TEXTS, "texts", _REFUSED),
-    Cap("each of `constraint.choices`", MAX_CHOICE_CHARS, "characters", _REFUSED),
+    Cap("each text in `constraint.choices`", MAX_CHOICE_CHARS, "characters", _REFUSED),
     Cap("a model's name in an error", MAX_SHOWN_MODEL_CHARS, "characters", "cut"),
     Cap("a message to the public listener, or to a client", PUBLIC_RECEIVE_BYTES, "bytes", _CLOSED),
     Cap("a message to a worker, to the admin listener or to the router", INTERNAL_RECEIVE_BYTES, "bytes", _CLOSED),
-    Cap("a message that is sent", SEND_BYTES, "bytes", _CLOSED),
-    Cap("requests that a router reads (parses, tokenizes, compiles) at once", MAX_READ_AT_ONCE, "requests", _LATER),
-    Cap("their messages together", MAX_READ_BYTES, "bytes", _LATER),
+    Cap("a message that Baton sends", SEND_BYTES, "bytes", _CLOSED),
+    Cap("requests that a router parses, tokenizes or compiles at the same time", MAX_READ_AT_ONCE, "requests", _LATER),
+    Cap("total size of their messages", MAX_READ_BYTES, "bytes", _LATER),
     Cap("text of an error", MAX_STATUS_MESSAGE_BYTES, "bytes", "cut"),
-    Cap("fields that an error names", MAX_STATUS_VIOLATIONS, "fields", "left out"),
-    Cap("text about each of them", MAX_VIOLATION_BYTES, "bytes", "cut"),
+    Cap("fields named in an error", MAX_STATUS_VIOLATIONS, "fields", "left out"),
+    Cap("text for each named field", MAX_VIOLATION_BYTES, "bytes", "cut"),
     Cap("a request to the metrics listener", MAX_METRICS_REQUEST_BYTES, "bytes", "closed without an answer"),
     Cap("headers of an HTTP request", MAX_HTTP_HEADER_BYTES, "bytes", "431"),
     Cap("prompts of an HTTP request", MAX_HTTP_PROMPTS, "prompts", "400 naming the field"),
     Cap("`tools` of an HTTP request", MAX_HTTP_TOOLS, "tools", "400 naming the field"),
-    Cap("who watch a router, by `Admin.Watch` and `/live`", MAX_WATCHERS, "watchers", "RESOURCE_EXHAUSTED, 503"),
-    Cap("requests in what they are shown", MAX_SHOWN_REQUESTS, "requests", "the newest are shown"),
-    Cap("a token", MAX_TOKEN_CHARS, "characters", "the file is refused"),
-    Cap("the file of tokens", MAX_TOKENS_FILE_BYTES, "bytes", "the file is refused"),
+    Cap("watchers of a router, through `Admin.Watch` and `/live`", MAX_WATCHERS, "watchers", "RESOURCE_EXHAUSTED, 503"),
+    Cap("requests in a message to a watcher", MAX_SHOWN_REQUESTS, "requests", "the newest are shown"),
+    Cap("a token in the token file", MAX_TOKEN_CHARS, "characters", "the file is rejected"),
+    Cap("the token file", MAX_TOKENS_FILE_BYTES, "bytes", "the file is rejected"),
 )
 
 
 def as_markdown() -> str:
     """Return the table of `docs/limits.md`."""
     rows = (f"| {cap.what} | {cap.most:,} {cap.unit}".rstrip() + f" | {cap.beyond} |" for cap in CAPS)
-    return "\n".join(("| what | at most | beyond it |", "|---|---|---|", *rows)) + "\n"
+    return "\n".join(("| limited value | maximum | beyond the maximum |", "|---|---|---|", *rows)) + "\n"

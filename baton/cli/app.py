@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 def prefill_worker(
     config: ConfigFile = LOCAL, index: Index = 0, sets: Sets = None, log: Log = None, worker_id: WorkerId = None
 ) -> None:
-    """Run a worker as a plain process. It prefills until the cluster's controller has it decode."""
+    """Run a prefill worker as a plain process. The cluster's controller may change its role."""
     from baton.cli import serve
 
     serve.run_role(Role.PREFILL, config, sets or [], worker_id or f"prefill-{index}", log)
@@ -57,7 +57,7 @@ def prefill_worker(
 def decode_worker(
     config: ConfigFile = LOCAL, index: Index = 0, sets: Sets = None, log: Log = None, worker_id: WorkerId = None
 ) -> None:
-    """Run a worker as a plain process. It decodes until the cluster's controller has it prefill."""
+    """Run a decode worker as a plain process. The cluster's controller may change its role."""
     from baton.cli import serve
 
     serve.run_role(Role.DECODE, config, sets or [], worker_id or f"decode-{index}", log)
@@ -76,13 +76,13 @@ def gateway(
     sets: Sets = None,
     log: Log = None,
 ) -> None:
-    """Run OpenAI's HTTP API alone, on router.http, in front of a router."""
+    """Run only OpenAI's HTTP API, at router.http, in front of a router."""
     from baton.cli import serve
 
     serve.run_gateway(config, sets or [], target, log)
 
 
-Wait = Annotated[float, typer.Option("--wait", min=0, help="until it is done, for at most so many seconds")]
+Wait = Annotated[float, typer.Option("--wait", min=0, help="seconds to wait for completion; 0 means not to wait")]
 
 
 def scale(
@@ -93,7 +93,7 @@ def scale(
     tls: Tls = None,
     as_json: Json = False,
 ) -> None:
-    """Say how many workers each pool should have. Surplus ones are turned, or finish what they have and end."""
+    """Set the number of workers of each pool. Surplus workers change their role, or finish their requests and end."""
     from baton.cli.operate import parse_sizes
 
     wanted = parse_sizes(sizes)
@@ -101,17 +101,17 @@ def scale(
     plan = operator.scale(wanted)
     if wait:
         operator.wait_settled(plan.number, wait)
-    said = {"prefill": plan.prefill, "decode": plan.decode}
-    _say(said, f"workers are to be {sizes_text(plan.prefill, plan.decode)}", as_json, done=bool(wait))
+    sizes_of = {"prefill": plan.prefill, "decode": plan.decode}
+    _print(sizes_of, f"planned workers: {sizes_text(plan.prefill, plan.decode)}", as_json, done=bool(wait))
 
 
 def drain(
-    worker: Annotated[str, typer.Argument(help="its name in `baton status`")] = "",
+    worker: Annotated[str, typer.Argument(help="the worker's name in `baton status`")] = "",
     here: Annotated[
-        bool, typer.Option("--here", help="all workers of this host instead, at once: it is about to go away")
+        bool, typer.Option("--here", help="all workers of this host, because the host will be shut down")
     ] = False,
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="with --here: the cluster file, which names the Redis")
+        Path | None, typer.Option("--config", "-c", help="with --here: the cluster file, for its redis.url")
     ] = None,
     wait: Wait = 0.0,
     name: ClusterName = None,
@@ -119,20 +119,20 @@ def drain(
     tls: Tls = None,
     as_json: Json = False,
 ) -> None:
-    """A worker takes nothing new, finishes what it has and ends; another takes its place."""
+    """Replace a worker: it accepts no new requests, finishes its present ones and ends."""
     if here is not (worker == "") or here is not (config is not None):
-        raise typer.BadParameter("say either a WORKER, or --here -c FILE")
+        raise typer.BadParameter("must have either WORKER, or --here -c FILE")
     if config is not None:
         from baton.cli.operate import drain_here
 
-        told = drain_here(config, wait)
-        _say({"workers": told}, f"told to drain: {', '.join(told) or 'none is here'}", as_json, done=bool(wait))
+        drained = drain_here(config, wait)
+        _print({"workers": drained}, f"draining: {', '.join(drained) or 'no worker here'}", as_json, done=bool(wait))
         return
     operator = _operator(name, target, tls)
     process = operator.drain(worker)
     if wait:
         operator.wait_gone(process, wait)
-    _say({"worker": process}, f"{process} drains", as_json, done=bool(wait))
+    _print({"worker": process}, f"{process} drains", as_json, done=bool(wait))
 
 
 def restart(
@@ -142,24 +142,24 @@ def restart(
     tls: Tls = None,
     as_json: Json = False,
 ) -> None:
-    """Replace every worker by a new process, one after the other; no request fails for that."""
+    """Replace each worker by a new process, one after the other. No request fails because of that."""
     operator = _operator(name, target, tls)
     plan = operator.restart()
     if wait:
         operator.wait_settled(plan.number, wait)
-    text = f"all workers are replaced, generation {plan.generation}"
-    _say({"generation": plan.generation}, text, as_json, done=bool(wait))
+    text = f"replacing all workers, generation {plan.generation}"
+    _print({"generation": plan.generation}, text, as_json, done=bool(wait))
 
 
 def trace(
-    request: Annotated[str, typer.Argument(help="a request id (default: the last one)")] = "",
+    request: Annotated[str, typer.Argument(help="a request id (default: the request that ended last)")] = "",
     out: Annotated[Path | None, typer.Option(help="write a file for ui.perfetto.dev")] = None,
     name: ClusterName = None,
     target: AdminTarget = None,
     tls: Tls = None,
     as_json: Json = False,
 ) -> None:
-    """Show where the time of one of the last requests went, in the router and in its workers."""
+    """Show the time spent in each stage of a recent request, in the router and in its workers."""
     from baton.cli import trace as command
 
     command.trace(request, name, target, tls, out, as_json=as_json)
@@ -171,18 +171,20 @@ def _operator(name: str | None, target: str | None, tls: Path | None) -> Operato
     return Operator.find(name, target, tls)
 
 
-def _say(facts: Mapping[str, object], text: str, as_json: bool, *, done: bool) -> None:
+def _print(facts: Mapping[str, object], text: str, as_json: bool, *, done: bool) -> None:
     if as_json:
         typer.echo(json.dumps({**facts, "done": done}))
         return
-    typer.echo(text + (": done" if done else "; `baton status` shows how far it is"))
+    typer.echo(text + (": done" if done else "; `baton status` shows the progress"))
 
 
 def profile(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     config: ConfigFile = LOCAL,
     sets: Sets = None,
-    live: Annotated[Path | None, typer.Option(help="measure a running cluster instead; this file gets it")] = None,
-    seconds: Annotated[float, typer.Option(min=5, help="about how long --live may take")] = 60.0,
+    live: Annotated[
+        Path | None, typer.Option(help="measure a running cluster and write its profile to this file")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=5, help="approximate duration of --live")] = 60.0,
     name: ClusterName = None,
     target: Target = None,
     admin: Annotated[str | None, typer.Option(help="with --target: a router's admin address")] = None,
@@ -190,9 +192,9 @@ def profile(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     tls: Tls = None,
     as_json: Json = False,
 ) -> None:
-    """Measure which kernels and verify passes are the best here for the model of a file. Later workers use it.
+    """Measure the best kernels and verify passes on this machine for the model of a file. Later workers use them.
 
-    With --live: what steps, links and the router of a running cluster cost, as `baton plan` takes it.
+    --live measures the cost of steps, links and the router of a running cluster, as input for `baton plan`.
     """
     if live is not None:
         from baton.cli import profile_live
@@ -201,7 +203,7 @@ def profile(  # noqa: PLR0913, PLR0917 (each is an option of the command)
 
         if sets or config != LOCAL:
             given = f"--set {sets[0]}" if sets else f"-c {config}"
-            raise ConfigError(f"--live: must be without -c and --set, as what runs has its own file, got {given}")
+            raise ConfigError(f"--live: must be without -c and --set, because a cluster is running, got {given}")
         profile_live.profile_live(Router(name, target, 120.0, token, tls), admin, live, seconds, as_json=as_json)
         return
     from baton.cli import profile_kernels as command
@@ -213,26 +215,26 @@ def plan(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     profile: Annotated[str, typer.Option(help="a file of `baton profile --live`, or a name such as opt-13b-a100")],
     rate: Annotated[float | None, typer.Option(help="requests per second (default: the trace's)")] = None,
     prompt_tokens: Annotated[str, typer.Option(help=LENGTHS)] = "512",
-    max_tokens: Annotated[str | None, typer.Option(help="new tokens, in the same words (default: 64)")] = None,
-    trace: Annotated[Path | None, typer.Option(help="requests of a file: Mooncake's, Azure's, or JSON lines")] = None,
+    max_tokens: Annotated[str | None, typer.Option(help="new tokens, in the same form (default: 64)")] = None,
+    trace: Annotated[Path | None, typer.Option(help="a file of requests: Mooncake's, Azure's, or JSON lines")] = None,
     scale: Annotated[float, typer.Option(help="divide the lengths of the trace by this")] = 1.0,
     arrivals: Annotated[str, typer.Option(help="poisson, constant or gamma:CV")] = "poisson",
-    requests: Annotated[int, typer.Option(min=1, help="of a simulation, at least")] = 1000,
-    ttft_ms: Annotated[float | None, typer.Option(help="the first token within (default: the file's, or 1000)")] = None,
-    itl_ms: Annotated[float | None, typer.Option(help="mean time between tokens (default: the file's, or 100)")] = None,
-    attainment: Annotated[float, typer.Option(help="the share of requests that must be within both")] = 0.9,
-    gpus_at_most: Annotated[int, typer.Option(min=1, help="look no further")] = 16,
+    requests: Annotated[int, typer.Option(min=1, help="minimum requests of a simulation")] = 1000,
+    ttft_ms: Annotated[float | None, typer.Option(help="goal for TTFT (default: the file's, or 1000)")] = None,
+    itl_ms: Annotated[float | None, typer.Option(help="goal for mean ITL (default: the file's, or 100)")] = None,
+    attainment: Annotated[float, typer.Option(help="share of requests that must meet both goals")] = 0.9,
+    gpus_at_most: Annotated[int, typer.Option(min=1, help="maximum GPUs of a layout")] = 16,
     what_if: Annotated[
         str | None, typer.Option(help="one layout, such as prefill=2,decode=1,workers=10000,fault=death:decode-0@5")
     ] = None,
-    seed: Annotated[int, typer.Option(help="of arrivals, lengths and steps")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of arrivals, lengths and steps")] = 0,
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="a cluster file: slo, pools, the router's bounds")
+        Path | None, typer.Option("--config", "-c", help="a cluster file, for its slo, pools and router limits")
     ] = None,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Find the cheapest pools for a load and a goal by simulating them, and say whether disaggregation pays."""
+    """Find the cheapest pools for a load and a goal by simulation, and whether disaggregation pays."""
     from baton.cli import plan as command
 
     command.plan(
@@ -262,18 +264,18 @@ Level = Literal["debug", "info", "warning", "error", "critical"]
 
 
 def logs(
-    name: Annotated[str | None, typer.Option("--name", help="the cluster's name, also of one that has ended")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="and what comes, until Ctrl-C")] = False,
+    name: Annotated[str | None, typer.Option("--name", help="the cluster's name; it may have ended")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="show new lines until Ctrl-C")] = False,
     request: Annotated[str, typer.Option("--request", help="only lines about this request")] = "",
-    worker: Annotated[str, typer.Option("--worker", help="only lines of or about this worker; or router")] = "",
-    level: Annotated[Level, typer.Option("--level", help="and all above it")] = "debug",
-    since: Annotated[str, typer.Option("--since", help="not older than 90s, 5m, 2h or 1d")] = "",
+    worker: Annotated[str, typer.Option("--worker", help="only lines of or about this worker, or of the router")] = "",
+    level: Annotated[Level, typer.Option("--level", help="lowest level shown")] = "debug",
+    since: Annotated[str, typer.Option("--since", help="only lines since then, such as 90s, 5m, 2h or 1d ago")] = "",
     lines: Annotated[
-        int | None, typer.Option("--lines", "-n", min=0, help="the last ones (default: 100; with --since: all)")
+        int | None, typer.Option("--lines", "-n", min=0, help="number of last lines (default: 100; with --since all)")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="as JSON lines, which is what a pipe gets anyway")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON lines (default in a pipe)")] = False,
 ) -> None:
-    """Show what the processes of a cluster that was started here say, by time."""
+    """Show the log lines of all processes of a cluster started here, by time."""
     import time
 
     from baton.cli import logs as command
@@ -288,9 +290,9 @@ def top(
     name: ClusterName = None,
     target: AdminTarget = None,
     tls: Tls = None,
-    interval: Annotated[float, typer.Option("--interval", min=0.1, max=60, help="seconds between two looks")] = 1.0,
+    interval: Annotated[float, typer.Option("--interval", min=0.1, max=60, help="seconds between two updates")] = 1.0,
 ) -> None:
-    """A live view of the cluster in this terminal. BATON_TOKEN: an admin's token, if the cluster has tokens."""
+    """Show a live view of the cluster in this terminal. Set BATON_TOKEN to an admin's token if it has tokens."""
     from baton.cli.top.app import top as command
 
     command(name, target, tls, interval)
@@ -312,10 +314,10 @@ app.command()(controller)
 def up(
     config: ConfigFile = LOCAL,
     sets: Sets = None,
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="return when it runs")] = False,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="return when the cluster is ready")] = False,
     as_json: Json = False,
 ) -> None:
-    """Start the cluster of a file. Ctrl-C once drains, twice stops."""
+    """Start the cluster of a file. One Ctrl-C drains it, two stop it."""
     from baton.cluster.signals import stop_on_signals
 
     stop = stop_on_signals()  # before the slow imports, so that signals count during them
@@ -345,11 +347,13 @@ def status(
     name: ClusterName = None,
     target: AdminTarget = None,
     tls: Tls = None,
-    census: Annotated[bool, typer.Option("--census", help="who holds which blocks; 1 if some are lost")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="again each second, until Ctrl-C")] = False,
+    census: Annotated[
+        bool, typer.Option("--census", help="show the handoff of each held block; exit code 1 if blocks are lost")
+    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="repeat each second until Ctrl-C")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show workers, their load and the block ledger. BATON_TOKEN: an admin's token, if the cluster has tokens."""
+    """Show workers, their load and the block ledger. Set BATON_TOKEN to an admin's token if the cluster has tokens."""
     if census:
         from baton.cli import block_census as counted
 
@@ -377,15 +381,13 @@ def generate(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     seed: Seed = None,
-    n: Annotated[int, typer.Option("--n", help="so many answers, shown when all are there")] = 1,
-    stop: Annotated[list[str] | None, typer.Option(help="end before this text; may be repeated")] = None,
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="the same bits, whatever else is computed")
-    ] = False,
+    n: Annotated[int, typer.Option("--n", help="number of answers, shown when all are complete")] = 1,
+    stop: Annotated[list[str] | None, typer.Option(help="end the answer before this text; may be repeated")] = None,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="the same bits under any load")] = False,
     think_while_decoding: ThinkWhileDecoding = None,
     model: ModelName = "",
-    show: Annotated[str, typer.Option(help="timings,tokens,thoughts")] = "",
-    trace: Annotated[Path | None, typer.Option(help="write where the time went to this file, for Perfetto")] = None,
+    show: Annotated[str, typer.Option(help="what to show: timings,tokens,thoughts")] = "",
+    trace: Annotated[Path | None, typer.Option(help="write the request's trace to this file, for Perfetto")] = None,
     timeout: Timeout = 120.0,
     name: ClusterName = None,
     target: Target = None,
@@ -393,7 +395,7 @@ def generate(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     tls: Tls = None,
     as_json: Json = False,
 ) -> None:
-    """Stream one answer. BATON_TOKEN: your token, if the cluster has tokens."""
+    """Stream one answer. Set BATON_TOKEN to your token if the cluster has tokens."""
     from baton.cli import generate as command
     from baton.cli.target import Router
 
@@ -406,7 +408,7 @@ def generate(  # noqa: PLR0913, PLR0917 (each is an option of the command)
 
 @app.command()
 def chat(  # noqa: PLR0913, PLR0917 (each is an option of the command)
-    system: Annotated[str, typer.Option(help="what the model is told first")] = "",
+    system: Annotated[str, typer.Option(help="the system message")] = "",
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -419,7 +421,7 @@ def chat(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     token: Token = None,
     tls: Tls = None,
 ) -> None:
-    """Talk in turns; Ctrl-C ends an answer, Ctrl-D or /exit the conversation, /reset begins a new one."""
+    """Chat with the model. Ctrl-C ends an answer, Ctrl-D or /exit ends the conversation, /reset begins a new one."""
     from baton.cli import chat as command
     from baton.cli.target import Router
 
@@ -434,10 +436,12 @@ app.add_typer(bench_app, name="bench")
 @app.command()
 def certs(
     folder: Path,
-    host: Annotated[list[str] | None, typer.Option(help="a name or address to be reached by; may be repeated")] = None,
-    days: Annotated[int, typer.Option(min=1, help="of the certificate")] = 365,
+    host: Annotated[
+        list[str] | None, typer.Option(help="a name or address of a host of the cluster; may be repeated")
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, help="validity of the certificate in days")] = 365,
 ) -> None:
-    """Make a CA and a certificate for a cluster, for `security.tls`. Run again: a new certificate of the same CA."""
+    """Make a CA and a cluster certificate for `security.tls`. A second run makes a new certificate of the same CA."""
     from baton.cli import certs as command
 
     command.certs(folder, host or [], days)
@@ -445,7 +449,7 @@ def certs(
 
 @app.command()
 def demo(config: ConfigFile = LOCAL, sets: Sets = None, stay: Stay = None) -> None:
-    """Start a cluster on free ports, answer two prompts, show which worker did what, and its live page."""
+    """Start a cluster on free ports, answer two prompts, and show the work of each worker and the live page."""
     from baton.cluster.signals import stop_on_signals
 
     stop = stop_on_signals()
@@ -460,10 +464,10 @@ def doctor(
     sets: Sets = None,
     as_json: Json = False,
     transport: Annotated[
-        str | None, typer.Option(help="Only open a channel of this kind between two processes here, and probe it.")
+        str | None, typer.Option(help="only open and probe a channel of this kind between two processes here")
     ] = None,
 ) -> None:
-    """Look for what would keep a cluster from running here, and say what to do."""
+    """Check whether a cluster can run here, and show a remedy for each problem."""
     from baton.cli import doctor as command
 
     command.doctor(config, sets or [], transport=transport, as_json=as_json)
@@ -471,7 +475,7 @@ def doctor(
 
 @config_app.command("validate")
 def config_validate(file: Path, sets: Sets = None) -> None:
-    """Check a cluster file; every mistake with its line and key."""
+    """Check a cluster file and print each mistake with its line and key."""
     from baton.cli import config as command
 
     command.validate(file, sets or [])
@@ -479,7 +483,7 @@ def config_validate(file: Path, sets: Sets = None) -> None:
 
 @config_app.command("show")
 def config_show(file: Path, sets: Sets = None, as_json: Json = False) -> None:
-    """Print the effective config, defaults included, secrets hidden."""
+    """Print the effective config with its defaults. Secrets are hidden."""
     from baton.cli import config as command
 
     command.show(file, sets or [], as_json=as_json)

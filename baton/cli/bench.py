@@ -21,37 +21,37 @@ if TYPE_CHECKING:
 
 TRACES = "Mooncake's JSON lines, Azure's CSV, or JSON lines: prompt or prompt_tokens, max_tokens, timestamp (ms)"
 
-Concurrency = Annotated[int | None, typer.Option(min=1, help="closed loop: so many under way (default: 8)")]
-Rate = Annotated[float | None, typer.Option(help="open loop: so many per second, answered or not")]
+Concurrency = Annotated[int | None, typer.Option(min=1, help="closed loop: number of requests in flight (default: 8)")]
+Rate = Annotated[float | None, typer.Option(help="open loop: requests per second, whether answered or not")]
 Arrivals = Annotated[
     str | None, typer.Option(help="poisson, constant, gamma:CV, or trace (default: poisson, with --rate)")
 ]
-MaxInFlight = Annotated[int, typer.Option(min=1, help="open loop: not sent if so many are under way")]
-Requests = Annotated[int | None, typer.Option(min=1, help="so many in all (default: 100, or the trace)")]
-Duration = Annotated[float | None, typer.Option(min=0, help="begin no request after so many seconds")]
-Warmup = Annotated[int, typer.Option(min=0, help="so many before, which do not count")]
-PromptTokens = Annotated[str, typer.Option(help=f"of random prompts: {LENGTHS}")]
+MaxInFlight = Annotated[int, typer.Option(min=1, help="open loop: a request is dropped if so many are in flight")]
+Requests = Annotated[int | None, typer.Option(min=1, help="number of requests (default: 100, or the trace)")]
+Duration = Annotated[float | None, typer.Option(min=0, help="seconds after which no request is sent")]
+Warmup = Annotated[int, typer.Option(min=0, help="number of requests before the measurement")]
+PromptTokens = Annotated[str, typer.Option(help=f"length of random prompts: {LENGTHS}")]
 MaxTokens = Annotated[str | None, typer.Option(help="new tokens of each request, as above (default: 64)")]
 Trace = Annotated[Path | None, typer.Option(help=TRACES)]
-Scale = Annotated[float, typer.Option(help="divides all lengths of the trace")]
-Speed = Annotated[float, typer.Option(help="replay the trace so many times as fast")]
+Scale = Annotated[float, typer.Option(help="divisor of all lengths of the trace")]
+Speed = Annotated[float, typer.Option(help="factor by which the trace is replayed faster")]
 Clip = Annotated[bool, typer.Option("--clip", help="cut prompts that are too long for the model")]
-DeterministicShare = Annotated[float, typer.Option(min=0, max=1, help="of the requests")]
-IgnoreEos = Annotated[bool, typer.Option(help="always all of the new tokens")]
+DeterministicShare = Annotated[float, typer.Option(min=0, max=1, help="share of deterministic requests")]
+IgnoreEos = Annotated[bool, typer.Option(help="generate all new tokens of each request")]
 VocabSize = Annotated[
-    int | None, typer.Option(min=1, help="token ids are below this (default: the model's; 256 where unknown)")
+    int | None, typer.Option(min=1, help="upper limit of token ids (default: the model's, or 256 if unknown)")
 ]
-Seed = Annotated[int, typer.Option(min=0, help="of times, lengths and prompts")]
-TtftMs = Annotated[float | None, typer.Option(help="goodput: the first token within")]
-ItlMs = Annotated[float | None, typer.Option(help="goodput: mean time between tokens within")]
-GapMs = Annotated[float | None, typer.Option(help="goodput: each time between tokens within")]
+Seed = Annotated[int, typer.Option(min=0, help="seed of times, lengths and prompts")]
+TtftMs = Annotated[float | None, typer.Option(help="goodput: limit of TTFT")]
+ItlMs = Annotated[float | None, typer.Option(help="goodput: limit of mean ITL")]
+GapMs = Annotated[float | None, typer.Option(help="goodput: limit of each ITL")]
 GapPercentile = Annotated[
-    float, typer.Option(min=0, max=100, help="not each of them, but this percentile of a request's own")
+    float, typer.Option(min=0, max=100, help="apply --gap-ms to this percentile of a request's ITLs")
 ]
-E2eMs = Annotated[float | None, typer.Option(help="goodput: the whole answer within")]
-Http = Annotated[str | None, typer.Option(metavar="URL", help="ask OpenAI's HTTP API there, not gRPC")]
+E2eMs = Annotated[float | None, typer.Option(help="goodput: limit of the whole answer's time")]
+Http = Annotated[str | None, typer.Option(metavar="URL", help="use OpenAI's HTTP API at this URL instead of gRPC")]
 Out = Annotated[Path | None, typer.Option(help="write the report and all samples to this file")]
-Plot = Annotated[Path | None, typer.Option(help="draw them: a .png, .svg or .pdf (needs matplotlib)")]
+Plot = Annotated[Path | None, typer.Option(help="draw the samples into a .png, .svg or .pdf (needs matplotlib)")]
 
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -96,7 +96,7 @@ def bench(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
-    """Send requests and measure: latencies, throughput, goodput. `baton bench compare A B`: two reports."""
+    """Send requests and measure latencies, throughput and goodput. `baton bench compare A B` compares two reports."""
     if context.invoked_subcommand is not None:
         return
     from baton.bench.requests import BenchPlan
@@ -114,7 +114,7 @@ def bench(  # noqa: PLR0913, PLR0917 (each is an option of the command)
 
 @bench_app.command("compare")
 def compare(first: Path, second: Path, as_json: Json = False) -> None:
-    """Two reports of --json or --out beside each other, and what was not asked alike. Exit code 2: a file is none."""
+    """Compare two reports of --json or --out, and list different options. The exit code is 2 if a file is no report."""
     from baton.bench import compare as command
 
     command.compare(first, second, as_json=as_json)

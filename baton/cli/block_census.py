@@ -73,7 +73,7 @@ def look(admin: str, reach: Target = NO_REACH, others: Sequence[str] = ()) -> tu
         try:
             censuses.append(_read(_ask(ref.address, reach, _census)))
         except BatonError as error:
-            found.append(Problem(ref.worker_id, None, f"cannot be asked: {error}"))
+            found.append(Problem(ref.worker_id, None, f"no answer: {error}"))
     running: dict[str, set[str]] = {}
     for reply in (*before, *(_ask(router, reach, _requests) for router in routers)):
         running.setdefault(reply.router_id, set()).update(reply.request_ids)
@@ -86,7 +86,7 @@ def summary(census: Census) -> str:
     blocks = {state: sum(held.counted for held in census.held if held.state == state) for state in states}
     parts = ", ".join(f"{count} {state} ({_blocks(blocks[state])})" for state, count in states.items())
     counts = census.blocks
-    return f"{census.worker}: {counts.reserved + counts.owned} of {_blocks(counts.total)} held: {parts or 'by nobody'}"
+    return f"{census.worker}: {counts.reserved + counts.owned} of {_blocks(counts.total)} held: {parts or 'no handoff'}"
 
 
 def _requests(channel: grpc.Channel, metadata: Metadata) -> admin_pb2.RequestsReply:
@@ -129,7 +129,7 @@ def problems(censuses: Sequence[Census], running: Mapping[str, Set[str]]) -> Ite
             yield Problem(worker, None, f"{_blocks(census.unaccounted)} that no handoff holds")
         elif census.unaccounted:
             yield Problem(
-                worker, None, f"{_blocks(-census.unaccounted)} that a handoff holds and the ledger calls free"
+                worker, None, f"{_blocks(-census.unaccounted)} that a handoff holds but the ledger counts as free"
             )
         for held in census.held:
             if held.state == "parked":
@@ -140,11 +140,11 @@ def problems(censuses: Sequence[Census], running: Mapping[str, Set[str]]) -> Ite
 
 def _leaked(held: Held, *, known: bool) -> str:
     if not held.router_id:
-        why = "nobody wants it"
+        why = "no router requested it"
     elif known:
-        why = f"{held.router_id} does not run it"
+        why = f"router {held.router_id} does not run it"
     else:
-        why = f"{held.router_id} is not the router that was asked"
+        why = f"router {held.router_id} was not asked"
     return f"{held.handoff} is {held.state} with {_blocks(held.blocks)}, and {why}"
 
 

@@ -37,7 +37,7 @@ def certs(folder: Path, hosts: Sequence[str], days: int) -> None:
     typer.echo(f"{folder}/cert.pem is for {', '.join(names)}, until {made.until if made else '?'}")
     typer.echo(f"  processes of the cluster   security: {{tls: {folder}}}")
     typer.echo(f"  clients                    {folder}/ca.pem")
-    typer.echo(f"  nobody else                {folder}/key.pem, {folder}/ca-key.pem")
+    typer.echo(f"  secret                     {folder}/key.pem, {folder}/ca-key.pem")
 
 
 def _make(folder: Path, scratch: Path, extensions: str, days: int) -> None:

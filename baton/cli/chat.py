@@ -14,8 +14,8 @@ from baton.errors import BatonError
 
 COMMANDS = {
     "/reset": "begin a new conversation",
-    "/exit": "end; so does Ctrl-D",
-    "/help": "show this; Ctrl-C ends an answer",
+    "/exit": "end the conversation, like Ctrl-D",
+    "/help": "show this help; Ctrl-C ends an answer",
 }
 
 
@@ -149,7 +149,7 @@ def command(conversation: Conversation, name: str) -> str:
         conversation.reset()
         return "a new conversation"
     known = "\n".join(f"{name:<8}{does}" for name, does in COMMANDS.items())
-    return known if name == "/help" else f"no command {name}; there are\n{known}"
+    return known if name == "/help" else f"unknown command {name}; the commands are\n{known}"
 
 
 def answer(conversation: Conversation, screen: Screen, text: str) -> None:

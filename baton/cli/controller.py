@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 GRACE_S = 5.0
 
-Wait = Annotated[float, typer.Option("--wait", min=0, help="seconds that the Ray may take to be there")]
-Ends = Annotated[bool, typer.Option("--stop", help="end the workers and the controller instead")]
-Follows = Annotated[bool, typer.Option("--follow", hidden=True, help="stay until told to stop, or until it is lost")]
-Bound = Annotated[bool, typer.Option("--bound", hidden=True, help="what this one has made ends with it")]
+Wait = Annotated[float, typer.Option("--wait", min=0, help="seconds to wait for the Ray cluster")]
+Ends = Annotated[bool, typer.Option("--stop", help="end the workers and the controller")]
+Follows = Annotated[
+    bool, typer.Option("--follow", hidden=True, help="run until a stop signal, or until the controller is lost")
+]
+Bound = Annotated[bool, typer.Option("--bound", hidden=True, help="the created controller ends with this process")]
 
 
 def controller(
@@ -31,10 +33,10 @@ def controller(
     follow: Follows = False,
     bound: Bound = False,
 ) -> None:
-    """Have a controller in the Ray at ray.address, which keeps the workers of a file there. Does not wait for them."""
+    """Start a controller in the Ray cluster at ray.address. It runs the workers of a file; they are not waited for."""
     from baton.cluster.signals import stop_on_signals
 
-    told = stop_on_signals()
+    stopped = stop_on_signals()
     from baton.cluster import controller_ray
     from baton.cluster.backend_process import die_with_parent
     from baton.config import load_config
@@ -43,17 +45,17 @@ def controller(
     die_with_parent()
     cluster = load_config(config, sets or [], os.environ)
     configure_logging(cluster.log.level, cluster.log.format, "controller")
-    ray = controller_ray.join(cluster, wait, told)
+    ray = controller_ray.join(cluster, wait, stopped)
     try:
         if stop:
             controller_ray.end(ray, cluster, GRACE_S)
             typer.echo(f"the workers of cluster {cluster.name!r} have ended")
             return
-        there = controller_ray.ensure(ray, cluster, parts(), told, detached=not bound)
+        there = controller_ray.ensure(ray, cluster, parts(), stopped, detached=not bound)
         if follow:
-            controller_ray.follow(ray, there, told, _report)
+            controller_ray.follow(ray, there, stopped, _report)
         else:
-            typer.echo(f"the controller of cluster {cluster.name!r} is in the Ray at {cluster.ray.address}")
+            typer.echo(f"the controller of cluster {cluster.name!r} is in the Ray cluster at {cluster.ray.address}")
     finally:
         ray.shutdown()
 

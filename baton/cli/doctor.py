@@ -140,14 +140,14 @@ def _tls(config: ClusterConfig) -> Finding:
 def _tokens(config: ClusterConfig) -> Finding:
     path = config.security.tokens
     if path is None:
-        return Finding("tokens", OK if not config.security.allow_insecure else WARN, "none: whoever connects is served")
+        return Finding("tokens", OK if not config.security.allow_insecure else WARN, "none: every client is served")
     try:
         found = read_tokens(path)
     except ConfigError as error:
         return Finding("tokens", BAD, str(error), "see Security in the README")
     text = f"{len(found)} in {path}"
     if Path(path).stat().st_mode & 0o077:
-        return Finding("tokens", WARN, f"{text}, which others on this machine can read", f"chmod 600 {path}")
+        return Finding("tokens", WARN, f"{text}, which other users of this machine can read", f"chmod 600 {path}")
     return Finding("tokens", OK, text)
 
 
@@ -165,7 +165,7 @@ def _threads(config: ClusterConfig) -> Finding:
 def _hosts(config: ClusterConfig) -> Iterator[Finding]:
     """Check the cluster file's network settings of this host. Settings for other hosts may be right and fail here."""
     wrong = WARN if config.ray.address not in {"local", "none"} else BAD
-    remedy = "run baton doctor on the host that it is meant for" if wrong == WARN else "correct it, or leave it out"
+    remedy = "run baton doctor on the host for which it is set" if wrong == WARN else "correct it, or leave it out"
     for name, part in (("router", config.router), ("prefill", config.prefill), ("decode", config.decode)):
         if part is config.prefill and not config.prefill.replicas:
             continue  # colocated: the same settings as decode

@@ -36,14 +36,14 @@ SENDER, RECEIVER = Incarnation(1, 1), Incarnation(1, 2)
 START_S = 60.0
 
 
-class _Nobody:
+class _NoReservations:
     """A reservation table without reservations, because only the channel is needed."""
 
     def offer(self, handoff: HandoffId, sender: WorkerRef, offer: Offer) -> None:
         raise StaleAttempt("nothing is reserved here")
 
     def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int, *, verify: bool = False) -> None:
-        raise OfferRefused("nothing is here")
+        raise OfferRefused("no KV is here")
 
     def writing(self, handoff: HandoffId, sender: WorkerRef) -> AbstractContextManager[Sequence[int]]:
         raise StaleAttempt("nothing is reserved here")
@@ -77,7 +77,7 @@ def probe_pair(settings: TransferSettings, devices: tuple[str, str]) -> Channel:
 
 def _answer(here: Connection) -> str:
     if not here.poll(START_S):
-        raise ChannelBroken(f"the receiving process said nothing within {START_S:g} s")
+        raise ChannelBroken(f"the receiving process sent nothing within {START_S:g} s")
     try:
         good, text = here.recv_bytes()[:1] == b"+", here.recv_bytes().decode()
     except EOFError:
@@ -119,7 +119,7 @@ async def _serve(there: Connection, settings: TransferSettings, device: torch.de
     server = channel.aio_server()
     me = WorkerRef("receiver", RECEIVER, channel.bind(server, f"{settings.bind_host}:0"))
     grpc = GrpcTransport(me.address)
-    kv, table = KVCache(LAYOUT, 1, device), _Nobody()
+    kv, table = KVCache(LAYOUT, 1, device), _NoReservations()
     peers = PeerService(kv, me, "doctor", settings, table, make_transports(settings, device, grpc=grpc), grpc)
     peer_pb2_grpc.add_PeerServicer_to_server(peers, server)
     await server.start()

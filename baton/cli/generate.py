@@ -71,8 +71,8 @@ def think_aloud(delta: Delta, before: str) -> None:
     for thought in delta.thoughts:
         begin = "\n" if before and not before.endswith("\n") else ""
         whose = f"answer {delta.choice}, " if delta.choice else ""
-        said = thought.text or " ".join(map(str, thought.token_ids)) or "-"
-        typer.echo(f"{begin}{whose}chunk {thought.chunk}: {said}", err=True)
+        content = thought.text or " ".join(map(str, thought.token_ids)) or "-"
+        typer.echo(f"{begin}{whose}chunk {thought.chunk}: {content}", err=True)
 
 
 def numbered(completion: Completion) -> Iterator[str]:
@@ -109,11 +109,11 @@ def placed(completion: Completion) -> str:
     """Return which worker did which part."""
     placement = completion.placement
     if not placement.decode_worker:
-        return f"prefill on {placement.prefill_worker}; its first token ended the answer, nothing was handed over"
+        return f"prefill on {placement.prefill_worker}; its first token ended the answer, so no handoff took place"
     if placement.prefill_worker == placement.decode_worker:
         return f"prefill and decode on {placement.decode_worker}; no KV was moved"
     if not placement.prefill_worker:
-        return f"decode on {placement.decode_worker}, begun by way of another router"
+        return f"decode on {placement.decode_worker}, begun at another router"
     moved = f"{placement.kv_bytes:,} bytes of KV over {placement.transport}"
     return f"prefill on {placement.prefill_worker} -> {moved} -> decode on {placement.decode_worker}"
 

@@ -50,16 +50,16 @@ class Line:
 
     def facts(self, *keys: str) -> list[str]:
         """Return the event's values of these keys, with lists flattened."""
-        said = [(self.event or {}).get(key) for key in keys]
-        return [str(value) for each in said for value in (each if isinstance(each, list) else [each])]
+        values = [(self.event or {}).get(key) for key in keys]
+        return [str(value) for each in values for value in (each if isinstance(each, list) else [each])]
 
     def as_json(self) -> str:
         """Return the line as JSON, unchanged if it already is."""
         if self.event is not None and self.text.startswith("{"):
             return self.text
-        said = self.event or {"event": "output", "text": self.text}
+        fields = self.event or {"event": "output", "text": self.text}
         stamp = datetime.fromtimestamp(self.at).astimezone().isoformat()
-        return json.dumps({"process": self.process, **said, "timestamp": stamp})
+        return json.dumps({"process": self.process, **fields, "timestamp": stamp})
 
 
 def parse(text: str, process: str, neighbour: float) -> Line:
@@ -263,11 +263,11 @@ def find_logs(name: str | None) -> Path:
         among = running or there
         if len(among) == 1:
             return StateFolder(among[0]).logs
-        problem = "no cluster has run here" if not among else "say which cluster with --name"
+        problem = "no cluster has run here" if not among else "set --name to a cluster"
     elif name in there:
         return StateFolder(name).logs
     else:
-        problem = f"there are no logs of a cluster called {name!r}"
+        problem = f"no logs of a cluster named {name!r}"
     raise NoWorker(f"{problem}: {home} has {', '.join(there) or 'none'}")
 
 

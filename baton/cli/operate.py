@@ -101,7 +101,7 @@ class Operator:
                     slot.worker_id: "but not connected" if slot.worker_id in missed else slot.note for slot in slots
                 }
                 left = ", ".join(f"{slot.worker_id} is {slot.state} {notes[slot.worker_id]}".rstrip() for slot in slots)
-                raise DeadlineExceeded(f"not done in {seconds:g} s: {left or 'the controller says nothing'}")
+                raise DeadlineExceeded(f"not done in {seconds:g} s: {left or 'the controller has sent no report'}")
             time.sleep(LOOK_S)
 
     def _status(self, admin: str) -> ClusterStatus:
@@ -141,13 +141,13 @@ async def _drain_host(config: ClusterConfig, host: str, wait_s: float) -> list[s
     grace_s = min(wait_s, drain_s) if wait_s else drain_s
     ledger = await Ledger.connect(config.redis.url, prefix, config.ledger.lease_s, SystemClock())
     try:
-        told = [info for info in await ledger.workers() if info.host == host]
-        for info in told:
+        drained = [info for info in await ledger.workers() if info.host == host]
+        for info in drained:
             order = WorkerCommand(incarnation=str(info.ref.incarnation), role=info.role, drain=True, grace_s=grace_s)
             await ControlState(ledger.connection).put_order(info.ref.worker_id, order)
         if wait_s:
-            await _wait_gone(ledger, {info.ref for info in told}, wait_s)
-        return [info.ref.worker_id for info in told]
+            await _wait_gone(ledger, {info.ref for info in drained}, wait_s)
+        return [info.ref.worker_id for info in drained]
     finally:
         await ledger.close()
 

@@ -87,7 +87,7 @@ def _try_own(planner: Planner, own: Shape, rate: float) -> None:
         planner.attempt(own, rate, OWN)
         return
     known = ", ".join(map(str, profile.sizes))
-    typer.echo(f"not tried: the file's own {own}, as profile {profile.name} has tp {known} only", err=True)
+    typer.echo(f"not tried: the file's layout {own}, because profile {profile.name} has only tp {known}", err=True)
 
 
 def _what_if(asked: PlanOptions, site: Site, workload: Workload, rate: float, own: Shape, *, as_json: bool) -> None:
@@ -111,7 +111,7 @@ def _workload(asked: PlanOptions) -> Workload:
         raise ConfigError(f"--scale: must be left out without a trace, whose lengths it divides, got {asked.scale:g}")
     trace = read_trace(asked.trace, scale=asked.scale) if asked.trace else None
     if trace is not None and any(isinstance(one.prompt, str) for one in trace.arrivals):
-        allowed = "prompt_tokens or token ids in all requests, as how many tokens a text has is not known here"
+        allowed = "prompt_tokens or token ids in all requests, because the tokenizer is unknown"
         raise ConfigError(f"--trace: must have {allowed}, got text in {asked.trace}")
     lengths = Lengths.parse(asked.prompt_tokens, asked.max_tokens)
     Times.parse(asked.times, 1.0)  # invalid values are rejected even if they are not used
@@ -226,8 +226,8 @@ def verdict(answer: Answer, gpus: int, attainment: float) -> list[str]:
     if answer.at_least:
         return lines
     ratio = answer.goodput["disaggregated"] / answer.goodput["colocated"]
-    but = " (at this load it is cheaper all the same)" if ratio < 1 and best is apart else ""
-    return [*lines, f"used to the full, it has {ratio:.2f} times the goodput of colocated workers for each GPU{but}"]
+    but = " (at this load it is still cheaper)" if ratio < 1 and best is apart else ""
+    return [*lines, f"at full load, it has {ratio:.2f} times the goodput of colocated workers for each GPU{but}"]
 
 
 def _plain(answer: Answer, site: Site) -> dict[str, object]:

@@ -61,7 +61,7 @@ def _profile_passes(settings: WorkerSettings) -> dict[str, object]:
     save_passes(path, passes)
     total = passes.best(exact=settings.shapes.exact_rows > 0)
     for tokens, seconds in passes.seconds.items():
-        console.print(f"verify pass of {tokens // WINDOW} x {WINDOW}: {seconds / tokens * 1e6:.0f} us for a token")
+        console.print(f"verify pass of {tokens // WINDOW} x {WINDOW}: {seconds / tokens * 1e6:.0f} us per token")
     steady = f"decode steps can be exact up to {passes.steady} tokens" if passes.steady else "no decode step is exact"
     console.print(f"verify passes: {total // WINDOW} x {WINDOW} ({steady}); kept in {path}")
     return {"path": str(path), "rows": total // WINDOW, "window": WINDOW, **asdict(passes)}

@@ -99,17 +99,17 @@ class Live:
                 rounds += 1
                 self._console.print(f"round {rounds}", style="dim")
             kept = self.seen.undisturbed()
-            self._tell(kept)
+            self._warn(kept)
             return fitted(kept, await self._status.cluster(), tensor_parallel, name)
 
-    def _tell(self, kept: Measured) -> None:
+    def _warn(self, kept: Measured) -> None:
         """Print warnings about measurements that are not in the profile."""
         if left := self.seen.parts - kept.parts:
-            said = f"left out {left} of {self.seen.parts} measurements: they took longer than in the other rounds"
-            self._console.print(f"{said}; the machine may have had other work", style="yellow")
+            text = f"left out {left} of {self.seen.parts} measurements: they took longer than in the other rounds"
+            self._console.print(f"{text}; the machine may have had other work", style="yellow")
         if self._several and not kept.busy:
-            said = "no worker computed prompts beside one that decodes: the router gave them to the one that did"
-            self._console.print(f"{said}; beside_prompts is as beside_decode", style="yellow")
+            text = "no prompt was computed by an idle worker next to one that decodes"
+            self._console.print(f"{text}; beside_prompts equals beside_decode", style="yellow")
 
     async def _round(self, lengths: Sequence[int], rows: Sequence[int], workers: int) -> None:
         for length in lengths:
@@ -183,7 +183,7 @@ class Live:
             if loads == before and not any(load.running for load in loads):
                 return _all(loads)
             if self._clock.monotonic() > end:
-                raise NoWorker("the cluster has other work: what a step takes cannot be measured beside it")
+                raise NoWorker("the cluster has other work, so the time of a step cannot be measured")
             before = loads
             await asyncio.sleep(0.05)
 

@@ -59,7 +59,7 @@ def status(name: str | None, target: str | None, tls: Path | None = None, *, as_
         return
     show(routers[0], routers[1:])
     for admin, error in failed.items():
-        typer.echo(f"router at {admin}: cannot be asked: {error}")
+        typer.echo(f"router at {admin}: no answer: {error}")
 
 
 def watch(show: Callable[[], None]) -> None:
@@ -77,7 +77,7 @@ def watch(show: Callable[[], None]) -> None:
 def _ask(admin: str, reach: Target) -> ClusterStatus | BatonError:
     """Return a router's status or the error, because one of several routers may be restarting."""
     if not admin:
-        return NoWorker("it is not there yet")
+        return NoWorker("the router is still starting")
     try:
         with Client(admin, admin=admin, timeout=5.0, token=reach.token, tls=reach.wire) as client:
             return client.cluster()
@@ -102,24 +102,24 @@ def show(cluster: ClusterStatus, others: Sequence[ClusterStatus] = ()) -> None:
     for other in others:
         for worker in other.workers:
             if (worker.info.ref, worker.state) not in known:
-                typer.echo(f"{worker.info.ref}: {worker.state}, says router {other.router_id}")
+                typer.echo(f"{worker.info.ref}: {worker.state} at router {other.router_id}")
 
 
-def control(said: Control) -> Iterator[str]:
+def control(report: Control) -> Iterator[str]:
     """Yield lines about the plan, deviations from it, and recent decisions."""
-    plan = said.plan
+    plan = report.plan
     because = f": {plan.reason}" if plan.reason else ""
     yield f"plan {plan.number}: {sizes_text(plan.prefill, plan.decode)}, by {plan.by}{because}"
-    if said.age_s > SILENT_S:
-        yield f"the controller on {said.host or '?'} has said nothing for {said.age_s:.0f} s"
-    for slot in said.slots:
+    if report.age_s > SILENT_S:
+        yield f"the controller on {report.host or '?'} has sent no report for {report.age_s:.0f} s"
+    for slot in report.slots:
         if slot.state != "ready" or slot.generation != plan.generation:
             note = f": {slot.note}" if slot.note else ""
             yield f"{slot.worker_id}: {slot.state}, generation {slot.generation} of {plan.generation}{note}"
-    if said.outlook:
-        yield f"autoscaler: {said.outlook}"
-    for decision in said.decisions[-LATEST:]:
-        yield f"{said.age_s + decision.age_s:6.0f} s ago  {decision.kind:8}  {decision.text}"
+    if report.outlook:
+        yield f"autoscaler: {report.outlook}"
+    for decision in report.decisions[-LATEST:]:
+        yield f"{report.age_s + decision.age_s:6.0f} s ago  {decision.kind:8}  {decision.text}"
 
 
 def _requests(cluster: ClusterStatus) -> None:
@@ -148,17 +148,17 @@ def _workers(cluster: ClusterStatus) -> None:
 
 def determinism(cluster: ClusterStatus) -> Iterator[str]:
     """Yield a line for each group of equal workers: whether they accept deterministic requests, or why not."""
-    alike: dict[tuple[str, str], list[WorkerStatus]] = {}
+    groups: dict[tuple[str, str], list[WorkerStatus]] = {}
     for worker in cluster.workers:
-        alike.setdefault((worker.info.determinism, worker.info.nondeterminism), []).append(worker)
-    for (said, why_not), workers in alike.items():
+        groups.setdefault((worker.info.determinism, worker.info.nondeterminism), []).append(worker)
+    for (how, why_not), workers in groups.items():
         names = ", ".join(worker.info.ref.worker_id for worker in workers)
-        if not said:
-            yield f"deterministic requests: not on {names}: {why_not or 'they do not say why'}"
+        if not how:
+            yield f"deterministic requests: not on {names}: {why_not or 'no reason reported'}"
             continue
         loads = [worker.load for worker in workers]
         yield (
-            f"deterministic requests: {said} on {names}: {sum(load.verify_passes for load in loads)} verify passes, "
+            f"deterministic requests: {how} on {names}: {sum(load.verify_passes for load in loads)} verify passes, "
             f"{sum(load.rollbacks for load in loads)} rollbacks, "
             f"{sum(load.recomputed_tokens for load in loads)} tokens recomputed"
         )

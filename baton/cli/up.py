@@ -55,7 +55,7 @@ def pull(model: str) -> None:
     """Download missing files of a model from the Hub, and print its folder. Raises ConfigError, CheckpointError."""
     die_with_parent()
     if not model.startswith(HUB_PREFIX):
-        raise ConfigError(f"{model}: only a name such as hf:Qwen/Qwen3-0.6B can be downloaded")
+        raise ConfigError(f"{model}: must be a Hub name such as hf:Qwen/Qwen3-0.6B")
     typer.echo(model_folder(model))
 
 
@@ -270,7 +270,7 @@ def find_cluster(name: str | None, *, starting: bool = False) -> ClusterState:
         raise NoWorker("no cluster is running here; start one with: baton up -c configs/local.yaml --detach")
     names = ", ".join(state.name for state in running)
     problem = f"no cluster named {name!r} is running" if name else "several clusters are running"
-    raise NoWorker(f"{problem}; say --name with one of: {names}")
+    raise NoWorker(f"{problem}; set --name to one of: {names}")
 
 
 def down(name: str | None) -> None:

@@ -18,7 +18,7 @@ from baton.config.values import HUB_PREFIX
 from baton.errors import ConfigError
 
 ENV_PREFIX = "BATON__"
-LATER = "is not built yet in this version; leave it out"
+LATER = "is not implemented in this version; leave it out"
 
 # Keys of planned features. Naming one is an error, so that users do not rely on it. None means any value.
 NOT_BUILT: dict[str, tuple[object, ...] | None] = {
@@ -39,7 +39,7 @@ class _LineLoader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep=deep)
         except _NO_VALUE as error:
-            raise ConfigError(f"line {node.start_mark.line + 1}: not a value: {error}") from None
+            raise ConfigError(f"line {node.start_mark.line + 1}: invalid value: {error}") from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[object] = set()
@@ -47,10 +47,10 @@ class _LineLoader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
                 raise ConfigError(
-                    f"line {key_node.start_mark.line + 1}: a key must be a text, this is a list or a mapping"
+                    f"line {key_node.start_mark.line + 1}: a key must be a string, got a list or a mapping"
                 )
             if key in seen:
-                raise ConfigError(f"line {key_node.start_mark.line + 1}: {key}: the key is there twice")
+                raise ConfigError(f"line {key_node.start_mark.line + 1}: {key}: duplicate key")
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
@@ -79,7 +79,7 @@ def _parse_yaml(text: str) -> tuple[Tree, dict[str, int]]:
     if tree is None:
         return {}, {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"a cluster file is a mapping of keys, this is a {type(tree).__name__}")
+        raise ConfigError(f"a cluster file must be a mapping of keys, got a {type(tree).__name__}")
     return tree, lines
 
 

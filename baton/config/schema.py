@@ -82,7 +82,7 @@ def unsafe(
             continue
         lacking = [need for need in NEEDS[listener] if need not in given]
         if lacking:
-            remedy = f"set security.allow_insecure: true, or [{listener}], if you mean it"
+            remedy = f"set security.allow_insecure: true, or [{listener}] to allow this"
             yield f"{listener} ({address}): listens beyond this machine without {' and '.join(lacking)}; {remedy}"
 
 
@@ -98,13 +98,13 @@ class Section(BaseModel):
 class TlsConfig(Section):
     """PEM files of the certificate and the private key. All processes of a cluster present the same certificate."""
 
-    cert: str = Field(min_length=1, description="the cluster's certificate, and those between it and the CA")
-    key: str = Field(min_length=1, description="its private key, not encrypted")
-    ca: str = Field(min_length=1, description="who signed it; whoever else it signs for may speak to the workers")
+    cert: str = Field(min_length=1, description="the cluster's certificate, then the intermediate ones up to the CA")
+    key: str = Field(min_length=1, description="the certificate's private key, not encrypted")
+    ca: str = Field(min_length=1, description="the signing CA; any holder of its certificates may call the workers")
     name: str | None = Field(
         default=None,
         min_length=1,
-        description="what the cluster's processes look for in each other's certificate; null: the host that is called",
+        description="name that processes expect in each other's certificate; null means the host that is called",
     )
 
     def files(self) -> dict[str, str]:
@@ -118,9 +118,9 @@ class SecurityConfig(Section):
     tls: TlsConfig | None = Field(
         default=None, description="these files, or a folder with cert.pem, key.pem and ca.pem (see `baton certs`)"
     )
-    tokens: str | None = Field(default=None, min_length=1, description="a file of tokens, read again when it changes")
+    tokens: str | None = Field(default=None, min_length=1, description="the token file, read again when it changes")
     allow_insecure: Annotated[bool | tuple[str, ...], BeforeValidator(parse_allowed), WithJsonSchema(_ALLOWED)] = Field(
-        default=False, description="true, or the listeners that may be open to all, such as [router.metrics]"
+        default=False, description="true, or listeners that may lack TLS and tokens, such as [router.metrics]"
     )
 
     @field_validator("tls", mode="before", json_schema_input_type=TlsConfig | str | None)
@@ -135,8 +135,8 @@ MOST_WORKERS = 4096
 class AutoscaleConfig(Section):
     """Limits of a pool's size for the autoscaler."""
 
-    min: Processes = Field(default=1, description="workers that it keeps at least")
-    max: Processes = Field(default=1, description="and at most")
+    min: Processes = Field(default=1, description="minimum number of workers")
+    max: Processes = Field(default=1, description="maximum number of workers")
 
     @model_validator(mode="after")
     def _ordered(self) -> AutoscaleConfig:
@@ -150,12 +150,12 @@ class ScalingConfig(Section):
 
     turn: bool = Field(
         default=True,
-        description="a worker that one pool has too many of is turned into one of the other, its model stays loaded",
+        description="a surplus worker of one pool joins the other by a role change, with its model loaded",
     )
-    drain_s: Seconds = Field(default=60.0, description="a worker may finish what it has for so long, the rest moves")
-    up_after_s: Seconds = Field(default=5.0, description="a pool has too much to do for so long before it grows")
-    down_after_s: Seconds = Field(default=120.0, description="a pool has so little to do for so long before it shrinks")
-    settle_s: Seconds = Field(default=10.0, description="after a change is complete, nothing is decided for so long")
+    drain_s: Seconds = Field(default=60.0, description="time for a draining worker's requests before they move away")
+    up_after_s: Seconds = Field(default=5.0, description="a pool is overloaded for so long before it grows")
+    down_after_s: Seconds = Field(default=120.0, description="a pool has spare workers for so long before it shrinks")
+    settle_s: Seconds = Field(default=10.0, description="pause between a completed change and the next decision")
 
 
 class PoolConfig(Section):
@@ -164,45 +164,42 @@ class PoolConfig(Section):
     replicas: Processes = Field(default=1, description="workers at the start")
     tensor_parallel: Processes = Field(
         default=1,
-        description="processes that compute one worker's model together, each a share of its heads; only on CPUs yet",
+        description="processes that share the attention heads of one worker's model; so far only on CPUs",
     )
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")] = Field(
         default="auto",
-        description="cpu, cuda (under Ray: a GPU for each worker), cuda:N; auto: the first GPU, or the CPU",
+        description="cpu, cuda (with Ray one GPU per worker) or cuda:N; auto means the first GPU, else the CPU",
     )
     threads: Processes | Literal["auto"] = Field(
-        default="auto", description="of each process of a worker; auto: all cores, divided by tensor_parallel"
+        default="auto", description="threads per process of a worker; auto means all cores divided by tensor_parallel"
     )
     attention_splits: Literal["auto", "load", "load_bf16"] = Field(
         default="auto",
-        description="of a decode row's context on a CPU; load: the fewer rows, the more splits, as GPU servers do it,"
-        " so that the last bits of a result depend on load; load_bf16: and what splits leave is rounded to bfloat16",
+        description="splits of a decode sequence's context on a CPU; load splits more at low load, as GPU servers do,"
+        " so the last bits of a result depend on load; load_bf16 also rounds the partial results to bfloat16",
     )
-    kv_memory: SizeOrAuto = Field(default="auto", description="of a worker, however many processes share it")
-    block_size: Tokens = Field(default=16, description="tokens of one block of KV")
+    kv_memory: SizeOrAuto = Field(default="auto", description="KV cache of a worker, shared by all its processes")
+    block_size: Tokens = Field(default=16, description="tokens per KV block")
     max_batched_tokens: Tokens = Field(
         default=2048,
-        description="that one step computes, of all its requests: first one for each that decodes, then prompts, a"
-        " long one in chunks",
+        description="maximum tokens of one step: one per decoding request, then prompts, long ones in chunks",
     )
-    max_running: Rows = Field(default=64, description="requests that a worker computes at once")
+    max_running: Rows = Field(default=64, description="maximum requests that a worker computes at the same time")
     prefix_cache: bool = Field(
-        default=True, description="keep computed KV while there is room, and use it for prompts with equal beginnings"
+        default=True, description="keep computed KV while there is space, and reuse it for prompts with the same prefix"
     )
-    listen: Address = Field(default="127.0.0.1:0", description="of each worker; port 0: any free port")
+    listen: Address = Field(default="127.0.0.1:0", description="address of each worker; port 0 means any free port")
     metrics: Address | None = Field(
-        default="127.0.0.1:0", description="of each worker, for Prometheus; port 0: any free port; none: not served"
+        default="127.0.0.1:0", description="Prometheus address of each worker; port 0 means any, null disables it"
     )
-    advertise: Host | None = Field(
-        default=None, description="the host that others are told; its port is the listener's"
-    )
+    advertise: Host | None = Field(default=None, description="host that a worker registers, with the listener's port")
     interface: Interface | None = Field(
         default=None,
-        description="the network interface that KV takes; its address is told too where `advertise` is not given",
+        description="network interface for KV transfers; its address is also registered if `advertise` is not set",
     )
-    node_labels: NodeLabels = Field(default_factory=dict, description="as ray.node_labels, for this pool alone")
+    node_labels: NodeLabels = Field(default_factory=dict, description="like ray.node_labels, for this pool only")
     autoscale: AutoscaleConfig | None = Field(
-        default=None, description="none: as many as replicas says, or the operator"
+        default=None, description="null means that only replicas and operators set the size"
     )
 
     @model_validator(mode="after")
@@ -255,13 +252,13 @@ class TracingConfig(Section):
     otlp: str | None = Field(
         default=None,
         pattern=r"^https?://[^\s/]+:\d+$",
-        description="an OpenTelemetry collector's gRPC address, such as http://127.0.0.1:4317; none: no export",
+        description="an OpenTelemetry collector's gRPC address, such as http://127.0.0.1:4317; null exports nothing",
     )
     sample: float = Field(
-        default=1.0, ge=0, le=1, description="the share that is exported; a caller's `traceparent` says for its own"
+        default=1.0, ge=0, le=1, description="share of exported requests; a caller's `traceparent` decides for its own"
     )
     keep: Annotated[int, Field(ge=0, le=10_000)] = Field(
-        default=512, description="requests that ended last, whose spans each router keeps for `baton trace`"
+        default=512, description="number of ended requests whose spans each router keeps for `baton trace`"
     )
 
 
@@ -281,11 +278,11 @@ class ModelConfig(Section):
         description="a checkpoint folder, hf:org/name[@revision], or oracle",
         json_schema_extra={"anyOf": [{"not": {"pattern": "^hf:"}}, {"pattern": f"^{HUB_NAME.pattern}$"}]},
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="auto: as the checkpoint says")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="auto means the checkpoint's")
     max_model_len: PositiveInt | Auto = Field(
-        default="auto", description="tokens of a prompt and its answer; auto: as many as the model and kv_memory allow"
+        default="auto", description="maximum length of prompt and answer; auto means the limit by model and kv_memory"
     )
-    seed: int = Field(default=0, description="of the oracle's weights")
+    seed: int = Field(default=0, description="seed of the oracle's weights")
 
     @property
     def name(self) -> str:
@@ -321,46 +318,44 @@ class RayConfig(Section):
     """Worker placement: `local` starts Ray here, `none` means plain processes, else the address of a Ray cluster."""
 
     address: str = Field(default="local", min_length=1, description="local, none, auto, or host:port of Ray's head")
-    node_labels: NodeLabels = Field(
-        default_factory=dict, description="of the Ray nodes that workers of both pools go to"
-    )
+    node_labels: NodeLabels = Field(default_factory=dict, description="labels of Ray nodes for workers of both pools")
 
 
 class QueueConfig(Section):
     """Limits of the router's queue."""
 
-    max_requests: PositiveInt = Field(default=256, description="more are refused, and told when to come again")
-    max_tokens: PositiveInt = Field(default=1_000_000, description="of the prompts that wait, together")
-    max_wait_s: Seconds = Field(default=10.0, description="longer, and a request is refused")
+    max_requests: PositiveInt = Field(default=256, description="more are rejected, with a time for the next attempt")
+    max_tokens: PositiveInt = Field(default=1_000_000, description="maximum prompt tokens of all queued requests")
+    max_wait_s: Seconds = Field(default=10.0, description="maximum wait; a request that would wait longer is rejected")
 
 
 class RouterConfig(Section):
     """The router. Listeners with port 0 use any free port."""
 
-    replicas: Processes = Field(default=1, description="router processes, all at the same addresses")
-    grpc: Address = Field(default="127.0.0.1:50051", description="the API")
-    http: Address | None = Field(default=None, description="OpenAI's HTTP API; none: it is not served")
-    http_body: Size = Field(default=2**20, description="the most that the body of an HTTP request may have")
-    metrics: Address = Field(default="127.0.0.1:9100", description="for Prometheus")
-    admin: Address = Field(default="127.0.0.1:0", description="for operators: baton status, scale, drain")
-    advertise: Host | None = Field(default=None, description="the host by which listeners on all addresses are told")
-    interface: Interface | None = Field(default=None, description="they are told by its address, without `advertise`")
+    replicas: Processes = Field(default=1, description="number of router processes, all at the same addresses")
+    grpc: Address = Field(default="127.0.0.1:50051", description="address of the gRPC API")
+    http: Address | None = Field(default=None, description="address of OpenAI's HTTP API; null disables it")
+    http_body: Size = Field(default=2**20, description="maximum size of an HTTP request's body")
+    metrics: Address = Field(default="127.0.0.1:9100", description="address for Prometheus")
+    admin: Address = Field(default="127.0.0.1:0", description="address for operators: baton status, scale, drain")
+    advertise: Host | None = Field(default=None, description="host that is reported for listeners on all addresses")
+    interface: Interface | None = Field(default=None, description="interface of that address if `advertise` is not set")
     policy: Literal["predicted", "least_loaded", "round_robin", "prefix"] = Field(
         default="predicted",
-        description="who takes a request; predicted: the earliest first token, with slo.itl_ms kept where that can be",
+        description="how workers are chosen; predicted means the earliest first token, within slo.itl_ms if possible",
     )
     local_prefill: Literal["never", "auto"] = Field(
         default="auto",
-        description="auto, with policy predicted: a decode worker computes the rest of a prompt itself where that is"
-        " expected to be clearly sooner, in a step within slo.itl_ms; without any prefill worker they always do",
+        description="auto, with policy predicted, lets a decode worker prefill the rest of a prompt if that is clearly"
+        " faster by prediction, in steps within slo.itl_ms; without prefill workers, decode workers always do",
     )
-    drain_s: Seconds = Field(default=9.0, description="told to stop, it lets what runs go on for so long")
-    slow_reader_s: Seconds = Field(default=60.0, description="a client that reads nothing for so long is cut off")
+    drain_s: Seconds = Field(default=9.0, description="time for running requests to finish after a stop signal")
+    slow_reader_s: Seconds = Field(default=60.0, description="a client that reads nothing for so long is disconnected")
     queue: QueueConfig = QueueConfig()
     tenants: dict[str, Weight] = Field(
         default_factory=dict,
-        description="what a tenant (of a token; without tokens, by cache_scope) gets of a full cluster beside the"
-        " others, which have 1 each",
+        description="a tenant's weight in a full cluster; tenants not listed have weight 1. The tenant is that of the"
+        " token, or without tokens the request's cache_scope",
     )
 
 
@@ -368,42 +363,40 @@ class TransferConfig(Section):
     """Transfer of KV between workers."""
 
     transport: Literal["auto", "nccl", "gloo", "shm", "cuda_ipc", "grpc", "memory"] = Field(
-        default="auto", description="auto: the fastest that both ends have, encrypted between machines if there is TLS"
+        default="auto", description="auto means the fastest that both ends have, encrypted between machines with TLS"
     )
-    frame_size: Size = Field(default=4 * 2**20, description="the most that one frame carries, on each channel")
+    frame_size: Size = Field(default=4 * 2**20, description="maximum size of one frame, on each channel")
     credits: Annotated[int, Field(ge=1, le=64)] = Field(
-        default=4, description="frames in flight: a channel's staging takes frame_size times this, at each end"
+        default=4, description="frames in flight on a channel, whose staging takes credits times frame_size at each end"
     )
-    coalesce_below: Size = Field(
-        default=256 * 2**10, description="KV that is waited for before a frame leaves, while its prompt is computed"
-    )
-    frame_deadline_s: Seconds = Field(default=10.0, description="a frame that takes longer ends its channel")
+    coalesce_below: Size = Field(default=256 * 2**10, description="minimum KV in a frame while its prompt is computed")
+    frame_deadline_s: Seconds = Field(default=10.0, description="a frame that takes longer closes its channel")
     staging_memory: Size = Field(
         default=2**30,
-        description="of a worker's channels at each end; when it is used up, the longest idle one is closed",
+        description="staging of all channels of a worker at each end; if full, the channel idle longest is closed",
     )
     verify: Literal["frames", "kv"] = Field(
-        default="frames", description="kv: beside the digest of each frame, one of the whole KV"
+        default="frames", description="kv adds a digest of the whole KV to the digests of frames"
     )
 
 
 class LedgerConfig(Section):
     """Worker leases. A worker sends a heartbeat every `heartbeat_s`, and is dead after `lease_s` without progress."""
 
-    lease_s: Seconds = Field(default=10.0, description="at least three heartbeats")
-    heartbeat_s: Seconds = Field(default=1.0, description="between two of them")
+    lease_s: Seconds = Field(default=10.0, description="validity of a lease; at least three heartbeats")
+    heartbeat_s: Seconds = Field(default=1.0, description="time between two heartbeats")
 
 
 class DeterminismConfig(Section):
     """Verify passes, which recompute tokens of deterministic requests. All workers use the same fixed shape."""
 
-    window: Annotated[int, Field(ge=2, le=1024)] | Auto = Field(default="auto", description="tokens of each row")
+    window: Annotated[int, Field(ge=2, le=1024)] | Auto = Field(default="auto", description="tokens per row")
     rows: Annotated[int, Field(ge=1, le=256)] | Auto = Field(
-        default="auto", description="how many of them; rows times window is a multiple of 32"
+        default="auto", description="rows of a verify pass; rows times window is a multiple of 32"
     )
 
     verify: Literal["auto", "always"] = Field(
-        default="auto", description="auto: not where decode steps give the same bits; always: each output token"
+        default="auto", description="auto skips passes where steps are exact already; always verifies each token"
     )
 
     @model_validator(mode="after")
@@ -421,31 +414,31 @@ class ThinkingConfig(Section):
     chunks as is efficient; off disables thoughts.
     """
 
-    while_decoding: bool = Field(default=False, description="for requests that do not say")
+    while_decoding: bool = Field(default=False, description="default for requests that leave it out")
     prefill: Annotated[
         Literal["auto", "fast", "sequential", "off"],
         BeforeValidator(parse_off, json_schema_input_type=Literal["auto", "fast", "sequential", "off", False]),
-    ] = Field(default="auto", description="how thoughts about a prompt are computed; off: nothing is thought")
+    ] = Field(default="auto", description="how thoughts about a prompt are computed; off disables them")
 
 
 class SloConfig(Section):
     """Latency targets. `itl_ms` guides the choice of a decode worker; finished requests are counted against both."""
 
-    ttft_ms: Milliseconds = Field(default=1000.0, description="to the first token")
-    itl_ms: Milliseconds = Field(default=100.0, description="from each token to the next")
+    ttft_ms: Milliseconds = Field(default=1000.0, description="target for the time to first token")
+    itl_ms: Milliseconds = Field(default=100.0, description="target for the time between tokens")
 
 
 class RetryConfig(Section):
     """Retries of a request after a worker was lost."""
 
-    attempts: PositiveInt = Field(default=3, description="at one request, the first included, if workers are lost")
+    attempts: PositiveInt = Field(default=3, description="attempts per request if workers are lost, the first included")
 
 
 class LogConfig(Section):
     """Logs on stderr, and files in the state folder."""
 
-    level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="and all above it")
-    format: Literal["auto", "json", "console"] = Field(default="auto", description="auto: console on a terminal")
+    level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="lowest level logged")
+    format: Literal["auto", "json", "console"] = Field(default="auto", description="auto is console on terminals only")
 
 
 class ClusterConfig(Section):
@@ -453,11 +446,11 @@ class ClusterConfig(Section):
 
     model_config = ConfigDict(json_schema_extra=NONE_IF_COLOCATED)
 
-    name: Name = Field(default="local", description="of its state folder and its keys in Redis")
+    name: Name = Field(default="local", description="name in the state folder's path and in the Redis keys")
     mode: Literal["disaggregated", "colocated"] = Field(
         default="disaggregated",
-        description="colocated: as many workers as both pools have, all of them as `decode` says, each computes prompts"
-        " in chunks beside what it decodes",
+        description="colocated puts the workers of both pools into `decode`; each computes prompts in chunks, together"
+        " with its decode steps",
     )
     model: ModelConfig = ModelConfig()
     redis: RedisConfig = RedisConfig()
@@ -476,12 +469,12 @@ class ClusterConfig(Section):
     log: LogConfig = LogConfig()
     tracing: TracingConfig = TracingConfig()
     resumable_s: float = Field(
-        default=0.0, ge=0, le=MAX_RESUMABLE_S, description="a stream that does not say outlives its router for so long"
+        default=0.0, ge=0, le=MAX_RESUMABLE_S, description="how long a stream outlives its router by default"
     )
     history: str | None = Field(
         default=None,
         min_length=1,
-        description="a folder where each process notes what becomes of requests and blocks, for tools/check_history.py",
+        description="folder for each process's history of requests and blocks, for tools/check_history.py",
     )
 
     @model_validator(mode="after")
@@ -489,9 +482,9 @@ class ClusterConfig(Section):
         if self.ledger.heartbeat_s * 3 > self.ledger.lease_s:
             raise ValueError("ledger.lease_s: must be at least three times ledger.heartbeat_s")
         if not (self.prefill.replicas or self.mode == "colocated"):
-            raise ValueError("prefill.replicas: must be greater than 0 but with mode: colocated, got 0")
+            raise ValueError("prefill.replicas: must be greater than 0 unless mode is colocated, got 0")
         if self.mode == "colocated" and (both := self.prefill.replicas + self.decode.replicas) > MOST_WORKERS:
-            raise ValueError(f"decode.replicas: must be at most {MOST_WORKERS} with those of prefill, got {both}")
+            raise ValueError(f"decode.replicas: must be at most {MOST_WORKERS} in both pools, got {both}")
         ring, most = self.transfer.frame_size * self.transfer.credits, self.transfer.staging_memory
         if ring > most:
             text = f"must hold transfer.frame_size times transfer.credits, which is {ring} bytes, got {most}"

@@ -42,10 +42,10 @@ def check_tls(tls: TlsConfig | None) -> Certificate | None:
         shown = _shake_hands(server, client)
     except ssl.SSLError as error:
         why = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else error.reason
-        raise ConfigError(f"security.tls.cert: {tls.cert}: peers would not accept it: {why} ({tls.ca})") from None
+        raise ConfigError(f"security.tls.cert: {tls.cert}: peers would reject it: {why} ({tls.ca})") from None
     certificate = Certificate(_names(shown), str(shown.get("notAfter", "")))
     if tls.name is not None and tls.name not in certificate.names:
-        raise ConfigError(f"security.tls.name: {tls.name!r} is not in {tls.cert}, which is for {certificate.names}")
+        raise ConfigError(f"security.tls.name: {tls.name!r} is not in {tls.cert}, whose names are {certificate.names}")
     return certificate
 
 
@@ -57,7 +57,7 @@ def _read(key: str, path: str) -> None:
     if b"-----BEGIN " not in text:
         raise ConfigError(f"{key}: {path}: not a PEM file")
     if key.endswith(".key") and b"ENCRYPTED" in text:
-        raise ConfigError(f"{key}: {path}: is encrypted; nobody is there to type its password")
+        raise ConfigError(f"{key}: {path}: is encrypted; must be a key without a password")
 
 
 def _context(tls: TlsConfig, protocol: int) -> ssl.SSLContext:

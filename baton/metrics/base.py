@@ -64,9 +64,9 @@ LABELS: Mapping[str, Values] = {
     "fingerprint": "the first 12 digits of the fingerprint of the model that is served",
     "engine": ("0",),
     "finished_reason": tuple(dict.fromkeys(SUCCESS.values())),
-    "block_size": "tokens of a block",
-    "num_gpu_blocks": "blocks of a worker, on a GPU or not",
-    "le": "a bucket's bound",
+    "block_size": "tokens per KV block",
+    "num_gpu_blocks": "KV blocks of a worker, also without a GPU",
+    "le": "upper limit of a bucket",
 }
 # Labels that differ by metric; names without suffix.
 OF_METRIC: Mapping[str, Mapping[str, Values]] = {
@@ -103,10 +103,10 @@ STAGE_S = (0.0001, 0.0005, 0.001, *LATENCY_S)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16_384, 65_536, 262_144)
 _VERIFYING: tuple[tuple[str, str, Callable[[Load], int]], ...] = (
     ("baton_verify_passes", "Verify passes of deterministic requests", lambda load: load.verify_passes),
-    ("baton_rollbacks", "Candidates that a verify pass did not agree with", lambda load: load.rollbacks),
+    ("baton_rollbacks", "Candidates rejected by a verify pass", lambda load: load.rollbacks),
     (
         "baton_recomputed_tokens",
-        "Candidates that rollbacks dropped, with those behind them",
+        "Candidates dropped by rollbacks, later ones included",
         lambda load: load.recomputed_tokens,
     ),
 )
@@ -116,7 +116,7 @@ def new_registry(cluster: str, version: str) -> CollectorRegistry:
     """Return a registry for one process, with its cluster and version, memory, CPU time and files."""
     registry = CollectorRegistry()
     about = {"cluster": cluster, "version": version}
-    Info("baton_build", "Which cluster and version this is", registry=registry).info(about)
+    Info("baton_build", "Cluster and version of this process", registry=registry).info(about)
     ProcessCollector(registry=registry)
     return registry
 

@@ -105,16 +105,16 @@ class MetricsServer:
             await self._look()
             return HTTPStatus.OK, *render(self._metrics.registry, accept)
         if path == "/health":
-            return _said(self._trouble(), "ok")
+            return _state(self._trouble(), "ok")
         if path == "/ready":
-            return _said("" if self._ready() else "not ready", "ready")
+            return _state("" if self._ready() else "not ready", "ready")
         if path == "/targets" and self._targets is not None:
             return HTTPStatus.OK, "application/json", json.dumps(await self._targets()).encode()
         served = "/metrics, /health and /ready" + (", and /targets" if self._targets else "")
         return HTTPStatus.NOT_FOUND, _PLAIN, f"{served} are served here\n".encode()
 
 
-def _said(problem: str, fine: str) -> tuple[HTTPStatus, str, bytes]:
+def _state(problem: str, fine: str) -> tuple[HTTPStatus, str, bytes]:
     status = HTTPStatus.SERVICE_UNAVAILABLE if problem else HTTPStatus.OK
     return status, _PLAIN, f"{problem or fine}\n".encode()
 

@@ -64,17 +64,17 @@ class Controlled:
 
     def collect(self) -> Iterable[Metric]:
         planned = [((role,), float(count)) for role, count in self._planned.items()]
-        yield gauge("baton_planned_workers", "Workers that the controller is to keep", ("role",), planned)
+        yield gauge("baton_planned_workers", "Planned number of workers", ("role",), planned)
         slots = {(role, state): 0.0 for role in self._planned for state in SLOT_STATES}
         restarts = dict.fromkeys(((role,) for role in self._planned), 0.0)
         for role, state, count in self._slots:
             slots[role, state] = slots.get((role, state), 0.0) + 1
             restarts[(role,)] = restarts.get((role,), 0.0) + count
-        yield gauge("baton_slots", "Workers' places, as the controller sees them", ("role", "state"), slots.items())
-        text = "Workers that were started again in the places that there are"
+        yield gauge("baton_slots", "Worker slots by their state at the controller", ("role", "state"), slots.items())
+        text = "Restarts of workers in the present slots"
         yield gauge("baton_slot_restarts", text, ("role",), restarts.items())
         rows = [((kind,), float(count)) for kind, count in self._decided.items()]
-        yield counter("baton_decisions", "Of the controller, since this router began", ("kind",), rows)
+        yield counter("baton_decisions", "Decisions of the controller since this router started", ("kind",), rows)
 
 
 _MAX_EXEMPLAR_CHARS = 128  # names and values together
@@ -95,20 +95,20 @@ class Metrics:
         self.registry = new_registry(cluster, version)
         self.control = Controlled()
         self.registry.register(Scraped(self.control.collect))
-        self._requests = self._counter("requests", "Requests by how they ended", "outcome", OUTCOMES)
-        text = "Those of the requests that were deterministic"
+        self._requests = self._counter("requests", "Requests by outcome", "outcome", OUTCOMES)
+        text = "Deterministic requests by outcome"
         self._deterministic = self._counter("deterministic_requests", text, "outcome", OUTCOMES)
-        self._refusals = self._counter("refusals", "Requests refused, by error class", "reason")
-        text = "Finished requests by whether they kept to the SLO"
+        self._refusals = self._counter("refusals", "Rejected requests by error class", "reason")
+        text = "Finished requests by whether they met the SLO"
         self._slo = self._counter("slo", text, "met", ("true", "false"))
-        text = "Attempts after the first, by what ended the one before"
+        text = "Attempts after the first, by the failure of the one before"
         self._recoveries = self._counter("recoveries", text, "reason", RECOVERIES)
         self._fenced = self._counter("fenced", "Attempts fenced at a decode worker")
-        self._mismatches = self._counter("digest_mismatch", "Handoffs whose bytes did not arrive as sent")
-        self._bytes = self._counter("transfer_bytes", "KV bytes handed over", "transport")
+        self._mismatches = self._counter("digest_mismatch", "Handoffs whose bytes changed in transit")
+        self._bytes = self._counter("transfer_bytes", "KV bytes of committed handoffs", "transport")
         self._finished = Counts(dict.fromkeys(FINISHES, 0))
-        self._prompts = self._counter("prompt_tokens", "Of requests that got workers")
-        self._cached = self._counter("cached_tokens", "Of the prompts of finished requests, found in a prefix cache")
+        self._prompts = self._counter("prompt_tokens", "Prompt tokens of requests that were placed on workers")
+        self._cached = self._counter("cached_tokens", "Prompt tokens of finished requests found in a prefix cache")
         self._first_tokens = 0
         self._model = model
         self._make_histograms()
@@ -124,22 +124,22 @@ class Metrics:
         return made
 
     def _make_histograms(self) -> None:
-        self._ttft = self._histogram("ttft_seconds", "Arrival to first token at the router")
-        self._e2e = self._histogram("e2e_seconds", "Arrival to end")
-        self._queue = self._histogram("queue_seconds", "Being read, and waiting for a worker and for decode room")
-        self._prefill = self._histogram("prefill_seconds", "Prefill sent to first token at the router")
-        text = "First frame announced to last frame in its blocks, at the decode worker"
+        self._ttft = self._histogram("ttft_seconds", "Time from arrival to first token at the router")
+        self._e2e = self._histogram("e2e_seconds", "Time from arrival to end")
+        self._queue = self._histogram("queue_seconds", "Time of parsing, and of the wait for a worker and capacity")
+        self._prefill = self._histogram("prefill_seconds", "Time from Prefill sent to first token at the router")
+        text = "Time from the announcement of the first frame to the last frame in its blocks, at the decode worker"
         self._transfer = self._histogram("transfer_seconds", text)
-        text = "Between the first token, from the choice of its workers on, and its prediction"
+        text = "Time between the first token and its prediction, both counted from the choice of workers"
         self._prediction_error = self._histogram("ttft_prediction_error_seconds", text)
-        self._generation = self._histogram("generation_seconds", "First token at the router to end")
-        self._tpot = self._histogram("tpot_seconds", "Each output token after the first, mean of a request", STEP_S)
-        self._prompt_size = self._histogram("request_prompt_tokens", "Of finished requests", TOKENS)
-        self._output_size = self._histogram("request_output_tokens", "Of finished requests", TOKENS)
-        text = "Time of finished requests in each stage that they passed"
+        self._generation = self._histogram("generation_seconds", "Time from first token at the router to the end")
+        self._tpot = self._histogram("tpot_seconds", "Time per output token after the first, mean of a request", STEP_S)
+        self._prompt_size = self._histogram("request_prompt_tokens", "Prompt tokens of finished requests", TOKENS)
+        self._output_size = self._histogram("request_output_tokens", "Output tokens of finished requests", TOKENS)
+        text = "Time of finished requests in each stage"
         stages = Histogram("baton_stage_seconds", text, ("stage",), buckets=STAGE_S, registry=self.registry)
         self._stages = {stage: stages.labels(stage) for stage in STAGES}
-        self._itl = Gaps("baton_itl_seconds", "Between two output tokens", STEP_S)
+        self._itl = Gaps("baton_itl_seconds", "Time between two output tokens", STEP_S)
         self.registry.register(self._itl)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float] = LATENCY_S) -> Histogram:
@@ -147,9 +147,9 @@ class Metrics:
 
     def _counted(self) -> Iterable[Metric]:
         """Return counters that change too often for a counter with a lock."""
-        yield counter("baton_output_tokens", "Told to clients", (), [((), self._itl.count + self._first_tokens)])
+        yield counter("baton_output_tokens", "Tokens sent to clients", (), [((), self._itl.count + self._first_tokens)])
         rows = [((reason,), float(count)) for reason, count in self._finished.items()]
-        yield counter("baton_finished_choices", "Choices that finished, by why", ("reason",), rows)
+        yield counter("baton_finished_choices", "Finished choices by reason", ("reason",), rows)
 
     def _also_as_vllm(self) -> None:
         output = Scraped(lambda: [metric for metric in self._counted() if metric.name == "baton_output_tokens"])
@@ -179,13 +179,13 @@ class Metrics:
             by_role = {role: list(workers) for role, workers in read().items()}
             connected = [((role.value,), float(len(workers))) for role, workers in by_role.items()]
             yield blocks(by_role)
-            yield gauge("baton_workers", "Workers that this router is connected to", ("role",), connected)
+            yield gauge("baton_workers", "Workers connected to this router", ("role",), connected)
 
         self.registry.register(Scraped(families))
 
     def watch_channels(self, read: Callable[[], Iterable[tuple[str, Channel]]]) -> None:
         """Export `read()` at each scrape as `baton_channel_bytes_per_second{worker,peer,transport}`."""
-        name, text = "baton_channel_bytes_per_second", "What the probe of an open data channel took per second"
+        name, text = "baton_channel_bytes_per_second", "Bytes per second in the probe of an open data channel"
 
         def families() -> Iterable[Metric]:
             fastest: dict[tuple[str, str, str], float] = {}  # two may exist for a moment
@@ -204,7 +204,7 @@ class Metrics:
         """Export the queue at each scrape as `baton_queued_requests` and `baton_queued_tokens`."""
         gauges = []
         for what, read in (("requests", requests), ("tokens", tokens)):
-            made = Gauge(f"baton_queued_{what}", f"Waiting for room, in {what}", registry=self.registry)
+            made = Gauge(f"baton_queued_{what}", f"Queued for capacity, in {what}", registry=self.registry)
             made.set_function(read)
             gauges.append(made)
         if self._model:

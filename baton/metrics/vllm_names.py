@@ -47,7 +47,7 @@ def success(model: str, finished: Mapping[str, int]) -> Metric:
     for reason, count in finished.items():
         sums[SUCCESS[reason]] += count
     rows = [((model, "0", reason), float(count)) for reason, count in sums.items()]
-    return counter("vllm:request_success", "Choices that finished", (*_NAMES, "finished_reason"), rows)
+    return counter("vllm:request_success", "Finished choices", (*_NAMES, "finished_reason"), rows)
 
 
 def engine(info: WorkerInfo, load: Load, preemptions: int) -> Iterable[Metric]:
@@ -56,17 +56,17 @@ def engine(info: WorkerInfo, load: Load, preemptions: int) -> Iterable[Metric]:
     used = counts.owned + counts.reserved + counts.quarantined
     queried = load.prefill_tokens + load.cached_tokens
     for name, text, value in (
-        ("num_requests_running", "Requests that are computed", load.running),
+        ("num_requests_running", "Requests in computation", load.running),
         ("num_requests_waiting", "Requests that wait", load.waiting),
-        ("kv_cache_usage_perc", "KV blocks in use; 1 is all of them", used / (counts.total or 1)),
+        ("kv_cache_usage_perc", "Share of KV blocks in use; 1 means all", used / (counts.total or 1)),
         ("gpu_cache_usage_perc", "The old name of vllm:kv_cache_usage_perc", used / (counts.total or 1)),
     ):
         yield gauge(f"vllm:{name}", text, _NAMES, [(values, value)])
     for name, text, value in (
-        ("prefix_cache_queries", "Prompt tokens that were looked for in the prefix cache", queried),
-        ("prefix_cache_hits", "Prompt tokens that were found there", load.cached_tokens),
-        ("num_preemptions", "Requests that lost their blocks to others", preemptions),
+        ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", queried),
+        ("prefix_cache_hits", "Prompt tokens found in the prefix cache", load.cached_tokens),
+        ("num_preemptions", "Preempted requests, which lost their blocks to others", preemptions),
     ):
         yield counter(f"vllm:{name}", text, _NAMES, [(values, value)])
     sizes = (*values, str(info.layout.block_size), str(info.total_blocks))
-    yield gauge("vllm:cache_config_info", "Of the KV cache", (*_NAMES, "block_size", "num_gpu_blocks"), [(sizes, 1)])
+    yield gauge("vllm:cache_config_info", "KV cache settings", (*_NAMES, "block_size", "num_gpu_blocks"), [(sizes, 1)])

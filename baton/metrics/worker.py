@@ -16,9 +16,9 @@ from baton.metrics.base import HANDOFFS, TRANSPORTS, Scraped, blocks, counter, g
 _LATE = 2 / 3  # share of the lease; unhealthy after that time without progress, before the worker is restarted
 _SHOWN = 12  # digits of the fingerprint
 _MOVED = (
-    ("baton_moved_bytes", "KV bytes that this worker sent, or took"),
-    ("baton_moved_frames", "Frames that it sent; those that it took are the other worker's"),
-    ("baton_moved_seconds", "Sent: from the end of a prompt to the acknowledged commit; received: frames under way"),
+    ("baton_moved_bytes", "KV bytes that this worker sent or received"),
+    ("baton_moved_frames", "Frames that this worker sent; the sending worker counts those received"),
+    ("baton_moved_seconds", "Sent: from the end of a prompt to the acknowledged commit; received: frames in flight"),
 )
 
 
@@ -101,19 +101,19 @@ def families(watched: Watched) -> Iterable[Metric]:
     """Return all metrics of a worker, labelled with its id, and those of its engine as `vllm:*`."""
     info, load = watched.info, watched.load()
     worker = info.ref.worker_id
-    about = InfoMetricFamily("baton_worker", "Who this is")
+    about = InfoMetricFamily("baton_worker", "Identity of this worker")
     facts = {"role": info.role.value, "model": info.model, "fingerprint": info.fingerprint[:_SHOWN]}
     about.add_metric((), {"worker": worker, **facts})
     yield about
     yield blocks({info.role: [load.blocks]})
     for name, text, value in (
-        ("baton_running_requests", "Requests that are computed", load.running),
-        ("baton_waiting_requests", "Requests that wait, for their turn or for blocks", load.waiting),
-        ("baton_waiting_tokens", "Prompt tokens that were taken and are not computed yet", load.queued_tokens),
-        ("baton_draining", "1: takes nothing new", load.draining),
-        ("baton_routers", "Routers that are connected", watched.routers()),
-        ("baton_lease_age_seconds", "Since the last progress that kept the lease", watched.lease_age_s()),
-        ("baton_lease_seconds", "So much without progress, and the worker is taken for dead", watched.lease_s),
+        ("baton_running_requests", "Requests in computation", load.running),
+        ("baton_waiting_requests", "Requests that wait for a step or for blocks", load.waiting),
+        ("baton_waiting_tokens", "Accepted prompt tokens that are not computed yet", load.queued_tokens),
+        ("baton_draining", "1 while the worker drains and accepts no requests", load.draining),
+        ("baton_routers", "Connected routers", watched.routers()),
+        ("baton_lease_age_seconds", "Seconds since the last progress that renewed the lease", watched.lease_age_s()),
+        ("baton_lease_seconds", "Seconds without progress until the worker counts as dead", watched.lease_s),
     ):
         yield gauge(name, text, ("worker",), [((worker,), value)])
     yield from _computing(worker, load)
@@ -121,38 +121,36 @@ def families(watched: Watched) -> Iterable[Metric]:
     yield from _handing_over(worker, load, watched.counts)
     preempted = watched.preemptions()
     for name, text, count in (
-        ("baton_preemptions", "Requests that lost their blocks to others", preempted),
-        ("baton_thinking_chunks", "Chunks that were thought about", watched.counts.thought_chunks),
-        ("baton_thinking_tokens", "Tokens that were thought", watched.counts.thought_tokens),
+        ("baton_preemptions", "Preempted requests, which lost their blocks to others", preempted),
+        ("baton_thinking_chunks", "Chunks with computed thoughts", watched.counts.thought_chunks),
+        ("baton_thinking_tokens", "Tokens of thoughts", watched.counts.thought_tokens),
     ):
         yield counter(name, text, ("worker",), [((worker,), count)])
     yield from vllm_names.engine(info, load, preempted)
 
 
 def _computing(worker: str, load: Load) -> Iterable[Metric]:
-    steps = SummaryMetricFamily(
-        "baton_step_seconds", "Steps of the engine, by what they did", labels=("worker", "kind")
-    )
+    steps = SummaryMetricFamily("baton_step_seconds", "Time of engine steps by kind", labels=("worker", "kind"))
     for kind, pace in (("prefill", load.prefill_pace), ("decode", load.decode_pace), ("mixed", load.joint_pace)):
         steps.add_metric((worker, kind), pace.steps, pace.seconds)
     yield steps
     computed = (((worker, "prefill"), load.prefill_tokens), ((worker, "decode"), load.decode_tokens))
-    yield counter("baton_computed_tokens", "Tokens that went through the model", ("worker", "kind"), computed)
+    yield counter("baton_computed_tokens", "Tokens computed by the model", ("worker", "kind"), computed)
     for name, text, count in (
-        ("queries", "Prompt tokens that were computed or found", load.prefill_tokens + load.cached_tokens),
-        ("hits", "Prompt tokens that were found in the prefix cache here", load.cached_tokens),
-        ("fetches", "Prompt tokens whose KV came from a decode worker instead", load.fetched_tokens),
+        ("queries", "Prompt tokens that were computed or found in the cache", load.prefill_tokens + load.cached_tokens),
+        ("hits", "Prompt tokens found in this worker's prefix cache", load.cached_tokens),
+        ("fetches", "Prompt tokens whose KV was fetched from a decode worker", load.fetched_tokens),
     ):
         yield counter(f"baton_prefix_cache_{name}", text, ("worker",), [((worker,), count)])
 
 
 def _handing_over(worker: str, load: Load, counts: Counts) -> Iterable[Metric]:
     rows = [((worker, outcome), float(count)) for outcome, count in counts.handoffs.items()]
-    yield counter("baton_handoffs", "Handoffs by what became of them here", ("worker", "outcome"), rows)
+    yield counter("baton_handoffs", "Handoffs by outcome at this worker", ("worker", "outcome"), rows)
     moved = counts.all_moved
     for index, (name, text) in enumerate(_MOVED):
         of_it = [((worker, *key), values[index]) for key, values in moved]
         yield counter(name, text, ("worker", "direction", "transport"), of_it)
     by_transport = Counter(of(channel.transport, TRANSPORTS, "unknown") for channel in load.channels)
     open_ = [((worker, transport), float(count)) for transport, count in by_transport.items()]
-    yield gauge("baton_channels", "Open data channels that it sends on", ("worker", "transport"), open_)
+    yield gauge("baton_channels", "Open data channels on which this worker sends", ("worker", "transport"), open_)

@@ -65,7 +65,7 @@ async def test_a_conversation_on_standard_input(server: Talking):
     done = await run("chat", "--target", server.address, "--system", "be kind", "--max-tokens", 9, text=lines)
     assert done.exit_code == 0
     assert done.stdout == "2:hi!\n4:Zoë!\n2:again!\n4:/etc/hosts is what?!\n"
-    assert "no command /nothing" in done.stderr
+    assert "unknown command /nothing" in done.stderr
     assert done.stderr.count("begin a new conversation") == 2
     second = server.requests[1]
     turns = [("system", "be kind"), ("user", "hi"), ("assistant", "2:hi!"), ("user", "Zoë")]

@@ -27,18 +27,18 @@ from baton.rpc.v1 import admin_pb2
 
 POINTS = 120  # values of a chart
 HAPPENINGS = 500
-HELP = """[b]baton top[/b]: what a router sees, as it is now
+HELP = """[b]baton top[/b]: the live view of one router
 
 [b]tab[/b], [b]shift+tab[/b]  the next table, or the one before; arrows move in it
-[b]s[/b]  sort it by the next column         [b]r[/b]  the other way round
-[b]enter[/b]  on a request: where its time goes
-[b]t[/b]  the same of the request that ended last
-[b]p[/b]  pause, and go on                   [b]d[/b]  dark, light
+[b]s[/b]  sort by the next column            [b]r[/b]  reverse the order
+[b]enter[/b]  on a request: its time in each stage
+[b]t[/b]  the same for the request that ended last
+[b]p[/b]  pause, continue                    [b]d[/b]  dark, light
 [b]q[/b]  quit                               [b]escape[/b]  close this
 
-[b]busy[/b]  requests running and waiting, of the most that one worker has
-[b]KV blocks[/b]  in use: reserved, owned or quarantined; cached ones are free for who needs them
-[b]TTFT, ITL[/b]  of the last minute; the lines are of the last seconds, over time"""
+[b]busy[/b]  running and waiting requests, as a share of a worker's maximum
+[b]KV blocks[/b]  in use: reserved, owned or quarantined; cached blocks count as free
+[b]TTFT, ITL[/b]  of the last minute; the lines show the last seconds over time"""
 
 
 class Sheet(ModalScreen[None]):
@@ -211,29 +211,29 @@ class Top(App[BatonError | None]):
 
     async def _follow(self) -> None:
         try:
-            async for said in self._feed.views():
+            async for message in self._feed.views():
                 with contextlib.suppress(NoMatches):  # the app is ending, and its widgets are already gone
-                    self._take(said)
+                    self._take(message)
         except BatonError as error:
             self.exit(error)
 
-    def _take(self, said: admin_pb2.Live | Lost) -> None:
+    def _take(self, message: admin_pb2.Live | Lost) -> None:
         """Process one message. While paused, tables keep their content, but rates and events are still recorded."""
         if not self.screen_stack:
             return  # the app is ending
         lost = self.screen_stack[0].query_one("#lost", Static)
-        lost.set_class(isinstance(said, Lost), "shown")
-        if isinstance(said, Lost):
-            lost.update(Text(f"no router says anything: {said.error}; trying again"))
+        lost.set_class(isinstance(message, Lost), "shown")
+        if isinstance(message, Lost):
+            lost.update(Text(f"no router answers: {message.error}; trying again"))
             return
-        self._count(said)
+        self._count(message)
         log = self.screen_stack[0].query_one("#happenings", RichLog)
-        for item in said.happenings:
+        for item in message.happenings:
             if (key := item.SerializeToString(deterministic=True)) not in self._happened:
                 self._happened.append(key)
                 log.write(render.happening(item))
         if not self._paused:
-            self._live = said
+            self._live = message
             self._show()
 
     def _count(self, live: admin_pb2.Live) -> None:

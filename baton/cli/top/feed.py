@@ -46,12 +46,14 @@ class Feed:
     async def views(self) -> AsyncIterator[admin_pb2.Live | Lost]:
         """Yield views endlessly. Raises errors that a retry would meet again."""
         while True:
-            async for said in self._round():
-                yield said
+            async for message in self._round():
+                yield message
             await asyncio.sleep(RETRY_S)
 
     async def trace(self, request_id: str) -> admin_pb2.TraceReply:
         """Return a trace from the router of the last message. Raises BatonError."""
+        if not self._admin:
+            raise NoWorker("no router has answered yet")
         operator = await asyncio.to_thread(self._find)
         request = admin_pb2.TraceRequest(request_id=request_id)
         async with operator.reach.wire.aio(self._admin) as channel:
@@ -97,6 +99,6 @@ class Feed:
         except StopAsyncIteration:
             raise NoWorker(f"the router at {admin} ended the stream") from None
         except TimeoutError:
-            raise NoWorker(f"the router at {admin} says nothing") from None
+            raise NoWorker(f"the router at {admin} sends nothing") from None
         except grpc.RpcError as error:
             raise from_rpc_error(error, admin) from None

@@ -113,8 +113,8 @@ def counts(blocks: common_pb2.BlockCounts) -> dict[str, int]:
 
 def ledger(blocks: common_pb2.BlockCounts) -> str:
     """Format the states with nonzero counts."""
-    said = ", ".join(f"{count} {state}" for state, count in counts(blocks).items() if count)
-    return f"{said or '-'} of {blocks.total}"
+    states = ", ".join(f"{count} {state}" for state, count in counts(blocks).items() if count)
+    return f"{states or '-'} of {blocks.total}"
 
 
 def ledger_sum(live: admin_pb2.Live) -> Text:
@@ -173,14 +173,14 @@ def quantiles(name: str, found: admin_pb2.Quantiles) -> Text:
     """Format quantiles of the last minute."""
     if not found.count:
         return Text.assemble((name, "bold"), "  -")
-    said = "  ".join(f"p{part} {seconds(value)}" for part, value in ((50, found.p50), (99, found.p99)))
-    return Text.assemble((name, "bold"), f"  {said}")
+    parts = "  ".join(f"p{part} {seconds(value)}" for part, value in ((50, found.p50), (99, found.p99)))
+    return Text.assemble((name, "bold"), f"  {parts}")
 
 
 def rates(window: admin_pb2.Window) -> Text:
     """Format rates of the last minute."""
-    said = f"  {window.tokens_per_s:,.0f} out, {window.prompt_tokens_per_s:,.0f} in  {window.requests_per_s:.3g} req/s"
-    return Text.assemble(("tokens/s", "bold"), said)
+    rates = f"  {window.tokens_per_s:,.0f} out, {window.prompt_tokens_per_s:,.0f} in  {window.requests_per_s:.3g} req/s"
+    return Text.assemble(("tokens/s", "bold"), rates)
 
 
 def first_line(text: str) -> str:
@@ -197,17 +197,17 @@ def happening(item: admin_pb2.Happening) -> Text:
     return text.append("".join(f"{name} " for name in names), "bold").append(first_line(item.text))
 
 
-def control(said: admin_pb2.Control | None) -> Text:
+def control(report: admin_pb2.Control | None) -> Text:
     """Format the plan and recent decisions, the newest first."""
-    if said is None:
+    if report is None:
         return Text("no controller: the roles were started by hand", "dim")
-    plan = said.plan
+    plan = report.plan
     text = Text.assemble((f"plan {plan.number}: {plan.prefill} prefill, {plan.decode} decode, by {plan.by}", "bold"))
     text.append(f": {plan.reason}" if plan.reason else "", "dim")
-    if said.outlook:
-        text.append(f"\nautoscaler: {said.outlook}", "dim")
-    for decision in reversed(said.decisions):
-        text.append(f"\n{seconds(said.age_s + decision.age_s)} ago ", "dim")
+    if report.outlook:
+        text.append(f"\nautoscaler: {report.outlook}", "dim")
+    for decision in reversed(report.decisions):
+        text.append(f"\n{seconds(report.age_s + decision.age_s)} ago ", "dim")
         text.append(f"{decision.kind} ", "cyan").append(first_line(decision.text))
     return text
 

@@ -37,9 +37,9 @@ def test_show(text, timings, tokens):
             {"prefill_worker": "p-0", "decode_worker": "d-0", "kv_bytes": 4096, "transport": "shm"},
             "prefill on p-0 -> 4,096 bytes of KV over shm -> decode on d-0",
         ),
-        ({"prefill_worker": "p-0"}, "prefill on p-0; its first token ended the answer, nothing was handed over"),
+        ({"prefill_worker": "p-0"}, "prefill on p-0; its first token ended the answer, so no handoff took place"),
         ({"prefill_worker": "d-0", "decode_worker": "d-0"}, "prefill and decode on d-0; no KV was moved"),
-        ({"decode_worker": "d-0"}, "decode on d-0, begun by way of another router"),
+        ({"decode_worker": "d-0"}, "decode on d-0, begun at another router"),
     ],
 )
 def test_who_did_what_is_said_in_words(facts, text):
@@ -162,7 +162,7 @@ def test_the_only_cluster_is_meant_when_none_is_named(clusters):
     assert up.find_cluster(None).name == "a"
     clusters("b")
     assert up.find_cluster("b").name == "b"
-    with pytest.raises(NoWorker, match=r"several clusters are running; say --name with one of: a, b"):
+    with pytest.raises(NoWorker, match=r"several clusters are running; set --name to one of: a, b"):
         up.find_cluster(None)
     with pytest.raises(NoWorker, match="no cluster named 'c'"):
         up.find_cluster("c")

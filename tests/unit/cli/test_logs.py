@@ -212,9 +212,9 @@ def test_an_age():
 def test_which_cluster(cluster, tmp_path, monkeypatch):
     assert find_logs(None) == cluster == find_logs("local"), "it has ended, its logs are there"
     StateFolder("other").logs.mkdir(parents=True)
-    with pytest.raises(NoWorker, match=r"say which cluster with --name: .* has local, other"):
+    with pytest.raises(NoWorker, match=r"set --name to a cluster: .* has local, other"):
         find_logs(None)
-    with pytest.raises(NoWorker, match=r"no logs of a cluster called 'lokal': .* has local, other"):
+    with pytest.raises(NoWorker, match=r"no logs of a cluster named 'lokal': .* has local, other"):
         find_logs("lokal")
     monkeypatch.setenv("BATON_HOME", str(tmp_path / "none"))
     with pytest.raises(NoWorker, match="no cluster has run here"):

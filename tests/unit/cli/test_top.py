@@ -248,6 +248,12 @@ async def test_the_trace_of_a_request_and_one_without(router):
         await until(lambda: "this one has none" in said())
 
 
+async def test_a_trace_needs_a_router_that_has_answered(router):
+    with pytest.raises(NoWorker, match="no router has answered yet"):
+        await Feed(lambda: Operator([router.address], NO_REACH), 0.5).trace("")
+    assert router.asked == []
+
+
 async def test_what_is_said_while_the_screen_goes_away_ends_nothing(router, monkeypatch):
     async with shown(router, interval_s=0.1) as (app, _):
         take = Mock(wraps=app._take)
@@ -269,7 +275,7 @@ async def test_a_router_that_is_lost_is_waited_for(router, monkeypatch, how):
         if how != "silent":
             router.says.put(how)
         await until(lambda: lost.display)
-        assert text(app, "lost").startswith("no router says anything: ")
+        assert text(app, "lost").startswith("no router answers: ")
         assert rows(app) == 3, "what was known stays"
 
         def back() -> bool:

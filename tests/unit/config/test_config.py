@@ -70,12 +70,12 @@ WRONG = {
     "no time at all": ("slo: {itl_ms: 0}", ["line 1", "slo.itl_ms", "greater than 0"]),
     "bad name": ("name: Big Cluster", ["name", "Big Cluster"]),
     "redis scheme": ("redis: {url: 'http://x'}", ["redis.url", "redis://"]),
-    "duplicate key": ("name: a\nname: b", ["line 2", "name", "twice"]),
+    "duplicate key": ("name: a\nname: b", ["line 2", "name", "duplicate"]),
     "not yaml": ("name: [", ["not YAML"]),
     "a list": ("- name", ["mapping", "list"]),
-    "not a date": ("name: x\nmodel: 2001-99-99", ["line 2", "not a value", "month"]),
-    "not a bool": ("name: !!bool x", ["line 1", "not a value"]),
-    "a list as key": ("? [a]\n: b", ["line 1", "a key must be a text", "list"]),
+    "not a date": ("name: x\nmodel: 2001-99-99", ["line 2", "invalid value", "month"]),
+    "not a bool": ("name: !!bool x", ["line 1", "invalid value"]),
+    "a list as key": ("? [a]\n: b", ["line 1", "a key must be a string", "list"]),
     "no mapping": ("!!map [a]", ["not YAML"]),
     "in itself": ("redis: &a {b: *a}", ["contains itself"]),
     "a list in itself": ("name: &a [*a]", ["line 1", "name", "a list"]),
@@ -89,7 +89,7 @@ WRONG = {
     "not a size of a body": ("router: {http_body: 0}", ["router.http_body", "0"]),
     "lease too short": ("ledger: {lease_s: 1, heartbeat_s: 1}", ["ledger.lease_s", "three times"]),
     "section is a value": ("decode: 5", ["decode", "5"]),
-    "not built yet": ("transfer: {transport: memory}", ["line 1", "transfer.transport", "memory", "not built yet"]),
+    "not built yet": ("transfer: {transport: memory}", ["line 1", "transfer.transport", "memory", "not implemented"]),
     "a weight of nothing": ("router:\n  tenants: {team-a: 0}", ["line 2", "router.tenants.team-a", "0.001", "0"]),
     "no tokens may wait": ("router: {queue: {max_tokens: 0}}", ["router.queue.max_tokens", "greater than 0", "0"]),
     "no attempt at all": ("retry: {attempts: 0}", ["line 1", "retry.attempts", "greater than 0", "0"]),
@@ -261,5 +261,5 @@ def test_no_prefill_worker_is_needed_with_it_and_with_it_alone(load):
             load(TWO_POOLS, *sets)
     # Both are no more than a pool may have: the file in the state folder must load again.
     assert load(TWO_POOLS, "mode=colocated", "decode.replicas=4093").decode.replicas == 4096
-    with pytest.raises(ConfigError, match=r"decode.replicas: must be at most 4096 with those of prefill, got 4097"):
+    with pytest.raises(ConfigError, match=r"decode.replicas: must be at most 4096 in both pools, got 4097"):
         load(TWO_POOLS, "mode=colocated", "decode.replicas=4094")

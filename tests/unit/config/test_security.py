@@ -47,7 +47,7 @@ FILES = "security: {{tls: {{cert: {a}/cert.pem, key: {a}/key.pem, ca: {a}/ca.pem
 WRONG = {
     "missing": (FILES.replace("{a}/key.pem", "{a}/none.pem"), ["security.tls.key", "none.pem", "No such file"]),
     "key of another": (FILES.replace("{a}/key.pem", "{b}/key.pem"), ["security.tls.key", "not the key of"]),
-    "ca of another": (FILES.replace("{a}/ca.pem", "{b}/ca.pem"), ["security.tls.cert", "would not accept it"]),
+    "ca of another": (FILES.replace("{a}/ca.pem", "{b}/ca.pem"), ["security.tls.cert", "would reject it"]),
     "a key as certificate": (FILES.replace("{a}/cert.pem", "{a}/key.pem"), ["security.tls.cert", "cannot be used"]),
     "not PEM": (FILES.replace("{a}/ca.pem", "{junk}"), ["security.tls.ca", "not a PEM file"]),
     "an encrypted key": (FILES.replace("{a}/key.pem", "{locked}"), ["security.tls.key", "is encrypted"]),
