@@ -40,7 +40,7 @@ class Constraint:
         size, most = sum(len(text.encode()) for text in self.texts), _MOST_BYTES.get(self.kind, 0)
         if self.kind == "choices":
             if not 1 <= len(self.texts) <= MAX_CHOICE_TEXTS:
-                raise self.refused(f"there must be 1 to {MAX_CHOICE_TEXTS}, got {len(self.texts)}")
+                raise self.refused(f"must have 1 to {MAX_CHOICE_TEXTS}, got {len(self.texts)}")
             if not all(1 <= len(text) <= MAX_CHOICE_CHARS for text in self.texts):
                 raise self.refused(f"each must have 1 to {MAX_CHOICE_CHARS} characters")
         elif not 1 <= size <= most:
@@ -56,7 +56,7 @@ SAMPLING: tuple[tuple[str, float, float, str], ...] = (
     ("min_tokens", 0, 2**31 - 1, "at least 0"),
     ("temperature", 0.0, 100.0, "between 0 and 100"),
     ("top_p", math.ulp(0.0), 1.0, "above 0 and at most 1"),
-    ("top_k", 0, 2**31 - 1, "at least 0 (0: off)"),
+    ("top_k", 0, 2**31 - 1, "at least 0 (0 means off)"),
     ("min_p", 0.0, 1.0, "between 0 and 1"),
     ("seed", 0, 2**64 - 1, "between 0 and 2^64-1"),
     ("repetition_penalty", math.ulp(0.0), 100.0, "above 0 and at most 100"),

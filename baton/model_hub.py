@@ -27,7 +27,7 @@ def model_folder(path: Path | str, *, weights: bool = True) -> Path:
         return _snapshot(name, SMALL_FILES + WEIGHT_FILES * weights)
     if Path(path).is_file():
         why = "GGUF is not supported; " if str(path).endswith(".gguf") else ""
-        raise CheckpointError(f"model.path: {path} is a file: {why}name a folder with config.json and safetensors")
+        raise CheckpointError(f"model.path: {path} is a file: {why}must be a folder with config.json and safetensors")
     return Path(path)
 
 
@@ -61,7 +61,7 @@ def _why(name: HubName, error: Exception) -> str:
     if isinstance(error, errors.RepositoryNotFoundError):
         return f"no such model at {hub}, or a private one: correct the name, or set HF_TOKEN"
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"the model has no revision {name.revision or 'main'!r}: name a branch, tag or commit of it"
+        return f"the model has no revision {name.revision or 'main'!r}; set a branch, tag or commit of it"
     reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no reason'}"
     if not isinstance(error, errors.LocalEntryNotFoundError):
         return f"cannot be downloaded from {hub} to {cache}: {reason}"

@@ -23,7 +23,7 @@ def interface_address(name: str, key: str, *, v6: bool = True) -> str:
     """Return an interface's first IPv4 address, or else, if `v6`, an IPv6 one without a zone. Raises ConfigError."""
     known = psutil.net_if_addrs()
     if name not in known:
-        raise ConfigError(f"{key}: this host has no network interface {name!r}, it has {', '.join(sorted(known))}")
+        raise ConfigError(f"{key}: this host has no network interface {name!r}; it has {', '.join(sorted(known))}")
     found = {family: [one.address for one in known[name] if one.family == family] for family in _FAMILIES}
     plain = [*found[socket.AF_INET], *(one for one in found[socket.AF_INET6] if v6 and "%" not in one)]
     if not plain:
@@ -31,7 +31,7 @@ def interface_address(name: str, key: str, *, v6: bool = True) -> str:
     return plain[0]
 
 
-def told_host(listen: str, advertise: str | None, interface: str | None, redis_url: str, key: str) -> str:
+def reachable_host(listen: str, advertise: str | None, interface: str | None, redis_url: str, key: str) -> str:
     """Return the host under which others reach a listener at `listen`; IPv6 in brackets.
 
     It is `advertise` if set, else the listen address. A wildcard address becomes that of `interface`, else the local
@@ -47,18 +47,18 @@ def told_host(listen: str, advertise: str | None, interface: str | None, redis_u
     return f"[{host}]" if ":" in host else host
 
 
-def kv_host(listen: str, told: str, interface: str | None, key: str) -> str:
+def kv_host(listen: str, advertised: str, interface: str | None, key: str) -> str:
     """Return the address for KV: of `interface`, else the listener, else the advertised one. Raises ConfigError."""
     host = split_address(listen)[0]
     if interface:
         return interface_address(interface, key)
-    return told.strip("[]") if host in EVERYWHERE else host
+    return advertised.strip("[]") if host in EVERYWHERE else host
 
 
 def called(address: str, advertise: str | None, interface: str | None, redis_url: str, key: str) -> str:
     """Return a router's listen address for others; only wildcard addresses change. Raises ConfigError."""
     host, port = split_address(address)
-    return f"{told_host(address, advertise, interface, redis_url, key)}:{port}" if host in EVERYWHERE else address
+    return f"{reachable_host(address, advertise, interface, redis_url, key)}:{port}" if host in EVERYWHERE else address
 
 
 def _towards(redis_url: str, *, v6: bool) -> str | None:

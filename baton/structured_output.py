@@ -98,7 +98,7 @@ class Grammars:
         """Raise InvalidRequest unless an answer may begin with each of `known`."""
         for ids in known:
             if self._compiled(constraint).deep_copy().try_consume_tokens(list(ids)) < len(ids):
-                raise constraint.refused("does not allow the tokens that the answer has already")
+                raise constraint.refused("does not allow the tokens that the answer already has")
 
     def _compile(self, constraint: Constraint) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
@@ -157,9 +157,7 @@ def _grammar(constraint: Constraint) -> str:
     if not isinstance(schema, dict):
         raise constraint.refused("must be a JSON object")
     if _remainders(schema) > MAX_SCHEMA_MULTIPLE:
-        raise constraint.refused(
-            f"multipleOf: all of them together may have a multiple of {MAX_SCHEMA_MULTIPLE} at most"
-        )
+        raise constraint.refused(f"multipleOf: their least common multiple must be at most {MAX_SCHEMA_MULTIPLE}")
     _check_patterns(constraint, schema)
     try:
         return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _WHITESPACE})
@@ -187,10 +185,10 @@ def _check_patterns(constraint: Constraint, schema: dict[str, Any]) -> None:
     try:
         found = _meeting(schema)
     except RecursionError:
-        raise constraint.refused("recursion limit exceeded: it is nested, or refers, too deeply") from None
+        raise constraint.refused("recursion limit exceeded: its nesting or its references are too deep") from None
     if found > MAX_SCHEMA_PATTERNS:
         raise constraint.refused(
-            f"pattern, format: at most {MAX_SCHEMA_PATTERNS} together may be about one text, these may be {found}"
+            f"pattern, format: at most {MAX_SCHEMA_PATTERNS} together may apply to one string, got {found}"
         )
 
 

@@ -38,13 +38,13 @@ def load(path: Path) -> Report:
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"{path}: {error}") from error
     if not isinstance(found, dict) or found.get("kind") != KIND:
-        raise typer.BadParameter(f"{path}: is no report of `baton bench`: its `kind` must be {KIND!r}")
+        raise typer.BadParameter(f"{path}: not a report of `baton bench`: `kind` must be {KIND!r}")
     try:
         return Report({**found["plan"], **_goals(found)}, _figures(found))
     except KeyError as error:
-        raise typer.BadParameter(f"{path}: is no whole report of `baton bench`: has no {error}") from error
+        raise typer.BadParameter(f"{path}: incomplete report of `baton bench`: has no {error}") from error
     except (AttributeError, TypeError, ValueError) as error:
-        raise typer.BadParameter(f"{path}: is no report of `baton bench`: {error}") from error
+        raise typer.BadParameter(f"{path}: not a report of `baton bench`: {error}") from error
 
 
 def differences(a: Report, b: Report) -> dict[str, list[Any]]:
@@ -87,7 +87,7 @@ def _ratio(a: float | None, b: float | None) -> float | None:
 def table(found: Mapping[str, Any]) -> str:
     """Format a comparison for people."""
     lines = [f"A {found['a']}", f"B {found['b']}"]
-    lines += [f"  {name}: {a} in A, {b} in B" for name, (a, b) in found["differs"].items()] or ["  the same was asked"]
+    lines += [f"  {name}: {a} in A, {b} in B" for name, (a, b) in found["differs"].items()] or ["  same options"]
     lines.append(f"{'':<24}{'A':>12}{'B':>12}{'B / A':>10}")
     for name, (a, b, ratio) in found["figures"].items():
         lines.append(f"{name:<24}{_number(a):>12}{_number(b):>12}{_number(ratio):>10}")

@@ -32,7 +32,7 @@ class Lengths:
         """
         if prompt.startswith("file:") and len((rows := _rows("prompt_tokens", prompt))[0]) == 2:
             if answer is not None:
-                raise ConfigError(f"max_tokens: {prompt} has pairs, which say it already, got {answer!r} too")
+                raise ConfigError(f"max_tokens: must be left out, because {prompt} has pairs, got {answer!r}")
             pairs = [(row[0], row[1]) for row in rows]
             return cls(lambda draw: draw.choice(pairs))
         first, second = _parsed("prompt_tokens", prompt), _parsed("max_tokens", "64" if answer is None else answer)

@@ -81,8 +81,8 @@ def goodput(good: Sequence[Sample], goals: Goals, sent: int, wall_s: float) -> d
     met = [goals.met(sample) for sample in good]
     whole = sum(all(each.values()) for each in met)
     attained = {name: sum(each[name] for each in met) / sent for name in goals.given()}
-    told = goals.given() | ({"gap_percentile": goals.gap_percentile} if goals.gap_ms is not None else {})
-    return {**told, "requests_per_s": rate(whole, wall_s), "share": whole / sent, "attained": attained}
+    given = goals.given() | ({"gap_percentile": goals.gap_percentile} if goals.gap_ms is not None else {})
+    return {**given, "requests_per_s": rate(whole, wall_s), "share": whole / sent, "attained": attained}
 
 
 def distribution(seconds: Sequence[float]) -> dict[str, float] | None:
@@ -101,7 +101,7 @@ def table(found: Mapping[str, Any]) -> str:
     lines = [f"{found['completed']} requests completed, {failed} failed{unfinished}, in {found['seconds']:.2f} s"]
     lines += [f"  {count} {kind}{_why(kind)}" for kind, count in sorted(found["errors"].items())]
     if found["clipped"]:
-        lines.append(f"  {found['clipped']} were cut to the length that the model has")
+        lines.append(f"  {found['clipped']} were cut to the model's length")
     lines.append(
         f"{found['requests_per_s']:.2f} requests/s, {found['tokens_per_s']:.1f} new tokens/s, "
         f"{found['total_tokens_per_s']:.1f} tokens/s with prompts"

@@ -60,10 +60,11 @@ class BenchPlan:
         """Raise ConfigError for options that contradict each other."""
         replayed = self.arrivals == TRACE
         wrong = {
-            "--concurrency: of a closed loop; --max-in-flight bounds an open one": self.is_open and self.concurrency,
+            "--concurrency: for a closed loop only; --max-in-flight limits an open one": self.is_open
+            and self.concurrency,
             "--arrivals trace: needs --trace": replayed and self.trace is None,
             f"--arrivals {self.arrivals}: needs --rate": self.is_open and not replayed and self.rate is None,
-            "--speed: needs --arrivals trace, and no --rate, which says how fast it is replayed": self.speed != 1
+            "--speed: needs --arrivals trace, without --rate": self.speed != 1
             and (not replayed or self.rate is not None),
             "--scale: needs --trace": self.scale != 1 and self.trace is None,
         }
@@ -147,11 +148,11 @@ class Load:
 def _replayed(plan: BenchPlan, trace: Trace) -> Trace:
     """Return the trace with its times divided by the speed, or scaled to the rate."""
     if not trace.timed:
-        raise ConfigError(f"--arrivals trace: {trace.path} does not say when its requests came")
+        raise ConfigError(f"--arrivals trace: {trace.path} has no timestamps")
     if plan.rate is not None and not trace.period_s:
-        raise ConfigError(f"--rate: all requests of {trace.path} come at once, and have no rate that could change")
+        raise ConfigError(f"--rate: all requests of {trace.path} have the same timestamp, and no rate")
     if plan.duration is not None and plan.requests is None and not trace.period_s:
-        raise ConfigError(f"--duration: all requests of {trace.path} come at once, again and again: needs --requests")
+        raise ConfigError(f"--duration: all requests of {trace.path} have the same timestamp: needs --requests")
     speed = plan.speed if plan.rate is None else plan.rate * trace.period_s / len(trace.arrivals)
     return trace.faster(speed)
 
@@ -161,7 +162,7 @@ def served(models: Sequence[Model], name: str) -> Model:
     for model in models:
         if name in {"", model.id}:
             return model
-    raise UnknownModel(f"no model {name!r} is served here")
+    raise UnknownModel(f"no model {name!r} is served")
 
 
 def _check(load: Sequence[Arrival], model: Model, *, clip: bool) -> None:
@@ -174,5 +175,5 @@ def _check(load: Sequence[Arrival], model: Model, *, clip: bool) -> None:
         what = f"{most.prompt_tokens} and {most.max_tokens} new ones are more than the {model.max_model_len} tokens"
         more = f"{len(long)} of {len(load)} requests are too long; --clip cuts them, --scale divides those of a trace"
         if written := sum(one.prompt is not None for one in long):
-            more += f"; prompts that are written out ({written} of these) stay as they are"
+            more += f"; prompts with text or token ids ({written} of these) are never cut"
         raise InvalidRequest.of("prompt_tokens", f"{what} of {model.id}: {more}")

@@ -72,7 +72,7 @@ class HttpServer:
         except httpx2.HTTPError as error:
             raise _lost(error) from error
         except (ValueError, KeyError, TypeError) as error:
-            raise errors.EngineFault(f"{self._http.base_url}models: no list of models: {error!r}") from error
+            raise errors.EngineFault(f"{self._http.base_url}models: not a list of models: {error!r}") from error
 
     async def send(self, ask: Ask, sample: Sample) -> None:
         body = {**self._body, "prompt": ask.prompt, "max_tokens": ask.max_tokens, "stream": True}
@@ -104,7 +104,7 @@ class HttpServer:
             try:
                 _note(chunk, now, sample)
             except (AttributeError, KeyError, TypeError) as error:
-                raise errors.EngineFault(f"an event that is none: {error!r} in {event.data[:80]!r}") from error
+                raise errors.EngineFault(f"invalid event: {error!r} in {event.data[:80]!r}") from error
         if not done:
             raise errors.WorkerLost("the stream ended without [DONE]")
         sample.tokens = sample.tokens or len(sample.times)  # without usage: at least one per message
@@ -120,7 +120,7 @@ def _parsed(data: str) -> dict[str, Any]:
     except orjson.JSONDecodeError:
         chunk = None
     if not isinstance(chunk, dict):
-        raise errors.EngineFault(f"an event that is no JSON object: {data[:80]!r}")
+        raise errors.EngineFault(f"event is not a JSON object: {data[:80]!r}")
     return chunk
 
 
@@ -139,16 +139,16 @@ def _lost(error: httpx2.HTTPError) -> BatonError:
 
 def _refused(status: int, body: bytes, headers: httpx2.Headers) -> BatonError:
     """Return the error of an answer: by its code if that is one of Baton's, otherwise by the status."""
-    said: Any = {}
+    details: Any = {}
     try:
         parsed = orjson.loads(body)
-        said = parsed["error"] if isinstance(parsed, dict) and isinstance(parsed.get("error"), dict) else {}
+        details = parsed["error"] if isinstance(parsed, dict) and isinstance(parsed.get("error"), dict) else {}
     except orjson.JSONDecodeError:
         pass
-    message = f"{status}: {said.get('message') or body[:200].decode(errors='replace')}"
-    kind = _BY_CODE.get(str(said.get("code"))) or _BY_STATUS.get(status, errors.EngineFault)
+    message = f"{status}: {details.get('message') or body[:200].decode(errors='replace')}"
+    kind = _BY_CODE.get(str(details.get("code"))) or _BY_STATUS.get(status, errors.EngineFault)
     if kind is errors.InvalidRequest:
-        return errors.InvalidRequest.of(str(said.get("param") or "request"), message)
+        return errors.InvalidRequest.of(str(details.get("param") or "request"), message)
     if kind is errors.Overloaded:
         return errors.Overloaded(message, _retry_after_s(headers))
     return kind(message)

@@ -205,7 +205,7 @@ def _line(where: str, text: str) -> Arrival:
 def _mooncake(where: str, line: dict[str, Any]) -> Arrival:
     blocks = line.get("hash_ids", [])
     if not isinstance(blocks, list) or not all(type(block) is int and block >= 0 for block in blocks):
-        raise ConfigError(f"{where}: hash_ids: must be a list of whole numbers, none below 0, got {blocks!r}")
+        raise ConfigError(f"{where}: hash_ids: must be a list of whole numbers of at least 0, got {blocks!r}")
     return Arrival(
         _seconds(where, line.get("timestamp")),
         _tokens(where, "input_length", line.get("input_length")),
@@ -247,5 +247,5 @@ def _shown(value: object) -> str:
 def _seconds(where: str, value: object) -> float:
     """Convert a timestamp from milliseconds."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
-        raise ConfigError(f"{where}: timestamp: must be milliseconds, finite and not below 0, got {_shown(value)}")
+        raise ConfigError(f"{where}: timestamp: must be finite milliseconds of at least 0, got {_shown(value)}")
     return value / 1e3

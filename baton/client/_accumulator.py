@@ -28,8 +28,8 @@ class _ChoiceState:
     thoughts: list[Thought] = field(default_factory=list)
 
     def freeze(self) -> Choice:
-        said = ("".join(self.text), tuple(self.tokens), tuple(self.logprobs))
-        return Choice(*said, self.finish_reason, self.matched_stop, tuple(self.thoughts))
+        content = ("".join(self.text), tuple(self.tokens), tuple(self.logprobs))
+        return Choice(*content, self.finish_reason, self.matched_stop, tuple(self.thoughts))
 
 
 class Fold:
@@ -107,20 +107,20 @@ class Fold:
     def _completion(self) -> Completion:
         """Return the whole answer after the end of the stream. Raises EngineFault if it ended early."""
         if self.usage is None or self.timings is None or self.placement is None:
-            raise self._broken("it ended without Completed")
+            raise self._broken("ended without Completed")
         if any(state.finish_reason is None for state in self._choices.values()) or not self._choices:
-            raise self._broken("a choice did not finish")
+            raise self._broken("ended with an unfinished choice")
         choices = tuple(self._choice(index) for index in sorted(self._choices))
         rest = (self.usage, self.timings, self.placement, self.system_fingerprint, self.trace_id, self.trace)
         return Completion(self.request_id, choices, *rest)
 
     def _check_order(self, event: inference.GenerateEvent) -> None:
         if self.usage is not None:
-            raise self._broken("an event came after Completed")
+            raise self._broken("event after Completed")
         if event.seq != self._events:
-            raise self._broken(f"event {event.seq} came where {self._events} was due")
+            raise self._broken(f"received event {event.seq}, expected {self._events}")
         if self._events and event.request_id != self.request_id:
-            raise self._broken(f"an event of request {event.request_id!r} came")
+            raise self._broken(f"received an event of request {event.request_id!r}")
 
     def _count(self, event: inference.GenerateEvent) -> None:
         self.resumed += self._started and not self._events
@@ -132,14 +132,14 @@ class Fold:
         state = self._choices.setdefault(message.choice, _ChoiceState())
         start: int = getattr(message, "from")  # a keyword in Python
         if start != len(state.tokens):
-            raise self._broken(f"token {start} of choice {message.choice} came where {len(state.tokens)} was due")
+            raise self._broken(f"received token {start} of choice {message.choice}, expected {len(state.tokens)}")
         if len(message.logprobs) not in {0, len(message.ids)}:
-            raise self._broken(f"{len(message.ids)} tokens came with {len(message.logprobs)} logprobs")
+            raise self._broken(f"received {len(message.ids)} tokens with {len(message.logprobs)} logprobs")
         logprobs = tuple(convert.token_logprobs_from_pb(entry) for entry in message.logprobs)
         delta = Delta(message.choice, start, tuple(message.ids), self._fresh(state, message), logprobs)
         again = message.text and not delta.text and not delta.tokens
         if state.finish_reason is not None and not again:
-            raise self._broken(f"tokens of choice {message.choice} came after its end")
+            raise self._broken(f"received tokens of choice {message.choice} after its end")
         state.text.append(delta.text)
         state.tail = "" if delta.tokens else state.tail + delta.text
         state.tokens.extend(delta.tokens)
@@ -152,7 +152,7 @@ class Fold:
         first = message.chunk if message.choice else 0
         due = state.thoughts[-1].chunk + 1 if state.thoughts else first
         if message.chunk > due or (message.chunk < due and not self.resumed):
-            raise self._broken(f"thought {message.chunk} of choice {message.choice} came where {due} was due")
+            raise self._broken(f"received thought {message.chunk} of choice {message.choice}, expected {due}")
         if message.chunk < due:
             return None
         state.thoughts.append(Thought(message.chunk, tuple(message.ids), message.text))
@@ -160,11 +160,11 @@ class Fold:
 
     def _fresh(self, state: _ChoiceState, message: inference.Tokens) -> str:
         """Return the text of a message without the part that came before the stream broke."""
-        said = message.text[: len(state.repeated)]
-        if not state.repeated.startswith(said):
-            raise self._broken(f"text of choice {message.choice} came again and was another")
-        state.repeated = state.repeated[len(said) :]
-        return message.text[len(said) :]
+        repeated = message.text[: len(state.repeated)]
+        if not state.repeated.startswith(repeated):
+            raise self._broken(f"repeated text of choice {message.choice} differs")
+        state.repeated = state.repeated[len(repeated) :]
+        return message.text[len(repeated) :]
 
     def _finished(self, message: inference.Finished) -> None:
         state = self._choices.setdefault(message.choice, _ChoiceState())

@@ -45,7 +45,7 @@ def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequ
     if isinstance(prompt, str):
         request.MergeFrom(_field(inference.GenerateRequest, "text", prompt, "prompt."))
     elif isinstance(prompt, bytes | bytearray | memoryview):  # sequences of int, but never of token ids
-        raise TypeError(f"a prompt is text or token ids, not {type(prompt).__name__}")
+        raise TypeError(f"a prompt must be text or token ids, not {type(prompt).__name__}")
     else:
         request.token_ids.MergeFrom(_field(common.TokenIds, "ids", prompt, "prompt.token_"))
         request.token_ids.SetInParent()
@@ -112,7 +112,7 @@ def trusted(read: Callable[[M], T], message: M) -> T:
     try:
         return read(message)
     except InvalidRequest as error:
-        raise EngineFault(f"the server sent a reply that is not valid: {error}") from error
+        raise EngineFault(f"the server sent an invalid reply: {error}") from error
 
 
 def _worker_status(message: admin.WorkerStatus) -> WorkerStatus:
@@ -154,7 +154,7 @@ def _turn(message: Mapping[str, Any]) -> ChatMessage:
     """Return a message in OpenAI's format as ChatMessage."""
     unknown = [name for name, value in message.items() if name not in _TURN and value is not None]
     if unknown:
-        raise TypeError(f"unknown field {unknown[0]!r} of a message; there are {', '.join(_TURN)}")
+        raise TypeError(f"unknown field {unknown[0]!r} of a message; must be one of {', '.join(_TURN)}")
     calls = tuple(call if isinstance(call, ToolCall) else _call(call) for call in message.get("tool_calls") or ())
     content = message.get("content") or "" if calls else message["content"]
     return ChatMessage(message["role"], content, calls, message.get("tool_call_id"))
@@ -173,7 +173,7 @@ def _json(value: object, field: str) -> str:
 
 def _unknown(name: str) -> TypeError:
     near = difflib.get_close_matches(name, Options.__annotations__, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(Options.__annotations__)}"
+    hint = f"did you mean {near[0]!r}?" if near else f"must be one of {', '.join(Options.__annotations__)}"
     return TypeError(f"unknown option {name!r}; {hint}")
 
 
@@ -187,4 +187,4 @@ def _message(kind: type[M], field: str, **values: object) -> M:
         return kind(**values)
     except (TypeError, ValueError) as error:
         # without the value, because it may be a prompt
-        raise InvalidRequest.of(field, f"not a value for this field ({type(error).__name__})") from error
+        raise InvalidRequest.of(field, f"invalid value for this field ({type(error).__name__})") from error

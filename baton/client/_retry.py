@@ -23,9 +23,9 @@ from baton.errors import (
 from baton.rpc.channel import Wire
 
 Tls: TypeAlias = str | Path | bytes | bool | Wire | None
-"""CA certificates (PEM) as a path or as bytes; True: those of the system; None: no TLS.
+"""CA certificates (PEM) as a path or bytes. True means those of the system, None means no TLS.
 
-A folder as `baton certs` leaves it, or a `Wire`: a certificate of the cluster's own is shown too, for `cluster`.
+A folder of `baton certs`, or a `Wire`, also has the cluster's own certificate, which `cluster` needs.
 """
 
 RETRY_BASE_S = 0.25
@@ -114,14 +114,14 @@ class ClientBase:
 
     def _admin_target(self) -> str:
         if self._admin is None:
-            raise ConfigError("admin: not known; make the client with admin='host:port' to see the cluster")
+            raise ConfigError("admin: not set; create the client with admin='host:port' to see the cluster")
         return self._admin
 
 
 def _targets(target: str) -> tuple[str, ...]:
     targets = (target,) if target.startswith(_LISTS) else tuple(part.strip() for part in target.split(","))
     if not all(targets):
-        raise ConfigError(f"target: must be host:port, or several with commas between them, got {target!r}")
+        raise ConfigError(f"target: must be host:port, or several separated by commas, got {target!r}")
     return targets
 
 
@@ -141,10 +141,10 @@ def _credentials(tls: Tls) -> grpc.ChannelCredentials | None:
 
 
 RESUMABLE = "baton-resumable"
-"""Initial metadata of a stream: "1" when `Resume` can go on with it."""
+"""Key in a stream's initial metadata; "1" means that `Resume` can continue the stream."""
 
 RESUMABLE_S = 30.0
-"""For how long a stream goes on without a router, unless its caller says otherwise: time to find another one."""
+"""Default time in seconds that a stream outlives its router, in which the client finds another one."""
 
 REFUSALS = (Unsupported, UnknownModel, InvalidRequest)  # from a router that cannot resume, or not this request
 

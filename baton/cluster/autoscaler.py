@@ -206,7 +206,7 @@ class Autoscaler:
         there = Counter(worker.role for worker in workers)
         if not routers:
             self._pools = {role: _Pool() for role in Role}
-            return None, "no router says what it sees: nothing is decided"
+            return None, "no router reports its load, so no decision is made"
         pressures = self._pressures.look(routers, there, now)
         seen = "; ".join(f"{role} {there[role]}: {pressures[role]}" for role in Role if plan.of(role) or there[role])
         if why := self._changing(plan, there, last, now):
@@ -258,7 +258,7 @@ class Autoscaler:
             if turned := self._spared(other, plan, pressures[other], goal - count):
                 sizes |= {role: count + turned, other: plan.of(other) - turned}
                 left = f"{other} with {sizes[other]} is then at {pressures[other].with_only(sizes[other]):.0%}"
-                why.append(f"{turned} {other} to be {role} ({count} to {sizes[role]}): {text}; {left} of its limits")
+                why.append(f"{turned} {other} to {role} ({count} to {sizes[role]}): {text}; {left} of its limits")
             else:
                 sizes[role] = goal
                 why.append(f"{role} {count} to {goal}: {text}")
@@ -273,7 +273,7 @@ class Autoscaler:
             fewest = max(least, (count + 1) // 2)
             sizes[role] = next(n for n in range(fewest, count) if pressures[role].with_only(n) < _ENOUGH)
             left = f"with {sizes[role]} at {pressures[role].with_only(sizes[role]):.0%} of its limits"
-            why.append(f"{role} {count} to {sizes[role]}: {left}, fewer would have been enough for {after_s:g} s")
+            why.append(f"{role} {count} to {sizes[role]}: {left}, spare workers for {after_s:g} s")
         return _following(plan, sizes, "; ".join(why)) if sizes else None
 
     def _pressed(self) -> list[Role]:
@@ -292,16 +292,16 @@ class Autoscaler:
         return next(able, 0)
 
     def _outlook(self, plan: PoolSizes, pressures: Mapping[Role, PoolLoad]) -> str:
-        said = []
+        parts = []
         for role, (_, most) in self._bounds.items():
             pool, after, text = self._pools[role], self._scaling, pressures[role].worst.text
             if pool.over_s and plan.of(role) >= most:
-                said.append(f"{role} has too much to do ({text}) and its most workers, {most}")
+                parts.append(f"{role} is overloaded ({text}) at its maximum of {most} workers")
             elif pool.over_s:
-                said.append(f"{role} has too much to do for {pool.over_s:.0f} s of {after.up_after_s:g} s ({text})")
+                parts.append(f"{role} is overloaded for {pool.over_s:.0f} s of {after.up_after_s:g} s ({text})")
             elif pool.enough_s:
-                said.append(f"fewer {role} workers are enough for {pool.enough_s:.0f} s of {after.down_after_s:g} s")
-        return "; ".join(said) or "steady"
+                parts.append(f"{role} has spare workers for {pool.enough_s:.0f} s of {after.down_after_s:g} s")
+        return "; ".join(parts) or "steady"
 
 
 def _following(plan: PoolSizes, sizes: Mapping[Role, int], reason: str) -> PoolSizes:

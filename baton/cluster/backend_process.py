@@ -132,7 +132,7 @@ class Child:
         self.ready = json.loads(line)
         return self.ready
 
-    def says_ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Return whether the child has reported readiness. Does not wait."""
         if self._ready_fd is not None and select.select([self._ready_fd], [], [], 0)[0]:
             line = os.read(self._ready_fd, 4096)  # one write, or nothing if the child ended
@@ -294,7 +294,7 @@ class ProcessPlacement:
     def _look(self, worker_id: str, child: Child) -> Seen:
         if worker_id not in self._ended:
             if (pid := child.pid) is not None:
-                return Seen("ready" if child.says_ready() else "starting", pid)
+                return Seen("ready" if child.is_ready() else "starting", pid)
             self._ended[worker_id] = Seen("ended", error=child.failure())
         return self._ended[worker_id]
 

@@ -66,7 +66,7 @@ def connect(address: str, cluster: str) -> Any:
     try:
         return _init(address, namespace=namespace(cluster))
     except ConnectionError as error:
-        raise NoWorker(f"ray.address: no use of the Ray at {address!r}: {error}") from error
+        raise NoWorker(f"ray.address: cannot use Ray at {address!r}: {error}") from error
 
 
 def _init(address: str, **options: Any) -> Any:
@@ -274,7 +274,7 @@ class RayPlacement:
     def _take(self, worker_id: str, worker: _Worker, answer: Any) -> None:
         errors = self._ray.exceptions
         try:
-            said = self._ray.get(answer)
+            answered = self._ray.get(answer)
         except (errors.ActorDiedError, errors.RayTaskError) as error:
             self._end(worker_id, worker)  # after a RayTaskError the process still lives
             worker.ended = self._why_ended(worker_id, error)
@@ -282,7 +282,7 @@ class RayPlacement:
             log.warning("actor_does_not_answer", worker=worker_id, error=type(error).__name__)
         else:
             if worker.pid is None:
-                worker.pid, worker.unplaced, worker.asked_at = int(said), None, -ASK_S
+                worker.pid, worker.unplaced, worker.asked_at = int(answered), None, -ASK_S
             else:
                 worker.ready = True
 
@@ -294,7 +294,7 @@ class RayPlacement:
             entry = self._ray.util.placement_group_table(group)
             if entry["state"] != "CREATED":
                 wanted = f"{entry['bundles'][0]} and the labels {self._labels(worker.role)}"
-                return NoWorker(f"{worker_id} waits for a node of the Ray with {wanted}"[:LONGEST])
+                return NoWorker(f"{worker_id} waits for a Ray node with {wanted}"[:LONGEST])
         return None
 
     def _why_ended(self, worker_id: str, error: Exception) -> BatonError:
@@ -302,8 +302,8 @@ class RayPlacement:
         if isinstance(cause, BatonError):
             return cause
         words = str(error).strip().splitlines() or [""]
-        said = f"\n{tail(self._place.logs / f'{worker_id}.log')}" if self._place.logs else f" {words[-1][:LONGEST]}"
-        return StartError(f"{worker_id} ended ({type(cause).__name__}):{said}")
+        details = f"\n{tail(self._place.logs / f'{worker_id}.log')}" if self._place.logs else f" {words[-1][:LONGEST]}"
+        return StartError(f"{worker_id} ended ({type(cause).__name__}):{details}")
 
     def kill(self, worker_id: str) -> None:
         worker = self._workers[worker_id]

@@ -43,20 +43,20 @@ class Controller:
         config: ClusterConfig,
         placement: Placement,
         ledger: Ledger,
-        board: ControlState,
+        control_state: ControlState,
         clock: Clock,
         autoscaler: Autoscaler | None = None,
     ) -> None:
         self.plan = PoolSizes(prefill=config.prefill.replicas, decode=config.decode.replicas)
         self._placement = placement
         self._ledger = ledger
-        self._board = board
+        self._control_state = control_state
         self._clock = clock
         self._autoscaler = autoscaler
         self._scaling = config.scaling
-        self._patience_s = config.ledger.lease_s / 2
+        self._lease_grace_s = config.ledger.lease_s / 2
         self._journal = DecisionLog(clock)
-        self._keeper = WorkerSupervisor(placement, self._journal, self._patience_s, config.scaling.drain_s)
+        self._keeper = WorkerSupervisor(placement, self._journal, self._lease_grace_s, config.scaling.drain_s)
         self._units = self._keeper.units
         pools = {(pool.tensor_parallel, pool.device) for pool in (config.prefill, config.decode)}
         self._turns = config.scaling.turn and len(pools) == 1
@@ -78,30 +78,32 @@ class Controller:
 
     async def begin(self) -> None:
         """Take over the workers of an earlier controller, or begin with the cluster file's plan. Raises LedgerError."""
-        found, last, said = self._placement.found(), await self._board.control(), await self._board.plan()
+        found, last = self._placement.found(), await self._control_state.control()
+        stored = await self._control_state.plan()
         live = {info.ref.worker_id: info for info in await self._ledger.workers()}
         if last is not None:
             self._journal.decisions.extend(last.decisions)
-        self._begin_plan(said, taken_over=bool(found) or last is not None)
+        self._begin_plan(stored, taken_over=bool(found) or last is not None)
         slots = {slot.worker_id: slot for slot in last.slots} if last is not None else {}
         self._ordered.update(slots)
         for worker_id, role in found.items():
             self._take_over(worker_id, live[worker_id].role if worker_id in live else role, slots.get(worker_id))
         if found:
             self._be_calm()
-            self._journal.say("plan", f"took over {len(found)} workers that an earlier controller started")
+            self._journal.record("plan", f"took over {len(found)} workers of an earlier controller")
 
-    def _begin_plan(self, said: PoolSizes | None, *, taken_over: bool) -> None:
+    def _begin_plan(self, stored: PoolSizes | None, *, taken_over: bool) -> None:
         """Choose the first plan: the cluster file's, unless a running cluster was given another one by other means."""
         plan = self.plan
-        kept = taken_over and said is not None and said.by != "file" and (said.prefill > 0) == (plan.prefill > 0)
-        if said is None:
-            plan = plan.model_copy(update={"reason": "the cluster file says so"})
-        elif kept or (said.prefill, said.decode) == (plan.prefill, plan.decode):
-            plan = said
+        kept = taken_over and stored is not None and stored.by != "file" and (stored.prefill > 0) == (plan.prefill > 0)
+        if stored is None:
+            plan = plan.model_copy(update={"reason": "set by the cluster file"})
+        elif kept or (stored.prefill, stored.decode) == (plan.prefill, plan.decode):
+            plan = stored
         else:
-            reason = "the cluster file says other than the plan before"
-            plan = plan.model_copy(update={"number": said.number + 1, "generation": said.generation, "reason": reason})
+            reason = "the cluster file differs from the plan before"
+            facts = {"number": stored.number + 1, "generation": stored.generation, "reason": reason}
+            plan = plan.model_copy(update=facts)
         self._follow(plan)
 
     def _take_over(self, worker_id: str, role: Role, slot: WorkerSlot | None) -> None:
@@ -121,7 +123,7 @@ class Controller:
             self._keeper.tend(self.plan.generation, now, calm=calm)
             if not calm:
                 self._change(now)
-            await self._say_orders()
+            await self._put_orders()
             await self._scale(now)
             await self._report()
             self._away = False
@@ -145,15 +147,15 @@ class Controller:
 
     async def end(self) -> None:
         """Remove this controller's report from the control state. Raises LedgerError."""
-        await self._board.drop_control()
+        await self._control_state.drop_control()
 
     def _be_calm(self) -> None:
         """Suspend kills for missing leases: Redis was away or lost its data, so workers must register again first."""
         now = self._clock.monotonic()
-        self._calm_until = now + self._lease_s + self._patience_s
+        self._calm_until = now + self._lease_s + self._lease_grace_s
         for unit in self._units.values():
             unit.missing_since = None
-            unit.told_at = None if unit.told_at is None else now
+            unit.ordered_at = None if unit.ordered_at is None else now
 
     async def _look(self, now: float) -> None:
         """Read processes, leases and the plan. Processes come first: a lease seen after a ready process is its own."""
@@ -163,16 +165,16 @@ class Controller:
             unit.look(seen.get(worker_id), live.get(worker_id), now)
         if all(unit.info is not None for unit in self._units.values() if unit.seen and unit.seen.state == "ready"):
             self._calm_until = 0.0
-        said = await self._board.plan()
-        if said is None or said.number < self.plan.number:
-            await self._board.put_plan(self.plan)
-        elif said != self.plan:
-            self._follow(said)
+        stored = await self._control_state.plan()
+        if stored is None or stored.number < self.plan.number:
+            await self._control_state.put_plan(self.plan)
+        elif stored != self.plan:
+            self._follow(stored)
 
     def _follow(self, plan: PoolSizes) -> None:
         self.plan = plan
         sizes = sizes_text(plan.prefill, plan.decode)
-        self._journal.say("plan", f"{sizes}, generation {plan.generation}: {plan.reason or plan.by}")
+        self._journal.record("plan", f"{sizes}, generation {plan.generation}: {plan.reason or plan.by}")
         self._keeper.retry(self._units.values(), self._clock.monotonic())
 
     def _change(self, now: float) -> None:
@@ -183,32 +185,32 @@ class Controller:
                 started.append((step.reason, self._start(step, now)))
             elif step.kind == "turn":
                 step.unit.change_role(step.role, now)
-                self._journal.say("turn", f"{step.unit.worker_id} becomes {step.role.value}: {step.reason}")
+                self._journal.record("turn", f"{step.unit.worker_id} becomes {step.role.value}: {step.reason}")
             else:
                 self._keeper.leave(step.unit, step.reason, now)
         for reason, group in groupby(started, key=lambda one: one[0]):
-            self._journal.say("start", f"{', '.join(worker_id for _, worker_id in group)}: {reason}")
+            self._journal.record("start", f"{', '.join(worker_id for _, worker_id in group)}: {reason}")
 
     def _start(self, step: Step, now: float) -> str:
         worker_id = free_id(step.role, self._units)
         self._keeper.start(WorkerState(worker_id, step.role, self.plan.generation), now)
         return worker_id
 
-    async def _say_orders(self) -> None:
+    async def _put_orders(self) -> None:
         """Write pending commands to the control state, again if the store lost them, and remove obsolete ones."""
         now = self._clock.monotonic()
         for worker_id, unit in self._units.items():
-            known = await self._board.order(unit.info.ref) if unit.info is not None else None
+            known = await self._control_state.order(unit.info.ref) if unit.info is not None else None
             unit.obey(known, now)
             order = unit.order(self._scaling.drain_s)
             if known is not None or order is not None:
                 self._ordered.add(worker_id)
             if order is not None and (known is None or known != order):
-                await self._board.put_order(worker_id, order)
+                await self._control_state.put_order(worker_id, order)
         for worker_id in list(self._ordered):
             ordered = self._units.get(worker_id)
             if ordered is None or not (ordered.unwanted or ordered.order(self._scaling.drain_s)):
-                await self._board.drop_order(worker_id)
+                await self._control_state.drop_order(worker_id)
                 self._ordered.discard(worker_id)
 
     async def _scale(self, now: float) -> None:
@@ -217,11 +219,11 @@ class Controller:
             return
         self._looked_at = now
         live = [unit.info for unit in self._units.values() if unit.info is not None]
-        wanted, self._outlook = self._autoscaler.look(self.plan, await self._board.routers(), live, now)
+        wanted, self._outlook = self._autoscaler.look(self.plan, await self._control_state.routers(), live, now)
         if wanted is None or not self._settled:
             return
         plan = wanted.model_copy(update={"number": self.plan.number + 1, "by": "autoscaler"})
-        if await self._board.put_plan(plan):
+        if await self._control_state.put_plan(plan):
             self._follow(plan)
 
     @property
@@ -241,5 +243,5 @@ class Controller:
             outlook=self._outlook,
         )
         if last is None or at - last.at >= REPORT_S or report != last.model_copy(update={"at": at}):
-            await self._board.put_control(report, REPORT_LEASE_S)
+            await self._control_state.put_control(report, REPORT_LEASE_S)
             self._reported = report

@@ -35,8 +35,8 @@ class LocalControl:
     async def _begin(self, redis_url: str) -> None:
         config, clock = self._config, SystemClock()
         self._ledger = await Ledger.connect(redis_url, f"baton:{config.name}", config.ledger.lease_s, clock)
-        board = ControlState(self._ledger.connection)
-        controller = Controller(config, self._placement, self._ledger, board, clock, Autoscaler(config))
+        control_state = ControlState(self._ledger.connection)
+        controller = Controller(config, self._placement, self._ledger, control_state, clock, Autoscaler(config))
         await controller.begin()
         await controller.poll()
         self._controller = controller

@@ -214,29 +214,29 @@ def ensure(
     is replaced; its workers stay. Raises StartError. Raises Cancelled on `stop`, so that none is created during a stop.
     """
     clock = clock or SystemClock()
-    told = config.model_copy(update={"router": RouterConfig()}).model_dump_json()  # the router's ports may change
+    settings = config.model_copy(update={"router": RouterConfig()}).model_dump_json()  # the router's ports may change
     began = asked = clock.monotonic()
     controller = None
     while True:
         stop.check()
         error = None
         if controller is None:  # keep the handle: an actor that is not detached ends with its creator's
-            controller = _found_or_made(ray, config, told, parts, detached=detached)
+            controller = _found_or_made(ray, config, settings, parts, detached=detached)
         try:
-            if ray.get(controller.serves.remote(told), timeout=ANSWER_S):
+            if ray.get(controller.serves.remote(settings), timeout=ANSWER_S):
                 return controller
         except ray.exceptions.RayError as raised:  # it is starting, ending or frozen
             error = raised
         now, died = clock.monotonic(), isinstance(error, ray.exceptions.ActorDiedError)
         if now - began > ENSURE_S:
-            raise StartError(f"the controller does not start: {type(error).__name__}: {str(error).strip()[-LONGEST:]}")
+            raise StartError(f"the controller did not start: {type(error).__name__}: {str(error).strip()[-LONGEST:]}")
         if died or error is None or now - asked > LOST_S:
             ray.kill(controller, no_restart=True)
             controller, asked = None, now
         time.sleep(POLL_S)
 
 
-def _found_or_made(ray: Any, config: ClusterConfig, told: str, parts: Parts, *, detached: bool) -> Any:
+def _found_or_made(ray: Any, config: ClusterConfig, settings: str, parts: Parts, *, detached: bool) -> Any:
     with suppress(ValueError):
         return ray.get_actor(ACTOR, namespace=namespace(config.name))
     _end_former(ray, config)
@@ -251,7 +251,7 @@ def _found_or_made(ray: Any, config: ClusterConfig, told: str, parts: Parts, *, 
         "num_cpus": 0,
         "resources": HEAD,
     }
-    return ray.remote(ControllerActor).options(**options).remote(told, parts, detached)
+    return ray.remote(ControllerActor).options(**options).remote(settings, parts, detached)
 
 
 def _end_former(ray: Any, config: ClusterConfig) -> None:
@@ -265,20 +265,20 @@ def follow(
     ray: Any, controller: Any, stop: Stop, ready: Callable[[ControlState], None], clock: Clock | None = None
 ) -> None:
     """Watch the controller until `stop`; call `ready` once. Raises start errors before that, NoWorker if it is lost."""
-    clock, told = clock or SystemClock(), False
+    clock, reported = clock or SystemClock(), False
     answered_at = clock.monotonic()
-    while not stop.drain.wait(WATCH_S if told else POLL_S):
+    while not stop.drain.wait(WATCH_S if reported else POLL_S):
         try:
             state = ray.get(controller.state.remote(), timeout=ANSWER_S)
         except ray.exceptions.RayError as error:
             if clock.monotonic() - answered_at > LOST_S:
-                raise NoWorker(f"the controller in the Ray does not answer: {type(error).__name__}") from None
+                raise NoWorker(f"the controller in Ray does not answer: {type(error).__name__}") from None
             continue
         answered_at = clock.monotonic()
-        if not told and state.error is not None:
+        if not reported and state.error is not None:
             raise state.error
-        if not told and state.ready:
-            told = True
+        if not reported and state.ready:
+            reported = True
             ready(state)
 
 
@@ -304,10 +304,8 @@ def check_ledger(url: str, hosts: Sequence[str]) -> None:
     elsewhere = sorted(host for host in hosts if host not in here and not _is_loopback(host))
     local = url == "embedded" or url.startswith("unix:") or _is_loopback(urlsplit(url).hostname or "localhost")
     if elsewhere and local:
-        text = f"only this machine reaches it, and the Ray has nodes at {', '.join(elsewhere[:4])}"
-        raise ConfigError(
-            f"redis.url: {text}; say the URL of a Redis that all of them reach, such as redis://HOST:6379"
-        )
+        text = f"only this machine reaches it, but Ray has nodes at {', '.join(elsewhere[:4])}"
+        raise ConfigError(f"redis.url: {text}; must be a Redis that all nodes reach, such as redis://HOST:6379")
 
 
 def _is_loopback(host: str) -> bool:

@@ -172,16 +172,16 @@ class Supervisor:
     def _state(self) -> ClusterState:
         ready = self._router.ready
         told = ready.get("told")
-        said = told if isinstance(told, dict) else ready
+        addresses = told if isinstance(told, dict) else ready
         return ClusterState(
             name=self._config.name,
             supervisor=ProcessId.of(os.getpid()),
-            grpc=str(said.get("grpc", "")),
-            admin=str(said.get("admin", "")),
-            metrics=str(said.get("metrics", "")),
+            grpc=str(addresses.get("grpc", "")),
+            admin=str(addresses.get("admin", "")),
+            metrics=str(addresses.get("metrics", "")),
             redis_url=self._redis_url,
             ray=self._config.ray.address,
             processes=self._processes(),
-            http=str(said.get("http", "")),
+            http=str(addresses.get("http", "")),
             admins=[str(router.ready.get("admin", "")) for router in self._routers],
         )

@@ -27,7 +27,7 @@ class WorkerState:
     note: str = ""
     unwanted: bool = False  # an operator wants it replaced
     leaving: bool = False  # it drains or is being ended, and will not be restarted
-    told_at: float | None = None  # when its pending command was given
+    ordered_at: float | None = None  # when its pending command was given
     born: float = 0.0
     in_a_row: int = 0
     retry_at: float | None = None  # it has ended, and is restarted at that time
@@ -42,7 +42,7 @@ class WorkerState:
             return "draining"
         if self.retry_at is not None:
             return "failed" if self.in_a_row > MAX_IN_A_ROW else "starting"
-        if self.told_at is not None:
+        if self.ordered_at is not None:
             return "turning"
         return "ready" if self.info is not None else "starting"
 
@@ -70,7 +70,7 @@ class WorkerState:
             return
         if not self.leaving:
             turned = self.info.role is self.role
-            self.told_at = None if turned else now if self.told_at is None else self.told_at
+            self.ordered_at = None if turned else now if self.ordered_at is None else self.ordered_at
             self.note = ""
         self.missing_since = None
 
@@ -83,17 +83,17 @@ class WorkerState:
         if order is None or self.info is None or self.leaving:
             return
         if order.wish:
-            self.unwanted, self.note = True, "is to be replaced"
+            self.unwanted, self.note = True, "will be replaced"
         elif order.drain:
             self.leave(now)
         elif order.role is not self.role and order.role is not self.info.role:
             self.change_role(order.role, now)
 
     def leave(self, now: float) -> None:
-        self.leaving, self.told_at, self.note = True, now, ""
+        self.leaving, self.ordered_at, self.note = True, now, ""
 
     def change_role(self, role: Role, now: float) -> None:
-        self.role, self.told_at = role, now
+        self.role, self.ordered_at = role, now
 
     def order(self, grace_s: float) -> WorkerCommand | None:
         """Return the command that its live incarnation needs, or None."""
@@ -126,16 +126,16 @@ def reconcile_step(units: Sequence[WorkerState], plan: PoolSizes, now: float, *,
         if turns and over[other] > 0:
             spare = _spare(kept[other], plan, other, now)
             if spare is not None and spare.state == "ready":
-                return Step("turn", f"{other.value} has one too many, {role.value} one too few", role, spare)
+                return Step("turn", f"{other.value} has a surplus worker, {role.value} lacks one", role, spare)
             if spare is None and any(unit.state in {"starting", "turning"} for unit in kept[other]):
                 continue  # until one may change its role
-        return Step("start", f"{plan.of(role)} {role.value} workers are planned", role)
+        return Step("start", f"planned {role.value} workers: {plan.of(role)}", role)
     for role in Role:
         if over[role] > 0 and (spare := _spare(kept[role], plan, role, now)) is not None:
-            reason = f"generation {plan.generation} takes its place"
+            reason = f"replaced by generation {plan.generation}"
             if not spare.old(plan):
-                reason = f"{plan.of(role)} are planned"
-            return Step("leave", "an operator wants it drained" if spare.unwanted else reason, role, spare)
+                reason = f"planned workers: {plan.of(role)}"
+            return Step("leave", "drained by an operator" if spare.unwanted else reason, role, spare)
     return _successor(units, kept, plan)
 
 
@@ -146,7 +146,7 @@ def _successor(units: Sequence[WorkerState], kept: dict[Role, list[WorkerState]]
     for role in Role:
         old = next((unit for unit in kept[role] if unit.old(plan)), None)
         if old is not None and len(kept[role]) == plan.of(role):
-            why = "an operator wants drained" if old.unwanted else f"is of generation {old.generation}"
+            why = "an operator drains" if old.unwanted else f"is of generation {old.generation}"
             return Step("start", f"to replace {old.worker_id}, which {why}", role)
     return None
 

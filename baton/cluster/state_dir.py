@@ -107,8 +107,8 @@ class StateFolder:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.close()
-            text = f"a cluster named {self.name!r} is running; `baton down --name {self.name}` ends it"
-            raise ConfigError(f"name: {text}, another name starts a second one") from None
+            text = f"a cluster named {self.name!r} is running; `baton down --name {self.name}` stops it"
+            raise ConfigError(f"name: {text}, or use another name for a second cluster") from None
         self._lock = lock
         self._clear()
 

@@ -30,7 +30,7 @@ class DecisionLog:
         self._clock = clock
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS)
 
-    def say(self, kind: Kind, text: str) -> None:
+    def record(self, kind: Kind, text: str) -> None:
         write = log.warning if kind in {"replace", "give_up"} else log.info
         write("decision", kind=kind, text=text)
         self.decisions.append(Decision(at=self._clock.wall(), kind=kind, text=text[:MAX_TEXT]))
@@ -39,17 +39,17 @@ class DecisionLog:
 class WorkerSupervisor:
     """Supervises all worker processes of one cluster. It changes their roles and number only on request."""
 
-    def __init__(self, placement: Placement, journal: DecisionLog, patience_s: float, drain_s: float) -> None:
-        """`patience_s` is the time a worker without a lease has to register again before it counts as frozen."""
+    def __init__(self, placement: Placement, journal: DecisionLog, lease_grace_s: float, drain_s: float) -> None:
+        """`lease_grace_s` is the time a worker without a lease has to register again before it counts as frozen."""
         self.units: dict[str, WorkerState] = {}
         self._placement = placement
         self._journal = journal
-        self._patience_s = patience_s
+        self._lease_grace_s = lease_grace_s
         self._drain_s = drain_s
 
     def start(self, unit: WorkerState, now: float) -> None:
         """Begin to start the worker's process. It must have none."""
-        unit.born, unit.retry_at, unit.told_at, unit.missing_since, unit.killed = now, None, None, None, False
+        unit.born, unit.retry_at, unit.ordered_at, unit.missing_since, unit.killed = now, None, None, None, False
         unit.seen, unit.info, unit.unwanted = None, None, False
         self.units[unit.worker_id] = unit
         self._placement.start(unit.worker_id, unit.role)
@@ -58,7 +58,7 @@ class WorkerSupervisor:
         """Drain a ready worker. One that is not ready holds no requests and is killed immediately."""
         drains = unit.state == "ready"
         unit.leave(now)
-        self._journal.say("drain" if drains else "end", f"{unit.worker_id}: {reason}")
+        self._journal.record("drain" if drains else "end", f"{unit.worker_id}: {reason}")
         if not drains:
             self._placement.kill(unit.worker_id)
 
@@ -69,7 +69,7 @@ class WorkerSupervisor:
                 self._ended(unit, generation, now)
             elif not (calm or unit.killed) and (reason := self._overdue(unit, now)):
                 unit.killed, unit.note = True, reason
-                self._journal.say("replace", f"{unit.worker_id} {reason}; its process is killed")
+                self._journal.record("replace", f"{unit.worker_id} {reason}; killing its process")
                 self._placement.kill(unit.worker_id)
 
     def retry(self, units: Iterable[WorkerState], now: float) -> None:
@@ -82,7 +82,7 @@ class WorkerSupervisor:
         if unit.leaving:
             self._placement.forget(unit.worker_id)
             del self.units[unit.worker_id]
-            self._journal.say("end", f"{unit.worker_id} has ended")
+            self._journal.record("end", f"{unit.worker_id} has ended")
         elif unit.retry_at is None:
             self._died(unit, now)
         elif now >= unit.retry_at:
@@ -99,21 +99,21 @@ class WorkerSupervisor:
         pause = PAUSE_S if hopeless else BACKOFF_S[min(unit.in_a_row, len(BACKOFF_S)) - 1]
         unit.retry_at, unit.note = now + pause, why[:MAX_TEXT]
         if unit.in_a_row == MAX_IN_A_ROW + 1:
-            self._journal.say("give_up", f"{unit.worker_id} died {unit.in_a_row} times in a row: {why}")
+            self._journal.record("give_up", f"{unit.worker_id} died {unit.in_a_row} times in a row: {why}")
         elif not hopeless and not unit.killed:
-            self._journal.say("replace", f"{unit.worker_id}, started again in {pause:g} s: {why}")
+            self._journal.record("replace", f"{unit.worker_id}, restart in {pause:g} s: {why}")
 
     def _overdue(self, unit: WorkerState, now: float) -> str:
         """Return why the worker counts as frozen, or an empty string."""
         assert unit.seen is not None
-        if unit.told_at is not None:
-            what = "drain" if unit.leaving else "turn"
+        if unit.ordered_at is not None:
+            what = "drain" if unit.leaving else "change its role"
             limit = self._drain_s + OVERTIME_S
-            return f"did not {what} within {limit:g} s" if now - unit.told_at > limit else ""
+            return f"did not {what} within {limit:g} s" if now - unit.ordered_at > limit else ""
         if unit.seen.state == "starting":
             return f"was silent for {START_TIMEOUT_S:g} s" if now - unit.born > START_TIMEOUT_S else ""
         if unit.info is None:
             unit.missing_since = now if unit.missing_since is None else unit.missing_since
-            if now - unit.missing_since > self._patience_s:
-                return f"has had no lease for {self._patience_s:g} s"
+            if now - unit.missing_since > self._lease_grace_s:
+                return f"has had no lease for {self._lease_grace_s:g} s"
         return ""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from baton.core import Role
 from baton.engine.determinism.shapes import FixedShapes
-from baton.network import kv_host, told_host
+from baton.network import kv_host, reachable_host
 from kvtransfer.handoff import TransferSettings
 
 if TYPE_CHECKING:
@@ -113,9 +113,9 @@ def from_config(config: ClusterConfig, role: Role, worker_id: str, begins: Role 
 def located(settings: WorkerSettings) -> WorkerSettings:
     """Return settings with the addresses on this host: the advertised one, and the one for KV. Raises ConfigError."""
     listen, interface, key = settings.listen, settings.interface, f"{settings.role.value}.interface"
-    told = told_host(listen, settings.advertise, interface, settings.redis_url, key)
-    bind_host = kv_host(listen, told, interface, key)
-    return replace(settings, advertise=told, transfer=replace(settings.transfer, bind_host=bind_host))
+    advertised = reachable_host(listen, settings.advertise, interface, settings.redis_url, key)
+    bind_host = kv_host(listen, advertised, interface, key)
+    return replace(settings, advertise=advertised, transfer=replace(settings.transfer, bind_host=bind_host))
 
 
 def shapes_of(config: ClusterConfig, max_running: int) -> FixedShapes:

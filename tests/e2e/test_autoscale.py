@@ -38,4 +38,4 @@ def test_pools_follow_the_load_and_say_why(home):
         eventually(lambda: sizes(cluster) == ((1, 1), (1, 1)), within_s=60, every_s=0.3)
         shown = home.baton("status", "--name", cluster.name, check=True).stdout
         assert "autoscaler: prefill 1: " in shown
-        assert "fewer would have been enough for 2 s" in shown
+        assert "spare workers for 2 s" in shown

@@ -136,7 +136,7 @@ async def test_a_stream_that_ends_early_is_a_fault(world: World):
 
 async def test_a_token_seen_twice_is_a_fault_and_cancels(world: World):
     world.server.scripts = [repeat_a_token]
-    await failing(world, errors.EngineFault, "token 0 of choice 0 came where 1 was due")
+    await failing(world, errors.EngineFault, "received token 0 of choice 0, expected 1")
     await soon(world.server.cancelled.wait())
 
 

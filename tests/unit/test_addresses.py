@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from baton.errors import ConfigError
-from baton.network import called, interface_address, kv_host, told_host
+from baton.network import called, interface_address, kv_host, reachable_host
 
 V4, V6 = socket.AF_INET, socket.AF_INET6
 INTERFACES = {
@@ -70,7 +70,7 @@ def network(monkeypatch):
     ],
 )
 def test_what_others_are_told(listen, advertise, interface, redis, told):
-    assert told_host(listen, advertise, interface, redis, KEY) == told
+    assert reachable_host(listen, advertise, interface, redis, KEY) == told
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_where_kv_goes(listen, told, interface, host):
 
 
 def test_an_interface_that_is_not_there_names_the_key_and_those_that_are():
-    with pytest.raises(ConfigError, match=r"^decode\.interface: .*'eth9', it has down0, eth0, ib0, lo$"):
+    with pytest.raises(ConfigError, match=r"^decode\.interface: .*'eth9'; it has down0, eth0, ib0, lo$"):
         interface_address("eth9", KEY)
 
 

@@ -143,7 +143,7 @@ def test_folders_are_themselves_and_other_names_are_refused(tmp_path):
     assert model_folder(tmp_path) == tmp_path
     assert pinned(str(tmp_path), tmp_path) == str(tmp_path)
     (tmp_path / "model.gguf").touch()
-    with pytest.raises(CheckpointError, match=r"model\.gguf is a file: GGUF is not supported; name a folder"):
+    with pytest.raises(CheckpointError, match=r"model\.gguf is a file: GGUF is not supported; must be a folder"):
         model_folder(tmp_path / "model.gguf")
     with pytest.raises(CheckpointError, match=r"model\.path: hf:tiny must be hf:org/name"):
         model_folder("hf:tiny")

@@ -102,7 +102,7 @@ def test_lengths_that_the_model_cannot_have_are_refused_at_once_or_cut():
 @pytest.mark.parametrize("clip", [False, True])
 def test_prompts_that_are_written_out_are_checked_and_never_cut(tmp_path: Path, clip: bool):
     file = written(tmp_path, json.dumps({"prompt": [1] * 60, "max_tokens": 5}))
-    with pytest.raises(InvalidRequest, match=r"1 of 1 requests .* written out \(1 of these\) stay as they are"):
+    with pytest.raises(InvalidRequest, match=r"1 of 1 requests .* text or token ids \(1 of these\) are never cut"):
         asks(trace=file, clip=clip)
     file.write_text(json.dumps({"prompt": [1] * 60, "max_tokens": 4}) + '\n{"prompt": "the server knows its length"}')
     assert [ask.clipped for ask in asks(trace=file, clip=clip)] == [False, False]
@@ -120,7 +120,7 @@ def test_which_token_ids_are_drawn():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"rate": 1, "concurrency": 2}, "--concurrency: of a closed loop; --max-in-flight bounds an open one"),
+        ({"rate": 1, "concurrency": 2}, "--concurrency: for a closed loop only; --max-in-flight limits an open one"),
         ({"arrivals": "trace"}, "--arrivals trace: needs --trace"),
         ({"arrivals": "poisson"}, "--arrivals poisson: needs --rate"),
         ({"speed": 2}, "--speed: needs --arrivals trace"),
@@ -135,15 +135,15 @@ def test_options_that_contradict_each_other(options: dict[str, Any], says: str):
 
 
 def test_times_that_a_trace_does_not_have(tmp_path: Path, mooncake: Path):
-    with pytest.raises(ConfigError, match=r"--speed: needs .* no --rate"):
+    with pytest.raises(ConfigError, match=r"--speed: needs .* without --rate"):
         asks(trace=mooncake, arrivals="trace", rate=1, speed=2)
     file = written(tmp_path, '{"prompt": "a"}\n')
-    with pytest.raises(ConfigError, match="does not say when its requests came"):
+    with pytest.raises(ConfigError, match="has no timestamps"):
         asks(trace=file, arrivals="trace")
     file.write_text(MOONCAKE % (3, 1024, [0, 1]) * 2)
-    with pytest.raises(ConfigError, match=r"--rate: all requests of .* come at once"):
+    with pytest.raises(ConfigError, match=r"--rate: all requests of .* have the same timestamp"):
         asks(trace=file, arrivals="trace", rate=1)
-    with pytest.raises(ConfigError, match=r"--duration: all requests of .* come at once"):
+    with pytest.raises(ConfigError, match=r"--duration: all requests of .* have the same timestamp"):
         asks(trace=file, arrivals="trace", duration=1)  # it would have no end
     assert len(asks(MODEL, trace=file, arrivals="trace", duration=1, requests=2, clip=True)) == 2
 

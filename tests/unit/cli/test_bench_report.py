@@ -126,7 +126,7 @@ def test_two_reports_beside_each_other(reports: list[Path]):
     for name, values in figures.items():
         assert found["figures"][name] == pytest.approx(values)
     assert "  rate: 2.0 in A, 4.0 in B" in compared(*reports).stdout
-    assert "the same was asked" in compared(reports[0], reports[0]).stdout
+    assert "same options" in compared(reports[0], reports[0]).stdout
     assert ["failed", "0", "1", "-"] in [line.split() for line in compared(*reversed(reports)).stdout.splitlines()]
 
 

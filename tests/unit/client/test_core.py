@@ -145,27 +145,27 @@ BEGUN = [ACCEPTED, tokens(0, [1], "a")]
 @pytest.mark.parametrize(
     ("streams", "what"),
     [
-        ([[tokens(0, [1]), tokens(0, [1])]], "token 0 of choice 0 came where 1 was due"),
-        ([[tokens(0, [1]), tokens(2, [1])]], "token 2 of choice 0 came where 1 was due"),
-        ([[tokens(1, [1])]], "token 1 of choice 0 came where 0 was due"),
+        ([[tokens(0, [1]), tokens(0, [1])]], "received token 0 of choice 0, expected 1"),
+        ([[tokens(0, [1]), tokens(2, [1])]], "received token 2 of choice 0, expected 1"),
+        ([[tokens(1, [1])]], "received token 1 of choice 0, expected 0"),
         ([[finished(), tokens(0, [1])]], "after its end"),
-        ([[thought(1)]], "thought 1 of choice 0 came where 0 was due"),
-        ([[thought(0), thought(0)]], "thought 0 of choice 0 came where 1 was due"),
-        ([[thought(0), thought(2)]], "thought 2 of choice 0 came where 1 was due"),
+        ([[thought(1)]], "received thought 1 of choice 0, expected 0"),
+        ([[thought(0), thought(0)]], "received thought 0 of choice 0, expected 1"),
+        ([[thought(0), thought(2)]], "received thought 2 of choice 0, expected 1"),
         ([[finished(), finished()]], "ended twice"),
         ([[finished(), COMPLETED, ACCEPTED]], "after Completed"),
-        ([[tokens(0, [1, 2], logprobs=[common.TokenLogprobs()])]], "2 tokens came with 1 logprobs"),
+        ([[tokens(0, [1, 2], logprobs=[common.TokenLogprobs()])]], "2 tokens with 1 logprobs"),
         ([[finished(reason=common.FINISH_REASON_UNSPECIFIED)]], "unknown reason 0"),
         ([[]], "without Completed"),
         ([[*BEGUN, finished()]], "without Completed"),
-        ([[tokens(0, [1]), COMPLETED]], "did not finish"),
-        ([[COMPLETED]], "did not finish"),
-        ([BEGUN, BEGUN], "token 0 of choice 0 came where 1 was due"),
-        ([BEGUN, [ACCEPTED, tokens(2, [1], "a")]], "token 2 of choice 0 came where 1 was due"),
+        ([[tokens(0, [1]), COMPLETED]], "unfinished choice"),
+        ([[COMPLETED]], "unfinished choice"),
+        ([BEGUN, BEGUN], "received token 0 of choice 0, expected 1"),
+        ([BEGUN, [ACCEPTED, tokens(2, [1], "a")]], "received token 2 of choice 0, expected 1"),
         ([BEGUN, [ACCEPTED, finished(), finished()]], "ended twice"),
         ([[*BEGUN, finished()], [finished(reason=common.FINISH_REASON_LENGTH)]], "ended twice"),
         ([[*BEGUN, finished()], [tokens(1, [2], "b")]], "after its end"),
-        ([[*BEGUN, tokens(1, [], "!?")], [tokens(1, [], "!.")]], "came again and was another"),
+        ([[*BEGUN, tokens(1, [], "!?")], [tokens(1, [], "!.")]], "repeated text of choice 0 differs"),
     ],
 )
 def test_a_broken_promise_or_an_early_end_is_a_fault(streams: list[list[Event]], what: str):
@@ -183,7 +183,7 @@ def test_a_lost_or_foreign_event_is_a_fault():
     folded = Fold()
     folded._feed(first)
     folded._rewind()
-    with pytest.raises(EngineFault, match="event 1 came where 0 was due"):
+    with pytest.raises(EngineFault, match="received event 1, expected 0"):
         folded._feed(Event(request_id=first.request_id, seq=1))
 
 

@@ -51,7 +51,7 @@ def test_all_kinds_of_options():
 def test_an_unknown_option_names_the_nearest():
     with pytest.raises(TypeError, match="unknown option 'max_token'; did you mean 'max_tokens'"):
         generate_request("x", {"max_token": 3})  # type: ignore[typeddict-unknown-key]
-    with pytest.raises(TypeError, match="there are model, max_tokens"):
+    with pytest.raises(TypeError, match="must be one of model, max_tokens"):
         generate_request("x", {"zzzzzz": 3})  # type: ignore[typeddict-unknown-key]
 
 
@@ -100,7 +100,7 @@ def test_chat_takes_messages_and_mappings():
     assert [(turn.role, turn.content) for turn in request.chat.messages] == [("system", "be kind"), ("user", "hi")]
     assert request.sampling.max_tokens == 3
     assert chat_request([], {}).WhichOneof("prompt") == "chat"
-    with pytest.raises(TypeError, match="unknown field 'tool_cals' of a message; there are role, content"):
+    with pytest.raises(TypeError, match="unknown field 'tool_cals' of a message; must be one of role, content"):
         chat_request([{"role": "user", "content": "", "tool_cals": [], "refusal": None}], {})
 
 

@@ -115,7 +115,7 @@ def test_a_pool_with_too_much_to_do_grows(fields, role, says):
     fields = {"busy": 0.75, "used": 0.7} | fields
     run = Run().settled(**fields)
     assert run.until(UP_S - 1, **fields) is None
-    assert f"{role} has too much to do for 4 s of 5 s" in run.outlook
+    assert f"{role} is overloaded for 4 s of 5 s" in run.outlook
     new = run.look(**fields)
     assert sizes(new) == ((3, 2) if role is Role.PREFILL else (2, 3))
     assert (new.by, new.number) == ("autoscaler", 1)
@@ -139,7 +139,7 @@ def test_a_moment_without_takes_time_off_and_does_not_begin_anew():
 CALM = RouterReport(router_id="router-b", ttft_s=0.1, ttft_alone_s=0.1, itl_s=0.02)
 WIDE = config(decode=(1, 20))
 MUCH = {"used": 3.0, **BUSY}
-KEPT = ("1 prefill to be decode (2 to 3): ITL 130 ms of 100 ms for 5 s; prefill with 2 is then at ",)
+KEPT = ("1 prefill to decode (2 to 3): ITL 130 ms of 100 ms for 5 s; prefill with 2 is then at ",)
 DECISIONS: dict[str, tuple[Any, ...]] = {
     "in proportion": (Run(2, 4, WIDE), {"used": 0.99, **BUSY}, (2, 5)),
     "half as many more": (Run(2, 4, WIDE), {"used": 1.17, **BUSY}, (2, 6)),
@@ -169,16 +169,16 @@ def test_a_pool_grows_by_new_workers_or_by_those_that_the_other_can_spare(case):
 def test_it_keeps_to_the_most_and_says_so():
     run = Run(decode=3, cluster=config(decode=(1, 3))).settled(**BUSY)
     assert run.until(100, **MUCH) is None
-    assert run.outlook.endswith("decode has too much to do (KV 300% of 90%) and its most workers, 3")
+    assert run.outlook.endswith("decode is overloaded (KV 300% of 90%) at its maximum of 3 workers")
 
 
 def test_a_pool_shrinks_when_fewer_would_have_been_enough_for_long():
     run = Run(prefill=1, decode=3).settled(used=0.3)
     assert run.until(DOWN_S - 1, used=0.3) is None
-    assert "fewer decode workers are enough for 59 s of 60 s" in run.outlook
+    assert "decode has spare workers for 59 s of 60 s" in run.outlook
     new = run.look(used=0.3)
     assert sizes(new) == (1, 2)
-    assert new.reason == "decode 3 to 2: with 2 at 50% of its limits, fewer would have been enough for 60 s"
+    assert new.reason == "decode 3 to 2: with 2 at 50% of its limits, spare workers for 60 s"
     run = Run(prefill=1, decode=3).settled()
     for _ in range(5):  # one busy moment keeps it from shrinking
         assert run.until(DOWN_S - 1, used=0.3) is None

@@ -196,8 +196,8 @@ async def test_the_last_worker_that_an_operator_wants_drained_stays_until_anothe
     assert world.killed == []
     assert world.orders == {}
     assert [d.text for d in world.report.decisions if "operator" in d.text] == [
-        "decode-1: to replace decode-0, which an operator wants drained",
-        "decode-0: an operator wants it drained",
+        "decode-1: to replace decode-0, which an operator drains",
+        "decode-0: drained by an operator",
     ]
 
 
@@ -429,7 +429,9 @@ class Story:
         alive = [
             name for name in leased if (p := world.processes.get(name)) and p.state == "ready" and not p.busy_until
         ]
-        going = {name for name, unit in self.controller._units.items() if unit.told_at is not None} | set(world.orders)
+        going = {name for name, unit in self.controller._units.items() if unit.ordered_at is not None} | set(
+            world.orders
+        )
         return [name for name in leased if name in alive and name not in going]
 
 

@@ -148,7 +148,7 @@ def test_a_worker_is_seen_from_its_place_to_its_end(ray, place):
     actor = place.start()
     place.look()
     waits = place.look()
-    said = "decode-0 waits for a node of the Ray with {'CPU': 1, 'GPU': 1} and the labels {'rack': 'r1'}"
+    said = "decode-0 waits for a Ray node with {'CPU': 1, 'GPU': 1} and the labels {'rack': 'r1'}"
     assert (waits.state, waits.pid, said in str(waits.error)) == ("starting", None, True)
     ray.groups["baton:test:decode-0:decode"]["state"] = "CREATED"
     assert place.look().error is None

@@ -149,7 +149,8 @@ def timed(path: Path, **more: object) -> Path:
 def test_that_the_files_own_layout_is_not_tried_is_said(fake, file, tmp_path):
     (tmp_path / "c.yaml").write_text("model: {path: oracle}\ndecode: {tensor_parallel: 2}\n")
     done = run("--profile", file, *LOAD, "-c", tmp_path / "c.yaml")
-    assert "not tried: the file's layout 1 prefill (tp 1) + 1 decode (tp 2), because profile easy has only tp 1" in done.stderr
+    layout = "1 prefill (tp 1) + 1 decode (tp 2)"
+    assert f"not tried: the file's layout {layout}, because profile easy has only tp 1" in done.stderr
     assert "the file" not in done.stdout
     assert run("--rate", "1").exit_code == run("--profile", file, *LOAD, "--gpus-at-most", 0).exit_code == 2, "usage"
 
