@@ -181,9 +181,7 @@ def _print(facts: Mapping[str, object], text: str, as_json: bool, *, done: bool)
 def profile(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     config: ConfigFile = LOCAL,
     sets: Sets = None,
-    live: Annotated[
-        Path | None, typer.Option(help="measure a running cluster and write its profile to this file")
-    ] = None,
+    live: Annotated[Path | None, typer.Option(help="write the profile of a running cluster to this file")] = None,
     seconds: Annotated[float, typer.Option(min=5, help="approximate duration of --live")] = 60.0,
     name: ClusterName = None,
     target: Target = None,
@@ -347,9 +345,7 @@ def status(
     name: ClusterName = None,
     target: AdminTarget = None,
     tls: Tls = None,
-    census: Annotated[
-        bool, typer.Option("--census", help="show the handoff of each held block; exit code 1 if blocks are lost")
-    ] = False,
+    census: Annotated[bool, typer.Option("--census", help="holders of blocks; exit code 1 if some are lost")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="repeat each second until Ctrl-C")] = False,
     as_json: Json = False,
 ) -> None:
@@ -436,9 +432,7 @@ app.add_typer(bench_app, name="bench")
 @app.command()
 def certs(
     folder: Path,
-    host: Annotated[
-        list[str] | None, typer.Option(help="a name or address of a host of the cluster; may be repeated")
-    ] = None,
+    host: Annotated[list[str] | None, typer.Option(help="name or address of a host; may be repeated")] = None,
     days: Annotated[int, typer.Option(min=1, help="validity of the certificate in days")] = 365,
 ) -> None:
     """Make a CA and a cluster certificate for `security.tls`. A second run makes a new certificate of the same CA."""

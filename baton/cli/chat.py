@@ -34,17 +34,17 @@ class Conversation:
 
     def turn(self, text: str, write: Callable[[str], None]) -> Completion | None:
         """Send a message and `write` the answer as it arrives. Returns None if Ctrl-C stopped it. Raises BatonError."""
-        asked, said, done = ChatMessage("user", text), "", None
+        asked, reply, done = ChatMessage("user", text), "", None
         try:
             with self._client.stream_chat([*self.messages, asked], **self._options) as stream:
                 for delta in stream:
-                    said += delta.text
+                    reply += delta.text
                     write(delta.text)
                 done = stream.collect()
         except KeyboardInterrupt:  # leaving the block has cancelled the request
             pass
-        if said:
-            self.messages += [asked, ChatMessage("assistant", said)]
+        if reply:
+            self.messages += [asked, ChatMessage("assistant", reply)]
         return done
 
 

@@ -19,9 +19,7 @@ GRACE_S = 5.0
 
 Wait = Annotated[float, typer.Option("--wait", min=0, help="seconds to wait for the Ray cluster")]
 Ends = Annotated[bool, typer.Option("--stop", help="end the workers and the controller")]
-Follows = Annotated[
-    bool, typer.Option("--follow", hidden=True, help="run until a stop signal, or until the controller is lost")
-]
+Follows = Annotated[bool, typer.Option("--follow", hidden=True, help="run until a stop signal or its loss")]
 Bound = Annotated[bool, typer.Option("--bound", hidden=True, help="the created controller ends with this process")]
 
 

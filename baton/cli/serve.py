@@ -109,11 +109,11 @@ async def _route(config: ClusterConfig, index: int) -> None:
     bound = {"grpc": handle.grpc, "admin": handle.admin, "metrics": handle.metrics}
     bound |= {"http": handle.http} if handle.http else {}
     router, url = config.router, config.redis.url
-    told = {name: called(at, router.advertise, router.interface, url, "router.interface") for name, at in bound.items()}
-    handle.context.metrics_at = told["metrics"]
-    log.info("router_told", **told)
-    report_ready({**bound, "told": told, "pid": os.getpid()})
-    await _told_to_stop()
+    seen = {name: called(at, router.advertise, router.interface, url, "router.interface") for name, at in bound.items()}
+    handle.context.metrics_at = seen["metrics"]
+    log.info("router_told", **seen)
+    report_ready({**bound, "told": seen, "pid": os.getpid()})
+    await _stop_signal()
     await handle.stop(config.router.drain_s)
     following.cancel()
     await asyncio.wait([following])
@@ -146,11 +146,11 @@ async def _serve_http(config: ClusterConfig, address: str, target: str) -> None:
     await server.start(target)
     log.info("gateway_started", http=server.address, target=target)
     report_ready({"http": server.address, "target": target, "pid": os.getpid()})
-    await _told_to_stop()
+    await _stop_signal()
     await server.stop(config.router.drain_s)
 
 
-async def _told_to_stop() -> None:
+async def _stop_signal() -> None:
     """Wait for SIGTERM or SIGINT. The next one ends the process immediately."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -102,8 +102,8 @@ class Controller:
             plan = stored
         else:
             reason = "the cluster file differs from the plan before"
-            facts = {"number": stored.number + 1, "generation": stored.generation, "reason": reason}
-            plan = plan.model_copy(update=facts)
+            number, generation = stored.number + 1, stored.generation
+            plan = plan.model_copy(update={"number": number, "generation": generation, "reason": reason})
         self._follow(plan)
 
     def _take_over(self, worker_id: str, role: Role, slot: WorkerSlot | None) -> None:

@@ -77,7 +77,7 @@ def test_what_the_network_of_this_host_has(examine, key, ray, wrong):
     assert "localhost is " in found[f"{key}.advertise"].found
     found = examine(BASE, f"{key}.interface=nic77", f"{key}.advertise=no-such-host.invalid", *sets)
     assert (found[f"{key}.interface"].verdict, found[f"{key}.advertise"].verdict) == (wrong, wrong)
-    assert "'nic77', it has " in found[f"{key}.interface"].found
+    assert "'nic77'; it has " in found[f"{key}.interface"].found
     assert ("baton doctor" in found[f"{key}.interface"].remedy) is (wrong == WARN)
 
 
