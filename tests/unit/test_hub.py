@@ -77,7 +77,7 @@ for model in ("hf:org/tiny", "hf:org/other", "models/demo"):
     assert done.stdout.splitlines() == [str(folder), "0", "3", "3"], done.stderr
     first, second = done.stderr.splitlines()
     assert "not in the cache" in first
-    assert "only a name such as hf:" in second
+    assert "must be a Hub name such as hf:" in second
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> str:
