@@ -8,6 +8,7 @@ import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from baton.clock import Clock
@@ -18,7 +19,6 @@ from baton.ledger.prefix_index import PrefixIndex
 from baton.metrics import Metrics
 from baton.rpc.channel import Wire
 from router.admission.admission import Admission, QueueLimits
-from router.admission.capability_wait import CapabilityWait
 from router.auth.tokens import TokenFile
 from router.observe.activity import ActivityRecorder
 from router.placement.policy import ALONE, POLICIES
@@ -122,9 +122,17 @@ class RouterContext:
         )
         limits = QueueLimits(settings.queue_max_requests, settings.queue_max_tokens, settings.queue_max_wait_s)
         pool = self.pool
-        self.admission = Admission(pool.place, Placement.release, pool.can_serve, clock, limits, settings.tenants)
-        self.alike = CapabilityWait(pool.can_serve, pool.reasons_not_to_serve, clock, limits.wait_s, limits.requests)
-        self.pool.on_change = self._changed
+        self.admission = Admission(
+            pool.place,
+            Placement.release,
+            pool.can_serve,
+            clock,
+            limits,
+            settings.tenants,
+            capability_of=attrgetter("capability"),
+            why_not=pool.reasons_not_to_serve,
+        )
+        self.pool.on_change = self.admission.changed
         self.pool.local_prefill, self.pool.colocated = settings.local_prefill, settings.colocated
         self.pool.alone, self.pool.chunk = ALONE[settings.policy], settings.chunk
         self.metrics = Metrics(settings.name, settings.version, settings.model)
@@ -144,8 +152,3 @@ class RouterContext:
         self.running: set[ClientRequest] = set()
         self.named: dict[tuple[str, str], ClientRequest] = {}  # by tenant, and request id or idempotency key
         self.outcomes: Counter[str] = Counter()  # of ended requests; "accepted" counts separately
-
-    def _changed(self) -> None:
-        """Notify both queues that capacity or a worker may have appeared."""
-        self.alike.changed()
-        self.admission.changed()

@@ -8,82 +8,23 @@ A new request is rejected if the queue holds too many requests or tokens, or if 
 prediction divides the work ahead of it by the queue's recent service rate.
 An accepted request is never rejected for lack of capacity. It waits until its deadline, or until no capable worker has
 been connected for `QueueLimits.wait_s`.
+
+Requests that need a capability no connected worker has wait aside, by capability. They keep their tickets and do not
+block the queue. A capable worker lets them queue; a head of the queue that no worker can serve any more leaves it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from baton.clock import Clock
-from baton.errors import BatonError, DeadlineExceeded, NoWorker, Overloaded
-from router.admission.capability_wait import NoCapableWorker
+from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, NoWorker, Overloaded, Violation
+from router.admission.drain_rate import DrainRate
 from router.admission.fair_queue import OVERTAKES, Entry, FairQueue, Ticket, ticket_for
-
-_WINDOW_S = 5.0
-_WINDOW_REQUESTS = 32  # a longer window if this many requests take longer
-_ENOUGH = 8.0  # requests before the rate counts as measured
-
-
-class DrainRate:
-    """The service rate, exponentially weighted over the last 5 s, or the last 32 requests if those take longer. Only
-    samples taken while the queue is non-empty count. A gap counts as `longest_s` at most: no request waits longer.
-    """
-
-    def __init__(self, clock: Clock, longest_s: float) -> None:
-        self._clock = clock
-        self._longest_s = longest_s
-        self._requests = self._tokens = self._busy_s = 0.0
-        self._since: float | None = None  # the last sample while the queue is non-empty, else None
-
-    @property
-    def measured(self) -> bool:
-        """Whether enough requests were served for an estimate."""
-        return self._requests >= _ENOUGH
-
-    @property
-    def requests_per_s(self) -> float:
-        """Requests served per second, or 0 until `measured`."""
-        return self._requests / self._time() if self.measured else 0.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens served per second, or 0 until `measured`."""
-        return self._tokens / self._time() if self.measured else 0.0
-
-    def watch(self, *, waiting: bool) -> None:
-        """Record whether the queue is non-empty. Call it after every possible change."""
-        if waiting and self._since is None:
-            self._since = self._clock.monotonic()
-        elif not waiting:
-            self._busy_s += self._lap()
-            self._since = None
-
-    def served(self, tokens: int) -> None:
-        """Record that a request of `tokens` tokens was served. Ignored while the queue is empty."""
-        if self._since is None:
-            return
-        gap = self._lap()
-        keep = max(1 - 1 / _WINDOW_REQUESTS, math.exp(-gap / _WINDOW_S))
-        self._requests = self._requests * keep + 1
-        self._tokens = self._tokens * keep + tokens
-        self._busy_s = self._busy_s * keep + gap
-
-    def _lap(self) -> float:
-        """Return the seconds since the last sample."""
-        if self._since is None:
-            return 0.0
-        now = self._clock.monotonic()
-        gap, self._since = min(now - self._since, self._longest_s), now
-        return gap
-
-    def _time(self) -> float:
-        waited = 0.0 if self._since is None else self._clock.monotonic() - self._since
-        return max(self._busy_s + waited, 1e-6)
-
 
 __all__ = ["OVERTAKES", "Admission", "QueueLimits", "Ticket", "ticket_for"]
 
@@ -105,26 +46,34 @@ class QueueLimits:
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class _Waiter(Entry, Generic[Claim]):
-    requirements: object
+    requirements: Any
+    capability: Hashable | None
     since: float  # on the admission clock, like `deadline`
     deadline: float
     served: asyncio.Future[Claim]
     accepted: bool
     bounded_from: float  # `since`, or if accepted the last time a capable worker was connected
     reachable: bool = True
+    aside: bool = False
 
 
 class Admission(Generic[Claim]):
-    """Makes placements in queue order with `place(tokens, requirements)`. Call `changed` if capacity may have grown."""
+    """Makes placements in queue order with `place(tokens, requirements)`. Call `changed` if capacity may have grown.
+    `can_serve` returns whether a decode worker is connected, with requirements a capable one. `capability_of` returns
+    the capability that a request needs, or None; `why_not` why no known worker has it, or [] if one may have it.
+    """
 
     def __init__(
         self,
         place: Callable[[int, Any], Claim | None],
         give_back: Callable[[Claim], None],
-        can_serve: Callable[[], bool],
+        can_serve: Callable[..., bool],
         clock: Clock,
         bounds: QueueLimits,
         weights: Mapping[str, float] | None = None,
+        *,
+        capability_of: Callable[[Any], Hashable | None] = lambda _: None,
+        why_not: Callable[[Any], Sequence[Violation]] = lambda _: (),
     ) -> None:
         self.drain = DrainRate(clock, bounds.wait_s)
         self._place = place
@@ -132,7 +81,10 @@ class Admission(Generic[Claim]):
         self._can_serve = can_serve
         self._clock = clock
         self._bounds = bounds
+        self._capability_of = capability_of
+        self._why_not = why_not
         self._queue: FairQueue[_Waiter[Claim]] = FairQueue(weights or {})
+        self._aside: dict[Hashable, dict[_Waiter[Claim], None]] = {}  # by capability
         self._serving = False
 
     @property
@@ -142,6 +94,11 @@ class Admission(Generic[Claim]):
     @property
     def waiting_tokens(self) -> int:
         return self._queue.tokens
+
+    @property
+    def aside(self) -> int:
+        """The number of requests that wait for a capable worker."""
+        return sum(map(len, self._aside.values()))
 
     @property
     def oldest_s(self) -> float:
@@ -158,7 +115,7 @@ class Admission(Generic[Claim]):
         self,
         ticket: Ticket,
         tokens: int,
-        requirements: object = None,
+        requirements: Any = None,
         *,
         returning: bool = False,
         accepted: bool = False,
@@ -171,11 +128,8 @@ class Admission(Generic[Claim]):
         `accepted` means that the client has received Accepted for any choice; such a request never gets Overloaded.
         `deadline_s` is the time left to the request, in seconds. `since` is the begin of its wait on the admission
         clock, if an earlier placement failed. Raises Overloaded if the queue is full or the wait is too long, NoWorker
-        if no worker is connected, DeadlineExceeded, and at the head of the queue NoCapableWorker.
+        if no capable worker is connected, DeadlineExceeded, and InvalidRequest if no known worker is capable.
         """
-        alone = not self.waiting
-        if (placement := self.at_once(tokens, requirements, returning=returning)) is not None:
-            return placement
         now = self._clock.monotonic()
         since = now if since is None else since
         waiter: _Waiter[Claim] = _Waiter(
@@ -184,34 +138,50 @@ class Admission(Generic[Claim]):
             tenant,
             returning,
             requirements=requirements,
+            capability=self._capability_of(requirements),
             since=since,
             deadline=math.inf if deadline_s is None else now + deadline_s,
             served=asyncio.get_running_loop().create_future(),
             accepted=accepted,
-            bounded_from=now if accepted else since,
+            bounded_from=since,
         )
-        found = self._enter(waiter, tried=alone)
-        return await self._wait(waiter) if found is None else found
+        if not accepted and self._lacks(waiter):
+            self._check_aside(requirements)
+        placement = self._enter(waiter)
+        return await self._wait(waiter) if placement is None else placement
 
-    def at_once(self, tokens: int, requirements: object = None, *, returning: bool = False) -> Claim | None:
+    def at_once(self, tokens: int, requirements: Any = None, *, returning: bool = False) -> Claim | None:
         """Return a placement like `admit`, or None if the queue is non-empty or there is no capacity."""
         if self.waiting or (placement := self._place(tokens, requirements)) is None:  # an empty queue needs no fairness
             return None
         self._served(tokens, returning=returning)
         return placement
 
-    def _enter(self, waiter: _Waiter[Claim], *, tried: bool) -> Claim | None:
-        """Return a placement if `waiter` is the head and has not `tried`, else queue it. Raises Overloaded."""
+    def _enter(self, waiter: _Waiter[Claim]) -> Claim | None:
+        """Return a placement if there is one now, else have `waiter` wait in the queue, or aside for a capable worker.
+        Raises Overloaded, or InvalidRequest if no known worker is capable.
+        """
+        waiter.aside = self._lacks(waiter)
+        waiter.reachable = not waiter.aside
+        if waiter.accepted:
+            waiter.bounded_from = self._clock.monotonic()
+        if not waiter.aside:
+            return self._enter_queue(waiter)
+        if wrong := self._why_not(waiter.requirements):
+            waiter.aside = False
+            raise InvalidRequest(*wrong)
+        self._aside.setdefault(waiter.capability, {})[waiter] = None
+        return None
+
+    def _enter_queue(self, waiter: _Waiter[Claim]) -> Claim | None:
+        """Return a placement if the queue is empty or `waiter` is its head, else queue it. Raises Overloaded."""
+        tried = not self.waiting
+        placement = self.at_once(waiter.tokens, waiter.requirements, returning=waiter.returning)
+        if placement is not None:
+            return placement
         self._queue.push(waiter)
-        if not tried and self._queue.first is waiter:
-            try:
-                placement = self._place(waiter.tokens, waiter.requirements)
-            except NoCapableWorker:
-                self._queue.remove(waiter)
-                raise
-            if placement is not None:
-                self._serve(waiter)
-                return placement
+        if not tried and self._queue.first is waiter and (placement := self._serve(waiter)) is not None:
+            return placement
         refusal = None if waiter.returning or waiter.accepted else self._full(waiter) or self._too_long(waiter)
         if refusal is not None:
             self._queue.remove(waiter)
@@ -219,9 +189,45 @@ class Admission(Generic[Claim]):
         self.drain.watch(waiting=True)
         return None
 
-    def _serve(self, first: _Waiter[Claim]) -> None:
-        self._queue.serve()
-        self._served(first.tokens, returning=first.returning)
+    def _enter_again(self, waiter: _Waiter[Claim]) -> None:
+        """Enter with a waiter that has left the queue, or its place aside."""
+        if waiter.served.done():  # cancelled, but its task has not run since
+            return
+        try:
+            placement = self._enter(waiter)
+        except (InvalidRequest, Overloaded) as error:
+            waiter.served.set_exception(error)
+            return
+        if placement is not None:
+            waiter.served.set_result(placement)
+
+    def _recall(self) -> None:
+        """Queue the waiters with a capable worker, by ticket, and end those that no known worker is capable of."""
+        for group in list(self._aside.values()):
+            first = next(iter(group))
+            if not self._lacks(first) or self._why_not(first.requirements):
+                del self._aside[first.capability]
+                for waiter in sorted(group, key=lambda one: one.ticket):
+                    waiter.aside = False
+                    self._enter_again(waiter)
+
+    def _lacks(self, waiter: _Waiter[Claim]) -> bool:
+        """Return whether `waiter` needs a capability that no connected worker has."""
+        return waiter.capability is not None and not self._can_serve(waiter.requirements)
+
+    def _check_aside(self, requirements: Any) -> None:
+        if (count := self.aside) >= self._bounds.requests:
+            what = "deterministic requests" if requirements.deterministic else "requests"
+            text = f"{count} {what} wait already for a worker that computes them, no more are taken"
+            raise Overloaded(text, self._bounds.wait_s)
+
+    def _serve(self, first: _Waiter[Claim]) -> Claim | None:
+        """Return a placement for the head of the queue, which then leaves it, or None."""
+        placement = self._place(first.tokens, first.requirements)
+        if placement is not None:
+            self._queue.serve()
+            self._served(first.tokens, returning=first.returning)
+        return placement
 
     def _served(self, tokens: int, *, returning: bool) -> None:
         if not returning:  # a returning request was counted before
@@ -234,8 +240,7 @@ class Admission(Generic[Claim]):
                     self._look(waiter, limit)
                 return await waiter.served
         except BaseException as error:
-            if waiter in self._queue:
-                self._queue.remove(waiter)
+            self._leave(waiter)
             served = waiter.served
             if served.done() and not served.cancelled() and served.exception() is None:
                 self._give_back(served.result())  # served and cancelled at the same time
@@ -244,11 +249,19 @@ class Admission(Generic[Claim]):
                 raise self._gave_up(waiter) from None
             raise
 
+    def _leave(self, waiter: _Waiter[Claim]) -> None:
+        if waiter in self._queue:
+            self._queue.remove(waiter)
+        elif waiter.aside:
+            del self._aside[waiter.capability][waiter]
+            if not self._aside[waiter.capability]:
+                del self._aside[waiter.capability]
+
     def _look(self, waiter: _Waiter[Claim], limit: asyncio.Timeout) -> None:
         """Extend the wait of an accepted request while a worker that can serve it is connected, and repeat this."""
         if waiter.served.done():
             return
-        serves = self._can_serve()
+        serves = not waiter.aside and self._can_serve()
         if serves or waiter.reachable:
             waiter.bounded_from = self._clock.monotonic()
         waiter.reachable = serves
@@ -259,11 +272,12 @@ class Admission(Generic[Claim]):
             limit.reschedule(loop.time())
 
     def changed(self) -> None:
-        """Serve requests from the head of the queue while there is capacity."""
+        """Recall requests with a capable worker, then serve from the head of the queue while there is capacity."""
         if self._serving:
             return  # giving a placement back calls this again; the running loop continues anyway
         self._serving = True
         try:
+            self._recall()
             while (first := self._queue.first) is not None and self._let_in(first):
                 pass
         finally:
@@ -275,15 +289,12 @@ class Admission(Generic[Claim]):
         if first.served.done():  # cancelled, but its task has not run since
             self._queue.remove(first)
             return True
-        try:
-            placement = self._place(first.tokens, first.requirements)
-        except NoCapableWorker as error:  # it waits in `CapabilityWait`
+        if self._lacks(first):
             self._queue.remove(first)
-            first.served.set_exception(error)
+            self._enter_again(first)
             return True
-        if placement is None:
+        if (placement := self._serve(first)) is None:
             return False
-        self._serve(first)
         first.served.set_result(placement)
         return True
 
@@ -325,9 +336,12 @@ class Admission(Generic[Claim]):
         return min(waiter.bounded_from + self._bounds.wait_s, waiter.deadline) - self._clock.monotonic()
 
     def _gave_up(self, waiter: _Waiter[Claim]) -> BatonError:
-        if waiter.deadline < waiter.bounded_from + self._bounds.wait_s:
-            return DeadlineExceeded("its deadline came while it waited for room")
         waited = f"waited {self._bounds.wait_s:g} s"
+        if waiter.deadline < waiter.bounded_from + self._bounds.wait_s:
+            what = f": {waiter.requirements.absence}" if waiter.aside else " for room"
+            return DeadlineExceeded(f"its deadline came while it waited{what}")
+        if waiter.aside:
+            return NoWorker(f"{waited}: {waiter.requirements.absence}")
         if self._can_serve() and not waiter.accepted:
             return self._refusal(f"{waited} for room on a decode worker", self.waiting, self.drain.requests_per_s)
         return NoWorker(f"{waited}: no decode worker is connected, and prefill workers do not decode")

@@ -124,23 +124,16 @@ class ChoiceRun:
         self._waits_since = self._waits_since or self._context.clock.monotonic()
         thinks = () if self.call.accepted else self.call.asked.fields  # an accepted request is never rejected for this
         requirements = Requirements(self._held.link if self._held else None, known, self.call.determinism, thinks)
-
-        async def admit() -> Placement:
-            return await self._context.admission.admit(
-                ticket,
-                len(known),
-                requirements,
-                returning=self.attempts > 0,
-                accepted=self.call.accepted,
-                tenant=self.call.tenant or request.cache_scope,
-                deadline_s=self.remaining_s(),
-                since=self._waits_since,
-            )
-
-        if not requirements.is_special:
-            return await admit()
-        since = None if self.call.accepted else self._waits_since
-        return await self._context.alike.admitted(requirements, admit, deadline_s=self.remaining_s(), since=since)
+        return await self._context.admission.admit(
+            ticket,
+            len(known),
+            requirements,
+            returning=self.attempts > 0,
+            accepted=self.call.accepted,
+            tenant=self.call.tenant or request.cache_scope,
+            deadline_s=self.remaining_s(),
+            since=self._waits_since,
+        )
 
     async def look_for_it(self) -> None:
         """Find the decode worker that continues the stream of a lost router, if any."""

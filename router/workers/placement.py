@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 from baton.core import SequenceSpec, WorkerInfo, WorkerRef
@@ -21,9 +21,18 @@ class Requirements(NamedTuple):
     thinks: Sequence[str] = ()
 
     @property
-    def is_special(self) -> bool:
-        """Whether the request may have to wait in `CapabilityWait`."""
-        return self.deterministic or bool(self.thinks)
+    def capability(self) -> Hashable | None:
+        """A key of the capability that only some workers have, or None if any worker can compute the request."""
+        if not self.deterministic and not self.thinks:
+            return None
+        return self.deterministic and (self.determinism,), *self.thinks
+
+    @property
+    def absence(self) -> str:
+        """Text for an error: no capable worker is connected."""
+        whose = f"with the system fingerprint {self.determinism} " if self.determinism else ""
+        what = f"{whose}that computes deterministic requests " if self.deterministic else ""
+        return f"no decode worker {what}is connected"
 
     @property
     def deterministic(self) -> bool:

@@ -17,7 +17,6 @@ from baton.errors import Violation
 from baton.ledger.control_state import RouterReport
 from baton.ledger.prefix_index import PrefixIndex
 from baton.rpc.channel import IN_THE_CLEAR, Wire
-from router.admission.capability_wait import NoCapableWorker
 from router.placement.demand import TypicalRequest, expected
 from router.placement.fleet import Fleet
 from router.placement.policy import Alone, AlonePolicy, Policy, local_prefill, local_prefill_if_faster
@@ -90,13 +89,13 @@ class WorkerPool:
         await asyncio.gather(*(link.stop() for link in self._links.values()))
 
     def place(self, tokens: int, requirements: Requirements = NO_REQUIREMENTS) -> Placement | None:
-        """Return a placement for a request of `tokens` known tokens, or None if no workers have capacity. If no prefill
-        worker is left, it is a decode worker alone. Raises NoCapableWorker.
+        """Return a placement for a request of `tokens` known tokens, or None if no capable workers have capacity. If no
+        prefill worker is left, it is a decode worker alone.
         """
         snapshot, (keep, spec, determinism, _) = self._fleet.snapshot(), requirements
         snapshot.chunk = self.chunk
-        if requirements.is_special and not self.can_serve(requirements):
-            raise NoCapableWorker(f"no decode worker here takes such requests{_as(determinism)}")
+        if requirements.capability is not None and not self.can_serve(requirements):
+            return None
         if not snapshot.has_room(tokens):
             return None
         kept = keep.info.ref if keep is not None and self._can_hand_over(keep, requirements) else None
@@ -279,7 +278,3 @@ class WorkerPool:
             del self._links[ref], self._seen[ref]
             self._fleet.drop(ref)
             await link.stop()
-
-
-def _as(determinism: str) -> str:
-    return f" as {determinism} does" if determinism else ""

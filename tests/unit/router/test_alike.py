@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,6 @@ from baton.engine.prefix_cache import hashable_blocks
 from baton.errors import DeadlineExceeded, InvalidRequest, NoWorker, Overloaded
 from baton.ledger.prefix_index import PrefixIndex
 from router.admission.admission import Admission, QueueLimits
-from router.admission.capability_wait import CapabilityWait, NoCapableWorker
 from router.placement.policy import POLICIES, local_prefill_if_faster
 from router.workers.placement import Placement, Requirements
 from tests.unit.router import fakes
@@ -78,8 +78,8 @@ def test_who_has_no_room_is_waited_for_and_who_is_not_there_is_said():
     say(pool, "d1", full=True)
     assert pool.place(40, DETERMINISTIC) is None
     say(pool, "d1", usable=False)
-    with pytest.raises(NoCapableWorker):
-        pool.place(40, DETERMINISTIC)
+    assert not pool.can_serve(DETERMINISTIC)
+    assert pool.place(40, DETERMINISTIC) is None, "no worker that is not alike"
     assert pool.place(40) is not None
 
 
@@ -136,24 +136,26 @@ def test_blocks_behind_the_prompt_are_looked_for_only_where_the_model_does_not_t
 
 
 class Gate:
-    """`CapabilityWait` over a pool, and an admission; time stands still."""
+    """An admission over a pool; time stands still."""
 
     def __init__(self, pool, wait_s=10.0, most=100):
-        self.pool, self.clock = pool, (clock := FakeClock())
-        self.admission = Admission(pool.place, Placement.release, pool.can_serve, clock, QueueLimits(8, 10**6, wait_s))
-        self.alike = CapabilityWait(pool.can_serve, pool.reasons_not_to_serve, clock, wait_s, most)
-        pool.on_change = self.changed
+        self.pool, self.clock = pool, FakeClock()
+        self.admission = Admission(
+            pool.place,
+            Placement.release,
+            pool.can_serve,
+            self.clock,
+            QueueLimits(most, 10**6, wait_s),
+            capability_of=attrgetter("capability"),
+            why_not=pool.reasons_not_to_serve,
+        )
+        pool.on_change = self.admission.changed
         self.tickets = 0
 
-    def changed(self):
-        self.alike.changed()
-        self.admission.changed()
-
-    def ask(self, requirements, since=None, deadline_s=60.0, **admitted):
+    def ask(self, requirements, deadline_s=60.0, **admitted):
         self.tickets += 1
         ticket = (self.tickets, self.tickets)
-        admit = partial(self.admission.admit, ticket, 40, requirements, **admitted)
-        return asyncio.create_task(self.alike.admitted(requirements, admit, deadline_s=deadline_s, since=since))
+        return asyncio.create_task(self.admission.admit(ticket, 40, requirements, deadline_s=deadline_s, **admitted))
 
     async def waiting(self, requirements, **facts):
         """A request that waits now."""
@@ -224,7 +226,7 @@ async def test_who_asks_for_thoughts_waits_until_a_model_is_known(chunk):
     for one in (fakes.prefill("p0"), fakes.decode("d0")):
         one.view.info = replace(one.info, thinking_chunk=chunk)
         gate.pool._add(one)
-    gate.changed()
+    gate.admission.changed()
     if chunk:
         assert pair_of(await waits) == ("p0", "d0")
     else:
@@ -263,7 +265,7 @@ async def test_it_waits_no_longer_than_others_do(requirements, deadline_s, error
     gate = gate_of_one(bits, "", wait_s=0.01) if requirements.deterministic else Gate(pool_of(), wait_s=0.01)
     with pytest.raises(error, match=says):
         await gate.ask(requirements, deadline_s=deadline_s)
-    assert not gate.alike._waiting
+    assert gate.admission.aside == 0
 
 
 async def test_one_that_leaves_is_forgotten():
@@ -271,8 +273,8 @@ async def test_one_that_leaves_is_forgotten():
     waits = await gate.waiting(DETERMINISTIC)
     waits.cancel()
     await asyncio.wait([waits])
-    assert not gate.alike._waiting
-    gate.changed()
+    assert gate.admission.aside == 0
+    gate.admission.changed()
     assert gate.admission.waiting == 0
 
 
@@ -284,7 +286,7 @@ async def test_who_came_first_is_let_in_first():
         one.add_done_callback(lambda _, number=number: served.append(number))
     for _ in range(3):  # news that bring nobody change nothing
         await turns()
-        gate.changed()
+        gate.admission.changed()
     say(gate.pool, "d0", usable=True)
     await asyncio.gather(*asked[:5])
     assert served[:5] == [0, 1, 2, 3, 4]
@@ -301,7 +303,7 @@ async def test_time_in_the_queue_is_no_time_without_a_worker():
     gate.clock.advance(20.0)
     say(gate.pool, "d0", usable=False)
     await turns()
-    assert (gate.admission.waiting, len(gate.alike._waiting)) == (0, 1)
+    assert (gate.admission.waiting, gate.admission.aside) == (0, 1)
     say(gate.pool, "d0", usable=True, full=False)
     assert pair_of(await waits) == ("p0", "d0")
 
@@ -310,12 +312,12 @@ async def test_so_many_wait_and_a_newcomer_is_refused():
     """Who goes on with what was begun is not, nor is anybody who waits already."""
     gate = gate_of_one(most=2)
     say(gate.pool, "d0", usable=False)
-    newcomer = partial(gate.ask, DETERMINISTIC, since=gate.clock.monotonic())
-    asked = [newcomer(), newcomer(), await gate.waiting(DETERMINISTIC)]
+    newcomer = partial(gate.ask, DETERMINISTIC)
+    asked = [newcomer(), newcomer(), await gate.waiting(DETERMINISTIC, accepted=True)]
     with pytest.raises(Overloaded, match="3 deterministic requests wait already") as caught:
         await newcomer()
     assert caught.value.retry_after_s == 10.0
-    gate.changed()
+    gate.admission.changed()
     await turns()
     say(gate.pool, "d0", usable=True)
     asked.append(newcomer())
