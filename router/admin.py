@@ -86,7 +86,7 @@ class Admin(AdminServicer):
     def trace_of(self, request_id: str) -> admin_pb2.TraceReply | None:
         """Return the trace of a running or recent request or choice, or None. "" finds the one that ended last."""
         name = request_id.partition(".")[0]
-        running = (call.trace for call in self._context.running if call.trace.request_id == name)
+        running = (call.observer.trace for call in self._context.running if call.name == name)
         found = next(running, None) or self._context.traces.find(name)
         return None if found is None else found.reply()
 

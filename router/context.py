@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -21,6 +20,7 @@ from baton.rpc.channel import Wire
 from router.admission.admission import Admission, QueueLimits
 from router.auth.tokens import TokenFile
 from router.observe.activity import ActivityRecorder
+from router.observe.request_observer import Sinks
 from router.placement.policy import ALONE, POLICIES
 from router.request.traces import Traces
 from router.workers.placement import Placement
@@ -146,9 +146,11 @@ class RouterContext:
         exporter = _exporter(settings)
         self.traces = Traces(settings.traces, settings.trace_sample, clock, exporter.put if exporter else None)
         self.exporter = exporter
+        slo = settings.slo_ttft_s, settings.slo_itl_s
+        self.sinks = Sinks(self.router_id, clock, self.history, self.metrics, self.seen, self.traces, *slo)
+        self.outcomes = self.sinks.outcomes
         self.streams = streams or _nowhere
         self.arrivals = itertools.count()
         self.accepting = True
         self.running: set[ClientRequest] = set()
         self.named: dict[tuple[str, str], ClientRequest] = {}  # by tenant, and request id or idempotency key
-        self.outcomes: Counter[str] = Counter()  # of ended requests; "accepted" counts separately

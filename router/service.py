@@ -12,7 +12,7 @@ from google.protobuf.json_format import MessageToDict
 
 from baton import errors
 from baton.errors import BatonError, Cancelled, InvalidRequest, Violation
-from baton.limits import MAX_CLIENT_TAG_CHARS, MAX_DETOKENIZE_IDS
+from baton.limits import MAX_DETOKENIZE_IDS
 from baton.rpc.status import abort
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceServicer
@@ -43,8 +43,6 @@ from router.request.delivery import Context, EventStream, StallTimeout
 from router.request.thoughts import Asked
 
 log = structlog.get_logger(__name__)
-
-_REFUSALS = (InvalidRequest, errors.UnknownModel, errors.Overloaded, errors.NoWorker, errors.Unsupported)
 
 
 class Inference(InferenceServicer):
@@ -80,18 +78,19 @@ class Inference(InferenceServicer):
             completed = await self._answer(message, call, context)
         except asyncio.CancelledError:
             late = context.time_remaining() == 0
-            self._note(call, request, errors.DeadlineExceeded("of the caller") if late else Cancelled("by the caller"))
+            ended = errors.DeadlineExceeded("of the caller") if late else Cancelled("by the caller")
+            call.observer.ended(request, ended)
             raise
         except BatonError as error:
-            self._note(call, request, error)
-            await abort(context, error, call.trace.request_id)
+            call.observer.ended(request, error)
+            await abort(context, error, call.name)
         except Exception as error:  # a bug met by one request must not end the next one
             log.exception("request_broke", request_id=call.name)
-            self._note(call, request, errors.EngineFault(type(error).__name__))
-            await abort(context, error, call.trace.request_id)
+            call.observer.ended(request, errors.EngineFault(type(error).__name__))
+            await abort(context, error, call.name)
         else:
             completed.ClearField("spans")  # the client has received them
-            self._note(call, request, None, **MessageToDict(completed, preserving_proto_field_name=True))
+            call.observer.ended(request, None, **MessageToDict(completed, preserving_proto_field_name=True))
 
     async def _answer(self, message: pb.ResumeRequest, call: ClientRequest, context: Context) -> pb.Completed:
         request = message.request
@@ -194,60 +193,11 @@ class Inference(InferenceServicer):
         served = pb.Model(id=model, max_model_len=length, vocab_size=vocabulary, tool_form=form, thinking_chunk=thinks)
         return pb.ListModelsReply(models=[served])
 
-    def _note(
-        self, call: ClientRequest, message: pb.GenerateRequest, error: BatonError | None, **facts: object
-    ) -> None:
-        """Count and log how a request ended. `error` is None if it finished."""
-        context, outcome = self._context, _outcome(call, error)
-        context.outcomes[outcome] += 1
-        context.outcomes["accepted"] += call.accepted
-        for life in call.lives:
-            life.note("ended", outcome=outcome, count=len(life.delivery.ids))
-        context.traces.ended(call.trace, outcome, type(error).__name__ if error else "")
-        last = None if error else max(call.lives, key=lambda life: life.stages.timings().e2e_s)
-        timings = last.stages.timings() if last else None
-        tokens = len(last.delivery.ids) if last and not call.resumes else 0
-        context.metrics.ended(
-            outcome, timings, deterministic=message.deterministic, tokens=tokens, exemplar=call.exemplar
-        )
-        context.seen.ended(call, outcome, error)
-        if outcome == "refused" and error is not None:
-            context.metrics.refused(error)
-        if error is not None:
-            stage = call.lives[0].stages.stage.value if call.lives else "parse"
-            facts = {"stage": stage, "error": type(error).__name__, "reason": _reason(error)}
-            facts |= {"trace_id": call.trace.context.trace_id}
-        write = log.warning if outcome == "failed" else log.info
-        write(
-            f"request_{outcome}",
-            request_id=call.trace.request_id,
-            client_tag=message.client_tag[:MAX_CLIENT_TAG_CHARS],
-            completion_tokens=sum(len(life.delivery.ids) for life in call.lives),
-            attempts=sum(life.attempts for life in call.lives),
-            **facts,
-        )
-
 
 def _trace_of(context: Context) -> TraceContext | None:
     """Return the caller's trace context, or None if it sent none or an invalid one."""
     said = [value for key, value in context.invocation_metadata() or () if key == TRACEPARENT]
     return TraceContext.parse(str(said[0])) if len(said) == 1 else None
-
-
-def _reason(error: BatonError) -> str:
-    """Return the error text for the log, without texts about a constraint or chat, because they may quote it."""
-    if not isinstance(error, InvalidRequest):
-        return str(error)
-    quoting = ("constraint", "chat")
-    return "; ".join(v.field if v.field.startswith(quoting) else str(v) for v in error.violations)
-
-
-def _outcome(call: ClientRequest, error: BatonError | None) -> str:
-    if error is None:
-        return "finished"
-    if isinstance(error, _REFUSALS) and not call.accepted:
-        return "refused"
-    return "cancelled" if isinstance(error, Cancelled) else "failed"
 
 
 def _check_ids(ids: Collection[int], vocab_size: int) -> None:

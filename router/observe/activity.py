@@ -1,8 +1,8 @@
 """Recent activity of a router: metrics of the last minute, and a feed of the latest events.
 
 `LastMinute` keeps a bucket per second; a gap between tokens costs one list entry until its second is settled.
-`EventFeed` keeps joins, losses, rejections, failures and recoveries. `ActivityRecorder` fills both; it is called where
-metrics are counted. Nothing here waits, or keeps a reference to a request.
+`EventFeed` keeps joins, losses, rejections, failures and recoveries. `ActivityRecorder` fills both.
+Nothing here waits, or keeps a reference to a request.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from baton.rpc.v1 import admin_pb2
 
 if TYPE_CHECKING:
     from router.request.attempt import Attempt
-    from router.request.client_request import ClientRequest
-    from router.request.lifecycle import ChoiceRun
     from router.workers.stream import WorkerStream
 
 
@@ -214,36 +212,31 @@ class ActivityRecorder:
         self.happenings = EventFeed(clock)
         self._workers: dict[tuple[str, str], Role] = {}  # connected workers by id and incarnation
 
-    def tokens(self, life: ChoiceRun, count: int, gap_s: float | None) -> None:
-        """Count `count` new tokens of a client; `gap_s` is None for its first ones."""
-        if gap_s is None:
-            self.recent.first_tokens(count, life.stages.age_s, 0 if life.choice else life.call.prompt_tokens)
-        else:
-            self.recent.tokens(count, gap_s)
-
-    def recovered(self, life: ChoiceRun, attempt: Attempt) -> None:
+    def recovered(self, name: str, attempt: Attempt) -> None:
         """Record that another attempt follows this one."""
         prefill, decode = attempt.workers
         reason = attempt.handed_back
         self.recent.count("recovered")
         if attempt.fencing is not None and attempt.handed_back == "prefill_lost":
-            self.happenings.add("fenced", "its decode worker takes nothing of a lost attempt", life.call.name, decode)
+            self.happenings.add("fenced", "its decode worker takes nothing of a lost attempt", name, decode)
         worker = prefill if reason.startswith(Role.PREFILL) else decode
-        self.happenings.add("recovered", f"goes on with another attempt: {reason}", life.call.name, worker)
+        self.happenings.add("recovered", f"goes on with another attempt: {reason}", name, worker)
 
-    def ended(self, call: ClientRequest, outcome: str, error: BatonError | None) -> None:
-        """Record the end of a request; see `Metrics.ended`."""
+    def ended(
+        self, name: str, outcome: str, error: BatonError | None, age_s: float = 0.0, *, met_slo: bool | None = None
+    ) -> None:
+        """Record the end of a request after `age_s`; see `Metrics.ended`. `met_slo` is None if that is not judged."""
         self.recent.count("ended")
         if outcome in {"failed", "refused"}:
             self.recent.count(outcome)
             alike = type(error).__name__ if outcome == "refused" else ""  # the texts differ by their wait time
-            self.happenings.add(outcome, _shown(error), call.name, alike=alike)
+            self.happenings.add(outcome, _shown(error), name, alike=alike)
         elif outcome == "finished":
-            self.recent.finished(max(life.stages.age_s for life in call.lives))
-            if not call.resumes:
-                self.recent.count("judged")
-                if all(life.met_slo() for life in call.lives):
-                    self.recent.count("kept")
+            self.recent.finished(age_s)
+        if met_slo is not None:
+            self.recent.count("judged")
+            if met_slo:
+                self.recent.count("kept")
 
     def look(self, links: Iterable[WorkerStream]) -> None:
         """Record workers that joined or left. Call it every second."""

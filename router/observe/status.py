@@ -217,19 +217,19 @@ class StatusBroadcaster:
 
 
 def _shown(call: ClientRequest, life: ChoiceRun) -> admin_pb2.RequestView:
-    stage, placed = life.stages.stage, life.placed
+    stages, placed = life.observer.stages, life.placed
     workers = {}
-    if placed is not None and stage not in _UNPLACED:
+    if placed is not None and stages.stage not in _UNPLACED:
         workers["decode_worker"] = placed.decode.info.ref.worker_id
         if placed.prefill is not None:
             workers["prefill_worker"] = placed.prefill.info.ref.worker_id
     return admin_pb2.RequestView(
         request_id=call.name,
         choice=life.choice,
-        stage=stage.value,
+        stage=stages.stage.value,
         prompt_tokens=call.prompt_tokens,
         tokens=len(life.delivery.ids),
-        age_s=life.stages.age_s,
+        age_s=stages.age_s,
         attempt=life.attempts,
         deterministic=call.deterministic,
         **workers,

@@ -10,17 +10,16 @@ from hashlib import blake2b
 
 from baton.core import SequenceSpec
 from baton.errors import BatonError
-from baton.metrics.router import exemplar_of
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.tracing.trace import TraceContext
 from router.audit_digest import Delivered, audit_digest
 from router.auth.tokens import Grant
 from router.context import RouterContext
+from router.observe.request_observer import RequestObserver
 from router.request.attempt import StreamRetention
 from router.request.delivery import EventStream
 from router.request.lifecycle import ChoiceRun, serve_choice
 from router.request.thoughts import Asked
-from router.request.traces import Trace
 
 
 class ClientRequest:
@@ -45,8 +44,8 @@ class ClientRequest:
         self.task = task
         self.within_s = within_s
         self.arrival = next(context.arrivals)
-        self.arrived = context.clock.monotonic(), context.clock.wall()  # before a long prompt is parsed
-        self.deadline = self.arrived[0] + within_s
+        self.observer = RequestObserver(context.sinks, self.name, trace_context, resumes=self.resumes)
+        self.deadline = self.observer.arrived[0] + within_s  # counts from before a long prompt is parsed
         self.scope = asyncio.timeout(within_s)
         self.reason: BatonError | None = None
         self.resumable_s = 0.0  # how long it continues without a router
@@ -54,8 +53,6 @@ class ClientRequest:
         self.lives: list[ChoiceRun] = []
         self.prompt_tokens = 0  # set by `serve_request`, like `deterministic`
         self.deterministic = False
-        self.trace = Trace(self.name, trace_context or TraceContext.new(), context.router_id, self.arrived[1])
-        self.exemplar = exemplar_of(self.name, self.trace.context.trace_id)
         self.traced = False  # whether the client wants all spans
         self.asked = Asked()
         self.determinism = ""  # determinism fingerprint of a deterministic request, from its first attempt on
@@ -86,7 +83,7 @@ class ClientRequest:
 
     @property
     def accepted(self) -> bool:
-        return any(life.accepted for life in self.lives)
+        return self.observer.is_accepted
 
 
 async def serve_request(
@@ -115,15 +112,12 @@ async def serve_request(
             life.let_go()
     if request.deterministic:
         completed.usage.audit_digest = _audit(request, call.lives)
-    completed.trace_id = call.trace.context.trace_id
+    completed.trace_id = call.observer.trace.context.trace_id
     if call.traced:
-        await call.trace.settled(call.deadline - context.clock.monotonic())
-        completed.spans.extend(call.trace.spans())
+        await call.observer.trace.settled(call.deadline - context.clock.monotonic())
+        completed.spans.extend(call.observer.trace.spans())
     await client.completed(completed)
-    used = completed.usage
-    context.metrics.used(used.prompt_tokens, used.cached_tokens, used.completion_tokens)
-    if not call.resumes:  # otherwise another router sent the first tokens and measured them
-        context.metrics.kept_slo(met=all(life.met_slo() for life in call.lives))
+    call.observer.used(completed.usage)
     return completed
 
 

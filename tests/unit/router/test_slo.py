@@ -8,26 +8,25 @@ import pytest
 
 from baton.clock import FakeClock
 from baton.core import Token
-from router.request.lifecycle import ChoiceRun
+from router.observe.request_observer import ChoiceObserver, RequestObserver
 
 
-def life_of(clock: FakeClock, *, ttft_s: float, itl_s: float, received: list[int]) -> ChoiceRun:
-    context, call = MagicMock(clock=clock), MagicMock(arrived=(clock.monotonic(), clock.wall()))
-    context.settings.slo_ttft_s, context.settings.slo_itl_s = ttft_s, itl_s
-    return ChoiceRun(context, call, 0, received)
+def life_of(clock: FakeClock, *, ttft_s: float, itl_s: float, received: int) -> ChoiceObserver:
+    sinks = MagicMock(clock=clock, slo_ttft_s=ttft_s, slo_itl_s=itl_s)
+    return ChoiceObserver(RequestObserver(sinks, "r"), 0, "r", "r", 1, received)
 
 
-def delivered(clock: FakeClock, life: ChoiceRun, *waits_s: float) -> None:
+def delivered(clock: FakeClock, life: ChoiceObserver, *waits_s: float) -> None:
     """Deliver one token after each wait. The stage clock sees the first, as an attempt would report it."""
-    begin = len(life.delivery.ids)
+    begin = life.tokens
     for index, wait_s in enumerate(waits_s):
         clock.advance(wait_s)
         if index == 0:
             life.stages.first_token()
-        life.deliver([Token(begin + index, 7, "")])
+        life.delivered([Token(begin + index, 7, "")])
 
 
-@pytest.mark.parametrize("received", [[], [1, 2, 3]], ids=["new", "resumed"])
+@pytest.mark.parametrize("received", [0, 3], ids=["new", "resumed"])
 @pytest.mark.parametrize(
     ("waits_s", "met"),
     [

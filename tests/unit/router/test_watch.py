@@ -7,13 +7,17 @@ import math
 import random
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from baton.clock import FakeClock
+from baton.core import Token
 from baton.errors import NoWorker, Overloaded
+from baton.rpc.v1 import inference_pb2 as pb
 from baton.tracing.trace import Ended, TraceContext
 from router.observe.activity import KEPT, ActivityRecorder, EventFeed, LastMinute
+from router.observe.request_observer import ChoiceObserver, RequestObserver
 from router.observe.status import SingleFlight, StatusBroadcaster
 from router.request.traces import Trace, Traces, Track
 
@@ -121,10 +125,9 @@ async def test_the_latest_happenings_are_known_though_nobody_has_watched(clock, 
 
 def test_refusals_under_load_leave_room_for_what_else_happens(clock):
     seen = ActivityRecorder(clock)
-    call: Any = SimpleNamespace(lives=[], name="r")
     for number in range(2 * KEPT):
-        seen.ended(call, "refused", Overloaded(f"it would wait for about {number} s", 1.0))
-    seen.ended(call, "refused", NoWorker("none is there"))
+        seen.ended("r", "refused", Overloaded(f"it would wait for about {number} s", 1.0))
+    seen.ended("r", "refused", NoWorker("none is there"))
     seen.happenings.add("left", "a decode worker is gone", worker_id="d-0")
     assert seen.happenings.settle() == 3
     refusals = ["Overloaded: it would wait for about 0 s (400 times)", "NoWorker: none is there"]
@@ -133,22 +136,23 @@ def test_refusals_under_load_leave_room_for_what_else_happens(clock):
 
 def test_happenings_name_a_request_as_its_client_does(clock):
     """One that was resumed has another name on the workers, under which nobody finds its trace."""
-    seen = ActivityRecorder(clock)
-    call: Any = SimpleNamespace(name="mine", lives=[SimpleNamespace(request_id="r9")])
-    life: Any = SimpleNamespace(call=call, request_id="r9")
+    sinks: Any = MagicMock(clock=clock, activity=(seen := ActivityRecorder(clock)))
+    request = RequestObserver(sinks, "mine", resumes=True)
+    life = ChoiceObserver(request, 0, "r9", "mine", 1, 0)
     for reason in ("decode_lost", "prefill_lost"):
-        attempt: Any = SimpleNamespace(workers=("p-0", "d-0"), handed_back=reason, fencing=NoWorker("gone"))
-        seen.recovered(life, attempt)
-    seen.ended(call, "failed", NoWorker("gone"))
+        attempt: Any = MagicMock(workers=("p-0", "d-0"), handed_back=reason, fencing=NoWorker("gone"))
+        life.recovered(attempt)
+    life.is_accepted = True  # so its end is no refusal
+    request.ended(pb.GenerateRequest(), NoWorker("gone"))
     assert seen.happenings.settle() == 4
     assert {one.request_id for one in seen.happenings.since(0)} == {"mine"}
 
 
 def test_a_prompt_counts_once_however_many_choices_it_has(clock):
-    seen, call = ActivityRecorder(clock), SimpleNamespace(prompt_tokens=100)
+    sinks: Any = MagicMock(clock=clock, activity=(seen := ActivityRecorder(clock)))
+    request = RequestObserver(sinks, "r")
     for choice in range(3):
-        life: Any = SimpleNamespace(choice=choice, call=call, stages=SimpleNamespace(age_s=0.5))
-        seen.tokens(life, 1, None)
+        ChoiceObserver(request, choice, f"r{choice}", f"r.{choice}", 100, 0).delivered([Token(0, 7, "")])
     window = seen.recent.window()
     assert (window.prompt_tokens_per_s, window.tokens_per_s, window.ttft.count) == (100, 3, 3)
 
