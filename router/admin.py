@@ -15,10 +15,16 @@ from baton.ledger.control_state import ControlReport, ControlState, PoolSizes, W
 from baton.rpc.status import abort
 from baton.rpc.v1 import admin_pb2
 from baton.rpc.v1.admin_pb2_grpc import AdminServicer
+from router.admission.admission import Admission
 from router.auth.interceptor import current_grant
-from router.context import RouterContext
+from router.auth.tokens import TokenFile
+from router.context import RouterSettings
+from router.observe.request_observer import Sinks
 from router.observe.status import Overview, StatusBroadcaster, plan_to_pb
+from router.request.client_request import RunningRequests
 from router.request.delivery import Context
+from router.workers.placement import Placement
+from router.workers.pool import WorkerPool
 
 log = structlog.get_logger(__name__)
 
@@ -28,18 +34,27 @@ _TRIES = 5  # each may conflict with another writer of the plan
 class Admin(AdminServicer):
     """Servicer of `baton.v1.Admin`: this router's status and its view of the workers, and changes of the plan."""
 
-    def __init__(self, context: RouterContext, board: ControlState | None) -> None:
-        self._context = context
-        self._board = board
-        self._overview = Overview(context, board)
-        self.live = StatusBroadcaster(context, self._overview)
+    def __init__(
+        self,
+        settings: RouterSettings,
+        sinks: Sinks,
+        pool: WorkerPool,
+        admission: Admission[Placement],
+        running: RunningRequests,
+        tokens: TokenFile | None,
+        board: ControlState | None,
+    ) -> None:
+        self._settings, self._sinks, self._pool = settings, sinks, pool
+        self._running, self._tokens, self._board = running, tokens, board
+        self._overview = Overview(settings, sinks, pool, admission, running, board)
+        self.live = StatusBroadcaster(self._overview, sinks, pool, running)
 
     async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> admin_pb2.StatusReply:
         return await self._overview.status()
 
     async def Requests(self, request: admin_pb2.RequestsRequest, context: Context) -> admin_pb2.RequestsReply:
-        ids = [life.request_id for call in self._context.running for life in call.lives]
-        return admin_pb2.RequestsReply(router_id=self._context.router_id, request_ids=ids)
+        ids = [choice.request_id for call in self._running for choice in call.observer.choices]
+        return admin_pb2.RequestsReply(router_id=self._sinks.router_id, request_ids=ids)
 
     async def Scale(self, request: admin_pb2.ScaleRequest, context: Context) -> admin_pb2.ScaleReply:
         async with _told(context):
@@ -52,14 +67,14 @@ class Admin(AdminServicer):
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainReply:
         async with _told(context):
             board, control = await self._controlled()
-            refs = {link.info.ref.worker_id: link.info for link in self._context.pool.links if not link.retired}
+            refs = {link.info.ref.worker_id: link.info for link in self._pool.links if not link.retired}
             info = refs.get(request.worker_id)
             if info is None or request.worker_id not in {slot.worker_id for slot in control.slots}:
                 known = ", ".join(sorted(refs)) or "none"
                 raise InvalidRequest.of(
                     "worker_id", f"no such worker is here: {request.worker_id!r}; known are {known}"
                 )
-            grace_s = self._context.settings.drain_s
+            grace_s = self._settings.drain_s
             order = WorkerCommand(
                 incarnation=str(info.ref.incarnation), role=info.role, drain=True, grace_s=grace_s, wish=True
             )
@@ -68,7 +83,7 @@ class Admin(AdminServicer):
             return admin_pb2.DrainReply()
 
     async def Watch(self, request: admin_pb2.WatchRequest, context: Context) -> AsyncIterator[admin_pb2.Live]:
-        tokens, grant = self._context.tokens, current_grant()
+        tokens, grant = self._tokens, current_grant()
         confirm = partial(tokens.confirm, grant) if tokens is not None and grant is not None else None
         async with _told(context), aclosing(self.live.watch(request.interval_s, confirm)) as views:
             async for view, happenings in views:
@@ -86,8 +101,8 @@ class Admin(AdminServicer):
     def trace_of(self, request_id: str) -> admin_pb2.TraceReply | None:
         """Return the trace of a running or recent request or choice, or None. "" finds the one that ended last."""
         name = request_id.partition(".")[0]
-        running = (call.observer.trace for call in self._context.running if call.name == name)
-        found = next(running, None) or self._context.traces.find(name)
+        running = (call.observer.trace for call in self._running if call.name == name)
+        found = next(running, None) or self._sinks.traces.find(name)
         return None if found is None else found.reply()
 
     async def _replan(self, wanted: admin_pb2.ScaleRequest | None) -> PoolSizes:
@@ -98,7 +113,7 @@ class Admin(AdminServicer):
             if wanted is None:
                 change = {"generation": plan.generation + 1, "reason": "all workers are to be replaced"}
             else:
-                change = _sizes(wanted, self._context.settings.scale) | {"reason": "an operator said so"}
+                change = _sizes(wanted, self._settings.scale) | {"reason": "an operator said so"}
             following = plan.model_copy(update=change | {"number": plan.number + 1, "by": "operator"})
             if await board.put_plan(following):
                 log.info("plan_said", prefill=following.prefill, decode=following.decode, number=following.number)

@@ -1,11 +1,10 @@
-"""The router context, shared by all requests: settings, workers, queue, metrics, and the running requests."""
+"""The settings of a router, and its parts: workers, queue, running requests, and the sinks of observations."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -22,15 +21,15 @@ from router.auth.tokens import TokenFile
 from router.observe.activity import ActivityRecorder
 from router.observe.request_observer import Sinks
 from router.placement.policy import ALONE, POLICIES
+from router.request.client_request import RunningRequests
+from router.request.lifecycle import Dispatch, StreamSource
 from router.request.traces import Traces
 from router.workers.placement import Placement
-from router.workers.pool import WorkerPool, WorkerSource
+from router.workers.pool import PoolOptions, WorkerPool, WorkerSource
 
 if TYPE_CHECKING:
     from baton.config.schema import TlsConfig
-    from baton.ledger.ownership import OwnershipRecord
     from baton.tracing.otlp import Exporter
-    from router.request.client_request import ClientRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,74 +82,79 @@ def _exporter(settings: RouterSettings) -> Exporter | None:
     return Exporter(settings.otlp, settings.name, settings.version)
 
 
-StreamSource = Callable[[str], Awaitable["OwnershipRecord | None"]]
-"""Who goes on with a stream, by its client's name for it: `OwnershipStore.find`. Raises LedgerError."""
-
-
 async def _nowhere(name: str) -> None:
     """Find no stream, without a ledger."""
 
 
+@dataclass(frozen=True, slots=True)
 class RouterContext:
-    """The state shared by all requests. `prefixes` holds cached blocks, `streams` finds the decode worker of a stream.
+    """The parts of a router, each complete. Parts with state of their own: the workers, the queue, the requests."""
+
+    settings: RouterSettings
+    wire: Wire
+    tokens: TokenFile | None
+    pool: WorkerPool
+    admission: Admission[Placement]
+    dispatch: Dispatch
+    running: RunningRequests
+    sinks: Sinks
+    exporter: Exporter | None
+
+
+def build_context(
+    settings: RouterSettings,
+    workers: WorkerSource,
+    clock: Clock,
+    prefixes: PrefixIndex | None = None,
+    streams: StreamSource | None = None,
+) -> RouterContext:
+    """Build the parts of a router. `prefixes` holds cached blocks, `streams` finds the decode worker of a stream.
     Raises ConfigError if certificates or tokens are unusable, or the exporter is not installed.
     """
-
-    def __init__(
-        self,
-        settings: RouterSettings,
-        workers: WorkerSource,
-        clock: Clock,
-        prefixes: PrefixIndex | None = None,
-        streams: StreamSource | None = None,
-    ) -> None:
-        self.wire = Wire.of(settings.tls)
-        self.tokens = TokenFile(settings.tokens) if settings.tokens else None
-        self.settings = settings
-        self.clock = clock
-        self.router_id = f"router-{secrets.token_hex(4)}"
-        self.history = History.open(settings.history, clock, "router", self.router_id)
-        self.pool = WorkerPool(
-            workers,
-            POLICIES[settings.policy],
-            self.router_id,
-            settings.worker_silence_s,
-            clock,
-            self.wire,
-            prefixes=prefixes,
+    wire = Wire.of(settings.tls)
+    tokens = TokenFile(settings.tokens) if settings.tokens else None
+    router_id = f"router-{secrets.token_hex(4)}"
+    history = History.open(settings.history, clock, "router", router_id)
+    metrics = Metrics(settings.name, settings.version, settings.model)
+    pool = WorkerPool(
+        workers,
+        POLICIES[settings.policy],
+        router_id,
+        settings.worker_silence_s,
+        clock,
+        wire,
+        prefixes=prefixes,
+        options=PoolOptions(
+            alone=ALONE[settings.policy],
+            chunk=settings.chunk,
+            local_prefill=settings.local_prefill,
+            colocated=settings.colocated,
             slo_itl_s=settings.slo_itl_s,
-        )
-        limits = QueueLimits(settings.queue_max_requests, settings.queue_max_tokens, settings.queue_max_wait_s)
-        pool = self.pool
-        self.admission = Admission(
-            pool.place,
-            Placement.release,
-            pool.can_serve,
-            clock,
-            limits,
-            settings.tenants,
-            capability_of=attrgetter("capability"),
-            why_not=pool.reasons_not_to_serve,
-        )
-        self.pool.on_change = self.admission.changed
-        self.pool.local_prefill, self.pool.colocated = settings.local_prefill, settings.colocated
-        self.pool.alone, self.pool.chunk = ALONE[settings.policy], settings.chunk
-        self.metrics = Metrics(settings.name, settings.version, settings.model)
-        self.metrics_at = ""
-        self.pool.on_predicted = self.metrics.ttft_predicted
-        self.metrics.watch_blocks(self.pool.blocks)
-        self.metrics.watch_channels(self.pool.channels)
-        self.metrics.watch_verifying(self.pool.loads)
-        self.metrics.watch_queue(lambda: self.admission.waiting, lambda: self.admission.waiting_tokens)
-        self.seen = ActivityRecorder(clock)
-        exporter = _exporter(settings)
-        self.traces = Traces(settings.traces, settings.trace_sample, clock, exporter.put if exporter else None)
-        self.exporter = exporter
-        slo = settings.slo_ttft_s, settings.slo_itl_s
-        self.sinks = Sinks(self.router_id, clock, self.history, self.metrics, self.seen, self.traces, *slo)
-        self.outcomes = self.sinks.outcomes
-        self.streams = streams or _nowhere
-        self.arrivals = itertools.count()
-        self.accepting = True
-        self.running: set[ClientRequest] = set()
-        self.named: dict[tuple[str, str], ClientRequest] = {}  # by tenant, and request id or idempotency key
+            on_predicted=metrics.ttft_predicted,
+        ),
+    )
+    admission = _admission(settings, pool, clock)
+    pool.on_change = admission.changed
+    metrics.watch_blocks(pool.blocks)
+    metrics.watch_channels(pool.channels)
+    metrics.watch_verifying(pool.loads)
+    metrics.watch_queue(lambda: admission.waiting, lambda: admission.waiting_tokens)
+    exporter = _exporter(settings)
+    traces = Traces(settings.traces, settings.trace_sample, clock, exporter.put if exporter else None)
+    slo = settings.slo_ttft_s, settings.slo_itl_s
+    sinks = Sinks(router_id, clock, history, metrics, ActivityRecorder(clock), traces, *slo)
+    dispatch = Dispatch(admission, pool, streams or _nowhere, clock, settings.attempts)
+    return RouterContext(settings, wire, tokens, pool, admission, dispatch, RunningRequests(), sinks, exporter)
+
+
+def _admission(settings: RouterSettings, pool: WorkerPool, clock: Clock) -> Admission[Placement]:
+    return Admission(
+        pool.place,
+        Placement.release,
+        pool.can_serve,
+        clock,
+        QueueLimits(settings.queue_max_requests, settings.queue_max_tokens, settings.queue_max_wait_s),
+        settings.tenants,
+        capability_of=attrgetter("capability"),
+        why_not=pool.reasons_not_to_serve,
+    )

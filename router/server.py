@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from baton.clock import Clock, SystemClock
 from baton.core import Role
 from baton.errors import ConfigError, LedgerError, NoWorker
-from baton.ledger.control_state import ControlState
+from baton.ledger.control_state import ControlState, RouterReport
 from baton.ledger.prefix_index import PrefixIndex
 from baton.metrics import MetricsServer
 from baton.metrics.http import Target, target
@@ -27,10 +27,11 @@ from baton.rpc.v1 import admin_pb2_grpc, inference_pb2_grpc
 from baton.tokenizer import Tokenizer
 from router.admin import Admin
 from router.auth.interceptor import Guard
-from router.context import RouterContext, RouterSettings, StreamSource
+from router.context import RouterContext, RouterSettings, build_context
 from router.openai.loopback import LoopbackListener
 from router.placement import demand
 from router.placement.policy import POLICIES
+from router.request.lifecycle import StreamSource
 from router.service import Inference
 from router.workers.pool import WorkerSource
 
@@ -49,18 +50,22 @@ async def look(context: RouterContext, board: ControlState | None) -> None:
         async with asyncio.timeout(_WITHIN_S):
             report = await board.control()
         if report is None:
-            context.metrics.control.nobody()
+            context.sinks.metrics.control.nobody()
             return
-        context.metrics.control.said(
+        context.sinks.metrics.control.said(
             {role.value: report.plan.of(role) for role in Role},
             [(slot.role.value, slot.state, slot.restarts) for slot in report.slots],
             [(decision.at, decision.kind) for decision in report.decisions],
         )
 
 
-async def targets(context: RouterContext, board: ControlState | None) -> Sequence[Target]:
-    """Return all known routers and workers as scrape targets. Without the ledger: this router and its workers."""
-    routers = {context.router_id: context.metrics_at}
+async def targets(
+    context: RouterContext, board: ControlState | None, metrics_at: Callable[[], str]
+) -> Sequence[Target]:
+    """Return all known routers and workers as scrape targets. Without the ledger: this router and its workers.
+    `metrics_at` returns the address of this router's metrics.
+    """
+    routers = {context.sinks.router_id: metrics_at()}
     if board is not None:
         with suppress(LedgerError, TimeoutError):
             async with asyncio.timeout(_WITHIN_S):
@@ -78,11 +83,13 @@ _GOODBYE_S = 1.0
 
 
 class Router:
-    """A router. `grpc`, `admin`, `metrics` and `http` are its bound addresses; `http` is "" without a gateway."""
+    """A router. `grpc`, `admin`, `metrics` and `http` are its bound addresses; `http` is "" without a gateway.
+    `metrics_at` is the address of the metrics for other hosts; the owner may set it.
+    """
 
     def __init__(self, context: RouterContext, tokenizer: Tokenizer, board: ControlState | None = None) -> None:
         self.context = context
-        self.grpc = self.admin = self.metrics = self.http = ""
+        self.grpc = self.admin = self.metrics = self.http = self.metrics_at = ""
         guards = [Guard(context.tokens)] if context.tokens else []
         share = context.settings.share_port
         self._public = channel.aio_server(link=channel.PUBLIC, interceptors=guards, share_port=share)
@@ -90,20 +97,21 @@ class Router:
         self._inner = LoopbackListener(guards)
         self._look = partial(look, context, board)
         self._metrics = MetricsServer(
-            context.metrics,
-            ready=lambda: context.accepting and context.pool.can_serve(),
+            context.sinks.metrics,
+            ready=lambda: context.running.accepting and context.pool.can_serve(),
             look=self._look,
-            targets=partial(targets, context, board),
+            targets=partial(targets, context, board, lambda: self.metrics_at),
         )
         self._health = health_aio.HealthServicer()
         self._gateway: HttpServer | None = None
         self._board = board
         self._watches: list[asyncio.Task[None]] = []
-        inference = Inference(context, tokenizer)
+        settings, sinks, running = context.settings, context.sinks, context.running
+        inference = Inference(settings, context.dispatch, running, sinks, tokenizer)
         for server in (self._public, self._inner.server):
             inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        self._admin = Admin(context, board)
+        self._admin = Admin(settings, sinks, context.pool, context.admission, running, context.tokens, board)
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, self._private)
         names = (SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._public)
@@ -115,7 +123,7 @@ class Router:
         try:
             self.grpc = channel.bind(self._public, settings.grpc, self.context.wire.public)
             self.admin = channel.bind(self._private, settings.admin, self.context.wire.private)
-            self.metrics = self.context.metrics_at = await self._metrics.start(settings.metrics)
+            self.metrics = self.metrics_at = await self._metrics.start(settings.metrics)
             self._gateway = _gateway(self.context, self._admin, self._look) if settings.http else None
             inner = self._inner.bind() if settings.http else ""
         except ConfigError as error:
@@ -124,7 +132,7 @@ class Router:
             await asyncio.gather(*(server.stop(None) for server in self._servers), self._metrics.stop())
             if self.context.exporter is not None:
                 self.context.exporter.close()
-            self.context.history.close(error)
+            self.context.sinks.history.close(error)
             raise
         await self.context.pool.start()
         await asyncio.gather(self._public.start(), self._private.start())
@@ -135,18 +143,18 @@ class Router:
         if self.context.tokens is not None:
             self._watches.append(asyncio.create_task(self.context.tokens.watch(), name="tokens"))
         if self._board is not None:
-            self._watches.append(asyncio.create_task(demand.publish(self.context, self._board), name="demand"))
+            self._watches.append(asyncio.create_task(demand.publish(self._demand, self._board), name="demand"))
         if self._gateway is not None:
             self.http = self._gateway.address
             await self._gateway.start(inner, IN_THE_CLEAR)
         bound = {"grpc": self.grpc, "admin": self.admin, "metrics": self.metrics, "http": self.http}
-        log.info("router_started", router_id=self.context.router_id, **bound)
+        log.info("router_started", router_id=self.context.sinks.router_id, **bound)
 
     async def stop(self, grace_s: float = 30.0) -> None:
         """Reject new requests, give running ones `grace_s` to finish, end the rest with NoWorker, and close. Decode
         workers continue those that can be resumed.
         """
-        self.context.accepting = False
+        self.context.running.accepting = False
         # Closes the listener and sends GOAWAY, so that new calls go to another router.
         closing = asyncio.create_task(self._public.stop(grace_s + 2 * _GOODBYE_S))
         for watch in self._watches:
@@ -169,13 +177,18 @@ class Router:
         if self._board is not None:
             with suppress(LedgerError, TimeoutError):
                 async with asyncio.timeout(_GOODBYE_S):
-                    await self._board.drop_router(self.context.router_id)
+                    await self._board.drop_router(self.context.sinks.router_id)
         await self.context.pool.stop()
         await self._metrics.stop()
         if self.context.exporter is not None:
             await asyncio.to_thread(self.context.exporter.close)
-        self.context.history.close()
-        log.info("router_stopped", router_id=self.context.router_id)
+        self.context.sinks.history.close()
+        log.info("router_stopped", router_id=self.context.sinks.router_id)
+
+    def _demand(self) -> RouterReport:
+        context = self.context
+        report, count = context.pool.expected(), len(context.running)
+        return demand.current_demand(report, context.admission, count, context.sinks.outcomes, self.metrics_at)
 
     @property
     def _servers(self) -> tuple[grpc.aio.Server | LoopbackListener, ...]:
@@ -200,7 +213,7 @@ def _gateway(context: RouterContext, admin: Admin, look: Callable[[], Awaitable[
         text = f"{error.name} is not installed: pip install 'baton-serve[gateway]', or leave router.http out"
         raise ConfigError(f"router.http: {text}") from error
     settings = context.settings
-    patience, registry = Patience(stall_s=settings.client_stall_s), context.metrics.registry
+    patience, registry = Patience(stall_s=settings.client_stall_s), context.sinks.metrics.registry
     shown = Shown(admin.live, context.tokens, admin.trace_of)
     serving = GatewaySettings(
         settings.version, settings.http_body, patience, registry, look, tls=settings.tls, shown=shown
@@ -223,6 +236,6 @@ async def serve(
     """
     if settings.policy not in POLICIES:
         raise ConfigError(f"router.policy: {settings.policy!r} is not one of {', '.join(sorted(POLICIES))}")
-    router = Router(RouterContext(settings, workers, clock or SystemClock(), prefixes, streams), tokenizer, board)
+    router = Router(build_context(settings, workers, clock or SystemClock(), prefixes, streams), tokenizer, board)
     await router.start()
     return router

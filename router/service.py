@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import structlog
@@ -21,7 +21,8 @@ from baton.tokenizer import Tokenizer
 from baton.tracing.trace import TRACEPARENT, TraceContext
 from router.auth.interceptor import current_grant
 from router.auth.limits import Concurrency, TextCall, limited, may_end
-from router.context import RouterContext
+from router.context import RouterSettings
+from router.observe.request_observer import Sinks
 from router.parsing.chat import Chats
 from router.parsing.generate_request import (
     ParseLimiter,
@@ -38,24 +39,35 @@ from router.parsing.generate_request import (
     received_of,
     resumed_name,
 )
-from router.request.client_request import ClientRequest, seed_of, serve_request
+from router.request.client_request import ClientRequest, RunningRequests, seed_of
 from router.request.delivery import Context, EventStream, StallTimeout
+from router.request.lifecycle import Dispatch, serve_request
 from router.request.thoughts import Asked
 
 log = structlog.get_logger(__name__)
 
 
 class Inference(InferenceServicer):
-    """Servicer of `baton.v1.Inference`. All requests share one router context and tokenizer."""
+    """Servicer of `baton.v1.Inference`. It registers each request in `running`."""
 
-    def __init__(self, context: RouterContext, tokenizer: Tokenizer) -> None:
-        self._context = context
+    def __init__(
+        self,
+        settings: RouterSettings,
+        dispatch: Dispatch,
+        running: RunningRequests,
+        sinks: Sinks,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self._settings = settings
+        self._dispatch = dispatch
+        self._running = running
+        self._sinks = sinks
         self._tokenizer = tokenizer
         self._chats = Chats.of(tokenizer)
         self._concurrency, self._texts = Concurrency(), Concurrency()
         self._reading = ParseLimiter()
         self._grammars = Grammars(tokenizer)
-        self._patience = StallTimeout(context.settings.client_stall_s)
+        self._patience = StallTimeout(settings.client_stall_s)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Serve a new request. It ends with its last event, or with the gRPC status of one typed error."""
@@ -68,10 +80,11 @@ class Inference(InferenceServicer):
     async def _serve(self, message: pb.ResumeRequest, context: Context, *, resumes: bool = False) -> None:
         request = message.request
         left_s = cast("float | None", context.time_remaining())  # None: no deadline; the stubs lack it
-        most_s = self._context.settings.max_request_s
+        most_s = self._settings.max_request_s
         task = cast("asyncio.Task[None]", asyncio.current_task())
         within_s = most_s if left_s is None else min(left_s, most_s)
-        call = ClientRequest(self._context, task, within_s, resumed_name(message), current_grant(), _trace_of(context))
+        who = resumed_name(message), current_grant(), _trace_of(context)
+        call = ClientRequest(self._sinks, next(self._running.arrivals), task, within_s, *who)
         try:
             if resumes:
                 check_resumes(message)
@@ -94,11 +107,11 @@ class Inference(InferenceServicer):
 
     async def _answer(self, message: pb.ResumeRequest, call: ClientRequest, context: Context) -> pb.Completed:
         request = message.request
-        if not self._context.accepting:
+        if not self._running.accepting:
             raise errors.NoWorker("this router is stopping")
         client = EventStream(context, call.name, self._patience, call.end)
         try:
-            async with call.scope, self._entered(call, request.idempotency_key):
+            async with call.scope, self._running.registered(call, request.idempotency_key):
                 # Sent early, so that a client can name its request while it is queued.
                 client.open(("baton-request-id", call.name), ("baton-resumable", "1"))
                 with self._concurrency.one_more(call):
@@ -109,40 +122,23 @@ class Inference(InferenceServicer):
             await client.close()
 
     async def _answers(self, message: pb.ResumeRequest, call: ClientRequest, client: EventStream) -> pb.Completed:
-        context, request = self._context, message.request
-        model, length = context.settings.model, context.pool.max_model_len()
+        request, settings = message.request, self._settings
+        model, length = settings.model, self._dispatch.pool.max_model_len()
         seed = seed_of(request.idempotency_key or call.name)
         with self._reading.one_more(message):
             rest = (self._tokenizer, model, length, self._chats, self._grammars)
-            thinks = context.settings.think_while_decoding
+            thinks = settings.think_while_decoding
             spec = await parse(request, *rest, seed=seed, while_decoding=thinks)
             spec = limited(spec, request, call.grant)
             received = received_of(message, spec, self._tokenizer.vocab_size)
             await check_received(self._grammars, spec, received)
         call.asked, call.traced = Asked.of(request, self._tokenizer), request.trace
         call.determinism = message.system_fingerprint if spec.deterministic else ""
-        call.resumable_s = request.resumable_s if request.HasField("resumable_s") else context.settings.resumable_s
-        return await serve_request(context, call, spec, received, client)
-
-    @asynccontextmanager
-    async def _entered(self, call: ClientRequest, key: str) -> AsyncIterator[None]:
-        """Register `call` by name and key until it ends. A call of its tenant that has one of them is cancelled."""
-        context, names = self._context, [(call.tenant, call.name), (call.tenant, f"key {key}")][: 1 + bool(key)]
-        for name in names:
-            if name in context.named:
-                context.named[name].end(Cancelled("another call has taken over this request"))
-        context.running.add(call)
-        context.named |= dict.fromkeys(names, call)
-        try:
-            yield
-        finally:
-            context.running.remove(call)
-            for name in names:
-                if context.named.get(name) is call:  # not if another call has taken over
-                    del context.named[name]
+        call.resumable_s = request.resumable_s if request.HasField("resumable_s") else settings.resumable_s
+        return await serve_request(self._dispatch, call, spec, received, client)
 
     async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelReply:
-        asking, named = current_grant(), [call for call in self._context.running if call.name == request.request_id]
+        asking, named = current_grant(), [call for call in self._running if call.name == request.request_id]
         found = [call for call in named if may_end(asking, call.grant)]
         for call in found:
             call.end(Cancelled("by a Cancel call"))
@@ -150,7 +146,7 @@ class Inference(InferenceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeReply:
         try:
-            check_model(request.model, self._context.settings.model)
+            check_model(request.model, self._settings.model)
             check_text(request.text)
             with self._text_call(request):
                 if request.HasField("chat"):
@@ -163,7 +159,7 @@ class Inference(InferenceServicer):
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeReply:
         try:
-            check_model(request.model, self._context.settings.model)
+            check_model(request.model, self._settings.model)
             _check_ids(request.ids, self._tokenizer.vocab_size)
             with self._text_call(request):
                 text = await decode(self._tokenizer, request.ids)
@@ -183,13 +179,13 @@ class Inference(InferenceServicer):
             with self._texts.one_more(TextCall(current_grant())), self._reading.one_more(request):
                 yield
         except errors.Overloaded as error:
-            self._context.metrics.refused(error)
+            self._sinks.metrics.refused(error)
             raise
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsReply:
-        model, length = self._context.settings.model, self._context.pool.max_model_len() or 0
+        model, length = self._settings.model, self._dispatch.pool.max_model_len() or 0
         vocabulary, form = self._tokenizer.vocab_size, self._chats.tool_form
-        thinks = self._context.pool.thinking_chunk() or 0
+        thinks = self._dispatch.pool.thinking_chunk() or 0
         served = pb.Model(id=model, max_model_len=length, vocab_size=vocabulary, tool_form=form, thinking_chunk=thinks)
         return pb.ListModelsReply(models=[served])
 

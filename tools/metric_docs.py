@@ -20,7 +20,7 @@ from baton.metrics import Metrics
 from baton.metrics.base import LABELS, OF_METRIC, Values
 from baton.metrics.worker import Counts, Watched, WorkerMetrics
 from baton.stages import Timings
-from router.context import RouterContext, RouterSettings
+from router.context import RouterSettings, build_context
 
 DOCS = Path(__file__).resolve().parent.parent / "docs/metrics.md"
 BEGIN, END = "<!-- made by tools/metric_docs.py: {} -->\n", "<!-- end -->\n"
@@ -60,7 +60,7 @@ def router_registry() -> CollectorRegistry:
     async def nobody() -> Sequence[WorkerInfo]:
         return []
 
-    metrics = RouterContext(RouterSettings("one", "m", __version__), nobody, FakeClock()).metrics
+    metrics = build_context(RouterSettings("one", "m", __version__), nobody, FakeClock()).sinks.metrics
     _happen(metrics)
     metrics.control.said({"decode": 1}, [("decode", "ready", 0)], [(1.0, "start")])
     return metrics.registry

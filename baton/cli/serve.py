@@ -110,7 +110,7 @@ async def _route(config: ClusterConfig, index: int) -> None:
     bound |= {"http": handle.http} if handle.http else {}
     router, url = config.router, config.redis.url
     seen = {name: called(at, router.advertise, router.interface, url, "router.interface") for name, at in bound.items()}
-    handle.context.metrics_at = seen["metrics"]
+    handle.metrics_at = seen["metrics"]
     log.info("router_told", **seen)
     report_ready({**bound, "told": seen, "pid": os.getpid()})
     await _stop_signal()

@@ -131,8 +131,9 @@ class ChoiceObserver:
         self.tokens, self._received = received, received
         self.attempts = 0
         self.is_accepted = False
-        self._request, self._choice = request, choice
-        self._request_id, self._stream, self._prompt_tokens = request_id, stream, prompt_tokens
+        self.choice, self.request_id = choice, request_id
+        self.placed: Placement | None = None
+        self._request, self._stream, self._prompt_tokens = request, stream, prompt_tokens
         self._first_token_at: float | None = None
         self._last_token_at: float | None = None
         request.trace.tracks.append(self.track)
@@ -143,17 +144,18 @@ class ChoiceObserver:
     def note(self, event: str, **facts: object) -> None:
         """Record an event of the current or last attempt in the history."""
         if self._to.history.kept:
-            self._to.history.note(event, HandoffId(self._request_id, self.attempts), **facts)
+            self._to.history.note(event, HandoffId(self.request_id, self.attempts), **facts)
 
     def attempted(self, placement: Placement) -> None:
         """Record that the next attempt begins."""
         self.attempts += 1
+        self.placed = placement
         workers = {"prefill": placement.prefill, "decode": placement.decode}
         refs = {role: str(link.info.ref) for role, link in workers.items() if link is not None}
         self.note("attempt", **refs)
         self.stages.attempt = self.attempts
         self.stages.note(**refs)
-        log.debug("request_attempted", request_id=self._request_id, attempt=self.attempts, workers=[*refs.values()])
+        log.debug("request_attempted", request_id=self.request_id, attempt=self.attempts, workers=[*refs.values()])
 
     def accepted(self, attempt: Attempt) -> None:
         """Record, once, that decode capacity is reserved."""
@@ -161,13 +163,13 @@ class ChoiceObserver:
         self.note("accepted")
         log.info(
             "request_accepted",
-            request_id=self._request_id,
+            request_id=self.request_id,
             stream=self._stream,
             prompt_tokens=self._prompt_tokens,
             workers=attempt.workers,
             trace_id=self._request.trace.context.trace_id,
         )
-        if self._choice == 0:
+        if self.choice == 0:
             self.metrics.accepted(self._prompt_tokens)
 
     def delivered(self, fresh: Sequence[Token]) -> None:
@@ -177,9 +179,9 @@ class ChoiceObserver:
         now = self._to.clock.monotonic()
         if self._last_token_at is None:
             self._first_token_at = now
-            prompt_tokens = 0 if self._choice else self._prompt_tokens
+            prompt_tokens = 0 if self.choice else self._prompt_tokens
             self._to.activity.recent.first_tokens(len(fresh), self.stages.age_s, prompt_tokens)
-            log.debug("request_first_token", request_id=self._request_id, attempt=self.attempts)
+            log.debug("request_first_token", request_id=self.request_id, attempt=self.attempts)
             self.metrics.first(len(fresh))
         else:
             gap_s = now - self._last_token_at
@@ -202,7 +204,7 @@ class ChoiceObserver:
 
     def not_looked_for(self, error: BatonError) -> None:
         """Record that the ledger could not find the decode worker of a stream."""
-        log.warning("not_looked_for", request_id=self._request_id, stream=self._stream, error=str(error))
+        log.warning("not_looked_for", request_id=self.request_id, stream=self._stream, error=str(error))
 
     def finished(self, finish: Finish | None) -> Timings:
         """Record the end of a complete choice, and return its times. They sum to the time from arrival until now."""

@@ -1,6 +1,6 @@
 """The router's status for operators, and its stream of views.
 
-`Overview` makes the status from the router context and the controller's report. `StatusBroadcaster` streams views to
+`Overview` makes the status from the router's parts and the controller's report. `StatusBroadcaster` streams views to
 watchers; a `SingleFlight` makes each view once for all of them.
 """
 
@@ -21,9 +21,12 @@ from baton.limits import MAX_SHOWN_REQUESTS, MAX_WATCHERS
 from baton.rpc import convert
 from baton.rpc.v1 import admin_pb2
 from baton.stages import Stage
-from router.context import RouterContext
-from router.request.client_request import ClientRequest
-from router.request.lifecycle import ChoiceRun
+from router.admission.admission import Admission
+from router.context import RouterSettings
+from router.observe.request_observer import ChoiceObserver, Sinks
+from router.request.client_request import ClientRequest, RunningRequests
+from router.workers.placement import Placement
+from router.workers.pool import WorkerPool
 from router.workers.stream import WorkerStream
 
 log = structlog.get_logger(__name__)
@@ -32,11 +35,20 @@ log = structlog.get_logger(__name__)
 class Overview:
     """Status of this router. `control` is the controller's latest report, or None without a controller or Redis."""
 
-    def __init__(self, context: RouterContext, board: ControlState | None) -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        sinks: Sinks,
+        pool: WorkerPool,
+        admission: Admission[Placement],
+        running: RunningRequests,
+        board: ControlState | None,
+    ) -> None:
         self.control: ControlReport | None = None
-        self._context = context
+        self._settings, self._sinks = settings, sinks
+        self._pool, self._admission, self._running = pool, admission, running
         self._board = board
-        self._started = context.clock.monotonic()
+        self._started = sinks.clock.monotonic()
 
     async def status(self) -> admin_pb2.StatusReply:
         """Return the current status with a fresh `control`."""
@@ -45,25 +57,25 @@ class Overview:
 
     def known(self) -> admin_pb2.StatusReply:
         """Return the current status with the last known `control`."""
-        context, settings = self._context, self._context.settings
-        ended = {outcome: context.outcomes[outcome] for outcome in ("finished", "cancelled", "failed", "refused")}
+        settings, sinks, queue = self._settings, self._sinks, self._admission
+        ended = {outcome: sinks.outcomes[outcome] for outcome in ("finished", "cancelled", "failed", "refused")}
         return admin_pb2.StatusReply(
             name=settings.name,
-            router_id=context.router_id,
+            router_id=sinks.router_id,
             version=settings.version,
             model=settings.model,
-            uptime_s=context.clock.monotonic() - self._started,
-            running=len(context.running),
-            queued=context.admission.waiting,
-            queued_tokens=context.admission.waiting_tokens,
-            drain_requests_per_s=context.admission.drain.requests_per_s,
-            drain_tokens_per_s=context.admission.drain.tokens_per_s,
-            accepted=context.outcomes["accepted"] + sum(call.accepted for call in context.running),
+            uptime_s=sinks.clock.monotonic() - self._started,
+            running=len(self._running),
+            queued=queue.waiting,
+            queued_tokens=queue.waiting_tokens,
+            drain_requests_per_s=queue.drain.requests_per_s,
+            drain_tokens_per_s=queue.drain.tokens_per_s,
+            accepted=sinks.outcomes["accepted"] + sum(call.accepted for call in self._running),
             workers=[
-                _worker(link, context.pool.note(link))
-                for link in sorted(context.pool.links, key=lambda link: link.info.ref.worker_id)
+                _worker(link, self._pool.note(link))
+                for link in sorted(self._pool.links, key=lambda link: link.info.ref.worker_id)
             ],
-            control=None if self.control is None else _report(self.control, context.clock.wall()),
+            control=None if self.control is None else _report(self.control, sinks.clock.wall()),
             **ended,
         )
 
@@ -146,10 +158,11 @@ class StatusBroadcaster:
     `views` have no events, are shared by all watchers, and never change.
     """
 
-    def __init__(self, context: RouterContext, overview: Overview) -> None:
-        self._context = context
+    def __init__(self, overview: Overview, sinks: Sinks, pool: WorkerPool, running: RunningRequests) -> None:
         self._overview = overview
-        self.views = SingleFlight(overview.look, self._make, context.clock)
+        self._activity, self._clock = sinks.activity, sinks.clock
+        self._pool, self._running = pool, running
+        self.views = SingleFlight(overview.look, self._make, sinks.clock)
         self._decided = 0.0  # time of the last controller decision that was added to the feed
         self._watchers = 0
         self._closed = asyncio.Event()
@@ -157,8 +170,8 @@ class StatusBroadcaster:
     async def run(self) -> None:
         """Track worker arrivals and departures until cancelled, even without watchers."""
         while True:
-            self._context.seen.look(self._context.pool.links)
-            self._context.seen.happenings.settle()
+            self._activity.look(self._pool.links)
+            self._activity.happenings.settle()
             await asyncio.sleep(_LOOK_S)
 
     def close(self) -> None:
@@ -180,7 +193,7 @@ class StatusBroadcaster:
             raise Overloaded(f"{MAX_WATCHERS} watch this router already, no more may", _RETRY_S)
         self._watchers += 1
         try:
-            known, happenings = 0, self._context.seen.happenings
+            known, happenings = 0, self._activity.happenings
             while not self._closed.is_set():
                 if confirm is not None:
                     confirm()
@@ -193,16 +206,16 @@ class StatusBroadcaster:
             self._watchers -= 1
 
     async def _make(self) -> admin_pb2.Live:
-        context, seen = self._context, self._context.seen
+        seen = self._activity
         status = self._overview.known()
-        seen.look(context.pool.links)
+        seen.look(self._pool.links)
         self._tell_decisions()
-        newest = nlargest(MAX_SHOWN_REQUESTS, context.running, key=lambda call: call.arrival)
+        newest = nlargest(MAX_SHOWN_REQUESTS, self._running, key=lambda call: call.arrival)
         seen.happenings.settle()
         return admin_pb2.Live(
-            time_s=context.clock.wall(),
+            time_s=self._clock.wall(),
             status=status,
-            requests=[_shown(call, life) for call in newest for life in call.lives][:MAX_SHOWN_REQUESTS],
+            requests=[_shown(call, choice) for call in newest for choice in call.observer.choices][:MAX_SHOWN_REQUESTS],
             window=seen.recent.window(),
             lately=seen.recent.window(_LATELY_S),
         )
@@ -213,11 +226,11 @@ class StatusBroadcaster:
             if one.at > known:
                 self._decided = max(self._decided, one.at)
                 text = one.text.partition("\n")[0].rstrip(":")  # the last output of a process may follow
-                self._context.seen.happenings.add("decision", f"{one.kind}: {text}", at=one.at)
+                self._activity.happenings.add("decision", f"{one.kind}: {text}", at=one.at)
 
 
-def _shown(call: ClientRequest, life: ChoiceRun) -> admin_pb2.RequestView:
-    stages, placed = life.observer.stages, life.placed
+def _shown(call: ClientRequest, choice: ChoiceObserver) -> admin_pb2.RequestView:
+    stages, placed = choice.stages, choice.placed
     workers = {}
     if placed is not None and stages.stage not in _UNPLACED:
         workers["decode_worker"] = placed.decode.info.ref.worker_id
@@ -225,12 +238,12 @@ def _shown(call: ClientRequest, life: ChoiceRun) -> admin_pb2.RequestView:
             workers["prefill_worker"] = placed.prefill.info.ref.worker_id
     return admin_pb2.RequestView(
         request_id=call.name,
-        choice=life.choice,
+        choice=choice.choice,
         stage=stages.stage.value,
         prompt_tokens=call.prompt_tokens,
-        tokens=len(life.delivery.ids),
+        tokens=choice.tokens,
         age_s=stages.age_s,
-        attempt=life.attempts,
+        attempt=choice.attempts,
         deterministic=call.deterministic,
         **workers,
     )

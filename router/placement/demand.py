@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import structlog
 
 from baton.core import Role
 from baton.errors import LedgerError
 from baton.ledger.control_state import ControlState, RouterReport, WorkerDemand
+from router.admission.admission import Admission
 from router.placement.policy import chunked_s
 from router.placement.snapshot import Facts, WorkerView
-
-if TYPE_CHECKING:
-    from router.context import RouterContext
 
 log = structlog.get_logger(__name__)
 
@@ -68,9 +66,12 @@ def expected(
     )
 
 
-def current_demand(context: RouterContext) -> RouterReport:
-    """Return the current load of the queue and the workers."""
-    report, waits, outcomes = context.pool.expected(), context.admission, context.outcomes
+def current_demand(
+    report: RouterReport, waits: Admission[Any], running: int, outcomes: Mapping[str, int], metrics_at: str
+) -> RouterReport:
+    """Return the current load: that of the workers in `report`, the queue, and the requests. `metrics_at` is the
+    address of the router's metrics.
+    """
     return report.model_copy(
         update={
             "queued": waits.waiting,
@@ -78,21 +79,21 @@ def current_demand(context: RouterContext) -> RouterReport:
             "oldest_s": waits.oldest_s,
             "queue_s": waits.wait_s,
             "ttft_s": report.ttft_s and report.ttft_s + waits.wait_s,
-            "running": len(context.running),
-            "arrived": len(context.running) + sum(outcomes[outcome] for outcome in _ENDED),
-            "refused": outcomes["refused"],
-            "metrics": context.metrics_at,
+            "running": running,
+            "arrived": running + sum(outcomes.get(outcome, 0) for outcome in _ENDED),
+            "refused": outcomes.get("refused", 0),
+            "metrics": metrics_at,
         }
     )
 
 
-async def publish(context: RouterContext, board: ControlState) -> None:
-    """Publish the load every second until cancelled. Ledger errors are only logged: no request needs this."""
+async def publish(current: Callable[[], RouterReport], board: ControlState) -> None:
+    """Publish the `current` load every second until cancelled. Ledger errors are only logged: no request needs this."""
     told = True
     while True:
         before = told
         try:
-            await board.put_router(current_demand(context), _LEASE_S)
+            await board.put_router(current(), _LEASE_S)
             told = True
         except LedgerError as error:
             told = False

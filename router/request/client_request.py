@@ -1,36 +1,32 @@
-"""One client request: its name, its deadline, its end, and its concurrent choices."""
+"""One client request: its name, its deadline and its end. And the running requests of a router."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from hashlib import blake2b
+from itertools import count
 
-from baton.core import SequenceSpec
-from baton.errors import BatonError
-from baton.rpc.v1 import inference_pb2 as pb
+from baton.errors import BatonError, Cancelled
 from baton.tracing.trace import TraceContext
-from router.audit_digest import Delivered, audit_digest
 from router.auth.tokens import Grant
-from router.context import RouterContext
-from router.observe.request_observer import RequestObserver
+from router.observe.request_observer import RequestObserver, Sinks
 from router.request.attempt import StreamRetention
-from router.request.delivery import EventStream
-from router.request.lifecycle import ChoiceRun, serve_choice
 from router.request.thoughts import Asked
 
 
 class ClientRequest:
     """One request of a client. It ends after `within_s` seconds at the latest. `name` is the client's request id; a
-    resumed request keeps the id of its stream. `task` runs in `scope`, and `end` makes it leave with `reason`.
-    `trace_context` is the trace that the request belongs to.
+    resumed request keeps the id of its stream. `arrival` is its number in the order of arrival. `task` runs in `scope`,
+    and `end` makes it leave with `reason`. `trace_context` is the trace that the request belongs to.
     """
 
     def __init__(
         self,
-        context: RouterContext,
+        sinks: Sinks,
+        arrival: int,
         task: asyncio.Task[None],
         within_s: float,
         name: str = "",
@@ -43,14 +39,13 @@ class ClientRequest:
         self.grant = grant  # of its caller; None if no tokens are configured
         self.task = task
         self.within_s = within_s
-        self.arrival = next(context.arrivals)
-        self.observer = RequestObserver(context.sinks, self.name, trace_context, resumes=self.resumes)
+        self.arrival = arrival
+        self.observer = RequestObserver(sinks, self.name, trace_context, resumes=self.resumes)
         self.deadline = self.observer.arrived[0] + within_s  # counts from before a long prompt is parsed
         self.scope = asyncio.timeout(within_s)
         self.reason: BatonError | None = None
         self.resumable_s = 0.0  # how long it continues without a router
         self.handing_over = False  # set when another router is to continue it
-        self.lives: list[ChoiceRun] = []
         self.prompt_tokens = 0  # set by `serve_request`, like `deterministic`
         self.deterministic = False
         self.traced = False  # whether the client wants all spans
@@ -86,72 +81,37 @@ class ClientRequest:
         return self.observer.is_accepted
 
 
-async def serve_request(
-    context: RouterContext,
-    call: ClientRequest,
-    request: SequenceSpec,
-    received: Sequence[Sequence[int]],
-    client: EventStream,
-) -> pb.Completed:
-    """Serve one choice for each of `received`, the tokens that the client has already. The first choice computes the
-    prompt; the others start after its first token and find the prompt in the prefix cache. Raises the one typed error
-    that ended it. The failure of one choice ends the others.
-    """
-    call.prompt_tokens, call.deterministic = len(request.prompt), request.deterministic
-    call.lives = [ChoiceRun(context, call, choice, ids) for choice, ids in enumerate(received)]
-    for life in call.lives if request.deterministic else ():
-        life.delivery.logprobs = []
-    if call.resumes and call.resumable_s:
-        await asyncio.gather(*(life.look_for_it() for life in call.lives))
-    try:
-        completed = await (
-            _all(request, call.lives, client) if received[1:] else serve_choice(request, call.lives[0], client)
-        )
-    finally:
-        for life in call.lives:
-            life.let_go()
-    if request.deterministic:
-        completed.usage.audit_digest = _audit(request, call.lives)
-    completed.trace_id = call.observer.trace.context.trace_id
-    if call.traced:
-        await call.observer.trace.settled(call.deadline - context.clock.monotonic())
-        completed.spans.extend(call.observer.trace.spans())
-    await client.completed(completed)
-    call.observer.used(completed.usage)
-    return completed
+class RunningRequests:
+    """The running requests of a router. `accepting` is False while it stops. `arrivals` numbers the requests."""
 
+    def __init__(self) -> None:
+        self.accepting = True
+        self.arrivals = count()
+        self._running: set[ClientRequest] = set()
+        self._named: dict[tuple[str, str], ClientRequest] = {}  # by tenant, and request id or idempotency key
 
-def _audit(request: SequenceSpec, lives: Sequence[ChoiceRun]) -> str:
-    """Return the audit digest, or "" if another router delivered some of the logprobs."""
-    answers = [Delivered(life.delivery.ids, life.delivery.logprobs or ()) for life in lives]
-    if request.sampling.logprobs is not None and any(len(one.tokens) > len(one.logprobs) for one in answers):
-        return ""
-    return audit_digest(request.prompt, request.sampling, answers)
+    def __len__(self) -> int:
+        return len(self._running)
 
+    def __iter__(self) -> Iterator[ClientRequest]:
+        return iter(self._running)
 
-async def _all(request: SequenceSpec, lives: list[ChoiceRun], client: EventStream) -> pb.Completed:
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_one(request, life, lives[0], client)) for life in lives]
-    except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    completed, *others = (task.result() for task in tasks)
-    completed.usage.completion_tokens += sum(other.usage.completion_tokens for other in others)
-    completed.usage.thinking_tokens += sum(other.usage.thinking_tokens for other in others)
-    last = max((completed, *others), key=lambda one: one.timings.e2e_s)
-    completed.timings.CopyFrom(last.timings)
-    return completed
-
-
-async def _one(request: SequenceSpec, life: ChoiceRun, first: ChoiceRun, client: EventStream) -> pb.Completed:
-    if life is not first:
-        await first.started.wait()
-        seed = seed_of(f"{request.sampling.seed} {life.choice}")
-        request = replace(request, sampling=replace(request.sampling, seed=seed))
-    try:
-        return await serve_choice(request, life, client)
-    finally:
-        life.started.set()
+    @asynccontextmanager
+    async def registered(self, call: ClientRequest, key: str) -> AsyncIterator[None]:
+        """Register `call` by name and key until it ends. A call of its tenant that has one of them is cancelled."""
+        names = [(call.tenant, call.name), (call.tenant, f"key {key}")][: 1 + bool(key)]
+        for name in names:
+            if name in self._named:
+                self._named[name].end(Cancelled("another call has taken over this request"))
+        self._running.add(call)
+        self._named |= dict.fromkeys(names, call)
+        try:
+            yield
+        finally:
+            self._running.remove(call)
+            for name in names:
+                if self._named.get(name) is call:  # not if another call has taken over
+                    del self._named[name]
 
 
 def seed_of(text: str) -> int:

@@ -1,32 +1,117 @@
-"""The life of one choice of a request: `serve_choice` and its state. `attempt.py` draws the states of one attempt."""
+"""The life of a request: `serve_request`, `serve_choice`, and the state of a choice. `attempt.py` draws the states of
+one attempt.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
+from baton.clock import Clock
 from baton.core import HandoffId, SequenceSpec, Token
 from baton.errors import EngineFault, LedgerError
 from baton.rpc import convert
 from baton.rpc.v1 import common_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.stages import Stage
-from router.admission.admission import ticket_for
-from router.context import RouterContext
+from router.admission.admission import Admission, ticket_for
+from router.audit_digest import Delivered, audit_digest
 from router.observe.request_observer import ChoiceObserver
 from router.request.attempt import Attempt, TakeoverAttempt
+from router.request.client_request import ClientRequest, seed_of
 from router.request.delivery import Delivery, EventStream
 from router.request.thoughts import Thoughts, fitted
 from router.workers.placement import Placement, Requirements
+from router.workers.pool import WorkerPool
 from router.workers.stream import WorkerStream
 
 if TYPE_CHECKING:
     from baton.ledger.ownership import OwnershipRecord
-    from router.request.client_request import ClientRequest
 
 DEADLY = 2  # as many lost workers suggest that the request itself is the cause
+
+
+StreamSource = Callable[[str], Awaitable["OwnershipRecord | None"]]
+"""Finds the decode worker that continues a stream, by its client's name: `OwnershipStore.find`. Raises LedgerError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """The parts of a router that give choices to workers. A choice has at most `attempts` when workers are lost."""
+
+    admission: Admission[Placement]
+    pool: WorkerPool
+    streams: StreamSource
+    clock: Clock
+    attempts: int
+
+
+async def serve_request(
+    dispatch: Dispatch,
+    call: ClientRequest,
+    request: SequenceSpec,
+    received: Sequence[Sequence[int]],
+    client: EventStream,
+) -> pb.Completed:
+    """Serve one choice for each of `received`, the tokens that the client has already. The first choice computes the
+    prompt; the others start after its first token and find the prompt in the prefix cache. Raises the one typed error
+    that ended it. The failure of one choice ends the others.
+    """
+    call.prompt_tokens, call.deterministic = len(request.prompt), request.deterministic
+    lives = [ChoiceRun(dispatch, call, choice, ids) for choice, ids in enumerate(received)]
+    for life in lives if request.deterministic else ():
+        life.delivery.logprobs = []
+    if call.resumes and call.resumable_s:
+        await asyncio.gather(*(life.look_for_it() for life in lives))
+    try:
+        completed = await (_all(request, lives, client) if lives[1:] else serve_choice(request, lives[0], client))
+    finally:
+        for life in lives:
+            life.let_go()
+    if request.deterministic:
+        completed.usage.audit_digest = _audit(request, lives)
+    completed.trace_id = call.observer.trace.context.trace_id
+    if call.traced:
+        await call.observer.trace.settled(call.deadline - dispatch.clock.monotonic())
+        completed.spans.extend(call.observer.trace.spans())
+    await client.completed(completed)
+    call.observer.used(completed.usage)
+    return completed
+
+
+def _audit(request: SequenceSpec, lives: Sequence[ChoiceRun]) -> str:
+    """Return the audit digest, or "" if another router delivered some of the logprobs."""
+    answers = [Delivered(life.delivery.ids, life.delivery.logprobs or ()) for life in lives]
+    if request.sampling.logprobs is not None and any(len(one.tokens) > len(one.logprobs) for one in answers):
+        return ""
+    return audit_digest(request.prompt, request.sampling, answers)
+
+
+async def _all(request: SequenceSpec, lives: list[ChoiceRun], client: EventStream) -> pb.Completed:
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_one(request, life, lives[0], client)) for life in lives]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    completed, *others = (task.result() for task in tasks)
+    completed.usage.completion_tokens += sum(other.usage.completion_tokens for other in others)
+    completed.usage.thinking_tokens += sum(other.usage.thinking_tokens for other in others)
+    last = max((completed, *others), key=lambda one: one.timings.e2e_s)
+    completed.timings.CopyFrom(last.timings)
+    return completed
+
+
+async def _one(request: SequenceSpec, life: ChoiceRun, first: ChoiceRun, client: EventStream) -> pb.Completed:
+    if life is not first:
+        await first.started.wait()
+        seed = seed_of(f"{request.sampling.seed} {life.choice}")
+        request = replace(request, sampling=replace(request.sampling, seed=seed))
+    try:
+        return await serve_choice(request, life, client)
+    finally:
+        life.started.set()
 
 
 async def serve_choice(request: SequenceSpec, life: ChoiceRun, client: EventStream) -> pb.Completed:
@@ -73,9 +158,7 @@ class ChoiceRun:
     the choice.
     """
 
-    def __init__(
-        self, context: RouterContext, call: ClientRequest, choice: int = 0, received: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, dispatch: Dispatch, call: ClientRequest, choice: int = 0, received: Sequence[int] = ()) -> None:
         self.call, self.choice = call, choice
         self.request_id = call.life_id(choice)
         self.observer = ChoiceObserver(
@@ -85,9 +168,8 @@ class ChoiceRun:
         self.delivery = Delivery(received)
         self.thoughts = Thoughts(choice, call.asked)
         self._failures = self._deaths = 0
-        self.placed: Placement | None = None
         self.cached_tokens = 0  # P reports it with its first token; tokens cached on D are only not moved
-        self._context = context
+        self._dispatch = dispatch
         self._computed = False
         self._held: Held | None = None
         self._parked: OwnershipRecord | None = None  # of a stream that continues on its decode worker without a router
@@ -97,13 +179,9 @@ class ChoiceRun:
     def accepted(self) -> bool:
         return self.observer.is_accepted
 
-    @property
-    def attempts(self) -> int:
-        return self.observer.attempts
-
     def remaining_s(self) -> float:
         """Return the seconds until the deadline: at least 1 ms, because 0 means no deadline to a worker."""
-        return max(self.call.deadline - self._context.clock.monotonic(), 0.001)
+        return max(self.call.deadline - self._dispatch.clock.monotonic(), 0.001)
 
     def known(self, request: SequenceSpec) -> SequenceSpec:
         """Return the sequence to start the next attempt from: all delivered tokens, or what held KV covers."""
@@ -112,14 +190,14 @@ class ChoiceRun:
     async def admit(self, request: SequenceSpec) -> Placement:
         """Wait for a placement. A request that returns to the queue keeps its place."""
         known, ticket = self.known(request), ticket_for(self.call.arrival, request.priority)
-        self._waits_since = self._waits_since or self._context.clock.monotonic()
+        self._waits_since = self._waits_since or self._dispatch.clock.monotonic()
         thinks = () if self.call.accepted else self.call.asked.fields  # an accepted request is never rejected for this
         requirements = Requirements(self._held.link if self._held else None, known, self.call.determinism, thinks)
-        return await self._context.admission.admit(
+        return await self._dispatch.admission.admit(
             ticket,
             len(known),
             requirements,
-            returning=self.attempts > 0,
+            returning=self.observer.attempts > 0,
             accepted=self.call.accepted,
             tenant=self.call.tenant or request.cache_scope,
             deadline_s=self.remaining_s(),
@@ -129,17 +207,17 @@ class ChoiceRun:
     async def look_for_it(self) -> None:
         """Find the decode worker that continues the stream of a lost router, if any."""
         try:
-            self._parked = await self._context.streams(self.call.stream(self.choice))
+            self._parked = await self._dispatch.streams(self.call.stream(self.choice))
         except LedgerError as error:
             self.observer.not_looked_for(error)
         if self._parked is not None:
-            await self._context.pool.wait_known(self._parked.worker_id, self._parked.incarnation)
+            await self._dispatch.pool.wait_known(self._parked.worker_id, self._parked.incarnation)
 
     def claim_parked(self) -> Placement | None:
         """Return a placement on the decode worker that continues the stream, or None. Returns it at most once."""
         if self._parked is None:
             return None
-        placement = self._context.pool.claim_of(self._parked.worker_id, self._parked.incarnation)
+        placement = self._dispatch.pool.claim_of(self._parked.worker_id, self._parked.incarnation)
         if placement is not None and self.call.determinism not in {"", placement.determinism}:
             placement.release()
             placement = None
@@ -151,7 +229,6 @@ class ChoiceRun:
         """Begin the next attempt. Held KV is released if the placement has another prefill worker."""
         if self._held is not None and self._held.link is not placement.prefill:
             self.let_go()
-        self.placed = placement
         self.observer.attempted(placement)
         info, parked, seen = placement.decode.info, self._parked, self.observer
         spec, lasting = fitted(self.known(request), info), self.call.lasting(self.choice)
@@ -160,7 +237,7 @@ class ChoiceRun:
         self._parked = None
         if parked is not None:
             return TakeoverAttempt(parked.handoff, *rest)
-        return Attempt(HandoffId(self.request_id, self.attempts), *rest)
+        return Attempt(HandoffId(self.request_id, self.observer.attempts), *rest)
 
     def begin(self, attempt: Attempt) -> None:
         """Have the prompt computed, or have held KV sent to the new decode worker."""
@@ -205,14 +282,14 @@ class ChoiceRun:
             raise EngineFault(
                 f"{self._deaths} workers were lost while they computed this request: it is not tried again"
             )
-        if attempt.lost is not None and self._failures >= self._context.settings.attempts:
+        if attempt.lost is not None and self._failures >= self._dispatch.attempts:
             raise attempt.lost
         if attempt.held:
             attempt.kept = True
             self._held = Held(attempt.prefill_link, attempt.handoff, attempt.spec)
         self.observer.recovered(attempt)
         if attempt.lost is not None and self.accepted:
-            await client.recovered(self.attempts + 1, attempt.handed_back)
+            await client.recovered(self.observer.attempts + 1, attempt.handed_back)
 
     def let_go(self) -> None:
         """Release the KV held for another attempt, if any."""
@@ -226,7 +303,7 @@ class ChoiceRun:
         done = pb.Completed(
             usage=pb.Usage(prompt_tokens=prompt_tokens, completion_tokens=len(self.delivery.ids)),
             timings=common_pb2.Timings(**asdict(timings), e2e_s=timings.e2e_s),
-            placement=pb.Placement(prefill_worker=prefill, attempts=self.attempts),
+            placement=pb.Placement(prefill_worker=prefill, attempts=self.observer.attempts),
             system_fingerprint=attempt.determinism,
         )
         done.usage.cached_tokens = self.cached_tokens

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 import structlog
@@ -34,12 +35,25 @@ _HURRY_S = 0.1  # while no request can be served
 _SETTLE_S = 2.0
 
 
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """How a pool places requests. `local_prefill` lets decode workers compute prompts where that is faster; `colocated`
+    lets them compute all, without prefill workers. `alone` is the policy for that, `chunk` the tokens per step.
+    `on_predicted` gets the error of each TTFT prediction in seconds.
+    """
+
+    alone: AlonePolicy = local_prefill
+    chunk: float = math.inf
+    local_prefill: bool = False
+    colocated: bool = False
+    slo_itl_s: float = math.inf
+    on_predicted: Callable[[float], None] = lambda off_s: None
+
+
 class WorkerPool:
-    """One stream for each live incarnation in the ledger, and the placements on them. The owner sets the public
-    attributes. `on_predicted` gets the error of a TTFT prediction in seconds. `local_prefill` lets decode workers
-    compute prompts where that is faster; `colocated` lets them compute all, without prefill workers. `alone` is the
-    policy for that, `chunk` the tokens per step. A stream is closed after `silence_s` without a message or a lease of
-    its worker. Policies use `prefixes` and `slo_itl_s`.
+    """One stream for each live incarnation in the ledger, and the placements on them. `on_change` is called when
+    capacity may have grown; the queue, which needs the pool, sets it. A stream is closed after `silence_s` without a
+    message or a lease of its worker. Policies use `prefixes`.
     """
 
     def __init__(
@@ -52,20 +66,17 @@ class WorkerPool:
         wire: Wire = IN_THE_CLEAR,
         *,
         prefixes: PrefixIndex | None = None,
-        slo_itl_s: float = math.inf,
+        options: PoolOptions = PoolOptions(),
     ) -> None:
         self.on_change: Callable[[], None] = lambda: None
-        self.on_predicted: Callable[[float], None] = lambda off_s: None
-        self.local_prefill = self.colocated = False
-        self.alone: AlonePolicy = local_prefill
-        self.chunk = math.inf
+        self._options = options
         self._source = source
         self._policy = policy
         self._router_id = router_id
         self._silence_s = silence_s
         self._clock = clock
         self._wire = wire
-        self._fleet = Fleet(prefixes, slo_itl_s)
+        self._fleet = Fleet(prefixes, options.slo_itl_s)
         self._links: dict[WorkerRef, WorkerStream] = {}
         self._seen: dict[WorkerRef, float] = {}
         self._typical = TypicalRequest()
@@ -93,18 +104,18 @@ class WorkerPool:
         prefill worker is left, it is a decode worker alone.
         """
         snapshot, (keep, spec, determinism, _) = self._fleet.snapshot(), requirements
-        snapshot.chunk = self.chunk
+        snapshot.chunk = self._options.chunk
         if requirements.capability is not None and not self.can_serve(requirements):
             return None
         if not snapshot.has_room(tokens):
             return None
         kept = keep.info.ref if keep is not None and self._can_hand_over(keep, requirements) else None
         ask = self._fleet.ask(tokens, self._turn, kept, spec, determinism)
-        pair = None if self.colocated else self._policy(snapshot, ask)
+        pair = None if self._options.colocated else self._policy(snapshot, ask)
         if pair is None:
-            found = None if self.has_pair(requirements) else self.alone(snapshot, ask)
+            found = None if self.has_pair(requirements) else self._options.alone(snapshot, ask)
             return None if found is None else self._alone(tokens, found, ask)
-        if self.local_prefill and (sooner := local_prefill_if_faster(snapshot, ask, pair)) is not None:
+        if self._options.local_prefill and (sooner := local_prefill_if_faster(snapshot, ask, pair)) is not None:
             return self._alone(tokens, sooner, ask)
         self._turn += 1
         prefill = self._links[self._fleet.ref(Role.PREFILL, pair.prefill)]
@@ -133,7 +144,7 @@ class WorkerPool:
         """Return the load of its workers and the predicted latencies of a typical request, without the queue."""
         self._fleet.snapshot()
         rows = [(link.view, facts) for link, facts in self._fleet.rows() if link.usable]
-        return expected(self._router_id, rows, self._typical, self.chunk if self.colocated else None)
+        return expected(self._router_id, rows, self._typical, self._options.chunk if self._options.colocated else None)
 
     def claim_of(self, worker_id: str, incarnation: Incarnation) -> Placement | None:
         """Return a placement on a decode worker that already decodes the stream, or None if it is not connected."""
@@ -154,11 +165,11 @@ class WorkerPool:
         return self._links[found[0]] if found else None
 
     def _compare(self, predicted_s: float, since: float) -> None:
-        self.on_predicted(abs(self._clock.monotonic() - since - predicted_s))
+        self._options.on_predicted(abs(self._clock.monotonic() - since - predicted_s))
 
     def has_pair(self, requirements: Requirements = NO_REQUIREMENTS) -> bool:
         """Return whether two live workers can hand over such requests, whatever their capacity."""
-        if self.colocated:
+        if self._options.colocated:
             return False
         views = ([link.view for link in self._usable(role, requirements)] for role in (Role.PREFILL, Role.DECODE))
         return has_pair(*views, alike=requirements.deterministic)
@@ -216,7 +227,7 @@ class WorkerPool:
 
     def note(self, link: WorkerStream) -> str:
         """Return a note on a worker for operators, or ""."""
-        if link.info.role is Role.DECODE and not (self.colocated or self._usable(Role.PREFILL)):
+        if link.info.role is Role.DECODE and not (self._options.colocated or self._usable(Role.PREFILL)):
             return "no prefill worker is there: it computes prompts itself"
         reason = self.misfit(link)
         return f"fits no other worker: {reason}" if reason else ""
@@ -236,7 +247,7 @@ class WorkerPool:
             await self._follow()
 
     def _complete(self) -> bool:
-        return self.can_serve() if self.colocated else self.has_pair()
+        return self.can_serve() if self._options.colocated else self.has_pair()
 
     async def _follow(self) -> None:
         try:

@@ -220,7 +220,7 @@ async def test_a_redis_that_is_away_costs_the_status_nothing_but_that(router, op
 
 async def test_a_router_is_on_the_board_until_it_goes(router, board):
     async def shown() -> bool:
-        return [report.router_id for report in await board.routers()] == [router.context.router_id]
+        return [report.router_id for report in await board.routers()] == [router.context.sinks.router_id]
 
     await until(shown)
     await router.stop(0.0)

@@ -187,7 +187,7 @@ async def test_leaving_cancels(cluster, gateway, held, streamed):
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
     await cluster.nothing_is_left()
-    assert cluster.router.context.outcomes["cancelled"] == 1
+    assert cluster.router.context.sinks.outcomes["cancelled"] == 1
 
 
 @cluster_with(queue_max_wait_s=0.1)
@@ -280,7 +280,7 @@ async def test_a_slow_reader_has_the_time_that_the_router_gives(cluster):
 async def test_stop_lets_a_stream_finish(cluster, gateway, held):
     found = await begun(gateway)
     stopping = asyncio.create_task(cluster.router.stop(grace_s=20.0))
-    await until(lambda: not cluster.router.context.accepting, "it stops")
+    await until(lambda: not cluster.router.context.running.accepting, "it stops")
     held.set()
     rest = [chunk.choices[0].text async for chunk in found]
     assert "<0>" + "".join(rest) == text_of(4)

@@ -105,7 +105,7 @@ async def test_an_exemplar_names_a_request(cluster):
 async def test_what_requests_took_is_counted(cluster):
     cluster.prefill[0].cached = [2]
     one, two = await cluster.generate(max_tokens=5), await cluster.generate(max_tokens=3, n=2)
-    read = cluster.router.context.metrics.registry.get_sample_value
+    read = cluster.router.context.sinks.metrics.registry.get_sample_value
     whole = sum(events[-1].completed.timings.e2e_s for events in (one, two))
     assert read("baton_e2e_seconds_sum") == pytest.approx(whole, abs=1e-9), "until the last choice has ended"
     assert read("baton_prompt_tokens_total") == 6
@@ -134,7 +134,7 @@ async def test_targets_are_the_router_and_its_workers_that_serve_any(make):
     link = next(link for link in cluster.router.context.pool.links if link.info.ref.worker_id == "decode-1")
     link.view.info = replace(link.info, metrics="10.0.0.7:9101")
     assert await targets(cluster) == {
-        labels("router", cluster.router.context.router_id): [cluster.router.metrics],
+        labels("router", cluster.router.context.sinks.router_id): [cluster.router.metrics],
         labels("worker", "decode-1"): ["10.0.0.7:9101"],
     }
 
@@ -153,11 +153,11 @@ class FakeBoard:
 
 
 async def test_other_routers_and_the_controller_are_asked_for_at_a_scrape(make):
-    context, board = (await make()).router.context, FakeBoard()
+    context, board = (router := (await make()).router).context, FakeBoard()
     asked = cast("ControlState", board)
-    found = await server.targets(context, asked)
-    assert sorted(str(target["targets"]) for target in found) == ["['10.0.0.8:9100']", f"['{context.metrics_at}']"]
-    read = context.metrics.registry.get_sample_value
+    found = await server.targets(context, asked, lambda: router.metrics_at)
+    assert sorted(str(target["targets"]) for target in found) == ["['10.0.0.8:9100']", f"['{router.metrics_at}']"]
+    read = context.sinks.metrics.registry.get_sample_value
     await server.look(context, asked)
     assert read("baton_slots", {"role": "decode", "state": "failed"}) == 1
     assert read("baton_slot_restarts", {"role": "decode"}) == 4

@@ -283,7 +283,7 @@ async def test_cancel_releases_both_workers_in_every_state(cluster, state, how):
     await leave(cluster, call, how)
     await released(*cluster.workers)
     assert cluster.idle
-    await until(lambda: cluster.router.context.outcomes["cancelled"] == 1, "counted")
+    await until(lambda: cluster.router.context.sinks.outcomes["cancelled"] == 1, "counted")
 
 
 async def test_cancel_while_queued_leaves_the_queue_and_touches_no_worker(make):
@@ -309,7 +309,7 @@ async def test_a_grpc_deadline_is_carried(cluster):
     cluster.decode[0].close("decode")
     with pytest.raises(errors.DeadlineExceeded):
         await cluster.generate(timeout=0.3)
-    await until(lambda: cluster.idle and cluster.router.context.outcomes["failed"] == 1, "released and counted")
+    await until(lambda: cluster.idle and cluster.router.context.sinks.outcomes["failed"] == 1, "released and counted")
 
 
 async def test_the_decode_workers_message_may_overtake_the_prefill_workers(cluster):
@@ -339,7 +339,7 @@ async def test_a_slow_reader_blocks_nobody_and_is_given_up(make):
         await until(lambda: cluster.decode[0].messages > 100, "it streams")
         for _ in range(5):
             assert len(ids_of(await cluster.generate(max_tokens=20))) == 20
-        await until(lambda: cluster.router.context.outcomes["cancelled"] == 1, "given up", 40)
+        await until(lambda: cluster.router.context.sinks.outcomes["cancelled"] == 1, "given up", 40)
         assert cluster.idle
         with pytest.raises(errors.Cancelled, match="did not read for 1 s"):
             await cluster.answer(slow)

@@ -111,7 +111,7 @@ async def test_a_gateway_reads_tokens_while_its_router_drains(make):
     await at(cluster, "decoding")
     async with aio_channel(inner(cluster)) as channel:
         stopping = asyncio.create_task(cluster.router.stop(20.0))
-        await until(lambda: not cluster.router.context.accepting, "stopping")
+        await until(lambda: not cluster.router.context.running.accepting, "stopping")
         reply = await InferenceStub(channel).Detokenize(pb.DetokenizeRequest(ids=[104, 105]))
         assert reply.text == "hi"
         with pytest.raises(NoWorker, match="this router is stopping"):

@@ -53,7 +53,8 @@ async def refused(call):
 
 
 def refusals(cluster):
-    return cluster.router.context.metrics.registry.get_sample_value("baton_refusals_total", {"reason": "Overloaded"})
+    read = cluster.router.context.sinks.metrics.registry.get_sample_value
+    return read("baton_refusals_total", {"reason": "Overloaded"})
 
 
 async def test_one_too_many_is_refused_at_once_and_the_others_are_answered(tokenizer, cluster):
@@ -64,7 +65,7 @@ async def test_one_too_many_is_refused_at_once_and_the_others_are_answered(token
     await refused(stub.Generate(pb.GenerateRequest(text=LARGE)).read())
     assert (await stub.Tokenize(pb.TokenizeRequest(text="hi"))).ids == [104, 105]
     assert (await stub.Detokenize(pb.DetokenizeRequest(ids=[104, 105]))).text == "hi"
-    assert (refusals(cluster), cluster.router.context.outcomes["refused"]) == (3, 1)
+    assert (refusals(cluster), cluster.router.context.sinks.outcomes["refused"]) == (3, 1)
     tokenizer.go.set()
     assert sorted(await asyncio.gather(*ends)) == [0] + [len(LARGE)] * MAX_READ_AT_ONCE
     assert await _end(stub.Tokenize(HELD)) == len(LARGE)

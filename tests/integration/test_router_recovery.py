@@ -248,7 +248,7 @@ async def test_too_many_failures_end_the_request_and_free_what_waits(make, attem
     await cluster.nothing_is_left()
     assert cluster.decode[0].count("reserve") == attempts
     assert ("release", attempts) in attempts_of(cluster.prefill[0])
-    assert cluster.router.context.outcomes["failed"] == 1
+    assert cluster.router.context.sinks.outcomes["failed"] == 1
 
 
 async def test_only_failures_are_counted(make):
@@ -302,7 +302,7 @@ async def test_cancel_frees_what_is_held_in_every_state(make, state, how):
     if last is not None:
         await until(lambda: last.count("release") == 1, "release to the decode worker")
     await cluster.nothing_is_left()
-    await until(lambda: cluster.router.context.outcomes["cancelled"] == 1, "counted")
+    await until(lambda: cluster.router.context.sinks.outcomes["cancelled"] == 1, "counted")
 
 
 async def test_what_is_held_is_freed_when_no_worker_comes_to_take_it(make):

@@ -16,9 +16,7 @@ from baton.errors import Cancelled, EngineFault, InvalidRequest, WorkerLost
 from baton.rpc.v1 import admin_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.admin_pb2_grpc import AdminStub
-from baton.tokenizer import OracleTokenizer
 from router.request.client_request import ClientRequest, seed_of
-from router.service import Inference
 from tests.support.in_process_router import LAYOUT, at
 from tests.support.routers import PROMPT, asked, ids_of, kinds, recovered, right
 from tests.support.waiting import until
@@ -115,7 +113,7 @@ async def test_a_name_that_is_none(cluster, name):
     with capture_logs() as lines, pytest.raises(InvalidRequest, match="request_id: must be that of the stream"):
         await cluster.resume(asked(max_tokens=MOST), name=name)
     assert (await cluster.status()).refused == 1
-    (kept,) = cluster.router.context.traces._kept
+    (kept,) = cluster.router.context.sinks.traces._kept
     (refused,) = (line for line in lines if line["event"] == "request_refused")
     assert name not in (kept, refused["request_id"]), "operators are not shown what anybody may have written"
     assert len(refused["request_id"]) <= 64
@@ -173,21 +171,20 @@ async def test_a_census_knows_all_choices(cluster):
 
 async def test_who_takes_over_may_be_gone_first(make):
     context = (await make()).router.context
-    inference = Inference(context, OracleTokenizer())
     task = asyncio.current_task()
     assert task is not None
-    older, newer = ClientRequest(context, task, 60.0), ClientRequest(context, task, 60.0)
+    older, newer = (ClientRequest(context.sinks, number, task, 60.0) for number in range(2))
 
     async def take_over() -> None:
-        async with older.scope, inference._entered(older, "k"):
-            async with newer.scope, inference._entered(newer, "k"):
+        async with older.scope, context.running.registered(older, "k"):
+            async with newer.scope, context.running.registered(newer, "k"):
                 pass
             await asyncio.Event().wait()
 
     with pytest.raises(TimeoutError):  # the older one is told to end
         await take_over()
     assert str(older.reason) == "another call has taken over this request"
-    assert (context.named, context.running) == ({}, set())
+    assert (context.running._named, len(context.running)) == ({}, 0)
 
 
 async def test_who_comes_again_with_a_key_takes_over_and_is_sampled_alike(cluster):

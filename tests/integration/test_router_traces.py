@@ -20,7 +20,7 @@ from baton.rpc.v1 import admin_pb2, common_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.admin_pb2_grpc import AdminStub
 from baton.stages import Stage
-from router.context import RouterContext, RouterSettings
+from router.context import RouterSettings, build_context
 from router.workers.stream import EventMailbox
 from tests.support.in_process_router import FakeWorker, InProcessCluster, at
 from tests.support.routers import asked
@@ -99,12 +99,13 @@ async def test_all_spans_of_a_request_come_with_its_answer_if_it_wants_them(clus
     assert spans_of(done, "router") == ["queue", "route", "reserve", "prefill", "transfer", "decode"]
     assert spans_of(done, "prefill", 1) == ["wait", "compute", "push"]
     assert sorted(spans_of(done, "decode", 1)) == ["commit", "decode", "receive", "verify"]
-    assert {one.process for one in done.spans} == {"prefill-0", "decode-0", cluster.router.context.router_id}
+    assert {one.process for one in done.spans} == {"prefill-0", "decode-0", cluster.router.context.sinks.router_id}
     (route,) = (one for one in done.spans if one.name == "route")
     assert {name: text.split("@")[0] for name, text in route.attributes.items()} == PLACED
     starts = [one.start_s for one in done.spans]
     assert starts == sorted(starts)
-    assert starts[0] == cluster.router.context.traces.find("").began_s, "when it had arrived, and was not read yet"
+    began_s = cluster.router.context.sinks.traces.find("").began_s
+    assert starts[0] == began_s, "when it had arrived, and was not read yet"
     assert not (await cluster.generate())[-1].completed.spans, "nobody asked"
 
 
@@ -204,7 +205,7 @@ async def test_what_a_prefill_worker_says_after_the_end_is_not_lost(cluster):
     assert not spans_of(said, "prefill")
     spoken(worker_pb2.WorkerEvent(handoff=late[0].handoff, tokens=worker_pb2.OutputTokens()))  # D's may overtake them
     spoken(*late)
-    kept = cluster.router.context.traces.find("")
+    kept = cluster.router.context.sinks.traces.find("")
     await until(lambda: any(one.role == "prefill" for one in kept.spans()), "said late")
     said = await trace_of(cluster)
     assert spans_of(said, "prefill", 1) == ["wait", "compute", "push"]
@@ -276,7 +277,7 @@ async def test_without_its_libraries_the_extra_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "baton.tracing.otlp")
     settings: Any = RouterSettings(name="test", model="oracle", otlp="http://127.0.0.1:1"), asyncio.Future, FakeClock()
     with pytest.raises(ConfigError, match=r"^tracing\.otlp: .* not installed: pip install 'baton-serve\[otel\]'"):
-        RouterContext(*settings)
+        build_context(*settings)
 
 
 async def test_choices_have_tracks_of_their_own(cluster):
@@ -286,7 +287,7 @@ async def test_choices_have_tracks_of_their_own(cluster):
         mine = admin_pb2.TraceReply(spans=[one for one in done.spans if one.choice == choice])
         check_stages(mine)
         assert spans_of(mine, "prefill") == ["wait", "compute", "push"]
-    (request_id,) = cluster.router.context.traces._kept
+    (request_id,) = cluster.router.context.sinks.traces._kept
     assert (await trace_of(cluster, f"{request_id}.1")).trace_id == done.trace_id, "as logs and tables call a choice"
 
 

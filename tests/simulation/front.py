@@ -12,7 +12,7 @@ from baton.rpc import convert
 from baton.rpc.convert import constraint_to_pb
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from router.context import RouterContext, RouterSettings
+from router.context import RouterSettings, build_context
 from router.service import Inference
 from tests.simulation.clock import LoopClock
 from tests.simulation.engine import expected, undisturbed
@@ -33,8 +33,10 @@ class RouterHost:
         self.process.run(self._build)
 
     def _build(self) -> None:
-        self.context = RouterContext(self._settings, self._ledger.workers, LoopClock(), streams=self._ledger.find)
-        self.inference = Inference(self.context, BACKEND.tokenizer)
+        self.context = build_context(self._settings, self._ledger.workers, LoopClock(), streams=self._ledger.find)
+        self.inference = Inference(
+            self._settings, self.context.dispatch, self.context.running, self.context.sinks, BACKEND.tokenizer
+        )
         self.process.start(self.context.pool.start(), "start")
 
     def leftovers(self) -> list[str]:

@@ -160,7 +160,7 @@ def _watch(patch: pytest.MonkeyPatch, story: Story, cluster: StillCluster, world
         made = attempt(life, *args)
         leg_of(made.handoff).knows(len(made.spec.known))
         if world.number(life.request_id) == 1:
-            cluster.placed[life.attempts] = (made.handoff, *made.workers)
+            cluster.placed[life.observer.attempts] = (made.handoff, *made.workers)
         return made
 
     async def over(life: ChoiceRun, made: Any, client: Any) -> None:

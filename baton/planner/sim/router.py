@@ -23,7 +23,7 @@ from router.placement.policy import ALONE, POLICIES
 from router.placement.snapshot import WorkerView
 from router.request.lifecycle import DEADLY
 from router.workers.placement import NO_REQUIREMENTS, Placement, Requirements
-from router.workers.pool import WorkerPool
+from router.workers.pool import PoolOptions, WorkerPool
 from router.workers.stream import WorkerStream
 
 if TYPE_CHECKING:
@@ -347,10 +347,21 @@ class SimPool(WorkerPool):
     def __init__(self, scenario: Scenario, kernel: Kernel, directory: Directory) -> None:
         policy, itl_s = POLICIES[scenario.router.policy], scenario.router.slo_itl_s
         slo_itl_s = scenario.slo.itl_s if itl_s is None else itl_s
-        super().__init__(_nobody, policy, "router", 10.0, kernel, prefixes=directory, slo_itl_s=slo_itl_s)
-        self.alone, self.chunk = ALONE[scenario.router.policy], scenario.decode.max_batched_tokens
-        self.colocated = scenario.mode == "colocated"
-        self.local_prefill = scenario.router.local_prefill and scenario.router.policy == "predicted"
+        super().__init__(
+            _nobody,
+            policy,
+            "router",
+            10.0,
+            kernel,
+            prefixes=directory,
+            options=PoolOptions(
+                alone=ALONE[scenario.router.policy],
+                chunk=scenario.decode.max_batched_tokens,
+                colocated=scenario.mode == "colocated",
+                local_prefill=scenario.router.local_prefill and scenario.router.policy == "predicted",
+                slo_itl_s=slo_itl_s,
+            ),
+        )
         self._there = dict.fromkeys(Role, 0)
 
     def add(self, link: SimLink) -> None:
@@ -380,7 +391,7 @@ class SimPool(WorkerPool):
 
     def has_pair(self, requirements: Requirements = NO_REQUIREMENTS) -> bool:
         """Return whether both roles have workers, which are all compatible."""
-        return not self.colocated and all(self._there.values())
+        return not self._options.colocated and all(self._there.values())
 
     def serves(self, requirements: Requirements = NO_REQUIREMENTS) -> bool:
         return self._there[Role.DECODE] > 0

@@ -10,7 +10,7 @@ from baton.clock import FakeClock
 from baton.core import BlockCounts, Incarnation, KVLayout, Load, Pace, Role, WorkerInfo, WorkerRef
 from baton.engine.prefix_cache import BlockHashChain, scope_key
 from baton.ledger.prefix_index import NAME_BYTES, Change, Holder, PrefixIndex
-from router.context import RouterContext, RouterSettings
+from router.context import RouterContext, RouterSettings, build_context
 from router.placement.fleet import Fleet
 from router.placement.policy import POLICIES
 from router.placement.snapshot import BLANK, WorkerView
@@ -106,7 +106,7 @@ def pool_of(*links: FakeLink, policy: str = "least_loaded", clock: FakeClock | N
 
 
 def floor_of(*links: FakeLink, **settings: Any) -> RouterContext:
-    context = RouterContext(RouterSettings(name="c", model="m", **settings), no_workers, FakeClock())
+    context = build_context(RouterSettings(name="c", model="m", **settings), no_workers, FakeClock())
     for one in links:
         context.pool._add(cast("WorkerStream", one))
     return context

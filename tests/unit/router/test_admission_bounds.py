@@ -6,7 +6,7 @@ import pytest
 
 from baton.clock import FakeClock
 from baton.errors import NoWorker, Overloaded
-from router.admission.admission import DrainRate
+from router.admission.drain_rate import DrainRate
 
 
 async def test_the_bound_in_tokens(make):

@@ -11,7 +11,6 @@ from baton.core import Role
 from baton.errors import InvalidRequest
 from baton.rpc.v1 import admin_pb2
 from router.admin import _sizes
-from router.placement import demand
 from router.placement.policy import ALONE, POLICIES, Alone, alone_ttft_s, local_prefill
 from router.placement.snapshot import BLANK, Ask, Snapshot
 from tests.unit.router import fakes
@@ -123,7 +122,7 @@ def worker(name, **facts):
 
 def test_each_policy_has_its_like_here():
     assert set(ALONE) == set(POLICIES)
-    assert {floor_of(policy=name).pool.alone for name in ALONE} == set(ALONE.values())
+    assert {floor_of(policy=name).pool._options.alone for name in ALONE} == set(ALONE.values())
 
 
 def test_one_worker_does_it_all_though_another_could_prefill():
@@ -142,7 +141,7 @@ def test_what_a_typical_prompt_may_expect_is_that_of_the_worker_that_it_would_ge
     context = floor_of(worker("a", running=3, reported=4000), worker("b", running=2, reported=900))
     placement = context.pool.place(300)
     snapshot, ask = context.pool._fleet.snapshot(), context.pool._fleet.ask(300, 0, None, None)
-    report = demand.current_demand(context)
+    report = context.pool.expected()
     assert placement.decode.info.ref.worker_id == "b"
     assert report.ttft_s == pytest.approx(alone_ttft_s(snapshot, ask).min())
     assert 0 < report.ttft_alone_s < report.ttft_s / 2

@@ -21,6 +21,11 @@ PROMPTS = pace(20, 400, 80_200, step_s=0.01, token_s=0.001)
 STEPS = pace(100, 4, 2000, step_s=0.02, token_s=0.002)
 
 
+def current(context):
+    outcomes = context.sinks.outcomes
+    return demand.current_demand(context.pool.expected(), context.admission, len(context.running), outcomes, "")
+
+
 def pair(**facts):
     return fakes.prefill("p", pace=PROMPTS, **facts), fakes.decode("d", pace=STEPS)
 
@@ -29,7 +34,7 @@ def test_what_is_predicted_is_what_workers_are_chosen_by():
     context = floor_of(*pair(queued_tokens=700), fakes.prefill("q", pace=PROMPTS, queued_tokens=200))
     placement = context.pool.place(100)
     assert placement is not None
-    report = demand.current_demand(context)
+    report = current(context)
     snapshot = context.pool._fleet.snapshot()
     ask = context.pool._fleet.ask(100, 0, None, None)
     assert report.prompt_tokens == 100
@@ -39,18 +44,18 @@ def test_what_is_predicted_is_what_workers_are_chosen_by():
     placement.release()
     for name in "pq":
         say(context.pool, name, queued_tokens=0)
-    report = demand.current_demand(context)
+    report = current(context)
     assert report.ttft_s == pytest.approx(report.ttft_alone_s)
     assert report.itl_s == pytest.approx(report.itl_alone_s)
 
 
 def test_nothing_is_predicted_of_workers_that_are_unknown_or_take_nothing_new():
-    report = demand.current_demand(floor_of(fakes.prefill(), fakes.decode()))
+    report = current(floor_of(fakes.prefill(), fakes.decode()))
     assert (report.ttft_s, report.ttft_alone_s, report.itl_s, report.itl_alone_s) == (0, 0, 0, 0)
-    assert demand.current_demand(floor_of()).workers == {}
+    assert current(floor_of()).workers == {}
     left, right = pair()
     left.usable = False
-    report = demand.current_demand(floor_of(left, right))
+    report = current(floor_of(left, right))
     assert (list(report.workers), report.ttft_s) == (["d"], 0)
 
 
@@ -63,9 +68,9 @@ def test_a_typical_prompt_is_a_mean_of_the_last_and_what_was_cached_costs_nothin
     assert [typical.tokens, typical.cached] == pytest.approx([300, 260], abs=1)
     context = floor_of(*pair())
     context.pool._typical = typical
-    cached = demand.current_demand(context).ttft_alone_s
+    cached = current(context).ttft_alone_s
     typical.cached = 0.0
-    assert demand.current_demand(context).ttft_alone_s > 3 * cached
+    assert current(context).ttft_alone_s > 3 * cached
 
 
 def test_each_worker_says_what_it_has():
@@ -73,7 +78,7 @@ def test_each_worker_says_what_it_has():
     say(context.pool, "p", report={"waiting": 3})
     blocks = BlockCounts(100, free=30, owned=50, reserved=10, cached=10)
     say(context.pool, "d", report={"running": 5, "waiting": 2, "blocks": blocks})
-    workers = demand.current_demand(context).workers
+    workers = current(context).workers
     prefill, decode = workers["p"], workers["d"]
     assert (prefill.role, prefill.waiting, prefill.queued_tokens, prefill.step_s) == (Role.PREFILL, 3, 700, 0)
     assert prefill.busy_s == pytest.approx(PROMPTS.seconds)
@@ -85,11 +90,11 @@ def test_each_worker_says_what_it_has():
 
 def test_full_decode_workers_have_a_next_token_too():
     context = floor_of(*pair(), fakes.decode("e", pace=pace(100, 4, 2000, step_s=0.2)))
-    both = demand.current_demand(context).itl_s
+    both = current(context).itl_s
     say(context.pool, "d", full=True)
-    assert demand.current_demand(context).itl_s > 4 * both  # a newcomer has e
+    assert current(context).itl_s > 4 * both  # a newcomer has e
     say(context.pool, "e", full=True)
-    assert demand.current_demand(context).itl_s == pytest.approx(both)
+    assert current(context).itl_s == pytest.approx(both)
 
 
 async def queued(context, count):
@@ -102,13 +107,13 @@ async def queued(context, count):
 async def test_the_queue_is_in_the_first_token():
     context = floor_of(*pair())
     waiting = await queued(context, 3)
-    cast("FakeClock", context.clock).advance(4.0)
-    report = demand.current_demand(context)
+    cast("FakeClock", context.sinks.clock).advance(4.0)
+    report = current(context)
     assert (report.queued, report.queued_tokens, report.oldest_s, report.queue_s) == (3, 150, 4.0, 4.0)
     assert report.ttft_s == pytest.approx(4.0 + report.ttft_alone_s)
     say(context.pool, "d", full=False)
     placements = [await task for task in waiting]
-    report = demand.current_demand(context)
+    report = current(context)
     assert (report.queued, report.oldest_s, report.queue_s) == (0, 0, 0)
     for placement in placements:
         placement.release()
@@ -118,9 +123,9 @@ async def test_a_wait_is_predicted_by_how_fast_the_queue_drains():
     context = floor_of(*pair())
     waiting = await queued(context, 30)
     for _ in range(10):  # two in a second
-        cast("FakeClock", context.clock).advance(0.5)
+        cast("FakeClock", context.sinks.clock).advance(0.5)
         context.admission.drain.served(50)
-    assert demand.current_demand(context).queue_s == pytest.approx(15.0, rel=0.01)
+    assert current(context).queue_s == pytest.approx(15.0, rel=0.01)
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
@@ -128,8 +133,8 @@ async def test_a_wait_is_predicted_by_how_fast_the_queue_drains():
 
 def test_requests_are_counted_from_the_beginning():
     context = floor_of()
-    context.outcomes.update(finished=5, refused=2, failed=1, accepted=6)
-    report = demand.current_demand(context)
+    context.sinks.outcomes.update(finished=5, refused=2, failed=1, accepted=6)
+    report = current(context)
     assert (report.arrived, report.refused, report.running) == (8, 2, 0)
 
 
@@ -137,10 +142,10 @@ async def test_a_board_that_is_away_is_told_when_it_is_back(monkeypatch):
     monkeypatch.setattr(demand, "_EVERY_S", 0.0)
     board, context = AsyncMock(), floor_of()
     board.put_router.side_effect = cycle([LedgerError("away"), None])
-    telling = asyncio.create_task(demand.publish(context, board))
+    telling = asyncio.create_task(demand.publish(lambda: current(context), board))
     await until(lambda: board.put_router.await_count >= 6)
     telling.cancel()
     await asyncio.wait([telling])
     for asked in board.put_router.await_args_list:
         report, lease_s = asked.args
-        assert (report.router_id, lease_s > 2.0) == (context.router_id, True)
+        assert (report.router_id, lease_s > 2.0) == (context.sinks.router_id, True)

@@ -19,6 +19,7 @@ from baton.tracing.trace import Ended, TraceContext
 from router.observe.activity import KEPT, ActivityRecorder, EventFeed, LastMinute
 from router.observe.request_observer import ChoiceObserver, RequestObserver
 from router.observe.status import SingleFlight, StatusBroadcaster
+from router.request.client_request import RunningRequests
 from router.request.traces import Trace, Traces, Track
 
 
@@ -111,9 +112,10 @@ def test_happenings_are_bounded(clock):
 
 async def test_the_latest_happenings_are_known_though_nobody_has_watched(clock, monkeypatch):
     monkeypatch.setattr("router.observe.status._LOOK_S", 0)
-    context: Any = SimpleNamespace(seen=(seen := ActivityRecorder(clock)), clock=clock, pool=SimpleNamespace(links=[]))
+    sinks: Any = SimpleNamespace(activity=(seen := ActivityRecorder(clock)), clock=clock)
+    pool: Any = SimpleNamespace(links=[])
     overview: Any = SimpleNamespace(look=None)
-    looking = asyncio.create_task(StatusBroadcaster(context, overview).run())
+    looking = asyncio.create_task(StatusBroadcaster(overview, sinks, pool, RunningRequests()).run())
     for when in ("early", "late"):
         for number in range(KEPT):
             seen.happenings.add("failed", f"{when} {number}")
@@ -208,8 +210,8 @@ async def test_a_decision_is_told_once_and_without_the_end_of_a_log(clock):
     said = [(1.0, "started"), (2.0, 'ended:\n{"event": "loaded"}'), (2.0, "at the same time")]
     decisions = [SimpleNamespace(at=at, kind="replace", text=text) for at, text in said]
     overview: Any = SimpleNamespace(look=None, control=SimpleNamespace(decisions=decisions))
-    context: Any = SimpleNamespace(seen=(seen := ActivityRecorder(clock)), clock=clock)
-    live = StatusBroadcaster(context, overview)
+    sinks: Any = SimpleNamespace(activity=(seen := ActivityRecorder(clock)), clock=clock)
+    live = StatusBroadcaster(overview, sinks, MagicMock(), RunningRequests())
     for _ in range(2):
         live._tell_decisions()
         assert seen.happenings.settle() == 3

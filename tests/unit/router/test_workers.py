@@ -11,6 +11,7 @@ from baton.errors import LedgerError
 from baton.ledger.prefix_index import PrefixIndex
 from router.placement.policy import POLICIES
 from router.workers.placement import Requirements
+from router.workers.pool import PoolOptions
 from tests.unit.router import fakes
 from tests.unit.router.fakes import block_names, named, pair_of, pool_of, publish, say
 
@@ -87,8 +88,8 @@ def test_the_cached_part_of_a_prompt_is_no_backlog():
 
 def test_a_prediction_is_compared_with_what_came():
     clock = FakeClock()
-    pool = workers(1, policy="predicted", clock=clock)
-    pool.on_predicted = (off := list[float]()).append
+    options = PoolOptions(on_predicted=(off := list[float]()).append)
+    pool = workers(1, policy="predicted", clock=clock, options=options)
     unknown = pool.place(100)
     assert unknown.predicted_ttft_s is None
     unknown.computed()
@@ -124,8 +125,7 @@ def test_a_decode_worker_is_asked_alone_where_that_is_sooner_and_allowed():
     paired = pool.place(100)
     assert pair_of(paired) == ("prefill-0", "decode-0")
     paired.release()
-    pool.local_prefill = True
-    pool.on_predicted = (off := list[float]()).append
+    pool._options = PoolOptions(local_prefill=True, on_predicted=(off := list[float]()).append)
     placement = pool.place(100)
     assert (placement.prefill, placement.decode.info.ref.worker_id) == (None, "decode-0")
     assert named(pool, "decode-0").view.queued_tokens == 100
