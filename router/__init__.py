@@ -2,7 +2,7 @@
 
 Read `service.py` first: the public gRPC service, and the way of a request through the packages below it. They are
 `parsing`, `admission`, `placement`, `workers` and `request`, in the order in which a request passes them.
-`context.py` is the state that all requests share, `server.py` the process. `auth` checks tokens and tenants' limits.
+`context.py` builds the parts of a router, `server.py` is the process. `auth` checks tokens and tenants' limits.
 For operators there are `admin.py`, `observe` and `dashboard`. `openai` is the HTTP API, a client of the gRPC service.
 `audit_digest.py` computes the digest of deterministic answers.
 """

@@ -15,7 +15,6 @@ from baton.ledger.control_state import ControlReport, ControlState, PoolSizes, W
 from baton.rpc.status import abort
 from baton.rpc.v1 import admin_pb2
 from baton.rpc.v1.admin_pb2_grpc import AdminServicer
-from router.admission.admission import Admission
 from router.auth.interceptor import current_grant
 from router.auth.tokens import TokenFile
 from router.context import RouterSettings
@@ -23,8 +22,7 @@ from router.observe.request_observer import Sinks
 from router.observe.status import Overview, StatusBroadcaster, plan_to_pb
 from router.request.client_request import RunningRequests
 from router.request.delivery import Context
-from router.workers.placement import Placement
-from router.workers.pool import WorkerPool
+from router.request.lifecycle import Dispatch
 
 log = structlog.get_logger(__name__)
 
@@ -38,16 +36,15 @@ class Admin(AdminServicer):
         self,
         settings: RouterSettings,
         sinks: Sinks,
-        pool: WorkerPool,
-        admission: Admission[Placement],
+        dispatch: Dispatch,
         running: RunningRequests,
         tokens: TokenFile | None,
         board: ControlState | None,
     ) -> None:
-        self._settings, self._sinks, self._pool = settings, sinks, pool
+        self._settings, self._sinks, self._pool = settings, sinks, dispatch.pool
         self._running, self._tokens, self._board = running, tokens, board
-        self._overview = Overview(settings, sinks, pool, admission, running, board)
-        self.live = StatusBroadcaster(self._overview, sinks, pool, running)
+        self._overview = Overview(settings, sinks, dispatch, running, board)
+        self.live = StatusBroadcaster(self._overview, sinks, dispatch.pool, running)
 
     async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> admin_pb2.StatusReply:
         return await self._overview.status()

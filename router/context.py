@@ -116,23 +116,10 @@ def build_context(
     router_id = f"router-{secrets.token_hex(4)}"
     history = History.open(settings.history, clock, "router", router_id)
     metrics = Metrics(settings.name, settings.version, settings.model)
-    pool = WorkerPool(
-        workers,
-        POLICIES[settings.policy],
-        router_id,
-        settings.worker_silence_s,
-        clock,
-        wire,
-        prefixes=prefixes,
-        options=PoolOptions(
-            alone=ALONE[settings.policy],
-            chunk=settings.chunk,
-            local_prefill=settings.local_prefill,
-            colocated=settings.colocated,
-            slo_itl_s=settings.slo_itl_s,
-            on_predicted=metrics.ttft_predicted,
-        ),
-    )
+    alone, local, colocated = ALONE[settings.policy], settings.local_prefill, settings.colocated
+    options = PoolOptions(alone, settings.chunk, local, colocated, settings.slo_itl_s, metrics.ttft_predicted)
+    who = router_id, settings.worker_silence_s, clock, wire
+    pool = WorkerPool(workers, POLICIES[settings.policy], *who, prefixes=prefixes, options=options)
     admission = _admission(settings, pool, clock)
     pool.on_change = admission.changed
     metrics.watch_blocks(pool.blocks)

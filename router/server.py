@@ -106,12 +106,12 @@ class Router:
         self._gateway: HttpServer | None = None
         self._board = board
         self._watches: list[asyncio.Task[None]] = []
-        settings, sinks, running = context.settings, context.sinks, context.running
-        inference = Inference(settings, context.dispatch, running, sinks, tokenizer)
+        parts = context.settings, context.sinks, context.dispatch, context.running
+        inference = Inference(*parts, tokenizer)
         for server in (self._public, self._inner.server):
             inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        self._admin = Admin(settings, sinks, context.pool, context.admission, running, context.tokens, board)
+        self._admin = Admin(*parts, context.tokens, board)
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, self._private)
         names = (SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._public)

@@ -53,9 +53,9 @@ class Inference(InferenceServicer):
     def __init__(
         self,
         settings: RouterSettings,
+        sinks: Sinks,
         dispatch: Dispatch,
         running: RunningRequests,
-        sinks: Sinks,
         tokenizer: Tokenizer,
     ) -> None:
         self._settings = settings

@@ -76,8 +76,8 @@ class RequestObserver:
         self._measure(message, outcome, error)
         if error is not None:
             stage = self.choices[0].stages.stage.value if self.choices else "parse"
-            facts = {"stage": stage, "error": kind, "reason": _reason(error)}
-            facts |= {"trace_id": self.trace.context.trace_id}
+            trace_id = self.trace.context.trace_id
+            facts = {"stage": stage, "error": kind, "reason": _reason(error), "trace_id": trace_id}
         write = log.warning if outcome == "failed" else log.info
         write(
             f"request_{outcome}",
@@ -209,10 +209,9 @@ class ChoiceObserver:
     def finished(self, finish: Finish | None) -> Timings:
         """Record the end of a complete choice, and return its times. They sum to the time from arrival until now."""
         self.stages.end()
-        timings = self.stages.timings()
         if finish is not None:
             self.metrics.finished(finish.reason)
-        return timings
+        return self.stages.timings()
 
     def met_slo(self) -> bool:
         """Return whether TTFT was within `slo.ttft_ms` and the mean ITL within `slo.itl_ms`."""

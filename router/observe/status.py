@@ -21,11 +21,10 @@ from baton.limits import MAX_SHOWN_REQUESTS, MAX_WATCHERS
 from baton.rpc import convert
 from baton.rpc.v1 import admin_pb2
 from baton.stages import Stage
-from router.admission.admission import Admission
 from router.context import RouterSettings
 from router.observe.request_observer import ChoiceObserver, Sinks
 from router.request.client_request import ClientRequest, RunningRequests
-from router.workers.placement import Placement
+from router.request.lifecycle import Dispatch
 from router.workers.pool import WorkerPool
 from router.workers.stream import WorkerStream
 
@@ -39,14 +38,13 @@ class Overview:
         self,
         settings: RouterSettings,
         sinks: Sinks,
-        pool: WorkerPool,
-        admission: Admission[Placement],
+        dispatch: Dispatch,
         running: RunningRequests,
         board: ControlState | None,
     ) -> None:
         self.control: ControlReport | None = None
-        self._settings, self._sinks = settings, sinks
-        self._pool, self._admission, self._running = pool, admission, running
+        self._settings, self._sinks, self._running = settings, sinks, running
+        self._pool, self._admission = dispatch.pool, dispatch.admission
         self._board = board
         self._started = sinks.clock.monotonic()
 

@@ -347,21 +347,10 @@ class SimPool(WorkerPool):
     def __init__(self, scenario: Scenario, kernel: Kernel, directory: Directory) -> None:
         policy, itl_s = POLICIES[scenario.router.policy], scenario.router.slo_itl_s
         slo_itl_s = scenario.slo.itl_s if itl_s is None else itl_s
-        super().__init__(
-            _nobody,
-            policy,
-            "router",
-            10.0,
-            kernel,
-            prefixes=directory,
-            options=PoolOptions(
-                alone=ALONE[scenario.router.policy],
-                chunk=scenario.decode.max_batched_tokens,
-                colocated=scenario.mode == "colocated",
-                local_prefill=scenario.router.local_prefill and scenario.router.policy == "predicted",
-                slo_itl_s=slo_itl_s,
-            ),
-        )
+        local = scenario.router.local_prefill and scenario.router.policy == "predicted"
+        alone, chunk = ALONE[scenario.router.policy], scenario.decode.max_batched_tokens
+        options = PoolOptions(alone, chunk, local, scenario.mode == "colocated", slo_itl_s)
+        super().__init__(_nobody, policy, "router", 10.0, kernel, prefixes=directory, options=options)
         self._there = dict.fromkeys(Role, 0)
 
     def add(self, link: SimLink) -> None:
