@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from baton.core import Load
 from baton.ledger.ownership import OwnershipLog
-from baton.ledger.prefix_directory import PrefixPublisher
 from baton.worker.kv_endpoints import Transfers
 from baton.worker.role import RoleDeps
 from decode_workers.worker import DecodeWorker
@@ -21,8 +20,6 @@ class HostedDecode(DecodeWorker):
         self.counts = self.reservations.counts
         self._transfers = Transfers(parts, self.reservations, self.push_ended)
         self.attach(self._transfers.sender)
-        self._directory = PrefixPublisher(parts.ledger, parts.info.ref)
-        parts.engine.pool.on_index = self._directory.note
 
     @property
     def busy(self) -> bool:
@@ -34,5 +31,4 @@ class HostedDecode(DecodeWorker):
 
     async def close(self) -> None:
         await self._transfers.close()
-        await self._directory.close()
         await self._log.close()

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from baton.core import HandoffId, Load
 from baton.errors import HandoffError, StaleAttempt
-from baton.ledger.prefix_directory import PrefixPublisher
 from baton.metrics.worker import Counts
 from baton.worker.kv_endpoints import Transfers
 from baton.worker.role import RoleDeps
@@ -24,8 +23,6 @@ class HostedPrefill(PrefillWorker):
         super().__init__(parts.info, parts.engine, parts.loop, parts.clock, coalesce_below=less, fetch_s=fetch_s)
         self._transfers = Transfers(parts, self.fetches, self.push_ended, self.fetch_ended)
         self.attach(self._transfers.sender)
-        self._directory = PrefixPublisher(parts.ledger, parts.info.ref)
-        parts.engine.pool.on_index = self._directory.note
 
     def push_ended(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
         if isinstance(outcome, PushResult):
@@ -52,4 +49,3 @@ class HostedPrefill(PrefillWorker):
 
     async def close(self) -> None:
         await self._transfers.close()
-        await self._directory.close()

@@ -1,4 +1,4 @@
-"""A worker's endpoints for KV: sender and receiver of `kvtransfer`, built the same for both roles."""
+"""A worker's endpoints for KV, built the same for both roles: sender, receiver, and publisher of cached prefixes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from baton.ledger.prefix_directory import PrefixPublisher
 from baton.rpc.v1 import peer_pb2_grpc
 from kvtransfer.receiver import PeerService
 from kvtransfer.sender import GrpcPeerStream, Sender
@@ -53,8 +54,11 @@ class Transfers:
         self.sender = Sender(*ends, transports, on_done, on_unfetched=on_unfetched, connect=connect)
         self._peers = PeerService(*ends, table, transports, grpc)
         peer_pb2_grpc.add_PeerServicer_to_server(self._peers, parts.server)
+        self._directory = PrefixPublisher(parts.ledger, info.ref)
+        parts.engine.pool.on_index = self._directory.note
 
     async def close(self) -> None:
-        """Close all channels and end every push."""
+        """Close all channels, end every push, and stop publishing."""
         await asyncio.to_thread(self.sender.close)
         await self._peers.close()
+        await self._directory.close()
