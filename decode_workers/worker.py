@@ -6,8 +6,8 @@ method runs on the engine thread except `committed`, which the reservation table
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,10 +19,10 @@ from baton.ledger.ownership import RecordState
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2
 from baton.worker import events
-from baton.worker.block_census import Holding
 from baton.worker.handoff_timing import DecodeTimes
+from baton.worker.role import HandoffRole, Job
 from baton.worker.service import deadline_after
-from decode_workers.detached_streams import DetachedStreams, NoRouter
+from decode_workers.detached_streams import DetachedStreams
 from decode_workers.fetch_pins import FetchPins
 from decode_workers.reservations import Reservations, State
 
@@ -30,17 +30,13 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.engine.engine import Engine
     from baton.engine.step_result import StepResult
-    from baton.event_journal import Blocks
     from baton.ledger.ownership import OwnershipLog
+    from baton.worker.block_census import Holding
     from baton.worker.engine_loop import EngineLoop
     from baton.worker.kv_endpoints import Pusher
+    from baton.worker.role import HandoffEvents
     from baton.worker.service import Session
-    from decode_workers.reservations import Entry
     from kvtransfer.handoff import CommitState
-
-    Told = tuple[HandoffId, list[worker_pb2.WorkerEvent]]
-    Owner = Session | NoRouter
-    Batches = dict[Owner, list[worker_pb2.WorkerEvent]]
 
 
 def refusal_of(
@@ -50,7 +46,9 @@ def refusal_of(
     reservations: Reservations,
     here: Container[HandoffId],
 ) -> worker_pb2.WorkerEvent | None:
-    """Return the refusal if this can never be reserved here, else None. `here` holds the handoffs under way."""
+    """Return the refusal if this can never be reserved here, else None. Raises StaleAttempt if it is not new. `here`
+    holds the handoffs under way.
+    """
     if message.fingerprint != info.fingerprint:
         text = f"fingerprint: {message.fingerprint} asked, {info.fingerprint} is served here"
         return events.refused(handoff, worker_pb2.REFUSAL_REASON_FINGERPRINT, text)
@@ -59,31 +57,9 @@ def refusal_of(
         text = f"{message.known_tokens} tokens, {message.max_total} with all that may follow, of {most} at most"
         return events.refused(handoff, worker_pb2.REFUSAL_REASON_TOO_LONG, text)
     if handoff in here:
-        return events.refused(handoff, worker_pb2.REFUSAL_REASON_STALE, f"{handoff} is here already")
-    try:
-        reservations.check_new(handoff)
-    except StaleAttempt as error:
-        return events.refused(handoff, worker_pb2.REFUSAL_REASON_STALE, str(error))
+        raise StaleAttempt(f"{handoff} is here already")
+    reservations.check_new(handoff)
     return None
-
-
-def held_blocks(
-    open_: Iterable[Entry],
-    decoding: Iterable[tuple[HandoffId, Blocks | None]],
-    fetched: Mapping[HandoffId, Blocks],
-    owners: Mapping[HandoffId, str],
-) -> Iterator[Holding]:
-    """List the blocks of each handoff with its router. `owners` has router ids, empty for a lost router."""
-    for entry in open_:
-        yield _holding(entry.handoff, entry.state.name.lower(), entry.reservation, owners)
-    for handoff, allocation in decoding:
-        yield _holding(handoff, "parked" if owners.get(handoff) == "" else "decoding", allocation, owners)
-    for handoff, pin in fetched.items():
-        yield _holding(handoff, "fetched", pin, owners)
-
-
-def _holding(handoff: HandoffId, state: str, held: Blocks | None, owners: Mapping[HandoffId, str]) -> Holding:
-    return Holding(handoff, state, held.blocks if held else (), owners.get(handoff, ""))
 
 
 def adoption_events(handoff: HandoffId, commit: CommitState, times: DecodeTimes) -> list[worker_pb2.WorkerEvent]:
@@ -102,7 +78,7 @@ def adoption_events(handoff: HandoffId, commit: CommitState, times: DecodeTimes)
     return [committed, *again, events.tokens(handoff, commit.first)]
 
 
-def stepped(result: StepResult, times: DecodeTimes) -> Iterator[Told]:
+def stepped(result: StepResult, times: DecodeTimes) -> Iterator[HandoffEvents]:
     """Yield events in the order in which routers must receive them: thoughts, tokens, ends."""
     times.verified(result)
     for key, thoughts in result.thoughts:
@@ -129,20 +105,25 @@ def ended(result: StepResult) -> Iterator[tuple[HandoffId, str]]:
 log = structlog.get_logger(__name__)
 
 
-class DecodeWorker:
+@dataclass(slots=True)
+class DecodeJob(Job):
+    """One handoff on this worker."""
+
+    adopted: bool = False  # whether the engine runs it
+
+
+class DecodeWorker(HandoffRole[DecodeJob]):
     """The decode role. Handoffs arrive through `reservations` and become engine sequences when they commit."""
 
     def __init__(self, info: WorkerInfo, engine: Engine, loop: EngineLoop, records: OwnershipLog, clock: Clock) -> None:
-        self._info, self._engine, self._loop = info, engine, loop
-        self._records, self._clock = records, clock
-        self._history = engine.pool.history
-        self._sessions: dict[HandoffId, Owner] = {}
-        self._adopted: set[HandoffId] = set()
+        commands = {"reserve": self._reserve, "prefill": self._compute, "fence": self._fence, "attach": self._attach}
+        super().__init__(info, engine, loop, clock, commands)
+        self._records = records
         self.pins = FetchPins(info, engine, loop)
         self.push_ended = self.pins.push_ended
         self.reservations = Reservations(info.fingerprint, self.committed, self.pins.fetch, self._history)
         self.detached, self._times = DetachedStreams(clock), DecodeTimes(clock, engine.counters)
-        self.draining = self._leaving = False
+        self._leaving = False
         if engine.backend.device.type == "cpu":  # on GPUs steps are short, and graphs call no layer hooks
             engine.watch(lambda work, layer: loop.progressed(), lambda sequence: None)
 
@@ -152,28 +133,12 @@ class DecodeWorker:
 
     # --- commands ------------------------------------------------------------------------------------------------
 
-    def command(self, session: Session, command: worker_pb2.RouterCommand) -> None:
-        """See `RoleBehaviour.command`."""
-        match command.WhichOneof("command"):
-            case "reserve":
-                self._reserve(session, command.reserve)
-            case "prefill":
-                self._compute(session, command.prefill)
-            case "fence":
-                self._fence(session, convert.handoff_from_pb(command.fence.handoff))
-            case "release":
-                self._release(session, convert.handoff_from_pb(command.release.handoff))
-            case "attach":
-                self._attach(session, command.attach)
-            case kind:
-                text = f"a decode worker takes reserve, prefill, fence, release and attach, not {kind}"
-                raise InvalidRequest.of("command", text)
-
-    def _reserve(self, session: Session, message: worker_pb2.Reserve) -> None:
+    def _reserve(self, session: Session, command: worker_pb2.RouterCommand) -> None:
+        message = command.reserve
         handoff = convert.handoff_from_pb(message.handoff)
         deadline = deadline_after(message.deadline_s, self._clock)
         deadline_after(message.resumable_s, self._clock, "resumable_s")  # checks the range
-        if (refusal := refusal_of(message, handoff, self._info, self.reservations, self._sessions)) is not None:
+        if (refusal := refusal_of(message, handoff, self._info, self.reservations, self._work)) is not None:
             session.emit([refusal])
             return
         # The known tokens may fill the model's context: the request has ended then, and only its finish is sent.
@@ -187,24 +152,23 @@ class DecodeWorker:
         cached = reservation.cached_tokens
         log.debug("handoff_reserved", handoff=handoff, known_tokens=message.known_tokens, cached=cached)
         self.detached.open(handoff, message.stream, message.resumable_s)
-        self._sessions[handoff] = session
-        session.handoffs.add(handoff)
+        self._add(handoff, DecodeJob(session))
         self._records.note(handoff, session.router_id, RecordState.RESERVED)
         session.emit([events.reserved(handoff, cached)])
 
-    def _compute(self, session: Session, message: worker_pb2.Prefill) -> None:
+    def _compute(self, session: Session, command: worker_pb2.RouterCommand) -> None:
         """Run the prefill locally, in the capacity that was reserved for the handoff."""
+        message = command.prefill
         handoff, spec = convert.handoff_from_pb(message.handoff), convert.spec_from_pb(message.spec)
         if message.HasField("to"):
             raise InvalidRequest.of("to", "a decode worker hands over to nobody")
         self._engine.validate(spec)
         finish = self._engine.finish_of(spec) if spec.known else None
-        mine = self._sessions.get(handoff) is session and handoff not in self._adopted
+        job = self._work.get(handoff)
+        mine = job is not None and job.session is session and not job.adopted
         reservation = self.reservations.take(handoff, alone=True) if mine else None
-        if reservation is None:
-            stale = worker_pb2.REFUSAL_REASON_STALE
-            session.emit([events.refused(handoff, stale, f"nothing is reserved for {handoff} here")])
-            return
+        if job is None or reservation is None:
+            raise StaleAttempt(f"nothing is reserved for {handoff} here")
         self._history.blocks("let_go", handoff, reservation)
         reservation.release()
         self._history.step("computes", handoff)
@@ -213,34 +177,33 @@ class DecodeWorker:
             session.emit([events.finished(handoff, finish)])
             return
         self._times.begin(handoff, self._engine.submit(handoff, spec), alone=True)
-        self._decodes(handoff, spec, session)
+        self._decodes(handoff, spec, job)
 
-    def _decodes(self, handoff: HandoffId, spec: SequenceSpec, session: Owner) -> None:
+    def _decodes(self, handoff: HandoffId, spec: SequenceSpec, job: DecodeJob) -> None:
         """Record that the engine runs the sequence."""
-        self._adopted.add(handoff)
+        job.adopted = True
         self.detached.begin(handoff, spec)
-        self._records.note(handoff, session.router_id, RecordState.COMMITTED, self.detached.name(handoff))
+        self._records.note(handoff, job.session.router_id, RecordState.COMMITTED, self.detached.name(handoff))
 
-    def _attach(self, session: Session, message: worker_pb2.Attach) -> None:
+    def _attach(self, session: Session, command: worker_pb2.RouterCommand) -> None:
         """Attach a new router to a stream, because its old router has died or is about to."""
+        message = command.attach
         handoff, spec = convert.handoff_from_pb(message.handoff), convert.spec_from_pb(message.spec)
         missed = self.detached.attach(handoff, spec)
         if missed is None:
-            text = f"nothing that follows {len(spec.known)} tokens of {handoff} is here"
-            session.emit([events.refused(handoff, worker_pb2.REFUSAL_REASON_STALE, text)])
-            return
-        owner = self._sessions.get(handoff)
-        if owner is not None and owner is not session:
-            owner.handoffs.discard(handoff)
-            owner.emit([events.failed(handoff, Cancelled(f"router {session.router_id} has taken over"))])
-        if owner is not None:
-            self._sessions[handoff] = session
+            raise StaleAttempt(f"nothing that follows {len(spec.known)} tokens of {handoff} is here")
+        job = self._work.get(handoff)
+        if job is not None and job.session is not session:
+            job.session.handoffs.discard(handoff)
+            job.session.emit([events.failed(handoff, Cancelled(f"router {session.router_id} has taken over"))])
+            job.session = session
         session.handoffs.add(handoff)  # also for an ended stream: its log is dropped or parked with the router
         session.emit([events.attached(handoff), *missed])
 
-    def _fence(self, session: Session, handoff: HandoffId) -> None:
-        owner = self._sessions.get(handoff, session)
-        if handoff in self._adopted or self.reservations.fence(handoff) is State.COMMITTED:
+    def _fence(self, session: Session, command: worker_pb2.RouterCommand) -> None:
+        handoff = convert.handoff_from_pb(command.fence.handoff)
+        job, owner = self._work.get(handoff), self._owner(handoff, session)
+        if (job is not None and job.adopted) or self.reservations.fence(handoff) is State.COMMITTED:
             if owner is not session:  # the owner gets its own Committed event
                 session.emit([events.committed(handoff)])
             return
@@ -249,61 +212,49 @@ class DecodeWorker:
             router.emit([events.fenced(handoff)])
 
     def _release(self, session: Session, handoff: HandoffId) -> None:
-        owner = self._sessions.get(handoff, session)
-        if owner is not session and self.detached.name(handoff):
-            return  # the session is a former owner and was notified
-        session.handoffs.discard(handoff)  # also for an ended stream that is still remembered
-        self._drop(handoff)
-        if owner is not session:
-            owner.emit([events.failed(handoff, StaleAttempt(f"released by router {session.router_id}"))])
-
-    def drain(self) -> None:
-        """See `WorkerRole.drain`."""
-        self.draining = True
+        if self._owner(handoff, session) is session or not self.detached.name(handoff):
+            super()._release(session, handoff)  # otherwise the session is a former owner and was notified
 
     @property
     def idle(self) -> bool:
         """See `WorkerRole.idle`. Ended streams that are only remembered do not count."""
-        return not self._sessions and not self.pins
+        return super().idle and not self.pins
 
     def leave(self) -> None:
         """See `WorkerRole.leave`. Running sequences are preempted, as if the pool were full, and continue elsewhere."""
         self.draining = self._leaving = True
         for entry in self.reservations.entries():
             if self.reservations.fence(entry.handoff) is not State.COMMITTED:  # else `_adopt` follows
-                owner = self._sessions[entry.handoff]
-                self._drop(entry.handoff)
-                owner.emit([events.stopping(entry.handoff)])
-        for handoff in list(self._adopted):
+                self._give_up(entry.handoff, events.stopping(entry.handoff))
+        for handoff in [handoff for handoff, job in self._work.items() if job.adopted]:
             self._hand_back(handoff)
 
     def _hand_back(self, handoff: HandoffId) -> None:
-        owner, spans = self._sessions[handoff], self._times.ended(handoff)
-        self._drop(handoff)
-        owner.emit([events.preempted(handoff, "this worker is stopping", spans)])
+        self._give_up(handoff, events.preempted(handoff, "this worker is stopping", self._times.ended(handoff)))
 
     def gone(self, session: Session) -> None:
+        """See `RoleBehaviour.gone`. Resumable streams are parked."""
         for handoff in list(session.handoffs):
-            if self.detached.detach(handoff):
-                self._park(session, handoff)
-            else:
+            if not self.detached.detach(handoff):
                 self._drop(handoff)
-
-    def _park(self, session: Session, handoff: HandoffId) -> None:
-        session.handoffs.discard(handoff)
-        if handoff in self._sessions:  # else it has ended, and its blocks are free
-            self._sessions[handoff] = self.detached.nobody
-            log.info("handoff_parked", handoff=handoff, router=session.router_id)
+            elif (job := self._work.get(handoff)) is not None:  # else it has ended, and its blocks are free
+                job.session = self.detached.nobody
+                log.info("handoff_parked", handoff=handoff, router=session.router_id)
+            session.handoffs.discard(handoff)
 
     def holdings(self) -> Iterator[Holding]:
         """See `RoleBehaviour.holdings`."""
-        owners = {handoff: owner.router_id for handoff, owner in self._sessions.items()}
-        return held_blocks(self.reservations.entries(), self._engine.holdings(), self.pins.holdings(), owners)
+        for entry in self.reservations.entries():
+            yield self._holding(entry.handoff, entry.state.name.lower(), entry.reservation)
+        for handoff, allocation in self._engine.holdings():
+            job = self._work.get(handoff)
+            yield self._holding(handoff, "parked" if job and not job.session.router_id else "decoding", allocation)
+        for handoff, pin in self.pins.holdings().items():
+            yield self._holding(handoff, "fetched", pin)
 
     def _drop(self, handoff: HandoffId) -> None:
-        """Forget a handoff in any state and free its blocks."""
-        if (session := self._sessions.get(handoff)) is not None:
-            self._records.note(handoff, session.router_id, RecordState.ABORTED)
+        if (job := self._work.get(handoff)) is not None:
+            self._records.note(handoff, job.session.router_id, RecordState.ABORTED)
         reservation = self.reservations.take(handoff)
         if reservation is not None:
             self._history.blocks("let_go", handoff, reservation)
@@ -314,14 +265,11 @@ class DecodeWorker:
 
     def _forget(self, handoff: HandoffId, how: str = "released") -> None:
         """Forget a handoff that holds nothing any more. A resumable stream is kept until its router releases it."""
-        self._adopted.discard(handoff)
         self._times.ended(handoff)
-        session = self._sessions.pop(handoff, None)
-        if session is not None:
-            self._history.step(how, handoff)
+        if (job := self._pop(handoff, how)) is not None:
             if not self.detached.name(handoff):
-                session.handoffs.discard(handoff)
-            self._records.note(handoff, session.router_id, RecordState.RELEASED)
+                job.session.handoffs.discard(handoff)
+            self._records.note(handoff, job.session.router_id, RecordState.RELEASED)
 
     # --- the handoff ---------------------------------------------------------------------------------------------
 
@@ -331,8 +279,8 @@ class DecodeWorker:
 
     def _adopt(self, handoff: HandoffId, commit: CommitState) -> None:
         reservation = self.reservations.take(handoff)
-        session = self._sessions.get(handoff)
-        if reservation is None or session is None:
+        job = self._work.get(handoff)
+        if reservation is None or job is None:
             return  # released after the commit: the blocks are already free
         assert commit.spec is not None  # checked by `Reservations.commit`
         try:
@@ -342,33 +290,24 @@ class DecodeWorker:
             reservation.release()
             self.detached.drop(handoff)
             self._forget(handoff, "failed")
-            session.emit([events.failed(handoff, HandoffError(str(error)))])
+            job.session.emit([events.failed(handoff, HandoffError(str(error)))])
             return
         self._history.tokens("adopted", handoff, commit.first)
-        self._decodes(handoff, commit.spec, session)
+        self._decodes(handoff, commit.spec, job)
         said = adoption_events(handoff, commit, self._times)
         self._times.begin(handoff, tokens, alone=False)
         self.detached.record(handoff, said)
-        session.emit(said)
+        job.session.emit(said)
         if self._leaving:
             self._hand_back(handoff)
 
-    def stepped(self, result: StepResult) -> None:
-        batches: Batches = defaultdict(list)
-        for item in result.outputs:
-            if item.key in self._sessions:
-                self._history.tokens("tokens", item.key, item.tokens)
+    def _step_events(self, result: StepResult) -> Iterator[HandoffEvents]:
         for key, said in stepped(result, self._times):
-            self._say(batches, key, said)
+            if key in self._work:
+                self.detached.record(key, said)
+                yield key, said
         for key, how in ended(result):
             self._forget(key, how)
-        for session, batch in batches.items():
-            session.emit(batch)
-
-    def _say(self, batches: Batches, key: HandoffId, said: list[worker_pb2.WorkerEvent]) -> None:
-        if (session := self._sessions.get(key)) is not None:
-            self.detached.record(key, said)
-            batches[session] += said
 
     def tick(self) -> None:
         """Drop expired reservations and notify their routers; drop parked streams that no router resumed in time."""
@@ -376,9 +315,6 @@ class DecodeWorker:
             log.info("handoff_parked_in_vain", handoff=handoff)
             self._drop(handoff)
         for handoff in self.reservations.expired(self._clock.monotonic()):
-            if self.reservations.fence(handoff) is State.COMMITTED:
-                continue
-            session = self._sessions.get(handoff)
-            self._drop(handoff)
-            if session is not None:
-                session.emit([events.failed(handoff, DeadlineExceeded("the reservation expired before a commit"))])
+            if self.reservations.fence(handoff) is not State.COMMITTED:
+                error = DeadlineExceeded("the reservation expired before a commit")
+                self._give_up(handoff, events.failed(handoff, error))

@@ -6,7 +6,6 @@ the engine thread except `push_ended` and `fetch_ended`, which other threads cal
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,50 +18,42 @@ from baton.errors import DeadlineExceeded, DigestMismatch, HandoffError, Invalid
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2
 from baton.worker import events
-from baton.worker.block_census import Holding
 from baton.worker.handoff_timing import PrefillTimes
+from baton.worker.role import HandoffRole, Job
 from baton.worker.service import Attempts, deadline_after
 from baton.worker.thought_log import Thoughts
 from kvtransfer.handoff import PushEnd, PushJob, PushResult
 from prefill_workers.prefix_fetch import Fetches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from baton.clock import Clock
     from baton.core import ThinkingState
     from baton.engine.engine import Engine
     from baton.engine.sequence import ScheduledSequence as StepWork
     from baton.engine.step_result import SequenceOutput, StepResult
-    from baton.event_journal import Blocks
+    from baton.worker.block_census import Holding
     from baton.worker.engine_loop import EngineLoop
     from baton.worker.kv_endpoints import Pusher
+    from baton.worker.role import HandoffEvents
     from baton.worker.service import Session
 
     Event = worker_pb2.WorkerEvent
 
 
-def in_step(step: Iterable[StepWork], works: Mapping[HandoffId, PrefillJob], began: float) -> None:
-    """Record for each job that the first layer of a step is done; the step began at `began`."""
-    for item in step:
-        if (work := works.get(item.sequence.key)) is not None:
-            work.times.in_step(began, streams=work.streams)
-
-
-def stepped(
-    result: StepResult, works: Mapping[HandoffId, PrefillJob]
-) -> Iterator[tuple[PrefillJob, list[worker_pb2.WorkerEvent]]]:
+def stepped(result: StepResult, works: Mapping[HandoffId, PrefillJob]) -> Iterator[HandoffEvents]:
     """Yield events in the order in which routers must receive them. Failed jobs are not forgotten yet."""
     for key, thoughts in result.thoughts:
         if (work := works.get(key)) is not None:
             work.thoughts.add(thoughts)
-            yield work, [events.thoughts(key, thoughts)]
+            yield key, [events.thoughts(key, thoughts)]
     for item in result.outputs:
         if (work := works.get(item.key)) is not None:
-            yield work, _output(item, work)
+            yield item.key, _output(item, work)
     for key, error in result.failed:
         if (work := works.get(key)) is not None:
-            yield work, [events.failed(key, error, spans=work.times.said())]
+            yield key, [events.failed(key, error, spans=work.times.said())]
 
 
 def _output(item: SequenceOutput, work: PrefillJob) -> list[worker_pb2.WorkerEvent]:
@@ -93,10 +84,9 @@ def pushed(handoff: HandoffId, outcome: PushResult | HandoffError, work: Prefill
 
 
 @dataclass(slots=True)
-class PrefillJob:
+class PrefillJob(Job):
     """One handoff on this worker."""
 
-    session: Session
     spec: SequenceSpec
     deadline: float | None
     streams: bool  # whether KV is sent layer by layer, because it is long
@@ -150,28 +140,10 @@ def spare(works: Mapping[HandoffId, PrefillJob]) -> HandoffId | None:
     return computed[0][0] if computed and all(waits for _, waits in computed) else None
 
 
-def held_blocks(
-    works: Mapping[HandoffId, PrefillJob],
-    fetched: Mapping[HandoffId, Blocks],
-    computed: Iterable[tuple[HandoffId, Blocks | None]],
-) -> Iterator[Holding]:
-    """List the blocks of each handoff with its router."""
-    for handoff, fetch in fetched.items():
-        yield _holding(works.get(handoff), handoff, "fetching", fetch)
-    for handoff, allocation in computed:
-        yield _holding(works.get(handoff), handoff, "", allocation)
-
-
-def _holding(work: PrefillJob | None, handoff: HandoffId, state: str, held: Blocks | None) -> Holding:
-    blocks = held.blocks if held else []
-    state = state or (work.state if work and blocks else "queued")
-    return Holding(handoff, state, blocks, work.session.router_id if work else "")
-
-
 log = structlog.get_logger(__name__)
 
 
-class PrefillWorker:
+class PrefillWorker(HandoffRole[PrefillJob]):
     """The prefill role: prompts arrive as commands and leave as KV through the sender given to `attach`."""
 
     def __init__(
@@ -184,13 +156,9 @@ class PrefillWorker:
         coalesce_below: int = 0,  # bytes; more KV is sent while the prompt is computed, less KV afterwards
         fetch_s: float = 10.0,  # timeout of a fetch, which is tried only if cheaper than computing
     ) -> None:
-        self._info, self._engine, self._loop = info, engine, loop
-        self._clock = clock
-        self._history = engine.pool.history
+        super().__init__(info, engine, loop, clock, {"prefill": self._prefill, "repush": self._repush})
         self._coalesce_below = coalesce_below
-        self._work: dict[HandoffId, PrefillJob] = {}
         self._attempts = Attempts()
-        self.draining = False
         self._pusher: Pusher | None = None
         self.fetches = Fetches(engine, clock, fetch_s, self.fetch_ended, thinks=info.thinking_chunk > 0)
         self.transfer_bytes, self.transport = 0, ""
@@ -201,24 +169,12 @@ class PrefillWorker:
 
     # --- commands ------------------------------------------------------------------------------------------------
 
-    def command(self, session: Session, command: worker_pb2.RouterCommand) -> None:
-        """See `RoleBehaviour.command`."""
-        match command.WhichOneof("command"):
-            case "prefill":
-                self._prefill(session, command.prefill)
-            case "repush":
-                self._repush(session, command.repush)
-            case "release":
-                self._release(session, convert.handoff_from_pb(command.release.handoff))
-            case kind:
-                raise InvalidRequest.of("command", f"a prefill worker takes prefill, repush and release, not {kind}")
-
-    def _prefill(self, session: Session, message: worker_pb2.Prefill) -> None:
+    def _prefill(self, session: Session, command: worker_pb2.RouterCommand) -> None:
+        message = command.prefill
         handoff = convert.handoff_from_pb(message.handoff)
         spec, to = convert.spec_from_pb(message.spec), convert.ref_from_pb(message.to, "to")
         deadline = deadline_after(message.deadline_s, self._clock)
-        if not self._is_new(session, handoff):
-            return
+        self._check_new(handoff)
         if self.draining:
             session.emit([events.stopping(handoff)])
             return
@@ -229,8 +185,7 @@ class PrefillWorker:
             session.emit([events.finished(handoff, finish)])
             return
         self._history.step("prefill", handoff)
-        self._work[handoff] = PrefillJob(session, spec, deadline, streams, PrefillTimes(self._clock))
-        session.handoffs.add(handoff)
+        self._add(handoff, PrefillJob(session, spec, deadline, streams, PrefillTimes(self._clock)))
         fetch = self.fetches.begin(handoff, spec, to, message.skip)
         if fetch is None:
             self._engine.submit(handoff, spec, hold=True)
@@ -246,16 +201,15 @@ class PrefillWorker:
         if ended and work is not None:
             self._engine.submit(handoff, work.spec, hold=True)
 
-    def _repush(self, session: Session, message: worker_pb2.Repush) -> None:
+    def _repush(self, session: Session, command: worker_pb2.RouterCommand) -> None:
+        message = command.repush
         held, handoff = convert.handoff_from_pb(message.held), convert.handoff_from_pb(message.handoff)
         to, deadline = convert.ref_from_pb(message.to, "to"), deadline_after(message.deadline_s, self._clock)
-        if not self._is_new(session, handoff):
-            return
+        self._check_new(handoff)
         work = self._work.get(held)
         streams = work is not None and self._streams(work.spec, message.skip)
         if work is None or work.session is not session:
-            session.emit([events.refused(handoff, worker_pb2.REFUSAL_REASON_STALE, f"nothing of {held} is held here")])
-            return
+            raise StaleAttempt(f"nothing of {held} is held here")
         self._fetched(held)
         if self._pusher is not None:
             self._pusher.withdraw(held)
@@ -263,9 +217,8 @@ class PrefillWorker:
         self._engine.rename(held, handoff)
         self._history.step("repush", handoff, held=held.attempt)
         self._attempts.saw(handoff)
-        self._work[handoff] = self._work.pop(held)
+        self._add(handoff, self._work.pop(held))
         session.handoffs.discard(held)
-        session.handoffs.add(handoff)
         work.streams, work.deadline, work.waits = streams, deadline, False
         work.times.repushed()
         self._begin(PushJob(handoff, to, len(work.spec), message.skip, verify=work.spec.deterministic))
@@ -275,15 +228,10 @@ class PrefillWorker:
         if work.first is not None:
             self._finish(handoff, work)
 
-    def _is_new(self, session: Session, handoff: HandoffId) -> bool:
-        try:
-            self._attempts.check_new(handoff)
-        except StaleAttempt as error:
-            session.emit([events.refused(handoff, worker_pb2.REFUSAL_REASON_STALE, str(error))])
-            return False
+    def _check_new(self, handoff: HandoffId) -> None:
+        self._attempts.check_new(handoff)
         if handoff in self._work:  # too old for `Attempts` to remember
             raise InvalidRequest.of("handoff", f"{handoff} is already here")
-        return True
 
     def _streams(self, spec: SequenceSpec, skip: int) -> bool:
         if not 0 <= skip < len(spec):
@@ -299,36 +247,20 @@ class PrefillWorker:
             log.warning("push_refused", handoff=job.handoff, error=str(error))
             self._pushed(job.handoff, error if isinstance(error, HandoffError) else HandoffError(str(error)))
 
-    def _release(self, session: Session, handoff: HandoffId) -> None:
-        work = self._work.get(handoff)
-        self._drop(handoff)
-        if work is not None and work.session is not session:
-            work.session.emit([events.failed(handoff, StaleAttempt(f"released by router {session.router_id}"))])
-
-    def drain(self) -> None:
-        """See `WorkerRole.drain`. KV that waits for a retransfer is still handed over."""
-        self.draining = True
-
-    @property
-    def idle(self) -> bool:
-        """See `WorkerRole.idle`."""
-        return not self._work  # each fetch belongs to one of these
-
     def leave(self) -> None:
         """See `WorkerRole.leave`. Computed prompts may still be handed over; the rest is computed elsewhere."""
         self.drain()
         for handoff, work in list(self._work.items()):
             if work.first is None:
-                self._drop(handoff)
-                work.session.emit([events.stopping(handoff)])
-
-    def gone(self, session: Session) -> None:
-        for handoff in list(session.handoffs):
-            self._drop(handoff)
+                self._give_up(handoff, events.stopping(handoff))
 
     def holdings(self) -> Iterator[Holding]:
         """See `RoleBehaviour.holdings`."""
-        return held_blocks(self._work, self.fetches.holdings(), self._engine.holdings())
+        for handoff, fetch in self.fetches.holdings().items():
+            yield self._holding(handoff, "fetching", fetch)
+        for handoff, allocation in self._engine.holdings():
+            work, blocks = self._work.get(handoff), allocation.blocks if allocation else ()
+            yield self._holding(handoff, work.state if work and blocks else "queued", allocation)
 
     def _drop(self, handoff: HandoffId) -> None:
         """Abort a handoff and its push. The engine withdraws the push before it frees the blocks."""
@@ -339,27 +271,21 @@ class PrefillWorker:
 
     def _forget(self, handoff: HandoffId, how: str) -> None:
         self._engine.release(handoff)
-        work = self._work.pop(handoff, None)
-        if work is not None:
-            self._history.step(how, handoff)
+        if (work := self._pop(handoff, how)) is not None:
             work.session.handoffs.discard(handoff)
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
     def stepped(self, result: StepResult) -> None:
         self.fetches.step_ended(result.computed)
-        batches: dict[Session, list[worker_pb2.WorkerEvent]] = defaultdict(list)
-        for item in result.outputs:
-            if item.key in self._work:
-                self._history.tokens("tokens", item.key, item.tokens)
-        for work, said in stepped(result, self._work):
-            batches[work.session] += said
-        for key, _ in result.failed:
-            self._drop(key)
-        for session, batch in batches.items():
-            session.emit(batch)  # the first token leaves before the last of its KV does
+        super().stepped(result)  # the first token leaves before the last of its KV does
         for item in result.outputs:
             self._hand_over(item)
+
+    def _step_events(self, result: StepResult) -> Iterator[HandoffEvents]:
+        yield from stepped(result, self._work)
+        for key, _ in result.failed:
+            self._drop(key)
 
     def _layer_done(self, step: list[StepWork], layer: int) -> None:
         """Pass finished KV of one layer to the sender, in the middle of a step."""
@@ -367,10 +293,11 @@ class PrefillWorker:
         self._loop.progressed()
         if layer == 0:
             self.fetches.step_began()
-            in_step(step, self._work, self._loop.step_began)
         for item in step:
             sequence = item.sequence
             work = self._work.get(sequence.key)
+            if work is not None and layer == 0:
+                work.times.in_step(self._loop.step_began, streams=work.streams)
             if work is None or not work.streams or sequence.allocation is None:
                 continue
             for layers, end in final(item, layer, self._info.layout.layers):
@@ -418,7 +345,7 @@ class PrefillWorker:
         for handoff in self.fetches.late():
             self._fetched(handoff)
         for handoff, work in overdue(self._work, self._clock.monotonic()):
-            self._drop(handoff)
-            if not work.waits:
-                error = DeadlineExceeded("the prompt was not computed in time")
-                work.session.emit([events.failed(handoff, error)])
+            if work.waits:
+                self._drop(handoff)
+            else:
+                self._give_up(handoff, events.failed(handoff, DeadlineExceeded("the prompt was not computed in time")))

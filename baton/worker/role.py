@@ -1,13 +1,24 @@
-"""The interface between a role and its host. The host imports no role: it gets a factory for each."""
+"""The interface between a role and its host, and `HandoffRole`, the common part of both roles.
+
+The host imports no role: it gets a factory for each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from baton.core import HandoffId
+from baton.errors import InvalidRequest, StaleAttempt
+from baton.rpc import convert
 from baton.rpc.channel import IN_THE_CLEAR, Wire
-from baton.worker.service import RoleBehaviour
+from baton.rpc.v1 import worker_pb2
+from baton.worker import events
+from baton.worker.block_census import Holding
+from baton.worker.service import RoleBehaviour, Session, not_taken
 
 if TYPE_CHECKING:
     import grpc
@@ -16,10 +27,14 @@ if TYPE_CHECKING:
     from baton.core import Load, Role, WorkerInfo
     from baton.engine.engine import Engine
     from baton.engine.step_result import StepResult
+    from baton.event_journal import Blocks
     from baton.ledger.registry import Ledger
     from baton.metrics.worker import Counts
     from baton.worker.engine_loop import EngineLoop
     from baton.worker.settings import WorkerSettings
+
+Handler = Callable[[Session, worker_pb2.RouterCommand], None]
+HandoffEvents = tuple[HandoffId, list[worker_pb2.WorkerEvent]]
 
 
 class WorkerRole(RoleBehaviour, Protocol):
@@ -68,3 +83,115 @@ class RoleDeps:
 
 RoleFactory = Callable[[RoleDeps], WorkerRole]
 Factories = Mapping["Role", RoleFactory]
+
+
+class Owner(Protocol):
+    """The receiver of a handoff's events: the session of its router, or a replacement for a lost router."""
+
+    router_id: str
+    handoffs: set[HandoffId]
+
+    def emit(self, events: Iterable[worker_pb2.WorkerEvent]) -> None: ...
+
+
+@dataclass(slots=True)
+class Job:
+    """One handoff on this worker."""
+
+    session: Owner
+
+
+JobT = TypeVar("JobT", bound=Job)
+
+
+class HandoffRole(ABC, Generic[JobT]):
+    """The jobs of a role by handoff, and the dispatch of commands. Every method runs on the engine thread."""
+
+    def __init__(
+        self, info: WorkerInfo, engine: Engine, loop: EngineLoop, clock: Clock, commands: Mapping[str, Handler]
+    ) -> None:
+        self._info, self._engine, self._loop, self._clock = info, engine, loop, clock
+        self._history = engine.pool.history
+        self._commands = commands  # by kind, without `release`, which both roles take
+        self._work: dict[HandoffId, JobT] = {}
+        self.draining = False
+
+    def command(self, session: Session, command: worker_pb2.RouterCommand) -> None:
+        """See `RoleBehaviour.command`. Handlers raise StaleAttempt, before any side effect, to refuse as stale."""
+        kind = command.WhichOneof("command")
+        if kind == "release":
+            self._release(session, convert.handoff_from_pb(command.release.handoff))
+            return
+        if (handler := self._commands.get(kind or "")) is None:
+            text = f"a {self._info.role.value} worker takes {', '.join(self._commands)} and release, not {kind}"
+            raise InvalidRequest.of("command", text)
+        try:
+            handler(session, command)
+        except StaleAttempt as error:
+            session.emit(not_taken(command, str(error), worker_pb2.REFUSAL_REASON_STALE))
+
+    def _add(self, handoff: HandoffId, job: JobT) -> None:
+        self._work[handoff] = job
+        job.session.handoffs.add(handoff)
+
+    def _owner(self, handoff: HandoffId, session: Session) -> Owner:
+        """Return the session of a handoff, or `session` if the handoff is not here."""
+        return self._work[handoff].session if handoff in self._work else session
+
+    def _release(self, session: Session, handoff: HandoffId) -> None:
+        owner = self._owner(handoff, session)
+        session.handoffs.discard(handoff)  # also for an ended stream that is still remembered
+        self._drop(handoff)
+        if owner is not session:
+            owner.emit([events.failed(handoff, StaleAttempt(f"released by router {session.router_id}"))])
+
+    @abstractmethod
+    def _drop(self, handoff: HandoffId) -> None:
+        """Forget a handoff in any state and free its blocks."""
+
+    def _give_up(self, handoff: HandoffId, event: worker_pb2.WorkerEvent) -> None:
+        """Drop a handoff and notify its router."""
+        job = self._work.get(handoff)
+        self._drop(handoff)
+        if job is not None:
+            job.session.emit([event])
+
+    def _pop(self, handoff: HandoffId, how: str) -> JobT | None:
+        """Remove the job of a handoff that holds nothing any more."""
+        job = self._work.pop(handoff, None)
+        if job is not None:
+            self._history.step(how, handoff)
+        return job
+
+    def gone(self, session: Session) -> None:
+        """See `RoleBehaviour.gone`."""
+        for handoff in list(session.handoffs):
+            self._drop(handoff)
+
+    def drain(self) -> None:
+        """See `WorkerRole.drain`."""
+        self.draining = True
+
+    @property
+    def idle(self) -> bool:
+        """See `WorkerRole.idle`."""
+        return not self._work
+
+    def _holding(self, handoff: HandoffId, state: str, held: Blocks | None) -> Holding:
+        job = self._work.get(handoff)
+        return Holding(handoff, state, held.blocks if held else (), job.session.router_id if job else "")
+
+    def stepped(self, result: StepResult) -> None:
+        """Send the events of a step, those of one session together."""
+        batches: dict[Owner, list[worker_pb2.WorkerEvent]] = defaultdict(list)
+        for item in result.outputs:
+            if item.key in self._work:
+                self._history.tokens("tokens", item.key, item.tokens)
+        for handoff, of_handoff in self._step_events(result):
+            batches[self._work[handoff].session] += of_handoff
+        for session, batch in batches.items():
+            session.emit(batch)
+
+    @abstractmethod
+    def _step_events(self, result: StepResult) -> Iterator[HandoffEvents]:
+        """Yield the events of jobs here in the order for routers, then forget the handoffs that ended in the step."""

@@ -63,8 +63,12 @@ def deadline_after(seconds: float, clock: Clock, field: str = "deadline_s") -> f
     return clock.monotonic() + seconds if seconds else None
 
 
-def not_taken(command: worker_pb2.RouterCommand, detail: str) -> list[worker_pb2.WorkerEvent]:
-    """Build the answer to a malformed command, with the handoff id of the command. A Release is never answered."""
+def not_taken(
+    command: worker_pb2.RouterCommand,
+    detail: str,
+    reason: worker_pb2.RefusalReason.ValueType = worker_pb2.REFUSAL_REASON_INVALID,
+) -> list[worker_pb2.WorkerEvent]:
+    """Build the refusal of a command, with the handoff id of the command. A Release is never answered."""
     match command.WhichOneof("command"):
         case "reserve":
             handoff = command.reserve.handoff
@@ -78,7 +82,7 @@ def not_taken(command: worker_pb2.RouterCommand, detail: str) -> list[worker_pb2
             handoff = command.attach.handoff
         case _:
             return []
-    refused = worker_pb2.Refused(reason=worker_pb2.REFUSAL_REASON_INVALID, detail=detail)
+    refused = worker_pb2.Refused(reason=reason, detail=detail)
     return [worker_pb2.WorkerEvent(handoff=handoff, refused=refused)]
 
 

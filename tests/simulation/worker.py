@@ -264,9 +264,9 @@ class WorkerHost:
             "pushes": sum(len(link.outbox._pushes) for link in self.sender._all()),
             "poisoned": not cast("Any", self.engine.pool).untouched(),
         }
+        found["work"] = len(role._work)
         if isinstance(role, PrefillWorker):
-            found |= {"work": len(role._work), "fetches": len(role.fetches._fetches)}
+            found["fetches"] = len(role.fetches._fetches)
         else:
-            found |= {"reservations": len(role.reservations), "sessions": len(role._sessions)}
-            found |= {"pins": len(role.pins), "parked": len(role.detached), "adopted": len(role._adopted)}
+            found |= {"reservations": len(role.reservations), "pins": len(role.pins), "parked": len(role.detached)}
         return [f"{self.name} has {what}: {number}" for what, number in found.items() if number]

@@ -16,8 +16,7 @@ OTHERS = {"prompt": (9, 9, 9), "cache_scope": "x", "priority": 5, "think_while_d
 def ends_free(side):
     side.run()
     assert (side.all_free, len(side.role.detached)) == (True, 0)
-    assert not side.role._sessions
-    assert not side.role._adopted
+    assert not side.role._work
     assert not side.role.detached.nobody.handoffs
 
 

@@ -109,9 +109,9 @@ class TogetherMachine(RuleBasedStateMachine):
     @rule(request=requests, router=st.integers(0, 1), back=numbers)
     def fence(self, request, router, back):
         handoff, session = self.one_of(request, back), self.routers[router].d
-        adopted, said = handoff in self.pair.decode.role._adopted, session.kinds(handoff).count("fenced")
+        adopted, said = self.adopted(handoff), session.kinds(handoff).count("fenced")
         self.pair.decode.take(session, fence(handoff))
-        assert (handoff in self.pair.decode.role._adopted) == adopted  # a commit is final
+        assert self.adopted(handoff) == adopted  # a commit is final
         assert session.kinds(handoff).count("fenced") == said + (not adopted and not self.committed(handoff))
         self.attempts[request] = max(self.attempts[request], 1)
 
@@ -221,6 +221,10 @@ class TogetherMachine(RuleBasedStateMachine):
         assert self.pair.prefill.engine.counters.decode_tokens == 0
         self.each_handoff_ends_once_on_each_side()
         self.the_tokens_are_right()
+
+    def adopted(self, handoff):
+        job = self.pair.decode.role._work.get(handoff)
+        return job is not None and job.adopted
 
     def committed(self, handoff):
         """Accepted, and waiting for the engine thread."""
