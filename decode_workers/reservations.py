@@ -143,11 +143,11 @@ class Reservations:
             if entry.state is not State.RESERVED:
                 raise StaleAttempt(f"{handoff} is {entry.state.name}, not RESERVED")
             if offer.fingerprint != self._fingerprint:
-                raise OfferRefused(f"fingerprint: {offer.fingerprint} offered, {self._fingerprint} is served here")
+                raise OfferRefused(f"fingerprint: {offer.fingerprint} is offered, {self._fingerprint} is served here")
             cached = entry.reservation.cached_tokens
             if (offer.known_tokens, offer.skip) != (entry.known_tokens, cached):
-                got = f"{offer.known_tokens} tokens after {offer.skip} offered"
-                raise OfferRefused(f"length: {got}, {entry.known_tokens} after {cached} reserved")
+                got = f"{offer.known_tokens} tokens with {offer.skip} skipped are offered"
+                raise OfferRefused(f"length: {got}, {entry.known_tokens} with {cached} skipped are reserved")
             entry.state, entry.sender = State.RECEIVING, sender
             self._history.step("offered", handoff)
 
@@ -168,7 +168,7 @@ class Reservations:
             entry.require(State.RECEIVING, sender)
             known = len(commit.spec or ())
             if commit.spec is None or known != entry.known_tokens + 1:
-                text = f"the commit knows {known} tokens, {entry.known_tokens} and the first are due"
+                text = f"the commit has {known} tokens instead of {entry.known_tokens} and the first token"
                 raise OfferRefused(f"length: {text}")
             _check_first(commit.spec, commit.first)
             entry.state = State.COMMITTED
@@ -183,7 +183,7 @@ class Reservations:
         with entry.lock:
             entry.require(State.RECEIVING, sender)
             if not 0 <= begin < end <= entry.reservation.cached_tokens:
-                raise OfferRefused(f"positions {begin} to {end}: {entry.reservation.cached_tokens} are here")
+                raise OfferRefused(f"positions {begin} to {end}: {entry.reservation.cached_tokens} are cached here")
         self._on_fetch(PushJob(handoff, sender, end, begin, verify=verify))
 
     def aborted(self, handoff: HandoffId, sender: WorkerRef) -> None:
@@ -223,4 +223,4 @@ def _check_first(spec: SequenceSpec, first: Sequence[Token]) -> None:
     known = spec.known
     told = [(token.index, token.token_id) for token in first]
     if not known or told != [(len(known) - 1, token_id) for token_id in known[-1:]]:
-        raise OfferRefused(f"first: {len(told)} tokens that are not the last of the {len(known)} known")
+        raise OfferRefused(f"first: the {len(told)} tokens are not the last of the {len(known)} known tokens")

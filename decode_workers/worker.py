@@ -50,14 +50,14 @@ def refusal_of(
     holds the handoffs under way.
     """
     if message.fingerprint != info.fingerprint:
-        text = f"fingerprint: {message.fingerprint} asked, {info.fingerprint} is served here"
+        text = f"fingerprint: {message.fingerprint} is requested, {info.fingerprint} is served here"
         return events.refused(handoff, worker_pb2.REFUSAL_REASON_FINGERPRINT, text)
     most = info.max_model_len
     if not 1 <= message.known_tokens <= most or message.max_total > most:
-        text = f"{message.known_tokens} tokens, {message.max_total} with all that may follow, of {most} at most"
+        text = f"{message.known_tokens} known tokens, at most {message.max_total} in total: the limit is {most}"
         return events.refused(handoff, worker_pb2.REFUSAL_REASON_TOO_LONG, text)
     if handoff in here:
-        raise StaleAttempt(f"{handoff} is here already")
+        raise StaleAttempt(f"{handoff} is already here")
     reservations.check_new(handoff)
     return None
 
@@ -161,14 +161,14 @@ class DecodeWorker(HandoffRole[DecodeJob]):
         message = command.prefill
         handoff, spec = convert.handoff_from_pb(message.handoff), convert.spec_from_pb(message.spec)
         if message.HasField("to"):
-            raise InvalidRequest.of("to", "a decode worker hands over to nobody")
+            raise InvalidRequest.of("to", "must not be set for a prefill on a decode worker")
         self._engine.validate(spec)
         finish = self._engine.finish_of(spec) if spec.known else None
         job = self._work.get(handoff)
         mine = job is not None and job.session is session and not job.adopted
         reservation = self.reservations.take(handoff, alone=True) if mine else None
         if job is None or reservation is None:
-            raise StaleAttempt(f"nothing is reserved for {handoff} here")
+            raise StaleAttempt(f"{handoff} has no reservation here")
         self._history.blocks("let_go", handoff, reservation)
         reservation.release()
         self._history.step("computes", handoff)
@@ -191,7 +191,7 @@ class DecodeWorker(HandoffRole[DecodeJob]):
         handoff, spec = convert.handoff_from_pb(message.handoff), convert.spec_from_pb(message.spec)
         missed = self.detached.attach(handoff, spec)
         if missed is None:
-            raise StaleAttempt(f"nothing that follows {len(spec.known)} tokens of {handoff} is here")
+            raise StaleAttempt(f"the events of {handoff} after {len(spec.known)} tokens are not here")
         job = self._work.get(handoff)
         if job is not None and job.session is not session:
             job.session.handoffs.discard(handoff)

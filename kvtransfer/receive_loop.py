@@ -51,9 +51,9 @@ class IncomingHandoff:
         """Raise DigestMismatch if the received KV differs from the sent KV."""
         if list(message.digests) != self.digests:
             wrong = [n for n, pair in enumerate(zip_longest(self.digests, message.digests)) if len(set(pair)) > 1]
-            raise DigestMismatch(f"handoff {self.handoff}: frames {wrong} of {len(self.digests)}")
+            raise DigestMismatch(f"handoff {self.handoff}: frames {wrong} of {len(self.digests)} differ")
         if self.whole is not None and self.whole.value != message.kv_digest:
-            what = "the KV as a whole" if message.kv_digest else "no digest of the whole KV was sent"
+            what = "the KV as a whole differs" if message.kv_digest else "no digest of the whole KV was sent"
             raise DigestMismatch(f"handoff {self.handoff}: {what}")
 
 
@@ -61,9 +61,9 @@ def inbound_of(end: Endpoint, handoff: HandoffId, message: pb.Offer) -> tuple[Of
     """Convert an offer for the table and the session. Raises OfferRefused if this worker cannot take it."""
     offer, layout = Offer(message.fingerprint, message.known_tokens, message.skip), end.kv.layout
     if offer.fingerprint != end.fingerprint:
-        raise FingerprintRefused(f"model fingerprint {offer.fingerprint!r}, here {end.fingerprint!r}")
+        raise FingerprintRefused(f"model fingerprint {offer.fingerprint!r} differs from {end.fingerprint!r} here")
     if not 0 <= offer.skip < offer.known_tokens <= end.kv.total_blocks * layout.block_size:
-        raise OfferRefused(f"{offer.known_tokens} tokens with {offer.skip} skipped: at least 1 that fits is due")
+        raise OfferRefused(f"{offer.known_tokens} tokens with {offer.skip} skipped do not fit the KV pool")
     coverage = Coverage(layout, offer.skip, offer.known_tokens)
     whole = KVDigest(layout) if end.settings.verify_kv or message.verify_kv else None
     return offer, IncomingHandoff(handoff, offer.known_tokens, coverage, whole)
@@ -204,11 +204,11 @@ class ReceiveLoop:
         if message.HasField("handoff"):
             inbound = known.get(convert.handoff_from_pb(message.handoff))
             if inbound is None or not inbound.announced.accepts(spec):
-                raise FrameRefused(f"frame {number}: {spec} does not go on where an accepted handoff is")
+                raise FrameRefused(f"frame {number}: {spec} does not continue an accepted handoff")
         elif spec != wire.frame(self._ring) or number >= wire.FRAMES:
-            raise FrameRefused(f"frame {number}: of no handoff")
+            raise FrameRefused(f"frame {number} belongs to no handoff")
         if number != self.announced or spec.nbytes > self._ring.size:
-            raise FrameRefused(f"frame {number}: {self.announced} is next, of {self._ring.size} bytes at most")
+            raise FrameRefused(f"frame {number}: expected frame {self.announced} of at most {self._ring.size} bytes")
         if self.announced - self.received >= self._ring.slots:
             raise FrameRefused(f"frame {number}: more than {self._ring.slots} in flight")
         self.announced += 1
@@ -269,11 +269,11 @@ class ReceiveLoop:
         if message is None:
             return
         if not inbound.announced.complete:
-            text = f"{inbound.announced.nbytes} bytes were announced, more are due"
+            text = f"only {inbound.announced.nbytes} bytes were announced, which is incomplete"
             raise FrameRefused(f"commit of {inbound.handoff}: {text}")
         end = end_of(message)
         if end.spec is not None and len(end.spec) != inbound.known_tokens + 1:
-            text = f"{len(end.spec)} tokens, {inbound.known_tokens} were offered"
+            text = f"{len(end.spec)} tokens, but {inbound.known_tokens} were offered"
             raise FrameRefused(f"commit of {inbound.handoff}: {text}")
         try:
             self._commit(inbound, end, message)

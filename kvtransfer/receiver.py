@@ -141,7 +141,7 @@ class Session:
 
     def _heard(self, frames: Sequence[pb.FrameAnnounce]) -> None:
         if self._intake.inbox.express is not None:
-            raise FrameRefused(f"frame {frames[0].sequence}: announced over the stream, beside the express")
+            raise FrameRefused(f"frame {frames[0].sequence}: announced over the stream instead of the express")
         for frame in frames:
             self._intake.inbox.put(self._intake.checked(frame, self._intake.open))
 
@@ -242,7 +242,7 @@ class PeerService(PeerServicer):
         """Receive the bytes of one channel."""
         try:
             if self._data is None:
-                raise ChannelBroken("no channel here takes its bytes over gRPC")
+                raise ChannelBroken("no channel here receives bytes over gRPC")
             await self._data.take(request_iterator)
         except BatonError as error:
             await context.abort(GrpcCode.FAILED_PRECONDITION, str(error))
@@ -278,8 +278,8 @@ class PeerService(PeerServicer):
             return
         idle = next((session for session in running if session.idle), None)
         if idle is None:
-            raise ChannelBroken(f"staging memory is used up by {len(running)} channels, all of them busy")
-        idle.end(ChannelBroken("closed, it was idle and staging memory is used up"))
+            raise ChannelBroken(f"staging memory is used up by {len(running)} channels, and all of them are busy")
+        idle.end(ChannelBroken("closed because it was idle and staging memory is used up"))
 
 
 def _join(sessions: list[Session]) -> None:
@@ -290,15 +290,15 @@ def _join(sessions: list[Session]) -> None:
 def _check_hello(end: Endpoint, hello: pb.PeerHello) -> tuple[WorkerRef, Transport]:
     """Return sender and transport of a compatible hello. Raises HandoffError or InvalidRequest for any other."""
     if hello.protocol_version != PROTOCOL_VERSION:
-        raise VersionRefused(f"protocol version {hello.protocol_version}, here {PROTOCOL_VERSION}")
+        raise VersionRefused(f"protocol version {hello.protocol_version} is not supported, only {PROTOCOL_VERSION}")
     sender, wanted = convert.ref_from_pb(hello.sender, "sender"), convert.ref_from_pb(hello.receiver, "receiver")
     if (wanted.worker_id, wanted.incarnation) != (end.me.worker_id, end.me.incarnation):
         raise StaleAttempt(f"this is {end.me}, not {wanted}")
     if hello.fingerprint != end.fingerprint:
-        raise FingerprintRefused(f"model fingerprint {hello.fingerprint!r}, here {end.fingerprint!r}")
+        raise FingerprintRefused(f"model fingerprint {hello.fingerprint!r} differs from {end.fingerprint!r} here")
     layout = convert.layout_from_pb(hello.layout)
     if replace(layout, block_size=end.kv.layout.block_size) != end.kv.layout:
-        raise FingerprintRefused(f"KV layout {layout}, here {end.kv.layout}")
+        raise FingerprintRefused(f"KV layout {layout} differs from {end.kv.layout} here")
     return sender, _agreed(end, hello)
 
 
@@ -310,4 +310,4 @@ def _agreed(end: Endpoint, hello: pb.PeerHello) -> Transport:
             return transport
     theirs = ", ".join(offer.name for offer in hello.transports)
     ours = ", ".join(transport.name for transport in end.transports)
-    raise VersionRefused(f"transports {theirs} are offered, here {ours}, and none works between these two hosts")
+    raise VersionRefused(f"transports {theirs} are offered, {ours} are here: none works between these two hosts")

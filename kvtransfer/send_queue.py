@@ -144,7 +144,7 @@ class FlowControl:
     def credited(self, sequence: int) -> None:
         """Free the slots of all frames up to `sequence`. Raises ChannelBroken if the credit is impossible."""
         if not self._credited <= sequence < self.number:
-            raise ChannelBroken(f"credit for frame {sequence}, with {self.number} announced")
+            raise ChannelBroken(f"credit for frame {sequence}, but only {self.number} are announced")
         self._credited = sequence + 1
 
 
@@ -186,7 +186,7 @@ class SendQueue:
             if self.broken:
                 return False
             if job.handoff in self._pushes:
-                raise ValueError(f"push {job.handoff} is under way already")
+                raise ValueError(f"push {job.handoff} is already under way")
             self._pushes[job.handoff] = Push(job, Progress(self._end.kv.layout, job.skip, job.known_tokens))
             self._offer(self._pushes[job.handoff])
             return True
@@ -237,7 +237,7 @@ class SendQueue:
         """Break the channel if it is idle; a push that is added later finds it broken."""
         with self._changed:
             if self.idle:
-                self.stop(ChannelBroken(f"{self._title}: closed, it was idle"))
+                self.stop(ChannelBroken(f"{self._title}: closed because it was idle"))
 
     def expire(self) -> None:
         """Break the channel if an answer of the receiver is overdue, whatever the channel's thread does."""

@@ -87,7 +87,7 @@ class GrpcPeerStream:
         except grpc.RpcError:
             reason = f"stream failed: {self._call.code()}: {self._call.details()}"
         except Exception as error:  # thread boundary: no push may wait for a stream without a reader
-            reason = f"a reply could not be taken: {type(error).__name__}"
+            reason = f"a reply could not be handled: {type(error).__name__}"
             log.exception("channel_stream_failed")
         self._on_end(reason)
 
@@ -130,7 +130,7 @@ class Sender:
         the job is inconsistent or already under way, ChannelBroken after `close`; then `on_done` is not called.
         """
         if not 0 <= job.skip < job.known_tokens:
-            raise ValueError(f"push {job.handoff}: {job.skip} of {job.known_tokens} positions skipped")
+            raise ValueError(f"push {job.handoff}: {job.skip} of {job.known_tokens} positions are skipped")
         while not self._give(job):
             pass  # the channel broke in between; the next one is new
 
@@ -277,7 +277,7 @@ class SendChannel:
     def _open(self, transport: str, ring: Ring) -> ChannelEnd:
         chosen = self._end.transport(transport)
         if chosen is None:
-            raise ChannelBroken(f"channel {self._name}: {self.to} chose the transport {transport!r}, not offered")
+            raise ChannelBroken(f"channel {self._name}: {self.to} chose transport {transport!r}, which is not offered")
         return chosen.open(self._name, Side.SENDER, self._keys, ring, self._end.settings.frame_deadline_s)
 
     def _probe(self, channel: ChannelEnd, ring: Ring) -> float:

@@ -76,7 +76,7 @@ def end_of(message: pb.Commit) -> PushEnd:
     spec = convert.spec_from_pb(message.spec) if message.HasField("spec") else None
     thinking = thinking_from_pb(message.thinking) if message.HasField("thinking") else None
     if spec is None and thinking is not None:
-        raise FrameRefused("commit: thinking: must not be set where nobody decodes")
+        raise FrameRefused("commit: thinking: must not be set without a sequence")
     return PushEnd(spec, convert.tokens_from_pb(message.first), thinking)
 
 

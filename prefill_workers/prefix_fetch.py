@@ -190,7 +190,7 @@ class Fetches:
         fetch = self._fetch(handoff, sender)
         with fetch.lock:
             if (offer.skip, offer.known_tokens) != (fetch.begin, fetch.end) or fetch.accepted:
-                raise OfferRefused(f"{handoff}: positions {fetch.begin} to {fetch.end} were asked for, once")
+                raise OfferRefused(f"{handoff}: positions {fetch.begin} to {fetch.end} were requested, once")
             fetch.accepted = True
 
     @contextlib.contextmanager
@@ -213,7 +213,7 @@ class Fetches:
 
     def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int, *, verify: bool = False) -> None:
         """Refuse, because prefill workers serve no fetches."""
-        raise OfferRefused("a prefill worker is not asked for KV")
+        raise OfferRefused("a prefill worker sends no cached KV")
 
     def aborted(self, handoff: HandoffId, sender: WorkerRef) -> None:
         """End a fetch that its source aborted."""
@@ -233,5 +233,5 @@ class Fetches:
         with self._lock:
             fetch = self._fetches.get(handoff)
         if fetch is None or fetch.source != sender:
-            raise StaleAttempt(f"nothing of {handoff} was asked of {sender}")
+            raise StaleAttempt(f"no KV of {handoff} was requested from {sender}")
         return fetch

@@ -209,7 +209,7 @@ class PrefillWorker(HandoffRole[PrefillJob]):
         work = self._work.get(held)
         streams = work is not None and self._streams(work.spec, message.skip)
         if work is None or work.session is not session:
-            raise StaleAttempt(f"nothing of {held} is held here")
+            raise StaleAttempt(f"no KV of {held} is held here")
         self._fetched(held)
         if self._pusher is not None:
             self._pusher.withdraw(held)

@@ -227,7 +227,7 @@ class OwnershipStore:
         args = (key("req", ""), worker_id, str(incarnation), most, *_FIELDS)
         answer = await self._connection.run(_HOLDS, (self._holds(worker_id, incarnation), key("grace")), args)
         if not isinstance(answer, list):
-            raise LedgerError(f"the ledger lost its data: try again in {answer} ms, when workers have entered theirs")
+            raise LedgerError(f"the ledger lost its data: try again in {answer} ms, when workers have registered again")
         rows = (_parse_or_log(request_id.decode(errors="replace"), row) for request_id, row in answer)
         return [record for record in rows if record is not None]
 

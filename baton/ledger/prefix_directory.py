@@ -208,7 +208,7 @@ class PrefixPublisher(BackgroundWriter):
                 self._turned = dict.fromkeys(self._names, True)
                 self._reset = self._touch = True
         if answer == REFUSED:
-            return LedgerError(f"the place of {self._holder.worker_id} belongs to another incarnation")
+            return LedgerError(f"the worker id {self._holder.worker_id} belongs to another incarnation")
         if answer == DONE and len(self._turned) < BATCH:
             await asyncio.sleep(INTERVAL_S)
         return None

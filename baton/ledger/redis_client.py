@@ -171,7 +171,7 @@ def _checked(url: str) -> dict[str, bool]:
         if name not in allowed and "@" in parts.query:
             raise ValueError("a password with a question mark: its rest is no option, and must not be shown")
         if name not in allowed:
-            raise ConfigError(f"redis.url {redacted(url)}: unknown option {name!r}; known are {', '.join(allowed)}")
+            raise ConfigError(f"redis.url {redacted(url)}: unknown option {name!r}; valid are {', '.join(allowed)}")
     return {} if parts.scheme == "unix" else {"socket_keepalive": True}
 
 

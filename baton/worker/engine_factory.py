@@ -57,7 +57,7 @@ def generate(engine: Engine, spec: SequenceSpec) -> Generation:
             raise result.failed[0][1]
         if not (result.computed or result.outputs):
             engine.release(key)
-            raise EngineFault("no room in the block pool: other holders have it")
+            raise EngineFault("the block pool is full")
         for output in result.outputs:
             tokens += output.tokens
             if output.finish is not None:
@@ -199,9 +199,9 @@ def check_thinking(settings: WorkerSettings, chunk: int) -> None:
     """Raise ConfigError if a model with chunks of `chunk` tokens (0: does not think) does not fit the settings."""
     ranks, key = settings.tensor_parallel, _ranks_key(settings)
     if chunk and ranks > 1:
-        raise ConfigError(f"{key}: {ranks}: a model that thinks is not divided; {key}=1 serves it")
+        raise ConfigError(f"{key}: {ranks}: a thinking model cannot be divided over ranks; use {key}=1")
     if chunk and settings.block_size % chunk:
-        text = f"must be a multiple of {chunk}, the tokens of a chunk that this model thinks about"
+        text = f"must be a multiple of {chunk}, the tokens of one chunk of this thinking model"
         raise ConfigError(f"{settings.role.value}.block_size: {text}, got {settings.block_size}")
 
 
@@ -212,7 +212,7 @@ def _ranks_key(settings: WorkerSettings) -> str:
 def _check_ranks(settings: WorkerSettings, device: str) -> None:
     ranks, key = settings.tensor_parallel, _ranks_key(settings)
     if ranks > 1 and settings.model_path == ORACLE_MODEL:
-        raise ConfigError(f"{key}: {ranks}: the oracle is not divided; {key}=1 serves it")
+        raise ConfigError(f"{key}: {ranks}: the oracle cannot be divided over ranks; use {key}=1")
     if ranks > 1 and device != "cpu":
         text = "KV that is divided over GPUs cannot be handed over yet"
         raise ConfigError(f"{key}: {ranks} on {device}: {text}; use {key}=1, or {settings.role.value}.device=cpu")
@@ -224,7 +224,7 @@ def pick_device(device: str) -> str:
     if device == "auto":
         return "cuda:0" if count else "cpu"
     if device.startswith("cuda") and int(device.partition(":")[2] or 0) >= count:
-        raise ConfigError(f"device: {device} is not here ({count} GPUs that torch {torch.__version__} can use)")
+        raise ConfigError(f"device: {device} is not available ({count} GPUs that torch {torch.__version__} can use)")
     return device
 
 

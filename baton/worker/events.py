@@ -25,7 +25,7 @@ def refused(handoff: HandoffId, reason: worker_pb2.RefusalReason.ValueType, deta
 
 def no_room(handoff: HandoffId, tokens: int) -> Event:
     """Refuse a Reserve that may succeed later."""
-    return refused(handoff, worker_pb2.REFUSAL_REASON_NO_ROOM, f"no room for {tokens} tokens now")
+    return refused(handoff, worker_pb2.REFUSAL_REASON_NO_ROOM, f"no capacity for {tokens} tokens now")
 
 
 def stopping(handoff: HandoffId) -> Event:

@@ -88,7 +88,7 @@ class Lease:
         elapsed = self.age_s
         if elapsed > self.lease_s:
             self._lost()
-            text = f"no progress for {elapsed:.1f} s, the lease of {self.lease_s:g} s has lapsed: starting again"
+            text = f"no progress for {elapsed:.1f} s, the lease of {self.lease_s:g} s has lapsed: the worker restarts"
             raise LedgerError(f"{self._info.ref}: {text}")
 
     def _lost(self) -> None:

@@ -123,7 +123,7 @@ class HandoffRole(ABC, Generic[JobT]):
             self._release(session, convert.handoff_from_pb(command.release.handoff))
             return
         if (handler := self._commands.get(kind or "")) is None:
-            text = f"a {self._info.role.value} worker takes {', '.join(self._commands)} and release, not {kind}"
+            text = f"a {self._info.role.value} worker accepts {', '.join(self._commands)} and release, not {kind}"
             raise InvalidRequest.of("command", text)
         try:
             handler(session, command)

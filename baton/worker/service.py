@@ -46,7 +46,7 @@ class Attempts:
         """Raise StaleAttempt if this attempt, or a later one, was seen here."""
         last = self._last.get(handoff.request_id, 0)
         if handoff.attempt <= last:
-            raise StaleAttempt(f"{handoff}: attempt {last} was seen here already")
+            raise StaleAttempt(f"{handoff}: attempt {last} was already seen here")
 
     def saw(self, handoff: HandoffId) -> None:
         """Record an attempt. From now on it and all older attempts of its request are stale."""
@@ -215,10 +215,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             raise AssertionError("abort raises")
         hello = first.commands[0].hello
         if hello.protocol_version != PROTOCOL_VERSION:
-            text = f"protocol_version: {hello.protocol_version} is not spoken here, but {PROTOCOL_VERSION}"
+            text = f"protocol_version: {hello.protocol_version} is not supported, only {PROTOCOL_VERSION}"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         if convert.incarnation_from_pb(hello.worker) != self._info.ref.incarnation:
-            text = f"this is {self._info.ref}, not the worker you mean"
+            text = f"this is {self._info.ref}, not the requested worker"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         log.info("router_joined", router=hello.router_id)
         return Session(hello.router_id, asyncio.get_running_loop(), self._load)

@@ -79,7 +79,7 @@ class CudaIpcTransport:
             held.callback(pair.close)  # closed after the memory, as proof for the sender
             said = awaited_key(keys, _RING, deadline_s)
             if len(said) != (1 + ring.slots) * HANDLE_BYTES:
-                raise ConnectionError(f"{len(said)} bytes are no handles of {ring.slots} slots")
+                raise ConnectionError(f"{len(said)} bytes are not the handles of {ring.slots} slots")
             handles = [said[at : at + HANDLE_BYTES] for at in range(0, len(said), HANDLE_BYTES)]
             address = self._gpu.open(handles[0])
             held.callback(self._gpu.close, address)

@@ -57,7 +57,7 @@ class GrpcTransport:
             async with asyncio.timeout(_TICKET_S):
                 first = await anext(requests)
         except (TimeoutError, StopAsyncIteration):
-            raise ChannelBroken("no ticket came") from None
+            raise ChannelBroken("no ticket was sent") from None
         end = self._expected.pop(first.ticket, None)
         if end is None:
             raise ChannelBroken("no channel here waits for this ticket")
@@ -180,7 +180,7 @@ class GrpcReceiver(_Shared):
 
     async def feed(self, requests: AsyncIterator[pb.DataChunk]) -> None:
         """Copy chunks into their slots until they end or this end is closed. Raises ChannelBroken."""
-        feeding, why = asyncio.create_task(self._fill(requests)), "the other end's stream was cut"
+        feeding, why = asyncio.create_task(self._fill(requests)), "the stream of the peer was cut"
         with self._changed:
             self._loop, self._feeding = asyncio.get_running_loop(), feeding
             self._changed.notify_all()
@@ -189,7 +189,7 @@ class GrpcReceiver(_Shared):
         try:
             await asyncio.wait({feeding})
             error = None if feeding.cancelled() else feeding.exception()
-            why = "closed by the other end" if error is None else str(error)
+            why = "closed by the peer" if error is None else str(error)
         finally:
             feeding.cancel()
             self._end(why)
@@ -211,7 +211,7 @@ class GrpcReceiver(_Shared):
             number, nbytes = self._expected[0]
             end = self._at + len(data)
             if not 0 < len(data) <= min(CHUNK_BYTES, nbytes - self._at):
-                raise ConnectionError(f"frame {number} of {nbytes} bytes: {len(data)} came after {self._at}")
+                raise ConnectionError(f"frame {number} of {nbytes} bytes: {len(data)} arrived after {self._at}")
             self._piece(number, self._at, end)[:] = data
             self._at = end % nbytes
             if end == nbytes:

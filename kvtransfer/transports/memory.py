@@ -38,11 +38,11 @@ class MemoryTransport:
                 meeting = self._wait((name, side), ring, deadline_s)
             self._changed.notify_all()
         if meeting is None:
-            raise ChannelBroken(f"{title}: no other end within {deadline_s} s")
+            raise ChannelBroken(f"{title}: no peer within {deadline_s} s")
         end = MemoryEnd(title, meeting, side, deadline_s)
         if meeting.ring != ring:
             end.close()
-            raise ChannelBroken(f"{title}: the other end has {meeting.ring} instead of {ring}")
+            raise ChannelBroken(f"{title}: the peer has {meeting.ring} instead of {ring}")
         return end
 
     def _wait(self, key: tuple[ChannelName, Side], ring: Ring, deadline_s: float) -> Meeting | None:
@@ -90,7 +90,7 @@ class MemoryEnd(RingEnd):
             if not here:
                 raise TimeoutError(f"no progress within {self._deadline_s} s")
             if self._side is Side.RECEIVER and meeting.sizes.pop(number) != self._expected.pop(number, None):
-                raise ConnectionError(f"frame {number} is not of the expected size")
+                raise ConnectionError(f"frame {number} does not have the expected size")
 
     def _release(self) -> None:
         with self._meeting.changed:
@@ -99,4 +99,4 @@ class MemoryEnd(RingEnd):
 
     def _check(self) -> None:
         if self._meeting.closed:
-            raise ConnectionError("closed by the other end")
+            raise ConnectionError("closed by the peer")

@@ -25,9 +25,9 @@ def awaited_key(keys: KeyRelay, key: str, deadline_s: float) -> bytes:
     """Return the value of `key`, the peer's next key. Raises TimeoutError, or ConnectionError for another key."""
     arrived = keys.receive(deadline_s)
     if arrived is None:
-        raise TimeoutError(f"the other end did not say {key!r} within {deadline_s} s")
+        raise TimeoutError(f"the peer did not send {key!r} within {deadline_s} s")
     if arrived[0] != key:
-        raise ConnectionError(f"the other end said {arrived[0]!r} instead of {key!r}")
+        raise ConnectionError(f"the peer sent {arrived[0]!r} instead of {key!r}")
     return arrived[1]
 
 

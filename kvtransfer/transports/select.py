@@ -47,7 +47,7 @@ def make_transports(
     if settings.transport == "auto" and device.type == "cuda":
         made = _available(["cuda_ipc", "nccl"], makers)
         if not made:
-            raise ConfigError(f"transfer.transport: 'auto' finds neither cuda_ipc nor nccl for KV on {device}")
+            raise ConfigError(f"transfer.transport: 'auto' needs cuda_ipc or nccl for KV on {device}")
         return made
     if settings.transport == "auto":
         return *_available(["shm"], makers), _named("gloo", makers)
@@ -60,7 +60,7 @@ def _named(name: str, makers: Makers) -> Transport:
     try:
         return makers[name]()
     except ConfigError as error:
-        raise ConfigError(f"transfer.transport: {name!r} cannot be had: {error}") from error
+        raise ConfigError(f"transfer.transport: {name!r} is not available: {error}") from error
 
 
 def _available(names: list[str], makers: Makers) -> tuple[Transport, ...]:
@@ -75,7 +75,7 @@ def _available(names: list[str], makers: Makers) -> tuple[Transport, ...]:
 
 def _given(grpc: GrpcTransport | None) -> GrpcTransport:
     if grpc is None:
-        raise ConfigError("this worker serves no address for it")
+        raise ConfigError("this worker has no address that serves it")
     return grpc
 
 

@@ -69,7 +69,7 @@ def _take(name: ChannelName, keys: KeyRelay, ring: Ring, deadline_s: float) -> t
         failing.callback(pair.close)
         _, files, _, _ = socket.recv_fds(pair.socket, 1, 1, socket.MSG_CMSG_CLOEXEC)
         if not files:
-            raise ConnectionError("the other end sent no memory")
+            raise ConnectionError("the peer sent no memory")
         leaving.callback(os.close, files[0])
         _check_sealed(files[0], ring.nbytes)
         staging = _mapped(files[0], ring)
@@ -93,9 +93,9 @@ def _check_sealed(file: int, nbytes: int) -> None:
     """Raise OSError unless `file` has this size and is sealed against changes of it: then access is safe."""
     needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
     if fcntl.fcntl(file, fcntl.F_GET_SEALS) & needed != needed:
-        raise ConnectionError("the other end's memory is not sealed")
+        raise ConnectionError("the memory of the peer is not sealed")
     if (size := os.fstat(file).st_size) != nbytes:
-        raise ConnectionError(f"the other end's memory has {size} bytes instead of {nbytes}")
+        raise ConnectionError(f"the memory of the peer has {size} bytes instead of {nbytes}")
 
 
 def _mapped(file: int, ring: Ring) -> Tensor:

@@ -91,7 +91,7 @@ class ControlSocket:
             return None
         packet = self._socket.recv(MAX_PACKET + 1)
         if not 0 < len(packet) <= MAX_PACKET:
-            raise ConnectionError("closed by the other end" if not packet else f"a packet of over {MAX_PACKET} bytes")
+            raise ConnectionError("closed by the peer" if not packet else f"a packet of over {MAX_PACKET} bytes")
         return packet
 
 
@@ -124,9 +124,9 @@ class UnixSocketPair:
         except TimeoutError:
             raise TimeoutError(f"no progress within {self.socket.gettimeout()} s") from None
         if not notice:
-            raise ConnectionError("closed by the other end")
+            raise ConnectionError("closed by the peer")
         if notice != _NOTICE.pack(number, nbytes):
-            raise ConnectionError(f"frame {number} of {nbytes} bytes was expected, the other end said {notice.hex()}")
+            raise ConnectionError(f"frame {number} of {nbytes} bytes was expected, but the peer sent {notice.hex()}")
 
     def close(self) -> None:
         """Close both sockets. Idempotent."""
@@ -136,7 +136,7 @@ class UnixSocketPair:
     def check(self) -> None:
         """Raise ConnectionError if the peer has closed, or will send nothing more."""
         if self._polled(select.POLLRDHUP):
-            raise ConnectionError("closed by the other end")
+            raise ConnectionError("closed by the peer")
 
     @property
     def gone(self) -> bool:
@@ -203,7 +203,7 @@ def accept(keys: KeyRelay, deadline_s: float) -> UnixSocketPair:
         while (left := deadline - time.monotonic()) > 0:
             if (connected := _next(listener, secret, left)) is not None:
                 return _with_express(connected, deadline_s)
-    raise TimeoutError(f"the other end did not connect within {deadline_s} s")
+    raise TimeoutError(f"the peer did not connect within {deadline_s} s")
 
 
 def connect(keys: KeyRelay, deadline_s: float) -> UnixSocketPair:
@@ -211,17 +211,17 @@ def connect(keys: KeyRelay, deadline_s: float) -> UnixSocketPair:
     value = awaited_key(keys, KEY, deadline_s)
     secret, name = value[:_SECRET_BYTES], value[_SECRET_BYTES:]
     if not name.startswith(_PREFIX):
-        raise ConnectionError(f"{name!r} is no name of a channel")
+        raise ConnectionError(f"{name!r} is not the name of a channel")
     with ExitStack() as failing:
         connected = failing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         connected.settimeout(deadline_s)
         connected.connect(name)
         if not _mine(connected):
-            raise PermissionError("the other end belongs to another user")
+            raise PermissionError("the peer belongs to another user")
         connected.send(secret)
         _, files, _, _ = socket.recv_fds(connected, 1, 1, socket.MSG_CMSG_CLOEXEC)
         if not files:
-            raise ConnectionError("closed by the other end")
+            raise ConnectionError("closed by the peer")
         express = socket.socket(fileno=files[0])
         express.settimeout(deadline_s)
         failing.pop_all()

@@ -107,7 +107,7 @@ def test_an_offer_that_does_not_fit_is_refused_by_name(table, bad, named):
 def test_an_offer_skips_exactly_what_is_here(table, cached):
     opened(table, cached=cached)
     for skip in {0, 1, 4, 5, 6} - {cached}:
-        with pytest.raises(OfferRefused, match=f"after {skip} offered, 6 after {cached} reserved"):
+        with pytest.raises(OfferRefused, match=f"with {skip} skipped are offered, 6 with {cached} skipped"):
             table.offer(H, P1, offer(skip=skip))
     table.offer(H, P1, offer(skip=cached))
     with table.writing(H, P1) as blocks:
@@ -120,7 +120,7 @@ def test_what_is_here_can_be_fetched_by_the_sender_while_it_may_send(table):
         table.fetch(H, P1, 0, 4)
     table.offer(H, P1, offer(skip=4))
     for begin, end in ((-1, 4), (0, 5), (4, 4), (3, 2)):
-        with pytest.raises(OfferRefused, match="4 are here"):
+        with pytest.raises(OfferRefused, match="4 are cached here"):
             table.fetch(H, P1, begin, end)
     with pytest.raises(StaleAttempt, match="was opened by"):
         table.fetch(H, P2, 0, 4)

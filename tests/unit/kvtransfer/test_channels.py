@@ -172,7 +172,7 @@ def test_an_answer_is_overdue_at_its_deadline_although_the_wire_holds_the_link_u
     ("reply", "named"),
     [
         (pb.PeerReply(welcome=pb.PeerWelcome(credits=4, frame_size=1 << 20)), "a second welcome"),
-        (pb.PeerReply(credit=pb.Credit(sequence=wire.FRAMES)), f"frame {wire.FRAMES}, with {wire.FRAMES} announced"),
+        (pb.PeerReply(credit=pb.Credit(sequence=wire.FRAMES)), f"frame {wire.FRAMES}, but only {wire.FRAMES} are"),
         (pb.PeerReply(credit=pb.Credit(sequence=0)), "credit for frame 0"),
         (pb.PeerReply(commit_ack=pb.CommitAck()), "handoff"),
         (pb.PeerReply(store_key=pb.StoreKey(key="k", value=b"." * (MAX_VALUE_BYTES + 1))), "rendezvous key"),
@@ -189,7 +189,7 @@ def test_an_answer_that_makes_no_sense_breaks_the_link(pair, reply: pb.PeerReply
 
 @pytest.mark.parametrize(
     ("field", "value", "named"),
-    [("credits", 0, "no frames"), ("frame_size", 7, "7 bytes"), ("transport", "gloo", "'gloo', not offered")],
+    [("credits", 0, "no frames"), ("frame_size", 7, "7 bytes"), ("transport", "gloo", "'gloo', which is not offered")],
 )
 def test_a_welcome_that_grants_nothing_or_what_was_not_offered_breaks_the_link(pairs, field, value, named) -> None:
     def heard(reply: pb.PeerReply) -> bool:

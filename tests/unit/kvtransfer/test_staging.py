@@ -117,7 +117,7 @@ def test_a_channel_is_refused_while_all_others_are_busy() -> None:
         first, second = receiver.call(OTHERS[0]).offered(), receiver.call(OTHERS[1]).offered(HandoffId("second", 1))
         refused = receiver.call(OTHERS[2])
         refused.hello()
-        refused.refused("BROKEN", "all of them busy")
+        refused.refused("BROKEN", "all of them are busy")
         second.say(abort=pb.AbortHandoff(handoff=pb_common.HandoffId(request_id="second", attempt=1)))
         receiver.table.wait_for(("aborted", HandoffId("second", 1)))
         receiver.call(OTHERS[2]).welcomed()

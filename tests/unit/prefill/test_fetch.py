@@ -122,11 +122,11 @@ def test_without_room_the_prompt_is_computed(router):
 
 def test_nothing_is_written_that_was_not_asked_for(side, router):
     fetches = side.role.fetches
-    with pytest.raises(StaleAttempt, match="was asked of"):
+    with pytest.raises(StaleAttempt, match="was requested from"):
         fetches.offer(H, D, offer_of())
     begun(side, router)
     for sender, offer, error in ((OTHER, offer_of(), StaleAttempt), (D, offer_of(0, 8), OfferRefused)):
-        with pytest.raises(error, match="asked"):
+        with pytest.raises(error, match="requested"):
             fetches.offer(H, sender, offer)
     with pytest.raises(StaleAttempt):
         write(side)

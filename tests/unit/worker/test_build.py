@@ -36,7 +36,7 @@ def info_of(settings, engine):
 def test_a_gpu_that_is_not_there_is_named(monkeypatch, settings):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert (pick_device("auto"), pick_device("cuda"), pick_device("cpu")) == ("cuda:0", "cuda", "cpu")
-    with pytest.raises(ConfigError, match=r"device: cuda:1 is not here \(1 GPUs"):
+    with pytest.raises(ConfigError, match=r"device: cuda:1 is not available \(1 GPUs"):
         pick_device("cuda:1")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert pick_device("auto") == "cpu"
@@ -129,7 +129,7 @@ def test_what_a_worker_cannot_be_told_is_refused_by_key(settings, wrong):
     [
         (("decode.block_size=16",), 12, "decode.block_size: must be a multiple of 12, .* got 16"),
         (("decode.block_size=16",), 32, "decode.block_size: must be a multiple of 32, .* got 16"),
-        (("decode.tensor_parallel=2", "decode.device=cpu"), 8, "decode.tensor_parallel: 2: a model that thinks is not"),
+        (("decode.tensor_parallel=2", "decode.device=cpu"), 8, "decode.tensor_parallel: 2: a thinking model cannot"),
     ],
 )
 def test_a_model_that_thinks_and_does_not_fit_is_refused_by_key(settings, sets, chunk, message):
@@ -159,7 +159,7 @@ def test_a_worker_says_that_its_model_thinks_and_what_does_not_fit_is_refused_fi
     ("sets", "message"),
     [
         (("decode.tensor_parallel=8", "decode.device=cpu"), r"8 does not divide the model's num_key_value_heads \(4\)"),
-        (("decode.tensor_parallel=2", "decode.device=cpu", "model.path=oracle"), "2: the oracle is not divided"),
+        (("decode.tensor_parallel=2", "decode.device=cpu", "model.path=oracle"), "2: the oracle cannot be divided"),
         (("decode.tensor_parallel=2", "decode.device=cuda:0"), "2 on cuda:0: KV that is divided over GPUs cannot be"),
     ],
 )

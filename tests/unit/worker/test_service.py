@@ -116,8 +116,8 @@ async def refusal(call):
 @pytest.mark.parametrize(
     ("first", "code", "named"),
     [
-        (hello(incarnation=Incarnation(7, 1)), StatusCode.FAILED_PRECONDITION, "decode-0@7.2, not the worker you mean"),
-        (hello(incarnation=Incarnation(8, 2)), StatusCode.FAILED_PRECONDITION, "not the worker you mean"),
+        (hello(incarnation=Incarnation(7, 1)), StatusCode.FAILED_PRECONDITION, "decode-0@7.2, not the requested"),
+        (hello(incarnation=Incarnation(8, 2)), StatusCode.FAILED_PRECONDITION, "not the requested worker"),
         (hello(version=99), StatusCode.FAILED_PRECONDITION, "protocol_version: 99"),
         (saying(reserve()), StatusCode.INVALID_ARGUMENT, "must be one RouterHello"),
         (saying(), StatusCode.INVALID_ARGUMENT, "must be one RouterHello"),
@@ -239,7 +239,7 @@ CASES = [
 def test_a_malformed_command_is_refused_and_changes_nothing(router, make, command, named):
     side, kind = make(), command.WhichOneof("command")
     if (make, kind) == (DecodeSide, "prefill"):
-        named = f"{named}|to: a decode worker hands over to nobody"
+        named = f"{named}|to: must not be set for a prefill on a decode worker"
     elif kind in {one.WhichOneof("command") for one in FOREIGN[make]}:
         named = "command"
     with pytest.raises(InvalidRequest, match=named):

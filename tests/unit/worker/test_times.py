@@ -154,7 +154,7 @@ def test_the_latest_requests_are_remembered_up_to_the_limit():
         attempts.saw(HandoffId(request, 2))
     for request in ("b", "c"):
         for attempt in (1, 2):
-            with pytest.raises(StaleAttempt, match="attempt 2 was seen here already"):
+            with pytest.raises(StaleAttempt, match="attempt 2 was already seen here"):
                 attempts.check_new(HandoffId(request, attempt))
         attempts.check_new(HandoffId(request, 3))
     attempts.check_new(HandoffId("a", 1))  # forgotten

@@ -40,14 +40,14 @@ def test_auto_where_kv_must_be_encrypted_is_shared_memory_and_then_grpc(monkeypa
     assert names(settings, grpc=mine) == ["shm", "grpc"]
     monkeypatch.setattr(select, "CudaIpcTransport", lambda device: Made("cuda_ipc"))
     assert names(settings, CUDA, grpc=mine) == ["cuda_ipc", "grpc"]
-    with pytest.raises(ConfigError, match="'grpc' cannot be had"):
+    with pytest.raises(ConfigError, match="'grpc' is not available"):
         names(settings)
 
 
 def test_auto_leaves_out_what_the_system_lacks_and_a_named_one_is_an_error(monkeypatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     assert names(TransferSettings()) == ["gloo"]
-    with pytest.raises(ConfigError, match=r"transfer\.transport: 'shm' cannot be had: .*memfd_create"):
+    with pytest.raises(ConfigError, match=r"transfer\.transport: 'shm' is not available: .*memfd_create"):
         make_transports(TransferSettings(transport="shm"), CPU)
 
 
@@ -76,7 +76,7 @@ def test_a_named_one_is_the_only_one(name: str) -> None:
 LACKING = {"nccl": "KV is on cpu", "cuda_ipc": "KV is on cpu", "memory": "one process", "grpc": "no address"}
 ERRORS = [
     *(
-        (TransferSettings(name), rf"transfer\.transport: '{name}' cannot be had: .*{why}")
+        (TransferSettings(name), rf"transfer\.transport: '{name}' is not available: .*{why}")
         for name, why in LACKING.items()
     ),
     (TransferSettings("carrier-pigeon"), r"'carrier-pigeon' is not one of auto, shm, gloo, .*memory"),

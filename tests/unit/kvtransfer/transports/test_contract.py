@@ -92,7 +92,7 @@ def test_a_receiver_that_waits_sees_at_once_that_the_sender_closed(pairs: Pairs,
     receiver.start(0, 8)
     waiting = pairs.pool.submit(receiver.finish, 0)
     sender.close()
-    with pytest.raises(ChannelBroken, match=None if kind == "gloo" else "closed by the other end|was cut"):
+    with pytest.raises(ChannelBroken, match=None if kind == "gloo" else "closed by the peer|was cut"):
         waiting.result(scaled(10))
     with pytest.raises(ChannelBroken):
         receiver.start(1, 8)

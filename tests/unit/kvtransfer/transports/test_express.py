@@ -67,7 +67,7 @@ def test_the_end_of_the_other_one_is_seen_after_its_last_packet(two) -> None:
     left.close()
     assert right.receive(5.0) == b"last"
     assert right.ready
-    with pytest.raises(ChannelBroken, match="closed by the other end"):
+    with pytest.raises(ChannelBroken, match="closed by the peer"):
         right.receive()
     with pytest.raises(ChannelBroken, match="Broken pipe"):
         right.send(b"nobody hears it")

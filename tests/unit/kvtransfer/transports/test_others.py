@@ -38,7 +38,7 @@ def test_memory_ends_with_different_rings_do_not_meet(pool) -> None:
 def test_a_memory_end_that_gave_up_is_not_met_later() -> None:
     memory, keys = MemoryTransport(), mute()
     for side in (Side.SENDER, Side.RECEIVER):
-        with pytest.raises(ChannelBroken, match="no other end"):
+        with pytest.raises(ChannelBroken, match="no peer"):
             memory.open(NAME, side, keys, RING, 0.05)
 
 
@@ -153,7 +153,7 @@ async def test_what_was_whole_before_the_stream_ended_is_had_and_no_more() -> No
     channel.say(b"ab", b"c", None)
     assert await channel.ended() == ""
     channel.end.finish(0)
-    with pytest.raises(ChannelBroken, match="closed by the other end"):
+    with pytest.raises(ChannelBroken, match="closed by the peer"):
         channel.end.finish(1)
 
 
