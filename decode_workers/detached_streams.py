@@ -82,7 +82,7 @@ class DetachedStreams:
     """The resumable streams, by handoff. Every method ignores handoffs that were not opened here."""
 
     def __init__(self, clock: Clock) -> None:
-        self.nobody = NoRouter()
+        self.no_router = NoRouter()
         self._clock = clock
         self._streams: dict[HandoffId, _Stream] = {}
 

@@ -238,7 +238,7 @@ class DecodeWorker(HandoffRole[DecodeJob]):
             if not self.detached.detach(handoff):
                 self._drop(handoff)
             elif (job := self._work.get(handoff)) is not None:  # else it has ended, and its blocks are free
-                job.session = self.detached.nobody
+                job.session = self.detached.no_router
                 log.info("handoff_parked", handoff=handoff, router=session.router_id)
             session.handoffs.discard(handoff)
 

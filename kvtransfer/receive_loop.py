@@ -131,7 +131,7 @@ class ReceiveLoop:
         transport: str,
         reply: Callable[[pb.PeerReply], None],
     ) -> None:
-        self.inbox = ReceiveQueue()
+        self.queue = ReceiveQueue()
         self.inbound: dict[HandoffId, IncomingHandoff] = {}  # may receive frames; added before the offer is accepted
         self.open: dict[HandoffId, IncomingHandoff] = {}  # undecided; a removal is the decision to commit or abort
         self.over = False
@@ -149,17 +149,17 @@ class ReceiveLoop:
     def stop(self) -> None:
         """Stop all writes and commits, except for a write that the table has already admitted."""
         self.over = True
-        self.inbox.put(None)
+        self.queue.put(None)
 
     def serve(self, channel: ChannelEnd) -> None:
         """Run until `stop`. Raises BatonError if the channel fails or the peer violates the protocol."""
         if channel.express is not None and self.announced:
             raise FrameRefused("a frame was announced before the channel was built")
-        self.inbox.express = channel.express
+        self.queue.express = channel.express
         todo: deque[Frame | EndOfHandoff | None] = deque()
         early: deque[EndOfHandoff] = deque()
         while not self.over:
-            while not todo or self.inbox.ready:
+            while not todo or self.queue.ready:
                 self._take_up(channel, todo, early)
             item = todo.popleft()
             if isinstance(item, Frame):
@@ -172,7 +172,7 @@ class ReceiveLoop:
         self, channel: ChannelEnd, todo: deque[Frame | EndOfHandoff | None], early: deque[EndOfHandoff]
     ) -> None:
         """Wait for an item. Post a frame's receive immediately; queue an end behind the frames that precede it."""
-        item = self.inbox.take()
+        item = self.queue.take()
         if isinstance(item, pb.PeerCommand):
             if item.HasField("commit"):
                 return self.claim(item)
@@ -191,7 +191,7 @@ class ReceiveLoop:
         """Queue a commit behind its frames, or refuse it. Called from either thread."""
         handoff = convert.handoff_from_pb(command.commit.handoff)
         if (inbound := self.open.pop(handoff, None)) is not None:
-            self.inbox.put(EndOfHandoff(inbound, command.commit, command.after))
+            self.queue.put(EndOfHandoff(inbound, command.commit, command.after))
         else:
             error = StaleAttempt(f"handoff {handoff} was not offered on this channel")
             self._reply(refusal_to_pb(error, handoff))
@@ -240,8 +240,8 @@ class ReceiveLoop:
         self._hurry(pb.PeerReply(credit=pb.Credit(sequence=self.received - 1)))
 
     def _hurry(self, reply: pb.PeerReply) -> None:
-        if self.inbox.express is not None:
-            self.inbox.express.send(reply.SerializeToString())
+        if self.queue.express is not None:
+            self.queue.express.send(reply.SerializeToString())
         else:
             self._reply(reply)
 

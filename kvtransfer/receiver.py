@@ -59,7 +59,7 @@ class Session:
         welcome = pb.PeerWelcome(credits=self._ring.slots, frame_size=self._ring.size, transport=transport.name)
         self._replies.put_nowait(pb.PeerReply(welcome=welcome))
         self._keys = KeyRelay(lambda key, value: self._reply(pb.PeerReply(store_key=pb.StoreKey(key=key, value=value))))
-        self._intake = ReceiveLoop(end, table, sender, transport.name, self._reply)
+        self._receive_loop = ReceiveLoop(end, table, sender, transport.name, self._reply)
         self._thread = threading.Thread(target=self._run, name=f"kv-recv-{self._name}", daemon=True)
         self._thread.start()
 
@@ -87,9 +87,9 @@ class Session:
         """End the session once; later calls do nothing. An `error` is sent to the sender. From now on no block is
         written and no commit is made, except for a write that the table has already admitted.
         """
-        if self._intake.over:
+        if self._receive_loop.over:
             return
-        self._intake.stop()
+        self._receive_loop.stop()
         self._table.lost(self.sender)
         if error is not None:
             log.info("channel_closed", worker=self.sender, channel=str(self._name), reason=str(error))
@@ -97,7 +97,7 @@ class Session:
         self._replies.put_nowait(None)
 
     def _take(self, command: pb.PeerCommand) -> None:
-        if self._intake.over:
+        if self._receive_loop.over:
             return
         match command.WhichOneof("command"):
             case "store_key":
@@ -105,9 +105,9 @@ class Session:
             case "offer":
                 self._offered(command.offer)
             case "frame":
-                self._heard([command.frame, *command.more])
+                self._take_frames([command.frame, *command.more])
             case "commit":
-                self._intake.claim(command)
+                self._receive_loop.claim(command)
             case "fetch":
                 self._fetch(command.fetch)
             case "abort":
@@ -118,14 +118,14 @@ class Session:
     def _offered(self, message: pb.Offer) -> None:
         handoff = convert.handoff_from_pb(message.handoff)
         try:
-            self._intake.open[handoff] = self._intake.inbound[handoff] = self._accept(handoff, message)
+            self._receive_loop.open[handoff] = self._receive_loop.inbound[handoff] = self._accept(handoff, message)
         except HandoffError as error:
             self._replies.put_nowait(refusal_to_pb(error, handoff))
         else:
             self._replies.put_nowait(pb.PeerReply(offer_accepted=pb.OfferAccepted(handoff=message.handoff)))
 
     def _accept(self, handoff: HandoffId, message: pb.Offer) -> IncomingHandoff:
-        if handoff in self._intake.inbound:
+        if handoff in self._receive_loop.inbound:
             raise StaleAttempt(f"handoff {handoff} was offered before")
         offer, inbound = inbound_of(self._end, handoff, message)
         self._table.offer(handoff, self.sender, offer)
@@ -139,17 +139,17 @@ class Session:
             refused = pb.FetchRefused(handoff=message.handoff, detail=str(error))
             self._replies.put_nowait(pb.PeerReply(fetch_refused=refused))
 
-    def _heard(self, frames: Sequence[pb.FrameAnnounce]) -> None:
-        if self._intake.inbox.express is not None:
+    def _take_frames(self, frames: Sequence[pb.FrameAnnounce]) -> None:
+        if self._receive_loop.queue.express is not None:
             raise FrameRefused(f"frame {frames[0].sequence}: announced over the stream instead of the express")
         for frame in frames:
-            self._intake.inbox.put(self._intake.checked(frame, self._intake.open))
+            self._receive_loop.queue.put(self._receive_loop.checked(frame, self._receive_loop.open))
 
     def _aborted(self, handoff: HandoffId, after: int) -> None:
         self._table.aborted(handoff, self.sender)
-        if (inbound := self._intake.open.pop(handoff, None)) is not None:
+        if (inbound := self._receive_loop.open.pop(handoff, None)) is not None:
             inbound.dropped = True
-            self._intake.inbox.put(EndOfHandoff(inbound, None, after))
+            self._receive_loop.queue.put(EndOfHandoff(inbound, None, after))
 
     # From any thread
 
@@ -160,7 +160,7 @@ class Session:
     @property
     def idle(self) -> bool:
         """Whether no handoff is under way."""
-        return not self._intake.open and self._intake.received == self._intake.announced
+        return not self._receive_loop.open and self._receive_loop.received == self._receive_loop.announced
 
     def join(self) -> None:
         """Wait for the thread, at most for the deadline of the frame on the wire."""
@@ -180,7 +180,7 @@ class Session:
         try:
             opened = self._transport.open(self._name, Side.RECEIVER, self._keys, self._ring, deadline_s)
             with closing(opened) as channel:
-                self._intake.serve(channel)
+                self._receive_loop.serve(channel)
         except BatonError as error:
             self._in_loop(self.end, error)
         except Exception as error:  # thread boundary: the sender must receive an error

@@ -1,4 +1,4 @@
-"""The state of all pushes on one send channel. It has no thread and does no I/O except `say`, which enqueues.
+"""The state of all pushes on one send channel. It has no thread and does no I/O except `enqueue`, which never waits.
 
 The life of a push. Any state may end in a report; Commit or Abort follows every accepted offer on the wire:
 
@@ -115,12 +115,12 @@ class Push:
 class FlowControl:
     """The frames in flight on a channel: numbered, announced in batches, credited. It has no lock of its own."""
 
-    def __init__(self, say: Callable[[pb.PeerCommand], None]) -> None:
+    def __init__(self, enqueue: Callable[[pb.PeerCommand], None]) -> None:
         self.number = 0  # of the next frame
         self.slots = 0  # of the ring; 0 until the welcome
         self.batch = 1  # announcements that may wait for each other
-        self._say = say
-        self._unsaid: list[pb.FrameAnnounce] = []
+        self._enqueue = enqueue
+        self._unsent: list[pb.FrameAnnounce] = []
         self._credited = 0
 
     @property
@@ -130,16 +130,16 @@ class FlowControl:
 
     def announce(self, handoff: HandoffId | None, frame: FrameSpec) -> None:
         """Let a frame enter the channel. It is announced with the next `flush` at the latest."""
-        self._unsaid.append(announcement(handoff, self.number, frame))
+        self._unsent.append(announcement(handoff, self.number, frame))
         self.number += 1
-        if len(self._unsaid) >= self.batch:
+        if len(self._unsent) >= self.batch:
             self.flush()
 
     def flush(self) -> None:
         """Send the pending announcements."""
-        said, self._unsaid = self._unsaid, []
-        if said:
-            self._say(pb.PeerCommand(frame=said[0], more=said[1:]))
+        frames, self._unsent = self._unsent, []
+        if frames:
+            self._enqueue(pb.PeerCommand(frame=frames[0], more=frames[1:]))
 
     def credited(self, sequence: int) -> None:
         """Free the slots of all frames up to `sequence`. Raises ChannelBroken if the credit is impossible."""
@@ -155,15 +155,15 @@ class SendQueue:
     """All pushes of one channel. Thread-safe. A broken queue stays broken: all pushes are reported, and waits raise."""
 
     def __init__(
-        self, end: Endpoint, title: str, say: Callable[[pb.PeerCommand], None], keys: KeyRelay, reports: Reports
+        self, end: Endpoint, title: str, enqueue: Callable[[pb.PeerCommand], None], keys: KeyRelay, reports: Reports
     ) -> None:
-        self.window = FlowControl(say)  # only the channel's thread announces
-        self.bell = ChangeSignal()
+        self.window = FlowControl(enqueue)  # only the channel's thread announces
+        self.changes = ChangeSignal()
         self._end, self._title = end, title
-        self._say, self._keys = say, keys
+        self._enqueue, self._keys = enqueue, keys
         self._report, self._unfetched = reports.done, reports.unfetched
         self._deadline_s = end.settings.frame_deadline_s
-        self._changed = self.bell.changed
+        self._changed = self.changes.changed
         self._pushes: dict[HandoffId, Push] = {}
         self._reads: HandoffId | None = None  # the handoff with blocks that are being read
         self._error: HandoffError | None = None
@@ -197,7 +197,7 @@ class SendQueue:
             if push := self._pushes.get(handoff):
                 push.blocks, push.mark = blocks, self._end.kv.mark()
                 push.progress.computed(layers, end)
-                self.bell.ring()
+                self.changes.ring()
 
     def withdraw(self, handoff: HandoffId) -> None:
         """See `Sender.withdraw`."""
@@ -213,7 +213,7 @@ class SendQueue:
             if (push := self._pushes.get(handoff)) is None:
                 return False
             push.end, push.finished_at = end, time.monotonic()
-            self.bell.ring()
+            self.changes.ring()
             return True
 
     def abort(self, handoff: HandoffId) -> None:
@@ -231,7 +231,7 @@ class SendQueue:
             for push in self._pushes.values():
                 self._close(push, self._error)
             self._pushes.clear()
-            self.bell.ring()
+            self.changes.ring()
 
     def retire(self) -> None:
         """Break the channel if it is idle; a push that is added later finds it broken."""
@@ -252,7 +252,7 @@ class SendQueue:
                 self._dispatch(reply)
             except BatonError as error:
                 self.stop(ChannelBroken(f"{self._title}: {error}"))
-            self.bell.ring()
+            self.changes.ring()
 
     # From the channel's thread
 
@@ -292,7 +292,7 @@ class SendQueue:
                 push.reading, self._reads = False, None
                 if push.outcome is not None:
                     self._report(push.job.handoff, push.outcome)
-                self.bell.ring()
+                self.changes.ring()
 
     def announce(self, push: Push | None, frame: FrameSpec) -> bool:
         """Announce `frame`, or return False if the push has ended. `push` is None for a frame of the probe."""
@@ -313,7 +313,7 @@ class SendQueue:
             if push in self._pushes.values():
                 push.state, push.deadline = State.COMMITTED, time.monotonic() + self._deadline_s
                 self.window.flush()
-                self._say(pb.PeerCommand(commit=commit, after=self.window.number))
+                self._enqueue(pb.PeerCommand(commit=commit, after=self.window.number))
 
     # Under the lock
 
@@ -364,7 +364,7 @@ class SendQueue:
         push.state, push.deadline = State.OFFERED, time.monotonic() + self._deadline_s
         push.offered_at = time.monotonic()
         for command in offer_of(push.job, self._end.fingerprint):
-            self._say(command)
+            self._enqueue(command)
 
     def _accepted(self, handoff: HandoffId) -> None:
         if (push := self._pushes.get(handoff)) and push.state is State.OFFERED:
@@ -388,7 +388,7 @@ class SendQueue:
         if tell:
             self.window.flush()
             abort = pb.AbortHandoff(handoff=convert.handoff_to_pb(push.job.handoff))
-            self._say(pb.PeerCommand(abort=abort, after=self.window.number))
+            self._enqueue(pb.PeerCommand(abort=abort, after=self.window.number))
         self._close(push, error)
 
     def _close(self, push: Push, error: HandoffError) -> None:
@@ -407,7 +407,7 @@ class SendQueue:
                 if (left := due - time.monotonic()) <= 0:
                     raise self._late(what)
                 self.window.flush()
-                packet = self.bell.wait(left if what else None)
+                packet = self.changes.wait(left if what else None)
                 if packet is not None:
                     self.take(pb.PeerReply.FromString(packet))
             raise self._error

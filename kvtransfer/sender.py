@@ -116,9 +116,9 @@ class Sender:
         self._end = Endpoint(kv, me, fingerprint, settings, tuple(transports))
         self._connect = connect
         self._on_done = on_done
-        self._told = Reports(self._report, on_unfetched)
+        self._callbacks = Reports(self._report, on_unfetched)
         self._lock = threading.Lock()
-        self._links: list[SendChannel] = []  # least recently used first; broken ones stay until their thread has ended
+        self._channels: list[SendChannel] = []  # least recently used first; broken ones stay until their thread ends
         self._generations = itertools.count(1)
         self._closed = threading.Event()
         self._reports = ThreadPoolExecutor(1, thread_name_prefix="kv-reports")
@@ -138,67 +138,68 @@ class Sender:
         """Mark KV of the first `layers` layers as final up to position `end`. `blocks` must not change until `on_done`
         or `withdraw`. No-op if the push is unknown or has ended.
         """
-        for link in self._all():
-            link.outbox.computed(handoff, blocks, layers, end)
+        for channel in self._all():
+            channel.queue.computed(handoff, blocks, layers, end)
 
     def withdraw(self, handoff: HandoffId) -> None:
         """Stop reading blocks that are about to be reused; unsent KV is recomputed. Waits for a read under way."""
-        for link in self._all():
-            link.outbox.withdraw(handoff)
+        for channel in self._all():
+            channel.queue.withdraw(handoff)
 
     def finish(self, handoff: HandoffId, end: PushEnd) -> None:
         """Commit a push once all its KV is sent. Call it after the last `computed`. No-op if the push has ended."""
-        any(link.outbox.finish(handoff, end) for link in self._all())
+        any(channel.queue.finish(handoff, end) for channel in self._all())
 
     def abort(self, handoff: HandoffId) -> None:
         """Abort a push in any state: `on_done` follows soon, with StaleAttempt. No-op if the push is unknown."""
-        for link in self._all():
-            link.outbox.abort(handoff)
+        for channel in self._all():
+            channel.queue.abort(handoff)
 
     def channels(self) -> tuple[Channel, ...]:
         """Return the open channels, each with its probed bandwidth."""
-        return tuple(link.channel for link in self._all() if link.channel is not None and link.running)
+        return tuple(one.channel for one in self._all() if one.channel is not None and one.running)
 
     def close(self) -> None:
         """End all pushes with ChannelBroken and free everything. Returns after the last `on_done`."""
         with self._lock:
             self._closed.set()
-        for link in self._all():
-            link.stop("the sender was closed")
-        for link in self._all():
-            link.join()
+        for channel in self._all():
+            channel.stop("the sender was closed")
+        for channel in self._all():
+            channel.join()
         self._watch.join()
         self._reports.shutdown()
 
     def _all(self) -> list[SendChannel]:
         with self._lock:
-            return list(self._links)
+            return list(self._channels)
 
     def _give(self, job: PushJob) -> bool:
         with self._lock:
             if self._closed.is_set():
                 raise ChannelBroken("the sender was closed")
-            self._links = [link for link in self._links if link.running]
-            link = next((link for link in self._links if link.to == job.to and not link.outbox.broken), None)
-            if link is None:
+            self._channels = [channel for channel in self._channels if channel.running]
+            channel = next((one for one in self._channels if one.to == job.to and not one.queue.broken), None)
+            if channel is None:
                 self._retire_idle()
-                self._links.append(SendChannel(self._end, self._connect, job, next(self._generations), self._told))
+                generation = next(self._generations)
+                self._channels.append(SendChannel(self._end, self._connect, job, generation, self._callbacks))
                 return True
-            self._links.remove(link)
-            self._links.append(link)
-            return link.outbox.add(job)
+            self._channels.remove(channel)
+            self._channels.append(channel)
+            return channel.queue.add(job)
 
     def _retire_idle(self) -> None:
-        up = [link for link in self._links if not link.outbox.broken]
-        idle = [link for link in up if link.outbox.idle]
-        for link in idle[: max(0, len(up) + 1 - self._end.max_channels)]:
-            link.outbox.retire()
+        up = [channel for channel in self._channels if not channel.queue.broken]
+        idle = [channel for channel in up if channel.queue.idle]
+        for channel in idle[: max(0, len(up) + 1 - self._end.max_channels)]:
+            channel.queue.retire()
 
     def _watch_deadlines(self) -> None:
         """Expire late answers, on its own thread because the wire may block a channel's thread for a deadline."""
         while not self._closed.wait(self._end.settings.frame_deadline_s / LOOKS):
-            for link in self._all():
-                link.outbox.expire()
+            for channel in self._all():
+                channel.queue.expire()
 
     def _report(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
         self._reports.submit(self._deliver, handoff, outcome)
@@ -212,7 +213,7 @@ class Sender:
 
 class SendChannel:
     """A channel to one worker; a break is permanent. Its first push is queued before the thread starts,
-    so even an immediate break is reported. `outbox` has the state of the pushes.
+    so even an immediate break is reported. `queue` has the state of the pushes.
     """
 
     def __init__(self, end: Endpoint, connect: Connect, job: PushJob, generation: int, reports: Reports) -> None:
@@ -221,10 +222,10 @@ class SendChannel:
         self._end = end
         self._connect = connect
         self._name = ChannelName(end.me.incarnation, to.incarnation, generation)
-        self._keys = KeyRelay(lambda key, value: self._say(pb.PeerCommand(store_key=pb.StoreKey(key=key, value=value))))
-        self.outbox = SendQueue(end, f"channel {self._name} to {to}", self._say, self._keys, reports)
+        self._keys = KeyRelay(lambda key, value: self._put(pb.PeerCommand(store_key=pb.StoreKey(key=key, value=value))))
+        self.queue = SendQueue(end, f"channel {self._name} to {to}", self._put, self._keys, reports)
         self._stream: PeerStream | None = None
-        self.outbox.add(job)
+        self.queue.add(job)
         self._thread = threading.Thread(target=self._run, name=f"kv-send-{self._name}", daemon=True)
         self._thread.start()
 
@@ -234,7 +235,7 @@ class SendChannel:
 
     def stop(self, why: str) -> None:
         """Break the channel. Called from any thread."""
-        self.outbox.stop(ChannelBroken(f"channel {self._name} to {self.to}: {why}"))
+        self.queue.stop(ChannelBroken(f"channel {self._name} to {self.to}: {why}"))
 
     def join(self) -> None:
         """Wait for the thread, at most for the deadline of the frame on the wire."""
@@ -245,7 +246,7 @@ class SendChannel:
             try:
                 self._serve(leaving)
             except HandoffError as error:
-                self.outbox.stop(error, after_s=REASON_S)
+                self.queue.stop(error, after_s=REASON_S)
                 log.info("channel_closed", worker=self.to, channel=str(self._name), reason=str(error))
             except Exception as error:  # thread boundary: every push gets its report
                 self.stop(f"{type(error).__name__}: {error}")
@@ -253,24 +254,24 @@ class SendChannel:
 
     def _serve(self, leaving: ExitStack) -> None:
         started = time.monotonic()
-        self._stream = self._connect(self.to.address, self.outbox.take, self.stop)
+        self._stream = self._connect(self.to.address, self.queue.take, self.stop)
         leaving.callback(self._stream.close)
-        self._say(pb.PeerCommand(hello=self._hello()))
-        transport, ring = self.outbox.welcome()
+        self._put(pb.PeerCommand(hello=self._hello()))
+        transport, ring = self.queue.welcome()
         channel = self._open(transport, ring)
         leaving.callback(channel.close)
-        self.outbox.bell.express = channel.express
+        self.queue.changes.express = channel.express
         if channel.express is None:
-            self.outbox.window.batch = max(1, ring.slots // 2)
+            self.queue.window.batch = max(1, ring.slots // 2)
         probed = self._probe(channel, ring)
         self.channel = Channel(self.to.worker_id, transport, probed)
         took_ms = round((time.monotonic() - started) * 1e3, 1)
         facts = {"worker": self.to, "channel": str(self._name), "transport": transport, "ms": took_ms}
         log.info("channel_opened", **facts, mib_per_s=round(probed / 2**20))
         while True:
-            push, frame = self.outbox.next()
+            push, frame = self.queue.next()
             if frame is None:
-                self.outbox.commit(push)
+                self.queue.commit(push)
             elif self._fill(channel, push, frame):
                 self._send(channel, ring, push, frame)
 
@@ -286,10 +287,10 @@ class SendChannel:
         patterns = [wire.pattern(number, frame.nbytes) for number in range(wire.FRAMES)]
         started = time.monotonic()
         for pattern in patterns:
-            self.outbox.wait_credit()
-            channel.slot(self.outbox.window.number)[: frame.nbytes].copy_(pattern)
+            self.queue.wait_credit()
+            channel.slot(self.queue.window.number)[: frame.nbytes].copy_(pattern)
             self._send(channel, ring, None, frame)
-        self.outbox.wait_probed(wire.FRAMES)
+        self.queue.wait_probed(wire.FRAMES)
         return wire.FRAMES * frame.nbytes / (time.monotonic() - started)
 
     def _hello(self) -> pb.PeerHello:
@@ -305,8 +306,8 @@ class SendChannel:
 
     def _fill(self, channel: ChannelEnd, push: Push, frame: FrameSpec) -> bool:
         """Read the frame's KV into the next slot. Return False if the push has ended or was withdrawn."""
-        started, data = time.monotonic(), channel.slot(self.outbox.window.number)[: frame.nbytes]
-        with self.outbox.reading(push, frame) as blocks:
+        started, data = time.monotonic(), channel.slot(self.queue.window.number)[: frame.nbytes]
+        with self.queue.reading(push, frame) as blocks:
             if not blocks:
                 return False
             if push.mark is not None:
@@ -320,14 +321,14 @@ class SendChannel:
         return True
 
     def _send(self, channel: ChannelEnd, ring: Ring, push: Push | None, frame: FrameSpec) -> None:
-        number = self.outbox.window.number
-        if self.outbox.announce(push, frame):
+        number = self.queue.window.number
+        if self.queue.announce(push, frame):
             channel.start(number, frame.nbytes)
             if number >= ring.slots:
                 channel.finish(number - ring.slots)  # returns immediately: the slot was credited, so the frame has left
 
-    def _say(self, command: pb.PeerCommand) -> None:
-        express = self.outbox.bell.express
+    def _put(self, command: pb.PeerCommand) -> None:
+        express = self.queue.changes.express
         if express is not None and (
             command.HasField("frame") or (command.HasField("commit") and express.takes(command.ByteSize()))
         ):

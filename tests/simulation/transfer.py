@@ -1,4 +1,4 @@
-"""The real sender, outbox, receiver and session, with coroutines for their threads and a ring that both ends see.
+"""The real sender, send queue, receiver and session, with coroutines for their threads and a ring that both ends see.
 
 What is left out: two threads at one lock. A read of blocks, and a write, happens at once here (that `withdraw`, `fence`
 and `take` wait for one that is under way is tested with threads, in tests/unit/kvtransfer and tests/unit/decode). All
@@ -175,64 +175,64 @@ class SimLink(SendChannel):
             try:
                 await self._go(PROCESS.get(), leaving)
             except HandoffError as error:
-                await _condition(self.outbox).until(lambda: self.outbox.broken, REASON_S)
-                self.outbox.stop(error)
+                await _condition(self.queue).until(lambda: self.queue.broken, REASON_S)
+                self.queue.stop(error)
 
     async def _go(self, process: Process, leaving: ExitStack) -> None:
-        outbox, deadline_s = self.outbox, self._end.settings.frame_deadline_s
+        queue, deadline_s = self.queue, self._end.settings.frame_deadline_s
         await process.turn()
-        self._stream = self._connect(self.to.address, outbox.take, self.stop)
+        self._stream = self._connect(self.to.address, queue.take, self.stop)
         leaving.callback(self._stream.close)
-        self._say(pb.PeerCommand(hello=self._hello()))
-        await _until(outbox, lambda: outbox._welcome, deadline_s)
-        transport, ring = outbox.welcome()
+        self._put(pb.PeerCommand(hello=self._hello()))
+        await _until(queue, lambda: queue._welcome, deadline_s)
+        transport, ring = queue.welcome()
         channel = self._open(transport, ring)
         leaving.callback(channel.close)
-        outbox.bell.express = channel.express
+        queue.changes.express = channel.express
         if channel.express is not None:
-            cast("SimExpress", channel.express).changed = _condition(outbox)
+            cast("SimExpress", channel.express).changed = _condition(queue)
         else:
-            outbox.window.batch = max(1, ring.slots // 2)
+            queue.window.batch = max(1, ring.slots // 2)
         await self._prove(channel, ring)
         while True:
             await process.turn()
-            if not outbox._pick():
-                outbox.window.flush()
-            await _until(outbox, outbox._pick, None)
+            if not queue._pick():
+                queue.window.flush()
+            await _until(queue, queue._pick, None)
             await self._slot(deadline_s)
-            if (found := outbox._pick()) is not None:
+            if (found := queue._pick()) is not None:
                 await self._one(process, channel, ring, *found)
 
     async def _slot(self, deadline_s: float) -> None:
-        outbox = self.outbox
-        if not outbox.window.room:
-            outbox.window.flush()
-        await _until(outbox, lambda: outbox.window.room, deadline_s)
-        outbox.wait_credit()
+        queue = self.queue
+        if not queue.window.room:
+            queue.window.flush()
+        await _until(queue, lambda: queue.window.room, deadline_s)
+        queue.wait_credit()
 
     async def _one(self, process: Process, channel: ChannelEnd, ring: Ring, push: Any, frame: Any) -> None:
         await process.turn()
         if frame is None:
-            self.outbox.commit(push)
+            self.queue.commit(push)
         elif self._fill(channel, push, frame):
             process.world.note("read", process, push.job.handoff, frame)
             await process.turn()
             self._send(channel, ring, push, frame)
 
     async def _prove(self, channel: ChannelEnd, ring: Ring) -> None:
-        outbox, frame = self.outbox, wire.frame(ring)
+        queue, frame = self.queue, wire.frame(ring)
         for number in range(wire.FRAMES):
             await self._slot(self._end.settings.frame_deadline_s)
-            channel.slot(outbox.window.number)[: frame.nbytes].copy_(wire.pattern(number, frame.nbytes))
+            channel.slot(queue.window.number)[: frame.nbytes].copy_(wire.pattern(number, frame.nbytes))
             self._send(channel, ring, None, frame)
-        outbox.window.flush()
-        await _until(outbox, lambda: outbox._probed >= wire.FRAMES, self._end.settings.frame_deadline_s)
-        outbox.wait_probed(wire.FRAMES)
+        queue.window.flush()
+        await _until(queue, lambda: queue._probed >= wire.FRAMES, self._end.settings.frame_deadline_s)
+        queue.wait_probed(wire.FRAMES)
 
 
-async def _until(outbox: SendQueue, ready: Callable[[], Any], within_s: float | None) -> None:
-    """What the outbox would wait for: after this, its own waiting returns or raises at once."""
-    clock, express = asyncio.get_running_loop().time, cast("SimExpress | None", outbox.bell.express)
+async def _until(queue: SendQueue, ready: Callable[[], Any], within_s: float | None) -> None:
+    """What the queue would wait for: after this, its own waiting returns or raises at once."""
+    clock, express = asyncio.get_running_loop().time, cast("SimExpress | None", queue.changes.express)
     due = None if within_s is None else clock() + within_s
 
     def heard() -> bool:
@@ -240,20 +240,20 @@ async def _until(outbox: SendQueue, ready: Callable[[], Any], within_s: float | 
 
     while True:
         left = None if due is None else max(0.0, due - clock())
-        await _condition(outbox).until(lambda: outbox.broken or ready() or heard(), left)
+        await _condition(queue).until(lambda: queue.broken or ready() or heard(), left)
         await PROCESS.get().resumed()
-        if express is None or outbox.broken or ready() or not heard():
+        if express is None or queue.broken or ready() or not heard():
             break
         if (packet := express.receive()) is not None:
-            outbox.take(pb.PeerReply.FromString(packet))
-    if outbox._error is not None:
-        raise outbox._error
+            queue.take(pb.PeerReply.FromString(packet))
+    if queue._error is not None:
+        raise queue._error
     if not ready():
-        raise outbox._late("answer")
+        raise queue._late("answer")
 
 
-def _condition(outbox: SendQueue) -> SimCondition:
-    return cast("SimCondition", outbox._changed)
+def _condition(queue: SendQueue) -> SimCondition:
+    return cast("SimCondition", queue._changed)
 
 
 class SimSender(Sender):
@@ -264,7 +264,7 @@ class SimSender(Sender):
             await asyncio.sleep(self._end.settings.frame_deadline_s / _LOOKS)
             await PROCESS.get().resumed()
             for link in self._all():
-                link.outbox.expire()
+                link.queue.expire()
 
 
 class SimExecutor:
@@ -298,16 +298,16 @@ class SimSession(Session):
             self._in_loop(self.end, error)
 
     async def _go(self, process: Process, channel: SimEnd) -> None:
-        intake, inbox, express = self._intake, self._intake.inbox, channel.express
-        inbox.express = express
+        intake, queue, express = self._receive_loop, self._receive_loop.queue, channel.express
+        queue.express = express
         todo: deque[Frame | EndOfHandoff | None] = deque()
         early: deque[EndOfHandoff] = deque()
         while not intake.over:
-            while not todo or inbox.ready:
+            while not todo or queue.ready:
                 if express is None:
-                    await cast("SimQueue", inbox._items).filled()
+                    await cast("SimQueue", queue._items).filled()
                 else:
-                    await express.changed.until(lambda: inbox.ready, None)
+                    await express.changed.until(lambda: queue.ready, None)
                 await process.turn()
                 intake._take_up(channel, todo, early)
             item = todo.popleft()

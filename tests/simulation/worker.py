@@ -261,7 +261,7 @@ class WorkerHost:
             "owned": counts.owned,
             "quarantined": counts.quarantined,
             "requests": len(self.engine._requests),
-            "pushes": sum(len(link.outbox._pushes) for link in self.sender._all()),
+            "pushes": sum(len(link.queue._pushes) for link in self.sender._all()),
             "poisoned": not cast("Any", self.engine.pool).untouched(),
         }
         found["work"] = len(role._work)

@@ -17,7 +17,7 @@ def ends_free(side):
     side.run()
     assert (side.all_free, len(side.role.detached)) == (True, 0)
     assert not side.role._work
-    assert not side.role.detached.nobody.handoffs
+    assert not side.role.detached.no_router.handoffs
 
 
 def test_a_router_dies_and_another_goes_on(begin, side, router, second):

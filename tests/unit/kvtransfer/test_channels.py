@@ -110,7 +110,7 @@ def test_an_answer_that_never_comes_breaks_the_channel_by_its_deadline(pairs, an
 
 
 class Clock:
-    """The time that the outbox sees: it stands still but for what the test adds."""
+    """The time that the queue sees: it stands still but for what the test adds."""
 
     def __init__(self) -> None:
         self._now, self._looks = time.monotonic(), 0
@@ -137,7 +137,7 @@ def test_time_in_the_queue_counts_against_nobody(pairs, clock: Clock) -> None:
     pair, gate = pairs.gated(SETTINGS)
     handoffs = [pair.push(f"r{n}", 8, [1, 2], [11, 12]) for n in range(4)]
     gate.wait_stopped()
-    pushes = pair.sender._links[0].outbox._pushes
+    pushes = pair.sender._channels[0].queue._pushes
     eventually(lambda: [push.state for push in pushes.values()] == [State.ACCEPTED] * 4)
     clock.add(10 * SETTINGS.frame_deadline_s)
     gate.let(4)
@@ -180,7 +180,7 @@ def test_an_answer_is_overdue_at_its_deadline_although_the_wire_holds_the_link_u
 )
 def test_an_answer_that_makes_no_sense_breaks_the_link(pair, reply: pb.PeerReply, named: str) -> None:
     job = pair.begin("r", 3, [1])
-    send_queue = pair.sender._links[0].outbox
+    send_queue = pair.sender._channels[0].queue
     pair.table.wait_for(("offer", job.handoff))  # the probe is over
     eventually(lambda: send_queue.window._credited == wire.FRAMES)
     send_queue.take(reply)
@@ -204,7 +204,7 @@ def test_a_welcome_that_grants_nothing_or_what_was_not_offered_breaks_the_link(p
 
 def test_an_ack_of_what_is_unknown_is_nothing(pair) -> None:
     pair.reports.done(pair.push("r", 3, [0], [1]))
-    found, never = pair.sender._links[0].outbox, pb_common.HandoffId(request_id="never", attempt=1)
+    found, never = pair.sender._channels[0].queue, pb_common.HandoffId(request_id="never", attempt=1)
     found.take(pb.PeerReply(commit_ack=pb.CommitAck(handoff=never)))
     assert not found.broken
     assert found.idle

@@ -52,7 +52,7 @@ def test_frames_that_an_abort_has_overtaken_are_taken_and_dropped(call: Call) ->
     call.arrived(range(2))
     assert not receiver.kv.k.any()
     receiver.table.reserve(JOB.handoff, [11, 12])
-    eventually(lambda: not any(session._intake.inbound for session in receiver.peer.service._sessions))
+    eventually(lambda: not any(session._receive_loop.inbound for session in receiver.peer.service._sessions))
     call.offer()
     assert call.hear() == "offer_accepted"
 

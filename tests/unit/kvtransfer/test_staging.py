@@ -40,7 +40,7 @@ def reserved(others, name: str, where: int):
 
 
 def links(pair) -> Sequence[str]:
-    return [link.to.address for link in pair.sender._links if link.running]
+    return [channel.to.address for channel in pair.sender._channels if channel.running]
 
 
 def test_the_least_recently_used_idle_channels_are_closed(pairs) -> None:
@@ -88,10 +88,10 @@ def test_a_push_that_meets_the_eviction_of_its_channel_is_not_lost(pairs, monkey
     pair.reports.done(hand_over(pair.sender, jobs[0], [0]))
     found_idle, late = vars(SendQueue)["idle"], [jobs[1]]
 
-    def idle(outbox: SendQueue) -> bool:
-        was = found_idle.fget(outbox)
+    def idle(queue: SendQueue) -> bool:
+        was = found_idle.fget(queue)
         if was and late:
-            outbox.add(late.pop())  # another thread's push, right after the look
+            queue.add(late.pop())  # another thread's push, right after the look
         return was
 
     monkeypatch.setattr(SendQueue, "idle", property(idle))

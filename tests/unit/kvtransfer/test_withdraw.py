@@ -96,8 +96,8 @@ def test_what_is_withdrawn_between_the_choice_and_the_read_is_not_read(pairs: Pa
     pair = pairs(replace(EAGER, frame_size=1 << 16), source=poisoned())
     push, chosen, choose = prompt(pair, "r", 8, [0, 1], [10, 11]), threading.Event(), SendQueue.next
 
-    def next_and_withdraw(outbox: SendQueue):
-        found = choose(outbox)
+    def next_and_withdraw(queue: SendQueue):
+        found = choose(queue)
         if not chosen.is_set():
             push.withdraw()
             push.blocks = [2, 3]
