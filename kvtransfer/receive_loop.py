@@ -89,7 +89,7 @@ class EndOfHandoff:
 
 
 Item = Frame | EndOfHandoff | pb.PeerCommand | None
-"""What the thread of a session is given: what came by express is still to be checked; None: it is over."""
+"""An item for the receiving thread. Messages from the express are not checked yet. None ends the thread."""
 
 
 class ReceiveQueue:
