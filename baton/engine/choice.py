@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from baton.core import Finish, FinishReason, Token, TokenLogprobs
-from baton.engine.sampling.sampler import Row
+from baton.engine.sampling.logits import Row
 from baton.errors import InvalidRequest
 from baton.structured_output import Grammars
 

@@ -18,7 +18,7 @@ import structlog
 
 from baton.engine.block_pool import BlockPool, Reservation
 from baton.engine.choice import OutputFactory
-from baton.engine.determinism.shapes import split_exact
+from baton.engine.determinism.planner import split_exact
 from baton.engine.determinism.verifier import FixedForwards
 from baton.engine.model_runner import Inputs, OrdinaryForwards
 from baton.engine.request import RequestFactory
@@ -33,13 +33,12 @@ if TYPE_CHECKING:
 
     from baton.core import Finish, HandoffId, Load, SequenceSpec, ThinkingState
     from baton.engine.block_pool import Allocation
-    from baton.engine.determinism.planner import VerifyWork
     from baton.engine.determinism.shapes import FixedShapes
     from baton.engine.determinism.verifier import VerifiedTokens
     from baton.engine.model_backend import ModelBackend
     from baton.engine.model_runner import SampledToken
     from baton.engine.request import Request
-    from baton.engine.sequence import ScheduledSequence, Sequence
+    from baton.engine.sequence import ScheduledSequence, Sequence, VerifyWork
     from baton.tokenizer import Tokenizer
 
     LayerListener = Callable[[list[ScheduledSequence], int], None]  # work of a forward, written layer
@@ -73,7 +72,7 @@ class Engine:
     ) -> None:
         self.backend, self.layout, self.tokenizer = backend, backend.layout, tokenizer
         self.pool = BlockPool(total_blocks)
-        self.kv = backend.make_cache(total_blocks + (shapes is not None))  # one for padding
+        self.kv = backend.make_cache(total_blocks + bool(shapes))  # one for padding
         self.counters, self._prefix_cache = Counters(), prefix_cache
         longest = min(backend.max_model_len, total_blocks * self.layout.block_size)
         self.max_model_len = min(longest, max_model_len or longest)
@@ -85,7 +84,7 @@ class Engine:
             recompute_preempted=recompute_preempted,
         )
         max_blocks = self.layout.blocks_for(self.max_model_len)
-        self._thoughts = None if backend.thinker is None else Thoughts(backend.thinker, self.layout)
+        self._thoughts = None if backend.thinker is None else Thoughts(backend.thinker, self.layout, total_blocks)
         self._ordinary = OrdinaryForwards(Inputs(backend, max_batched_tokens, max_running, max_blocks), self._thoughts)
         self._fixed = FixedForwards(backend, shapes, max_blocks, total_blocks, self._thoughts) if shapes else None
         choices = OutputFactory(tokenizer, backend.vocab_size, self.max_model_len)
@@ -200,8 +199,9 @@ class Engine:
                 result.preempted.append(sequence.key)
         if plan.work:
             self._run(plan.work, result)
-        if windows := [window for window in plan.windows if window.sequence.key in self._requests]:  # not just failed
-            self._run_fixed(windows, result)
+        windows = [window for window in plan.windows if window.sequence.key in self._requests]  # not just failed
+        if windows and self._fixed:
+            self._run_fixed(self._fixed, windows, result)
         return result
 
     def _run(self, work: list[ScheduledSequence], result: StepResult) -> None:
@@ -221,9 +221,8 @@ class Engine:
             for each in drawn:
                 self._deliver(each, result)
 
-    def _run_fixed(self, windows: list[VerifyWork], result: StepResult) -> None:
-        assert self._fixed is not None
-        fixed, requests = self._fixed, [self._requests[window.sequence.key] for window in windows]
+    def _run_fixed(self, fixed: FixedForwards, windows: list[VerifyWork], result: StepResult) -> None:
+        requests = [self._requests[window.sequence.key] for window in windows]
         sequences = [request.sequence for request in requests]
         drawn = self._tried(lambda: fixed.compute(windows, requests, self.kv, self._on_layer), sequences, result)
         if drawn is not None:
@@ -271,7 +270,7 @@ class Engine:
         sequence, finish = request.sequence, request.choice.finish
         if taken is None:
             return self._fail(sequence.key, NO_TOKEN, result)
-        self._scheduler.commit_verified(sequence, taken.final, len(request.tokens))
+        self._scheduler.publish(sequence, taken.before)
         if taken.tokens or finish is not None:
             result.outputs.append(SequenceOutput(sequence.key, taken.tokens, finish, sequence.cached or 0))
             self._go_on(request)

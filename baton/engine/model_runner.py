@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from baton.engine.batch import Injection
     from baton.engine.block_pool import Allocation
-    from baton.engine.determinism.shapes import Part
+    from baton.engine.determinism.planner import Part
     from baton.engine.kv_cache import KVCache
     from baton.engine.model_backend import ModelBackend
     from baton.engine.request import Request
@@ -208,8 +208,4 @@ class OrdinaryForwards:
             logits = logits[[item.completes for item in wanted]]
         ready = [request for request, item in zip(requests, part.work, strict=True) if item.completes]
         draws = self._sampler.sample(logits, [request.row for request in ready]) if ready else []
-        return [SampledToken(*each, _is_final(each[0], part)) for each in zip(ready, draws, strict=True)]
-
-
-def _is_final(request: Request, part: Part) -> bool:
-    return request.draft is None or (part.exact and request.sequence.confirmed)
+        return [SampledToken(*each, each[0].is_final(exact=part.exact)) for each in zip(ready, draws, strict=True)]

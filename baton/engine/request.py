@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from baton.engine.determinism.shapes import CandidateTokens
 from baton.engine.prefix_cache import BlockHashChain, scope_key
@@ -14,9 +14,9 @@ from baton.errors import InvalidRequest
 if TYPE_CHECKING:
     from baton.core import HandoffId, SequenceSpec, ThinkingState
     from baton.engine.choice import OutputFactory, OutputState
-    from baton.engine.determinism.verifier import FixedForwards
+    from baton.engine.determinism.planner import VerifiedProgress
     from baton.engine.model_backend import ModelBackend
-    from baton.engine.sampling.sampler import Row
+    from baton.engine.sampling.logits import Row
     from baton.engine.thinking.states import Thoughts
 
 
@@ -29,6 +29,7 @@ class Request:
     hold: bool = False
     held: bool = False
     draft: CandidateTokens | None = None
+    progress: VerifiedProgress | None = None  # set together with `draft`
 
     @property
     def tokens(self) -> list[int]:
@@ -40,19 +41,23 @@ class Request:
         """Sampling state of the next draw."""
         return self.choice.row if self.draft is None else self.draft.row
 
+    def is_final(self, *, exact: bool) -> bool:
+        """Return whether the next token of an ordinary forward is final. `exact` means that the forward is."""
+        return self.progress is None or (exact and self.progress.confirmed(self.sequence.known))
+
     def confirm(self) -> None:
         """Update the draft after an exact step has pushed one more token to `choice`."""
-        sequence, fixed = self.sequence, self.sequence.fixed
-        if self.draft is not None and fixed is not None:
+        if self.draft is not None and self.progress is not None:
             self.draft.push(self.choice.tokens[-1])
-            fixed.verified, fixed.final, fixed.ended = sequence.known, sequence.computed, self.draft.ended
+            self.progress.verified, self.progress.final = self.sequence.known, self.sequence.computed
+            self.progress.ended = self.draft.ended
 
     def push_candidate(self, token_id: int | None) -> None:
         """Add a token drawn by the ordinary batch, or None if none could be drawn."""
         assert self.draft is not None
-        assert self.sequence.fixed is not None
+        assert self.progress is not None
         self.draft.push(token_id)
-        self.sequence.known, self.sequence.fixed.ended = len(self.draft.tokens), self.draft.ended
+        self.sequence.known, self.progress.ended = len(self.draft.tokens), self.draft.ended
 
     def start_over(self) -> None:
         """Drop the candidates after the KV was lost."""
@@ -60,20 +65,27 @@ class Request:
             self.draft = CandidateTokens(self.choice)
 
 
+class Verification(Protocol):
+    """The part of `FixedForwards` that begins deterministic requests."""
+
+    def begin(self, request: Request, prompt: int) -> None:
+        """Give `request` its progress and draft. `prompt` is the length of its prompt in tokens."""
+
+
 @dataclass(slots=True)
 class RequestFactory:
-    """Factory that checks specs and creates requests. `fixed` is for deterministic ones; None rejects them."""
+    """Factory that checks specs and creates requests. `verification` is for deterministic ones; None rejects them."""
 
     backend: ModelBackend
     choices: OutputFactory
-    fixed: FixedForwards | None
+    verification: Verification | None
     thoughts: Thoughts | None
     prefix_cache: bool
     arrivals: int = 0
 
     def check(self, spec: SequenceSpec) -> None:
         """Raise InvalidRequest, naming the field, if `spec` can never be computed here."""
-        if spec.deterministic and self.fixed is None:
+        if spec.deterministic and self.verification is None:
             raise InvalidRequest.of("deterministic", f"not computed here. {self.backend.nondeterminism}".rstrip(". "))
         if spec.think_while_decoding and self.thoughts is None:
             raise InvalidRequest.of("think_while_decoding", "this model does not think")
@@ -83,14 +95,14 @@ class RequestFactory:
 
     def begin(self, key: HandoffId, spec: SequenceSpec, *, hold: bool) -> Request | SequenceOutput:
         """Create a request that is computed from its first token, or just its end if known tokens end it."""
-        thinking = None if self.thoughts is None else self.thoughts.begin(spec)
-        return self._begin(key, spec, Sequence(key, 0, len(spec), len(spec), thinking=thinking), hold=hold)
+        policies = () if self.thoughts is None else (self.thoughts.begin(spec),)
+        return self._begin(key, spec, Sequence(key, 0, len(spec), len(spec), policies=policies), hold=hold)
 
     def adopt(self, key: HandoffId, spec: SequenceSpec, carried: ThinkingState | None) -> Request | SequenceOutput:
         """Create a request with KV for all tokens but the last. Raises ValueError if `carried` does not fit."""
-        thinking = None if self.thoughts is None else self.thoughts.adopt(spec, carried)
+        policies = () if self.thoughts is None else (self.thoughts.adopt(spec, carried),)
         computed = len(spec) - 1
-        return self._begin(key, spec, Sequence(key, 0, len(spec), computed, computed, thinking=thinking))
+        return self._begin(key, spec, Sequence(key, 0, len(spec), computed, computed, policies=policies))
 
     def _begin(
         self, key: HandoffId, spec: SequenceSpec, sequence: Sequence, *, hold: bool = False
@@ -103,6 +115,6 @@ class RequestFactory:
             scope = scope_key(self.backend.fingerprint, spec.cache_scope, spec.deterministic)
             sequence.chain = BlockHashChain(scope, choice.tokens, self.backend.layout.block_size)
         request = Request(sequence, choice, hold)
-        if self.fixed is not None and spec.deterministic:
-            self.fixed.begin(request, len(spec.prompt))
+        if self.verification is not None and spec.deterministic:
+            self.verification.begin(request, len(spec.prompt))
         return request

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING
 from baton.engine.block_pool import BlockState
 from baton.engine.determinism.planner import WindowPlanner, begin
 from baton.engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
-from baton.engine.thinking.progress import Notes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from baton.engine.block_pool import BlockPool
 
@@ -61,7 +60,6 @@ class Scheduler:
         self._patience = patience
         self._windows = windows or WindowPlanner()
         self._steps = 0
-        self._notes = Notes(pool.total)
 
     @property
     def watermark(self) -> int:
@@ -76,7 +74,7 @@ class Scheduler:
     def adopt(self, sequence: Sequence, known_before: int = 0) -> None:
         """Run a sequence with KV in its blocks. Cache its full blocks behind the first `known_before` tokens."""
         self._enter(self.running, sequence)
-        self._publish(sequence, known_before)
+        self.publish(sequence, known_before)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a running or waiting sequence. It keeps its blocks."""
@@ -105,8 +103,8 @@ class Scheduler:
             sequence = self._admit(plan)
             if sequence is None:
                 break
-            if sequence.fixed is None:
-                budget -= self._schedule(plan, sequence, min(_most(sequence), budget))
+            if not sequence.own_forwards:
+                budget -= self._schedule(plan, sequence, min(sequence.most, budget))
             elif not plan.windows:
                 plan.windows = begin([sequence])
         if not (plan.work or plan.windows):  # a due sequence may have got its missing block just now
@@ -118,22 +116,16 @@ class Scheduler:
         for item in work:
             sequence, before = item.sequence, item.sequence.computed
             sequence.computed = before + item.count
-            self._publish(sequence, before)
+            self.publish(sequence, before)
 
-    def commit_verified(self, sequence: Sequence, final: int, known: int) -> None:
-        """Record a fixed forward: a sequence has `known` tokens and `final` final positions, and no other KV."""
-        assert sequence.fixed is not None
-        before, sequence.fixed.final, sequence.fixed.waited = sequence.fixed.final, final, 0
-        sequence.computed, sequence.known = final, known
-        self._publish(sequence, before)
-
-    def _publish(self, sequence: Sequence, before: int) -> None:
+    def publish(self, sequence: Sequence, before: int) -> None:
+        """Cache the blocks that became full since the sequence had `before` final positions."""
         first, end = before // self.block_size, sequence.shareable // self.block_size
         if first < end and sequence.chain is not None and sequence.allocation is not None:
-            names = sequence.chain.digests(first, end)
-            sequence.allocation.publish(first, names)
-            if sequence.thinking is not None:
-                self._notes.publish(names, sequence.thinking, first, self.block_size)
+            hashes = sequence.chain.digests(first, end)
+            sequence.allocation.publish(first, hashes)
+            for policy in sequence.policies:
+                policy.published(hashes, first, self.block_size)
             self.pool.history.blocks("published", sequence.key, sequence.allocation, first, end)
 
     def _admit_higher_ranked(self, plan: SchedulerOutput) -> None:
@@ -161,9 +153,9 @@ class Scheduler:
             sequence = self.running[turn]
             pending = sequence.known - sequence.computed
             decodes -= pending == 1
-            share = min(_most(sequence), max(budget - decodes, turn == 0))
+            share = min(sequence.most, max(budget - decodes, turn == 0))
             turn += 1
-            if sequence.fixed is not None and (not sequence.ordinary or sequence in plan.verified):
+            if sequence.own_forwards and (not sequence.ordinary or sequence in plan.verified):
                 self._make_room(plan, sequence, pending, turn)  # the next verify pass writes up to there
             elif share > 0 and self._make_room(plan, sequence, share, turn):
                 budget -= self._schedule(plan, sequence, share)
@@ -193,10 +185,9 @@ class Scheduler:
         victim = self.running.pop()
         self.free(victim)
         victim.computed = 0
-        if victim.fixed is not None:
-            victim.known = victim.fixed.verified
-            victim.fixed.forget()
-            plan.windows = [window for window in plan.windows if window.sequence is not victim]
+        for policy in victim.policies:
+            policy.preempted(victim)
+        plan.windows = [window for window in plan.windows if window.sequence is not victim]
         victim.prefill_end = victim.known
         plan.preempted.append(victim)
         if self.recompute_preempted:
@@ -216,29 +207,26 @@ class Scheduler:
         self.remove(sequence)
         self._enter(self.running, sequence)
         sequence.computed = len(shared) * self.block_size
-        if sequence.fixed is not None:
-            sequence.fixed.final = sequence.computed
-        if sequence.thinking is not None:
-            self._notes.begin(sequence, self.block_size)
+        for policy in sequence.policies:
+            policy.admitted(sequence, self.block_size)
         plan.cached_tokens += sequence.computed
         if sequence.cached is None:
             sequence.cached = sequence.computed
         return sequence
 
     def _cached_blocks(self, sequence: Sequence) -> list[int]:
-        """Return its cached first blocks. At least one token is left to compute, because logits are needed."""
-        fixed, thinking, most = sequence.fixed, sequence.thinking, (sequence.known - 1) // self.block_size
-        if thinking is not None:
-            most = min(most, thinking.shared // self.block_size)
+        """Return its cached first blocks, as far as it can continue behind them."""
+        most = sequence.cacheable // self.block_size
         if sequence.chain is None or self.pool.available + most < self._blocks(sequence.known):
             return []
-        if fixed is not None:
-            most = min(most, fixed.prompt // self.block_size)
-        names = map(sequence.chain.digest, range(most))
-        found = self.pool.find(names if thinking is None else self._notes.known(names))
-        if fixed is None:
-            return found
-        return found[: fixed.aligned(len(found) * self.block_size, self.block_size) // self.block_size]
+        hashes: Iterable[bytes] = map(sequence.chain.digest, range(most))
+        for policy in sequence.policies:
+            hashes = policy.usable(hashes)
+        found = self.pool.find(hashes)
+        cached = len(found) * self.block_size
+        for policy in sequence.policies:
+            cached = policy.aligned(cached, self.block_size)
+        return found[: cached // self.block_size]
 
     def _has_blocks(self, sequence: Sequence) -> bool:
         return sequence.allocation is not None and len(sequence.allocation) >= self._blocks(sequence.known)
@@ -257,12 +245,6 @@ class Scheduler:
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
-
-
-def _most(sequence: Sequence) -> int:
-    """Return how many of the sequence's tokens one forward may compute."""
-    pending = sequence.known - sequence.computed
-    return pending if sequence.thinking is None else min(pending, sequence.thinking.most(sequence.computed))
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:

@@ -1,16 +1,74 @@
-"""The scheduler's state of a request, and its plan of a step: numbers of tokens, never the tokens."""
+"""The scheduler's state of a request, and its plan of a step: numbers of tokens, never the tokens.
+
+`SequencePolicy` is the seam for features that change how a sequence is scheduled: determinism and thinking states.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 if TYPE_CHECKING:
-    from baton.core import HandoffId
+    from collections.abc import Iterable
+    from collections.abc import Sequence as ListOf
+
+    from baton.core import HandoffId, Thought
     from baton.engine.block_pool import Allocation
-    from baton.engine.determinism.planner import VerifiedProgress, VerifyWork
     from baton.engine.prefix_cache import BlockHashChain
-    from baton.engine.thinking.progress import Thinking
+
+UNLIMITED = 2**31  # more than the tokens of any sequence
+Policy = TypeVar("Policy", bound="SequencePolicy")
+
+
+class SequencePolicy:
+    """The rules of one feature for one sequence. The defaults are those of an ordinary sequence."""
+
+    __slots__ = ()
+    own_forwards: ClassVar[bool] = False  # it has forwards in addition to the ordinary batch
+
+    @property
+    def settled(self) -> bool:
+        """Whether KV is final as soon as it is written."""
+        return True
+
+    @property
+    def shareable(self) -> int:
+        """Number of leading positions with KV that is right for any sequence with the same tokens."""
+        return UNLIMITED
+
+    @property
+    def cacheable(self) -> int:
+        """Number of leading positions that may come from the prefix cache."""
+        return UNLIMITED
+
+    def most(self, computed: int) -> int:
+        """Return how many tokens a forward may compute after `computed` ones."""
+        return UNLIMITED
+
+    def ordinary(self, known: int) -> int:
+        """Return how many of `known` tokens the ordinary batch may compute next."""
+        return UNLIMITED
+
+    def usable(self, hashes: Iterable[bytes]) -> Iterable[bytes]:
+        """Return the first block hashes, up to the first that this sequence cannot continue from."""
+        return hashes
+
+    def aligned(self, cached: int, block_size: int) -> int:
+        """Return how many of `cached` tokens, in whole blocks, end where the sequence can continue."""
+        return cached
+
+    def admitted(self, sequence: Sequence, block_size: int) -> None:
+        """Begin behind the cached blocks of `sequence`, at its `computed` position."""
+
+    def preempted(self, sequence: Sequence) -> None:
+        """Start over, because the KV is gone."""
+
+    def published(self, hashes: ListOf[bytes], first: int, block_size: int) -> None:
+        """Record that the blocks from number `first` on are cached under `hashes`."""
+
+    def news(self) -> list[Thought]:
+        """Return thoughts that were not returned before."""
+        return []
 
 
 @dataclass(slots=True, eq=False)
@@ -30,8 +88,7 @@ class Sequence:
     chain: BlockHashChain | None = None
     cached: int | None = None  # tokens found in the cache at its first admission
     rank: tuple[int, int] | None = None  # lower runs first; set once by the scheduler
-    fixed: VerifiedProgress | None = None  # set if it is deterministic
-    thinking: Thinking | None = None  # set if the model thinks
+    policies: tuple[SequencePolicy, ...] = ()  # of the features that the request uses
 
     @property
     def pending(self) -> int:
@@ -39,28 +96,46 @@ class Sequence:
         return self.known - self.computed
 
     @property
+    def most(self) -> int:
+        """Number of pending tokens that one forward may compute."""
+        pending = self.known - self.computed
+        if not self.policies:
+            return pending
+        return min(pending, *(policy.most(self.computed) for policy in self.policies))
+
+    @property
     def ordinary(self) -> int:
         """Number of pending tokens that the ordinary batch may compute."""
-        if self.fixed is None:
-            return self.pending
-        return 0 if self.fixed.on_grid or self.fixed.due(self.known) else self.pending
+        pending = self.known - self.computed
+        if not self.policies:
+            return pending
+        return min(pending, *(policy.ordinary(self.known) for policy in self.policies))
+
+    @property
+    def own_forwards(self) -> bool:
+        """Whether it has forwards of a fixed shape, in addition to the ordinary batch."""
+        return bool(self.policies) and any(policy.own_forwards for policy in self.policies)
 
     @property
     def settled(self) -> bool:
         """Whether KV is final as soon as it is written; else only `computed` positions are, between steps."""
-        return self.thinking is None or self.thinking.settled
+        return all(policy.settled for policy in self.policies)
 
     @property
     def shareable(self) -> int:
         """Number of leading positions with KV that is right for any sequence with the same tokens."""
-        # KV of verify passes is right for this sequence alone, because other prompts are computed on the grid.
-        ready = self.computed if self.fixed is None else min(self.fixed.final, self.fixed.prompt)
-        return ready if self.thinking is None else min(ready, self.thinking.shared)
+        if not self.policies:
+            return self.computed
+        return min(self.computed, *(policy.shareable for policy in self.policies))
 
     @property
-    def confirmed(self) -> bool:
-        """Whether it is deterministic and has only final tokens, with final KV for all of them but the last."""
-        return self.fixed is not None and self.fixed.verified == self.known == self.fixed.final + 1
+    def cacheable(self) -> int:
+        """Number of leading positions that may be cached. One token is left to compute, because logits are needed."""
+        return min((self.known - 1, *(policy.cacheable for policy in self.policies)))
+
+    def policy(self, kind: type[Policy]) -> Policy | None:
+        """Return its policy of this class, or None."""
+        return next((policy for policy in self.policies if isinstance(policy, kind)), None)
 
 
 @dataclass(slots=True)  # not frozen, because that would double the cost of a step
@@ -84,6 +159,17 @@ class ScheduledSequence:
     def context(self) -> int:
         """Number of positions that its tokens attend to, including themselves, summed over the tokens."""
         return self.count * self.sequence.computed + self.count * (self.count + 1) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyWork:
+    """One row of a fixed forward: `count` known tokens of `sequence` from position `start` on, padded to `size`."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    size: int
+    on_grid: bool  # a chunk of the prompt; else candidates to verify
 
 
 @dataclass(slots=True)

@@ -51,8 +51,9 @@ class StepResult:
     def tell_thoughts(self, sequences: Iterable[Sequence]) -> None:
         """Add the thoughts of these sequences that were not reported yet."""
         for sequence in sequences:
-            if sequence.thinking is not None and (news := sequence.thinking.news()):
-                self.thoughts.append((sequence.key, news))
+            for policy in sequence.policies:
+                if news := policy.news():
+                    self.thoughts.append((sequence.key, news))
 
 
 @dataclass(slots=True)

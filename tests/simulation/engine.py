@@ -102,7 +102,7 @@ class WatchedEngine(Engine):
         self._specs[new], self._next[new] = self._specs[key], self._next[key]
 
     def step(self) -> StepResult:
-        before, running = replace(self.counters), [s for s in self._scheduler.running if s.fixed is not None]
+        before, running = replace(self.counters), [s for s in self._scheduler.running if s.own_forwards]
         result = super().step()
         for output in result.outputs:
             self._check(output)

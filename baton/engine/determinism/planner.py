@@ -9,14 +9,15 @@ other sequences wait for no more than one.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from baton.engine.determinism.shapes import FixedShapes
+from baton.engine.sequence import UNLIMITED, SequencePolicy, VerifyWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from baton.engine.sequence import Sequence
+    from baton.engine.determinism.shapes import FixedShapes
+    from baton.engine.sequence import ScheduledSequence, Sequence
 
 PATIENCE = 4  # steps that a due sequence waits for others to join
 
@@ -31,7 +32,7 @@ class Verifying:
 
 
 @dataclass(slots=True, eq=False)
-class VerifiedProgress:
+class VerifiedProgress(SequencePolicy):
     """Final part of a deterministic sequence: `verified` tokens, and the KV of its first `final` positions. KV behind
     `final` is that of candidates. The ordinary batch writes it, and a verify pass writes it again.
     """
@@ -44,6 +45,16 @@ class VerifiedProgress:
     waited: int = 0  # steps since it became due
     holds: bool = False  # it ends with one more token, which needs no candidate
     verifying: Verifying = field(default_factory=Verifying)
+    own_forwards: ClassVar[bool] = True
+
+    @property
+    def shareable(self) -> int:
+        # KV of verify passes is right for this sequence alone, because other prompts are computed on the grid.
+        return min(self.final, self.prompt)
+
+    @property
+    def cacheable(self) -> int:
+        return self.prompt
 
     @property
     def on_grid(self) -> bool:
@@ -57,25 +68,31 @@ class VerifiedProgress:
             replays or self.ended or self.holds or known - self.verified >= self.shapes.tokens - 1
         )
 
+    def ordinary(self, known: int) -> int:
+        return 0 if self.on_grid or self.due(known) else UNLIMITED
+
+    def confirmed(self, known: int) -> bool:
+        """Return whether all `known` tokens are final, with final KV for all of them but the last."""
+        return self.verified == known == self.final + 1
+
     def aligned(self, cached: int, block_size: int) -> int:
-        """Return how many of `cached` tokens, in whole blocks, end where the grid can continue."""
         while cached < self.prompt and self.shapes.chunk(cached).start != cached:
             cached -= block_size
         return cached
 
-    def forget(self) -> None:
-        """Drop the KV, and the candidates with it."""
+    def admitted(self, sequence: Sequence, block_size: int) -> None:
+        self.final = sequence.computed
+
+    def preempted(self, sequence: Sequence) -> None:
+        sequence.known = self.verified  # candidates are lost with their KV
         self.final, self.ended, self.waited = 0, False, 0
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyWork:
-    """Work of one row: `count` known tokens of `sequence` from position `start` on, padded to `size`."""
-
-    sequence: Sequence
-    start: int
-    count: int
-    size: int
+def progress_of(sequence: Sequence) -> VerifiedProgress:
+    """Return the progress of a deterministic sequence."""
+    progress = sequence.policy(VerifiedProgress)
+    assert progress is not None
+    return progress
 
 
 class WindowPlanner:
@@ -88,7 +105,7 @@ class WindowPlanner:
         """Return the windows of one forward: one on the grid, or some to verify, or none if no forward is worth it.
         `running` is in order of rank; `ready` tests whether a sequence has blocks for all known tokens.
         """
-        fixed = [sequence for sequence in running if sequence.fixed is not None and ready(sequence)]
+        fixed = [sequence for sequence in running if sequence.own_forwards and ready(sequence)]
         if not fixed:
             return []
         grid, verify = begin(fixed), self._verify(fixed, idle=not any(sequence.ordinary for sequence in running))
@@ -96,17 +113,17 @@ class WindowPlanner:
         return grid if self._grid_was_last else verify
 
     def _verify(self, sequences: list[Sequence], *, idle: bool) -> list[VerifyWork]:
-        due = [sequence for sequence in sequences if _of(sequence).due(sequence.known)]
+        due = [sequence for sequence in sequences if progress_of(sequence).due(sequence.known)]
         if not due:
             return []
         for sequence in due:
-            _of(sequence).waited += 1
-        shapes = _of(due[0]).shapes
+            progress_of(sequence).waited += 1
+        shapes = progress_of(due[0]).shapes
         rows = shapes.rows
-        waited = max(_of(sequence).waited for sequence in due)
+        waited = max(progress_of(sequence).waited for sequence in due)
         if len(due) < rows and waited <= PATIENCE and not (idle or shapes.stalls):
             return []
-        others = [s for s in sequences if not _of(s).on_grid and _candidates(s) and s not in due[:rows]]
+        others = [s for s in sequences if not progress_of(s).on_grid and _candidates(s) and s not in due[:rows]]
         joined = due[:rows] + sorted(others, key=_candidates, reverse=True)[: max(0, rows - len(due))]
         return [_window(sequence) for sequence in joined]
 
@@ -114,24 +131,49 @@ class WindowPlanner:
 def begin(sequences: list[Sequence]) -> list[VerifyWork]:
     """Return the next grid chunk of the first sequence that has one left."""
     for sequence in sequences:
-        fixed = _of(sequence)
+        fixed = progress_of(sequence)
         if fixed.on_grid:
             chunk = fixed.shapes.chunk(fixed.final)
-            return [VerifyWork(sequence, chunk.start, min(chunk.stop, fixed.prompt) - chunk.start, len(chunk))]
+            count = min(chunk.stop, fixed.prompt) - chunk.start
+            return [VerifyWork(sequence, chunk.start, count, len(chunk), on_grid=True)]
     return []
 
 
 def _window(sequence: Sequence) -> VerifyWork:
-    fixed = _of(sequence)
-    return VerifyWork(
-        sequence, fixed.final, min(sequence.known - fixed.final, fixed.shapes.tokens), fixed.shapes.tokens
-    )
+    fixed = progress_of(sequence)
+    tokens = fixed.shapes.tokens
+    return VerifyWork(sequence, fixed.final, min(sequence.known - fixed.final, tokens), tokens, on_grid=False)
 
 
 def _candidates(sequence: Sequence) -> int:
-    return sequence.known - _of(sequence).verified
+    return sequence.known - progress_of(sequence).verified
 
 
-def _of(sequence: Sequence) -> VerifiedProgress:
-    assert sequence.fixed is not None
-    return sequence.fixed
+class Part(NamedTuple):
+    """Work of one forward. It is fixed if `exact`."""
+
+    work: list[ScheduledSequence]
+    exact: bool
+
+
+def split_exact(work: list[ScheduledSequence], rows: int) -> list[Part]:
+    """Return the forwards of an ordinary batch: one, or more if it is not exact and a sequence needs that. Other decode
+    sequences fill exact ones up to `rows`. Prompts and the remaining sequences share one more forward.
+    """
+    needing = [item for item in work if rows and _final(item)]
+    if not needing:
+        return [Part(work, False)]
+    plain = [item for item in work if item.count == 1 and item.completes and not _final(item)]
+    exact = needing + plain[: -len(needing) % rows]
+    if len(exact) == len(work) <= rows:
+        return [Part(work, True)]
+    inside = set(map(id, exact))
+    rest = [item for item in work if id(item) not in inside]
+    found = [Part(exact[at : at + rows], True) for at in range(0, len(exact), rows)]
+    return [*found, Part(rest, False)] if rest else found
+
+
+def _final(item: ScheduledSequence) -> bool:
+    """Return whether all that it reads is final, so that its results can be final."""
+    progress = item.sequence.policy(VerifiedProgress) if item.count == 1 else None
+    return progress is not None and progress.confirmed(item.sequence.known)

@@ -13,69 +13,10 @@ has candidates nevertheless, or tokens to replay, continues by verify passes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from baton.engine.choice import OutputState
-    from baton.engine.sequence import ScheduledSequence
-
-
-class CandidateTokens:
-    """Prompt, verified output and candidates (`tokens`) of one request.
-
-    `ended` means that no candidate can follow: the next token is an end or cannot be drawn (`stopped`), or output is
-    full. Stop strings are left to the choice, so that text is made once; candidates behind one are wasted.
-    """
-
-    def __init__(self, choice: OutputState) -> None:
-        self.tokens = list(choice.tokens)
-        self.row = choice.row.copy()
-        self._choice = choice
-        self.stopped = False
-
-    @property
-    def ended(self) -> bool:
-        guide = self.row.guide
-        full = self.row.produced >= self._choice.max_output or (guide is not None and (guide.complete or guide.broken))
-        return self.stopped or full
-
-    def push(self, token_id: int | None) -> None:
-        """Add a candidate. None, or a token that ends the request by id, is left to the verify pass."""
-        if token_id is None or self._choice.ends_by_id(token_id) is not None:
-            self.stopped = True
-            return
-        self.stopped = False  # a verified token followed
-        self.tokens.append(token_id)
-        self.row.advance(token_id)
-
-
-class Part(NamedTuple):
-    """Work of one forward. It is fixed if `exact`."""
-
-    work: list[ScheduledSequence]
-    exact: bool
-
-
-def split_exact(work: list[ScheduledSequence], rows: int) -> list[Part]:
-    """Return the forwards of an ordinary batch: one, or more if it is not exact and a sequence needs that. Other decode
-    sequences fill exact ones up to `rows`. Prompts and the remaining sequences share one more forward.
-    """
-    needing = [item for item in work if rows and _final(item)]
-    if not needing:
-        return [Part(work, False)]
-    plain = [item for item in work if item.count == 1 and item.completes and not _final(item)]
-    exact = needing + plain[: -len(needing) % rows]
-    if len(exact) == len(work) <= rows:
-        return [Part(work, True)]
-    inside = set(map(id, exact))
-    rest = [item for item in work if id(item) not in inside]
-    found = [Part(exact[at : at + rows], True) for at in range(0, len(exact), rows)]
-    return [*found, Part(rest, False)] if rest else found
-
-
-def _final(item: ScheduledSequence) -> bool:
-    """Return whether all that it reads is final, so that its results can be final."""
-    return item.count == 1 and item.sequence.confirmed
 
 
 SHORT, SHORT_UNTIL = 64, 256  # short chunks first, because a prompt is padded to whole chunks
@@ -106,3 +47,32 @@ class FixedShapes:
         size = SHORT if position < SHORT_UNTIL else SHORT_UNTIL
         start = position // size * size
         return range(start, start + size)
+
+
+class CandidateTokens:
+    """Prompt, verified output and candidates (`tokens`) of one request.
+
+    `ended` means that no candidate can follow: the next token is an end or cannot be drawn (`stopped`), or output is
+    full. Stop strings are left to the choice, so that text is made once; candidates behind one are wasted.
+    """
+
+    def __init__(self, choice: OutputState) -> None:
+        self.tokens = list(choice.tokens)
+        self.row = choice.row.copy()
+        self._choice = choice
+        self.stopped = False
+
+    @property
+    def ended(self) -> bool:
+        guide = self.row.guide
+        full = self.row.produced >= self._choice.max_output or (guide is not None and (guide.complete or guide.broken))
+        return self.stopped or full
+
+    def push(self, token_id: int | None) -> None:
+        """Add a candidate. None, or a token that ends the request by id, is left to the verify pass."""
+        if token_id is None or self._choice.ends_by_id(token_id) is not None:
+            self.stopped = True
+            return
+        self.stopped = False  # a verified token followed
+        self.tokens.append(token_id)
+        self.row.advance(token_id)

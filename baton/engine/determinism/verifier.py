@@ -19,7 +19,7 @@ import torch
 
 from baton.core import Token
 from baton.engine.batch import Batch
-from baton.engine.determinism.planner import VerifiedProgress
+from baton.engine.determinism.planner import VerifiedProgress, progress_of
 from baton.engine.determinism.shapes import CandidateTokens
 from baton.engine.model_runner import Mirror
 from baton.engine.sampling.sampler import Sampler
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from baton.engine.choice import OutputState
-    from baton.engine.determinism.planner import VerifyWork
     from baton.engine.determinism.shapes import FixedShapes
     from baton.engine.kv_cache import KVCache
     from baton.engine.model_backend import ModelBackend
     from baton.engine.request import Request
     from baton.engine.sampling.sampler import Sampled
+    from baton.engine.sequence import VerifyWork
     from baton.engine.step_result import Counters, StepResult
     from baton.engine.thinking.states import Thoughts
 
 
 class VerifiedTokens(NamedTuple):
-    """Result of a pass for one sequence: verified tokens, and the number of final KV positions."""
+    """Result of a pass for one sequence: verified tokens, and the number of KV positions that were final before."""
 
     tokens: list[Token]
-    final: int
+    before: int
 
 
 class FixedInputs:
@@ -75,7 +75,7 @@ class FixedInputs:
         build. Logits are wanted for the last token of a prompt that ends here, or for all rows of a verify pass.
         """
         size = windows[0].size
-        on_grid = _of(windows[0]).on_grid
+        on_grid = windows[0].on_grid
         rows = 1 if on_grid else self._shapes.rows
         n = rows * size
         contexts = [window.start + size for window in windows] + [size] * (rows - len(windows))
@@ -122,7 +122,7 @@ class FixedInputs:
             self._wanted.array[:n] = np.arange(n)
             return n
         self._wanted.array[0] = window.count - 1
-        return int(window.start + window.count == _of(window).verified)
+        return int(window.start + window.count == progress_of(window.sequence).verified)
 
 
 class FixedForwards:
@@ -144,8 +144,9 @@ class FixedForwards:
     def begin(self, request: Request, prompt: int) -> None:
         """Prepare a deterministic request with a prompt of `prompt` tokens."""
         sequence = request.sequence
-        sequence.fixed = VerifiedProgress(self._shapes, prompt, sequence.known, sequence.computed, holds=request.hold)
-        request.draft = CandidateTokens(request.choice)
+        progress = VerifiedProgress(self._shapes, prompt, sequence.known, sequence.computed, holds=request.hold)
+        sequence.policies = (*sequence.policies, progress)
+        request.progress, request.draft = progress, CandidateTokens(request.choice)
 
     @torch.inference_mode()
     def compute(
@@ -168,7 +169,7 @@ class FixedForwards:
 
     def count(self, windows: Sequence[VerifyWork], result: StepResult, counters: Counters) -> None:
         """Count the cost of a forward, but not its results."""
-        size, on_grid = windows[0].size, _of(windows[0]).on_grid
+        size, on_grid = windows[0].size, windows[0].on_grid
         tokens = size * (1 if on_grid else self._shapes.rows)
         result.computed += tokens
         result.prefill += tokens * on_grid
@@ -181,7 +182,7 @@ class FixedForwards:
         )
         counters.verify_passes += not on_grid
         for window in () if on_grid else windows:
-            verifying = _of(window).verifying
+            verifying = progress_of(window.sequence).verifying
             verifying.passes += 1
             verifying.seconds += time.monotonic() - self._began
             result.verifying.append((window.sequence.key, verifying))
@@ -209,7 +210,7 @@ class FixedForwards:
         self, window: VerifyWork, request: Request, draws: VerifySamples, counters: Counters
     ) -> VerifiedTokens | None:
         """Push draws with right inputs to the choice; move the draft behind them. Return None if none can be drawn."""
-        choice, draft, fixed = request.choice, request.draft, _of(window)
+        choice, draft, fixed = request.choice, request.draft, progress_of(window.sequence)
         assert draft is not None
         tokens, final, agrees = list[Token](), window.start + window.count, True
         for number in range(draws.last - draws.first):
@@ -230,14 +231,16 @@ class FixedForwards:
             counters.recomputed_tokens += max(0, len(draft.tokens) - final)
             draft = request.draft = CandidateTokens(choice)
         fixed.verified, fixed.ended = len(choice.tokens), draft.ended
-        return VerifiedTokens(tokens, final)
+        before, fixed.final, fixed.waited = fixed.final, final, 0
+        window.sequence.computed, window.sequence.known = final, len(draft.tokens)
+        return VerifiedTokens(tokens, before)
 
 
 class VerifySamples:
     """Tokens that follow the inputs [first, last) of one window, one after the other."""
 
     def __init__(self, sampler: Sampler, window: VerifyWork, request: Request) -> None:
-        self.first = min(_of(window).verified - 1 - window.start, window.count)
+        self.first = min(progress_of(window.sequence).verified - 1 - window.start, window.count)
         self.last = window.count
         self.row = request.choice.row
         self.plain = self.row.seen is None and self.row.guide is None
@@ -257,8 +260,3 @@ def _agrees(draft: CandidateTokens, position: int, token_id: int, choice: Output
     if position < len(draft.tokens):
         return draft.tokens[position] == token_id
     return not draft.stopped or choice.ends_by_id(token_id) is not None
-
-
-def _of(window: VerifyWork) -> VerifiedProgress:
-    assert window.sequence.fixed is not None
-    return window.sequence.fixed

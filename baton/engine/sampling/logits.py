@@ -4,11 +4,14 @@ Adjustments are sparse: the affected tokens of all rows are concatenated, so a s
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.nn.functional import embedding
+
+from baton.engine.sampling.noise import GOLDEN64, mix64, signed32
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from baton.core import Sampling
-    from baton.engine.sampling.sampler import Row
+    from baton.structured_output import Guide
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -57,6 +60,55 @@ class Seen:
     def counts(self) -> Array:
         """float32 [tokens]: count in the output."""
         return self._counts[: len(self._places)]
+
+
+class Row:
+    """Inputs of a sequence's next draw besides the logits: its parameters, and its tokens so far."""
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        end_ids: Iterable[int],
+        vocab_size: int,
+        guide: Guide | None = None,
+    ) -> None:
+        self.sampling = sampling
+        self.guide = guide
+        self.end_ids = np.array(sorted({token for token in end_ids if token < vocab_size}), dtype=np.int64)
+        self.position = len(prompt)
+        self.produced = 0
+        self.seen = Seen(prompt) if has_penalties(sampling) else None
+        self._noise_start = mix64((sampling.seed or 0) + GOLDEN64)
+
+    def advance(self, token_id: int) -> None:
+        """Record one more output token."""
+        self.position += 1
+        self.produced += 1
+        if self.seen is not None:
+            self.seen.add(token_id)
+        if self.guide is not None:
+            self.guide.advance(token_id)
+
+    def copy(self) -> Row:
+        """Return an independent copy."""
+        other = self.at(0)
+        other.seen = None if self.seen is None else self.seen.copy()
+        other.guide = None if self.guide is None else self.guide.copy()
+        return other
+
+    def at(self, ahead: int) -> Row:
+        """Return the row `ahead` tokens later. Only without penalties and guide, because it ignores which tokens."""
+        other = copy(self)
+        other.position += ahead
+        other.produced += ahead
+        return other
+
+    @property
+    def noise_key(self) -> tuple[int, int]:
+        """Two int32 that key the noise at `position` of the sequence."""
+        key = mix64(self._noise_start + self.position * GOLDEN64)
+        return signed32(key), signed32(key >> 32)
 
 
 def has_penalties(sampling: Sampling) -> bool:

@@ -10,7 +10,6 @@ Ties go to the lowest token id, in argmax and filters. Log-probabilities are the
 
 from __future__ import annotations
 
-from copy import copy
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -19,14 +18,13 @@ from torch import Tensor
 
 from baton.core import TokenLogprobs
 from baton.engine.sampling.filters import GROUPS, LANES, Limits, kept, kept_leaders, leaders, mass
-from baton.engine.sampling.logits import FINITE, NEVER, Adjustments, Masks, Seen, has_penalties
-from baton.engine.sampling.noise import GOLDEN64, columns_hash, mix64, signed32
+from baton.engine.sampling.logits import FINITE, NEVER, Adjustments, Masks, Row
+from baton.engine.sampling.noise import columns_hash
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from baton.core import Sampling
-    from baton.structured_output import Guide
 
 NO_NUMBER, UNSURE = -1, -2  # in place of a token id
 CACHED_COLUMNS = 65536  # per part of the noise, so that its temporaries stay in the CPU cache
@@ -37,55 +35,6 @@ class Sampled(NamedTuple):
 
     token_id: int | None
     logprobs: TokenLogprobs | None
-
-
-class Row:
-    """Inputs of a sequence's next draw besides the logits: its parameters, and its tokens so far."""
-
-    def __init__(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        end_ids: Iterable[int],
-        vocab_size: int,
-        guide: Guide | None = None,
-    ) -> None:
-        self.sampling = sampling
-        self.guide = guide
-        self.end_ids = np.array(sorted({token for token in end_ids if token < vocab_size}), dtype=np.int64)
-        self.position = len(prompt)
-        self.produced = 0
-        self.seen = Seen(prompt) if has_penalties(sampling) else None
-        self._noise_start = mix64((sampling.seed or 0) + GOLDEN64)
-
-    def advance(self, token_id: int) -> None:
-        """Record one more output token."""
-        self.position += 1
-        self.produced += 1
-        if self.seen is not None:
-            self.seen.add(token_id)
-        if self.guide is not None:
-            self.guide.advance(token_id)
-
-    def copy(self) -> Row:
-        """Return an independent copy."""
-        other = self.at(0)
-        other.seen = None if self.seen is None else self.seen.copy()
-        other.guide = None if self.guide is None else self.guide.copy()
-        return other
-
-    def at(self, ahead: int) -> Row:
-        """Return the row `ahead` tokens later. Only without penalties and guide, because it ignores which tokens."""
-        other = copy(self)
-        other.position += ahead
-        other.produced += ahead
-        return other
-
-    @property
-    def noise_key(self) -> tuple[int, int]:
-        """Two int32 that key the noise at `position` of the sequence."""
-        key = mix64(self._noise_start + self.position * GOLDEN64)
-        return signed32(key), signed32(key >> 32)
 
 
 class Sampler:

@@ -13,6 +13,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from baton.core import Thought
+from baton.engine.sequence import UNLIMITED, SequencePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -21,11 +22,40 @@ if TYPE_CHECKING:
 
     from baton.engine.sequence import Sequence as Progress
 
-ALL = 2**31  # more than any sequence has chunks, or tokens
+ALL = UNLIMITED  # also more than the chunks of any sequence
+
+
+class Notes:
+    """Thoughts about the chunks of cached blocks, by block hash, for at most `most` blocks. A block without a note
+    counts as not cached, because no sequence could continue from its end.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._notes: OrderedDict[bytes, tuple[tuple[int, ...], ...]] = OrderedDict()
+
+    def put(self, block_hash: bytes, thoughts: Sequence[tuple[int, ...]]) -> None:
+        """Note the thoughts about the chunks of one block."""
+        self._notes[block_hash] = tuple(thoughts)
+        self._notes.move_to_end(block_hash)
+        if len(self._notes) > self._most:
+            self._notes.popitem(last=False)
+
+    def known(self, names: Iterable[bytes]) -> Iterator[bytes]:
+        """Return these hashes, up to the first without a note."""
+        return takewhile(self._notes.__contains__, names)
+
+    def thoughts(self, hashes: Iterable[bytes]) -> list[tuple[int, ...]]:
+        """Return the thoughts about consecutive blocks that are `known`, and keep their notes for longer."""
+        found = list[tuple[int, ...]]()
+        for block_hash in hashes:
+            found += self._notes[block_hash]
+            self._notes.move_to_end(block_hash)
+        return found
 
 
 @dataclass(slots=True, eq=False)
-class Thinking:
+class Thinking(SequencePolicy):
     """Thoughts about the first `until` chunks: those of the prompt, or all. `thoughts` are those made so far.
 
     Other sequences with the same tokens may use the KV of the first `shared` tokens; later KV was computed without
@@ -33,6 +63,7 @@ class Thinking:
     thoughts for them. If set, `cheap` is the number of almost free rows, and `ahead` follows recent progress.
     """
 
+    notes: Notes
     chunk_size: int
     until: int
     shared: int
@@ -53,8 +84,15 @@ class Thinking:
         """Number of the last chunk with a state that may differ from that of an empty thought."""
         return max(len(self.thoughts), self.carried[0] if self.carried is not None else 0)
 
+    @property
+    def shareable(self) -> int:
+        return self.shared
+
+    @property
+    def cacheable(self) -> int:
+        return self.shared
+
     def most(self, computed: int) -> int:
-        """Return how many tokens a forward may compute after `computed` ones."""
         if self.settled:
             return ALL
         return self.chunk_size - computed % self.chunk_size + self.ahead
@@ -64,45 +102,29 @@ class Thinking:
         if self.cheap is not None:
             self.ahead = min(ALL, max(self.cheap, 2 * tokens if stopped else 2 * self.ahead))
 
+    def usable(self, hashes: Iterable[bytes]) -> Iterator[bytes]:
+        return self.notes.known(hashes)
+
+    def admitted(self, sequence: Progress, block_size: int) -> None:
+        """Start over behind the cached blocks, with the thoughts about them."""
+        blocks, chain = sequence.computed // block_size, sequence.chain
+        hashes = [] if chain is None else [chain.digest(block) for block in range(blocks)]
+        self.thoughts[:], self.rows, self.carried = self.notes.thoughts(hashes), None, None
+
+    def published(self, hashes: Sequence[bytes], first: int, block_size: int) -> None:
+        chunks = block_size // self.chunk_size
+        for block, block_hash in enumerate(hashes, first):
+            # Chunks that are not thought about have no entry, so that all sequences note the same.
+            self.notes.put(block_hash, self.thoughts[block * chunks : (block + 1) * chunks])
+
     def news(self) -> list[Thought]:
-        """Return the thoughts that were not returned before."""
         found = [Thought(chunk, self.thoughts[chunk]) for chunk in range(self.told, len(self.thoughts))]
         self.told = max(self.told, len(self.thoughts))
         return found
 
-    def begin(self, cached: Sequence[tuple[int, ...]]) -> None:
-        """Start over after the KV was lost, except for whole cached chunks with these thoughts."""
-        self.thoughts[:], self.rows, self.carried = cached, None, None
 
-
-class Notes:
-    """Thoughts about the chunks of cached blocks, by block hash, for at most `most` blocks. A block without a note
-    counts as not cached, because no sequence could continue from its end.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._notes: OrderedDict[bytes, tuple[tuple[int, ...], ...]] = OrderedDict()
-
-    def publish(self, names: Sequence[bytes], thinking: Thinking, first: int, block_size: int) -> None:
-        """Note consecutive blocks of a sequence, from its block number `first` on."""
-        chunks = block_size // thinking.chunk_size
-        for block, name in enumerate(names, first):
-            # Chunks that are not thought about have no entry, so that all sequences note the same.
-            self._notes[name] = tuple(thinking.thoughts[block * chunks : (block + 1) * chunks])
-            self._notes.move_to_end(name)
-            if len(self._notes) > self._most:
-                self._notes.popitem(last=False)
-
-    def known(self, names: Iterable[bytes]) -> Iterator[bytes]:
-        """Return these hashes, up to the first without a note."""
-        return takewhile(self._notes.__contains__, names)
-
-    def begin(self, sequence: Progress, block_size: int) -> None:
-        """Begin a sequence behind blocks that are `known`: all before its `computed` position."""
-        assert sequence.thinking is not None
-        blocks, chain = sequence.computed // block_size, sequence.chain
-        names = [] if chain is None else [chain.digest(block) for block in range(blocks)]
-        sequence.thinking.begin([thought for name in names for thought in self._notes[name]])
-        for name in names:
-            self._notes.move_to_end(name)
+def thinking_of(sequence: Progress) -> Thinking:
+    """Return the progress of a sequence of a model that thinks."""
+    thinking = sequence.policy(Thinking)
+    assert thinking is not None
+    return thinking

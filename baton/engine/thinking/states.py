@@ -14,7 +14,7 @@ import torch
 from baton.core import ThinkingState
 from baton.engine.batch import Injection
 from baton.engine.kv_cache import DTYPES
-from baton.engine.thinking.progress import ALL, Thinking
+from baton.engine.thinking.progress import ALL, Notes, Thinking, thinking_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,29 +22,28 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from baton.core import KVLayout, SequenceSpec
-    from baton.engine.determinism.planner import VerifyWork
     from baton.engine.models.thinking import Thinker
-    from baton.engine.sequence import ScheduledSequence
+    from baton.engine.sequence import ScheduledSequence, VerifyWork
     from baton.engine.sequence import Sequence as Progress
 
 
 class Thoughts:
     """Thinking of one engine. It reads and writes the tensors of `Thinking`."""
 
-    def __init__(self, thinker: Thinker, layout: KVLayout) -> None:
-        self._thinker, self._dtype = thinker, DTYPES[layout.dtype]
+    def __init__(self, thinker: Thinker, layout: KVLayout, total_blocks: int) -> None:
+        self._thinker, self._dtype, self._notes = thinker, DTYPES[layout.dtype], Notes(total_blocks)
         self._size, self._width = thinker.config.chunk_size, thinker.hidden_size
 
     def begin(self, spec: SequenceSpec) -> Thinking:
         """Return the progress of a sequence that is computed from its first token."""
         mode, prompt = self._thinker.mode, len(spec.prompt)
         if mode == "off":
-            return Thinking(self._size, 0, ALL)
+            return Thinking(self._notes, self._size, 0, ALL)
         goes_on = spec.think_while_decoding
         until, shared = (ALL, ALL) if goes_on else (prompt // self._size, prompt)
         cheap = self._thinker.cheap_rows
         ahead = {"auto": cheap, "fast": ALL, "sequential": 0}[mode]
-        return Thinking(self._size, until, shared, ahead, cheap if mode == "auto" else None)
+        return Thinking(self._notes, self._size, until, shared, ahead, cheap if mode == "auto" else None)
 
     def adopt(self, spec: SequenceSpec, carried: ThinkingState | None) -> Thinking:
         """Return progress with KV from elsewhere. Raises ValueError, naming the mismatch, if `carried` does not fit."""
@@ -70,7 +69,7 @@ class Thoughts:
 
     def state(self, sequence: Progress) -> ThinkingState:
         """Return the thinking state that belongs to the KV of the computed positions."""
-        thinking = _of(sequence)
+        thinking = thinking_of(sequence)
         chunk, offset = divmod(sequence.computed, self._size)
         rows = b"" if thinking.rows is None else _raw(thinking.rows)
         state = _raw(self._state(thinking, chunk))
@@ -82,7 +81,7 @@ class Thoughts:
         """Return the injection for an ordinary batch."""
         states, wanted, at = list[torch.Tensor](), list[int](), 0
         for item in work:
-            sequence, thinking = item.sequence, _of(item.sequence)
+            sequence, thinking = item.sequence, thinking_of(item.sequence)
             states += self._states(thinking, sequence.computed, item.count)
             wanted += range(at, at + self._read(thinking, sequence.computed, item.count))
             at += item.count
@@ -91,11 +90,10 @@ class Thoughts:
 
     def inject_fixed(self, windows: Sequence[VerifyWork], rows: int) -> Injection:
         """Return the injection for a forward of `rows` rows. On the grid it wants all hidden rows, or none."""
-        states = [piece for w in windows for piece in self._states(_of(w.sequence), w.start, w.size)]
+        states = [piece for w in windows for piece in self._states(thinking_of(w.sequence), w.start, w.size)]
         missing = rows - sum(window.size for window in windows)
         states += [self._thinker.zeros.new_zeros(missing, self._width)] * (missing > 0)
-        sequence = windows[0].sequence
-        thinks = sequence.fixed is not None and sequence.fixed.on_grid and not _of(sequence).settled
+        thinks = windows[0].on_grid and not thinking_of(windows[0].sequence).settled
         return Injection(torch.cat(states), torch.arange(rows, device=states[0].device) if thinks else None)
 
     def _states(self, thinking: Thinking, start: int, count: int) -> list[Tensor]:
@@ -132,7 +130,7 @@ class Thoughts:
         at, chunks = 0, list[torch.Tensor]()
         read: list[tuple[ScheduledSequence, Tensor]] = []
         for item in work:
-            thinking = _of(item.sequence)
+            thinking = thinking_of(item.sequence)
             if count := self._read(thinking, item.sequence.computed, item.count):
                 new = injection.hidden[at : at + count]
                 at += count
@@ -146,7 +144,7 @@ class Thoughts:
 
     def _take(self, item: ScheduledSequence, rows: Tensor, first: list[int]) -> None:
         """Think about one sequence: hidden `rows` from the open chunk's start, first tokens of thoughts in `first`."""
-        sequence, thinking = item.sequence, _of(item.sequence)
+        sequence, thinking = item.sequence, thinking_of(item.sequence)
         begin = sequence.computed // self._size * self._size
         if stopped := self._think(thinking, rows, first):
             item.count = min(item.count, len(thinking.thoughts) * self._size - sequence.computed)
@@ -160,7 +158,7 @@ class Thoughts:
         """Think after a grid forward. Return False if it must run again; rows before the thought keep their bits."""
         if injection.hidden is None:
             return True
-        thinking, end, begin = _of(window.sequence), window.start + window.count, window.start // self._size
+        thinking, end, begin = thinking_of(window.sequence), window.start + window.count, window.start // self._size
         first = self._thinker.first_tokens(injection.hidden.view(-1, self._size, self._width))
         known, whole = len(thinking.thoughts) - begin, min(end // self._size, thinking.until) - begin
         stopped = self._think(thinking, injection.hidden[known * self._size :], first[known:whole])
@@ -188,8 +186,3 @@ class Thoughts:
 
 def _raw(rows: Tensor) -> bytes:
     return rows.contiguous().view(torch.uint8).cpu().numpy().tobytes()
-
-
-def _of(sequence: Progress) -> Thinking:
-    assert sequence.thinking is not None
-    return sequence.thinking

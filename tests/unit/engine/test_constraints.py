@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core import Constraint, FinishReason, Sampling
-from baton.engine.sampling.sampler import Row, Sampler
+from baton.engine.sampling.logits import Row
+from baton.engine.sampling.sampler import Sampler
 from baton.errors import InvalidRequest
 from baton.structured_output import Grammars
 from baton.tokenizer import ORACLE_EOS, OracleTokenizer

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from baton.engine.determinism.checks import exact_rows
-from baton.engine.determinism.planner import VerifiedProgress
-from baton.engine.determinism.shapes import FixedShapes, split_exact
+from baton.engine.determinism.planner import VerifiedProgress, split_exact
+from baton.engine.determinism.shapes import FixedShapes
 from baton.engine.engine import Engine
 from baton.engine.kernels.cpu.kernel_choice import Choice, Profile
 from baton.engine.kernels.cpu.ops import CpuKernels
@@ -75,7 +75,7 @@ def item(number, *, count=1, known=20, verified=None, final=None):
     """`verified`: of a deterministic sequence."""
     sequence = Sequence(key_of(number), number, known, 10, known - count)
     if verified is not None:
-        sequence.fixed = VerifiedProgress(SHAPES, 10, verified, verified - 1 if final is None else final)
+        sequence.policies = (VerifiedProgress(SHAPES, 10, verified, verified - 1 if final is None else final),)
     return ScheduledSequence(sequence, count)
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from baton.core import Sampling
 from baton.engine.sampling.filters import GROUPS, LANES, SLACK, Limits, descending, kept, kept_leaders, leaders, mass
-from baton.engine.sampling.logits import NEVER, Adjustments
+from baton.engine.sampling.logits import NEVER, Adjustments, Row
 from baton.engine.sampling.noise import _mix32, _mix32_array, columns_hash, mix64, mix64_tensor, signed32, signed64
-from baton.engine.sampling.sampler import Row, Sampler, gumbel
+from baton.engine.sampling.sampler import Sampler, gumbel
 
 VOCAB = 40
 WIDE = 3 * GROUPS * LANES  # wide enough for a draw that does not look at all columns
