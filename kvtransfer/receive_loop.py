@@ -24,13 +24,11 @@ from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import wire
 from kvtransfer.frames import Coverage, FrameSpec, KVDigest, wire_digest
 from kvtransfer.handoff import CommitState, HandoffTable, Offer, PushEnd
-from kvtransfer.transports.base import ChannelEnd, Endpoint
+from kvtransfer.transports.base import ChannelEnd, Endpoint, Express
 from kvtransfer.wire import FingerprintRefused, FrameRefused, end_of, frame_of, refusal_to_pb
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from kvtransfer.transports.unix_socket import ControlSocket
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +96,7 @@ class ReceiveQueue:
     """
 
     def __init__(self) -> None:
-        self.express: ControlSocket | None = None  # set by the receiving thread before its first `take`
+        self.express: Express | None = None  # set by the receiving thread before its first `take`
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()  # bounded by credits and offers
 
     def put(self, item: Item) -> None:

@@ -28,13 +28,12 @@ from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import wire
 from kvtransfer.frames import FrameSpec, Progress
 from kvtransfer.handoff import PushEnd, PushJob, PushResult, Reports
-from kvtransfer.transports.base import Endpoint, KeyRelay, Ring
+from kvtransfer.transports.base import Endpoint, Express, KeyRelay, Ring
 from kvtransfer.wire import announcement, commit_of, offer_of, refusal_from_pb
 
 if TYPE_CHECKING:
     from baton.engine.kv_cache import Mark
     from kvtransfer.frames import KVDigest
-    from kvtransfer.transports.unix_socket import ControlSocket
 
 
 class ChangeSignal:
@@ -42,7 +41,7 @@ class ChangeSignal:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.express: ControlSocket | None = None
+        self.express: Express | None = None
         self._listens = False
 
     def ring(self) -> None:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from baton.core import Incarnation, WorkerRef
     from baton.engine.kv_cache import KVCache
     from kvtransfer.handoff import TransferSettings
-    from kvtransfer.transports.unix_socket import ControlSocket
 
 
 MAX_KEYS = 64
@@ -73,11 +72,23 @@ class Ring:
         return self.slots * self.size
 
 
+class Express(Protocol):
+    """A fast, ordered path for announcements, credits and commits; see `kvtransfer.transports.unix_socket`."""
+
+    @property
+    def ready(self) -> bool: ...
+    def takes(self, nbytes: int) -> bool: ...
+    def send(self, packet: bytes) -> None: ...
+    def receive(self, timeout_s: float | None = None) -> bytes | None: ...
+    def wake(self) -> None: ...
+    def close(self) -> None: ...
+
+
 class ChannelEnd(Protocol):
     """One end of a channel; see the contract above. Frames are numbered 0, 1, 2, ... on both ends."""
 
     @property
-    def express(self) -> ControlSocket | None: ...  # fast, ordered path for announcements, credits, commits
+    def express(self) -> Express | None: ...
 
     def slot(self, number: int) -> Tensor:
         """Return staging of frame `number`: uint8 [ring.size], contiguous, 64-byte aligned, on `device`."""
@@ -177,7 +188,7 @@ class RingEnd(ABC):
     because a kept exception would keep the connection and its sockets.
     """
 
-    express: ControlSocket | None = None
+    express: Express | None = None
 
     def __init__(self, title: str, staging: Tensor) -> None:
         self._title = title
