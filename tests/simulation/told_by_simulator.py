@@ -12,7 +12,7 @@ from baton.core import Role
 from baton.planner.sim.cluster import Cluster
 from baton.planner.sim.decode import DecodeWorker
 from baton.planner.sim.prefill import PrefillWorker
-from baton.planner.sim.router import Attempt, Life
+from baton.planner.sim.request import Attempt, Life
 from baton.planner.sim.scenario import Death, Network, Pool, Router, Scenario
 from baton.planner.sim.step_cost import Linear, line
 from baton.planner.sim.worker import Worker

@@ -11,7 +11,8 @@ from baton.planner.sim.block_pool import Names
 from baton.planner.sim.decode import DecodeWorker
 from baton.planner.sim.event_loop import Kernel
 from baton.planner.sim.prefill import PrefillWorker
-from baton.planner.sim.router import Life, SimRouter
+from baton.planner.sim.request import Life
+from baton.planner.sim.router import SimRouter
 from baton.planner.sim.scenario import Death, Slow
 from baton.planner.sim.stats import Gaps, Tally
 from baton.planner.sim.timing import Host
@@ -38,6 +39,7 @@ class Cluster:
         self.kernel = Kernel()
         self.tally = Tally(scenario.slo)
         self.router = SimRouter(scenario, self.kernel)
+        self.admission = self.router.admission
         self.names = Names(scenario.decode.block_size)
         self.ways: dict[str, tuple[Way, Way]] = {}
         self.slow: dict[str, float] = {}

@@ -9,15 +9,15 @@ from baton.engine.block_pool import Reservation
 from baton.errors import HandoffError
 from baton.event_journal import History
 from baton.planner.sim.engine import Row
-from baton.planner.sim.worker import FINGERPRINT, Worker
+from baton.planner.sim.request import FINGERPRINT
+from baton.planner.sim.worker import Worker
 from decode_workers.reservations import Reservations, State
 from kvtransfer.handoff import CommitState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from baton.planner.sim.prefill import PrefillWorker
-    from baton.planner.sim.router import Attempt
+    from baton.planner.sim.request import Attempt, PrefillSide
 
 _FIRST = (Token(0, 0, ""),)
 _SAMPLING = Sampling()
@@ -58,7 +58,7 @@ class DecodeWorker(Worker):
         """Drop an attempt."""
         self.engine.submit(self._drop, attempt)
 
-    def commit(self, attempt: Attempt, sender: PrefillWorker) -> None:
+    def commit(self, attempt: Attempt, sender: PrefillSide) -> None:
         """Handle the commit, which follows the last byte."""
         if self.dead or sender.dead:
             return

@@ -9,11 +9,12 @@ from baton.core import Role
 from baton.errors import HandoffError
 from baton.planner.sim.engine import Row
 from baton.planner.sim.network import Flow
-from baton.planner.sim.worker import FINGERPRINT, Worker
+from baton.planner.sim.request import FINGERPRINT
+from baton.planner.sim.worker import Worker
 from kvtransfer.handoff import Offer
 
 if TYPE_CHECKING:
-    from baton.planner.sim.router import Attempt
+    from baton.planner.sim.request import Attempt
 
 
 @dataclass(slots=True, eq=False)

@@ -1,6 +1,6 @@
 """Simulated router: production's admission, policies, placements, cost fit and prefix map, without streams.
 
-`Attempt` mirrors `router.request.attempt`, and `Life` mirrors `router.request.lifecycle`. Simplifications:
+Its requests are in `request`. Simplifications:
 - There is one router. Its processor time is `Overheads` alone.
 - A worker reports one hop after each message that it sends (reserved, first token, end), and every `report_s`. It does
   not report after each step, because little changes between messages. Costs are fitted from one report per worker and
@@ -14,315 +14,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from baton.core import HandoffId, Role, Sampling, SequenceSpec, WorkerInfo
-from baton.errors import DeadlineExceeded, NoWorker, Overloaded
+from baton.core import Role, WorkerInfo
 from baton.ledger.prefix_index import PrefixIndex
-from baton.planner.sim.block_pool import UNSHARED
-from router.admission.admission import Admission, QueueLimits, ticket_for
+from router.admission.admission import Admission, QueueLimits
 from router.placement.policy import ALONE, POLICIES
-from router.placement.snapshot import WorkerView
-from router.request.lifecycle import DEADLY
 from router.workers.placement import NO_REQUIREMENTS, Placement, Requirements
 from router.workers.pool import PoolOptions, WorkerPool
-from router.workers.stream import WorkerStream
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from baton.bench.traces import Arrival
     from baton.core import Load
-    from baton.planner.sim.cluster import Cluster
-    from baton.planner.sim.decode import DecodeWorker
     from baton.planner.sim.event_loop import Kernel
-    from baton.planner.sim.prefill import PrefillWorker
+    from baton.planner.sim.request import AskedWish, SimLink
     from baton.planner.sim.scenario import Scenario
-
-
-_THROUGH = {"no_room", "preempted"}  # reasons after which nothing is left at the decode worker
-
-
-class Attempt:
-    """One attempt: `known` tokens to compute, `tokens` to generate, and `before` answer tokens that the client has."""
-
-    __slots__ = (
-        "_kernel", "_placement", "before", "cached", "committed", "computed", "decode", "decoding", "died",
-        "failed", "fencing", "first_at", "handoff", "kept", "known", "life", "over", "prefill", "repushes", "sent",
-        "tokens",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        life: Life,
-        placement: Placement,
-        prefill: PrefillWorker | None,
-        decode: DecodeWorker,
-        known: int,
-        before: int,
-    ) -> None:
-        self.life, self._placement, self._kernel = life, placement, life.kernel
-        self.prefill, self.decode = prefill, decode
-        self.handoff = HandoffId(life.name, life.attempts)
-        self.known, self.before, self.tokens = known, before, life.tokens - before
-        self.cached = 0  # cached tokens at the decode worker
-        self.first_at = 0.0  # time of the first token at its worker
-        self.over = self.kept = self.failed = self.died = False
-        self.sent = self.repushes = self.computed = self.decoding = self.committed = self.fencing = False
-        decode.attempts[self] = None
-        if prefill is not None:
-            prefill.attempts[self] = None
-        self._send(decode, decode.reserve, self)
-        if prefill is None:  # now, because a prompt sent after the answer waits one more step
-            self._send(decode, decode.compute, self)
-
-    @property
-    def held(self) -> bool:
-        """Whether the prefill worker has the KV that the next attempt needs."""
-        prefill, over = self.prefill, self.decoding or self.fencing  # fencing: the prefill worker is gone
-        return self.sent and not over and prefill is not None and self in prefill.attempts
-
-    # messages from workers
-
-    def reserved(self, cached: int) -> None:
-        """Handle a reservation with `cached` tokens."""
-        if self.over:
-            return
-        self._placement.reserved()
-        self.cached, self.sent = cached, True
-        self.life.accepted = True
-        prefill, held = self.prefill, self.life.held
-        self.life.held = None
-        if prefill is None:
-            return  # `compute` was sent with `reserve`
-        if held is not None:
-            self.repushes = True
-            self._send(prefill, prefill.repush, held, self)
-        else:
-            self._send(prefill, prefill.prefill, self)
-
-    def no_room(self) -> None:
-        """Handle a rejection for lack of capacity."""
-        self._placement.decode.view.full = True
-        self.end("no_room")
-
-    def first(self) -> None:
-        """Handle the first token at the client."""
-        if self.over:
-            return
-        self.computed = True
-        self.life.told(self.before + 1, first=True)
-        if self.prefill is None:
-            self._placement.prefill_done()
-        else:
-            self._placement.computed()
-
-    def adopted(self) -> None:
-        """Handle the adoption: the decode worker needs no other worker from now on."""
-        self.committed, self.fencing = True, False
-        if not self.over:
-            self.decoding = True
-            self._placement.prefill_done()
-
-    def finished(self) -> None:
-        """Handle the end of the answer."""
-        if not self.over:
-            self.life.told(self.life.tokens)
-            self.end("")
-
-    def preempted(self, delivered: int) -> None:
-        """Handle a preemption at the decode worker."""
-        if not self.over:
-            self.life.told(delivered)
-            self.end("preempted")
-
-    def kv_dropped(self) -> None:
-        """Handle the loss of held KV at the prefill worker."""
-        self.end("kv_dropped")
-
-    def fenced(self) -> None:
-        """Handle the fence: the handoff will never be committed."""
-        self.failed = True
-        self.end("prefill_lost")
-
-    def lost(self, role: Role) -> None:
-        """Handle the end of a worker's process."""
-        if self.over:
-            return
-        computes = (self.decoding or self.prefill is None) if role is Role.DECODE else self._computes
-        self.died = self.died or computes
-        if role is Role.DECODE:
-            self.failed = True
-            if self.prefill is not None:
-                self.prefill.lost_peer(self)
-            self.end("decode_lost")
-        elif not self.sent:
-            self.failed = True
-            self.end("prefill_lost")
-        elif not (self.committed or self.fencing):
-            self.fencing = True
-            self._send(self.decode, self.decode.fence, self)
-
-    @property
-    def _computes(self) -> bool:
-        return self.sent and not (self.computed or self.repushes)
-
-    def end(self, reason: str) -> None:
-        """End the attempt once. An empty reason means all tokens; others give the cause of another attempt."""
-        if not self.over:
-            self.over = True
-            self._kernel.at(self._kernel.now, self.life.over, self, reason)
-
-    def leave(self, reason: str) -> None:
-        """Release the attempt at both workers, except for kept KV and at workers that ended it themselves."""
-        prefill, decode = self.prefill, self.decode
-        del decode.attempts[self]
-        if reason not in _THROUGH and not (self.decoding and not reason):
-            self._send(decode, decode.release, self)
-        if prefill is not None:
-            del prefill.attempts[self]
-            if reason and not (self.decoding or self.kept):
-                self._send(prefill, prefill.release, self)
-        self._placement.release()
-
-    def _send(self, worker: PrefillWorker | DecodeWorker, act: object, *facts: object) -> None:
-        """Send a message to a worker. A dead worker does not receive it."""
-        self._kernel.after(self.life.overheads.hop_s, _arrived, worker, act, facts)
-
-
-def _arrived(worker: PrefillWorker | DecodeWorker, act, facts) -> None:  # type: ignore[no-untyped-def]
-    if not worker.dead:
-        act(*facts)
-
-
-class Life:
-    """One request. `told` records the client's progress; `gaps` are its own gaps, if they are kept."""
-
-    __slots__ = (
-        "_arrival", "_cluster", "_deaths", "_directory_names", "_failures", "_first_at", "_last_at", "_since",
-        "accepted", "attempts", "came_at", "content", "delivered", "gaps", "held", "kernel", "name", "number",
-        "overheads", "tokens",
-    )  # fmt: skip
-
-    def __init__(self, cluster: Cluster, arrival: Arrival, number: int) -> None:
-        self._cluster, self._arrival = cluster, arrival
-        self.kernel, self.overheads = cluster.kernel, cluster.scenario.overheads
-        self.number, self.name = number, str(number)
-        self.tokens = max(1, arrival.max_tokens)
-        self.content, self._directory_names = cluster.names.of(arrival) if arrival.blocks else (UNSHARED, [])
-        self.attempts = self.delivered = self._failures = self._deaths = 0
-        self.came_at = arrival.at_s
-        self._since: float | None = None  # start of the current search for a pair
-        self.accepted = False
-        self.held: Attempt | None = None  # attempt with KV kept at its prefill worker
-        self.gaps: list[tuple[float, int]] = []
-        self._first_at = self._last_at = 0.0
-
-    def told(self, tokens: int, *, first: bool = False) -> None:
-        """Record that the client has `tokens` tokens. `first`: first one of an attempt; its gap is separate."""
-        now = self.kernel.now
-        if tokens <= self.delivered:
-            return
-        if not self.delivered:
-            self._first_at = now
-        elif first:
-            self._cluster.tally.itl.add(now - self._last_at)
-            self.gaps.append((now - self._last_at, 1))
-        self.delivered, self._last_at = tokens, now
-
-    def begin(self) -> None:
-        """Enter the queue."""
-        self._seek()
-
-    def over(self, attempt: Attempt, reason: str) -> None:
-        """End an attempt and choose the next action."""
-        if attempt.sent:
-            self._since = None
-        attempt.kept = attempt.failed and attempt.held
-        attempt.leave(reason)
-        if not reason:
-            self._end("completed")
-            return
-        self._failures += attempt.failed
-        self._deaths += attempt.died
-        if attempt.kept:
-            self.held = attempt
-        if self._deaths >= DEADLY or (attempt.failed and self._failures >= self._cluster.scenario.router.attempts):
-            self._end("failed")
-            return
-        self._cluster.tally.recoveries[reason] += 1
-        if self.delivered < self.tokens:
-            self._seek()
-        else:
-            self._end("completed")
-
-    def _seek(self) -> None:
-        """Look for a pair of workers. Usually one is free immediately, so no task is needed."""
-        if self._since is None:
-            self._since = self.kernel.now
-        router, held = self._cluster.router, self.held
-        known = held.known if held is not None else self._arrival.prompt_tokens + self.delivered
-        link = held.prefill.link if held is not None and held.prefill is not None else None
-        requirements = router.requirements(link, self._directory_names, self._arrival.block_tokens)
-        placement = router.admission.at_once(known, requirements, returning=self.attempts > 0)
-        if placement is None:
-            self.kernel.spawn(self._wait(known, requirements, self._since))
-        else:
-            self._attempt(placement)
-
-    async def _wait(self, known: int, requirements: AskedWish, since: float) -> None:
-        ticket, returning = ticket_for(self.number, 0), self.attempts > 0
-        admit = self._cluster.router.admission.admit
-        try:
-            placement = await admit(
-                ticket, known, requirements, returning=returning, accepted=self.accepted, since=since
-            )
-        except Overloaded:
-            waited = self.attempts or self.kernel.now > self.came_at + self.overheads.admit_s
-            self._end("expired" if waited else "refused")
-        except (NoWorker, DeadlineExceeded):
-            self._end("expired")
-        else:
-            self._attempt(placement)
-
-    def _end(self, outcome: str) -> None:
-        self._let_go()
-        self._cluster.ended(self, outcome)
-
-    def _attempt(self, placement: Placement) -> None:
-        """Begin the next attempt. KV held at another prefill worker is released."""
-        if not self.attempts:
-            self._cluster.tally.queue.add(self.kernel.now - self.came_at)
-        prefill, decode = self._cluster.workers_of(placement)
-        if self.held is not None and self.held.prefill is not prefill:
-            self._let_go()
-        self.attempts += 1
-        held = self.held
-        before = self.delivered if held is None else held.before
-        known = self._arrival.prompt_tokens + before if held is None else held.known
-        if prefill is None:
-            self._cluster.tally.local_prefills += 1
-        Attempt(self, placement, prefill, decode, known, before)
-
-    def _let_go(self) -> None:
-        """Release the held KV."""
-        held, self.held = self.held, None
-        if held is not None and held.prefill is not None and not held.prefill.dead:
-            held.prefill.release(held)
-
-    def measures(self) -> tuple[float, float]:
-        """Return TTFT and end-to-end latency in seconds."""
-        return self._first_at - self.came_at, self._last_at - self.came_at
-
-
-_SHARED = SequenceSpec((), Sampling())  # spec of requests with shared prefixes
-
-
-class SimLink(WorkerStream):
-    """A worker stream that is connected while its worker lives."""
-
-    def __init__(self, info: WorkerInfo) -> None:  # without the constructor of WorkerStream, which connects
-        self.view = WorkerView(info)
-        self.state = "connected"
-        self.retired = False
 
 
 class Directory(PrefixIndex):
@@ -403,10 +108,6 @@ class SimRouter:
         self.pool.on_change = self._changed
         self.queue_peak = 0
 
-    def requirements(self, keep: SimLink | None, names: Sequence[bytes], block_tokens: int) -> AskedWish:
-        """Return the requirements of a request."""
-        return AskedWish(Requirements(keep, _SHARED if names else None), names, block_tokens)
-
     def _place(self, tokens: int, asked: AskedWish) -> Placement | None:
         self.directory.asked, self.directory.block_tokens = asked.names, asked.block_tokens
         self.directory.most = tokens - 1
@@ -417,15 +118,6 @@ class SimRouter:
         if waiting:
             self.queue_peak = max(self.queue_peak, waiting)
             self.admission.changed()
-
-
-class AskedWish:
-    """Requirements, and the request's block hashes in the directory."""
-
-    __slots__ = ("block_tokens", "names", "requirements")
-
-    def __init__(self, requirements: Requirements, names: Sequence[bytes], block_tokens: int) -> None:
-        self.requirements, self.names, self.block_tokens = requirements, names, block_tokens
 
 
 async def _nobody() -> Sequence[WorkerInfo]:

@@ -6,25 +6,40 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from baton.core import Channel, Incarnation, KVLayout, Load, Role, WorkerInfo, WorkerRef
 from baton.ledger.prefix_index import Change, Holder
 from baton.planner.sim.block_pool import told
 from baton.planner.sim.engine import Engine, Row
 from baton.planner.sim.network import Way
-from baton.planner.sim.router import SimLink
+from baton.planner.sim.request import FINGERPRINT, SimLink
 from baton.planner.sim.timing import Timing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from baton.core import HandoffId
-    from baton.planner.sim.cluster import Cluster
-    from baton.planner.sim.router import Attempt
-    from baton.planner.sim.scenario import Pool
+    from baton.planner.sim.event_loop import Kernel
+    from baton.planner.sim.request import Attempt
+    from baton.planner.sim.router import SimRouter
+    from baton.planner.sim.scenario import Pool, Scenario
+    from baton.planner.sim.stats import Tally
+    from baton.planner.sim.timing import Host
 
-FINGERPRINT = "simulated"
+
+class Simulation(Protocol):
+    """The cluster as workers use it. `hosts`, `slow` and `ways` are by worker name."""
+
+    scenario: Scenario
+    kernel: Kernel
+    tally: Tally
+    router: SimRouter
+    hosts: dict[str, Host]
+    slow: dict[str, float]
+    ways: dict[str, tuple[Way, Way]]
+
+    def way_s(self, name: str) -> float: ...
 
 
 class Worker(ABC):
@@ -32,13 +47,13 @@ class Worker(ABC):
 
     role: Role
 
-    def __init__(self, cluster: Cluster, name: str, life: int, pool: Pool) -> None:
+    def __init__(self, cluster: Simulation, name: str, life: int, pool: Pool) -> None:
         scenario, kernel = cluster.scenario, cluster.kernel
         self.cluster, self.kernel, self.name, self.life = cluster, kernel, name, life
         self.overheads, self.network = scenario.overheads, scenario.network
         self.tally = cluster.tally.prefill if self.role is Role.PREFILL else cluster.tally.decode
         self.ref = WorkerRef(name, Incarnation(1, life), f"{name}:1")
-        layout = layout_of(cluster)
+        layout = layout_of(scenario)
         self.link = SimLink(WorkerInfo(self.ref, self.role, FINGERPRINT, "model", 2**31, pool.kv_blocks, layout))
         rng = Random(f"{scenario.seed} {name} {life}")
         recompute = self.role is Role.PREFILL
@@ -181,8 +196,8 @@ class Worker(ABC):
         return Change(self._holder, self._changes, False, added, [name for name, here in names.items() if not here])
 
 
-def layout_of(cluster: Cluster) -> KVLayout:
+def layout_of(scenario: Scenario) -> KVLayout:
     """Return a KV layout with about the network's bytes per token, because policies weigh the bytes to transfer."""
-    network, size = cluster.scenario.network, cluster.scenario.decode.block_size
+    network, size = scenario.network, scenario.decode.block_size
     elements = max(1, round(network.token_bytes / network.layers / 4))
     return KVLayout(network.layers, 1, elements, size, "bfloat16")
