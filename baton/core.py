@@ -240,7 +240,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """A thinking model's thought about chunk `chunk` (from 0) of a sequence, without its end token; may be empty."""
+    """A thinking model's thought about chunk `chunk` (from 0) of its context, without its end token; may be empty."""
 
     chunk: int
     token_ids: tuple[int, ...]

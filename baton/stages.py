@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from baton.clock import Clock
@@ -26,7 +27,9 @@ class Stage(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds of one request by stage, as in `baton.v1.Timings`. `ttft_s` is 0 if no token came."""
+    """Seconds of one request by stage, without gaps; they sum to `e2e_s`. `ttft_s` is the time to the first token, or 0
+    if no token came.
+    """
 
     queue_s: float
     route_s: float
@@ -36,13 +39,14 @@ class Timings:
     commit_s: float
     decode_s: float
     ttft_s: float
-    verify_s: float = 0.0
+    e2e_s: float
+    verify_s: float = 0.0  # stage of a deterministic request's verify passes; not part of `decode_s`
 
-    @property
-    def e2e_s(self) -> float:
-        """Total seconds: the sum of the stages."""
-        waited = self.queue_s + self.route_s + self.reserve_s
-        return waited + self.prefill_s + self.transfer_s + self.commit_s + self.decode_s + self.verify_s
+
+def timings_of(seconds: Mapping[Stage, float], ttft_s: float) -> Timings:
+    """Return the timings for the seconds of each stage; a missing stage took none."""
+    stages = {f"{stage.value}_s": seconds.get(stage, 0.0) for stage in Stage}
+    return Timings(**stages, ttft_s=ttft_s, e2e_s=sum(stages.values()))
 
 
 @dataclass(slots=True)
@@ -139,8 +143,7 @@ class StageClock:
         spent = dict.fromkeys(Stage, 0)
         for passage in self.passages:
             spent[passage.stage] += passage.duration
-        seconds = {f"{stage.value}_s": duration / _NS for stage, duration in spent.items()}
-        return Timings(**seconds, ttft_s=(self._ttft or 0) / _NS)
+        return timings_of({stage: duration / _NS for stage, duration in spent.items()}, (self._ttft or 0) / _NS)
 
     def _ends_with(self, stage: Stage, seconds: float) -> None:
         """End the current stage now and count its last `seconds`, at most all of it, as `stage`."""

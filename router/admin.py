@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 import structlog
 from grpc import StatusCode
 
+from baton.control_plane import Plan, next_plan
 from baton.core import Role
 from baton.errors import BatonError, InvalidRequest, NoWorker, Violation
-from baton.ledger.control_state import ControlReport, ControlState, PoolSizes, WorkerCommand
+from baton.ledger.control_state import ControlReport, ControlState, WorkerCommand
 from baton.rpc.status import abort
 from baton.rpc.v1 import admin_pb2
 from baton.rpc.v1.admin_pb2_grpc import AdminServicer
@@ -102,16 +104,17 @@ class Admin(AdminServicer):
         found = next(running, None) or self._sinks.traces.find(name)
         return None if found is None else found.reply()
 
-    async def _replan(self, wanted: admin_pb2.ScaleRequest | None) -> PoolSizes:
+    async def _replan(self, wanted: admin_pb2.ScaleRequest | None) -> Plan:
         """Write the next plan: other sizes, or if None another generation. Raises InvalidRequest, NoWorker."""
         for _ in range(_TRIES):
             board, control = await self._controlled()
             plan = max(control.plan, await board.plan() or control.plan, key=lambda one: one.number)
             if wanted is None:
-                change = {"generation": plan.generation + 1, "reason": "all workers are to be replaced"}
+                plan = replace(plan, generation=plan.generation + 1)
+                following = next_plan(plan, {}, "operator", "all workers are to be replaced")
             else:
-                change = _sizes(wanted, self._settings.scale) | {"reason": "an operator said so"}
-            following = plan.model_copy(update=change | {"number": plan.number + 1, "by": "operator"})
+                sizes = _sizes(wanted, self._settings.scale)
+                following = next_plan(plan, sizes, "operator", "an operator said so")
             if await board.put_plan(following):
                 log.info("plan_said", prefill=following.prefill, decode=following.decode, number=following.number)
                 return following
@@ -134,9 +137,9 @@ async def _told(context: Context) -> AsyncIterator[None]:
         await abort(context, error)
 
 
-def _sizes(wanted: admin_pb2.ScaleRequest, bounds: Mapping[Role, tuple[int, int]]) -> dict[str, object]:
+def _sizes(wanted: admin_pb2.ScaleRequest, bounds: Mapping[Role, tuple[int, int]]) -> dict[Role, int]:
     """Return the wanted pool sizes. Raises InvalidRequest if the cluster file does not allow a size or pool."""
-    sizes: dict[str, object] = {}
+    sizes: dict[Role, int] = {}
     wrong = []
     for role in Role:
         if not wanted.HasField(role.value):
@@ -146,7 +149,7 @@ def _sizes(wanted: admin_pb2.ScaleRequest, bounds: Mapping[Role, tuple[int, int]
             wrong.append(Violation(role.value, text))
             continue
         size, (least, most) = getattr(wanted, role.value), bounds[role]
-        sizes[role.value] = size
+        sizes[role] = size
         if not least <= size <= most:
             wrong.append(Violation(role.value, f"must be from {least} to {most}, got {size}"))
     if not (sizes or wrong):

@@ -15,6 +15,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from baton.clock import Clock, SystemClock
+from baton.control_plane import pool_size
 from baton.core import Role
 from baton.errors import ConfigError, LedgerError, NoWorker
 from baton.ledger.control_state import ControlState, RouterReport
@@ -53,8 +54,8 @@ async def look(context: RouterContext, board: ControlState | None) -> None:
             context.sinks.metrics.control.nobody()
             return
         context.sinks.metrics.control.said(
-            {role.value: report.plan.of(role) for role in Role},
-            [(slot.role.value, slot.state, slot.restarts) for slot in report.slots],
+            {role.value: pool_size(report.plan, role) for role in Role},
+            [(slot.role, slot.state, slot.restarts) for slot in report.slots],
             [(decision.at, decision.kind) for decision in report.decisions],
         )
 

@@ -6,7 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypedDict
 
+from baton import core
+from baton.control_plane import Plan as Plan
+from baton.control_plane import Slot as Slot
 from baton.core import FinishReason, Load, TokenLogprobs, WorkerInfo
+from baton.stages import Timings as Timings
 from baton.tracing.trace import Span
 
 Prompt: TypeAlias = str | Sequence[int]
@@ -67,11 +71,9 @@ class ChatMessage:
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
-    """A thinking model's thought about a chunk (from 0) of its context, separate from the answer; may be empty."""
+class Thought(core.Thought):
+    """A thought with its text, which is separate from the answer."""
 
-    chunk: int
-    token_ids: tuple[int, ...]
     text: str
 
 
@@ -102,22 +104,6 @@ class Usage:
     completion_tokens: int
     audit_digest: str = ""
     thinking_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Seconds per stage, without gaps; they sum to `e2e_s`. `ttft_s` is the time to the first token."""
-
-    queue_s: float
-    route_s: float
-    reserve_s: float
-    prefill_s: float
-    transfer_s: float
-    commit_s: float
-    decode_s: float
-    ttft_s: float
-    e2e_s: float
-    verify_s: float = 0.0  # stage of a deterministic request's verify passes; not part of `decode_s`
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,30 +187,6 @@ class WorkerStatus:
     state: str
     dispatched: int
     note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Target of a cluster. `by` is file, operator or autoscaler. Workers of an older generation are replaced."""
-
-    prefill: int
-    decode: int
-    generation: int
-    number: int
-    by: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A worker's slot. `role` is the planned role; `state` is starting, ready, turning, draining or failed."""
-
-    worker_id: str
-    role: str
-    state: str
-    generation: int
-    restarts: int
-    note: str
 
 
 @dataclass(frozen=True, slots=True)

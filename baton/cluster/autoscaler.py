@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.config import ClusterConfig
+from baton.control_plane import Plan, next_plan, pool_size
 from baton.core import Role
-from baton.ledger.control_state import PoolSizes, RouterReport, WorkerDemand
+from baton.ledger.control_state import RouterReport, WorkerDemand
 
 _FULL = 0.9  # usable share of decode workers' KV blocks, because running sequences grow
 _SATURATED = 0.9  # usable share of prefill workers' time; beyond it, prompts wait long
@@ -193,8 +194,8 @@ class Autoscaler:
         self._missing_since: float | None = None
 
     def look(
-        self, plan: PoolSizes, routers: Sequence[RouterReport], workers: Collection[Worker], now: float
-    ) -> tuple[PoolSizes | None, str]:
+        self, plan: Plan, routers: Sequence[RouterReport], workers: Collection[Worker], now: float
+    ) -> tuple[Plan | None, str]:
         """Return the next plan or None, and a text for `baton status`, which is empty if autoscaling is off. `workers`
         are those in the ledger. A plan that was not adopted is proposed again by the next look.
         """
@@ -208,29 +209,31 @@ class Autoscaler:
             self._pools = {role: _Pool() for role in Role}
             return None, "no router reports its load, so no decision is made"
         pressures = self._pressures.look(routers, there, now)
-        seen = "; ".join(f"{role} {there[role]}: {pressures[role]}" for role in Role if plan.of(role) or there[role])
+        shown = [role for role in Role if pool_size(plan, role) or there[role]]
+        seen = "; ".join(f"{role} {there[role]}: {pressures[role]}" for role in shown)
         if why := self._changing(plan, there, last, now):
             self._pools = {role: _Pool() for role in Role}
             return None, f"{seen}; {why}"
         for role, (least, _) in self._bounds.items():
-            self._count(self._pools[role], pressures[role], plan.of(role) - 1, least, min(now - last, _LAPSE_S))
+            self._count(self._pools[role], pressures[role], pool_size(plan, role) - 1, least, min(now - last, _LAPSE_S))
         new = self._grown(plan, pressures) or self._shrunk(plan, pressures)
         return new, f"{seen}; {new.reason if new else self._outlook(plan, pressures)}"
 
-    def _bounded(self, plan: PoolSizes) -> PoolSizes | None:
+    def _bounded(self, plan: Plan) -> Plan | None:
         """Return the plan moved within the limits, or None if it is within them."""
-        sizes = {role: min(max(plan.of(role), least), most) for role, (least, most) in self._bounds.items()}
-        if all(plan.of(role) == size for role, size in sizes.items()):
+        sizes = {role: min(max(pool_size(plan, role), least), most) for role, (least, most) in self._bounds.items()}
+        if all(pool_size(plan, role) == size for role, size in sizes.items()):
             return None
         bounds = ", ".join(f"{role} {least} to {most}" for role, (least, most) in self._bounds.items())
-        return _following(plan, sizes, f"autoscale allows {bounds}")
+        return next_plan(plan, sizes, "autoscaler", f"autoscale allows {bounds}")
 
-    def _changing(self, plan: PoolSizes, there: Mapping[Role, int], last: float, now: float) -> str:
+    def _changing(self, plan: Plan, there: Mapping[Role, int], last: float, now: float) -> str:
         """Return why decisions must wait, if so. Time without calls, while a plan is carried out, counts too."""
         if plan.number != self._number:
             self._pools = {role: _Pool() for role in Role}
             self._number, self._quiet_until = plan.number, last + self._scaling.settle_s
-        missing = [f"{role} {there[role]} to {plan.of(role)}" for role in Role if there[role] != plan.of(role)]
+        sizes = ((role, pool_size(plan, role)) for role in Role)
+        missing = [f"{role} {there[role]} to {size}" for role, size in sizes if there[role] != size]
         self._missing_since = None if not missing else now if self._missing_since is None else self._missing_since
         if self._missing_since is not None and now - self._missing_since < _PATIENCE_S:
             self._quiet_until = now + self._scaling.settle_s
@@ -245,36 +248,36 @@ class Autoscaler:
         pool.spare_s = pool.spare_s + passed if small < _SPARE else 0.0
         pool.enough_s = pool.enough_s + passed if small < _ENOUGH else 0.0
 
-    def _grown(self, plan: PoolSizes, pressures: Mapping[Role, PoolLoad]) -> PoolSizes | None:
+    def _grown(self, plan: Plan, pressures: Mapping[Role, PoolLoad]) -> Plan | None:
         sizes: dict[Role, int] = {}
         why = []
         for role in self._pressed():
-            count, worst = plan.of(role), pressures[role].worst
+            count, worst = pool_size(plan, role), pressures[role].worst
             goal = self._goal(role, count, worst.now)
             if goal == count:
                 continue
             text = f"{worst.text} for {self._scaling.up_after_s:g} s"
             other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
             if turned := self._spared(other, plan, pressures[other], goal - count):
-                sizes |= {role: count + turned, other: plan.of(other) - turned}
+                sizes |= {role: count + turned, other: pool_size(plan, other) - turned}
                 left = f"{other} with {sizes[other]} is then at {pressures[other].with_only(sizes[other]):.0%}"
                 why.append(f"{turned} {other} to {role} ({count} to {sizes[role]}): {text}; {left} of its limits")
             else:
                 sizes[role] = goal
                 why.append(f"{role} {count} to {goal}: {text}")
-        return _following(plan, sizes, "; ".join(why)) if sizes else None
+        return next_plan(plan, sizes, "autoscaler", "; ".join(why)) if sizes else None
 
-    def _shrunk(self, plan: PoolSizes, pressures: Mapping[Role, PoolLoad]) -> PoolSizes | None:
+    def _shrunk(self, plan: Plan, pressures: Mapping[Role, PoolLoad]) -> Plan | None:
         sizes, why = {}, []
         for role, (least, _) in self._bounds.items():
-            count, after_s = plan.of(role), self._scaling.down_after_s
+            count, after_s = pool_size(plan, role), self._scaling.down_after_s
             if self._pools[role].enough_s < after_s:
                 continue
             fewest = max(least, (count + 1) // 2)
             sizes[role] = next(n for n in range(fewest, count) if pressures[role].with_only(n) < _ENOUGH)
             left = f"with {sizes[role]} at {pressures[role].with_only(sizes[role]):.0%} of its limits"
             why.append(f"{role} {count} to {sizes[role]}: {left}, spare workers for {after_s:g} s")
-        return _following(plan, sizes, "; ".join(why)) if sizes else None
+        return next_plan(plan, sizes, "autoscaler", "; ".join(why)) if sizes else None
 
     def _pressed(self) -> list[Role]:
         return [role for role in self._bounds if self._pools[role].over_s >= self._scaling.up_after_s]
@@ -283,27 +286,22 @@ class Autoscaler:
         """Return how many workers would carry the load, at most twice `count` and at most the pool's limit."""
         return min(max(count + 1, min(math.ceil(count * pressure), 2 * count)), self._bounds[role][1])
 
-    def _spared(self, role: Role, plan: PoolSizes, pressure: PoolLoad, most: int) -> int:
+    def _spared(self, role: Role, plan: Plan, pressure: PoolLoad, most: int) -> int:
         """Return how many workers, at most `most`, this pool can give to the other one."""
         if not self._scaling.turn or role not in self._bounds or self._pools[role].spare_s < self._scaling.up_after_s:
             return 0
-        count, least = plan.of(role), self._bounds[role][0]
+        count, least = pool_size(plan, role), self._bounds[role][0]
         able = (n for n in range(min(most, count - least), 0, -1) if pressure.with_only(count - n) < _SPARE)
         return next(able, 0)
 
-    def _outlook(self, plan: PoolSizes, pressures: Mapping[Role, PoolLoad]) -> str:
+    def _outlook(self, plan: Plan, pressures: Mapping[Role, PoolLoad]) -> str:
         parts = []
         for role, (_, most) in self._bounds.items():
             pool, after, text = self._pools[role], self._scaling, pressures[role].worst.text
-            if pool.over_s and plan.of(role) >= most:
+            if pool.over_s and pool_size(plan, role) >= most:
                 parts.append(f"{role} is overloaded ({text}) at its maximum of {most} workers")
             elif pool.over_s:
                 parts.append(f"{role} is overloaded for {pool.over_s:.0f} s of {after.up_after_s:g} s ({text})")
             elif pool.enough_s:
                 parts.append(f"{role} has spare workers for {pool.enough_s:.0f} s of {after.down_after_s:g} s")
         return "; ".join(parts) or "steady"
-
-
-def _following(plan: PoolSizes, sizes: Mapping[Role, int], reason: str) -> PoolSizes:
-    changed = {role.value: size for role, size in sizes.items()}
-    return plan.model_copy(update=changed | {"number": plan.number + 1, "by": "autoscaler", "reason": reason})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from itertools import groupby
 from typing import Protocol
 
@@ -14,9 +15,10 @@ from baton.cluster.interfaces import Placement
 from baton.cluster.reconcile import Step, WorkerState, free_id, reconcile_step
 from baton.cluster.worker_supervisor import DecisionLog, WorkerSupervisor
 from baton.config import ClusterConfig
+from baton.control_plane import Plan, Slot, pool_size
 from baton.core import Role, WorkerInfo, sizes_text
 from baton.errors import LedgerError
-from baton.ledger.control_state import ControlReport, ControlState, PoolSizes, RouterReport, WorkerSlot
+from baton.ledger.control_state import ControlReport, ControlState, RouterReport
 from baton.ledger.registry import Ledger
 
 REPORT_S = 1.0
@@ -30,8 +32,8 @@ class Autoscaler(Protocol):
     """Proposes changed plans."""
 
     def look(
-        self, plan: PoolSizes, routers: list[RouterReport], workers: list[WorkerInfo], now: float
-    ) -> tuple[PoolSizes | None, str]:
+        self, plan: Plan, routers: list[RouterReport], workers: list[WorkerInfo], now: float
+    ) -> tuple[Plan | None, str]:
         """Return the proposed plan, or None to keep this one, and a text for operators. Called once a second."""
 
 
@@ -47,7 +49,7 @@ class Controller:
         clock: Clock,
         autoscaler: Autoscaler | None = None,
     ) -> None:
-        self.plan = PoolSizes(prefill=config.prefill.replicas, decode=config.decode.replicas)
+        self.plan = Plan(config.prefill.replicas, config.decode.replicas, 0, 0, "file", "")
         self._placement = placement
         self._ledger = ledger
         self._control_state = control_state
@@ -73,7 +75,7 @@ class Controller:
     def ready(self) -> bool:
         """Whether all workers are as planned."""
         units = self._units.values()
-        sizes = all(sum(unit.role is role for unit in units) == self.plan.of(role) for role in Role)
+        sizes = all(sum(unit.role is role for unit in units) == pool_size(self.plan, role) for role in Role)
         return sizes and all(unit.state == "ready" for unit in units)
 
     async def begin(self) -> None:
@@ -92,25 +94,24 @@ class Controller:
             self._be_calm()
             self._journal.record("plan", f"took over {len(found)} workers of an earlier controller")
 
-    def _begin_plan(self, stored: PoolSizes | None, *, taken_over: bool) -> None:
+    def _begin_plan(self, stored: Plan | None, *, taken_over: bool) -> None:
         """Choose the first plan: the cluster file's, unless a running cluster was given another one by other means."""
         plan = self.plan
         kept = taken_over and stored is not None and stored.by != "file" and (stored.prefill > 0) == (plan.prefill > 0)
         if stored is None:
-            plan = plan.model_copy(update={"reason": "set by the cluster file"})
+            plan = replace(plan, reason="set by the cluster file")
         elif kept or (stored.prefill, stored.decode) == (plan.prefill, plan.decode):
             plan = stored
         else:
             reason = "the cluster file differs from the plan before"
-            number, generation = stored.number + 1, stored.generation
-            plan = plan.model_copy(update={"number": number, "generation": generation, "reason": reason})
+            plan = replace(plan, number=stored.number + 1, generation=stored.generation, reason=reason)
         self._follow(plan)
 
-    def _take_over(self, worker_id: str, role: Role, slot: WorkerSlot | None) -> None:
+    def _take_over(self, worker_id: str, role: Role, slot: Slot | None) -> None:
         now = self._clock.monotonic()
         unit = self._units[worker_id] = WorkerState(worker_id, role, self.plan.generation, born=now)
         if slot is not None:
-            unit.role, unit.generation, unit.restarts = slot.role, slot.generation, slot.restarts
+            unit.role, unit.generation, unit.restarts = Role(slot.role), slot.generation, slot.restarts
             if slot.state == "draining":
                 unit.leave(now)
 
@@ -171,7 +172,7 @@ class Controller:
         elif stored != self.plan:
             self._follow(stored)
 
-    def _follow(self, plan: PoolSizes) -> None:
+    def _follow(self, plan: Plan) -> None:
         self.plan = plan
         sizes = sizes_text(plan.prefill, plan.decode)
         self._journal.record("plan", f"{sizes}, generation {plan.generation}: {plan.reason or plan.by}")
@@ -222,7 +223,7 @@ class Controller:
         wanted, self._outlook = self._autoscaler.look(self.plan, await self._control_state.routers(), live, now)
         if wanted is None or not self._settled:
             return
-        plan = wanted.model_copy(update={"number": self.plan.number + 1, "by": "autoscaler"})
+        plan = replace(wanted, number=self.plan.number + 1, by="autoscaler")
         if await self._control_state.put_plan(plan):
             self._follow(plan)
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from baton.cluster.interfaces import Seen
+from baton.control_plane import Plan, Slot, SlotState, pool_size
 from baton.core import Role, WorkerInfo
-from baton.ledger.control_state import PoolSizes, WorkerCommand, WorkerSlot
+from baton.ledger.control_state import WorkerCommand
 
 MAX_IN_A_ROW = 10  # consecutive deaths, each within STABLE_S of its start
 ROOM_S = 60.0  # a successor without a process after this time does not fit next to its predecessor
-
-State = Literal["starting", "ready", "turning", "draining", "failed"]
 
 
 @dataclass(slots=True)
@@ -37,7 +36,7 @@ class WorkerState:
     info: WorkerInfo | None = None  # the registration of its live incarnation
 
     @property
-    def state(self) -> State:
+    def state(self) -> SlotState:
         if self.leaving:
             return "draining"
         if self.retry_at is not None:
@@ -47,9 +46,9 @@ class WorkerState:
         return "ready" if self.info is not None else "starting"
 
     @property
-    def slot(self) -> WorkerSlot:
+    def slot(self) -> Slot:
         """The worker's entry in the controller's report."""
-        return WorkerSlot(
+        return Slot(
             worker_id=self.worker_id,
             role=self.role,
             state=self.state,
@@ -74,7 +73,7 @@ class WorkerState:
             self.note = ""
         self.missing_since = None
 
-    def old(self, plan: PoolSizes) -> bool:
+    def old(self, plan: Plan) -> bool:
         """Return whether another worker is to replace it."""
         return self.unwanted or self.generation < plan.generation
 
@@ -114,12 +113,12 @@ class Step:
     unit: WorkerState | None = None
 
 
-def reconcile_step(units: Sequence[WorkerState], plan: PoolSizes, now: float, *, turns: bool) -> Step | None:
+def reconcile_step(units: Sequence[WorkerState], plan: Plan, now: float, *, turns: bool) -> Step | None:
     """Return the next change towards the plan that is allowed now, or None. `turns` allows role changes. A ready worker
     leaves only if as many ready ones remain as planned. If its successor does not fit next to it, one must remain.
     """
     kept = {role: [unit for unit in units if unit.role is role and not unit.leaving] for role in Role}
-    over = {role: len(kept[role]) - plan.of(role) for role in Role}
+    over = {role: len(kept[role]) - pool_size(plan, role) for role in Role}
     for role, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
         if over[role] >= 0:
             continue
@@ -129,29 +128,29 @@ def reconcile_step(units: Sequence[WorkerState], plan: PoolSizes, now: float, *,
                 return Step("turn", f"{other.value} has a surplus worker, {role.value} lacks one", role, spare)
             if spare is None and any(unit.state in {"starting", "turning"} for unit in kept[other]):
                 continue  # until one may change its role
-        return Step("start", f"planned {role.value} workers: {plan.of(role)}", role)
+        return Step("start", f"planned {role.value} workers: {pool_size(plan, role)}", role)
     for role in Role:
         if over[role] > 0 and (spare := _spare(kept[role], plan, role, now)) is not None:
             reason = f"replaced by generation {plan.generation}"
             if not spare.old(plan):
-                reason = f"planned workers: {plan.of(role)}"
+                reason = f"planned workers: {pool_size(plan, role)}"
             return Step("leave", "drained by an operator" if spare.unwanted else reason, role, spare)
     return _successor(units, kept, plan)
 
 
-def _successor(units: Sequence[WorkerState], kept: dict[Role, list[WorkerState]], plan: PoolSizes) -> Step | None:
+def _successor(units: Sequence[WorkerState], kept: dict[Role, list[WorkerState]], plan: Plan) -> Step | None:
     """Return a start above plan to replace a worker: one at a time, and only when no change is in progress."""
     if any(unit.state not in {"ready", "failed"} for unit in units):
         return None
     for role in Role:
         old = next((unit for unit in kept[role] if unit.old(plan)), None)
-        if old is not None and len(kept[role]) == plan.of(role):
+        if old is not None and len(kept[role]) == pool_size(plan, role):
             why = "an operator drains" if old.unwanted else f"is of generation {old.generation}"
             return Step("start", f"to replace {old.worker_id}, which {why}", role)
     return None
 
 
-def _spare(kept: Sequence[WorkerState], plan: PoolSizes, role: Role, now: float) -> WorkerState | None:
+def _spare(kept: Sequence[WorkerState], plan: Plan, role: Role, now: float) -> WorkerState | None:
     """Return the surplus worker to leave next, or None: outdated ones first, then unready ones, then the newest."""
     ranked = sorted(kept, key=lambda unit: _index(unit.worker_id), reverse=True)
     old = [unit for unit in ranked if unit.old(plan)]
@@ -163,7 +162,7 @@ def _spare(kept: Sequence[WorkerState], plan: PoolSizes, role: Role, now: float)
         for unit in ranked:
             if unit.state == "failed":
                 return unit
-    least = min(1, plan.of(role)) if any(_without_room(unit, now) for unit in kept) else plan.of(role)
+    least = min(1, pool_size(plan, role)) if any(_without_room(unit, now) for unit in kept) else pool_size(plan, role)
     return next((unit for unit in ready if not old or unit in old), None) if len(ready) > least else None
 
 

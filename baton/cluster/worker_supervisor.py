@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Literal
 
 import structlog
 
@@ -12,13 +11,11 @@ from baton.clock import Clock
 from baton.cluster.backend_process import BACKOFF_S, STABLE_S, START_TIMEOUT_S, StartError
 from baton.cluster.interfaces import Placement
 from baton.cluster.reconcile import MAX_IN_A_ROW, WorkerState
-from baton.ledger.control_state import DECISIONS, Decision
+from baton.ledger.control_state import DECISIONS, Decision, DecisionKind
 
 PAUSE_S = 60.0  # until another attempt after too many failures
 OVERTIME_S = 60.0  # beyond the drain grace period, until a worker that has not obeyed its command is killed
 MAX_TEXT = 1024  # limit of texts in the control state
-
-Kind = Literal["plan", "start", "turn", "drain", "end", "replace", "give_up"]
 
 log = structlog.get_logger(__name__)
 
@@ -30,7 +27,7 @@ class DecisionLog:
         self._clock = clock
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS)
 
-    def record(self, kind: Kind, text: str) -> None:
+    def record(self, kind: DecisionKind, text: str) -> None:
         write = log.warning if kind in {"replace", "give_up"} else log.info
         write("decision", kind=kind, text=text)
         self.decisions.append(Decision(at=self._clock.wall(), kind=kind, text=text[:MAX_TEXT]))

@@ -12,11 +12,13 @@ data has a plan again as soon as the controller or an operator writes one. Unkno
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar
+from collections.abc import Callable
+from typing import Literal, TypeAlias, TypeVar
 
 import structlog
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from baton.control_plane import Count, Id, Number, Plan, Slot, Text
 from baton.core import Role, WorkerRef
 from baton.ledger.redis_client import Connection, Script
 
@@ -25,28 +27,11 @@ log = structlog.get_logger(__name__)
 KEPT_S = 7 * 86400  # plans and orders
 DECISIONS = 20  # in a controller's report
 
-Count = Annotated[int, Field(ge=0, le=2**53 - 1)]
-Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Text = Annotated[str, Field(max_length=1024)]
-Id = Annotated[str, Field(min_length=1, max_length=256)]
+DecisionKind: TypeAlias = Literal["plan", "start", "turn", "drain", "end", "replace", "give_up"]
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class PoolSizes(_Record):
-    """The planned cluster. Workers of an older generation are replaced, one after the other."""
-
-    prefill: Count
-    decode: Count
-    generation: Count = 0
-    number: Count = 0
-    by: Literal["file", "operator", "autoscaler"] = "file"
-    reason: Text = ""
-
-    def of(self, role: Role) -> int:
-        return self.prefill if role is Role.PREFILL else self.decode
+    model_config = ConfigDict(frozen=True, extra="ignore", revalidate_instances="always")
 
 
 class WorkerCommand(_Record):
@@ -93,37 +78,27 @@ class RouterReport(_Record):
     metrics: Text = ""  # host:port
 
 
-class WorkerSlot(_Record):
-    """A worker's slot in the controller's report. `role`: the planned one."""
-
-    worker_id: Id
-    role: Role
-    state: Literal["starting", "ready", "turning", "draining", "failed"]
-    generation: Count = 0
-    restarts: Count = 0
-    note: Text = ""
-
-
 class Decision(_Record):
     """A decision of the controller. `at`: wall clock."""
 
     at: Number
-    kind: Literal["plan", "start", "turn", "drain", "end", "replace", "give_up"]
+    kind: DecisionKind
     text: Text
 
 
 class ControlReport(_Record):
     """The controller's view and latest decisions. `at`: wall clock."""
 
-    plan: PoolSizes
+    plan: Plan
     at: Number
-    slots: tuple[WorkerSlot, ...] = ()
+    slots: tuple[Slot, ...] = ()
     decisions: tuple[Decision, ...] = ()
     host: Text = ""
     outlook: Text = ""  # the autoscaler's view as text; empty if it is off
 
 
-Row = TypeVar("Row", bound=_Record)
+Row = TypeVar("Row")
+_PLAN = TypeAdapter(Plan)
 
 # KEYS: plan. ARGV: the new plan, its number, TTL ms. Returns 1, or 0 if a plan of that number or a later one exists.
 _PUT_PLAN = Script(
@@ -147,19 +122,19 @@ class ControlState:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    async def plan(self) -> PoolSizes | None:
+    async def plan(self) -> Plan | None:
         """Return the plan. None if there is none yet, or the store lost it."""
-        return await self._get(PoolSizes, "plan")
+        return await self._get(_PLAN.validate_json, "plan")
 
-    async def put_plan(self, plan: PoolSizes) -> bool:
+    async def put_plan(self, plan: Plan) -> bool:
         """Write a plan. Returns False if that number or a later one exists: read it, and retry with a higher one."""
         key = self._connection.key("plan")
-        args = (plan.model_dump_json(), plan.number, KEPT_S * 1000)
+        args = (_PLAN.dump_json(plan), plan.number, KEPT_S * 1000)
         return bool(await self._connection.run(_PUT_PLAN, [key], args))
 
     async def order(self, ref: WorkerRef) -> WorkerCommand | None:
         """Return the order to this incarnation, if any."""
-        found = await self._get(WorkerCommand, "order", ref.worker_id)
+        found = await self._get(WorkerCommand.model_validate_json, "order", ref.worker_id)
         return found if found is not None and found.incarnation == str(ref.incarnation) else None
 
     async def put_order(self, worker_id: str, order: WorkerCommand) -> None:
@@ -181,7 +156,7 @@ class ControlState:
         answer = await self._connection.call("SMEMBERS", self._connection.key("routers"))
         found = []
         for router_id in sorted(name.decode() for name in _bytes(answer)):
-            report = await self._get(RouterReport, "router", router_id)
+            report = await self._get(RouterReport.model_validate_json, "router", router_id)
             if report is None:
                 await self._connection.call("SREM", self._connection.key("routers"), router_id)
             else:
@@ -190,7 +165,7 @@ class ControlState:
 
     async def control(self) -> ControlReport | None:
         """Return the controller's report. None if no controller is alive."""
-        return await self._get(ControlReport, "control")
+        return await self._get(ControlReport.model_validate_json, "control")
 
     async def put_control(self, report: ControlReport, lease_s: float) -> None:
         await self._put(report, round(lease_s * 1000), "control")
@@ -201,13 +176,13 @@ class ControlState:
     async def _put(self, row: _Record, kept_ms: int, *key: str) -> None:
         await self._connection.call("SET", self._connection.key(*key), row.model_dump_json(), "PX", kept_ms)
 
-    async def _get(self, kind: type[Row], *key: str) -> Row | None:
+    async def _get(self, read: Callable[[bytes], Row], *key: str) -> Row | None:
         """Read a row. A damaged or foreign row is logged and counts as missing."""
         answer = await self._connection.call("GET", self._connection.key(*key))
         if not isinstance(answer, bytes):
             return None
         try:
-            return kind.model_validate_json(answer)
+            return read(answer)
         except ValidationError as error:
             wrong = "; ".join(".".join(map(str, item["loc"])) for item in error.errors(include_input=False))
             log.warning("board_row_refused", key=":".join(key), wrong=wrong)

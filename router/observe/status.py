@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
+from dataclasses import asdict
 from heapq import nlargest
 from typing import Generic, TypeVar
 
 import structlog
 
 from baton.clock import Clock
+from baton.control_plane import Plan
 from baton.errors import InvalidRequest, LedgerError, Overloaded
-from baton.ledger.control_state import ControlReport, ControlState, PoolSizes
+from baton.ledger.control_state import ControlReport, ControlState
 from baton.limits import MAX_SHOWN_REQUESTS, MAX_WATCHERS
 from baton.rpc import convert
 from baton.rpc.v1 import admin_pb2
@@ -86,16 +88,16 @@ class Overview:
             self.control = None
 
 
-def plan_to_pb(plan: PoolSizes) -> admin_pb2.Plan:
+def plan_to_pb(plan: Plan) -> admin_pb2.Plan:
     """Return the plan as a protocol message."""
-    return admin_pb2.Plan(**plan.model_dump())
+    return admin_pb2.Plan(**asdict(plan))
 
 
 def _report(report: ControlReport, wall: float) -> admin_pb2.Control:
     return admin_pb2.Control(
         plan=plan_to_pb(report.plan),
         age_s=max(0.0, wall - report.at),
-        slots=[admin_pb2.Slot(**slot.model_dump(mode="json")) for slot in report.slots],
+        slots=[admin_pb2.Slot(**asdict(slot)) for slot in report.slots],
         decisions=[
             admin_pb2.Decision(age_s=max(0.0, wall - one.at), kind=one.kind, text=one.text) for one in report.decisions
         ],

@@ -11,7 +11,7 @@ from baton.clock import Clock
 from baton.errors import BatonError, Cancelled
 from baton.metrics import Metrics
 from baton.rpc.v1 import common_pb2
-from baton.stages import Timings
+from baton.stages import Stage, Timings, timings_of
 
 _REFUSALS = (
     errors.InvalidRequest,
@@ -80,4 +80,4 @@ class Visit(AbstractContextManager["Visit"]):
         queue, prefill = self.parts.queue_s, self.parts.prefill_s
         rest = max(0.0, self._clock.monotonic() - self._arrived - queue - prefill)
         ttft = 0.0 if self._first is None else self._first - self._arrived
-        return Timings(queue, 0.0, 0.0, prefill, 0.0, 0.0, rest, ttft)
+        return timings_of({Stage.QUEUE: queue, Stage.PREFILL: prefill, Stage.DECODE: rest}, ttft)

@@ -302,7 +302,7 @@ class ChoiceRun:
         timings, (prefill, decode) = self.observer.finished(attempt.finish), attempt.workers
         done = pb.Completed(
             usage=pb.Usage(prompt_tokens=prompt_tokens, completion_tokens=len(self.delivery.ids)),
-            timings=common_pb2.Timings(**asdict(timings), e2e_s=timings.e2e_s),
+            timings=common_pb2.Timings(**asdict(timings)),
             placement=pb.Placement(prefill_worker=prefill, attempts=self.observer.attempts),
             system_fingerprint=attempt.determinism,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,17 +12,16 @@ import pytest
 from baton.cli.credentials import NO_REACH
 from baton.cli.operate import Operator
 from baton.clock import SystemClock
+from baton.control_plane import Slot
 from baton.core import Incarnation, Role, WorkerInfo, WorkerRef
 from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, LedgerError, NoWorker
 from baton.ledger.control_state import (
     ControlReport,
     ControlState,
     Decision,
-    PoolSizes,
     RouterReport,
     WorkerCommand,
     WorkerDemand,
-    WorkerSlot,
 )
 from baton.ledger.redis_client import COMMANDS, Connection
 from baton.ledger.registry import Ledger
@@ -29,6 +29,7 @@ from baton.tokenizer import OracleTokenizer
 from router.context import RouterSettings
 from router.server import Router, serve
 from tests.support.in_process_router import FakeWorker
+from tests.support.plans import first_plan
 from tests.support.redis_ledger import raw
 from tests.support.waiting import until
 
@@ -44,15 +45,15 @@ def board(ledger: Ledger) -> ControlState:
 
 async def test_of_two_plans_the_later_number_stays(board):
     assert await board.plan() is None
-    assert await board.put_plan(PoolSizes(prefill=1, decode=2, number=4))
+    assert await board.put_plan(first_plan(1, 2, number=4))
     for number in (3, 4):
-        assert not await board.put_plan(PoolSizes(prefill=9, decode=9, number=number)), "it is not newer"
-    assert await board.put_plan(PoolSizes(prefill=2, decode=2, number=5, by="operator"))
-    assert await board.plan() == PoolSizes(prefill=2, decode=2, number=5, by="operator")
+        assert not await board.put_plan(first_plan(9, 9, number=number)), "it is not newer"
+    assert await board.put_plan(first_plan(2, 2, number=5, by="operator"))
+    assert await board.plan() == first_plan(2, 2, number=5, by="operator")
 
 
 async def test_of_many_who_plan_at_once_one_wins_each_number(board):
-    said = await asyncio.gather(*(board.put_plan(PoolSizes(prefill=i, decode=1, number=7)) for i in range(1, 20)))
+    said = await asyncio.gather(*(board.put_plan(first_plan(i, 1, number=7)) for i in range(1, 20)))
     assert sum(said) == 1
 
 
@@ -60,7 +61,7 @@ async def test_of_many_who_plan_at_once_one_wins_each_number(board):
 async def test_a_damaged_plan_is_none_and_gives_way(board, ledger, server, garbage):
     raw(server).set(ledger.connection.key("plan"), garbage)
     assert await board.plan() is None
-    assert await board.put_plan(PoolSizes(prefill=1, decode=1, number=0)), "nobody can read what was there"
+    assert await board.put_plan(first_plan(1, 1, number=0)), "nobody can read what was there"
 
 
 async def test_an_order_is_for_one_incarnation_alone(board):
@@ -86,9 +87,7 @@ async def test_routers_that_say_nothing_more_are_forgotten(board, ledger, server
 
 
 async def test_what_a_newer_controller_says_more_is_passed_over(board, ledger, server):
-    report = ControlReport(
-        plan=PoolSizes(prefill=1, decode=1), at=1.0, decisions=(Decision(at=1.0, kind="plan", text="x"),)
-    )
+    report = ControlReport(plan=first_plan(1, 1), at=1.0, decisions=(Decision(at=1.0, kind="plan", text="x"),))
     raw(server).set(ledger.connection.key("control"), report.model_dump_json()[:-1] + ', "mood": "good"}')
     assert await board.control() == report
     await board.drop_control()
@@ -98,10 +97,10 @@ async def test_what_a_newer_controller_says_more_is_passed_over(board, ledger, s
 async def test_it_keeps_to_the_commands_that_the_documented_user_may(board, server):
     client = raw(server)
     client.config_resetstat()
-    await board.put_plan(PoolSizes(prefill=1, decode=1))
+    await board.put_plan(first_plan(1, 1))
     await board.put_order("prefill-0", WorkerCommand(incarnation="1.1", role=Role.PREFILL))
     await board.put_router(RouterReport(router_id="r"), 1.0)
-    await board.put_control(ControlReport(plan=PoolSizes(prefill=1, decode=1), at=0.0), 1.0)
+    await board.put_control(ControlReport(plan=first_plan(1, 1), at=0.0), 1.0)
     for asked in (board.plan(), board.order(HERE), board.routers(), board.control()):
         await asked
     for dropped in (board.drop_order("prefill-0"), board.drop_router("r"), board.drop_control()):
@@ -137,13 +136,13 @@ def operator(router: Router) -> Operator:
     return Operator([router.admin], NO_REACH)
 
 
-async def controlled(board: ControlState, *slots: WorkerSlot, **plan: Any) -> None:
+async def controlled(board: ControlState, *slots: Slot, **plan: Any) -> None:
     """A controller is there, with this plan and these workers."""
-    planned, now = PoolSizes(prefill=1, decode=2, **plan), SystemClock().wall()
+    planned, now = first_plan(1, 2, **plan), SystemClock().wall()
     await board.put_control(ControlReport(plan=planned, at=now, slots=slots, host="h", outlook="calm"), 60.0)
 
 
-READY = WorkerSlot(worker_id="prefill-0", role=Role.PREFILL, state="ready")
+READY = Slot("prefill-0", Role.PREFILL, "ready", 0, 0, "")
 
 
 async def test_without_a_controller_nobody_is_told_that_something_happens(operator, board):
@@ -188,9 +187,9 @@ async def test_a_drain_is_an_order_to_the_process_that_is_there(operator, board,
 
 
 async def test_who_waits_is_told_when_it_is_done_or_what_is_missing(operator, board, workers):
-    slots = [READY, *(READY.model_copy(update={"worker_id": f"decode-{i}", "role": Role.DECODE}) for i in range(2))]
-    late = slots[1].model_copy(update={"state": "starting", "note": "no room"})
-    newer = READY.model_copy(update={"generation": 1})
+    slots = [READY, *(replace(READY, worker_id=f"decode-{i}", role=Role.DECODE) for i in range(2))]
+    late = replace(slots[1], state="starting", note="no room")
+    newer = replace(READY, generation=1)
     for unsettled in ([READY, late, slots[2]], slots[:2], [newer, *slots[1:]]):
         await controlled(board, *unsettled, number=5)
         with pytest.raises(DeadlineExceeded, match="not done in 0 s"):

@@ -13,13 +13,15 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from baton.control_plane import Slot
 from baton.core import Role
 from baton.errors import BatonError
-from baton.ledger.control_state import ControlReport, ControlState, Decision, PoolSizes, RouterReport, WorkerSlot
+from baton.ledger.control_state import ControlReport, ControlState, Decision, RouterReport
 from baton.metrics.base import LABELS, values
 from baton.rpc.v1 import inference_pb2 as pb
 from router import server
 from tests.integration.gateway_support import raw
+from tests.support.plans import first_plan
 
 TEXT = "zebra"  # in all that the clients say
 
@@ -141,8 +143,8 @@ async def test_targets_are_the_router_and_its_workers_that_serve_any(make):
 
 class FakeBoard:
     def __init__(self):
-        slot = WorkerSlot(worker_id="decode-0", role=Role.DECODE, state="failed", restarts=4)
-        plan, decision = PoolSizes(prefill=1, decode=2), Decision(at=5.0, kind="plan", text="")
+        slot = Slot("decode-0", Role.DECODE, "failed", 0, 4, "")
+        plan, decision = first_plan(1, 2), Decision(at=5.0, kind="plan", text="")
         self.report: ControlReport | None = ControlReport(plan=plan, at=5.0, slots=(slot,), decisions=(decision,))
 
     async def control(self):

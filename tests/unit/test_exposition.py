@@ -103,7 +103,7 @@ def ended(exemplar):
     metrics = Metrics("one", "1", "m")
     metrics.gap(2.0, 1, {"request_id": "r-0"})
     metrics.gap(4.0, 2, exemplar)
-    metrics.ended("finished", Timings(1, 1, 1, 1, 1, 1, 4, ttft_s=4), tokens=4, exemplar=exemplar)
+    metrics.ended("finished", Timings(1, 1, 1, 1, 1, 1, 4, ttft_s=4, e2e_s=10), tokens=4, exemplar=exemplar)
     return metrics
 
 

@@ -22,7 +22,7 @@ def value(registry, name, **labels):
 
 def test_stages_that_were_not_passed_are_not_observed():
     metrics = Metrics("one", "1")
-    metrics.ended("finished", Timings(1, 2, 0, 4, 0, 0, 8, ttft_s=7), tokens=1)
+    metrics.ended("finished", Timings(1, 2, 0, 4, 0, 0, 8, ttft_s=7, e2e_s=15), tokens=1)
     counts = {stage: value(metrics.registry, "baton_stage_seconds_count", stage=stage) for stage in LABELS["stage"]}
     passed = {"queue", "route", "prefill", "decode"}
     assert counts == {stage: float(stage in passed) for stage in LABELS["stage"]}
@@ -34,7 +34,7 @@ def test_stages_that_were_not_passed_are_not_observed():
 def test_vllm_names_repeat_what_requests_were():
     metrics = Metrics("one", "1", "tiny")
     metrics.watch_queue(lambda: 5, lambda: 0)
-    metrics.ended("finished", Timings(1, 0, 0, 2, 0, 0, 3, ttft_s=3), tokens=4)
+    metrics.ended("finished", Timings(1, 0, 0, 2, 0, 0, 3, ttft_s=3, e2e_s=6), tokens=4)
     metrics.accepted(100)
     metrics.used(100, 20, 4)
     metrics.first(1)

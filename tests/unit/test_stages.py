@@ -73,8 +73,8 @@ def walked(*, to: Stage = Stage.PREFILL) -> tuple[FakeClock, StageClock]:
 @pytest.mark.parametrize(
     ("after_s", "commit_s", "expected"),
     [
-        (16, 5, Timings(1, 2, 4, 8, 11, 5, 32, ttft_s=15)),
-        (1, 100, Timings(1, 2, 4, 8, 0, 1, 32, ttft_s=15)),  # a commit cannot have taken longer than there was
+        (16, 5, Timings(1, 2, 4, 8, 11, 5, 32, ttft_s=15, e2e_s=63)),
+        (1, 100, Timings(1, 2, 4, 8, 0, 1, 32, ttft_s=15, e2e_s=48)),  # a commit takes no longer than there was
     ],
 )
 def test_the_stretch_after_the_first_token_ends_with_the_commit(after_s, commit_s, expected):
@@ -93,7 +93,7 @@ def test_a_request_that_ends_with_its_first_token_has_no_handoff():
     stages.first_token()
     clock.advance(3)
     stages.ended_at_first_token()
-    assert stages.timings() == Timings(1, 2, 4, 11, 0, 0, 0, ttft_s=15)
+    assert stages.timings() == Timings(1, 2, 4, 11, 0, 0, 0, ttft_s=15, e2e_s=18)
 
 
 def test_a_second_attempt_adds_to_the_same_stages_and_keeps_the_first_ttft():
@@ -105,7 +105,7 @@ def test_a_second_attempt_adds_to_the_same_stages_and_keeps_the_first_ttft():
         stages.enter(stage)
         clock.advance(seconds)
     stages.first_token()
-    assert stages.timings() == Timings(2, 4, 8, 8, 0, 0, 10, ttft_s=7)
+    assert stages.timings() == Timings(2, 4, 8, 8, 0, 0, 10, ttft_s=7, e2e_s=32)
 
 
 def test_verify_passes_are_taken_out_of_decoding():
@@ -117,7 +117,7 @@ def test_verify_passes_are_taken_out_of_decoding():
     clock.advance(32)
     stages.verified(12)
     stages.end()
-    assert stages.timings() == Timings(1, 2, 4, 8, 11, 5, 20, ttft_s=15, verify_s=12)
+    assert stages.timings() == Timings(1, 2, 4, 8, 11, 5, 20, ttft_s=15, e2e_s=63, verify_s=12)
     assert [passage.stage for passage in stages.passages] == list(Stage)
 
 
@@ -136,7 +136,7 @@ def test_what_is_said_of_verify_passes_before_it_decodes_counts_for_nothing():
     clock, stages = walked()
     clock.advance(3)
     stages.verified(2)
-    assert stages.timings() == Timings(1, 2, 4, 3, 0, 0, 0, ttft_s=0)
+    assert stages.timings() == Timings(1, 2, 4, 3, 0, 0, 0, ttft_s=0, e2e_s=10)
 
 
 def test_the_queue_is_of_no_attempt_and_the_next_stages_of_theirs():

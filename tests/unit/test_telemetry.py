@@ -15,8 +15,8 @@ from baton.stages import Timings
 
 def test_an_answer_without_a_token_is_no_first_token_in_no_time():
     metrics = Metrics("local", "1.2")
-    metrics.ended("finished", Timings(1, 0, 0, 2, 0, 0, 0, ttft_s=0.0))
-    metrics.ended("finished", Timings(1, 0, 0, 2, 0, 0, 0, ttft_s=3.0), tokens=1)
+    metrics.ended("finished", Timings(1, 0, 0, 2, 0, 0, 0, ttft_s=0.0, e2e_s=3))
+    metrics.ended("finished", Timings(1, 0, 0, 2, 0, 0, 0, ttft_s=3.0, e2e_s=3), tokens=1)
     text = generate_latest(metrics.registry).decode()
     counts = [f"baton_{name}_seconds_count {count}.0" for name, count in (("ttft", 1), ("generation", 1), ("e2e", 2))]
     assert all(line in text.splitlines() for line in counts), text
@@ -27,7 +27,7 @@ def test_metrics_have_the_names_that_dashboards_read():
     blocks = [BlockCounts(10, 4, 1, 2, 0, 3), BlockCounts(10, 10)]
     metrics.watch_blocks(lambda: {Role.PREFILL: [], Role.DECODE: blocks})
     metrics.watch_queue(lambda: 3, lambda: 70)
-    metrics.ended("finished", Timings(1, 0, 0, 2, 3, 0, 0, ttft_s=2.5))
+    metrics.ended("finished", Timings(1, 0, 0, 2, 3, 0, 0, ttft_s=2.5, e2e_s=6))
     metrics.ended("cancelled")
     metrics.refused(Overloaded("no", 1))
     metrics.recovery("preempted")

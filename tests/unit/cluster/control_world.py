@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from baton.clock import FakeClock
@@ -158,7 +158,7 @@ class World:
         ]
 
     def tell(self, **change) -> None:
-        self.said = self.said.model_copy(update=change | {"number": self.said.number + 1, "by": "operator"})
+        self.said = replace(self.said, **change, number=self.said.number + 1, by="operator")
 
     def slots(self) -> dict[str, Any]:
         return {slot.worker_id: slot for slot in self.report.slots}

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 
 from baton.cluster.autoscaler import Autoscaler
 from baton.config import ClusterConfig
+from baton.control_plane import Plan, pool_size
 from baton.core import BlockCounts, Incarnation, KVLayout, Load, Pace, Role, WorkerInfo, WorkerRef
-from baton.ledger.control_state import PoolSizes, RouterReport
+from baton.ledger.control_state import RouterReport
 from router.placement.demand import TypicalRequest, expected
 from router.placement.snapshot import BLANK, Facts, WorkerView
+from tests.support.plans import first_plan
 
 TICK_S = 0.05
 LOADS_S, TURNS_S = 4.0, 1.0
@@ -82,8 +84,8 @@ class Cluster:
 
     def __init__(self, config: ClusterConfig, seed: float) -> None:
         self.autoscaler = Autoscaler(config)
-        self.plan = PoolSizes(prefill=config.prefill.replicas, decode=config.decode.replicas)
-        self.plans: list[tuple[float, PoolSizes]] = []
+        self.plan = first_plan(config.prefill.replicas, config.decode.replicas)
+        self.plans: list[tuple[float, Plan]] = []
         self.outlook = ""
         self.most = 0  # workers at once
         self.now = 1000.0
@@ -94,7 +96,7 @@ class Cluster:
         self._queue: deque[Request] = deque()
         self.workers: list[Worker] = []
         for role in Role:
-            for _ in range(self.plan.of(role)):
+            for _ in range(pool_size(self.plan, role)):
                 self._add(role, 0.0)
 
     def run(self, seconds: float, rate: float, tokens: int = 1, output: int = 1) -> None:
@@ -178,15 +180,15 @@ class Cluster:
         count = {role: sum((one.role is role) is not one.turns and one.stays for one in self.workers) for role in Role}
         for worker in self.workers:
             role, other = worker.role, _other(worker.role)
-            if count[role] > self.plan.of(role) and not worker.leaves:
-                worker.leaves, worker.turns = True, count[other] < self.plan.of(other)
+            if count[role] > pool_size(self.plan, role) and not worker.leaves:
+                worker.leaves, worker.turns = True, count[other] < pool_size(self.plan, other)
                 count[role], count[other] = count[role] - 1, count[other] + worker.turns
         for worker in [one for one in self.workers if one.leaves and one.empty]:
             self.workers.remove(worker)
             if worker.turns:
                 self._add(_other(worker.role), TURNS_S)
         for role in Role:
-            for _ in range(self.plan.of(role) - count[role]):
+            for _ in range(pool_size(self.plan, role) - count[role]):
                 self._add(role, LOADS_S)
         self.most = max(self.most, len(self.workers))
 

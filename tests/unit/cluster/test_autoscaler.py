@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from baton.cluster.autoscaler import Autoscaler
 from baton.config import ClusterConfig
+from baton.control_plane import Plan, pool_size
 from baton.core import Role
-from baton.ledger.control_state import PoolSizes, RouterReport, WorkerDemand
+from baton.ledger.control_state import RouterReport, WorkerDemand
+from tests.support.plans import first_plan
 from tests.unit.cluster.scaling import Cluster
 
 UP_S, DOWN_S, SETTLE_S = 5.0, 60.0, 10.0
@@ -37,7 +41,7 @@ class Run:
 
     def __init__(self, prefill=2, decode=2, cluster=None, obeys=True):
         self.autoscaler = Autoscaler(cluster or config())
-        self.plan = PoolSizes(prefill=prefill, decode=decode)
+        self.plan = first_plan(prefill, decode)
         self.here = {Role.PREFILL: prefill, Role.DECODE: decode}
         self.now, self.outlook, self.obeys = 100.0, "", obeys
         self._busy_s = 0.0
@@ -61,7 +65,7 @@ class Run:
         new, self.outlook = self.autoscaler.look(self.plan, reports, here(self.here), self.now)
         if new is not None and self.obeys:
             self.plan = new
-            self.here = {role: new.of(role) for role in Role}
+            self.here = {role: pool_size(new, role) for role in Role}
         return new
 
     def until(self, within_s, *others, **fields):
@@ -234,7 +238,7 @@ def test_workers_that_never_come_do_not_hold_up_everything():
 def test_an_operators_plan_is_left_alone_for_a_while():
     run = Run().settled(**BUSY)
     assert run.until(UP_S - 1, **SLOW, **BUSY) is None
-    run.plan = PoolSizes(prefill=2, decode=5, number=7, by="operator", generation=3)
+    run.plan = first_plan(2, 5, number=7, by="operator", generation=3)
     run.here[Role.DECODE] = 5
     assert run.until(SETTLE_S + UP_S - 2, **SLOW, **BUSY) is None
     new = run.until(3, **SLOW, **BUSY)
@@ -269,6 +273,7 @@ def test_a_worker_that_begins_anew_is_not_busy_for_less_than_nothing():
     assert 25 < busy < 55
 
 
+ROW = TypeAdapter(Plan)
 numbers = st.floats(0, 1e6, allow_subnormal=False) | st.sampled_from([0.0, 0.9, 1.0])
 demands = st.builds(
     WorkerDemand,
@@ -298,18 +303,20 @@ def test_whatever_is_reported_sizes_stay_within_bounds_and_every_plan_has_a_reas
     prefill, decode, prefills, decodes, turn, looked
 ):
     cluster = config(prefill, decode, turn=turn, up_after_s=1.0, down_after_s=2.0, settle_s=1.0)
-    autoscaler, plan, now, changed = Autoscaler(cluster), PoolSizes(prefill=prefills, decode=decodes), 0.0, -1e9
+    autoscaler, plan, now, changed = Autoscaler(cluster), first_plan(prefills, decodes), 0.0, -1e9
     for seen, passed, comes in looked:
         now += passed
-        new, outlook = autoscaler.look(plan, seen, here({role: plan.of(role) if comes else 1 for role in Role}), now)
+        there = {role: pool_size(plan, role) if comes else 1 for role in Role}
+        new, outlook = autoscaler.look(plan, seen, here(there), now)
         assert bool(outlook) == bool(prefill or decode)
         if new is None:
             continue
-        assert PoolSizes.model_validate(new.model_dump()) == new
+        assert ROW.validate_python(asdict(new)) == new
         assert (new.number, new.by, bool(new.reason)) == (plan.number + 1, "autoscaler", True)
         assert (new.prefill, new.decode) != (plan.prefill, plan.decode)
         for role, allowed in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
-            assert allowed[0] <= new.of(role) <= allowed[1] if allowed else new.of(role) == plan.of(role)
+            size = pool_size(new, role)
+            assert allowed[0] <= size <= allowed[1] if allowed else size == pool_size(plan, role)
         assert new.reason.startswith("autoscale allows") or now - changed >= 1.0  # settle_s
         plan, changed = new, now
 

@@ -14,7 +14,8 @@ from baton.cluster.reconcile import MAX_IN_A_ROW, ROOM_S
 from baton.cluster.worker_supervisor import PAUSE_S
 from baton.core import Role
 from baton.errors import BatonError
-from baton.ledger.control_state import PoolSizes, RouterReport, WorkerCommand
+from baton.ledger.control_state import RouterReport, WorkerCommand
+from tests.support.plans import first_plan
 from tests.unit.cluster.control_world import LEASE_S, LOAD_S, WORK_S, World, again, begun, run, started
 
 
@@ -277,13 +278,13 @@ async def test_a_controller_that_starts_takes_over_what_runs(forgets):
 @pytest.mark.parametrize(("by", "sizes"), [("operator", (1, 3)), ("autoscaler", (1, 3)), ("file", (1, 1))])
 async def test_another_file_counts_unless_somebody_said_otherwise_since(by, sizes):
     world, _ = await started()
-    world.said = PoolSizes(prefill=1, decode=3, number=7, generation=2, by=by)
+    world.said = first_plan(1, 3, number=7, generation=2, by=by)
     second = await again(world, 20)
     assert (second.plan.prefill, second.plan.decode) == sizes
     assert second.plan.generation == 2
     assert world.said == second.plan
     anew = World()
-    anew.said = PoolSizes(prefill=1, decode=3, number=7, by=by)
+    anew.said = first_plan(1, 3, number=7, by=by)
     first = await begun(anew)
     assert (first.plan.decode, anew.said.number) == (1, 8), "where nothing runs, the file counts"
 
@@ -326,10 +327,10 @@ async def test_the_autoscaler_is_asked_each_second_and_its_plan_followed_when_no
     assert (plan.number, len(routers), len(workers)) == (0, 1, 2)
     assert all(later[3] - earlier[3] >= 1 for earlier, later in pairwise(asked))
     assert world.report.outlook == "all is well"
-    scaler.look.return_value = (PoolSizes(prefill=1, decode=2, reason="so much to do"), "")
+    scaler.look.return_value = (first_plan(1, 2, reason="so much to do"), "")
     await run(world, controller, 2)
     assert (world.said.number, world.said.by, world.said.reason) == (1, "autoscaler", "so much to do")
-    scaler.look.return_value = (PoolSizes(prefill=1, decode=3), "")
+    scaler.look.return_value = (first_plan(1, 3), "")
     await run(world, controller, 1)
     assert world.said.number == 1, "a worker starts"
     await run(world, controller, 1 + LOAD_S)

@@ -1,0 +1,11 @@
+"""Plans of a test, of which only the fields that matter are given."""
+
+from __future__ import annotations
+
+from baton.control_plane import Plan, PlanAuthor
+
+
+def first_plan(
+    prefill: int, decode: int, *, generation: int = 0, number: int = 0, by: PlanAuthor = "file", reason: str = ""
+) -> Plan:
+    return Plan(prefill, decode, generation, number, by, reason)
