@@ -13,13 +13,13 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from baton import __version__
-from baton.clock import FakeClock
 from baton.core import BlockCounts, Channel, Incarnation, KVLayout, Load, Role, WorkerInfo, WorkerRef
 from baton.errors import Overloaded
 from baton.metrics import Metrics
 from baton.metrics.base import LABELS, OF_METRIC, Values
 from baton.metrics.worker import Counts, Watched, WorkerMetrics
 from baton.stages import Timings
+from baton.testing import FakeClock
 from router.context import RouterSettings, build_context
 
 DOCS = Path(__file__).resolve().parent.parent / "docs/metrics.md"

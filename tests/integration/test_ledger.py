@@ -20,7 +20,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from baton.clock import FakeClock, SystemClock
+from baton.clock import SystemClock
 from baton.core import HandoffId, Incarnation, WorkerRef
 from baton.errors import LedgerError
 from baton.ledger import embedded_redis
@@ -28,6 +28,7 @@ from baton.ledger.embedded_redis import EmbeddedRedis, server_binary
 from baton.ledger.ownership import OwnershipLog, OwnershipRecord, OwnershipStore, OwnershipTable, RecordState, Write
 from baton.ledger.redis_client import Connection
 from baton.ledger.registry import Ledger
+from baton.testing import FakeClock
 from tests.support.redis_ledger import LONG_LEASE_S, PREFIXES, info_of, order, password_of, raw, registered
 from tests.support.time_factor import scaled
 from tests.support.waiting import until

@@ -13,13 +13,13 @@ import grpc
 import pytest
 from grpc import aio
 
-from baton.clock import FakeClock
 from baton.core import Role
 from baton.errors import BatonError, ConfigError, InvalidRequest
 from baton.rpc.v1 import admin_pb2, common_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.admin_pb2_grpc import AdminStub
 from baton.stages import Stage
+from baton.testing import FakeClock
 from router.context import RouterSettings, build_context
 from router.workers.stream import EventMailbox
 from tests.support.in_process_router import FakeWorker, InProcessCluster, at

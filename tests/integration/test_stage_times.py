@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from baton.clock import FakeClock
+from baton.testing import FakeClock
 from router.parsing.generate_request import parse
 from tests.support.in_process_router import FakeWorker
 from tests.support.waiting import until

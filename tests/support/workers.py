@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import torch
 
-from baton.clock import FakeClock
 from baton.core import HandoffId, Role, SequenceSpec, Token, WorkerInfo
 from baton.engine.engine import Engine
 from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.errors import InvalidRequest
+from baton.testing import FakeClock
 from baton.tokenizer import OracleTokenizer
 from baton.worker.service import not_taken
 from decode_workers.worker import DecodeWorker

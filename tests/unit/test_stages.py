@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from baton.clock import FakeClock
 from baton.stages import Stage, StageClock, Timings
+from baton.testing import FakeClock
 
 STEPS = st.lists(
     st.tuples(

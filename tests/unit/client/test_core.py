@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from baton.client._accumulator import Fold
 from baton.client._retry import RETRY_BASE_S, RETRY_CAP_S, Attempts, ClientBase
 from baton.client.types import Delta, Thought
-from baton.clock import FakeClock
 from baton.core import FinishReason, TokenLogprobs
 from baton.errors import BatonError, ConfigError, DeadlineExceeded, EngineFault, InvalidRequest, NoWorker, Overloaded
 from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import inference_pb2 as inference
+from baton.testing import FakeClock
 
 Event = inference.GenerateEvent
 

@@ -6,8 +6,8 @@ import pytest
 
 from baton import errors
 from baton.client._retry import Attempts, Recovery
-from baton.clock import FakeClock
 from baton.errors import BatonError, EngineFault, InvalidRequest, NoWorker, Overloaded, WorkerLost
+from baton.testing import FakeClock
 
 LOST = WorkerLost("lost")
 ANSWERS = [EngineFault("x"), Overloaded("x"), errors.DeadlineExceeded("x"), errors.Cancelled("x")]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from baton.clock import FakeClock
 from baton.cluster.backend_process import StartError
 from baton.cluster.controller import Controller
 from baton.cluster.interfaces import Seen
 from baton.config import ClusterConfig
 from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
 from baton.errors import BatonError, LedgerError
+from baton.testing import FakeClock
 
 LEASE_S = 9.0
 LOAD_S = 2.0

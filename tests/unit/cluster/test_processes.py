@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.clock import FakeClock
 from baton.cluster.backend_process import BACKOFF_S, Child, ProcessPlacement, ProcessSpec, StartError, stop_all, tail
 from baton.cluster.signals import SIGNALS, Stop, stop_on_signals
 from baton.cluster.state_dir import ClusterState, ProcessId, StateFolder, running_clusters
 from baton.core import Role
 from baton.errors import BatonError, Cancelled, ConfigError, LedgerError
+from baton.testing import FakeClock
 from tests.support.processes import READY, SILENT
 from tests.support.waiting import eventually
 

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.clock import FakeClock
 from baton.cluster import backend_ray
 from baton.cluster.backend_process import StartError
 from baton.cluster.backend_ray import ASK_S, SILENT_S, RayPlace, RayPlacement, connect, start_local
 from baton.config import config_from_json
 from baton.core import Role
 from baton.errors import Cancelled, ConfigError, NoWorker
+from baton.testing import FakeClock
 from tests.support.ray import ActorDiedError, FakeRay, RayTaskError
 
 CONFIG = """{"name": "test", "ray": {"node_labels": {"rack": "r1"}},

@@ -7,7 +7,6 @@ import threading
 
 import pytest
 
-from baton.clock import FakeClock
 from baton.cluster import controller_ray
 from baton.cluster.backend_process import StartError
 from baton.cluster.controller_local import LocalControl
@@ -28,6 +27,7 @@ from baton.cluster.controller_ray import (
 from baton.cluster.signals import Stop
 from baton.config import ClusterConfig
 from baton.errors import Cancelled, ConfigError, LedgerError, NoWorker
+from baton.testing import FakeClock
 from tests.support.ray import Actor, ActorDiedError, FakeRay, RayError
 
 LOCAL = ("embedded", "unix:///tmp/r.sock", "redis://:secret@127.0.0.1:6379", "rediss://localhost")

@@ -12,7 +12,6 @@ import psutil
 import pytest
 import yaml
 
-from baton.clock import FakeClock
 from baton.cluster import launcher
 from baton.cluster.backend_process import StartError
 from baton.cluster.launcher import Supervisor
@@ -23,6 +22,7 @@ from baton.config import ClusterConfig
 from baton.core import BlockCounts, Role
 from baton.errors import BatonError, Cancelled, LedgerError
 from baton.metrics import Metrics, MetricsServer
+from baton.testing import FakeClock
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.clock import FakeClock
 from baton.errors import BatonError, NoWorker
 from baton.metrics import Metrics
 from baton.rpc.v1 import common_pb2
+from baton.testing import FakeClock
 from router.openai.metrics import Visit
 
 

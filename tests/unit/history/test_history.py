@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from baton.clock import FakeClock
 from baton.core import HandoffId, Token
 from baton.engine.block_pool import BlockPool
 from baton.errors import ConfigError
 from baton.event_journal import OFF, History
+from baton.testing import FakeClock
 from tests.unit.history.good import TickingClock, taken
 from tools.history_events import read
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.clock import FakeClock
 from baton.core import Incarnation, WorkerRef
 from baton.errors import LedgerError
 from baton.ledger import prefix_directory
 from baton.ledger.prefix_directory import DONE, GAP, REFUSED, PrefixPublisher
 from baton.ledger.prefix_index import NAME_BYTES
 from baton.ledger.registry import Ledger
+from baton.testing import FakeClock
 from tests.support.redis_stub import StubConnection
 
 OWNER = WorkerRef("prefill-0", Incarnation(5, 1), "127.0.0.1:1")

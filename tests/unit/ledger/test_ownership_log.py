@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.clock import FakeClock
 from baton.core import HandoffId, Incarnation, WorkerRef
 from baton.errors import LedgerError
 from baton.ledger.ownership import OwnershipLog, OwnershipTable, RecordState
 from baton.ledger.registry import Ledger
+from baton.testing import FakeClock
 from tests.support.redis_stub import StubConnection
 
 Note = tuple[str, int, RecordState]

@@ -17,13 +17,13 @@ from baton.cli.app import app
 from baton.cli.profile_live import DECODED, LEAST_MODEL_LEN, TRIES, Live, one_size
 from baton.client import AsyncClient
 from baton.client.types import ClusterStatus, Model
-from baton.clock import FakeClock
 from baton.config import ClusterConfig
 from baton.core import Load, Pace, Role
 from baton.errors import ConfigError, NoWorker
 from baton.planner.fit import Gaps, Steps, seconds_of
 from baton.planner.live_fit import fitted
 from baton.planner.observations import AS_USUAL, BESIDE, Measured, Prompts, Seen, together, usual
+from baton.testing import FakeClock
 from tests.unit.plan.plan_support import cluster
 
 PAIR = (Role.DECODE, 100), (Role.DECODE, 100)  # that do both

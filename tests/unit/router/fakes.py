@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from baton.clock import FakeClock
 from baton.core import BlockCounts, Incarnation, KVLayout, Load, Pace, Role, WorkerInfo, WorkerRef
 from baton.engine.prefix_cache import BlockHashChain, scope_key
 from baton.ledger.prefix_index import NAME_BYTES, Change, Holder, PrefixIndex
+from baton.testing import FakeClock
 from router.context import RouterContext, RouterSettings, build_context
 from router.placement.fleet import Fleet
 from router.placement.policy import POLICIES

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from baton.clock import Clock, FakeClock
+from baton.clock import Clock
 from baton.errors import Overloaded
+from baton.testing import FakeClock
 from router.admission.admission import Admission, QueueLimits, ticket_for
 from tests.simulation.clock import VirtualLoop
 

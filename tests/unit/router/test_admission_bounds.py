@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from baton.clock import FakeClock
 from baton.errors import NoWorker, Overloaded
+from baton.testing import FakeClock
 from router.admission.drain_rate import DrainRate
 
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.clock import FakeClock
 from baton.core import Role, Sampling, SequenceSpec
 from baton.engine.prefix_cache import hashable_blocks
 from baton.errors import DeadlineExceeded, InvalidRequest, NoWorker, Overloaded
 from baton.ledger.prefix_index import PrefixIndex
+from baton.testing import FakeClock
 from router.admission.admission import Admission, QueueLimits
 from router.placement.policy import POLICIES, local_prefill_if_faster
 from router.workers.placement import Placement, Requirements

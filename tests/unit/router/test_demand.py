@@ -7,9 +7,9 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from baton.clock import FakeClock
 from baton.core import BlockCounts, Role
 from baton.errors import LedgerError
+from baton.testing import FakeClock
 from router.placement import demand
 from router.placement.policy import itl_s, ttft_s
 from router.workers.placement import NO_REQUIREMENTS

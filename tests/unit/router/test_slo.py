@@ -6,8 +6,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from baton.clock import FakeClock
 from baton.core import Token
+from baton.testing import FakeClock
 from router.observe.request_observer import ChoiceObserver, RequestObserver
 
 

@@ -11,10 +11,10 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from baton.clock import FakeClock
 from baton.core import Token
 from baton.errors import NoWorker, Overloaded
 from baton.rpc.v1 import inference_pb2 as pb
+from baton.testing import FakeClock
 from baton.tracing.trace import Ended, TraceContext
 from router.observe.activity import KEPT, ActivityRecorder, EventFeed, LastMinute
 from router.observe.request_observer import ChoiceObserver, RequestObserver

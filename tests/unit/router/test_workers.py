@@ -5,10 +5,10 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from baton.clock import FakeClock
 from baton.core import BlockCounts, Role, Sampling, SequenceSpec
 from baton.errors import LedgerError
 from baton.ledger.prefix_index import PrefixIndex
+from baton.testing import FakeClock
 from router.placement.policy import POLICIES
 from router.workers.placement import Requirements
 from router.workers.pool import PoolOptions

@@ -5,10 +5,10 @@ from unittest.mock import AsyncMock, Mock, call
 
 import pytest
 
-from baton.clock import FakeClock
 from baton.core import Role
 from baton.errors import EngineFault, LedgerError
 from baton.ledger.control_state import WorkerCommand
+from baton.testing import FakeClock
 from baton.worker.lifecycle import Beats, Lease
 from tests.simulation.clock import LoopClock, VirtualLoop
 from tests.support.sessions import D

@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 
-from baton.clock import FakeClock
 from baton.core import HandoffId, Load, Pace
 from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.step_result import StepResult
 from baton.errors import EngineFault
+from baton.testing import FakeClock
 from baton.worker.engine_loop import EngineLoop
 from tests.support.sessions import BLOCK, prefill, reserve
 from tests.support.time_factor import scaled

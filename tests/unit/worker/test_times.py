@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from baton.clock import FakeClock
 from baton.core import HandoffId, Sampling, Thought
 from baton.engine.determinism.shapes import FixedShapes
 from baton.errors import StaleAttempt
 from baton.rpc.convert import thoughts_from_pb
+from baton.testing import FakeClock
 from baton.worker.handoff_timing import DecodeTimes, span
 from baton.worker.service import Attempts
 from baton.worker.thought_log import Thoughts
