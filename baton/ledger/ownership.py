@@ -17,8 +17,7 @@ In Redis, each with a TTL:
     PREFIX:stream:NAME                the request id of the stream that its client calls NAME, if they differ
 The record decides: readers of the other two keys compare them with it.
 
-Read `OwnershipTable` first (the rules in memory), then `OwnershipStore` (the same rules in Redis) and `OwnershipLog` (a
-decode worker's background writer).
+`OwnershipStore` has these rules in a script, and `OwnershipLog` is a decode worker's background writer.
 """
 
 from __future__ import annotations
@@ -65,48 +64,6 @@ class OwnershipRecord:
     router_id: str
     updated_ms: int = 0
 
-    def owned_by(self, owner: WorkerRef) -> bool:
-        """Whether that incarnation of that worker wrote the record."""
-        return self.worker_id == owner.worker_id and self.incarnation == owner.incarnation
-
-
-class OwnershipTable:
-    """The rules of the store in memory, for tests and the simulator."""
-
-    def __init__(self) -> None:
-        self._records: dict[str, OwnershipRecord] = {}
-        self._places: dict[str, Incarnation] = {}
-
-    def register(self, owner: WorkerRef) -> bool:
-        """Take a place, as `Ledger.register`: the incarnation minted last gets it."""
-        mine, last = owner.incarnation, self._places.get(owner.worker_id)
-        if last is not None and (last.epoch, last.counter) > (mine.epoch, mine.counter):
-            return False
-        self._places[owner.worker_id] = mine
-        return True
-
-    def write(self, handoff: HandoffId, owner: WorkerRef, router_id: str, state: RecordState) -> bool:
-        """Write a record. Returns False, without a change, if rejected."""
-        if self._places.get(owner.worker_id, owner.incarnation) != owner.incarnation:
-            return False
-        now = self._records.get(handoff.request_id)
-        if now is None or now.handoff.attempt < handoff.attempt:
-            record = OwnershipRecord(handoff, state, owner.worker_id, owner.incarnation, router_id)
-        elif now.handoff == handoff and now.owned_by(owner) and now.state <= state:
-            record = replace(now, state=state)
-        else:
-            return False
-        self._records[handoff.request_id] = record
-        return True
-
-    def read(self, request_id: str) -> OwnershipRecord | None:
-        """Return the record, tombstones included."""
-        return self._records.get(request_id)
-
-    def expire(self, request_id: str) -> None:
-        """Remove a record, as Redis does at the end of its TTL."""
-        self._records.pop(request_id, None)
-
 
 # KEYS: record, place of the writer, its holds; optionally the stream. ARGV: attempt, state, worker id, incarnation,
 # router id, TTL ms: this state, TTL ms: a live record, request id, 1 if blocks are held in this state.
@@ -139,21 +96,6 @@ return 1
 _FOREIGN = -1
 _DECODED = (RecordState.COMMITTED, RecordState.RELEASED)
 _FIELDS = ("attempt", "state", "worker", "incarnation", "router", "updated")
-
-# KEYS: holds of a worker, grace. ARGV: prefix of records, worker id, incarnation, maximum count, fields of a record.
-# Returns pairs (request id, record), or the ms of grace left. Removes entries that the worker does not hold.
-_HOLDS = Script("""
-local wait = redis.call('PTTL', KEYS[2])
-if wait > 0 then return wait end
-local rows = {}
-for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, ARGV[4] - 1)) do
-  local row = redis.pcall('HMGET', ARGV[1] .. id, unpack(ARGV, 5))
-  if row.err or row[3] ~= ARGV[2] or row[4] ~= ARGV[3] then redis.call('ZREM', KEYS[1], id)
-  else rows[#rows + 1] = {id, row} end
-end
-return rows
-""")
-MOST_RECORDS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,13 +140,11 @@ class OwnershipStore:
         ttl_ms = self._live_ms if held else self._released_ms
         who = (owner.worker_id, str(owner.incarnation), write.router_id)
         request_id, attempt = write.handoff.request_id, write.handoff.attempt
-        keys = [key("req", request_id), key("place", owner.worker_id), self._holds(owner.worker_id, owner.incarnation)]
+        held_by = key("holds", owner.worker_id, str(owner.incarnation))
+        keys = [key("req", request_id), key("place", owner.worker_id), held_by]
         if write.stream not in {"", request_id}:
             keys.append(key("stream", write.stream))
         return keys, (attempt, int(write.state), *who, ttl_ms, self._live_ms, request_id, int(held))
-
-    def _holds(self, worker_id: str, incarnation: Incarnation) -> str:
-        return self._connection.key("holds", worker_id, str(incarnation))
 
     async def read(self, request_id: str) -> OwnershipRecord | None:
         """Return the record, tombstones included. None if missing or damaged (logged). Raises LedgerError."""
@@ -216,20 +156,6 @@ class OwnershipStore:
         found = await self._connection.call("GET", self._connection.key("stream", stream))
         record = await self.read(found.decode(errors="replace") if isinstance(found, bytes) else stream)
         return record if record is not None and record.state in _DECODED else None
-
-    async def records_of(
-        self, worker_id: str, incarnation: Incarnation, most: int = MOST_RECORDS
-    ) -> list[OwnershipRecord]:
-        """Return the records that this incarnation holds, at most `most`, oldest write first. One round trip, for
-        arbiters. Raises LedgerError also during the store's grace, when records may be missing.
-        """
-        key = self._connection.key
-        args = (key("req", ""), worker_id, str(incarnation), most, *_FIELDS)
-        answer = await self._connection.run(_HOLDS, (self._holds(worker_id, incarnation), key("grace")), args)
-        if not isinstance(answer, list):
-            raise LedgerError(f"the ledger lost its data: try again in {answer} ms, when workers have registered again")
-        rows = (_parse_or_log(request_id.decode(errors="replace"), row) for request_id, row in answer)
-        return [record for record in rows if record is not None]
 
 
 def _parse_or_log(request_id: str, row: object) -> OwnershipRecord | None:
@@ -253,7 +179,7 @@ def _parse(request_id: str, row: list[object]) -> OwnershipRecord:
     )
 
 
-__all__ = ["LogCounters", "OwnershipLog", "OwnershipRecord", "OwnershipStore", "OwnershipTable", "RecordState", "Write"]
+__all__ = ["LogCounters", "OwnershipLog", "OwnershipRecord", "OwnershipStore", "RecordState", "Write"]
 
 
 BATCH = 128

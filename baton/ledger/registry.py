@@ -12,8 +12,8 @@ gets it. Each script is one decision in one round trip and returns {epoch, ...}.
 **Data loss.** Every call sends the highest incarnation that its process has seen. If the store has a lower one (it is
 empty, or an older copy), the script begins the next epoch. That epoch exceeds all known epochs and both clocks in
 microseconds; scripts are atomic, so it begins once. A process that sees a new epoch writes its data again (`follow`).
-During the grace, a mint waits if its place has not registered again, and `OwnershipStore.records_of` raises. First all
-live workers register again, so that later incarnations exceed theirs.
+During the grace, records may be missing, and a mint waits if its place has not registered again. First all live workers
+register again, so that later incarnations exceed theirs.
 
 **A first store** looks like one that lost everything, until a process calls that has seen a higher incarnation. In a
 store without an epoch, a process that has seen none mints immediately, because a new cluster must not wait. If data was

@@ -25,10 +25,11 @@ from baton.core import HandoffId, Incarnation, WorkerRef
 from baton.errors import LedgerError
 from baton.ledger import embedded_redis
 from baton.ledger.embedded_redis import EmbeddedRedis, server_binary
-from baton.ledger.ownership import OwnershipLog, OwnershipRecord, OwnershipStore, OwnershipTable, RecordState, Write
+from baton.ledger.ownership import OwnershipLog, OwnershipRecord, OwnershipStore, RecordState, Write
 from baton.ledger.redis_client import Connection
 from baton.ledger.registry import Ledger
 from baton.testing import FakeClock
+from tests.support.ownership_records import OwnershipTable, owned_by
 from tests.support.redis_ledger import LONG_LEASE_S, PREFIXES, info_of, order, password_of, raw, registered
 from tests.support.time_factor import scaled
 from tests.support.waiting import until
@@ -241,7 +242,7 @@ async def test_a_record_says_who_where_and_when(ledger):
     assert await store.write(HandoffId("r", 3), info.ref, "router-b", COMMITTED)
     record = await read(store, "r")
     assert (record.handoff, record.state, record.router_id) == (HandoffId("r", 3), COMMITTED, "router-a")
-    assert record.owned_by(info.ref)
+    assert owned_by(record, info.ref)
     assert abs(record.updated_ms / 1000 - time.time()) < 60
 
 

@@ -20,6 +20,7 @@ from baton.ledger.prefix_directory import PrefixPublisher
 from baton.ledger.registry import Ledger
 from baton.worker.lifecycle import Lease
 from tests.support import redis_ledger as support
+from tests.support.ownership_records import owned_by, records_of
 from tests.support.redis_ledger import LONG_LEASE_S, info_of, order, raw, registered
 
 RESERVED, PREPARED, COMMITTED, ABORTED, RELEASED = RecordState
@@ -180,7 +181,7 @@ async def test_records_and_blocks_of_the_living_are_back_after_a_kill(tmp_path):
             await writer.flush()
         found = {request: await store.read(request) for request in (*live, "released")}
         assert found.pop("released") is None
-        assert {r: record and (record.state, record.owned_by(info.ref)) for r, record in found.items()} == {
+        assert {r: record and (record.state, owned_by(record, info.ref)) for r, record in found.items()} == {
             request: (state, True) for request, state in live.items()
         }
         names = raw(server).hkeys("baton:x:blocks:decode-0")
@@ -195,8 +196,8 @@ async def test_records_of_a_worker_are_those_that_it_holds_now(ledger, server):
     store = OwnershipStore(ledger.connection)
 
     async def held(info) -> dict[str, RecordState]:
-        records = await store.records_of(info.ref.worker_id, info.ref.incarnation)
-        assert all(record.owned_by(info.ref) for record in records)
+        records = await records_of(ledger.connection, info.ref)
+        assert all(owned_by(record, info.ref) for record in records)
         return {record.handoff.request_id: record.state for record in records}
 
     assert await held(one) == {}
@@ -207,7 +208,7 @@ async def test_records_of_a_worker_are_those_that_it_holds_now(ledger, server):
     assert await store.write(HandoffId("c", 2), other.ref, "router", RESERVED)  # the next attempt is elsewhere
     assert await held(one) == {"a": COMMITTED, "d": RESERVED}
     assert await held(other) == {"c": RESERVED}
-    assert len(await store.records_of("decode-0", one.ref.incarnation, most=1)) == 1
+    assert len(await records_of(ledger.connection, one.ref, most=1)) == 1
     raw(server).delete(ledger.connection.key("req", "d"))  # as if it had expired
     assert await held(one) == {"a": COMMITTED}
     assert raw(server).zrange(ledger.connection.key("holds", "decode-0", str(one.ref.incarnation)), 0, -1) == [b"a"]
@@ -218,13 +219,12 @@ async def test_records_of_a_worker_are_those_that_it_holds_now(ledger, server):
 
 async def test_nobody_is_told_what_a_worker_holds_while_the_grace_lasts(ledger, server):
     info = await registered(ledger)
-    store = OwnershipStore(ledger.connection)
     wipe(server, ledger)
     assert await ledger.register(info)
     with pytest.raises(LedgerError, match="try again in"):
-        await store.records_of("decode-0", info.ref.incarnation)
+        await records_of(ledger.connection, info.ref)
     raw(server).delete(ledger.connection.key("grace"))
-    assert await store.records_of("decode-0", info.ref.incarnation) == []
+    assert await records_of(ledger.connection, info.ref) == []
 
 
 async def test_what_a_worker_holds_does_not_grow_with_what_expired(ledger, server):

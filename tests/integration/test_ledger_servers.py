@@ -23,6 +23,7 @@ from baton.ledger.prefix_directory import PrefixPublisher, PrefixReplica
 from baton.ledger.redis_client import COMMANDS, Connection
 from baton.ledger.registry import Ledger
 from tests.support import redis_ledger as support
+from tests.support.ownership_records import records_of
 from tests.support.redis_ledger import info_of, password_of, raw, registered
 from tests.support.waiting import until
 
@@ -86,7 +87,7 @@ async def everything(url: str, prefix: str) -> None:
     await told()
     await until(seen)
     assert (await router.mint("prefill-0")).epoch > info.ref.incarnation.epoch  # after the grace
-    held = await store.records_of("decode-0", info.ref.incarnation)
+    held = await records_of(worker.connection, info.ref)
     assert [(record.handoff, record.state) for record in held] == [(HandoffId("live", 1), RecordState.COMMITTED)]
     following.cancel()
     await asyncio.wait([following])
@@ -123,7 +124,7 @@ async def test_with_a_user_limited_to_the_prefix_and_the_listed_commands(server)
         foreign.register(info),
         foreign.workers(),
         store.write(HandoffId("r", 1), info.ref, "router", RecordState.RESERVED),
-        store.records_of("decode-0", info.ref.incarnation),
+        records_of(foreign.connection, info.ref),
         PrefixReplica(foreign.connection).compare(),
         foreign.connection.call("FLUSHALL"),
         foreign.connection.call("KEYS", "*"),

@@ -6,7 +6,8 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from baton.errors import LedgerError
-from baton.ledger.ownership import OwnershipRecord, OwnershipTable, RecordState
+from baton.ledger.ownership import OwnershipRecord, RecordState
+from tests.support.ownership_records import OwnershipTable
 
 if TYPE_CHECKING:
     from baton.core import HandoffId, WorkerInfo, WorkerRef

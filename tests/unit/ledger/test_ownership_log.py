@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from baton.core import HandoffId, Incarnation, WorkerRef
 from baton.errors import LedgerError
-from baton.ledger.ownership import OwnershipLog, OwnershipTable, RecordState
+from baton.ledger.ownership import OwnershipLog, RecordState
 from baton.ledger.registry import Ledger
 from baton.testing import FakeClock
+from tests.support.ownership_records import OwnershipTable
 from tests.support.redis_stub import StubConnection
 
 Note = tuple[str, int, RecordState]

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core import HandoffId, Incarnation, WorkerRef
-from baton.ledger.ownership import OwnershipRecord, OwnershipTable, RecordState
+from baton.ledger.ownership import OwnershipRecord, RecordState
+from tests.support.ownership_records import OwnershipTable
 
 RESERVED, PREPARED, COMMITTED, ABORTED, RELEASED = RecordState
 
