@@ -54,7 +54,6 @@ class WorkerDemand(_Record):
     used: Number = 0.0  # share of its KV blocks that is owned or reserved, 0 to 1
     reserved: Number = 0.0  # part of `used`, for prompts that other workers compute
     step_s: Number = 0.0  # decode: duration of a step at the current load, which is its ITL; 0 means unknown
-    backlog_s: Number = 0.0  # prefill: wait of a new prompt; 0 means none or unknown
     busy_s: Number = 0.0  # prefill: time in steps since its process began
 
 

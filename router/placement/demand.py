@@ -139,6 +139,5 @@ def _worker(view: WorkerView, at: Facts[float]) -> WorkerDemand:
         used=(load.blocks.owned + load.blocks.reserved) / total,
         reserved=load.blocks.reserved / total,
         step_s=0.0 if prefills or not at.requests else _step_s(at, 0, 0.0),
-        backlog_s=_backlog_s(at) if prefills else 0.0,
         busy_s=load.prefill_pace.seconds if prefills else 0.0,
     )
