@@ -1,7 +1,5 @@
 """Stand-ins for tests, without imports."""
 
-from __future__ import annotations
-
 
 class FakeClock:
     """A clock that moves only by `advance`; monotonic and wall time are equal."""

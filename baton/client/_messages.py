@@ -92,14 +92,10 @@ def cluster_status(reply: admin.StatusReply) -> ClusterStatus:
 
 
 def _control(message: admin.Control) -> Control:
-    return Control(
-        plan=Plan(**values(message.plan)),
-        age_s=message.age_s,
-        slots=tuple(Slot(**values(slot)) for slot in message.slots),
-        decisions=tuple(Decision(**values(decision)) for decision in message.decisions),
-        host=message.host,
-        outlook=message.outlook,
-    )
+    slots = tuple(Slot(**values(slot)) for slot in message.slots)
+    decisions = tuple(Decision(**values(decision)) for decision in message.decisions)
+    plan = Plan(**values(message.plan))
+    return Control(plan, message.age_s, slots, decisions, message.host, message.outlook)
 
 
 def values(message: Message) -> dict[str, Any]:

@@ -48,14 +48,7 @@ class WorkerState:
     @property
     def slot(self) -> Slot:
         """The worker's entry in the controller's report."""
-        return Slot(
-            worker_id=self.worker_id,
-            role=self.role,
-            state=self.state,
-            generation=self.generation,
-            restarts=self.restarts,
-            note=self.note,
-        )
+        return Slot(self.worker_id, self.role, self.state, self.generation, self.restarts, self.note)
 
     def look(self, seen: Seen | None, info: WorkerInfo | None, now: float) -> None:
         """Update the observed state. A lease without a ready process belongs to the previous process and is ignored."""

@@ -118,7 +118,7 @@ class Cluster:
         if arrival.total_tokens > self._longest:
             self.ended(life, "refused")
         else:
-            life.begin()
+            life.seek()
         self._next(arrivals)
 
     def _beat(self) -> None:

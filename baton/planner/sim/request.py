@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from baton.core import HandoffId, Role, Sampling, SequenceSpec, WorkerInfo
@@ -40,13 +41,13 @@ class SimLink(WorkerStream):
         self.retired = False
 
 
+@dataclass(slots=True, eq=False)
 class AskedWish:
     """Requirements, and the request's block hashes in the directory."""
 
-    __slots__ = ("block_tokens", "names", "requirements")
-
-    def __init__(self, requirements: Requirements, names: Sequence[bytes], block_tokens: int) -> None:
-        self.requirements, self.names, self.block_tokens = requirements, names, block_tokens
+    requirements: Requirements
+    names: Sequence[bytes]
+    block_tokens: int
 
 
 class PrefillSide(Protocol):
@@ -282,10 +283,6 @@ class Life:
             self.gaps.append((now - self._last_at, 1))
         self.delivered, self._last_at = tokens, now
 
-    def begin(self) -> None:
-        """Enter the queue."""
-        self._seek()
-
     def over(self, attempt: Attempt, reason: str) -> None:
         """End an attempt and choose the next action."""
         if attempt.sent:
@@ -304,11 +301,11 @@ class Life:
             return
         self._cluster.tally.recoveries[reason] += 1
         if self.delivered < self.tokens:
-            self._seek()
+            self.seek()
         else:
             self._end("completed")
 
-    def _seek(self) -> None:
+    def seek(self) -> None:
         """Look for a pair of workers. Usually one is free immediately, so no task is needed."""
         if self._since is None:
             self._since = self.kernel.now
