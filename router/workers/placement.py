@@ -66,7 +66,6 @@ class Placement:
     ) -> None:
         self.prefill = prefill
         self.decode = decode
-        self.predicted_ttft_s: float | None = None  # from the choice to the first token; None if unknown
         self.on_first: Callable[[], None] = lambda: None
         self._on_change = on_change
         self._on_release = on_release

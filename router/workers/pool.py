@@ -126,9 +126,8 @@ class WorkerPool:
         return self._predict(placement, pair.ttft_s if kept is None else 0.0)
 
     def _predict(self, placement: Placement, ttft_s: float) -> Placement:
-        """Store the predicted TTFT in seconds, unless it is 0, which means unknown."""
+        """Compare the predicted TTFT in seconds with the real one later, unless it is 0, which means unknown."""
         if ttft_s:
-            placement.predicted_ttft_s = ttft_s
             placement.on_first = partial(self._compare, ttft_s, self._clock.monotonic())
         return placement
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 from baton.core import BlockCounts, Incarnation, KVLayout, Load, Pace, Role, WorkerInfo, WorkerRef
@@ -14,6 +15,7 @@ from router.context import RouterContext, RouterSettings, build_context
 from router.placement.fleet import Fleet
 from router.placement.policy import POLICIES
 from router.placement.snapshot import BLANK, WorkerView
+from router.workers.placement import Placement
 from router.workers.pool import WorkerPool
 from router.workers.stream import WorkerStream
 
@@ -22,6 +24,11 @@ BUSY = BLANK._replace(  # a decode worker with work of all kinds
     queued_s=0.0002, prompt_step_s=0.002, prompt_token_s=0.0001, prompt_context_s=1e-7,
 )  # fmt: skip
 LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+
+
+def predicted_ttft_s(placement: Placement) -> float | None:
+    """The prediction that is compared with the first token. None: nothing is."""
+    return placement.on_first.args[0] if isinstance(placement.on_first, partial) else None
 
 
 @dataclass(eq=False)

@@ -131,7 +131,7 @@ def test_one_worker_does_it_all_though_another_could_prefill():
     placements = [pool.place(100), pool.place(100)]
     assert {placement.decode.info.ref.worker_id for placement in placements} == {"a", "b"}
     assert [placement.prefill for placement in placements] == [None, None]
-    assert all(placement.predicted_ttft_s for placement in placements)
+    assert all(fakes.predicted_ttft_s(placement) for placement in placements)
     assert [link.view.prefill_backlog for link in pool.links if link.info.role is Role.DECODE] == [100, 100]
     assert [pool.note(link) for link in floor_of(worker("a")).pool.links] == [""]
     assert floor_of(worker("a")).pool.can_serve()

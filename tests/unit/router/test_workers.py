@@ -91,12 +91,12 @@ def test_a_prediction_is_compared_with_what_came():
     options = PoolOptions(on_predicted=(off := list[float]()).append)
     pool = workers(1, policy="predicted", clock=clock, options=options)
     unknown = pool.place(100)
-    assert unknown.predicted_ttft_s is None
+    assert fakes.predicted_ttft_s(unknown) is None
     unknown.computed()
     unknown.release()
     say(pool, "prefill-0", report={"step": 9, "prefill_pace": fakes.pace(1000, 100, 5050, 0.0, 0.001)})
     placement = pool.place(100)
-    assert placement.predicted_ttft_s == pytest.approx(0.1, rel=0.01)
+    assert fakes.predicted_ttft_s(placement) == pytest.approx(0.1, rel=0.01)
     clock.advance(0.35)
     placement.computed()
     placement.computed()
@@ -104,7 +104,8 @@ def test_a_prediction_is_compared_with_what_came():
     assert off == pytest.approx([0.25], abs=0.01)
     pool.place(100).release()
     assert len(off) == 1, "no first token came"
-    assert pool.place(100, Requirements(named(pool, "prefill-0"))).predicted_ttft_s is None, "its KV is there already"
+    kept = pool.place(100, Requirements(named(pool, "prefill-0")))
+    assert fakes.predicted_ttft_s(kept) is None, "its KV is there already"
 
 
 def test_a_worker_that_comes_back_is_counted_from_nothing(pool):
@@ -129,7 +130,9 @@ def test_a_decode_worker_is_asked_alone_where_that_is_sooner_and_allowed():
     placement = pool.place(100)
     assert (placement.prefill, placement.decode.info.ref.worker_id) == (None, "decode-0")
     assert named(pool, "decode-0").view.queued_tokens == 100
-    pool._clock.advance(placement.predicted_ttft_s + 0.5)
+    predicted_s = fakes.predicted_ttft_s(placement)
+    assert predicted_s
+    pool._clock.advance(predicted_s + 0.5)
     placement.prefill_done()  # its first token is here
     assert off == pytest.approx([0.5])
     placement.release()
