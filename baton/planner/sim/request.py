@@ -106,13 +106,7 @@ class Attempt:
     )  # fmt: skip
 
     def __init__(
-        self,
-        life: Life,
-        placement: Placement,
-        prefill: PrefillSide | None,
-        decode: DecodeSide,
-        known: int,
-        before: int,
+        self, life: Life, placement: Placement, prefill: PrefillSide | None, decode: DecodeSide, known: int, before: int
     ) -> None:
         self.life, self._placement, self._kernel = life, placement, life.kernel
         self.prefill, self.decode = prefill, decode
