@@ -240,7 +240,7 @@ def test_an_engine_without_room_stalls_until_there_is_some(backend):
     engine.submit(key_of(), spec_of((1,), max_tokens=1))
     assert engine.step().computed == 0
     assert engine.has_work()
-    with pytest.raises(EngineFault, match="no room"):
+    with pytest.raises(EngineFault, match="block pool is full"):
         generate(engine, spec_of((1,)))
     taken.release()
     assert engine.step().computed == 1
