@@ -33,7 +33,7 @@ def test_pools_follow_the_load_and_say_why(home):
         assert set(load.outcomes) <= {"whole", "left"}
         control = cluster.status()["control"]
         said = [one["text"] for one in control["decisions"] if one["kind"] == "plan"]
-        assert any("to be decode (1 to 2): " in text or "decode 1 to 2: " in text for text in said), said
+        assert any("prefill to decode (1 to 2): " in text or "decode 1 to 2: " in text for text in said), said
         assert "decode" in control["outlook"]
         eventually(lambda: sizes(cluster) == ((1, 1), (1, 1)), within_s=60, every_s=0.3)
         shown = home.baton("status", "--name", cluster.name, check=True).stdout

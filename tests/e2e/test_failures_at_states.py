@@ -56,7 +56,7 @@ def under_load(home, folder, seed, *sets):
             load.settle(answers=8)
         until("all is let go", lambda: cluster.nothing_is_held(4))
         said = home.baton("status", "--census", "--name", cluster.name, check=True).stdout
-        assert said.count("held: by nobody") == 4, said
+        assert said.count("held: no handoff") == 4, said
     report = check([folder])
     assert [str(violation) for violation in report.violations] == []
 

@@ -40,7 +40,7 @@ def test_a_history_under_load_and_kills_is_as_it_should_be(home, tmp_path):
             cluster.wait_replaced(name, pid)
             eventually(lambda: len(cluster.connected()) == 4)
         said = cluster.home.baton("status", "--census", "--name", cluster.name, check=True).stdout
-        assert said.count("held: by nobody") == 4
+        assert said.count("held: no handoff") == 4
     report = check([folder])
     assert [str(violation) for violation in report.violations] == []
     assert report.outcomes["accepted"] >= AT_LEAST

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import graphlib
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,3 +55,15 @@ def test_each_part_belongs_to_a_layer():
         path.stem for path in (ROOT / "baton").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
     }
     assert {f"baton.{part}" for part in parts - {"__init__", "__main__"}} <= names
+
+
+def test_no_modules_import_each_other_in_a_ring():
+    """Neither at run time nor for types only: then each module can be read before those that import it."""
+    packages = "baton", "router", "prefill_workers", "decode_workers", "kvtransfer"
+    graph = grimp.build_graph(*packages, exclude_type_checking_imports=False, cache_dir=None)
+    imported = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert len(imported) > 200
+    try:
+        graphlib.TopologicalSorter(imported).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
