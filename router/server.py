@@ -51,9 +51,9 @@ async def look(context: RouterContext, board: ControlState | None) -> None:
         async with asyncio.timeout(_WITHIN_S):
             report = await board.control()
         if report is None:
-            context.sinks.metrics.control.nobody()
+            context.sinks.metrics.control.clear()
             return
-        context.sinks.metrics.control.said(
+        context.sinks.metrics.control.update(
             {role.value: pool_size(report.plan, role) for role in Role},
             [(slot.role, slot.state, slot.restarts) for slot in report.slots],
             [(decision.at, decision.kind) for decision in report.decisions],

@@ -62,7 +62,7 @@ def router_registry() -> CollectorRegistry:
 
     metrics = build_context(RouterSettings("one", "m", __version__), nobody, FakeClock()).sinks.metrics
     _happen(metrics)
-    metrics.control.said({"decode": 1}, [("decode", "ready", 0)], [(1.0, "start")])
+    metrics.control.update({"decode": 1}, [("decode", "ready", 0)], [(1.0, "start")])
     return metrics.registry
 
 

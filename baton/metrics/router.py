@@ -45,11 +45,11 @@ class Controlled:
         self._decided: Counts[str] = Counts(dict.fromkeys(DECISIONS, 0))
         self._seen: float | None = None  # time of the last decision
 
-    def nobody(self) -> None:
+    def clear(self) -> None:
         """Clear the state, because no controller is there."""
         self._planned, self._slots = {}, ()
 
-    def said(
+    def update(
         self,
         planned: Mapping[str, int],
         slots: Sequence[tuple[str, str, int]],

@@ -21,7 +21,7 @@ class Need(enum.Enum):
     NOTHING = "nothing"
     TOKEN = "any token"
     ADMIN = "an admin's token"
-    NOBODY = "what nobody has"
+    NEVER = "no token suffices"
 
 
 _REFLECTION = "ServerReflection/ServerReflectionInfo"
@@ -41,16 +41,16 @@ RULES: Mapping[str, Need] = {
     "/baton.v1.Admin/Trace": Need.ADMIN,
     "/grpc.health.v1.Health/Check": Need.NOTHING,  # load balancers have no token
     "/grpc.health.v1.Health/Watch": Need.NOTHING,
-    "/grpc.health.v1.Health/List": Need.NOBODY,  # the library does not have this method yet, and logs a traceback
+    "/grpc.health.v1.Health/List": Need.NEVER,  # the library does not have this method yet, and logs a traceback
     f"/grpc.reflection.v1alpha.{_REFLECTION}": Need.TOKEN,
 }
 
 
 def check(method: str, grant: Grant) -> None:
     """Raise PermissionDenied if `grant` does not allow `method`."""
-    need = RULES.get(method, Need.NOBODY)
-    if need is Need.NOBODY:
-        raise PermissionDenied(f"{method}: nobody may call this")
+    need = RULES.get(method, Need.NEVER)
+    if need is Need.NEVER:
+        raise PermissionDenied(f"{method}: no caller may use this method")
     if need is Need.ADMIN and grant.right is not Right.ADMIN:
         raise PermissionDenied(f"{method}: needs an admin's token")
 

@@ -88,7 +88,7 @@ EXPECTED = {  # by what the rule asks for: none, wrong, a user's, an admin's tok
     "nothing": (None, None, None, None),
     "any token": (C.UNAUTHENTICATED, C.UNAUTHENTICATED, None, None),
     "an admin's token": (C.UNAUTHENTICATED, C.UNAUTHENTICATED, C.PERMISSION_DENIED, None),
-    "what nobody has": (C.UNAUTHENTICATED, C.UNAUTHENTICATED, C.PERMISSION_DENIED, C.PERMISSION_DENIED),
+    "no token suffices": (C.UNAUTHENTICATED, C.UNAUTHENTICATED, C.PERMISSION_DENIED, C.PERMISSION_DENIED),
 }
 
 

@@ -231,7 +231,7 @@ class SimLink(SendChannel):
 
 
 async def _until(queue: SendQueue, ready: Callable[[], Any], within_s: float | None) -> None:
-    """What the queue would wait for: after this, its own waiting returns or raises at once."""
+    """Wait for the change that the queue waits for; its own waiting then returns or raises immediately."""
     clock, express = asyncio.get_running_loop().time, cast("SimExpress | None", queue.changes.express)
     due = None if within_s is None else clock() + within_s
 

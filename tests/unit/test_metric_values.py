@@ -61,16 +61,16 @@ def test_vllm_names_repeat_what_requests_were():
 def test_control_is_said_and_counted_once():
     metrics = Metrics("one", "1")
     slots = [("decode", "ready", 2), ("decode", "starting", 1)]
-    metrics.control.said({"prefill": 1, "decode": 2}, slots, [(1.0, "plan")])
+    metrics.control.update({"prefill": 1, "decode": 2}, slots, [(1.0, "plan")])
     for _ in range(2):
-        metrics.control.said({"prefill": 1, "decode": 2}, slots, [(1.0, "plan"), (2.0, "start"), (3.0, "start")])
+        metrics.control.update({"prefill": 1, "decode": 2}, slots, [(1.0, "plan"), (2.0, "start"), (3.0, "start")])
     assert value(metrics.registry, "baton_slots", role="decode", state="ready") == 1
     assert value(metrics.registry, "baton_slots", role="prefill", state="ready") == 0
     assert value(metrics.registry, "baton_slot_restarts", role="decode") == 3
     assert value(metrics.registry, "baton_planned_workers", role="decode") == 2
     assert value(metrics.registry, "baton_decisions_total", kind="start") == 2
     assert value(metrics.registry, "baton_decisions_total", kind="plan") == 0, "it was decided before this router was"
-    metrics.control.nobody()
+    metrics.control.clear()
     assert value(metrics.registry, "baton_planned_workers", role="decode") is None
 
 
