@@ -9,10 +9,11 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import structlog
 
@@ -49,7 +50,7 @@ def configure_logging(level: str = "info", form: str = "auto", process: str = ""
     structlog.configure(
         processors=[*begin, *end],
         wrapper_class=structlog.make_filtering_bound_logger(lowest),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=partial(LineWriter, sys.stderr),
     )
     _take_libraries(begin, end, max(logging.WARNING, LEVELS[level.upper()]))
     sys.excepthook = _process_failed
@@ -59,12 +60,26 @@ def configure_logging(level: str = "info", form: str = "auto", process: str = ""
 def log_to_stderr_by_default() -> None:
     """Log to stderr until `configure_logging` runs: stdout belongs to the program that imports Baton as a library."""
     if not structlog.is_configured():
-        structlog.configure(logger_factory=_to_stderr)
+        # A new writer per line, because a program may replace `sys.stderr` later.
+        structlog.configure(logger_factory=lambda *_: LineWriter(sys.stderr))
 
 
-def _to_stderr(*_: object) -> structlog.PrintLogger:
-    """Return a new logger per line, because a program may replace `sys.stderr` later."""
-    return structlog.PrintLogger(sys.stderr)
+class LineWriter:
+    """The logger that structlog calls with each rendered line. A line that cannot be written is dropped.
+
+    A log line must not end what it reports on: on a full disk or a closed pipe the request goes on.
+    """
+
+    def __init__(self, file: TextIO, *_: object) -> None:
+        self._file = file
+
+    def msg(self, line: str) -> None:
+        """Write one line in one call and flush it."""
+        with suppress(OSError):
+            self._file.write(f"{line}\n")
+            self._file.flush()
+
+    debug = info = warning = error = critical = exception = msg
 
 
 def _named(process: str, _: WrappedLogger, __: str, event: EventDict) -> EventDict:

@@ -93,3 +93,36 @@ def test_a_copy_has_more_than_stderr(tmp_path, folder):
         kept = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         assert kept[1:] == shown
         assert kept[0]["event"] == "committed"
+
+
+NO_LINE_FAILS = """
+import io, logging, os, sys
+import structlog
+from baton.logs import configure_logging, log_to_stderr_by_default
+if sys.argv[1] == "closed pipe":
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 2)
+if sys.argv[2] == "default":
+    log_to_stderr_by_default()
+else:
+    configure_logging("info", sys.argv[2])
+for number in range(3000):  # more than every buffer between here and the file holds
+    structlog.get_logger().warning("disk_full", number=number)
+    logging.getLogger("some.library").warning("disk full %d", number)
+print("went on")
+"""
+
+
+@pytest.mark.parametrize("form", ["json", "console", "default"])
+@pytest.mark.parametrize("stderr", ["full disk", "closed pipe"])
+def test_a_line_that_cannot_be_written_is_dropped(stderr, form):
+    with Path("/dev/full").open("w") as full:  # each write to it fails with ENOSPC
+        done = subprocess.run(
+            [sys.executable, "-c", NO_LINE_FAILS, stderr, form],
+            stdout=subprocess.PIPE,
+            stderr=full,
+            text=True,
+            check=False,
+        )
+    assert done.stdout == "went on\n"
