@@ -62,6 +62,7 @@ fmt: $(SETUP)  ## format the code, apply safe fixes, generate the blocking clien
 	@$(BIN)/python -m tools.gen_schema
 	@$(BIN)/python -m tools.helm_docs
 	@$(BIN)/python -m tools.metric_docs
+	@$(BIN)/python -m tools.reference
 	@$(BIN)/ruff check -q --fix-only $(CODE)
 	@$(BIN)/ruff format $(CODE)
 
@@ -84,6 +85,7 @@ fresh: $(SETUP)
 	@$(BIN)/python -m tools.gen_schema --check
 	@$(BIN)/python -m tools.helm_docs --check
 	@$(BIN)/python -m tools.metric_docs --check
+	@$(BIN)/python -m tools.reference --check
 
 check: $(SETUP)  ## format, lint, types, layers, budgets, fresh stubs, unit tests (goal: at most 90 s on 2 cores)
 	@$(MAKE) --no-print-directory -j 2 --output-sync=target lint fresh budget layers

@@ -16,7 +16,7 @@ JSON = "application/json"
 UNKNOWN, UNSUPPORTED = "unknown field", "not supported"
 
 # class: status, type, code
-_SHOWN: Mapping[type[BatonError], tuple[int, str, str]] = {
+ANSWERS: Mapping[type[BatonError], tuple[int, str, str]] = {
     errors.InvalidRequest: (400, "invalid_request_error", "invalid_value"),
     errors.UnknownModel: (404, "invalid_request_error", "model_not_found"),
     errors.Unauthenticated: (401, "authentication_error", "invalid_api_key"),
@@ -63,9 +63,9 @@ class Problem:
 
 def problem_of(error: BatonError) -> Problem:
     """Map any BatonError; a type missing from the table becomes an engine fault without the original text."""
-    if type(error) not in _SHOWN:
+    if type(error) not in ANSWERS:
         error = errors.EngineFault("internal error; the server's log has it")
-    status, kind, code = _SHOWN[type(error)]
+    status, kind, code = ANSWERS[type(error)]
     headers = {"x-should-retry": "true" if error.retryable else "false"} | _headers(error)
     if not isinstance(error, InvalidRequest):
         return Problem(status, kind, code, str(error), "model" if status == 404 else None, headers)

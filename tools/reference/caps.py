@@ -1,0 +1,93 @@
+"""Part of docs/reference/limits.md: each cap of `baton.limits`, with the reaction beyond it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton import limits
+from tools.reference.pages import Page, table
+
+
+@dataclass(frozen=True, slots=True)
+class Cap:
+    """One row: the limited thing, its limit, and the reaction beyond it."""
+
+    what: str
+    most: int
+    unit: str
+    beyond: str
+
+
+_REFUSED = "INVALID_ARGUMENT naming the field"
+_LATER = "RESOURCE_EXHAUSTED with RetryInfo; requests below 4,097 bytes without a constraint are not counted"
+_CLOSED = "gRPC rejects the message"
+CAPS: tuple[Cap, ...] = (
+    Cap("`text` of Generate and Tokenize", limits.MAX_TEXT_CHARS, "characters", _REFUSED),
+    Cap("`token_ids`", limits.MAX_PROMPT_IDS, "tokens", _REFUSED),
+    Cap("`ids` of Detokenize", limits.MAX_DETOKENIZE_IDS, "tokens", _REFUSED),
+    Cap("`client_tag`", limits.MAX_CLIENT_TAG_CHARS, "characters", _REFUSED),
+    Cap("`idempotency_key`", limits.MAX_IDEMPOTENCY_KEY_CHARS, "characters", _REFUSED),
+    Cap("`system_fingerprint` of Resume", limits.MAX_SYSTEM_FINGERPRINT_CHARS, "characters", _REFUSED),
+    Cap("`n`", limits.MAX_CHOICES, "choices", _REFUSED),
+    Cap("`cache_scope`", limits.MAX_CACHE_SCOPE_CHARS, "characters", _REFUSED),
+    Cap("`sampling.stop`", limits.MAX_STOP_STRINGS, "strings", _REFUSED),
+    Cap("each string in `sampling.stop`", limits.MAX_STOP_CHARS, "characters", _REFUSED),
+    Cap("`sampling.stop_token_ids`", limits.MAX_STOP_TOKEN_IDS, "ids", _REFUSED),
+    Cap("`sampling.logit_bias`", limits.MAX_LOGIT_BIAS, "entries", _REFUSED),
+    Cap("`sampling.logprobs`", limits.MAX_LOGPROBS, "tokens per position", _REFUSED),
+    Cap("`priority`, above and below 0", limits.MAX_PRIORITY, "", _REFUSED),
+    Cap("`resumable_s`", limits.MAX_RESUMABLE_S, "seconds", _REFUSED),
+    Cap("`chat`", limits.MAX_CHAT_BYTES, "bytes", _REFUSED),
+    Cap("`chat.messages`", limits.MAX_CHAT_MESSAGES, "messages", _REFUSED),
+    Cap("`role` of a chat message", limits.MAX_ROLE_CHARS, "characters", _REFUSED),
+    Cap("output of a chat template", limits.MAX_RENDERED_CHARS, "characters", _REFUSED),
+    Cap("a chat template", limits.MAX_TEMPLATE_CHARS, "characters", "`chat` is rejected with this reason"),
+    Cap("run time of a chat template", limits.MAX_TEMPLATE_SECONDS, "seconds", _REFUSED),
+    Cap("result of a multiplication in a chat template", limits.MAX_TEMPLATE_PRODUCT, "characters or items", _REFUSED),
+    Cap("`constraint.json_schema`", limits.MAX_SCHEMA_BYTES, "bytes", _REFUSED),
+    Cap(
+        "least common multiple of a schema's `multipleOf`",
+        limits.MAX_SCHEMA_MULTIPLE,
+        "units of the last place",
+        _REFUSED,
+    ),
+    Cap("`pattern` and `format` of a schema for one string", limits.MAX_SCHEMA_PATTERNS, "in total", _REFUSED),
+    Cap("`constraint.regex`", limits.MAX_REGEX_BYTES, "bytes", _REFUSED),
+    Cap("`constraint.choices`", limits.MAX_CHOICE_TEXTS, "texts", _REFUSED),
+    Cap("each text in `constraint.choices`", limits.MAX_CHOICE_CHARS, "characters", _REFUSED),
+    Cap("a model's name in an error", limits.MAX_SHOWN_MODEL_CHARS, "characters", "cut"),
+    Cap("a message to the public listener, or to a client", limits.PUBLIC_RECEIVE_BYTES, "bytes", _CLOSED),
+    Cap(
+        "a message to a worker, to the admin listener or to the router", limits.INTERNAL_RECEIVE_BYTES, "bytes", _CLOSED
+    ),
+    Cap("a message that Baton sends", limits.SEND_BYTES, "bytes", _CLOSED),
+    Cap(
+        "requests that a router parses, tokenizes or compiles at the same time",
+        limits.MAX_READ_AT_ONCE,
+        "requests",
+        _LATER,
+    ),
+    Cap("total size of their messages", limits.MAX_READ_BYTES, "bytes", _LATER),
+    Cap("text of an error", limits.MAX_STATUS_MESSAGE_BYTES, "bytes", "cut"),
+    Cap("fields named in an error", limits.MAX_STATUS_VIOLATIONS, "fields", "left out"),
+    Cap("text for each named field", limits.MAX_VIOLATION_BYTES, "bytes", "cut"),
+    Cap("a request to the metrics listener", limits.MAX_METRICS_REQUEST_BYTES, "bytes", "closed without an answer"),
+    Cap("headers of an HTTP request", limits.MAX_HTTP_HEADER_BYTES, "bytes", "431"),
+    Cap("prompts of an HTTP request", limits.MAX_HTTP_PROMPTS, "prompts", "400 naming the field"),
+    Cap("`tools` of an HTTP request", limits.MAX_HTTP_TOOLS, "tools", "400 naming the field"),
+    Cap(
+        "watchers of a router, through `Admin.Watch` and `/live`",
+        limits.MAX_WATCHERS,
+        "watchers",
+        "RESOURCE_EXHAUSTED, 503",
+    ),
+    Cap("requests in a message to a watcher", limits.MAX_SHOWN_REQUESTS, "requests", "the newest are shown"),
+    Cap("a token in the token file", limits.MAX_TOKEN_CHARS, "characters", "the file is rejected"),
+    Cap("the token file", limits.MAX_TOKENS_FILE_BYTES, "bytes", "the file is rejected"),
+)
+
+
+def page() -> Page:
+    """Return the page of limits."""
+    rows = ((cap.what, f"{cap.most:,} {cap.unit}", cap.beyond) for cap in CAPS)
+    return Page("limits.md", {"limits": table(("limited value", "maximum", "beyond the maximum"), rows)})
