@@ -50,9 +50,9 @@ def check(method: str, grant: Grant) -> None:
     """Raise PermissionDenied if `grant` does not allow `method`."""
     need = RULES.get(method, Need.NEVER)
     if need is Need.NEVER:
-        raise PermissionDenied(f"{method}: no caller may use this method")
+        raise PermissionDenied(f"{method}: this method is disabled")
     if need is Need.ADMIN and grant.right is not Right.ADMIN:
-        raise PermissionDenied(f"{method}: needs an admin's token")
+        raise PermissionDenied(f"{method}: requires a token with role admin")
 
 
 _GRANT: ContextVar[Grant | None] = ContextVar("grant", default=None)  # of the call that this task serves

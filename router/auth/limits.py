@@ -49,7 +49,7 @@ class Concurrency:
             return
         running, most = self._running.setdefault(grant.key, set()), grant.limits.max_concurrent
         if most is not None and sum(each.reason is None for each in running) >= most:
-            raise Overloaded(f"{most} requests of this token are under way, no more are taken", RETRY_S)
+            raise Overloaded(f"this token allows at most {most} concurrent requests", RETRY_S)
         running.add(call)
         try:
             yield

@@ -58,7 +58,7 @@ class _TokenEntry(_Entry):
     @model_validator(mode="after")
     def _one_token(self) -> _TokenEntry:
         if (self.token is None) == (self.token_sha256 is None):
-            raise ValueError("exactly one of token and token_sha256 must be there")
+            raise ValueError("must have exactly one of token and token_sha256")
         text = self.token.get_secret_value() if self.token else "x" * MIN_TOKEN_CHARS
         if not (MIN_TOKEN_CHARS <= len(text) <= MAX_TOKEN_CHARS and text.isascii() and text.isprintable()):
             raise ValueError(f"token: must be {MIN_TOKEN_CHARS} to {MAX_TOKEN_CHARS} printable ASCII characters")
@@ -103,13 +103,13 @@ class Tokens:
         """Return the grant for the header `Bearer TOKEN`, in constant time. Raises Unauthenticated."""
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token:
-            raise Unauthenticated("a token is needed: send the header 'authorization: Bearer TOKEN'")
+            raise Unauthenticated("a token is required: send the header 'authorization: Bearer TOKEN'")
         given, found = _digest(token.strip()), None
         for digest, grant in self._entries:  # every entry, also after a match
             if hmac.compare_digest(given, digest):
                 found = grant
         if found is None:
-            raise Unauthenticated("this token is not known here")
+            raise Unauthenticated("unknown token")
         return found
 
 
@@ -120,7 +120,7 @@ def read_tokens(path: str | Path) -> Tokens:
             data = file.read(MAX_TOKENS_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"security.tokens: {path}: cannot be read: {error.strerror}") from None
-    problems = [f"more than {MAX_TOKENS_FILE_BYTES} bytes"] if len(data) > MAX_TOKENS_FILE_BYTES else []
+    problems = [f"must be at most {MAX_TOKENS_FILE_BYTES} bytes"] if len(data) > MAX_TOKENS_FILE_BYTES else []
     if not problems:
         try:
             return _of(_File.model_validate(_parse(data)))
@@ -147,7 +147,7 @@ def _of(file: _File) -> Tokens:
     for number, entry in enumerate(file.tokens):
         digest = entry.digest()
         if digest in found:
-            raise ValueError(f"tokens.{number}: the same token is there twice")
+            raise ValueError(f"tokens.{number}: duplicate token")
         found[digest] = Grant(entry.tenant, entry.role, entry.limits, digest.hex()[:16])
     return Tokens(found.items())
 
@@ -156,7 +156,7 @@ def _problems(details: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     for detail in details:
         loc, message = list(detail["loc"]), str(detail["msg"]).removeprefix("Value error, ")
         if detail["type"] == "extra_forbidden":  # the unknown key may be a token
-            loc, message = loc[:-1], "has a key that is not known"
+            loc, message = loc[:-1], "has an unknown key"
         where = ".".join(map(str, loc)) or "the file"
         yield f"{where}: {message[0].lower()}{message[1:]}"
 
@@ -185,7 +185,7 @@ class TokenFile:
     def confirm(self, grant: Grant) -> None:
         """Raise Unauthenticated if the token was removed or its rights changed."""
         if grant not in self._tokens:
-            raise Unauthenticated("this token is not what it was any more")
+            raise Unauthenticated("the token was removed or its rights changed")
 
     async def watch(self) -> None:
         """Check the file every `LOOK_S` seconds until cancelled."""

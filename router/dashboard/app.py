@@ -97,7 +97,7 @@ class LivePaths:
         """GET /live/trace/REQUEST: its `TraceReply`."""
         found = self._allowed(request, "Trace").trace(request.path_params["request_id"])
         if found is None:
-            raise HttpError(404, "not_found", "this request is not among the last that this router had")
+            raise HttpError(404, "not_found", "this router has no trace of this request")
         return Response(orjson.dumps(as_json(found)), headers={"cache-control": "no-store"}, media_type=JSON)
 
     def _file(self, name: str) -> Response:
@@ -109,7 +109,7 @@ class LivePaths:
     def _allowed(self, request: Request, method: str) -> Shown:
         """Return the data if the caller may see it. Raises HttpError, Unauthenticated or PermissionDenied."""
         if self._shown is None:
-            raise HttpError(404, "no_live", "this gateway stands alone: what goes on is shown by the routers")
+            raise HttpError(404, "no_live", "this gateway has no router in its process; open the page of a router")
         if self._shown.tokens is None:
             _own_page(request)
         else:
@@ -167,12 +167,12 @@ def _own_page(request: Request) -> None:
     name on a loopback listener. Without tokens, other listeners are open to their whole network.
     """
     if request.headers.get("sec-fetch-site", "none") not in {"same-origin", "none"}:
-        raise HttpError(403, "cross_site", "only this router's own page may show this")
+        raise HttpError(403, "cross_site", "cross-site requests are rejected: only this router's page may fetch this")
     server = request.scope.get("server")
     if server is None or not _is_loopback(server[0]):
         return
     if not _is_loopback(_host(request)):
-        raise HttpError(403, "wrong_host", "without tokens this is shown under a name of this machine only: localhost")
+        raise HttpError(403, "wrong_host", "host: must be a loopback name such as localhost, because no tokens are set")
 
 
 def _host(request: Request) -> str:

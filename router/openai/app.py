@@ -109,7 +109,7 @@ class Gateway:
         for each in found:
             if each.id == name:
                 return _json(self._model(each))
-        raise UnknownModel(f"model {name[:128]!r} is not served here; {', '.join(each.id for each in found)} is")
+        raise UnknownModel(f"model {name[:128]!r} is not served; served: {', '.join(each.id for each in found)}")
 
     async def health(self, request: Request) -> Response:
         """GET /health: 200 while this process responds."""
@@ -125,7 +125,7 @@ class Gateway:
         counts = self._settings.counts
         registry = self._settings.registry or (counts.registry if counts else None)
         if registry is None:
-            raise HttpError(404, "not_found", "there are no metrics here")
+            raise HttpError(404, "not_found", "this gateway exports no metrics")
         if self._settings.look is not None:
             await self._settings.look()
         content_type, body = render(registry, request.headers.get("accept", ""))
@@ -170,7 +170,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 async def _on_no_route(request: Request, error: Exception) -> Response:
     """Return 404 or 405 with the headers that Starlette sets (`Allow`)."""
     status = error.status_code if isinstance(error, HTTPException) else 404
-    what = "no such path" if status == 404 else "not allowed here"
+    what = "no such path" if status == 404 else "method not allowed"
     text = f"{what}: {request.method} {request.url.path[:128]}"
     answer = http_problem(HttpError(status, "not_found" if status == 404 else "method_not_allowed", text)).response()
     answer.headers.update((isinstance(error, HTTPException) and error.headers) or {})
@@ -179,4 +179,4 @@ async def _on_no_route(request: Request, error: Exception) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     """Return 500. Starlette raises `error` again, so that it is logged."""
-    return problem_of(EngineFault("internal error; the server's log has it")).response()
+    return problem_of(EngineFault("internal error; see the server's log")).response()

@@ -64,7 +64,7 @@ class Problem:
 def problem_of(error: BatonError) -> Problem:
     """Map any BatonError; a type missing from the table becomes an engine fault without the original text."""
     if type(error) not in ANSWERS:
-        error = errors.EngineFault("internal error; the server's log has it")
+        error = errors.EngineFault("internal error; see the server's log")
     status, kind, code = ANSWERS[type(error)]
     headers = {"x-should-retry": "true" if error.retryable else "false"} | _headers(error)
     if not isinstance(error, InvalidRequest):

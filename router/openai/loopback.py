@@ -37,13 +37,13 @@ class LoopbackListener:
         try:
             self._folder = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
         except OSError as error:
-            raise ConfigError(f"router.http: no folder for a socket, set TMPDIR: {error}") from error
+            raise ConfigError(f"router.http: cannot create a folder for its socket, set TMPDIR: {error}") from error
         with suppress(OSError):  # some file systems have no locks
             self._lock = _locked(self._folder.name)
         try:
             return channel.bind_path(self.server, f"{self._folder.name}/router")
         except ConfigError as error:
-            raise ConfigError(f"router.http: {error}; TMPDIR may name another folder") from error
+            raise ConfigError(f"router.http: {error}; set TMPDIR to another folder") from error
 
     async def stop(self, grace_s: float | None) -> None:
         """Stop after at most `grace_s` seconds for running calls, and remove the folder. Safe after a partial start."""
@@ -86,7 +86,7 @@ def _locked(folder: str | Path) -> int:
     try:
         found = os.fstat(descriptor)
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != stat.S_IRWXU:
-            raise PermissionError(f"{folder} is not this user's alone")
+            raise PermissionError(f"{folder} must be accessible to this user only")
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)

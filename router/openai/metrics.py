@@ -74,7 +74,7 @@ class Visit(AbstractContextManager["Visit"]):
         if isinstance(error, BatonError):
             self.failed(error)
         elif isinstance(error, asyncio.CancelledError):
-            self.failed(Cancelled("by the client"))
+            self.failed(Cancelled("the client disconnected"))
 
     def _timings(self) -> Timings:
         queue, prefill = self.parts.queue_s, self.parts.prefill_s

@@ -71,9 +71,9 @@ async def read_body(request: Request, kind: type[B], limit: int) -> B:
         async with asyncio.timeout(BODY_S):
             data = await _bytes(request, limit)
     except ClientDisconnect:
-        raise HttpError(400, "body_incomplete", "body: the client left before its end", "body") from None
+        raise HttpError(400, "body_incomplete", "body: the client disconnected before its end", "body") from None
     except TimeoutError:
-        raise HttpError(408, "request_timeout", f"the body was not complete after {BODY_S:g} s") from None
+        raise HttpError(408, "request_timeout", f"body: must be received within {BODY_S:g} s") from None
     return checked(data, kind)
 
 
@@ -82,7 +82,7 @@ def checked(data: bytes, kind: type[B]) -> B:
     try:
         tree = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise InvalidRequest.of("body", f"not JSON: {error}") from None
+        raise InvalidRequest.of("body", f"must be valid JSON: {error}") from None
     if not isinstance(tree, dict):
         raise InvalidRequest.of("body", "must be a JSON object")
     refused, kept = _split(tree, kind)
@@ -105,7 +105,7 @@ async def _bytes(request: Request, limit: int) -> bytes:
         if size > _DRAIN * limit:
             break
     if size > limit:
-        raise HttpError(413, "body_too_large", f"body: at most {limit} bytes", "body")
+        raise HttpError(413, "body_too_large", f"body: must be at most {limit} bytes", "body")
     return bytes(data)
 
 

@@ -128,7 +128,7 @@ class Answer:
             if piece is not None:
                 yield piece
         if not all(choice.reason for choice in self._choices):
-            raise EngineFault("the router's stream ended before each choice did")
+            raise EngineFault("the router's stream ended before all choices were complete")
 
     async def _piece(self, number: int, event: pb.GenerateEvent) -> _Piece | None:
         match event.WhichOneof("event"):
@@ -158,7 +158,7 @@ class Answer:
 
     def _index(self, number: int, choice: int) -> int:
         if choice >= self._job.n:
-            raise EngineFault(f"the router sent choice {choice} of {self._job.n}")
+            raise EngineFault(f"the router sent choice {choice}, but n is {self._job.n}")
         return number * self._job.n + choice
 
     def _spend(self, usage: pb.Usage) -> None:
@@ -257,7 +257,7 @@ class Answering(Response):
             await self._each_event(send)
         except _Stalled:
             log.info("gateway_client_stalled", request_id=self._streams.request_id)
-            self._visit.failed(Cancelled("the client reads nothing"))
+            self._visit.failed(Cancelled(f"the client read nothing for {self._patience.stall_s:g} s"))
             return
         await self._write(send, b"", more=False)
         self._visit.finished()

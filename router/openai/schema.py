@@ -54,7 +54,7 @@ def _arguments(value: str) -> str:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise ValueError("must be a JSON object, as a string")
+        raise ValueError("must be a string that contains a JSON object")
     return value
 
 
@@ -106,7 +106,7 @@ def check_choice(tools: Sequence[Tool], choice: object) -> None:
     names = [tool.function.name for tool in tools]
     twice = next((place for place, name in enumerate(names) if name in names[:place]), None)
     if twice is not None:
-        raise ValueError(f"tools[{twice}].function.name: another function has this name")
+        raise ValueError(f"tools[{twice}].function.name: must be unique among tools")
     if choice in (None, "none", "auto"):
         return
     if not names:
@@ -152,7 +152,7 @@ def _prompts(value: object) -> list[Prompt]:
     if not (all(isinstance(each, str) for each in value) or all(_ids(each) for each in value)):
         raise ValueError(_PROMPT)
     if len(value) > MAX_HTTP_PROMPTS:
-        raise ValueError(f"at most {MAX_HTTP_PROMPTS} prompts, got {len(value)}")
+        raise ValueError(f"must be at most {MAX_HTTP_PROMPTS} prompts, got {len(value)}")
     return value
 
 
@@ -213,7 +213,7 @@ class CompletionBody(Common):
     @model_validator(mode="after")
     def _best_is_all(self) -> CompletionBody:
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError(f"best_of: not supported, unless it equals n ({self.n or 1}); got {self.best_of}")
+            raise ValueError(f"best_of: not supported unless it equals n ({self.n or 1}), got {self.best_of}")
         return self
 
 
@@ -259,7 +259,7 @@ class Message(Body):
     @classmethod
     def _of_a_tool(cls, value: str | None, info: ValidationInfo) -> str | None:
         if (value is None) == (info.data.get("role") == "tool"):
-            raise ValueError("must be there with role tool, and only then")
+            raise ValueError("required with role tool and not allowed with other roles")
         return value
 
 
@@ -281,7 +281,7 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _schema_is_there(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema must be there with type json_schema, and only then")
+            raise ValueError("json_schema is required with type json_schema and not allowed with other types")
         return self
 
 
@@ -314,7 +314,7 @@ class ChatBody(Common):
         check_choice(self.tools or [], self.tool_choice)
         wanted = self.response_format is not None and self.response_format.type != "text"
         if wanted and self.offered and not self.forced:
-            raise ValueError("response_format: not supported with tools, unless tool_choice is none or forces a call")
+            raise ValueError("response_format: not supported with tools unless tool_choice is none or forces a call")
         called = set[str]()
         for place, message in enumerate(self.messages):
             called |= {call.id for call in message.tool_calls or ()}
@@ -327,5 +327,5 @@ class ChatBody(Common):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: only allowed with logprobs: true")
         if None not in {self.max_tokens, self.max_completion_tokens} and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_tokens: must be left out, or equal max_completion_tokens")
+            raise ValueError("max_tokens: must be omitted or equal to max_completion_tokens")
         return self

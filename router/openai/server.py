@@ -97,7 +97,9 @@ def bounded(app: ASGIApp) -> ASGIApp:
         if size <= MAX_HTTP_HEADER_BYTES:
             await app(scope, receive, send)
             return
-        error = HttpError(431, "headers_too_large", f"headers: at most {MAX_HTTP_HEADER_BYTES} bytes, got {size}")
+        error = HttpError(
+            431, "headers_too_large", f"headers: must be at most {MAX_HTTP_HEADER_BYTES} bytes, got {size}"
+        )
         await http_problem(error).response()(scope, receive, send)
 
     return checked
@@ -110,4 +112,4 @@ def _bind(address: str, share_port: bool) -> socket.socket:
     try:
         return socket.create_server((host, int(port)), family=family, backlog=_BACKLOG, reuse_port=share_port)
     except (OSError, ValueError, OverflowError) as error:
-        raise ConfigError(f"cannot listen for HTTP on {address!r}: {error}") from error
+        raise ConfigError(f"router.http: cannot listen on {address!r}: {error}") from error

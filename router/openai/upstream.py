@@ -38,7 +38,7 @@ def metadata_of(authorization: str | None, traceparent: str | None = None) -> Me
     if authorization is None:
         return trace
     if not (authorization.isascii() and authorization.isprintable()):
-        raise Unauthenticated("the Authorization header must be printable ASCII")
+        raise Unauthenticated("authorization: the header must be printable ASCII")
     return (("authorization", authorization), *trace)
 
 
@@ -148,7 +148,7 @@ class Streams:
         finally:
             call.cancel()
         if last != "completed":
-            raise EngineFault("the router's stream ended before its answer did")
+            raise EngineFault("the router's stream ended before the answer was complete")
 
     def _name(self, number: int, found: str | bytes | None) -> None:
         if number == 0 and found:

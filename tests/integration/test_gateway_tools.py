@@ -116,7 +116,7 @@ async def test_calls_need_no_words(gateway):
          "tools[0].function.paramters", "did you mean parameters"),
         ({"tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": "string"}}}]},
          "tools[0].function.parameters", "of type object"),
-        ({"tools": [NOW, NOW]}, "tools[1].function.name", "another function"),
+        ({"tools": [NOW, NOW]}, "tools[1].function.name", "must be unique"),
         ({"tools": [NOW] * 129}, "tools", "at most 128"),
         ({"tool_choice": "any"}, "tool_choice", "none, auto, required"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "none, auto, required"),

@@ -208,7 +208,7 @@ def test_an_admin_s_token_is_asked_for_and_kept_in_this_tab_only(tab, build, tmp
     page = tab(cluster.router.http)
     expect(page.locator("#status")).to_have_text("token needed")
     expect(page.get_by_label("Token", exact=True)).to_be_focused()
-    for token, why in ((WRONG_TOKEN, "not known here"), (TOKENS["alice"], "needs an admin's token")):
+    for token, why in ((WRONG_TOKEN, "Unknown token"), (TOKENS["alice"], "requires a token with role admin")):
         page.keyboard.type(token)
         page.keyboard.press("Enter")
         expect(page.locator("#sign-in-why")).to_contain_text(why)
@@ -235,7 +235,7 @@ def test_a_gateway_alone_says_so_and_still_answers(tab, beside):
     held, gateway = beside.run(started())
     try:
         page = tab(gateway.address)
-        expect(page.locator("#status")).to_contain_text("this gateway stands alone")
+        expect(page.locator("#status")).to_contain_text("this gateway has no router in its process")
         expect(page.locator("#figures")).to_be_hidden()
         page.get_by_role("button", name="Send").click()
         expect(page.locator("#answer")).to_have_text("dog cat")

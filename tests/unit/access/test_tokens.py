@@ -66,7 +66,7 @@ WRONG = {
     "not yaml": (f"tokens: [*{SECRET}]", ["not YAML"]),
     "not text": (b"\xff\xfe\x00" + SECRET.encode(), ["not YAML"]),
     "a token as a key": (f"tokens:\n  {SECRET}: alice", ["tokens", "list"]),
-    "an unknown key": (f"tokens: [{{tenant: a, token: {SECRET}, {SECRET}x: 1}}]", ["tokens.0", "not known"]),
+    "an unknown key": (f"tokens: [{{tenant: a, token: {SECRET}, {SECRET}x: 1}}]", ["tokens.0", "unknown key"]),
     "no token": ("tokens: [{tenant: a}]", ["tokens.0", "exactly one of token and token_sha256"]),
     "both": (f"tokens: [{{tenant: a, token: {SECRET}, token_sha256: {'a' * 64}}}]", ["exactly one"]),
     "short": ("tokens: [{tenant: a, token: s3cret}]", ["tokens.0", "16 to 1024"]),
@@ -77,7 +77,10 @@ WRONG = {
     "not a role": (f"tokens: [{{token: {SECRET}, tenant: a, role: root}}]", ["tokens.0.role", "'user' or 'admin'"]),
     "no limit": (f"tokens: [{{token: {SECRET}, tenant: a, limits: {{max_tokens: 0}}}}]", ["limits.max_tokens"]),
     "too urgent": (f"tokens: [{{token: {SECRET}, tenant: a, limits: {{priority_max: 101}}}}]", ["priority_max", "100"]),
-    "twice": (f"tokens: [{{token: {SECRET}, tenant: a}}, {{token: {SECRET}, tenant: b}}]", ["tokens.1", "twice"]),
+    "twice": (
+        f"tokens: [{{token: {SECRET}, tenant: a}}, {{token: {SECRET}, tenant: b}}]",
+        ["tokens.1", "duplicate token"],
+    ),
     "empty": ("", ["the file"]),
     "none": ("tokens: []", ["tokens"]),
     "huge": (b"#" * (4 * 2**20 + 1), ["4194304 bytes"]),
@@ -149,7 +152,7 @@ def test_each_token_has_its_own_places_and_they_come_back():
     counted = Concurrency()
     for _ in range(2):
         with counted.one_more(call("a")), counted.one_more(call("b")):
-            with pytest.raises(Overloaded, match="1 requests of this token"):
+            with pytest.raises(Overloaded, match="at most 1 concurrent requests"):
                 counted.one_more(call("a")).__enter__()
             with counted.one_more(Mock(grant=None)):
                 pass

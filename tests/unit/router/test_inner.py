@@ -96,5 +96,5 @@ def test_what_is_not_left_by_a_router_stays(place, gone):
 
 def test_where_there_is_no_place_it_says_so(place, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(place / "nowhere"))
-    with pytest.raises(ConfigError, match=r"router\.http: no folder for a socket, set TMPDIR"):
+    with pytest.raises(ConfigError, match=r"router\.http: cannot create a folder for its socket, set TMPDIR"):
         bound()
