@@ -80,7 +80,7 @@ def opened(browser: Browser, address: str, theme: str, width: int) -> Page:
     page.emulate_media(color_scheme="dark" if theme == "dark" else "light")
     page.on("pageerror", lambda error: print(theme, error))
     page.goto(f"http://{address}/")
-    page.get_by_text("the ledger adds up").first.wait_for()
+    page.get_by_text("all accounted for").first.wait_for()
     return page
 
 

@@ -38,7 +38,7 @@ def heights(line: Any) -> list[float]:
 
 CHARTS: dict[str, tuple[list[Change], list[str], list[str], int, str, list[int], list[str]]] = {
     # Views, keys, lines of the grid, the line that is looked at, its form, where it meets the grid, the table
-    "Between tokens": (
+    "Inter-token latency": (
         [gaps(0.0123, 0.25), gaps(0, 0, count=0), gaps(0.02, 0.5)],
         ["p50 20.0 ms", "p99 500 ms"],
         ["0", "250 ms", "500 ms"],
@@ -49,7 +49,7 @@ CHARTS: dict[str, tuple[list[Change], list[str], list[str], int, str, list[int],
     ),
     "Tokens per second": (
         [rates(1000, 0), rates(2000, 0), rates(0, 12.4)],
-        ["new 0.0", "prompts 12"],
+        ["output 0.0", "prompt 12"],
         ["0", "1,000", "2,000"],
         0,
         r"^M[\d. ]+L[\d. ]+L[\d. ]+$",
@@ -65,7 +65,7 @@ def test_what_a_chart_draws_and_says(fed, title):
     page = fed(*changes)
     found = page.locator("figure.chart").filter(has=page.get_by_role("heading", name=title, exact=True))
     expect(found.locator(".key")).to_have_text(keys)
-    expect(found.get_by_role("img", name=f"{title}, lately: {', '.join(keys)}")).to_be_visible()
+    expect(found.get_by_role("img", name=f"{title}, latest: {', '.join(keys)}")).to_be_visible()
     expect(found.locator(".grid text")).to_have_text([*lines, "60 s ago", "now"])
     line = found.locator(f"path.line-{number}")
     expect(line).to_have_attribute("d", re.compile(path))
@@ -79,7 +79,7 @@ def test_what_a_chart_draws_and_says(fed, title):
 def test_blocks_that_add_up_give_no_warning(fed):
     page = fed(blocks("decode", owned=0), blocks("decode"))
     for role in ("prefill", "decode"):
-        expect(page.locator(f".pool.{role} p.right")).to_have_text("1 worker, 5,000 KV blocks: the ledger adds up")
+        expect(page.locator(f".pool.{role} p.right")).to_have_text("1 worker, 5,000 KV blocks, all accounted for")
         keys = ["1 owned", "2 reserved", "3 cached", "4 quarantined", "4,990 free"]
         expect(page.locator(f".pool.{role} .key")).to_have_text(keys)
     expect(page.locator(".pool p.warn")).to_have_count(0)
@@ -92,7 +92,7 @@ def test_blocks_that_add_up_give_no_warning(fed):
 )
 def test_blocks_that_do_not_add_up_give_one(fed, role, different, found, other):
     page = fed(blocks(role), blocks(role, **different))
-    text = f"1 worker, 5,000 KV blocks, but {found} are accounted for"
+    text = f"1 worker, 5,000 KV blocks, but {found} accounted for"
     expect(page.locator(f".pool.{role} p.warn")).to_have_text(text)
-    expect(page.locator(f".pool.{other} p.right")).to_contain_text("adds up")
+    expect(page.locator(f".pool.{other} p.right")).to_contain_text("all accounted for")
     expect(page.locator(".pool p.warn")).to_have_count(1)

@@ -50,7 +50,7 @@ def test_a_request_is_drawn_where_it_is(tab, build, beside, state):
     expect(page.locator("#requests tbody tr").filter(has_text=stage)).to_have_count(1)
     beside.soon(call.cancel)
     beside.release(cluster.workers)
-    expect(page.locator("#flow-text")).to_have_text("nothing under way")
+    expect(page.locator("#flow-text")).to_have_text("no requests in progress")
     expect(page.locator("circle.dot")).to_have_count(0)
 
 
@@ -75,7 +75,7 @@ def test_a_prompt_is_answered_as_it_comes_and_its_time_is_drawn(page, cluster, b
         worker.hold_at = 3
         beside.soon(worker.gates["hold"].clear)
     page.get_by_label("Prompt", exact=True).fill("hello")
-    page.get_by_label("New tokens").fill("6")
+    page.get_by_label("Max tokens").fill("6")
     page.get_by_role("button", name="Send").click()
     expect(page.locator("#answer")).to_contain_text("<2>")
     expect(page.locator("#answer")).to_have_attribute("aria-busy", "true")
@@ -90,7 +90,7 @@ def test_a_prompt_is_answered_as_it_comes_and_its_time_is_drawn(page, cluster, b
     for stage in ("queue", "prefill", "decode"):
         expect(page.locator("#timeline tbody tr").filter(has_text=f"router{stage}")).to_have_count(1)
     expect(page.locator("#figures")).to_contain_text("1 finished")
-    expect(page.get_by_role("img", name="First token, lately: p50").first).to_be_visible()
+    expect(page.get_by_role("img", name="Time to first token, latest: p50").first).to_be_visible()
 
 
 def test_a_prompt_can_be_stopped_and_a_refusal_is_shown(page, cluster, beside):
@@ -99,9 +99,9 @@ def test_a_prompt_can_be_stopped_and_a_refusal_is_shown(page, cluster, beside):
     page.get_by_role("button", name="Send").click()
     page.get_by_role("button", name="Stop").click()
     expect(page.locator("#answer-note")).to_have_text("stopped")
-    page.get_by_label("New tokens").fill("4000")
+    page.get_by_label("Max tokens").fill("4000")
     page.get_by_role("button", name="Send").click()
-    expect(page.locator("#answer-note")).to_contain_text("refused: ")
+    expect(page.locator("#answer-note")).to_contain_text("rejected: ")
     expect(page.get_by_role("button", name="Send")).to_be_enabled()
 
 
@@ -178,8 +178,8 @@ def test_a_router_that_goes_away_and_comes_back(tab, cluster, beside):
     expect(page.locator("#status")).to_have_text("live")
     address = cluster.router.http
     beside.run(cluster.router.stop(grace_s=0))
-    expect(page.locator("#status")).to_contain_text("router gone")
-    expect(page.locator("#status")).to_contain_text("asking again in")
+    expect(page.locator("#status")).to_contain_text("disconnected")
+    expect(page.locator("#status")).to_contain_text("reconnecting in")
 
     async def again():
         cluster.router = await serve(replace(cluster.settings, http=address), cluster.source, OracleTokenizer())
@@ -206,7 +206,7 @@ def test_a_lost_worker_and_where_its_request_went_on(tab, build, beside):
 def test_an_admin_s_token_is_asked_for_and_kept_in_this_tab_only(tab, build, tmp_path):
     cluster = build(tokens=token_file(tmp_path / "tokens"))
     page = tab(cluster.router.http)
-    expect(page.locator("#status")).to_have_text("token needed")
+    expect(page.locator("#status")).to_have_text("token required")
     expect(page.get_by_label("Token", exact=True)).to_be_focused()
     for token, why in ((WRONG_TOKEN, "Unknown token"), (TOKENS["alice"], "requires a token with role admin")):
         page.keyboard.type(token)
@@ -224,7 +224,7 @@ def test_an_admin_s_token_is_asked_for_and_kept_in_this_tab_only(tab, build, tmp
     assert TOKENS["admin"] not in page.content()
     other = page.context.new_page()
     other.goto(page.url)
-    expect(other.locator("#status")).to_have_text("token needed")
+    expect(other.locator("#status")).to_have_text("token required")
 
 
 def test_a_gateway_alone_says_so_and_still_answers(tab, beside):

@@ -38,7 +38,7 @@ def test_a_router_that_is_frozen_is_given_up_and_asked_again(tab, cluster, besid
     try:
         assert frozen.wait(10)
         page.clock.fast_forward(6_000)
-        expect(page.locator("#status")).to_contain_text("router gone: it says nothing; asking again in")
+        expect(page.locator("#status")).to_contain_text("disconnected: no data received; reconnecting in")
     finally:
         thawed.set()
     expect(page.locator("#status")).to_have_text("live")
@@ -48,10 +48,10 @@ def test_a_token_that_no_header_can_carry_is_refused_by_the_page(tab, build, tmp
     page = tab(build(tokens=token_file(tmp_path / "tokens")).router.http)
     field = page.get_by_label("Token", exact=True)
     for token in ("a \u2713", "schl\u00fcssel"):
-        expect(page.locator("#status")).to_have_text("token needed")
+        expect(page.locator("#status")).to_have_text("token required")
         field.fill(token)
         field.press("Enter")
-        expect(page.locator("#sign-in-why")).to_contain_text("ASCII only")
+        expect(page.locator("#sign-in-why")).to_contain_text("ASCII characters only")
         expect(field).to_be_focused()
     field.fill(TOKENS["admin"])
     field.press("Enter")
@@ -62,7 +62,7 @@ def test_where_storage_is_switched_off_the_token_is_kept_with_the_page(tab, buil
     page = tab(build(tokens=token_file(tmp_path / "tokens")).router.http)
     page.add_init_script(BLOCKED)
     page.reload()
-    expect(page.locator("#status")).to_have_text("token needed")
+    expect(page.locator("#status")).to_have_text("token required")
     page.get_by_label("Token", exact=True).fill(TOKENS["admin"])
     page.get_by_label("Token", exact=True).press("Enter")
     expect(page.locator("#status")).to_have_text("live")

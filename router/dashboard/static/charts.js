@@ -1,15 +1,15 @@
-// Lines over the last ten minutes. Each has its figures beside it as text, and all of them as a table.
+// Line charts of the last ten minutes. Each shows its latest values as text, and all values as a table.
 
-import { $, h, mark, rate, s, say, seconds } from "./dom.js";
+import { $, h, mark, rate, s, setText, seconds } from "./dom.js";
 
 const KEPT_S = 600, STEP_S = 1, HEIGHT = 130, LEFT = 60, BOTTOM = 22, TOP = 8;
 const quantile = (name, of) => (view) => (Number(view.lately[name].count) ? view.lately[name][of] : null);
 
 const CHARTS = [
-  { title: "First token", unit: seconds, lines: [["p50", quantile("ttft", "p50")], ["p99", quantile("ttft", "p99")]] },
-  { title: "Between tokens", unit: seconds, lines: [["p50", quantile("itl", "p50")], ["p99", quantile("itl", "p99")]] },
+  { title: "Time to first token", unit: seconds, lines: [["p50", quantile("ttft", "p50")], ["p99", quantile("ttft", "p99")]] },
+  { title: "Inter-token latency", unit: seconds, lines: [["p50", quantile("itl", "p50")], ["p99", quantile("itl", "p99")]] },
   { title: "Tokens per second", unit: rate,
-    lines: [["new", (view) => view.lately.tokens_per_s], ["prompts", (view) => view.lately.prompt_tokens_per_s]] },
+    lines: [["output", (view) => view.lately.tokens_per_s], ["prompt", (view) => view.lately.prompt_tokens_per_s]] },
 ];
 
 export class Charts {
@@ -34,10 +34,10 @@ class Chart {
     this.svg = s("svg", { role: "img", height: HEIGHT, "aria-label": title }, this.grid, ...this.paths);
     this.keys = lines.map(([name], at) => h("span", { class: `key key-${at}` }, name));
     this.rows = h("tbody");
-    this.table = h("details", {}, h("summary", {}, "As a table"), h("table", {},
-      h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "ago"), ...lines.map(([name]) => h("th", { scope: "col" }, name)))),
+    this.table = h("details", {}, h("summary", {}, "Show as table"), h("table", {},
+      h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "age"), ...lines.map(([name]) => h("th", { scope: "col" }, name)))),
       this.rows));
-    this.table.addEventListener("toggle", () => this.tell());
+    this.table.addEventListener("toggle", () => this.describe());
     this.element = h("figure", { class: "panel chart" },
       h("figcaption", {}, h("h2", {}, title), h("span", { class: "keys" }, ...this.keys)), this.svg, this.table);
     new ResizeObserver(() => this.draw()).observe(this.svg);
@@ -47,18 +47,18 @@ class Chart {
     this.points.push([view.time_s, ...this.lines.map(([, value]) => value(view))]);
     while (this.points[0][0] < view.time_s - KEPT_S) this.points.shift();
     this.draw();
-    this.tell();
+    this.describe();
   }
 
   text(value) {
     return value == null ? "–" : this.unit(value);
   }
 
-  tell() {
+  describe() {
     const last = this.points.at(-1) ?? [];
     const texts = this.lines.map(([name], at) => `${name} ${this.text(last[at + 1])}`);
-    this.keys.forEach((key, at) => say(key, texts[at]));
-    mark(this.svg, { "aria-label": `${this.title}, lately: ${texts.join(", ")}` });
+    this.keys.forEach((key, at) => setText(key, texts[at]));
+    mark(this.svg, { "aria-label": `${this.title}, latest: ${texts.join(", ")}` });
     if (!this.table.open) return;
     const now = last[0], each = [0, 5, 15, 30, 60, 120, 300, 600];
     const rows = each.map((ago) => [ago, this.points.findLast(([at]) => at <= now - ago)]).filter(([, found]) => found);
@@ -84,7 +84,7 @@ class Chart {
   }
 }
 
-// A line that is broken where nothing was measured.
+// Path of a line with gaps where no value was measured.
 function line(points, at, x, y) {
   let text = "", down = false;
   for (const point of points) {
@@ -95,7 +95,7 @@ function line(points, at, x, y) {
   return text;
 }
 
-// The next of 1, 2, 5 times a power of ten.
+// Rounds up to 1, 2 or 5 times a power of ten.
 function nice(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));

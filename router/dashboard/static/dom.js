@@ -1,4 +1,4 @@
-// Elements and numbers. Text only ever gets into the page as text: nothing here, or anywhere, parses HTML.
+// Helpers that create elements and format numbers. All data is inserted as text; no code of the page parses HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -15,8 +15,8 @@ export const h = (tag, attributes = {}, ...children) => fill(document.createElem
 export const s = (tag, attributes = {}, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
 export const $ = (id) => document.getElementById(id);
 
-// Writes only what is new: a screen reader, and the browser's layout, are left alone otherwise.
-export function say(element, text) {
+// Writes only changed text, so that screen readers stay quiet and the layout is not recomputed.
+export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
@@ -46,7 +46,7 @@ export function seconds(value) {
   return `${ms >= 100 ? ms.toFixed(0) : ms >= 10 ? ms.toFixed(1) : ms.toFixed(2)} ms`;
 }
 
-export function lasting(value) {
+export function duration(value) {
   const s = Math.floor(value), d = Math.floor(s / 86400), h = Math.floor(s / 3600) % 24, m = Math.floor(s / 60) % 60;
   if (d) return `${d} d ${h} h`;
   if (h) return `${h} h ${m} min`;

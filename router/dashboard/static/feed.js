@@ -1,10 +1,10 @@
-// The stream of views from the router. `fetch`, since an EventSource cannot send a token; paths are relative, since
-// the page may lie behind a prefix.
+// The stream of views from the router. It uses `fetch`, because an EventSource cannot send a token. Paths are relative,
+// because the page may be served below a path prefix.
 
-const KEY = "baton-token"; // in the session storage: it goes with the tab
+const KEY = "baton-token"; // in the session storage, which ends with the tab
 const PAUSES_S = [1, 2, 4, 8, 15];
-const SILENT_S = 5; // beyond the interval: a router that is frozen says nothing, and breaks no connection
-let kept = ""; // the token, where storage is switched off: it goes with the page
+const SILENT_S = 5; // added to the interval; a frozen router sends no data and keeps its connections open
+let kept = ""; // the token, if storage is disabled; it ends with the page
 
 export const token = {
   get: () => {
@@ -19,16 +19,16 @@ export const token = {
     try {
       if (value) sessionStorage.setItem(KEY, value);
       else sessionStorage.removeItem(KEY);
-    } catch { /* then it is kept above */ }
+    } catch { /* `kept` has it */ }
   },
-  possible: (value) => /^[ -~]*$/.test(value), // what a header can carry, and what a router takes
+  possible: (value) => /^[ -~]*$/.test(value), // characters that a header can carry and a router accepts
 };
 
 export function headers(more = {}) {
   return token.get() ? { ...more, authorization: `Bearer ${token.get()}` } : more;
 }
 
-// The data of each event of a response that is a stream of them.
+// Yields the data of each server-sent event of a response.
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
@@ -56,39 +56,39 @@ export async function problem(response) {
   }
 }
 
-// Calls `seen` with each view and `told` with what becomes of the connection, for ever: {state, text}.
-export async function follow(seen, told, interval) {
+// Calls `onView` with each view and `onState` with each state of the connection, {state, text}. It never returns.
+export async function follow(onView, onState, interval) {
   let failures = 0;
   for (;;) {
-    const state = await once(seen, told, interval).catch((error) => ({ state: "lost", text: error.message }));
+    const state = await once(onView, onState, interval).catch((error) => ({ state: "lost", text: error.message }));
     if (state.views) failures = 0;
     if (state.state === "sign-in") {
-      await told(state);
+      await onState(state);
       continue;
     }
     const pause = state.state === "alone" ? 60 : PAUSES_S[Math.min(failures++, PAUSES_S.length - 1)];
-    told({ ...state, pause });
+    onState({ ...state, pause });
     await new Promise((resolve) => setTimeout(resolve, pause * 1000));
   }
 }
 
-// Until the connection ends, or nothing was heard on it for too long.
-async function once(seen, told, interval) {
+// Runs one connection until it ends or is silent for too long.
+async function once(onView, onState, interval) {
   const silence = new AbortController();
   let timer;
-  const heard = () => {
+  const received = () => {
     clearTimeout(timer);
-    timer = setTimeout(() => silence.abort(new Error("it says nothing")), (interval + SILENT_S) * 1000);
+    timer = setTimeout(() => silence.abort(new Error("no data received")), (interval + SILENT_S) * 1000);
   };
-  heard();
+  received();
   try {
-    return await watch(seen, told, interval, silence.signal, heard);
+    return await watch(onView, onState, interval, silence.signal, received);
   } finally {
     clearTimeout(timer);
   }
 }
 
-async function watch(seen, told, interval, signal, heard) {
+async function watch(onView, onState, interval, signal, received) {
   const response = await fetch(`live?interval_s=${interval}`, { headers: headers(), cache: "no-store", signal });
   if (response.status === 401 || response.status === 403) {
     const text = await problem(response);
@@ -100,12 +100,12 @@ async function watch(seen, told, interval, signal, heard) {
   let views = 0;
   try {
     for await (const data of events(response)) {
-      heard();
-      if (!views++) told({ state: "live" });
-      seen(JSON.parse(data));
+      received();
+      if (!views++) onState({ state: "live" });
+      onView(JSON.parse(data));
     }
   } catch {
-    return { state: "lost", text: signal.reason?.message ?? "the connection broke", views };
+    return { state: "lost", text: signal.reason?.message ?? "the connection failed", views };
   }
-  return { state: "lost", text: "the router ended it", views };
+  return { state: "lost", text: "the router closed the connection", views };
 }

@@ -1,11 +1,11 @@
-// Requests under way, each a dot: from the router to a prefill worker, over to a decode worker, and out.
+// Running requests as dots that move from the router to a prefill worker, then to a decode worker.
 
-import { $, count, h, mark, plural, s, say, seconds } from "./dom.js";
+import { $, count, h, mark, plural, s, setText, seconds } from "./dom.js";
 
 const LANES = 6, DOT = 6, STEP = 16, PAD = 13, HEAD = 31, GAP = 14;
 const STAGES = ["queue", "route", "reserve", "prefill", "transfer", "commit", "decode"];
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
-const still = () => calm.matches || document.hidden; // hidden: nothing moves, so that no movement would ever end
+const still = () => calm.matches || document.hidden; // in a hidden tab an animation would never finish
 
 export class Flow {
   constructor() {
@@ -19,7 +19,7 @@ export class Flow {
     this.shape = "";
     this.view = null;
     new ResizeObserver(() => this.view && this.show(this.view)).observe($("flow"));
-    $("requests").addEventListener("toggle", () => this.tell());
+    $("requests").addEventListener("toggle", () => this.describe());
   }
 
   show(view) {
@@ -38,11 +38,11 @@ export class Flow {
       this.known.delete(key);
       leave(dot, at, stage === "decode" ? this.width + 20 : at[0]);
     }
-    for (const [key, text] of this.numbers) say(text, String(inside.get(key) ?? 0));
-    this.tell();
+    for (const [key, text] of this.numbers) setText(text, String(inside.get(key) ?? 0));
+    this.describe();
   }
 
-  // Where the boxes are. Drawn anew only when workers, or the width, have changed.
+  // Computes the boxes. They are drawn again only after the workers or the width changed.
   lay({ status, requests }) {
     this.width = $("flow").clientWidth;
     const of = (role) => status.workers.filter((one) => one.info.role === role && one.state === "connected");
@@ -51,7 +51,7 @@ export class Flow {
     const narrow = this.width < 560, each = 84;
     this.height = Math.max(2 * each, rows * (each + GAP));
     const column = (role, left, right, names) => names.map((name, at) => {
-      const space = this.height / names.length, key = `${role} ${name}`; // "3 others" may be of both roles
+      const space = this.height / names.length, key = `${role} ${name}`; // both roles may have a box "3 others"
       return { key, role, name, x: left * this.width, y: space * at + (space - each) / 2, w: (right - left) * this.width, h: each };
     });
     this.router = { key: "router", role: "router", name: "router", x: 1, y: this.height / 2 - 70, w: (narrow ? 0.24 : 0.18) * this.width, h: 140 };
@@ -65,13 +65,13 @@ export class Flow {
     this.numbers.clear();
     this.boxes.replaceChildren(...boxes.map((one) => s("g", { class: one.role },
       s("rect", { x: one.x, y: one.y, width: one.w, height: one.h, rx: 10 }), s("text", { x: one.x + PAD, y: one.y + 21 }, fit(one)), this.number(one, narrow))));
-    const first = this.prefill.length ? this.prefill : this.decode; // without prefill workers, these compute prompts too
+    const first = this.prefill.length ? this.prefill : this.decode; // without prefill workers, decode workers compute the prompts
     const links = [...first.map((to) => [this.router, to]), ...this.prefill.flatMap((from) => this.decode.map((to) => [from, to]))];
     this.links.replaceChildren(...links.map(([from, to]) => s("path", { d: curve(from, to) })));
     return true;
   }
 
-  // How many are in a box, or on their way to it; in its corner.
+  // Text in the corner of a box: the number of requests in it or on their way to it.
   number(box, narrow) {
     const y = box.y + (narrow ? box.h - 9 : 21);
     const text = s("text", { class: "number", x: box.x + box.w - PAD, y, "text-anchor": "end" });
@@ -79,7 +79,7 @@ export class Flow {
     return text;
   }
 
-  // Where a request is: in a box, or on its way between two.
+  // Returns the position of a request: in a box, or between two boxes.
   place({ stage, prefill_worker, decode_worker }, slots) {
     const prefill = this.prefill[this.lanes.prefill.of(prefill_worker)], decode = this.decode[this.lanes.decode.of(decode_worker)];
     const within = (box) => {
@@ -119,13 +119,13 @@ export class Flow {
     Object.assign(known, { at, stage: one.stage });
   }
 
-  tell() {
+  describe() {
     if (!this.view) return;
     const { requests, status } = this.view, by = new Map();
     for (const { stage } of requests) by.set(stage, (by.get(stage) ?? 0) + 1);
     const parts = STAGES.filter((stage) => by.has(stage)).map((stage) => `${count(by.get(stage))} in ${stage}`);
-    const more = status.running > requests.length ? ` (the newest ${requests.length} are shown)` : "";
-    say($("flow-text"), parts.length ? `${parts.join(", ")}${more}` : "nothing under way");
+    const more = status.running > requests.length ? ` (showing the newest ${requests.length})` : "";
+    setText($("flow-text"), parts.length ? `${parts.join(", ")}${more}` : "no requests in progress");
     if (!$("requests").open) return;
     const names = ["request", "stage", "prefill", "decode", "prompt", "tokens", "age", "attempt"];
     const cells = (one) => [one.request_id, one.stage, one.prefill_worker || "–", one.decode_worker || "–",
@@ -136,7 +136,7 @@ export class Flow {
   }
 }
 
-// At most so many lanes; the workers behind share the last one.
+// Assigns workers to at most LANES lanes. The remaining workers share the last lane.
 function lanes(workers) {
   const ids = workers.map((one) => one.info.ref.worker_id).sort(), rest = ids.length - LANES;
   const names = rest > 0 ? [...ids.slice(0, LANES - 1), `${rest + 1} others`] : ids;
@@ -144,7 +144,7 @@ function lanes(workers) {
   return { names, of: (id) => at.get(id) };
 }
 
-// The end of a long name: that is what tells workers apart.
+// Shortens a long name to its end, which distinguishes workers.
 function fit({ name, w }) {
   const most = Math.floor((w - PAD - (w < 150 ? 6 : 44)) / 7);
   return name.length <= most ? name : `…${name.slice(1 - most)}`;

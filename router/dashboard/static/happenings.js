@@ -1,4 +1,4 @@
-// What happened, the latest first: who came and went, what failed or went on elsewhere, what the controller decided.
+// Events, newest first: workers that joined or left, failed or recovered requests, decisions of the controller.
 
 import { $, h } from "./dom.js";
 
@@ -6,15 +6,15 @@ const MOST = 100;
 
 export class Happenings {
   constructor() {
-    this.none = h("li", { class: "muted" }, "nothing yet");
+    this.none = h("li", { class: "muted" }, "no events yet");
     $("happenings").append(this.none);
-    this.known = new Set(); // after a reconnect the router says the latest ones again
+    this.known = new Set(); // after a reconnect the router sends the latest events again
     this.router = "";
   }
 
   show({ happenings, status }) {
     if (this.router && this.router !== status.router_id) {
-      this.add({ time_s: Date.now() / 1000, kind: "router", text: `another router: ${status.router_id}` });
+      this.add({ time_s: Date.now() / 1000, kind: "router", text: `connected to another router: ${status.router_id}` });
       this.known.clear();
     }
     this.router = status.router_id;
@@ -28,11 +28,11 @@ export class Happenings {
 
   add({ time_s, kind, text, worker_id, request_id }) {
     this.none.remove();
-    const who = [worker_id, request_id].filter(Boolean).join(" · ");
+    const ids = [worker_id, request_id].filter(Boolean).join(" · ");
     const older = [...$("happenings").children].find((each) => Number(each.dataset.at) <= time_s) ?? null;
     $("happenings").insertBefore(h("li", { "data-kind": kind, "data-at": time_s },
       h("time", { datetime: new Date(time_s * 1000).toISOString() }, new Date(time_s * 1000).toLocaleTimeString("en-GB")),
-      h("span", { class: "kind" }, kind), h("span", { class: "text" }, text, who ? h("small", { class: "muted" }, ` ${who}`) : "")), older);
+      h("span", { class: "kind" }, kind), h("span", { class: "text" }, text, ids ? h("small", { class: "muted" }, ` ${ids}`) : "")), older);
     while ($("happenings").childElementCount > MOST) $("happenings").lastElementChild.remove();
   }
 }

@@ -1,6 +1,6 @@
-// The page: each view of the router goes to each part of it. Nothing is asked of any other host.
+// Entry of the page: passes each view of the router to all parts. The page sends requests to this host only.
 
-import { $, lasting, say } from "./dom.js";
+import { $, duration, setText } from "./dom.js";
 import { follow, token } from "./feed.js";
 import { Figures } from "./figures.js";
 import { Charts } from "./charts.js";
@@ -12,27 +12,27 @@ import { Prompt } from "./prompt.js";
 const INTERVAL_S = 0.5;
 const parts = [new Figures(), new Charts(), new Flow(), new Workers(), new Happenings(), new Prompt()];
 
-function seen(view) {
+function showView(view) {
   const { status } = view;
-  say($("name"), status.name || "Baton");
-  say($("about"), [status.model, status.router_id, status.version, `up ${lasting(status.uptime_s)}`].filter(Boolean).join(" · "));
+  setText($("name"), status.name || "Baton");
+  setText($("about"), [status.model, status.router_id, status.version, `up ${duration(status.uptime_s)}`].filter(Boolean).join(" · "));
   document.title = `${status.name || "Baton"}: ${status.running} running`;
   for (const part of parts) part.show(view);
 }
 
-const SAID = { live: "live", alone: "no router here", lost: "router gone", "sign-in": "token needed" };
+const STATES = { live: "live", alone: "no live data", lost: "disconnected", "sign-in": "token required" };
 
-// Says what became of the connection; for "sign-in", waits until there is a token to try.
-function told({ state, text, pause }) {
+// Shows the state of the connection. For "sign-in" it returns a promise that resolves when a token was entered.
+function showState({ state, text, pause }) {
   document.body.dataset.state = state;
-  const again = state === "lost" ? `; asking again in ${pause} s` : "";
-  say($("status"), `${SAID[state]}${text && state !== "sign-in" ? `: ${text}` : ""}${again}`);
+  const again = state === "lost" ? `; reconnecting in ${pause} s` : "";
+  setText($("status"), `${STATES[state]}${text && state !== "sign-in" ? `: ${text}` : ""}${again}`);
   $("sign-in").hidden = state !== "sign-in";
   return state === "sign-in" ? signedIn(text) : undefined;
 }
 
 function signedIn(why) {
-  if (why) because(why);
+  if (why) showReason(why);
   $("token").focus();
   return new Promise((resolve) => {
     const submitted = (event) => {
@@ -40,7 +40,7 @@ function signedIn(why) {
       const given = $("token").value.trim();
       $("token").value = "";
       if (!token.possible(given)) {
-        because("a token has letters, digits and signs of ASCII only");
+        showReason("a token must have printable ASCII characters only");
         return;
       }
       $("sign-in").removeEventListener("submit", submitted);
@@ -51,6 +51,6 @@ function signedIn(why) {
   });
 }
 
-const because = (why) => say($("sign-in-why"), `${why[0].toUpperCase()}${why.slice(1)}.`);
+const showReason = (why) => setText($("sign-in-why"), `${why[0].toUpperCase()}${why.slice(1)}.`);
 
-follow(seen, told, INTERVAL_S);
+follow(showView, showState, INTERVAL_S);

@@ -1,6 +1,6 @@
-// A prompt of the reader's own: its answer as it comes, and where its time went.
+// Sends a prompt and shows the streamed answer with a timeline of its stages.
 
-import { $, plural, say, seconds } from "./dom.js";
+import { $, plural, setText, seconds } from "./dom.js";
 import { events, headers, problem } from "./feed.js";
 import { Timeline } from "./timeline.js";
 
@@ -8,9 +8,9 @@ export class Prompt {
   constructor() {
     this.timeline = new Timeline($("timeline"));
     this.running = null;
-    this.stages = []; // of the request that runs, as the views show it: [stage, seconds since it was sent]
+    this.stages = []; // stages of the running request, as the views report them: [stage, time of the view]
     this.id = "";
-    this.model = undefined; // the one that is served
+    this.model = undefined; // the served model
     $("prompt").addEventListener("submit", (event) => {
       event.preventDefault();
       this.send().catch((error) => this.ended(error.name === "AbortError" ? "stopped" : error.message));
@@ -21,7 +21,7 @@ export class Prompt {
     });
   }
 
-  // With each view: where the request that runs is, should the router keep no trace of it.
+  // Records the stage of the running request from each view, in case the router keeps no trace of it.
   show({ requests, status }) {
     this.model = status.model;
     const mine = this.running && this.id && requests.find((one) => one.request_id === this.id);
@@ -33,20 +33,20 @@ export class Prompt {
     this.running = new AbortController();
     Object.assign(this, { id: "", stages: [] });
     this.busy(true);
-    say($("answer"), "");
-    say($("answer-note"), "sent");
+    setText($("answer"), "");
+    setText($("answer-note"), "sent");
     this.timeline.clear();
     const sent = performance.now();
     const response = await fetch(this.path(), { method: "POST", signal: this.running.signal, body: JSON.stringify(this.body()),
       headers: headers({ "content-type": "application/json" }) });
     if (!response.ok) {
-      this.ended(`refused: ${await problem(response)}`);
+      this.ended(`rejected: ${await problem(response)}`);
       return;
     }
     this.id = response.headers.get("x-request-id") ?? "";
     const { first, tokens, failed } = await this.read(response);
     const done = performance.now(), at = (time) => (time - sent) / 1000;
-    const note = failed ? `failed: ${failed}` : `${plural(tokens, "token")} in ${seconds(at(done))}, the first after ${seconds(at(first ?? done))}`;
+    const note = failed ? `failed: ${failed}` : `${plural(tokens, "token")} in ${seconds(at(done))}, first token after ${seconds(at(first ?? done))}`;
     this.ended(note);
     await this.timeline.draw(this.id, { first: at(first ?? done), done: at(done), stages: this.stages.map(([stage, time]) => [stage, at(time)]) });
   }
@@ -85,10 +85,10 @@ export class Prompt {
   }
 
   ended(note) {
-    say($("answer-note"), note);
+    setText($("answer-note"), note);
     this.running = null;
     this.busy(false);
-    if (document.activeElement === document.body) $("prompt-send").focus(); // Stop had it, and is disabled now
+    if (document.activeElement === document.body) $("prompt-send").focus(); // the disabled Stop button lost the focus
   }
 }
 

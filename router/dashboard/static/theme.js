@@ -1,10 +1,10 @@
-// Before anything is drawn: the theme that was chosen here. A choice is no secret, so it may outlive the tab.
+// Applies the chosen theme before the first paint. The choice is stored in this browser.
 (() => {
   const order = ["auto", "light", "dark"];
   let theme = "auto";
   try {
     theme = localStorage.getItem("baton-theme") ?? "auto";
-  } catch { /* storage may be switched off */ }
+  } catch { /* storage may be disabled */ }
 
   const show = () => {
     if (theme === "auto") delete document.documentElement.dataset.theme;
@@ -21,7 +21,7 @@
       theme = order[(order.indexOf(theme) + 1) % order.length];
       try {
         localStorage.setItem("baton-theme", theme);
-      } catch { /* then it is chosen for this page only */ }
+      } catch { /* the choice then ends with the page */ }
       show();
     });
   });

@@ -1,9 +1,9 @@
-// Where the time of one request went, as bars: from the router's trace of it, or, without one, from what was seen here.
+// Stages of one request as bars, from the router's trace, or else from the times that this page measured.
 
-import { h, say, seconds } from "./dom.js";
+import { h, setText, seconds } from "./dom.js";
 import { headers } from "./feed.js";
 
-const TRIES = 4; // what workers say of a request may come a little after its end
+const TRIES = 4; // workers report their spans shortly after the end of a request
 
 export class Timeline {
   constructor(element) {
@@ -21,8 +21,8 @@ export class Timeline {
     const total = Math.max(...found.map((one) => one.start + one.lasts), 1e-6);
     const rows = Map.groupBy(found, (one) => one.lane);
     const parts = [...rows].map(([lane, bars]) => row(lane, bars, total));
-    const source = spans.length ? "from the router's trace" : "as seen from here: the router keeps no trace of it";
-    this.element.replaceChildren(h("h3", {}, `Timeline, ${seconds(total)} in all`), h("p", { class: "muted" }, source), ...parts, table(found));
+    const source = spans.length ? "from the router's trace" : "measured by this page, because the router has no trace of the request";
+    this.element.replaceChildren(h("h3", {}, `Timeline, ${seconds(total)} total`), h("p", { class: "muted" }, source), ...parts, table(found));
     this.element.hidden = false;
   }
 }
@@ -48,13 +48,13 @@ const ofTrace = (spans) => {
   });
 };
 
-// Until the first token, and after it; with the stages that views have shown between.
+// Bars for the time to the first token and the remaining time, with the stages from the views.
 function ofViews({ first, done, stages }) {
-  const bars = [{ lane: "here", name: "first token", role: "prefill", start: 0, lasts: first, text: "" },
-    { lane: "here", name: "the others", role: "decode", start: first, lasts: done - first, text: "" }];
+  const bars = [{ lane: "this page", name: "first token", role: "prefill", start: 0, lasts: first, text: "" },
+    { lane: "this page", name: "remaining tokens", role: "decode", start: first, lasts: done - first, text: "" }];
   stages.forEach(([name, start], at) => {
     const end = stages[at + 1]?.[1] ?? done;
-    bars.push({ lane: "router, as far as shown", name, role: name, start, lasts: end - start, text: "" });
+    bars.push({ lane: "router, sampled", name, role: name, start, lasts: end - start, text: "" });
   });
   return bars;
 }
@@ -64,7 +64,7 @@ function row(lane, bars, total) {
     const bar = h("span", { class: `span ${one.role} ${one.name}`, title: `${one.name}: ${seconds(one.lasts)} ${one.text}`.trim() });
     bar.style.left = `${(100 * one.start) / total}%`;
     bar.style.width = `${(100 * one.lasts) / total}%`;
-    if (one.lasts / total > 0.12) say(bar, one.name);
+    if (one.lasts / total > 0.12) setText(bar, one.name);
     return bar;
   }));
   return h("div", { class: "lane" }, h("span", { class: "muted" }, lane), track);
@@ -72,7 +72,7 @@ function row(lane, bars, total) {
 
 function table(bars) {
   const cells = (one) => [one.lane, one.name, seconds(one.start), seconds(one.lasts), one.text];
-  return h("details", {}, h("summary", {}, "As a table"), h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Timeline" },
-    h("table", {}, h("thead", {}, h("tr", {}, ...["where", "stage", "from", "lasts", ""].map((name) => h("th", { scope: "col" }, name)))),
+  return h("details", {}, h("summary", {}, "Show as table"), h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Timeline" },
+    h("table", {}, h("thead", {}, h("tr", {}, ...["process", "stage", "start", "duration", "attributes"].map((name) => h("th", { scope: "col" }, name)))),
       h("tbody", {}, ...bars.map((one) => h("tr", {}, ...cells(one).map((text) => h("td", {}, text))))))));
 }

@@ -1,6 +1,6 @@
-// The pools: what each worker does, and who owns its KV blocks. The ledger is summed, and it is checked that it adds up.
+// Workers with their load and the state of their KV blocks. The blocks of each pool are summed and checked.
 
-import { $, bytes, count, h, mark, plural, say, sum } from "./dom.js";
+import { $, bytes, count, h, mark, plural, setText, sum } from "./dom.js";
 
 const STATES = ["owned", "reserved", "cached", "quarantined", "free"];
 const MOST = 48;
@@ -28,8 +28,8 @@ export class Workers {
       $("workers").replaceChildren(...cards);
     }
     $("more-workers").hidden = shown.length === workers.length;
-    say($("more-workers"), `and ${count(workers.length - shown.length)} more, without anything to note`);
-    say($("plan"), plan(status.control));
+    setText($("more-workers"), `and ${count(workers.length - shown.length)} more without warnings`);
+    setText($("plan"), plan(status.control));
   }
 
   place({ worker_id, role, state, note }) {
@@ -37,7 +37,7 @@ export class Workers {
     if (!this.cards.has(key)) {
       this.cards.set(key, h("article", { class: `worker absent ${role}`, "aria-label": `${role} worker ${worker_id}` },
         h("div", { class: "title" }, h("h3", {}, worker_id), h("span", { class: "role" }, role), h("span", { class: "pill small" }, state)),
-        h("p", {}, reason(note) || "not here yet")));
+        h("p", {}, reason(note) || "not connected yet")));
     }
     return this.cards.get(key);
   }
@@ -55,7 +55,7 @@ export class Workers {
   }
 }
 
-// Of a worker that is planned and is not here: a reason without what its process wrote last.
+// First line of the controller's note on a worker, without the last output of its process.
 const reason = (note) => note.split("\n")[0].replace(/:$/, "");
 
 const trouble = (one) => one.state !== "connected" || one.note || one.load.draining;
@@ -82,23 +82,23 @@ class Card {
   show({ info, load, state, dispatched, note }, slot) {
     const draining = load.draining && state === "connected";
     const shown = draining ? "draining" : slot && slot.state !== "ready" ? slot.state : state;
-    say(this.state, shown);
+    setText(this.state, shown);
     mark(this.state, { "data-state": shown });
-    const moved = Number(load.transfer_bytes) ? `, ${bytes(Number(load.transfer_bytes))} moved by ${load.transport}` : "";
+    const moved = Number(load.transfer_bytes) ? `, ${bytes(Number(load.transfer_bytes))} transferred by ${load.transport}` : "";
     const did = info.role === "prefill" ? `${count(load.prefill_tokens)} prompt tokens` : `${count(load.decode_tokens)} tokens`;
-    say(this.does, `${plural(dispatched, "request")} here · ${count(load.running)} running, ${count(load.waiting)} waiting`);
-    say(this.did, `${did}${moved}`);
+    setText(this.does, `${plural(dispatched, "request")} of this router · ${count(load.running)} running, ${count(load.waiting)} waiting`);
+    setText(this.did, `${did}${moved}`);
     this.bar.show(load.blocks);
     const notes = [note, reason(slot?.note ?? ""), slot?.restarts ? `restarted ${plural(slot.restarts, "time")}` : ""].filter(Boolean);
     this.note.hidden = !notes.length;
-    say(this.note, notes.join("; "));
+    setText(this.note, notes.join("; "));
   }
 }
 
-// KV blocks as parts of one bar, and as text.
+// KV blocks by state, as one bar and as text.
 class Bar {
   constructor(brief = false) {
-    this.brief = brief; // says nothing of what there is none of
+    this.brief = brief; // hides states without blocks
     this.parts = STATES.map((state) => h("span", { class: `part ${state}` }));
     this.texts = STATES.map((state) => h("span", { class: `key ${state}` }));
     this.element = h("div", { class: "bar", "aria-hidden": "true" }, ...this.parts);
@@ -109,13 +109,13 @@ class Bar {
     const total = Number(blocks.total) || 1;
     STATES.forEach((state, at) => {
       this.parts[at].style.flexGrow = Number(blocks[state]) / total;
-      say(this.texts[at], `${count(blocks[state])} ${state}`);
+      setText(this.texts[at], `${count(blocks[state])} ${state}`);
       this.texts[at].hidden = this.brief && !Number(blocks[state]);
     });
   }
 }
 
-// The blocks of a pool: all states together must be all blocks, always.
+// KV blocks of a pool. The states must add up to the total.
 class Ledger {
   constructor(title, role) {
     this.bar = new Bar();
@@ -129,7 +129,7 @@ class Ledger {
     const found = sum(STATES, (state) => blocks[state]), right = found === blocks.total;
     this.bar.show(blocks);
     const what = `${plural(workers.length, "worker")}, ${plural(blocks.total, "KV block")}`;
-    say(this.check, right ? `${what}: the ledger adds up` : `${what}, but ${count(found)} are accounted for`);
+    setText(this.check, right ? `${what}, all accounted for` : `${what}, but ${count(found)} accounted for`);
     mark(this.check, { class: right ? "right" : "warn" });
   }
 }
