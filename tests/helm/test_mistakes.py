@@ -29,22 +29,22 @@ MEANING = {  # the same of templates/validate.yaml
     "image.repository=": "image.repository: must be set",
     "redis.external.host=other": 'redis.external.host: "other" contradicts redis.install: true',
     "model.pvc.create=true,model.existingClaim=models": "model.pvc.create: must be false when model.existingClaim",
-    "prefill.replicas=0": "prefill.replicas: must be at least 1 but with config.mode: colocated, got 0",
-    "config.router.grpc=a:1": "config.router.grpc: the chart says this itself; in its place: router.service.grpcPort",
-    "config.redis.url=redis://a": "config.redis: the chart says this itself; in its place: redis.external",
-    "config.decode.replicas=3": "config.decode.replicas: the chart says this itself; in its place: decode.replicas",
-    "decode.gpus=2,config.decode.tensor_parallel=4": "the chart says this itself; in its place: decode.gpus",
+    "prefill.replicas=0": "prefill.replicas: must be at least 1 unless config.mode is colocated, got 0",
+    "config.router.grpc=a:1": "config.router.grpc: the chart sets this key; use router.service.grpcPort",
+    "config.redis.url=redis://a": "config.redis: the chart sets this key; use redis.external",
+    "config.decode.replicas=3": "config.decode.replicas: the chart sets this key; use decode.replicas",
+    "decode.gpus=2,config.decode.tensor_parallel=4": "the chart sets this key; use decode.gpus",
 }
 ALONE = {  # each in values of its own: they contradict each other
     "security.allowInsecure=false": "security: set security.tls.existingSecret and",
     "security.allowInsecure=false,security.tls.existingSecret=a": "security: set security.tls.existingSecret and",
     "security.tls.existingSecret=a,security.tokens.existingSecret=b": "security.allowInsecure: must be false",
     "redis.install=false": "redis.external.host: must be set",
-    "redis.install=false,redis.external.host=a,redis.external.tls.existingSecret=ca": "existingSecret: needs",
-    "ray.gcsFaultTolerance.enabled=true": "ray.gcsFaultTolerance.enabled: needs redis.external",
+    "redis.install=false,redis.external.host=a,redis.external.tls.existingSecret=ca": "existingSecret: requires",
+    "ray.gcsFaultTolerance.enabled=true": "ray.gcsFaultTolerance.enabled: requires redis.external",
     "decode.replicas=0,prefill.replicas=0,config.mode=colocated": "decode.replicas: must be at least 1, got 0",
     "decode.autoscale.enabled=true,decode.replicas=9": "decode.replicas: must be from decode.autoscale.min (1) to",
-    "ray.autoscaling.enabled=true": "ray.autoscaling.enabled: needs prefill.autoscale.enabled",
+    "ray.autoscaling.enabled=true": "ray.autoscaling.enabled: requires prefill.autoscale.enabled",
 }
 Documents = list[dict[str, Any]]
 

@@ -1,4 +1,4 @@
-{{/* The cluster file: `config` of the values, and over it what only the chart can know. */}}
+{{/* The cluster file: `config` of the values, overridden by the keys that the chart sets. */}}
 {{- define "baton.owned" -}}
 name: {{ default (include "baton.fullname" .) .Values.clusterName }}
 model: {path: {{ include "baton.modelPath" . | quote }}}
@@ -41,7 +41,7 @@ autoscale: {min: {{ $pool.autoscale.min }}, max: {{ $pool.autoscale.max }}}
 {{- end }}
 {{- end }}
 
-{{/* Pools that have pods: with mode colocated, decode has those of both, as the loader of the cluster file counts them. */}}
+{{/* Pools that have pods. With mode colocated, the decode pool has the workers of both pools. */}}
 {{- define "baton.pools" -}}
 {{ ternary "decode" "prefill decode" (eq (toString (get .Values.config "mode")) "colocated") }}
 {{- end }}

@@ -1,4 +1,4 @@
-{{/* Names. 40 characters, so that all suffixes fit into 63, and the full name is a valid `name` of a cluster file. */}}
+{{/* Names of at most 40 characters: with a suffix they fit into 63, and the full name is a valid `name` of a cluster file. */}}
 {{- define "baton.name" -}}
 {{- default .Chart.Name .Values.nameOverride | replace "." "-" | trunc 40 | trimSuffix "-" }}
 {{- end }}
@@ -51,7 +51,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{ toYaml (merge (include "baton.selectorLabels" . | fromYaml) .role.podLabels .root.Values.commonLabels) }}
 {{- end }}
 
-{{/* The Secrets that pods read. */}}
+{{/* Secrets that pods read. */}}
 {{- define "baton.redisSecret" -}}
 {{- if .Values.redis.install }}{{ default (printf "%s-redis" (include "baton.fullname" .)) .Values.redis.auth.existingSecret }}
 {{- else }}{{ .Values.redis.external.existingSecret }}{{ end }}
@@ -61,7 +61,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- if .Values.redis.install }}{{ .Values.redis.auth.passwordKey }}{{ else }}{{ .Values.redis.external.passwordKey }}{{ end }}
 {{- end }}
 
-{{/* The address of the ledger. The kubelet puts the password in: it is in no object but its Secret. */}}
+{{/* URL of Redis. The kubelet inserts the password, so that only the Secret contains it. */}}
 {{- define "baton.redisUrl" -}}
 {{- $external := .Values.redis.external }}
 {{- if .Values.redis.install -}}
@@ -87,12 +87,12 @@ redis://:$(REDIS_PASSWORD)@{{ include "baton.fullname" . }}-redis:6379/0
   value: {{ include "baton.redisUrl" . }}
 {{- end }}
 
-{{/* Security: both, or only with allowInsecure. */}}
+{{/* Name that certificates must contain. */}}
 {{- define "baton.tlsName" -}}
 {{- default (printf "%s-router.%s.svc" (include "baton.fullname" .) .Release.Namespace) .Values.security.tls.name }}
 {{- end }}
 
-{{/* The model: where it is, and whether it lies on a volume. */}}
+{{/* Path of the model, and whether a volume has it. */}}
 {{- define "baton.modelVolume" -}}
 {{- if or .Values.model.existingClaim .Values.model.pvc.create (hasPrefix "hf:" .Values.model.path) }}true{{ end }}
 {{- end }}
@@ -103,7 +103,7 @@ redis://:$(REDIS_PASSWORD)@{{ include "baton.fullname" . }}-redis:6379/0
 {{- else }}{{ printf "%s/%s" (trimSuffix "/" .Values.model.mountPath) $path }}{{ end }}
 {{- end }}
 
-{{/* Tri-state of what needs a CRD: null asks the cluster. */}}
+{{/* Whether to create an object that needs a CRD. null means: if the cluster has the CRD. */}}
 {{- define "baton.wanted" -}}
 {{- if kindIs "invalid" .enabled }}{{ if .root.Capabilities.APIVersions.Has .api }}true{{ end }}
 {{- else if .enabled }}true{{ end }}

@@ -1,4 +1,4 @@
-{{/* What all pods with Baton's image have in common. Each takes {root, component, role}, role being its section of the values. */}}
+{{/* Parts of all pods with Baton's image. Each template takes {root, component, role}; role is a section of the values. */}}
 {{- define "baton.podSpec" -}}
 serviceAccountName: {{ include "baton.serviceAccountName" .root }}
 automountServiceAccountToken: {{ and (eq .component "head") .root.Values.ray.autoscaling.enabled }}
@@ -160,7 +160,7 @@ securityContext:
 {{- end }}
 {{- end }}
 
-{{/* Waits for the model: workers download it, or all look for it on the volume that something else fills. */}}
+{{/* Waits for the model: workers download it, or all pods wait until it is on the volume. */}}
 {{- define "baton.initContainers" -}}
 {{- $model := .root.Values.model }}
 {{- if and (include "baton.modelVolume" .root) (or (has .component (list "prefill" "decode")) (and (eq .component "router") (not (hasPrefix "hf:" $model.path)))) }}
