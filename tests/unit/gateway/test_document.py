@@ -1,32 +1,44 @@
-"""docs/openai.md promises nothing that no test shows, and leaves out no field that is taken."""
+"""docs/openai.md has each field that a body accepts, each field that is rejected by name, and each error code."""
 
 import re
 from pathlib import Path
 
 import pytest
 
+from router.openai import errors, parsing
 from router.openai.schema import ChatBody, CompletionBody
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = (ROOT / "docs/openai.md").read_text()
-TESTS = "".join((ROOT / f"tests/integration/test_gateway{name}.py").read_text() for name in ("", "_alone", "_tools"))
-FORMS = TEXT[TEXT.index("| form | models |") :].partition("\n\n")[0]  # of what models write: no promise of fields
-ROWS = [line for line in TEXT.replace(FORMS, "").splitlines() if line.startswith("| ") and not line.startswith("|--")]
 
 
-def test_each_row_names_tests_that_exist():
-    defined = set(re.findall(r"^async def (test_\w+)|^def (test_\w+)", TESTS, re.MULTILINE))
-    known = {name for pair in defined for name in pair if name}
-    heads = [row for row in ROWS if row.endswith("| test |")]
-    assert len(ROWS) - len(heads) > 40
-    for row in ROWS:
-        if row not in heads:
-            named = re.findall(r"`(test_\w+)`", row.rsplit("|", 2)[1])
-            assert named, row
-            assert set(named) <= known, row
+def first_cells(title: str) -> set[str]:
+    """The names in the first column of the tables of a chapter."""
+    chapter = TEXT[TEXT.index(f"\n## {title}\n") :].partition("\n## ")[2].partition("\n## ")[0]
+    rows = [line for line in chapter.splitlines() if line.startswith("| `")]
+    return {name for row in rows for name in re.findall(r"`([\w.\[\]]+)`", row.split("|")[1])}
+
+
+FIELDS = first_cells("Request fields")
 
 
 @pytest.mark.parametrize("body", [CompletionBody, ChatBody])
 def test_each_field_has_a_row(body):
-    named = set(re.findall(r"`(\w+)", "\n".join(row.split("|")[1] for row in ROWS)))
-    assert set(body.model_fields) - {"stream_options"} <= named
+    assert set(body.model_fields) - {"stream_options"} <= FIELDS
+    assert {f"stream_options.{name}" for name in parsing.StreamOptions.model_fields} <= FIELDS
+    assert set(parsing._REFUSED[body]) <= FIELDS
+
+
+def test_each_row_is_of_a_field():
+    known = {name for body in (CompletionBody, ChatBody) for name in (*body.model_fields, *parsing._REFUSED[body])}
+    assert {re.split(r"[.\[]", name)[0] for name in FIELDS} <= known
+
+
+def test_each_error_has_a_row_with_its_status_type_and_code():
+    rows = [line for line in TEXT.splitlines() if re.match(r"\| \d{3}", line)]
+    for status, kind, code in errors._SHOWN.values():
+        if status != 499:
+            assert any(line.startswith(f"| {status}") and f"`{kind}`" in line and f"`{code}`" in line for line in rows)
+    source = "".join(file.read_text() for file in (ROOT / "router/openai").glob("*.py"))
+    for status, code in re.findall(r'HttpError\((\d+), "(\w+)"', source):
+        assert code == "internal" or any(status in line and f"`{code}`" in line for line in rows), code
