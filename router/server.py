@@ -207,17 +207,20 @@ def _gateway(context: RouterContext, admin: Admin, look: Callable[[], Awaitable[
     """Return the bound HTTP gateway. Raises ConfigError, also if its libraries are missing."""
     try:
         from router.dashboard.app import Shown
-        from router.openai.app import GatewaySettings
-        from router.openai.responses import Patience
-        from router.openai.server import HttpServer
+        from router.openai.server import GatewaySettings, HttpServer
     except ModuleNotFoundError as error:
         text = f"{error.name} is not installed: pip install 'baton-serve[gateway]', or leave router.http out"
         raise ConfigError(f"router.http: {text}") from error
     settings = context.settings
-    patience, registry = Patience(stall_s=settings.client_stall_s), context.sinks.metrics.registry
     shown = Shown(admin.live, context.tokens, admin.trace_of)
     serving = GatewaySettings(
-        settings.version, settings.http_body, patience, registry, look, tls=settings.tls, shown=shown
+        settings.version,
+        settings.http_body,
+        stall_s=settings.client_stall_s,
+        registry=context.sinks.metrics.registry,
+        look=look,
+        tls=settings.tls,
+        shown=shown,
     )
     return HttpServer(settings.http or "", serving, share_port=settings.share_port)
 

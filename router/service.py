@@ -20,7 +20,7 @@ from baton.structured_output import Grammars
 from baton.tokenizer import Tokenizer
 from baton.tracing.trace import TRACEPARENT, TraceContext
 from router.auth.interceptor import current_grant
-from router.auth.limits import Concurrency, TextCall, limited, may_end
+from router.auth.limits import Concurrency, limited, may_end
 from router.context import RouterSettings
 from router.observe.request_observer import Sinks
 from router.parsing.chat import Chats
@@ -114,7 +114,7 @@ class Inference(InferenceServicer):
             async with call.scope, self._running.registered(call, request.idempotency_key):
                 # Sent early, so that a client can name its request while it is queued.
                 client.open(("baton-request-id", call.name), ("baton-resumable", "1"))
-                with self._concurrency.one_more(call):
+                with self._concurrency.one_more(call.grant, lambda: call.reason is not None):
                     return await self._answers(message, call, client)
         except TimeoutError:
             raise call.reason or errors.DeadlineExceeded(f"not finished within {call.within_s:.3g} s") from None
@@ -176,7 +176,7 @@ class Inference(InferenceServicer):
             yield
             return
         try:
-            with self._texts.one_more(TextCall(current_grant())), self._reading.one_more(request):
+            with self._texts.one_more(current_grant()), self._reading.one_more(request):
                 yield
         except errors.Overloaded as error:
             self._sinks.metrics.refused(error)

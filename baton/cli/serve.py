@@ -135,13 +135,15 @@ def run_gateway(file: Path, sets: Sequence[str], target: str | None, log_file: P
 
 async def _serve_http(config: ClusterConfig, address: str, target: str) -> None:
     from baton.metrics import Metrics
-    from router.openai.app import GatewaySettings
-    from router.openai.responses import Patience
-    from router.openai.server import HttpServer
+    from router.openai.server import GatewaySettings, HttpServer
 
-    patience, counts = Patience(stall_s=config.router.slow_reader_s), Metrics(config.name, __version__)
-    tls, most = config.security.tls, config.router.http_body
-    settings = GatewaySettings(__version__, most, patience, counts=counts, tls=tls)
+    settings = GatewaySettings(
+        __version__,
+        config.router.http_body,
+        stall_s=config.router.slow_reader_s,
+        counts=Metrics(config.name, __version__),
+        tls=config.security.tls,
+    )
     server = HttpServer(address, settings)
     await server.start(target)
     log.info("gateway_started", http=server.address, target=target)

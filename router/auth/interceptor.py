@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import grpc
 import structlog
@@ -56,8 +56,7 @@ def check(method: str, grant: Grant) -> None:
 
 
 _GRANT: ContextVar[Grant | None] = ContextVar("grant", default=None)  # of the call that this task serves
-if TYPE_CHECKING:
-    _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]]
+_Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]]"
 
 
 def current_grant() -> Grant | None:

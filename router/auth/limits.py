@@ -3,58 +3,38 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
 
 from baton.core import SequenceSpec
-from baton.errors import BatonError, InvalidRequest, Overloaded, Violation
+from baton.errors import InvalidRequest, Overloaded, Violation
 from baton.rpc.v1 import inference_pb2 as pb
 from router.auth.tokens import Grant, Right
 
 RETRY_S = 1.0
 
 
-class Counted(Protocol):
-    """A request with its grant, and the reason if it was cancelled."""
-
-    @property
-    def grant(self) -> Grant | None: ...
-
-    @property
-    def reason(self) -> BatonError | None: ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TextCall:
-    """A Tokenize or Detokenize call."""
-
-    grant: Grant | None
-    reason: None = None
-
-
 class Concurrency:
     """Running requests per token. A cancelled request no longer counts, so that its successor fits."""
 
     def __init__(self) -> None:
-        self._running: dict[str, set[Counted]] = {}
+        self._running: dict[str, list[Callable[[], bool]]] = {}
 
     @contextmanager
-    def one_more(self, call: Counted) -> Iterator[None]:
+    def one_more(self, grant: Grant | None, is_cancelled: Callable[[], bool] = lambda: False) -> Iterator[None]:
         """Count a request while it runs or waits. Raises Overloaded if it exceeds the limit."""
-        grant = call.grant
         if grant is None:
             yield
             return
-        running, most = self._running.setdefault(grant.key, set()), grant.limits.max_concurrent
-        if most is not None and sum(each.reason is None for each in running) >= most:
+        running, most = self._running.setdefault(grant.key, []), grant.limits.max_concurrent
+        if most is not None and sum(not cancelled() for cancelled in running) >= most:
             raise Overloaded(f"this token allows at most {most} concurrent requests", RETRY_S)
-        running.add(call)
+        running.append(is_cancelled)
         try:
             yield
         finally:
-            running.remove(call)
+            running.remove(is_cancelled)
             if not running:
                 del self._running[grant.key]
 
@@ -72,20 +52,14 @@ def limited(spec: SequenceSpec, message: pb.GenerateRequest, grant: Grant | None
     if limits.max_tokens is not None and limits.max_tokens < sampling.max_tokens:
         sampling = replace(sampling, max_tokens=limits.max_tokens)
     priority = spec.priority if limits.priority_max is None else min(spec.priority, limits.priority_max)
-    scope = scoped(grant.tenant, spec.cache_scope)
-    return replace(spec, sampling=sampling, priority=priority, cache_scope=scope)
+    # A digest, because a long scope would not fit. No other tenant can name the scope.
+    scope = hashlib.sha256(spec.cache_scope.encode()).hexdigest() if spec.cache_scope else ""
+    return replace(spec, sampling=sampling, priority=priority, cache_scope=f"{grant.tenant}/{scope}")
 
 
 def may_end(asking: Grant | None, owner: Grant | None) -> bool:
     """Return True if `asking` may cancel a request of `owner`: the same tenant, or an admin."""
-    if asking is None or asking.right is Right.ADMIN:
-        return True
-    return owner is not None and owner.tenant == asking.tenant
-
-
-def scoped(tenant: str, scope: str) -> str:
-    """Return a scope that no other tenant can name. It is a digest because a long scope would not fit."""
-    return f"{tenant}/{hashlib.sha256(scope.encode()).hexdigest() if scope else ''}"
+    return asking is None or asking.right is Right.ADMIN or (owner is not None and owner.tenant == asking.tenant)
 
 
 def _violations(spec: SequenceSpec, message: pb.GenerateRequest, grant: Grant) -> Iterator[Violation]:

@@ -65,11 +65,7 @@ class _TokenEntry(_Entry):
         return self
 
     def digest(self) -> bytes:
-        """Return the SHA-256 of the token."""
-        return bytes.fromhex(self.token_sha256) if self.token_sha256 else _digest(self._secret())
-
-    def _secret(self) -> str:
-        return self.token.get_secret_value() if self.token else ""
+        return _digest(self.token.get_secret_value()) if self.token else bytes.fromhex(self.token_sha256 or "")
 
 
 class _File(_Entry):
@@ -118,16 +114,15 @@ def read_tokens(path: str | Path) -> Tokens:
     try:
         with Path(path).open("rb") as file:
             data = file.read(MAX_TOKENS_FILE_BYTES + 1)
+        if len(data) > MAX_TOKENS_FILE_BYTES:
+            raise ValueError(f"must be at most {MAX_TOKENS_FILE_BYTES} bytes")
+        return _of(_File.model_validate(_parse(data)))
     except OSError as error:
-        raise ConfigError(f"security.tokens: {path}: cannot be read: {error.strerror}") from None
-    problems = [f"must be at most {MAX_TOKENS_FILE_BYTES} bytes"] if len(data) > MAX_TOKENS_FILE_BYTES else []
-    if not problems:
-        try:
-            return _of(_File.model_validate(_parse(data)))
-        except ValidationError as error:
-            problems = list(_problems(error.errors(include_input=False, include_url=False)))
-        except ValueError as error:
-            problems = [str(error)]
+        problems = [f"cannot be read: {error.strerror}"]
+    except ValidationError as error:
+        problems = list(_problems(error.errors(include_input=False, include_url=False)))
+    except ValueError as error:
+        problems = [str(error)]
     raise ConfigError("\n".join(f"security.tokens: {path}: {problem}" for problem in problems))
 
 
@@ -179,7 +174,6 @@ class TokenFile:
         self._tokens: Tokens = read_tokens(path)
 
     def grant(self, authorization: str | None) -> Grant:
-        """See `Tokens.grant`."""
         return self._tokens.grant(authorization)
 
     def confirm(self, grant: Grant) -> None:

@@ -29,8 +29,7 @@ from router.auth.interceptor import check
 from router.auth.tokens import TokenFile
 from router.observe.status import SingleFlight
 from router.openai.errors import JSON, HttpError
-from router.openai.job import as_json
-from router.openai.responses import EVENT_STREAM, unless_left
+from router.openai.responses import EVENT_STREAM, EventWriter, Stalled, as_json, unless_left
 
 if TYPE_CHECKING:
     from router.observe.status import StatusBroadcaster
@@ -63,27 +62,28 @@ class LivePaths:
     def __init__(self, shown: Shown | None, stall_s: float) -> None:
         self._shown, self._stall_s = shown, stall_s
         self._files = {file.name: file.read_bytes() for file in (files("router.dashboard") / "static").iterdir()}
-        self._text = None if shown is None else SingleFlight(shown.live.views.get, self._encode, SystemClock())
+        if shown is not None:
+            self._text = SingleFlight(shown.live.views.get, partial(_encode, shown), SystemClock())
 
     def routes(self) -> list[Route]:
         """Return the routes for the gateway."""
         return [
-            Route("/", self.page),
+            Route("/", self.file),
             Route("/page/{name}", self.file),
             Route("/live", self.live),
             Route("/live/trace/{request_id}", self.trace),
         ]
 
-    async def page(self, request: Request) -> Response:
-        """GET /."""
-        return self._file("index.html")
-
     async def file(self, request: Request) -> Response:
-        """GET /page/FILE."""
-        return self._file(request.path_params["name"])
+        """Return a file of the page."""
+        name = request.path_params.get("name", "index.html")
+        content, kind = self._files.get(name), _TYPES.get(f".{name.rpartition('.')[2]}")
+        if content is None or kind is None:
+            raise HttpError(404, "not_found", "no such file")
+        return Response(content, headers=_HEADERS, media_type=kind)
 
     async def live(self, request: Request) -> Response:
-        """GET /live: an event for each view of `StatusBroadcaster`, every `interval_s` seconds."""
+        """Return a stream with an event for each view of `StatusBroadcaster`, every `interval_s` seconds."""
         shown = self._allowed(request, "Watch")
         if request.method == "HEAD":  # the stream is endless, and HEAD needs no body
             return Response(headers=_EVENT_HEADERS)
@@ -94,17 +94,11 @@ class LivePaths:
         return _Events(self._events(views), self._stall_s)
 
     async def trace(self, request: Request) -> Response:
-        """GET /live/trace/REQUEST: its `TraceReply`."""
+        """Return the `TraceReply` of a request."""
         found = self._allowed(request, "Trace").trace(request.path_params["request_id"])
         if found is None:
             raise HttpError(404, "not_found", "this router has no trace of this request")
         return Response(orjson.dumps(as_json(found)), headers={"cache-control": "no-store"}, media_type=JSON)
-
-    def _file(self, name: str) -> Response:
-        content, kind = self._files.get(name), _TYPES.get(f".{name.rpartition('.')[2]}")
-        if content is None or kind is None:
-            raise HttpError(404, "not_found", "no such file")
-        return Response(content, headers=_HEADERS, media_type=kind)
 
     def _allowed(self, request: Request, method: str) -> Shown:
         """Return the data if the caller may see it. Raises HttpError, Unauthenticated or PermissionDenied."""
@@ -122,15 +116,14 @@ class LivePaths:
         async with aclosing(views):
             with suppress(Unauthenticated):  # the token was revoked; the client's next request is rejected
                 async for _, happenings in views:
-                    assert self._text is not None
-                    text, told = await self._text.get(), orjson.dumps([as_json(one) for one in happenings])
-                    yield b"data: " + text[:-1] + b',"happenings":' + told + b"}\n\n"
+                    text, events = await self._text.get(), orjson.dumps([as_json(one) for one in happenings])
+                    yield b"data: " + text[:-1] + b',"happenings":' + events + b"}\n\n"
 
-    async def _encode(self) -> bytes:
-        """Encode a view in a thread, because thousands of workers take a while."""
-        assert self._shown is not None
-        view = await self._shown.live.views.get()
-        return await asyncio.to_thread(lambda: orjson.dumps(as_json(view)))
+
+async def _encode(shown: Shown) -> bytes:
+    """Encode a view in a thread, because thousands of workers take a while."""
+    view = await shown.live.views.get()
+    return await asyncio.to_thread(lambda: orjson.dumps(as_json(view)))
 
 
 class _Events(Response):
@@ -144,19 +137,12 @@ class _Events(Response):
         await unless_left(receive, self._run(send))
 
     async def _run(self, send: Send) -> None:
-        raw = [(name.encode(), value.encode()) for name, value in _EVENT_HEADERS.items()]
+        writer = EventWriter(send, lambda: _EVENT_HEADERS, self._stall_s)
         async with aclosing(self._events) as events:
-            first = await anext(events, b"")  # an error here still becomes its own response
-            await send({"type": "http.response.start", "status": 200, "headers": raw})
-            with suppress(TimeoutError):
-                await self._write(send, first)
+            with suppress(Stalled):
                 async for event in events:
-                    await self._write(send, event)
-                await self._write(send, b"", more=False)
-
-    async def _write(self, send: Send, data: bytes, *, more: bool = True) -> None:
-        async with asyncio.timeout(self._stall_s):
-            await send({"type": "http.response.body", "body": data, "more_body": more})
+                    await writer.write(event)
+                await writer.write(b"", more=False)
 
 
 def _own_page(request: Request) -> None:

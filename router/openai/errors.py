@@ -52,9 +52,8 @@ class Problem:
 
     def body(self) -> bytes:
         """Return the error body; in a stream it is the data of an error event."""
-        return orjson.dumps(
-            {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
-        )
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return orjson.dumps({"error": error})
 
     def response(self) -> Response:
         """Return the HTTP response."""

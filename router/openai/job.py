@@ -1,29 +1,25 @@
-"""The router calls of one HTTP request, and the interface that formats their answer."""
+"""Translation of typed bodies to router calls. `/v1/completions` makes one call per prompt; choices keep the order of
+the prompts. `/v1/chat/completions` makes one call; the router renders the chat template.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
 
-from google.protobuf.json_format import MessageToDict
-from google.protobuf.message import Message
+import orjson
 
+from baton.errors import InvalidRequest
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from router.openai.logprobs import Scored
-from router.openai.schema import Common, StreamOptions
+from router.openai.choices import ChatFormat, ChoiceFormat, CompletionFormat, Json, ToolFormat
+from router.openai.schema import ChatBody, Common, CompletionBody, Message, Prompt, Tool
+from router.openai.tool_calls import forced_schema
+from router.openai.upstream import Rename
 
 _SAMPLING = frozenset(common_pb2.Sampling.DESCRIPTOR.fields_by_name) - {"max_tokens", "top_k", "seed", "logit_bias"}
 _NAMES = {"cache_scope": "cache_salt", "client_tag": "user"}
-
-Json = dict[str, Any]
-
-
-def as_json(message: Message) -> Json:
-    """Return a dict that includes default-valued fields, so clients need not know the defaults."""
-    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
 
 
 class InStream(Enum):
@@ -34,36 +30,13 @@ class InStream(Enum):
     THROUGHOUT = 2  # each chunk has the usage of its choice so far, the last one the total
 
 
-class Shape(Protocol):
-    """Format of the choices of one endpoint. `offset` counts the characters of the choice's earlier tokens."""
-
-    prefix: str  # of the answer's id
-    whole: str  # name of the object
-    chunk: str
-
-    def choice(self, index: int, text: str, scored: Sequence[Scored] | None, reason: str) -> Json:
-        """Return a choice of an unstreamed answer."""
-
-    def opening(self, index: int) -> Json | None:
-        """Return the first delta of a choice, or None."""
-
-    def piece(self, index: int, text: str, scored: Sequence[Scored] | None, offset: int) -> list[Json]:
-        """Return the choices for new text; empty if the text is held back."""
-
-    def thought(self, index: int, thought: Json) -> Json:
-        """Return a choice that has only a thought."""
-
-    def ending(self, index: int, reason: str) -> list[Json]:
-        """Return the text that was held back, then the finish reason."""
-
-
 @dataclass(frozen=True, slots=True)
 class Job:
     """The calls of one HTTP request. Choice c of call i is choice i * n + c of the answer."""
 
     requests: Sequence[pb.GenerateRequest]
-    shape: Shape
-    rename: Callable[[int, str], str]
+    format: ChoiceFormat
+    rename: Rename
     n: int
     stream: bool
     usage: InStream
@@ -71,49 +44,131 @@ class Job:
     thoughts: bool
 
 
-def usage_of(options: StreamOptions | None) -> InStream:
-    """Return the usage placement that the stream options request."""
-    if options is None or not options.include_usage:
-        return InStream.NOWHERE
-    return InStream.THROUGHOUT if options.continuous_usage_stats else InStream.AT_THE_END
+def chat_job(body: ChatBody, tool_form: str = "") -> Job:
+    """Return the call for a chat body. `tool_form` is the model's tool-call syntax. Raises InvalidRequest."""
+    given = body.max_completion_tokens is not None
+    request = _base_request(body, body.max_completion_tokens if given else body.max_tokens)
+    called = {call.id: call.function.name for message in body.messages for call in message.tool_calls or ()}
+    request.chat.messages.extend(_turn(message, called.get(message.tool_call_id or "")) for message in body.messages)
+    if body.offered:
+        request.chat.tools = _json([_shown(tool) for tool in body.offered], "tools")
+    schema = _schema(body, tool_form)
+    if schema is not None:
+        field = "tools" if body.forced else "response_format.json_schema.schema"
+        request.constraint.json_schema = _json(schema, field)
+    if body.logprobs:
+        request.logprobs = body.top_logprobs or 0
+    names = _names("max_completion_tokens" if given else "max_tokens", forced=bool(body.forced))
+    functions = [tool.function.name for tool in body.offered]
+    parallel = body.parallel_tool_calls is not False
+    shown = ToolFormat(tool_form, functions, parallel=parallel) if functions else ChatFormat()
+    return _job(body, [request], shown, lambda _, field: _http_name(field, names), logprobs=bool(body.logprobs))
 
 
-def base_request(body: Common, max_tokens: int | None) -> pb.GenerateRequest:
+def completion_job(body: CompletionBody) -> Job:
+    """Return the calls for a completion body, one per prompt."""
+    prompts: list[Prompt] = body.prompt
+
+    def rename(number: int, field: str) -> str:
+        here = f"prompt[{number}]" if prompts[1:] else "prompt"
+        return _http_name(field, {"text": here, "token_ids": here, "prompt": here})
+
+    base = _base_request(body, body.max_tokens)
+    if body.logprobs is not None:
+        base.logprobs = body.logprobs
+    requests = [_with_prompt(base, prompt) for prompt in prompts]
+    return _job(body, requests, CompletionFormat(), rename, logprobs=body.logprobs is not None)
+
+
+def _job(
+    body: Common, requests: list[pb.GenerateRequest], shown: ChoiceFormat, rename: Rename, *, logprobs: bool
+) -> Job:
+    options = body.stream_options
+    usage = InStream.NOWHERE
+    if options is not None and options.include_usage:
+        usage = InStream.THROUGHOUT if options.continuous_usage_stats else InStream.AT_THE_END
+    return Job(requests, shown, rename, body.n or 1, bool(body.stream), usage, logprobs, bool(body.thoughts))
+
+
+def _base_request(body: Common, max_tokens: int | None) -> pb.GenerateRequest:
     """Return a request without prompt, logprobs and constraint. Fields that the body omits stay unset."""
-    given = body.model_dump(include=set(_SAMPLING), exclude_none=True)
-    bias = {int(token_id): value for token_id, value in (body.logit_bias or {}).items()}
-    sampling = common_pb2.Sampling(**given, logit_bias=bias)
-    if max_tokens is not None:
-        sampling.max_tokens = max_tokens
-    if body.top_k is not None:
-        sampling.top_k = 0 if body.top_k == -1 else body.top_k  # other APIs use -1 for "off"
-    if body.seed is not None:
-        sampling.seed = body.seed % 2**64
-    request = pb.GenerateRequest(model=body.model or "", sampling=sampling, client_tag=body.user or "")
-    request.resumable_s = 0.0  # an HTTP answer cannot be resumed
-    _set_options(request, body)
-    return request
+    sampling = common_pb2.Sampling(
+        **body.model_dump(include=set(_SAMPLING), exclude_none=True),
+        logit_bias={int(token_id): value for token_id, value in (body.logit_bias or {}).items()},
+        max_tokens=max_tokens,
+        top_k=0 if body.top_k == -1 else body.top_k,  # other APIs use -1 for "off"
+        seed=None if body.seed is None else body.seed % 2**64,
+    )
+    return pb.GenerateRequest(
+        model=body.model,
+        sampling=sampling,
+        client_tag=body.user,
+        resumable_s=0.0,  # an HTTP answer cannot be resumed
+        n=body.n,
+        deterministic=body.deterministic,
+        thoughts=body.thoughts,
+        think_while_decoding=body.think_while_decoding,
+        priority=body.priority,
+        cache_scope=body.cache_salt,
+    )
 
 
-def _set_options(request: pb.GenerateRequest, body: Common) -> None:
-    if body.n is not None:
-        request.n = body.n
-    if body.deterministic is not None:
-        request.deterministic = body.deterministic
-    if body.thoughts is not None:
-        request.thoughts = body.thoughts
-    if body.think_while_decoding is not None:
-        request.think_while_decoding = body.think_while_decoding
-    if body.priority is not None:
-        request.priority = body.priority
-    if body.cache_salt is not None:
-        request.cache_scope = body.cache_salt
+def _json(value: object, field: str) -> str:
+    try:
+        return orjson.dumps(value).decode()
+    except orjson.JSONEncodeError:  # orjson reads 1024 levels and writes 254
+        raise InvalidRequest.of(field, "is nested too deeply") from None
 
 
-def http_name(field: str, more: dict[str, str]) -> str:
+def _http_name(field: str, more: dict[str, str]) -> str:
     """Map a protocol field to its HTTP field: `sampling.top_p` to `top_p`, `cache_scope` to `cache_salt`."""
     name = field.removeprefix("spec.").removeprefix("sampling.")
     for known, http in (_NAMES | more).items():
         if name == known or name.startswith((f"{known}.", f"{known}[")):
             return http + name.removeprefix(known)
     return name
+
+
+def _names(limit: str, *, forced: bool) -> dict[str, str]:
+    """Return the HTTP names of the protocol fields of a chat request. `limit` is the HTTP name of `max_tokens`."""
+    wanted = {"constraint.json_schema": "tools", "constraint": "tools"} if forced else {"constraint": "response_format"}
+    prompt = {"chat.messages": "messages", "chat.tools": "tools"}
+    prompt |= dict.fromkeys(("chat", "text", "token_ids", "prompt"), "messages")
+    return wanted | prompt | {"logprobs": "top_logprobs", "max_tokens": limit}
+
+
+def _shown(tool: Tool) -> Json:
+    """Return a tool for chat templates, with `parameters` always set: some templates read them without a check."""
+    shown: Json = tool.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+    shown["function"].setdefault("parameters", {"type": "object", "properties": {}})
+    return shown
+
+
+def _turn(message: Message, name: str | None) -> pb.ChatMessage:
+    """Return a chat message. `name` is the function that a tool message answers; some templates need it."""
+    role = "system" if message.role == "developer" else message.role  # templates use the older name
+    turn = pb.ChatMessage(role=role, content=message.content, name=name, tool_call_id=message.tool_call_id)
+    for call in message.tool_calls or ():
+        turn.tool_calls.add(id=call.id, name=call.function.name, arguments=call.function.arguments)
+    return turn
+
+
+def _schema(body: ChatBody, tool_form: str) -> object:
+    """Return the schema of the answer, or None if unconstrained. A forced call takes precedence over a text format."""
+    if body.forced:
+        return forced_schema([tool.function for tool in body.forced], tool_form, body.parallel_tool_calls)
+    wanted = body.response_format
+    if wanted is None or wanted.type == "text":
+        return None
+    return wanted.json_schema.shape if wanted.json_schema else {"type": "object"}
+
+
+def _with_prompt(base: pb.GenerateRequest, prompt: Prompt) -> pb.GenerateRequest:
+    request = pb.GenerateRequest()
+    request.CopyFrom(base)
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids.ids.extend(prompt)
+        request.token_ids.SetInParent()
+    return request

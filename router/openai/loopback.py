@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import grpc
+import psutil
 
 from baton.errors import ConfigError
 from baton.rpc import channel
@@ -59,7 +60,7 @@ def _sweep() -> None:
     """Remove folders of this user's dead routers."""
     with suppress(OSError):  # folders that cannot be listed stay
         for path in Path(tempfile.gettempdir()).iterdir():
-            if (name := _NAME.fullmatch(path.name)) is not None and not _runs(int(name[1])):
+            if (name := _NAME.fullmatch(path.name)) is not None and not psutil.pid_exists(int(name[1])):
                 _remove(path)
 
 
@@ -68,16 +69,6 @@ def _remove(path: Path) -> None:
         lock = _locked(path)
         shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def _locked(folder: str | Path) -> int:

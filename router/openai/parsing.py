@@ -12,19 +12,9 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from baton.errors import InvalidRequest, Violation
+from router.openai import schema
 from router.openai.errors import UNKNOWN, UNSUPPORTED, HttpError
-from router.openai.schema import (
-    CalledFunction,
-    ChatBody,
-    CompletionBody,
-    Function,
-    JsonSchema,
-    Message,
-    ResponseFormat,
-    StreamOptions,
-    Tool,
-    ToolCall,
-)
+from router.openai.schema import ChatBody, CompletionBody
 
 BODY_S = 30.0  # Timeout for receiving a body, in seconds.
 _NAMED = 16  # Reported mistakes; a long list does not help, and takes long to make.
@@ -50,14 +40,14 @@ _REFUSED: Mapping[type[BaseModel], Mapping[str, tuple[object, ...]]] = {
     },
 }
 _NESTED: Mapping[str, type[BaseModel]] = {
-    "stream_options": StreamOptions,
-    "messages": Message,
-    "messages.tool_calls": ToolCall,
-    "messages.tool_calls.function": CalledFunction,
-    "tools": Tool,
-    "tools.function": Function,
-    "response_format": ResponseFormat,
-    "response_format.json_schema": JsonSchema,
+    "stream_options": schema.StreamOptions,
+    "messages": schema.Message,
+    "messages.tool_calls": schema.ToolCall,
+    "messages.tool_calls.function": schema.CalledFunction,
+    "tools": schema.Tool,
+    "tools.function": schema.Function,
+    "response_format": schema.ResponseFormat,
+    "response_format.json_schema": schema.JsonSchema,
 }
 
 B = TypeVar("B", bound=BaseModel)
@@ -78,21 +68,23 @@ async def read_body(request: Request, kind: type[B], limit: int) -> B:
 
 
 def checked(data: bytes, kind: type[B]) -> B:
-    """Parse and check bytes; see `read_body`."""
+    """Parse and check the bytes of a body. Raises InvalidRequest."""
     try:
         tree = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest.of("body", f"must be valid JSON: {error}") from None
     if not isinstance(tree, dict):
         raise InvalidRequest.of("body", "must be a JSON object")
-    refused, kept = _split(tree, kind)
+    neutral = _REFUSED[kind]
+    refused = [name for name in tree if name in neutral and not _requests_nothing(tree[name], neutral[name])]
+    violations = [Violation(name, f"{UNSUPPORTED} by this server") for name in refused]
     try:
-        body = kind.model_validate(kept)
+        body = kind.model_validate({name: value for name, value in tree.items() if name not in neutral})
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False)[:_NAMED]
-        raise InvalidRequest(*refused[:_NAMED], *(_violation(each, kind) for each in found)) from None
-    if refused:
-        raise InvalidRequest(*refused[:_NAMED])
+        raise InvalidRequest(*violations, *(_violation(each, kind) for each in found)) from None
+    if violations:
+        raise InvalidRequest(*violations)
     return body
 
 
@@ -109,15 +101,7 @@ async def _bytes(request: Request, limit: int) -> bytes:
     return bytes(data)
 
 
-def _split(tree: Mapping[str, Any], kind: type[BaseModel]) -> tuple[list[Violation], dict[str, Any]]:
-    """Return the violations for unsupported fields that request something, and all other fields."""
-    refused = _REFUSED[kind]
-    asked = [name for name, value in tree.items() if name in refused and not _asks_nothing(value, refused[name])]
-    violations = [Violation(name, f"{UNSUPPORTED} by this server") for name in asked]
-    return violations, {name: value for name, value in tree.items() if name not in refused}
-
-
-def _asks_nothing(value: object, neutral: Sequence[object]) -> bool:
+def _requests_nothing(value: object, neutral: Sequence[object]) -> bool:
     return value is None or any(type(value) is type(each) and value == each for each in neutral)
 
 

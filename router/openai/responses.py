@@ -3,28 +3,109 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
 import orjson
 import structlog
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from baton import errors
+from baton.clock import Clock
 from baton.errors import BatonError, Cancelled, EngineFault
+from baton.metrics import Metrics
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
+from baton.stages import Stage, Timings, timings_of
 from router.audit_digest import joined
+from router.openai.choices import Json
 from router.openai.errors import JSON, problem_of
-from router.openai.job import InStream, Job, Json, as_json
-from router.openai.logprobs import Scored, TokenTexts
-from router.openai.metrics import Visit
-from router.openai.upstream import Metadata, Streams
+from router.openai.job import InStream, Job
+from router.openai.upstream import Metadata, Scored, Streams, TokenTexts
 
-DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": waiting\n\n"
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+_DONE = b"data: [DONE]\n\n"
+_KEEP_ALIVE = b": waiting\n\n"
+_REFUSALS = (
+    errors.InvalidRequest,
+    errors.UnknownModel,
+    errors.Unauthenticated,
+    errors.PermissionDenied,
+    errors.Unsupported,
+    errors.Overloaded,
+    errors.NoWorker,
+)
+log = structlog.get_logger(__name__)
+
+
+def as_json(message: Message) -> Json:
+    """Return a dict that includes default-valued fields, so clients need not know the defaults."""
+    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+
+
+class Visit(AbstractContextManager["Visit"]):
+    """Metrics of one request of a standalone gateway (in a router process, the router counts). An error that leaves the
+    context ends it; it ends only once. Times are measured here, except for stages that only the router can measure.
+    """
+
+    def __init__(self, clock: Clock, metrics: Metrics | None) -> None:
+        self._metrics, self._clock = metrics, clock
+        self._arrived = self._clock.monotonic()
+        self._first: float | None = None
+        self._last: dict[int, float] = {}
+        self.parts = common_pb2.Timings()  # of the longest call
+
+    def tokens(self, choice: int, count: int) -> None:
+        """Count tokens that just arrived."""
+        now = self._clock.monotonic()
+        self._first = now if self._first is None else self._first
+        if self._metrics is not None and count:
+            if choice in self._last:
+                self._metrics.gap(now - self._last[choice], count)
+            else:
+                self._metrics.first(count)
+        self._last[choice] = now
+
+    def completed(self, timings: common_pb2.Timings) -> None:
+        """Record the router's timings of a call; those of the longest call are kept."""
+        if timings.e2e_s >= self.parts.e2e_s:
+            self.parts = timings
+
+    def finished(self) -> None:
+        """Record that the answer was written."""
+        if self._metrics is not None:
+            self._metrics.ended("finished", self._timings(), staged=False)
+            self._metrics = None
+
+    def failed(self, error: BatonError) -> None:
+        """Record that the request ended with `error`."""
+        if self._metrics is None:
+            return
+        refused = isinstance(error, _REFUSALS) and self._first is None
+        self._metrics.ended("refused" if refused else "cancelled" if isinstance(error, Cancelled) else "failed")
+        if refused:
+            self._metrics.refused(error)
+        self._metrics = None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, BatonError):
+            self.failed(error)
+        elif isinstance(error, asyncio.CancelledError):
+            self.failed(Cancelled("the client disconnected"))
+
+    def _timings(self) -> Timings:
+        queue, prefill = self.parts.queue_s, self.parts.prefill_s
+        rest = max(0.0, self._clock.monotonic() - self._arrived - queue - prefill)
+        ttft = 0.0 if self._first is None else self._first - self._arrived
+        return timings_of({Stage.QUEUE: queue, Stage.PREFILL: prefill, Stage.DECODE: rest}, ttft)
 
 
 @dataclass(slots=True)
@@ -73,44 +154,41 @@ class Answer:
                 choice.text.append(piece.text)
                 choice.scored.extend(piece.scored or ())
                 choice.thoughts += [piece.thought] if piece.thought else []
-        choices = [self._choice(index, each) for index, each in enumerate(self._choices)]
-        return orjson.dumps(self._object(self._job.shape.whole, choices) | self._account())
-
-    def _choice(self, index: int, whole: _Choice) -> Json:
-        scored = whole.scored if self._job.logprobs else None
-        shown = self._job.shape.choice(index, "".join(whole.text), scored, whole.reason)
-        return shown | ({"thoughts": whole.thoughts} if self._job.thoughts else {})
+        choices = []
+        for index, choice in enumerate(self._choices):
+            scored = choice.scored if self._job.logprobs else None
+            shown = self._job.format.choice(index, "".join(choice.text), scored, choice.reason)
+            choices.append(shown | ({"thoughts": choice.thoughts} if self._job.thoughts else {}))
+        return orjson.dumps(self._object(self._job.format.whole, choices) | self._account())
 
     async def events(self, streams: Streams, keep_alive_s: float) -> AsyncGenerator[bytes]:
         """Yield server-sent events; a comment after `keep_alive_s` seconds of silence. Raises BatonError."""
         time = asyncio.get_running_loop().time
         quiet_since = time()
         async for piece in self._pieces(streams, keep_alive_s):
-            written = self._written(piece) if piece else []
-            if not written and piece and time() - quiet_since < keep_alive_s:
-                continue
-            quiet_since = time()
-            for event in written:
+            events = self._written(piece) if piece else [_KEEP_ALIVE]
+            if not events and time() - quiet_since >= keep_alive_s:
+                events = [_KEEP_ALIVE]
+            for event in events:
+                quiet_since = time()
                 yield event
-            if not written:
-                yield KEEP_ALIVE
         if self._job.usage is not InStream.NOWHERE:
             yield self._event([], **self._account())
-        yield DONE
+        yield _DONE
 
     def _written(self, piece: _Piece) -> list[bytes]:
-        """Return the events for this piece; a shape may hold text back for later pieces."""
-        shape, choice, index = self._job.shape, self._choices[piece.index], piece.index
-        opening = None if choice.opened else shape.opening(index)
+        """Return the events for this piece; the format may hold text back for later pieces."""
+        form, choice, index = self._job.format, self._choices[piece.index], piece.index
+        opening = None if choice.opened else form.opening(index)
         opened = [self._event([opening], usage=self._so_far(index))] if opening else []
         choice.opened = True
         choice.tokens = piece.tokens or choice.tokens
-        choices: list[Json] = [shape.thought(index, piece.thought)] if piece.thought else []
+        choices: list[Json] = [form.thought(index, piece.thought)] if piece.thought else []
         if piece.text or piece.scored:
-            choices += shape.piece(index, piece.text, piece.scored, choice.offset)
+            choices += form.piece(index, piece.text, piece.scored, choice.offset)
             choice.offset += sum(len(each.text) for each in piece.scored or ())
         if piece.reason:
-            choices += shape.ending(index, piece.reason)
+            choices += form.ending(index, piece.reason)
         return opened + [self._event([each], usage=self._so_far(index)) for each in choices]
 
     async def _pieces(self, streams: Streams, keep_alive_s: float | None) -> AsyncIterator[_Piece | None]:
@@ -142,13 +220,14 @@ class Answer:
                 start: int = getattr(found, "from")  # a keyword in Python
                 return _Piece(index, found.text, scored, tokens=start + len(found.ids))
             case "thought":
-                said = event.thought
-                shown = {"chunk": said.chunk, "text": said.text, "token_ids": list(said.ids)}
-                return _Piece(self._index(number, said.choice), thought=shown)
+                thought = event.thought
+                shown = {"chunk": thought.chunk, "text": thought.text, "token_ids": list(thought.ids)}
+                return _Piece(self._index(number, thought.choice), thought=shown)
             case "finished":
                 index = self._index(number, event.finished.choice)
-                self._choices[index].reason = _reason(event.finished)
-                return _Piece(index, reason=self._choices[index].reason)
+                reason = "length" if event.finished.reason == common_pb2.FINISH_REASON_LENGTH else "stop"
+                self._choices[index].reason = reason
+                return _Piece(index, reason=reason)
             case "completed":
                 self._spend(event.completed.usage)
                 self._digests[number] = event.completed.usage.audit_digest
@@ -169,16 +248,13 @@ class Answer:
 
     def _account(self) -> Json:
         """Return token usage, and the stage times in seconds of the longest call."""
-        return {"usage": self._spent(), "timings": as_json(self._visit.parts)}
-
-    def _spent(self) -> Json:
-        usage = self._usage
-        more: Json = {"prompt_tokens_details": {"cached_tokens": usage.cached_tokens}}
+        usage = _counted(self._usage.prompt_tokens, self._usage.completion_tokens)
+        usage["prompt_tokens_details"] = {"cached_tokens": self._usage.cached_tokens}
         if audit := joined(self._digests):
-            more["audit_digest"] = audit
-        if usage.thinking_tokens:
-            more["thinking_tokens"] = usage.thinking_tokens
-        return _counted(usage.prompt_tokens, usage.completion_tokens) | more
+            usage["audit_digest"] = audit
+        if self._usage.thinking_tokens:
+            usage["thinking_tokens"] = self._usage.thinking_tokens
+        return {"usage": usage, "timings": as_json(self._visit.parts)}
 
     def _so_far(self, index: int) -> Json | None:
         """Return the usage of a choice so far, without cached tokens, which are known only at the end."""
@@ -187,50 +263,57 @@ class Answer:
         return _counted(self._prompts[index // self._job.n], self._choices[index].tokens)
 
     def _event(self, choices: list[Json], **account: Json | None) -> bytes:
-        chunk = self._object(self._job.shape.chunk, choices)
+        chunk = self._object(self._job.format.chunk, choices)
         if self._job.usage is not InStream.NOWHERE:
             chunk |= account
         return b"data: " + orjson.dumps(chunk) + b"\n\n"
 
     def _object(self, kind: str, choices: list[Json]) -> Json:
-        name = self._job.shape.prefix + self._id
+        name = self._job.format.prefix + self._id
         found = {"id": name, "object": kind, "created": self._created, "model": self._model, "choices": choices}
-        said = set(self._fingerprints.values())
-        return found | {"system_fingerprint": said.pop()} if len(said) == 1 and all(said) else found
+        fingerprints = set(self._fingerprints.values())
+        if len(fingerprints) == 1 and all(fingerprints):
+            found["system_fingerprint"] = fingerprints.pop()
+        return found
 
 
 def _counted(prompt: int, completion: int) -> Json:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def _reason(finished: pb.Finished) -> str:
-    return "length" if finished.reason == common_pb2.FINISH_REASON_LENGTH else "stop"
+class Stalled(Exception):
+    """The client has read nothing for the allowed time."""
 
 
-EVENT_STREAM = "text/event-stream; charset=utf-8"
-log = structlog.get_logger(__name__)
+class EventWriter:
+    """Writer of one stream of server-sent events. The first write calls `headers` and starts the response."""
 
+    def __init__(self, send: Send, headers: Callable[[], Mapping[str, str]], stall_s: float) -> None:
+        self._send, self._headers, self._stall_s = send, headers, stall_s
+        self.started = False
 
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """Timeouts in seconds: silence before a comment is sent, and the longest wait for the client to read a write."""
-
-    keep_alive_s: float = 15.0
-    stall_s: float = 60.0
-
-
-class _Stalled(Exception):
-    """The client has not read for `stall_s` seconds."""
+    async def write(self, data: bytes, *, more: bool = True) -> None:
+        """Write `data`; without `more` it is the end. Raises Stalled."""
+        try:
+            async with asyncio.timeout(self._stall_s):
+                if not self.started:
+                    self.started = True
+                    raw = [(name.encode(), value.encode()) for name, value in self._headers().items()]
+                    await self._send({"type": "http.response.start", "status": 200, "headers": raw})
+                await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        except TimeoutError:
+            raise Stalled from None
 
 
 class Answering(Response):
     """HTTP response that runs the calls. Errors before the first byte are raised, later ones are sent as an event."""
 
-    def __init__(self, answer: Answer, streams: Streams, patience: Patience, visit: Visit, *, stream: bool) -> None:
+    def __init__(
+        self, answer: Answer, streams: Streams, visit: Visit, *, stream: bool, keep_alive_s: float, stall_s: float
+    ) -> None:
         super().__init__()
-        self._answer, self._streams, self._patience, self._stream = answer, streams, patience, stream
-        self._visit = visit
-        self._started = False
+        self._answer, self._streams, self._visit = answer, streams, visit
+        self._stream, self._keep_alive_s, self._stall_s = stream, keep_alive_s, stall_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -253,41 +336,26 @@ class Answering(Response):
             self._visit.finished()
 
     async def _events(self, send: Send) -> None:
+        headers = {"content-type": EVENT_STREAM, "cache-control": "no-cache", "x-accel-buffering": "no"}
+        writer = EventWriter(send, lambda: headers | self._named(), self._stall_s)
         try:
-            await self._each_event(send)
-        except _Stalled:
+            await self._each_event(writer)
+            await writer.write(b"", more=False)
+            self._visit.finished()
+        except Stalled:
             log.info("gateway_client_stalled", request_id=self._streams.request_id)
-            self._visit.failed(Cancelled(f"the client read nothing for {self._patience.stall_s:g} s"))
-            return
-        await self._write(send, b"", more=False)
-        self._visit.finished()
+            self._visit.failed(Cancelled(f"the client read nothing for {self._stall_s:g} s"))
 
-    async def _each_event(self, send: Send) -> None:
+    async def _each_event(self, writer: EventWriter) -> None:
         try:
-            async with aclosing(self._answer.events(self._streams, self._patience.keep_alive_s)) as events:
+            async with aclosing(self._answer.events(self._streams, self._keep_alive_s)) as events:
                 async for event in events:
-                    await self._write(send, event)
+                    await writer.write(event)
         except BatonError as error:
-            if not self._started:
+            if not writer.started:
                 raise
             self._visit.failed(error)
-            await self._write(send, b"data: " + problem_of(error).body() + b"\n\n")
-
-    async def _write(self, send: Send, data: bytes, *, more: bool = True) -> None:
-        try:
-            async with asyncio.timeout(self._patience.stall_s):
-                await self._start(send)
-                await send({"type": "http.response.body", "body": data, "more_body": more})
-        except TimeoutError:
-            raise _Stalled from None
-
-    async def _start(self, send: Send) -> None:
-        if self._started:
-            return
-        self._started = True
-        headers = {"content-type": EVENT_STREAM, "cache-control": "no-cache", "x-accel-buffering": "no"}
-        raw = [(name.encode(), value.encode()) for name, value in (headers | self._named()).items()]
-        await send({"type": "http.response.start", "status": 200, "headers": raw})
+            await writer.write(b"data: " + problem_of(error).body() + b"\n\n")
 
 
 async def unless_left(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

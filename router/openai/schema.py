@@ -48,7 +48,6 @@ def _of_object(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(value: str) -> str:
-    """Return `value` if it is a JSON object. Raises ValueError."""
     try:
         found = json.loads(value or "{}")
     except (ValueError, RecursionError):
@@ -89,7 +88,7 @@ class ToolCall(Body):
     function: CalledFunction
 
 
-def choice_of(value: object) -> object:
+def _tool_choice(value: object) -> object:
     """Return `tool_choice` with a function as a list of its name, and other choices unchanged. Raises ValueError."""
     if value is None or value in ("none", "auto", "required"):
         return value
@@ -101,12 +100,11 @@ def choice_of(value: object) -> object:
     return [function["name"]]
 
 
-def check_choice(tools: Sequence[Tool], choice: object) -> None:
-    """Raise ValueError, naming the field, if two tools share a name or the choice is not among the tools."""
+def _check_choice(tools: Sequence[Tool], choice: object) -> None:
     names = [tool.function.name for tool in tools]
-    twice = next((place for place, name in enumerate(names) if name in names[:place]), None)
-    if twice is not None:
-        raise ValueError(f"tools[{twice}].function.name: must be unique among tools")
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            raise ValueError(f"tools[{place}].function.name: must be unique among tools")
     if choice in (None, "none", "auto"):
         return
     if not names:
@@ -121,21 +119,14 @@ Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=_ID_LIMIT)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Prompt: TypeAlias = str | list[int]
+Stop: TypeAlias = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 _PROMPT = "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
 
-def _listed(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
-def _is_id(key: str) -> bool:
-    return key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < _ID_LIMIT
-
-
 def _by_id(value: dict[str, float]) -> dict[str, float]:
-    wrong = next((key for key in value if not _is_id(key)), None)
-    if wrong is not None:
-        raise ValueError(f"keys must be token ids, got {wrong[:32]!r}")
+    for key in value:
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < _ID_LIMIT):
+            raise ValueError(f"keys must be token ids, got {key[:32]!r}")
     return value
 
 
@@ -174,7 +165,7 @@ class Common(Body):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: Annotated[list[str] | None, BeforeValidator(_listed)] = None
+    stop: Stop | None = None
     seed: Seed | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -294,7 +285,7 @@ class ChatBody(Common):
     top_logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_HTTP_TOOLS)] | None = None
-    tool_choice: Annotated[Any, AfterValidator(choice_of)] = None
+    tool_choice: Annotated[Any, AfterValidator(_tool_choice)] = None
     parallel_tool_calls: bool | None = None
 
     @property
@@ -310,8 +301,8 @@ class ChatBody(Common):
         return self.offered if self.tool_choice == "required" else []
 
     @model_validator(mode="after")
-    def _tools_fit(self) -> ChatBody:
-        check_choice(self.tools or [], self.tool_choice)
+    def _fields_fit(self) -> ChatBody:
+        _check_choice(self.tools or [], self.tool_choice)
         wanted = self.response_format is not None and self.response_format.type != "text"
         if wanted and self.offered and not self.forced:
             raise ValueError("response_format: not supported with tools unless tool_choice is none or forces a call")
@@ -320,10 +311,6 @@ class ChatBody(Common):
             called |= {call.id for call in message.tool_calls or ()}
             if message.tool_call_id is not None and message.tool_call_id not in called:
                 raise ValueError(f"messages[{place}].tool_call_id: must be the id of a call in an earlier message")
-        return self
-
-    @model_validator(mode="after")
-    def _fits(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: only allowed with logprobs: true")
         if None not in {self.max_tokens, self.max_completion_tokens} and self.max_tokens != self.max_completion_tokens:

@@ -1,27 +1,183 @@
-"""HTTP listener of the gateway: uvicorn in the running event loop, without its signal handlers."""
+"""HTTP server of the gateway: its paths and error handlers as a Starlette application, and its listener in uvicorn."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import socket
-from collections.abc import Generator
+import time
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-import structlog
+import orjson
 import uvicorn
+from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from baton.errors import ConfigError
+from baton.clock import SystemClock
+from baton.config.schema import TlsConfig
+from baton.errors import BatonError, ConfigError, EngineFault, UnknownModel
 from baton.limits import MAX_HTTP_HEADER_BYTES
+from baton.metrics import Metrics
+from baton.metrics.http import render
 from baton.rpc.channel import Wire, from_here
-from router.openai.app import Gateway, GatewaySettings
-from router.openai.errors import HttpError, http_problem
-from router.openai.upstream import Upstream
+from baton.rpc.v1 import inference_pb2 as pb
+from baton.tracing.trace import TRACEPARENT
+from router.dashboard.app import LivePaths, Shown
+from router.openai.choices import Json
+from router.openai.errors import JSON, HttpError, http_problem, problem_of
+from router.openai.job import Job, chat_job, completion_job
+from router.openai.parsing import read_body
+from router.openai.responses import Answer, Answering, Visit
+from router.openai.schema import ChatBody, CompletionBody
+from router.openai.upstream import Metadata, Streams, TokenTexts, Upstream, metadata_of
 
+_PLAIN = "text/plain; charset=utf-8"
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that the client closes first and loses no request
 _BACKLOG = 2048
-log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """Settings of a gateway. `max_body` is in bytes. A stream gets a comment after `keep_alive_s` of silence. A client
+    that reads nothing for `stall_s` is disconnected.
+
+    `registry` holds the metrics of the router in this process; `look` is awaited before they are read. `counts` are the
+    gateway's own metrics, used without such a router. `tls` is used for HTTPS and towards the router; None means
+    plaintext for both. `shown` is the data of the dashboard; None means that no router runs in this process.
+    """
+
+    version: str = ""
+    max_body: int = 2**20
+    keep_alive_s: float = 15.0
+    stall_s: float = 60.0
+    registry: CollectorRegistry | None = None
+    look: Callable[[], Awaitable[None]] | None = None
+    counts: Metrics | None = None
+    tls: TlsConfig | None = None
+    shown: Shown | None = None
+
+
+class Gateway:
+    """HTTP endpoints of one router."""
+
+    def __init__(self, upstream: Upstream, settings: GatewaySettings) -> None:
+        self._upstream, self._settings = upstream, settings
+        self._texts = TokenTexts(upstream)
+        self._started = int(time.time())
+
+    def app(self) -> Starlette:
+        """Return the application with all paths and error handlers."""
+        routes = [
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/health", self.health),
+            Route("/ready", self.ready),
+            Route("/metrics", self.metrics),
+            Route("/version", self.version),
+            *LivePaths(self._settings.shown, self._settings.stall_s).routes(),
+        ]
+        handled = (BatonError, HttpError, HTTPException, Exception)
+        return Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, _on_exception))
+
+    async def completions(self, request: Request) -> Response:
+        with Visit(SystemClock(), self._settings.counts) as visit:
+            body = await read_body(request, CompletionBody, self._settings.max_body)
+            name = body.model or (await self._served(request)).id
+            return self._answering(request, completion_job(body), name, visit)
+
+    async def chat(self, request: Request) -> Response:
+        with Visit(SystemClock(), self._settings.counts) as visit:
+            body = await read_body(request, ChatBody, self._settings.max_body)
+            asks = body.offered or not body.model
+            served = await self._served(request) if asks else pb.Model()
+            return self._answering(request, chat_job(body, served.tool_form), body.model or served.id, visit)
+
+    async def models(self, request: Request) -> Response:
+        found = await self._upstream.models(_metadata(request))
+        return _json({"object": "list", "data": [self._model(each) for each in found]})
+
+    async def model(self, request: Request) -> Response:
+        found, name = await self._upstream.models(_metadata(request)), request.path_params["name"]
+        for each in found:
+            if each.id == name:
+                return _json(self._model(each))
+        raise UnknownModel(f"model {name[:128]!r} is not served; served: {', '.join(each.id for each in found)}")
+
+    async def health(self, request: Request) -> Response:
+        """Return 200 while this process responds."""
+        return Response("ok\n", media_type=_PLAIN)
+
+    async def ready(self, request: Request) -> Response:
+        """Return 200 if the router has a pair of workers for a request, else 503."""
+        ready = await self._upstream.ready()
+        return Response("ready\n" if ready else "not ready\n", 200 if ready else 503, media_type=_PLAIN)
+
+    async def metrics(self, request: Request) -> Response:
+        """Return the metrics of the router in this process, or else those of the gateway."""
+        counts = self._settings.counts
+        registry = self._settings.registry or (counts.registry if counts else None)
+        if registry is None:
+            raise HttpError(404, "not_found", "this gateway exports no metrics")
+        if self._settings.look is not None:
+            await self._settings.look()
+        content_type, body = render(registry, request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
+
+    async def version(self, request: Request) -> Response:
+        return _json({"version": self._settings.version})
+
+    async def _served(self, request: Request) -> pb.Model:
+        return next(iter(await self._upstream.models(_metadata(request))), pb.Model())
+
+    def _answering(self, request: Request, job: Job, model: str, visit: Visit) -> Response:
+        metadata = _metadata(request)
+        answer = Answer(job, self._texts, metadata, visit, model=model, created=int(time.time()))
+        streams = Streams(self._upstream, job.requests, metadata, job.rename)
+        waits = {"keep_alive_s": self._settings.keep_alive_s, "stall_s": self._settings.stall_s}
+        return Answering(answer, streams, visit, stream=job.stream, **waits)
+
+    def _model(self, model: pb.Model) -> Json:
+        known = {"id": model.id, "object": "model", "created": self._started, "owned_by": "baton"}
+        return known | {"max_model_len": model.max_model_len}
+
+
+def _metadata(request: Request) -> Metadata:
+    traceparents = request.headers.getlist(TRACEPARENT)
+    return metadata_of(request.headers.get("authorization"), traceparents[0] if len(traceparents) == 1 else None)
+
+
+def _json(value: Json) -> Response:
+    return Response(orjson.dumps(value), media_type=JSON)
+
+
+async def _on_exception(request: Request, error: Exception) -> Response:
+    """Return the error response. Starlette raises an unexpected exception again, so that it is logged."""
+    match error:
+        case BatonError():
+            return problem_of(error).response()
+        case HttpError():
+            return http_problem(error).response()
+        case HTTPException():
+            response = http_problem(_no_route(request, error.status_code)).response()
+            response.headers.update(error.headers or {})  # `Allow`
+            return response
+    return problem_of(EngineFault("internal error; see the server's log")).response()
+
+
+def _no_route(request: Request, status: int) -> HttpError:
+    where = f"{request.method} {request.url.path[:128]}"
+    if status == 404:
+        return HttpError(404, "not_found", f"no such path: {where}")
+    return HttpError(status, "method_not_allowed", f"method not allowed: {where}")
 
 
 class _Embedded(uvicorn.Server):

@@ -155,26 +155,24 @@ def _beginning_of(mark: str) -> str:
 def _calls(text: str, names: Collection[str]) -> list[Call]:
     """Return the calls of an object or an array; empty if any part is no call."""
     try:
-        value = json.loads(text, parse_constant=_refuse)
-        calls = [_call(each, names) for each in (value if isinstance(value, list) else [value])]
+        value = json.loads(text, parse_constant=_reject)
+        return [_call(each, names) for each in (value if isinstance(value, list) else [value])]
     except (ValueError, RecursionError):
         return []
-    return calls
 
 
 def _call(value: object, names: Collection[str]) -> Call:
     """Return the call. Raises ValueError."""
-    if not isinstance(value, dict):
-        raise ValueError("no object")
-    name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
+    fields = value if isinstance(value, dict) else {}
+    name, arguments = fields.get("name"), fields.get("arguments", fields.get("parameters"))
     if not isinstance(name, str) or name not in names or not isinstance(arguments, dict):
-        raise ValueError("no call")
+        raise ValueError("not a call of an offered function")
     text = json.dumps(arguments, ensure_ascii=False)
     text.encode()  # raises for half a surrogate pair, which cannot be sent
     return Call(name, text)
 
 
-def _refuse(constant: str) -> None:
+def _reject(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
@@ -215,10 +213,8 @@ def _moved(schema: Any, place: str) -> Any:
         return [_moved(each, place) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
-    return {name: _pointed(name, value, place) for name, value in schema.items()}
-
-
-def _pointed(name: str, value: Any, place: str) -> Any:
-    if name == "$ref" and isinstance(value, str) and value.startswith("#"):
-        return place + value.removeprefix("#")
-    return _moved(value, place)
+    moved = {}
+    for name, value in schema.items():
+        local = name == "$ref" and isinstance(value, str) and value.startswith("#")
+        moved[name] = place + value.removeprefix("#") if local else _moved(value, place)
+    return moved

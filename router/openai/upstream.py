@@ -1,27 +1,32 @@
-"""Client of the router's public gRPC API, and several Generate calls as one stream."""
+"""Client of the router's public gRPC API: single calls, texts of tokens, and several Generate calls as one stream."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 import structlog
 from grpc import aio
-from grpc_health.v1 import health_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.errors import BatonError, EngineFault, InvalidRequest, Unauthenticated, Violation
 from baton.rpc.channel import IN_THE_CLEAR, Wire
 from baton.rpc.status import from_rpc_error, request_id_of
+from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from baton.tracing.trace import TRACEPARENT, TraceContext
 
-UNARY_S = 10.0
-AT_ONCE = 16  # Concurrent prompts of one HTTP request; a long list must not fill the router's queue.
+_UNARY_S = 10.0
+_PROMPTS = 16  # Concurrent prompts of one HTTP request; a long list must not fill the router's queue.
 _WAITING = 64  # Buffered events; beyond that flow control stops the router.
 _SERVICE = "baton.v1.Inference"
+_KEPT = 1 << 17  # Token texts in memory.
+_LOOKUPS = 32  # Concurrent calls for token texts.
+_NO_TEXT = "\ufffd"  # For bytes that are only part of a character.
 
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 Rename: TypeAlias = Callable[[int, str], str]
@@ -49,27 +54,23 @@ class Upstream:
         self.target = target
         self._channel = wire.aio(target)
         self.stub = InferenceStub(self._channel)
-        self._check = self._channel.unary_unary(
-            "/grpc.health.v1.Health/Check",
-            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=health_pb2.HealthCheckResponse.FromString,
-        )
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
 
     async def models(self, metadata: Metadata) -> Sequence[pb.Model]:
         """Return the served models. Raises BatonError."""
-        reply = await self._answer(self.stub.ListModels(pb.ListModelsRequest(), metadata=metadata, timeout=UNARY_S))
+        reply = await self._answer(self.stub.ListModels(pb.ListModelsRequest(), metadata=metadata, timeout=_UNARY_S))
         return reply.models
 
     async def decode(self, ids: Sequence[int], metadata: Metadata) -> str:
         """Return the text of these tokens. Raises BatonError."""
         request = pb.DetokenizeRequest(ids=ids)
-        return (await self._answer(self.stub.Detokenize(request, metadata=metadata, timeout=UNARY_S))).text
+        return (await self._answer(self.stub.Detokenize(request, metadata=metadata, timeout=_UNARY_S))).text
 
     async def ready(self) -> bool:
         """Return True if the router responds and has a pair of workers."""
         request = health_pb2.HealthCheckRequest(service=_SERVICE)
         try:
-            reply = await self._check(request, timeout=UNARY_S)
+            reply = await self._health.Check(request, timeout=_UNARY_S)
         except aio.AioRpcError:
             return False
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
@@ -85,6 +86,62 @@ class Upstream:
             raise from_rpc_error(error, self.target) from error
 
 
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A token as text with its log-probability, and the likeliest alternatives, best first."""
+
+    text: str
+    logprob: float
+    top: tuple[tuple[str, float], ...] = ()
+
+
+class TokenTexts:
+    """Cache of token texts, as spelled after another token so that a leading space stays."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+        self._known: dict[int, str] = {}
+        self._slots = asyncio.Semaphore(_LOOKUPS)
+
+    async def scored(self, tokens: pb.Tokens, metadata: Metadata) -> list[Scored]:
+        """Return one entry per token, or none if the router sent no logprobs. Raises BatonError."""
+        entries: Sequence[common_pb2.TokenLogprobs] = tokens.logprobs
+        if not entries:
+            return []
+        if len(entries) != len(tokens.ids):
+            raise EngineFault(f"the router sent {len(entries)} logprobs for {len(tokens.ids)} tokens")
+        texts = await self._texts({*tokens.ids, *(top.token_id for entry in entries for top in entry.top)}, metadata)
+        return [
+            Scored(texts[token_id], entry.logprob, tuple((texts[top.token_id], top.logprob) for top in entry.top))
+            for token_id, entry in zip(tokens.ids, entries, strict=True)
+        ]
+
+    async def _texts(self, ids: Collection[int], metadata: Metadata) -> dict[int, str]:
+        texts = {token_id: self._known[token_id] for token_id in ids if token_id in self._known}
+        missing = [token_id for token_id in ids if token_id not in texts]
+        spelled = await asyncio.gather(*(self._ask(token_id, metadata) for token_id in missing))
+        found = dict(zip(missing, spelled, strict=True))
+        self._known |= found
+        while len(self._known) > _KEPT:
+            del self._known[next(iter(self._known))]
+        return texts | found
+
+    async def _ask(self, token_id: int, metadata: Metadata) -> str:
+        """Subtract one token's text from that of two, because some tokenizers drop a space at the start."""
+        try:
+            async with self._slots:
+                once = await self._upstream.decode([token_id], metadata)
+                twice = await self._upstream.decode([token_id, token_id], metadata)
+        except InvalidRequest:  # models have more logits than their tokenizer has tokens
+            return _NO_TEXT
+        return twice.removeprefix(once) if twice.startswith(once) else once
+
+
+def bytes_of(text: str) -> list[int] | None:
+    """Return the UTF-8 bytes of a token's text, or None if the token is only part of a character."""
+    return None if _NO_TEXT in text else list(text.encode())
+
+
 class Streams:
     """Several Generate calls as one stream of (call number, event). Leaving the context cancels running calls.
     `rename(number, name)` maps field names in errors to those of the HTTP request.
@@ -95,7 +152,7 @@ class Streams:
     ) -> None:
         self._upstream, self._requests, self._metadata, self._rename = upstream, requests, metadata, rename
         self._events: asyncio.Queue[Event | BatonError | None] = asyncio.Queue(_WAITING)
-        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._slots = asyncio.Semaphore(_PROMPTS)
         self._tasks: list[asyncio.Task[None]] = []
         self._left = len(requests)
         self.request_id = ""  # the router's id of the first call, once received

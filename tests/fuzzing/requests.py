@@ -19,8 +19,8 @@ from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1 import worker_pb2
 from baton.structured_output import Grammars
 from baton.tokenizer import OracleTokenizer, Tokenizer
-from router.openai.endpoints import chat_job, completion_job
 from router.openai.errors import problem_of
+from router.openai.job import chat_job, completion_job
 from router.openai.parsing import checked
 from router.openai.schema import ChatBody, CompletionBody
 from router.parsing.chat import Chats

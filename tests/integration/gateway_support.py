@@ -20,9 +20,7 @@ from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.structured_output import Grammars
 from baton.tokenizer import ORACLE_EOS
-from router.openai.app import GatewaySettings
-from router.openai.responses import Patience
-from router.openai.server import HttpServer
+from router.openai.server import GatewaySettings, HttpServer
 from tests.support.clients import Event, Scripted, serving
 
 Script = Callable[[pb.GenerateRequest], AsyncIterator[dict[str, Any] | BatonError]]
@@ -169,9 +167,9 @@ async def asking(address: str, **options: Any) -> AsyncIterator[Asking]:
 
 
 @asynccontextmanager
-async def alone(patience: Patience | None = None, target: str = "", **settings: Any) -> AsyncIterator[Alone]:
+async def alone(target: str = "", **settings: Any) -> AsyncIterator[Alone]:
     async with serving(FakeInference()) as fake:
-        http = HttpServer("127.0.0.1:0", GatewaySettings("1.2", patience=patience or Patience(), **settings))
+        http = HttpServer("127.0.0.1:0", GatewaySettings("1.2", **settings))
         await http.start(target or fake.address)
         try:
             async with client_of(http.address) as client:

@@ -274,7 +274,7 @@ async def test_operations(cluster, gateway):
 
 @cluster_with(client_stall_s=7.0)
 async def test_a_slow_reader_has_the_time_that_the_router_gives(cluster):
-    assert cluster.router._gateway._settings.patience.stall_s == 7.0
+    assert cluster.router._gateway._settings.stall_s == 7.0
 
 
 async def test_stop_lets_a_stream_finish(cluster, gateway, held):

@@ -13,7 +13,6 @@ from baton.errors import InvalidRequest, Overloaded
 from baton.metrics import Metrics
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from router.openai.responses import Patience
 from tests.integration.gateway_support import HELLO, USAGE, alone, completed, finished, opened, refused, tokens
 from tests.support.waiting import until
 
@@ -561,7 +560,7 @@ async def test_keep_alive_while_nothing_comes():
         await held.wait()
         yield errors.NoWorker("none came")
 
-    async with alone(Patience(keep_alive_s=0.02)) as gateway:
+    async with alone(keep_alive_s=0.02) as gateway:
         gateway.fake.script = script
         reader, writer = await streaming(gateway, connection="close")
         for _ in range(3):
@@ -578,7 +577,7 @@ async def test_a_client_that_does_not_read_is_given_up():
             yield tokens(0, start, [1], "x" * 100_000)
             start += 1
 
-    async with alone(Patience(stall_s=0.1)) as gateway:
+    async with alone(stall_s=0.1) as gateway:
         gateway.fake.script = script
         _, writer = await streaming(gateway, limit=1000)
         await until(lambda: gateway.fake.running == 1, "it runs")

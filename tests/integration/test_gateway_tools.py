@@ -12,7 +12,6 @@ import pytest
 
 from baton.structured_output import Grammars
 from baton.tokenizer import OracleTokenizer
-from router.openai.responses import Patience
 from tests.integration.gateway_support import EOS, HELLO, LENGTH, alone, any_text, asking, refused, spoken, tokens
 
 PARAMETERS = {
@@ -257,7 +256,7 @@ async def test_logprobs_of_calls(gateway):
 
 async def test_a_long_call_keeps_the_connection():
     """Nothing can be told of a call until it is whole; proxies hear that somebody works."""
-    async with alone(Patience(keep_alive_s=0.0)) as gateway:
+    async with alone(keep_alive_s=0.0) as gateway:
         gateway.fake.tool_form = "hermes"
         gateway.plays(*spoken(f"<tool_call>{CALL}", size=10))
         body = {"messages": HELLO, "tools": [WEATHER], "stream": True}

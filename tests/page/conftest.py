@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import expect
 
-from router.openai.job import as_json
+from router.openai.responses import as_json
 from tests.support.in_process_router import clusters
 from tests.support.time_factor import scaled
 from tools.browser import chromium, executable

@@ -23,9 +23,9 @@ from baton.config import ClusterConfig
 from baton.errors import BatonError, InvalidRequest
 from baton.rpc import v1
 from baton.rpc.status import to_rpc_status
-from router.openai.app import Gateway, GatewaySettings
 from router.openai.errors import Problem, problem_of
 from router.openai.schema import ChatBody, CompletionBody
+from router.openai.server import Gateway, GatewaySettings
 from router.openai.upstream import Upstream
 
 PACKAGES = ("baton", "router", "prefill_workers", "decode_workers", "kvtransfer")

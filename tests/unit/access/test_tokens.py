@@ -4,7 +4,6 @@ import hashlib
 import hmac
 import os
 from contextlib import suppress
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -143,26 +142,25 @@ def test_nothing_secret_is_in_a_repr(file):
 # --- how many requests of a token run at once
 
 
-def call(key: str = "a") -> Any:
-    """The part of a `router.request.client_request.ClientRequest` that is read."""
-    return Mock(grant=Grant("tenant", Right.USER, Limits(max_concurrent=1), key), reason=None)
+def one_at_a_time(key: str = "a") -> Grant:
+    return Grant("tenant", Right.USER, Limits(max_concurrent=1), key)
 
 
 def test_each_token_has_its_own_places_and_they_come_back():
     counted = Concurrency()
     for _ in range(2):
-        with counted.one_more(call("a")), counted.one_more(call("b")):
+        with counted.one_more(one_at_a_time("a")), counted.one_more(one_at_a_time("b")):
             with pytest.raises(Overloaded, match="at most 1 concurrent requests"):
-                counted.one_more(call("a")).__enter__()
-            with counted.one_more(Mock(grant=None)):
+                counted.one_more(one_at_a_time("a")).__enter__()
+            with counted.one_more(None):
                 pass
     assert counted._running == {}
 
 
 def test_one_that_is_ending_for_another_leaves_its_place_at_once():
-    counted, older, newer = Concurrency(), call(), call()
-    with counted.one_more(older):
-        older.reason = Cancelled("another call has taken over")
-        with counted.one_more(newer), pytest.raises(Overloaded):
-            counted.one_more(call()).__enter__()
+    counted, reasons = Concurrency(), []
+    with counted.one_more(one_at_a_time(), lambda: bool(reasons)):
+        reasons.append(Cancelled("another call has taken over"))
+        with counted.one_more(one_at_a_time()), pytest.raises(Overloaded):
+            counted.one_more(one_at_a_time()).__enter__()
     assert counted._running == {}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from router.openai import errors, parsing
-from router.openai.schema import ChatBody, CompletionBody
+from router.openai.schema import ChatBody, CompletionBody, StreamOptions
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = (ROOT / "docs/openai.md").read_text()
@@ -25,7 +25,7 @@ FIELDS = first_cells("Request fields")
 @pytest.mark.parametrize("body", [CompletionBody, ChatBody])
 def test_each_field_has_a_row(body):
     assert set(body.model_fields) - {"stream_options"} <= FIELDS
-    assert {f"stream_options.{name}" for name in parsing.StreamOptions.model_fields} <= FIELDS
+    assert {f"stream_options.{name}" for name in StreamOptions.model_fields} <= FIELDS
     assert set(parsing._REFUSED[body]) <= FIELDS
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest
-from router.openai.endpoints import chat_job, completion_job
+from router.openai.job import chat_job, completion_job
 from router.openai.parsing import checked
 from router.openai.schema import ChatBody, CompletionBody
 from tests.support.time_factor import scaled

@@ -8,7 +8,7 @@ from baton.errors import BatonError, NoWorker
 from baton.metrics import Metrics
 from baton.rpc.v1 import common_pb2
 from baton.testing import FakeClock
-from router.openai.metrics import Visit
+from router.openai.responses import Visit
 
 
 @pytest.fixture
