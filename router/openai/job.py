@@ -100,9 +100,9 @@ def _base_request(body: Common, max_tokens: int | None) -> pb.GenerateRequest:
         seed=None if body.seed is None else body.seed % 2**64,
     )
     return pb.GenerateRequest(
-        model=body.model,
+        model=body.model or "",
         sampling=sampling,
-        client_tag=body.user,
+        client_tag=body.user or "",
         resumable_s=0.0,  # an HTTP answer cannot be resumed
         n=body.n,
         deterministic=body.deterministic,

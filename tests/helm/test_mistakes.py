@@ -28,9 +28,10 @@ FORM = {  # what `--set` is given, and how the refusal by values.schema.json beg
 MEANING = {  # the same of templates/validate.yaml
     "image.repository=": "image.repository: must be set",
     "redis.external.host=other": 'redis.external.host: "other" contradicts redis.install: true',
-    "model.pvc.create=true,model.existingClaim=models": "model.pvc.create: must be false when model.existingClaim",
+    "model.pvc.create=true,model.existingClaim=models": "model.pvc.create: must be false if model.existingClaim",
     "prefill.replicas=0": "prefill.replicas: must be at least 1 unless config.mode is colocated, got 0",
     "config.router.grpc=a:1": "config.router.grpc: the chart sets this key; use router.service.grpcPort",
+    "config.router.metrics=a:1": "config.router.metrics: the chart sets this key; the port is 9100",
     "config.redis.url=redis://a": "config.redis: the chart sets this key; use redis.external",
     "config.decode.replicas=3": "config.decode.replicas: the chart sets this key; use decode.replicas",
     "decode.gpus=2,config.decode.tensor_parallel=4": "the chart sets this key; use decode.gpus",

@@ -158,7 +158,8 @@ def test_each_token_has_its_own_places_and_they_come_back():
 
 
 def test_one_that_is_ending_for_another_leaves_its_place_at_once():
-    counted, reasons = Concurrency(), []
+    counted = Concurrency()
+    reasons: list[Cancelled] = []
     with counted.one_more(one_at_a_time(), lambda: bool(reasons)):
         reasons.append(Cancelled("another call has taken over"))
         with counted.one_more(one_at_a_time()), pytest.raises(Overloaded):
