@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import orjson
 
@@ -14,20 +13,12 @@ from baton.errors import InvalidRequest
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from router.openai.choices import ChatFormat, ChoiceFormat, CompletionFormat, Json, ToolFormat
-from router.openai.schema import ChatBody, Common, CompletionBody, Message, Prompt, Tool
+from router.openai.schema import ChatBody, Common, CompletionBody, Message, Prompt, StreamOptions, Tool
 from router.openai.tool_calls import forced_schema
 from router.openai.upstream import Rename
 
 _SAMPLING = frozenset(common_pb2.Sampling.DESCRIPTOR.fields_by_name) - {"max_tokens", "top_k", "seed", "logit_bias"}
 _NAMES = {"cache_scope": "cache_salt", "client_tag": "user"}
-
-
-class InStream(Enum):
-    """Placement of usage in a stream."""
-
-    NOWHERE = 0
-    AT_THE_END = 1  # and null in earlier chunks, as OpenAI does
-    THROUGHOUT = 2  # each chunk has the usage of its choice so far, the last one the total
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +30,8 @@ class Job:
     rename: Rename
     n: int
     stream: bool
-    usage: InStream
+    usage: bool  # in the last chunk of a stream, and null in earlier ones, as OpenAI does
+    running_usage: bool  # also in each earlier chunk, of its choice so far
     logprobs: bool
     thoughts: bool
 
@@ -83,11 +75,10 @@ def completion_job(body: CompletionBody) -> Job:
 def _job(
     body: Common, requests: list[pb.GenerateRequest], shown: ChoiceFormat, rename: Rename, *, logprobs: bool
 ) -> Job:
-    options = body.stream_options
-    usage = InStream.NOWHERE
-    if options is not None and options.include_usage:
-        usage = InStream.THROUGHOUT if options.continuous_usage_stats else InStream.AT_THE_END
-    return Job(requests, shown, rename, body.n or 1, bool(body.stream), usage, logprobs, bool(body.thoughts))
+    options = body.stream_options or StreamOptions()
+    usage, running_usage = bool(options.include_usage), bool(options.continuous_usage_stats)
+    choices, stream, thoughts = body.n or 1, bool(body.stream), bool(body.thoughts)
+    return Job(requests, shown, rename, choices, stream, usage, running_usage, logprobs, thoughts)
 
 
 def _base_request(body: Common, max_tokens: int | None) -> pb.GenerateRequest:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import orjson
@@ -26,7 +25,7 @@ from baton.stages import Stage, Timings, timings_of
 from router.audit_digest import joined
 from router.openai.choices import Json
 from router.openai.errors import JSON, problem_of
-from router.openai.job import InStream, Job
+from router.openai.job import Job
 from router.openai.upstream import Metadata, Scored, Streams, TokenTexts
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
@@ -49,7 +48,7 @@ def as_json(message: Message) -> Json:
     return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
 
 
-class Visit(AbstractContextManager["Visit"]):
+class RequestMetrics(AbstractContextManager["RequestMetrics"]):
     """Metrics of one request of a standalone gateway (in a router process, the router counts). An error that leaves the
     context ends it; it ends only once. Times are measured here, except for stages that only the router can measure.
     """
@@ -93,9 +92,7 @@ class Visit(AbstractContextManager["Visit"]):
             self._metrics.refused(error)
         self._metrics = None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, BatonError):
             self.failed(error)
         elif isinstance(error, asyncio.CancelledError):
@@ -135,9 +132,9 @@ class Answer:
     """Accumulator of one answer."""
 
     def __init__(
-        self, job: Job, texts: TokenTexts, metadata: Metadata, visit: Visit, *, model: str, created: int
+        self, job: Job, texts: TokenTexts, metadata: Metadata, measured: RequestMetrics, *, model: str, created: int
     ) -> None:
-        self._job, self._texts, self._metadata, self._visit = job, texts, metadata, visit
+        self.job, self._texts, self._metadata, self.measured = job, texts, metadata, measured
         self._model, self._created = model, created
         self._choices = [_Choice() for _ in range(len(job.requests) * job.n)]
         self._usage = pb.Usage()
@@ -156,10 +153,10 @@ class Answer:
                 choice.thoughts += [piece.thought] if piece.thought else []
         choices = []
         for index, choice in enumerate(self._choices):
-            scored = choice.scored if self._job.logprobs else None
-            shown = self._job.format.choice(index, "".join(choice.text), scored, choice.reason)
-            choices.append(shown | ({"thoughts": choice.thoughts} if self._job.thoughts else {}))
-        return orjson.dumps(self._object(self._job.format.whole, choices) | self._account())
+            scored = choice.scored if self.job.logprobs else None
+            shown = self.job.format.choice(index, "".join(choice.text), scored, choice.reason)
+            choices.append(shown | ({"thoughts": choice.thoughts} if self.job.thoughts else {}))
+        return orjson.dumps(self._object(self.job.format.whole, choices) | self._account())
 
     async def events(self, streams: Streams, keep_alive_s: float) -> AsyncGenerator[bytes]:
         """Yield server-sent events; a comment after `keep_alive_s` seconds of silence. Raises BatonError."""
@@ -172,13 +169,13 @@ class Answer:
             for event in events:
                 quiet_since = time()
                 yield event
-        if self._job.usage is not InStream.NOWHERE:
+        if self.job.usage:
             yield self._event([], **self._account())
         yield _DONE
 
     def _written(self, piece: _Piece) -> list[bytes]:
         """Return the events for this piece; the format may hold text back for later pieces."""
-        form, choice, index = self._job.format, self._choices[piece.index], piece.index
+        form, choice, index = self.job.format, self._choices[piece.index], piece.index
         opening = None if choice.opened else form.opening(index)
         opened = [self._event([opening], usage=self._so_far(index))] if opening else []
         choice.opened = True
@@ -215,8 +212,8 @@ class Answer:
                 self._fingerprints[number] = event.accepted.system_fingerprint
             case "tokens":
                 found, index = event.tokens, self._index(number, event.tokens.choice)
-                self._visit.tokens(index, len(found.ids))
-                scored = await self._texts.scored(found, self._metadata) if self._job.logprobs else None
+                self.measured.tokens(index, len(found.ids))
+                scored = await self._texts.scored(found, self._metadata) if self.job.logprobs else None
                 start: int = getattr(found, "from")  # a keyword in Python
                 return _Piece(index, found.text, scored, tokens=start + len(found.ids))
             case "thought":
@@ -232,13 +229,13 @@ class Answer:
                 self._spend(event.completed.usage)
                 self._digests[number] = event.completed.usage.audit_digest
                 self._fingerprints[number] = event.completed.system_fingerprint
-                self._visit.completed(event.completed.timings)
+                self.measured.completed(event.completed.timings)
         return None
 
     def _index(self, number: int, choice: int) -> int:
-        if choice >= self._job.n:
-            raise EngineFault(f"the router sent choice {choice}, but n is {self._job.n}")
-        return number * self._job.n + choice
+        if choice >= self.job.n:
+            raise EngineFault(f"the router sent choice {choice}, but n is {self.job.n}")
+        return number * self.job.n + choice
 
     def _spend(self, usage: pb.Usage) -> None:
         self._usage.prompt_tokens += usage.prompt_tokens
@@ -254,22 +251,22 @@ class Answer:
             usage["audit_digest"] = audit
         if self._usage.thinking_tokens:
             usage["thinking_tokens"] = self._usage.thinking_tokens
-        return {"usage": usage, "timings": as_json(self._visit.parts)}
+        return {"usage": usage, "timings": as_json(self.measured.parts)}
 
     def _so_far(self, index: int) -> Json | None:
         """Return the usage of a choice so far, without cached tokens, which are known only at the end."""
-        if self._job.usage is not InStream.THROUGHOUT:
+        if not self.job.running_usage:
             return None
-        return _counted(self._prompts[index // self._job.n], self._choices[index].tokens)
+        return _counted(self._prompts[index // self.job.n], self._choices[index].tokens)
 
     def _event(self, choices: list[Json], **account: Json | None) -> bytes:
-        chunk = self._object(self._job.format.chunk, choices)
-        if self._job.usage is not InStream.NOWHERE:
+        chunk = self._object(self.job.format.chunk, choices)
+        if self.job.usage:
             chunk |= account
         return b"data: " + orjson.dumps(chunk) + b"\n\n"
 
     def _object(self, kind: str, choices: list[Json]) -> Json:
-        name = self._job.format.prefix + self._id
+        name = self.job.format.prefix + self._id
         found = {"id": name, "object": kind, "created": self._created, "model": self._model, "choices": choices}
         fingerprints = set(self._fingerprints.values())
         if len(fingerprints) == 1 and all(fingerprints):
@@ -308,12 +305,10 @@ class EventWriter:
 class Answering(Response):
     """HTTP response that runs the calls. Errors before the first byte are raised, later ones are sent as an event."""
 
-    def __init__(
-        self, answer: Answer, streams: Streams, visit: Visit, *, stream: bool, keep_alive_s: float, stall_s: float
-    ) -> None:
+    def __init__(self, answer: Answer, streams: Streams, *, keep_alive_s: float, stall_s: float) -> None:
         super().__init__()
-        self._answer, self._streams, self._visit = answer, streams, visit
-        self._stream, self._keep_alive_s, self._stall_s = stream, keep_alive_s, stall_s
+        self._answer, self._streams = answer, streams
+        self._keep_alive_s, self._stall_s = keep_alive_s, stall_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -326,14 +321,14 @@ class Answering(Response):
         return {"x-request-id": self._streams.request_id} if self._streams.request_id else {}
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._visit:
+        with self._answer.measured:
             async with self._streams:
-                if self._stream:
+                if self._answer.job.stream:
                     await self._events(send)
                     return
                 body = await self._answer.whole(self._streams)
             await Response(body, headers=self._named(), media_type=JSON)(scope, receive, send)
-            self._visit.finished()
+            self._answer.measured.finished()
 
     async def _events(self, send: Send) -> None:
         headers = {"content-type": EVENT_STREAM, "cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -341,10 +336,10 @@ class Answering(Response):
         try:
             await self._each_event(writer)
             await writer.write(b"", more=False)
-            self._visit.finished()
+            self._answer.measured.finished()
         except Stalled:
             log.info("gateway_client_stalled", request_id=self._streams.request_id)
-            self._visit.failed(Cancelled(f"the client read nothing for {self._stall_s:g} s"))
+            self._answer.measured.failed(Cancelled(f"the client read nothing for {self._stall_s:g} s"))
 
     async def _each_event(self, writer: EventWriter) -> None:
         try:
@@ -354,7 +349,7 @@ class Answering(Response):
         except BatonError as error:
             if not writer.started:
                 raise
-            self._visit.failed(error)
+            self._answer.measured.failed(error)
             await writer.write(b"data: " + problem_of(error).body() + b"\n\n")
 
 

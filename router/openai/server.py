@@ -34,7 +34,7 @@ from router.openai.choices import Json
 from router.openai.errors import JSON, HttpError, http_problem, problem_of
 from router.openai.job import Job, chat_job, completion_job
 from router.openai.parsing import read_body
-from router.openai.responses import Answer, Answering, Visit
+from router.openai.responses import Answer, Answering, RequestMetrics
 from router.openai.schema import ChatBody, CompletionBody
 from router.openai.upstream import Metadata, Streams, TokenTexts, Upstream, metadata_of
 
@@ -89,17 +89,17 @@ class Gateway:
         return Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, _on_exception))
 
     async def completions(self, request: Request) -> Response:
-        with Visit(SystemClock(), self._settings.counts) as visit:
+        with RequestMetrics(SystemClock(), self._settings.counts) as measured:
             body = await read_body(request, CompletionBody, self._settings.max_body)
             name = body.model or (await self._served(request)).id
-            return self._answering(request, completion_job(body), name, visit)
+            return self._answering(request, completion_job(body), name, measured)
 
     async def chat(self, request: Request) -> Response:
-        with Visit(SystemClock(), self._settings.counts) as visit:
+        with RequestMetrics(SystemClock(), self._settings.counts) as measured:
             body = await read_body(request, ChatBody, self._settings.max_body)
             asks = body.offered or not body.model
             served = await self._served(request) if asks else pb.Model()
-            return self._answering(request, chat_job(body, served.tool_form), body.model or served.id, visit)
+            return self._answering(request, chat_job(body, served.tool_form), body.model or served.id, measured)
 
     async def models(self, request: Request) -> Response:
         found = await self._upstream.models(_metadata(request))
@@ -138,12 +138,12 @@ class Gateway:
     async def _served(self, request: Request) -> pb.Model:
         return next(iter(await self._upstream.models(_metadata(request))), pb.Model())
 
-    def _answering(self, request: Request, job: Job, model: str, visit: Visit) -> Response:
+    def _answering(self, request: Request, job: Job, model: str, measured: RequestMetrics) -> Response:
         metadata = _metadata(request)
-        answer = Answer(job, self._texts, metadata, visit, model=model, created=int(time.time()))
+        answer = Answer(job, self._texts, metadata, measured, model=model, created=int(time.time()))
         streams = Streams(self._upstream, job.requests, metadata, job.rename)
-        waits = {"keep_alive_s": self._settings.keep_alive_s, "stall_s": self._settings.stall_s}
-        return Answering(answer, streams, visit, stream=job.stream, **waits)
+        settings = self._settings
+        return Answering(answer, streams, keep_alive_s=settings.keep_alive_s, stall_s=settings.stall_s)
 
     def _model(self, model: pb.Model) -> Json:
         known = {"id": model.id, "object": "model", "created": self._started, "owned_by": "baton"}
@@ -161,23 +161,20 @@ def _json(value: Json) -> Response:
 
 async def _on_exception(request: Request, error: Exception) -> Response:
     """Return the error response. Starlette raises an unexpected exception again, so that it is logged."""
+    where = f"{request.method} {request.url.path[:128]}"
     match error:
         case BatonError():
             return problem_of(error).response()
         case HttpError():
             return http_problem(error).response()
+        case HTTPException(status_code=404):
+            return http_problem(HttpError(404, "not_found", f"no such path: {where}")).response()
         case HTTPException():
-            response = http_problem(_no_route(request, error.status_code)).response()
+            refused = HttpError(error.status_code, "method_not_allowed", f"method not allowed: {where}")
+            response = http_problem(refused).response()
             response.headers.update(error.headers or {})  # `Allow`
             return response
     return problem_of(EngineFault("internal error; see the server's log")).response()
-
-
-def _no_route(request: Request, status: int) -> HttpError:
-    where = f"{request.method} {request.url.path[:128]}"
-    if status == 404:
-        return HttpError(404, "not_found", f"no such path: {where}")
-    return HttpError(status, "method_not_allowed", f"method not allowed: {where}")
 
 
 class _Embedded(uvicorn.Server):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar
 
 import structlog
@@ -161,9 +160,7 @@ class Streams:
         self._tasks = [asyncio.create_task(self._run(i, each)) for i, each in enumerate(self._requests)]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
