@@ -206,13 +206,12 @@ class Router:
 def _gateway(context: RouterContext, admin: Admin, look: Callable[[], Awaitable[None]]) -> HttpServer:
     """Return the bound HTTP gateway. Raises ConfigError, also if its libraries are missing."""
     try:
-        from router.dashboard.app import Shown
+        from router.dashboard.app import LiveData
         from router.openai.server import GatewaySettings, HttpServer
     except ModuleNotFoundError as error:
         text = f"{error.name} is not installed: pip install 'baton-serve[gateway]', or leave router.http out"
         raise ConfigError(f"router.http: {text}") from error
     settings = context.settings
-    shown = Shown(admin.live, context.tokens, admin.trace_of)
     serving = GatewaySettings(
         settings.version,
         settings.http_body,
@@ -220,7 +219,7 @@ def _gateway(context: RouterContext, admin: Admin, look: Callable[[], Awaitable[
         registry=context.sinks.metrics.registry,
         look=look,
         tls=settings.tls,
-        shown=shown,
+        live=LiveData(admin.live, context.tokens, admin.trace_of),
     )
     return HttpServer(settings.http or "", serving, share_port=settings.share_port)
 

@@ -20,7 +20,7 @@ from baton.structured_output import Grammars
 from baton.tokenizer import Tokenizer
 from baton.tracing.trace import TRACEPARENT, TraceContext
 from router.auth.interceptor import current_grant
-from router.auth.limits import Concurrency, limited, may_end
+from router.auth.limits import Concurrency, limited, may_cancel
 from router.context import RouterSettings
 from router.observe.request_observer import Sinks
 from router.parsing.chat import Chats
@@ -139,7 +139,7 @@ class Inference(InferenceServicer):
 
     async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelReply:
         asking, named = current_grant(), [call for call in self._running if call.name == request.request_id]
-        found = [call for call in named if may_end(asking, call.grant)]
+        found = [call for call in named if may_cancel(asking, call.grant)]
         for call in found:
             call.end(Cancelled("by a Cancel call"))
         return pb.CancelReply(found=bool(found))

@@ -57,7 +57,7 @@ def limited(spec: SequenceSpec, message: pb.GenerateRequest, grant: Grant | None
     return replace(spec, sampling=sampling, priority=priority, cache_scope=f"{grant.tenant}/{scope}")
 
 
-def may_end(asking: Grant | None, owner: Grant | None) -> bool:
+def may_cancel(asking: Grant | None, owner: Grant | None) -> bool:
     """Return True if `asking` may cancel a request of `owner`: the same tenant, or an admin."""
     return asking is None or asking.right is Right.ADMIN or (owner is not None and owner.tenant == asking.tenant)
 

@@ -1,7 +1,7 @@
 """The dashboard's paths: `/`, `/page/FILE`, `/live`, `/live/trace/REQUEST`.
 
 Its data is for operators. If tokens are configured, an admin's is needed. If not, other sites' pages must not make a
-browser fetch it: see `_own_page`.
+browser fetch it: see `_check_same_origin`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from router.auth.interceptor import check
 from router.auth.tokens import TokenFile
 from router.observe.status import SingleFlight
 from router.openai.errors import JSON, HttpError
-from router.openai.responses import EVENT_STREAM, EventWriter, Stalled, as_json, unless_left
+from router.openai.responses import EVENT_STREAM, EventWriter, Stalled, as_json, run_until_disconnect
 
 if TYPE_CHECKING:
     from router.observe.status import StatusBroadcaster
@@ -48,7 +48,7 @@ _EVENT_HEADERS = {"content-type": EVENT_STREAM, "cache-control": "no-store", "x-
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class LiveData:
     """Data of this process's router. `tokens` None means open access; `trace` returns None for an unknown request."""
 
     live: StatusBroadcaster
@@ -59,11 +59,10 @@ class Shown:
 class LivePaths:
     """Paths of the dashboard. Without a router in this process `/live` returns 404 and the page shows that."""
 
-    def __init__(self, shown: Shown | None, stall_s: float) -> None:
-        self._shown, self._stall_s = shown, stall_s
+    def __init__(self, data: LiveData | None, stall_s: float) -> None:
+        self._data, self._stall_s = data, stall_s
         self._files = {file.name: file.read_bytes() for file in (files("router.dashboard") / "static").iterdir()}
-        if shown is not None:
-            self._text = SingleFlight(shown.live.views.get, partial(_encode, shown), SystemClock())
+        self._text = None if data is None else SingleFlight(data.live.views.get, partial(_encode, data), SystemClock())
 
     def routes(self) -> list[Route]:
         """Return the routes for the gateway."""
@@ -84,13 +83,13 @@ class LivePaths:
 
     async def live(self, request: Request) -> Response:
         """Return a stream with an event for each view of `StatusBroadcaster`, every `interval_s` seconds."""
-        shown = self._allowed(request, "Watch")
+        data = self._allowed(request, "Watch")
         if request.method == "HEAD":  # the stream is endless, and HEAD needs no body
             return Response(headers=_EVENT_HEADERS)
-        tokens, confirm = shown.tokens, None
+        tokens, confirm = data.tokens, None
         if tokens is not None:
             confirm = partial(tokens.confirm, tokens.grant(request.headers.get("authorization")))
-        views = shown.live.watch(_interval(request), confirm)
+        views = data.live.watch(_interval(request), confirm)
         return _Events(self._events(views), self._stall_s)
 
     async def trace(self, request: Request) -> Response:
@@ -100,19 +99,20 @@ class LivePaths:
             raise HttpError(404, "not_found", "this router has no trace of this request")
         return Response(orjson.dumps(as_json(found)), headers={"cache-control": "no-store"}, media_type=JSON)
 
-    def _allowed(self, request: Request, method: str) -> Shown:
+    def _allowed(self, request: Request, method: str) -> LiveData:
         """Return the data if the caller may see it. Raises HttpError, Unauthenticated or PermissionDenied."""
-        if self._shown is None:
+        if self._data is None:
             raise HttpError(404, "no_live", "this gateway has no router in its process; open the page of a router")
-        if self._shown.tokens is None:
-            _own_page(request)
+        if self._data.tokens is None:
+            _check_same_origin(request)
         else:
-            check(f"/baton.v1.Admin/{method}", self._shown.tokens.grant(request.headers.get("authorization")))
-        return self._shown
+            check(f"/baton.v1.Admin/{method}", self._data.tokens.grant(request.headers.get("authorization")))
+        return self._data
 
     async def _events(
         self, views: AsyncGenerator[tuple[admin_pb2.Live, list[admin_pb2.Happening]], None]
     ) -> AsyncGenerator[bytes, None]:
+        assert self._text is not None
         async with aclosing(views):
             with suppress(Unauthenticated):  # the token was revoked; the client's next request is rejected
                 async for _, happenings in views:
@@ -120,9 +120,9 @@ class LivePaths:
                     yield b"data: " + text[:-1] + b',"happenings":' + events + b"}\n\n"
 
 
-async def _encode(shown: Shown) -> bytes:
+async def _encode(data: LiveData) -> bytes:
     """Encode a view in a thread, because thousands of workers take a while."""
-    view = await shown.live.views.get()
+    view = await data.live.views.get()
     return await asyncio.to_thread(lambda: orjson.dumps(as_json(view)))
 
 
@@ -134,7 +134,7 @@ class _Events(Response):
         self._events, self._stall_s = events, stall_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_left(receive, self._run(send))
+        await run_until_disconnect(receive, self._run(send))
 
     async def _run(self, send: Send) -> None:
         writer = EventWriter(send, lambda: _EVENT_HEADERS, self._stall_s)
@@ -145,7 +145,7 @@ class _Events(Response):
                 await writer.write(b"", more=False)
 
 
-def _own_page(request: Request) -> None:
+def _check_same_origin(request: Request) -> None:
     """Raise HttpError if a browser fetches this for a page of another origin.
 
     Such a page cannot read the answer, but would use up a watcher's slot; browsers send `Sec-Fetch-Site`. A page with

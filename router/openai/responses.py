@@ -1,4 +1,4 @@
-"""Turns a request's events into one HTTP answer: `Answer` formats them, `Answering` runs the calls and writes it."""
+"""One HTTP answer of the events of a request: `Answer` formats it, `AnswerResponse` runs the calls and writes it."""
 
 from __future__ import annotations
 
@@ -302,7 +302,7 @@ class EventWriter:
             raise Stalled from None
 
 
-class Answering(Response):
+class AnswerResponse(Response):
     """HTTP response that runs the calls. Errors before the first byte are raised, later ones are sent as an event."""
 
     def __init__(self, answer: Answer, streams: Streams, *, keep_alive_s: float, stall_s: float) -> None:
@@ -312,7 +312,7 @@ class Answering(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_left(receive, self._run(scope, receive, send))
+            await run_until_disconnect(receive, self._run(scope, receive, send))
         except BatonError as error:
             problem = problem_of(error)
             await Response(problem.body(), problem.status, problem.headers | self._named(), JSON)(scope, receive, send)
@@ -353,9 +353,9 @@ class Answering(Response):
             await writer.write(b"data: " + problem_of(error).body() + b"\n\n")
 
 
-async def unless_left(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Run `work`, and cancel it if the client disconnects first. Raises any error of `work`."""
-    tasks = (asyncio.ensure_future(work), asyncio.ensure_future(_left(receive)))
+    tasks = (asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive)))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -366,6 +366,6 @@ async def unless_left(receive: Receive, work: Coroutine[Any, Any, None]) -> None
         tasks[0].result()
 
 
-async def _left(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -29,12 +29,12 @@ from baton.metrics.http import render
 from baton.rpc.channel import Wire, from_here
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.tracing.trace import TRACEPARENT
-from router.dashboard.app import LivePaths, Shown
+from router.dashboard.app import LiveData, LivePaths
 from router.openai.choices import Json
 from router.openai.errors import JSON, HttpError, http_problem, problem_of
 from router.openai.job import Job, chat_job, completion_job
 from router.openai.parsing import read_body
-from router.openai.responses import Answer, Answering, RequestMetrics
+from router.openai.responses import Answer, AnswerResponse, RequestMetrics
 from router.openai.schema import ChatBody, CompletionBody
 from router.openai.upstream import Metadata, Streams, TokenTexts, Upstream, metadata_of
 
@@ -50,7 +50,7 @@ class GatewaySettings:
 
     `registry` holds the metrics of the router in this process; `look` is awaited before they are read. `counts` are the
     gateway's own metrics, used without such a router. `tls` is used for HTTPS and towards the router; None means
-    plaintext for both. `shown` is the data of the dashboard; None means that no router runs in this process.
+    plaintext for both. `live` is the data of the dashboard; None means that no router runs in this process.
     """
 
     version: str = ""
@@ -61,7 +61,7 @@ class GatewaySettings:
     look: Callable[[], Awaitable[None]] | None = None
     counts: Metrics | None = None
     tls: TlsConfig | None = None
-    shown: Shown | None = None
+    live: LiveData | None = None
 
 
 class Gateway:
@@ -83,7 +83,7 @@ class Gateway:
             Route("/ready", self.ready),
             Route("/metrics", self.metrics),
             Route("/version", self.version),
-            *LivePaths(self._settings.shown, self._settings.stall_s).routes(),
+            *LivePaths(self._settings.live, self._settings.stall_s).routes(),
         ]
         handled = (BatonError, HttpError, HTTPException, Exception)
         return Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, _on_exception))
@@ -143,7 +143,7 @@ class Gateway:
         answer = Answer(job, self._texts, metadata, measured, model=model, created=int(time.time()))
         streams = Streams(self._upstream, job.requests, metadata, job.rename)
         settings = self._settings
-        return Answering(answer, streams, keep_alive_s=settings.keep_alive_s, stall_s=settings.stall_s)
+        return AnswerResponse(answer, streams, keep_alive_s=settings.keep_alive_s, stall_s=settings.stall_s)
 
     def _model(self, model: pb.Model) -> Json:
         known = {"id": model.id, "object": "model", "created": self._started, "owned_by": "baton"}
