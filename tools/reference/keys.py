@@ -9,7 +9,6 @@ from typing import Any
 
 from baton.cli.config import schema_text
 from router.openai.schema import ChatBody, CompletionBody
-from tools.reference.http_meanings import MEANINGS, VALUES
 from tools.reference.pages import Page, code, table
 
 Schema = Mapping[str, Any]
@@ -25,6 +24,11 @@ SECTIONS = {  # part of the page: the keys of the cluster file in it
 }
 SAME_AS = {"decode": "prefill"}
 LARGEST_SIZE = 2**50
+VALUES = {  # of the fields that a validator parses, which the schema does not show
+    "prompt": "string or list",
+    "stop": "string or list of string",
+    "tool_choice": "string or mapping",
+}
 UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
@@ -56,8 +60,7 @@ def _keys(schema: Tree, names: tuple[str, ...]) -> str:
 
 def _fields(schema: Tree) -> str:
     rows = (row for name, field in schema.root["properties"].items() for row in schema.rows(name, field))
-    named = ((name.strip("`"), kind) for name, kind, *_ in rows)
-    return table(("field", "value", "meaning"), ((code(n), VALUES.get(n, kind), MEANINGS[n]) for n, kind in named))
+    return table(("field", "value"), ((name, VALUES.get(name.strip("`"), kind)) for name, kind, *_ in rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ class Tree:
             return code(_text(field["const"]))
         if "enum" in field:
             return ", ".join(code(_text(each)) for each in field["enum"])
-        kind = field.get("type", "string" if "pattern" in str(field) else "any")
+        kind = str(field.get("type", "string" if "pattern" in str(field) else "any"))
         if kind == "array":
             return f"list of {self.kind(field['items']) if field.get('items') else 'values'}{_length(field)}"
         return {"object": "mapping", "boolean": "true, false"}.get(kind, kind) + _range(field)
