@@ -124,13 +124,13 @@ class StageClock:
             self.first_token()  # it arrived before the prefill worker's message, or there is none
             self._stage = Stage.DECODE
             return
-        self._ends_with(Stage.COMMIT, commit_s)
+        self._end_with(Stage.COMMIT, commit_s)
         self._stage = Stage.DECODE
 
     def verified(self, verify_s: float) -> None:
         """Record the end of decoding. Its verify passes took `verify_s`, at most the time that passed."""
         if self._stage is Stage.DECODE and verify_s:
-            self._ends_with(Stage.VERIFY, verify_s)
+            self._end_with(Stage.VERIFY, verify_s)
             self._stage = Stage.DECODE
 
     def ended_at_first_token(self) -> None:
@@ -145,11 +145,11 @@ class StageClock:
             spent[passage.stage] += passage.duration
         return timings_of({stage: duration / _NS for stage, duration in spent.items()}, (self._ttft or 0) / _NS)
 
-    def _ends_with(self, stage: Stage, seconds: float) -> None:
+    def _end_with(self, stage: Stage, seconds: float) -> None:
         """End the current stage now and count its last `seconds`, at most all of it, as `stage`."""
         passed = self._now() - self._since
-        said = seconds * _NS  # a huge value becomes inf
-        part = min(max(round(said), 0), passed) if math.isfinite(said) else 0
+        wanted = seconds * _NS  # a huge value becomes inf
+        part = min(max(round(wanted), 0), passed) if math.isfinite(wanted) else 0
         self._pass(passed - part)
         self._stage = stage
         self._pass(part)

@@ -198,10 +198,10 @@ def _meeting(schema: dict[str, Any]) -> int:
     while todo:
         item: Any = todo.pop()
         todo += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
-        given = {} if not isinstance(item, dict) else {k: v for k, v in item.items() if isinstance(v, str)}
-        found |= {(name, given[name]) for name in _WORDS & given.keys()}
-        plain = plain and (item is schema or not _BASES & given.keys())
-        plain = plain and (given.get("$ref", "#") == "#" or given["$ref"].startswith("#/"))
+        strings = {} if not isinstance(item, dict) else {k: v for k, v in item.items() if isinstance(v, str)}
+        found |= {(name, strings[name]) for name in _WORDS & strings.keys()}
+        plain = plain and (item is schema or not _BASES & strings.keys())
+        plain = plain and (strings.get("$ref", "#") == "#" or strings["$ref"].startswith("#/"))
     return _patterns(schema, schema, {}) if plain and len(found) > MAX_SCHEMA_PATTERNS else len(found)
 
 
@@ -248,5 +248,5 @@ def _target(reference: str, node: Any) -> Any:
 def _reason(text: str) -> str:
     """Return the first line with a parser's error, or else the first line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    found = next((line for line in lines if line.startswith("error:")), lines[0] if lines else "not understood")
+    found = next((line for line in lines if line.startswith("error:")), lines[0] if lines else "cannot be parsed")
     return found.removeprefix("error:").strip()[:_MAX_REASON_CHARS]

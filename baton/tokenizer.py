@@ -198,5 +198,5 @@ def _read_object(path: Path) -> dict[str, object]:
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object")
+        raise CheckpointError(f"{path}: must be a JSON object")
     return value

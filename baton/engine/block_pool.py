@@ -110,7 +110,7 @@ class Allocation:
 
     def _expect(self, *states: BlockState) -> None:
         if self.state not in states:
-            raise ValueError(f"allocation is {self.state.value}, not {' or '.join(s.value for s in states)}")
+            raise ValueError(f"the allocation is {self.state.value}, not {' or '.join(s.value for s in states)}")
 
 
 class BlockPool:
@@ -125,13 +125,13 @@ class BlockPool:
         self._free = list(range(total - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._generation = [0] * total
-        self._holders = [0] * total  # reference count: allocations in any state
-        self._isolated: Counter[int] = Counter()  # those in quarantine; no zeros
+        self._references = [0] * total  # allocations in any state
+        self._isolated: Counter[int] = Counter()  # references in quarantine; no zeros
         self._digest: list[bytes | None] = [None] * total
-        self._index: dict[bytes, int] = {}  # of blocks with equal content, the first one
+        self._index: dict[bytes, int] = {}  # for equal content, the first block
         self.on_index: Callable[[Sequence[bytes], Sequence[bytes]], None] = lambda added, removed: None
         self._held = dict.fromkeys(BlockState, 0)
-        self.history: History = OFF  # callers record it, because they have the request id
+        self.history: History = OFF  # written by the users of the pool, which have the request id
 
     @property
     def available(self) -> int:
@@ -169,8 +169,8 @@ class BlockPool:
         available. A reservation shares nothing, because a peer may write into all of it.
         """
         if reserved and shared:
-            raise ValueError("reserved blocks are not shared")
-        if self.available < n + spare + sum(not self._holders[block] for block in shared):
+            raise ValueError("a reservation cannot share blocks")
+        if self.available < n + spare + sum(not self._references[block] for block in shared):
             return None
         for block in shared:
             self._share(block)
@@ -182,14 +182,14 @@ class BlockPool:
     def unquarantine(self, allocation: Allocation) -> None:
         """Free quarantined blocks, after proof that no peer will access them. Raises ValueError in other states."""
         if not allocation.belongs_to(self):
-            raise ValueError("allocation of another pool")
+            raise ValueError("the allocation belongs to another pool")
         allocation._expect(BlockState.QUARANTINED)
         self._let_go(allocation)
 
     def freed_by(self, allocations: Iterable[Allocation]) -> int:
         """Return how many more blocks would be available if all these allocations were released."""
-        named = Counter(chain.from_iterable(allocation.blocks for allocation in allocations))
-        return sum(self._holders[block] == holders for block, holders in named.items())
+        counts = Counter(chain.from_iterable(allocation.blocks for allocation in allocations))
+        return sum(self._references[block] == count for block, count in counts.items())
 
     def _grow(self, allocation: Allocation, n: int) -> bool:
         if n < 0:
@@ -210,16 +210,16 @@ class BlockPool:
             block, _ = self._cached.popitem(last=False)
             self._withdraw(block)
         self._generation[block] += 1
-        self._holders[block] = 1
+        self._references[block] = 1
         return block
 
     def _share(self, block: int) -> None:
         if self._digest[block] is None:
-            raise AssertionError(f"block {block} is not published")
-        if not self._holders[block]:
+            raise AssertionError(f"block {block} is not cached, so it cannot be shared")
+        if not self._references[block]:
             del self._cached[block]
             self._held[BlockState.OWNED] += 1
-        self._holders[block] += 1
+        self._references[block] += 1
 
     def _publish(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
         self._check_writable(blocks)
@@ -238,8 +238,8 @@ class BlockPool:
 
     def _check_writable(self, blocks: Iterable[int]) -> None:
         for block in blocks:
-            if self._digest[block] is not None or self._holders[block] != 1:
-                raise AssertionError(f"block {block} is published, or not one's own: it must not change")
+            if self._digest[block] is not None or self._references[block] != 1:
+                raise AssertionError(f"block {block} is cached or shared, so it must not change")
 
     def _activate(self, allocation: Allocation) -> None:
         self._held[BlockState.RESERVED] -= len(allocation)
@@ -269,8 +269,8 @@ class BlockPool:
         self.counts()
 
     def _drop(self, block: int, state: BlockState) -> None:
-        self._holders[block] -= 1
-        if not self._holders[block]:
+        self._references[block] -= 1
+        if not self._references[block]:
             self._held[state] -= 1
             self._retire(block)
 
@@ -309,10 +309,10 @@ class Reservation:
 
     @classmethod
     def of(
-        cls, pool: BlockPool, layout: KVLayout, positions: int, names: Iterable[bytes], spare: int
+        cls, pool: BlockPool, layout: KVLayout, positions: int, hashes: Iterable[bytes], spare: int
     ) -> Reservation | None:
-        """Reserve blocks for `positions`, sharing those with hashes `names`. None if fewer than `spare` would stay."""
-        shared = pool.allocate(0, shared=pool.find(names))
+        """Reserve blocks for `positions`, sharing those with `hashes`. None if fewer than `spare` would remain."""
+        shared = pool.allocate(0, shared=pool.find(hashes))
         assert shared is not None  # sharing needs no free blocks
         own = pool.allocate(layout.blocks_for(positions) - len(shared), reserved=True, spare=spare)
         if own is None:
@@ -331,9 +331,9 @@ class Reservation:
         return self.shared.generations + self.own.generations
 
     def check(self, pool: BlockPool, blocks: int) -> None:
-        """Raise ValueError if the pool is another one, it has fewer than `blocks` blocks, or it is already used."""
+        """Raise ValueError if it is of another pool, has fewer than `blocks` blocks, or is already used."""
         if not self.own.belongs_to(pool) or len(self.blocks) < blocks:
-            raise ValueError(f"a reservation of {len(self.blocks)} blocks does not fit: {blocks} are needed")
+            raise ValueError(f"the reservation has {len(self.blocks)} blocks; {blocks} of this pool are needed")
         if self.own.state is not BlockState.RESERVED:
             raise ValueError(f"the reservation is {self.own.state.value}, not reserved")
 

@@ -25,7 +25,7 @@ def check_spec(spec: SequenceSpec, vocab_size: int, max_model_len: int) -> None:
         raise InvalidRequest.of("prompt", "must have at least one token")
     if len(spec.prompt) >= max_model_len or len(spec) > max_model_len:
         raise InvalidRequest.of(
-            "prompt", f"has {len(spec)} tokens, which leaves no room for an answer within {max_model_len}"
+            "prompt", f"has {len(spec)} tokens; these and at least one output token must fit in {max_model_len}"
         )
     _check_ids("prompt", spec.tokens, vocab_size)
     _check_ids("sampling.stop_token_ids", spec.sampling.stop_token_ids, vocab_size)
@@ -60,8 +60,8 @@ class OutputText:
         piece = self._detokenizer.push(token_id)
         if not self._stop:
             return piece, None
-        seen, text = len(self._held), self._held + piece
-        match = self._find(text, seen) if self._pushed >= self._min_tokens else None
+        text = self._held + piece
+        match = self._find(text, len(self._held)) if self._pushed >= self._min_tokens else None
         if match is not None:
             begin, stop = match
             self._held = ""
@@ -75,11 +75,11 @@ class OutputText:
         tail, self._held = self._held + self._detokenizer.flush(), ""
         return tail
 
-    def _find(self, text: str, seen: int) -> tuple[int, str] | None:
-        """Return (begin, stop) of the match that ends first, after `seen`; the longest of several."""
+    def _find(self, text: str, searched: int) -> tuple[int, str] | None:
+        """Return (begin, stop) of the match that ends first, after `searched`; the longest of several."""
         found = []
         for stop in self._stop:
-            begin = text.find(stop, max(0, seen - len(stop) + 1))
+            begin = text.find(stop, max(0, searched - len(stop) + 1))
             if begin >= 0:
                 found.append((begin + len(stop), begin, stop))
         return min(found)[1:] if found else None

@@ -38,22 +38,22 @@ def size_kv(
     """
     budget, most = auto_kv_bytes(device) if kv_memory == "auto" else kv_memory, _total_bytes(device)
     if budget > most:
-        raise ConfigError(f"kv_memory: {budget} bytes, of {most} that there are on {device}; give less, or auto")
+        raise ConfigError(f"kv_memory: {budget} bytes, but {device} has {most}; set fewer, or auto")
     blocks = budget // layout.block_bytes
     if blocks < 1:
-        raise ConfigError(f"kv_memory: {budget} bytes hold no block; one takes {layout.block_bytes} bytes")
-    room = blocks * layout.block_size
+        raise ConfigError(f"kv_memory: {budget} bytes are less than one block of {layout.block_bytes} bytes")
+    capacity = blocks * layout.block_size
     if max_model_len == "auto":
-        return Sizing(blocks, min(model_max_len, room))
+        return Sizing(blocks, min(model_max_len, capacity))
     if not 2 <= max_model_len <= model_max_len:
         raise ConfigError(
             f"model.max_model_len: must be between 2 and the model's {model_max_len}, got {max_model_len}"
         )
-    if max_model_len > room:
+    if max_model_len > capacity:
         need = layout.blocks_for(max_model_len) * layout.block_bytes
         raise ConfigError(
-            f"kv_memory: {budget} bytes hold {room} tokens, fewer than model.max_model_len {max_model_len}; "
-            f"give at least {need} bytes, or lower model.max_model_len"
+            f"kv_memory: {budget} bytes hold {capacity} tokens, fewer than model.max_model_len {max_model_len}; "
+            f"set at least {need} bytes, or lower model.max_model_len"
         )
     return Sizing(blocks, max_model_len)
 

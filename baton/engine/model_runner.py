@@ -117,7 +117,7 @@ class Inputs:
             query_starts=self._starts_of_ones[: n + 1] if ones else self._query_starts.push(len(work) + 1, self._stage),
             kv_lens=self._kv_lens.push(len(work), self._stage),
             block_tables=tables,
-            logit_rows=self._rows_wanted(work, counts, ones),
+            logit_rows=self._wanted_rows(work, counts, ones),
             on_layer=on_layer,
             fixed=fixed,
             thinking=thinking,
@@ -134,8 +134,8 @@ class Inputs:
             if allocation is not self._allocations[row] or len(allocation.blocks) != self._lengths[row]:
                 self._write_row(row, allocation)
                 changed = True
-        known = self._tables.push(len(work), self._stage) if changed else self._tables.device[: len(work)]
-        return known[:, :width]
+        tables = self._tables.push(len(work), self._stage) if changed else self._tables.device[: len(work)]
+        return tables[:, :width]
 
     def _write_row(self, row: int, allocation: Allocation) -> None:
         table = self._tables.array[row]
@@ -164,7 +164,7 @@ class Inputs:
         self._query_starts.array[1 : len(counts) + 1] = ends
         return n
 
-    def _rows_wanted(self, work: Sequence[ScheduledSequence], counts: list[int], ones: bool) -> torch.Tensor:
+    def _wanted_rows(self, work: Sequence[ScheduledSequence], counts: list[int], ones: bool) -> torch.Tensor:
         wanted = [item.completes for item in work]
         if ones and all(wanted):
             return self._rows_of_ones[: len(work)]
@@ -197,10 +197,10 @@ class OrdinaryForwards:
         on_layer: Callable[[list[ScheduledSequence], int], None] | None,
     ) -> list[SampledToken]:
         """Run the model and draw where all known tokens are computed. A thought may lower the `count` of work."""
-        told = partial(on_layer, part.work) if on_layer is not None else None
+        listener = partial(on_layer, part.work) if on_layer is not None else None
         thinking = None if self._thoughts is None else self._thoughts.inject(part.work)
         tokens = [request.tokens for request in requests]
-        batch = self._inputs.build(part.work, tokens, told, fixed=part.exact, thinking=thinking)
+        batch = self._inputs.build(part.work, tokens, listener, fixed=part.exact, thinking=thinking)
         logits = backend.forward(batch, kv)
         if self._thoughts is not None and thinking is not None:
             wanted = [item for item in part.work if item.completes]

@@ -67,7 +67,7 @@ class OracleBackend:
         self.layout = layout or oracle_layout()
         position_bytes = self.layout.layer_block_bytes // len(self.layout.tensors) // self.layout.block_size
         if position_bytes % WORD_BYTES:
-            raise ConfigError(f"the oracle needs K of a position to be whole 8-byte words, not {position_bytes} bytes")
+            raise ConfigError(f"the oracle needs whole 8-byte words for K of a position, got {position_bytes} bytes")
         self.name = "oracle"
         self.thinker: Thinker | None = None
         self.nondeterminism = ""
@@ -131,7 +131,7 @@ class OracleBackend:
             logits = self._logits(self._tensor([state]), self._tensor([folded]))
             token_id = sampler.sample(logits, [choice.row])[0].token_id
             if token_id is None:
-                raise EngineFault("the oracle's logits are numbers")
+                raise EngineFault("the oracle computed a logit that is not a finite number")
             if choice.push(token_id) is not None:
                 produced.append(token_id)
         return produced

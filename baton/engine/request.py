@@ -86,11 +86,11 @@ class RequestFactory:
     def check(self, spec: SequenceSpec) -> None:
         """Raise InvalidRequest, naming the field, if `spec` can never be computed here."""
         if spec.deterministic and self.verification is None:
-            raise InvalidRequest.of("deterministic", f"not computed here. {self.backend.nondeterminism}".rstrip(". "))
+            raise InvalidRequest.of("deterministic", f"not supported here. {self.backend.nondeterminism}".rstrip(". "))
         if spec.think_while_decoding and self.thoughts is None:
-            raise InvalidRequest.of("think_while_decoding", "this model does not think")
+            raise InvalidRequest.of("think_while_decoding", "the model does not think")
         if spec.think_while_decoding and spec.deterministic:
-            raise InvalidRequest.of("think_while_decoding", "not together with deterministic")
+            raise InvalidRequest.of("think_while_decoding", "cannot be combined with deterministic")
         self.choices.check(spec)
 
     def begin(self, key: HandoffId, spec: SequenceSpec, *, hold: bool) -> Request | SequenceOutput:

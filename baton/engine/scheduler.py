@@ -32,7 +32,7 @@ PATIENCE = 256  # steps of aging per priority level; some seconds of decoding
 class Scheduler:
     """Continuous batching over one block pool. `max_batched_tokens` limits the tokens of a step, `max_running` its
     sequences. A preempted sequence waits and starts over if `recompute_preempted`; else it is dropped, and the caller
-    of `plan` reports it.
+    of `schedule` reports it.
     """
 
     def __init__(
@@ -142,22 +142,22 @@ class Scheduler:
         """Return whether `sequence` fits without those behind it. Blocks that they share may stay in use."""
         behind = bisect_left(self.running, _rank(sequence), key=_rank)
         allocations = [other.allocation for other in self.running[behind:] if other.allocation is not None]
-        room = self.pool.available + self.pool.freed_by(allocations)
-        return behind < self.max_running and room >= self._blocks(sequence.known) + behind
+        capacity = self.pool.available + self.pool.freed_by(allocations)
+        return behind < self.max_running and capacity >= self._blocks(sequence.known) + behind
 
     def _continue_running(self, plan: SchedulerOutput, budget: int) -> int:
         """Give each running sequence its share, in order of rank. Return the budget that is left."""
         decodes = sum(sequence.known - sequence.computed == 1 for sequence in self.running)
-        turn = 0
-        while turn < len(self.running) and budget > 0 and len(plan.work) < self.max_running:
-            sequence = self.running[turn]
+        index = 0
+        while index < len(self.running) and budget > 0 and len(plan.work) < self.max_running:
+            sequence = self.running[index]
             pending = sequence.known - sequence.computed
             decodes -= pending == 1
-            share = min(sequence.most, max(budget - decodes, turn == 0))
-            turn += 1
+            share = min(sequence.most, max(budget - decodes, index == 0))
+            index += 1
             if sequence.own_forwards and (not sequence.ordinary or sequence in plan.verified):
-                self._make_room(plan, sequence, pending, turn)  # the next verify pass writes up to there
-            elif share > 0 and self._make_room(plan, sequence, share, turn):
+                self._grow(plan, sequence, pending, index)  # the next verify pass writes up to there
+            elif share > 0 and self._grow(plan, sequence, share, index):
                 budget -= self._schedule(plan, sequence, share)
         return budget
 
@@ -168,7 +168,7 @@ class Scheduler:
         plan.work.append(ScheduledSequence(sequence, count))
         return count
 
-    def _make_room(self, plan: SchedulerOutput, sequence: Sequence, count: int, keep: int) -> bool:
+    def _grow(self, plan: SchedulerOutput, sequence: Sequence, count: int, keep: int) -> bool:
         """Allocate blocks for `count` more tokens, preempting the last sequences but not the first `keep`."""
         assert sequence.allocation is not None
         missing = self._blocks(sequence.computed + count) - len(sequence.allocation)
@@ -231,16 +231,16 @@ class Scheduler:
     def _has_blocks(self, sequence: Sequence) -> bool:
         return sequence.allocation is not None and len(sequence.allocation) >= self._blocks(sequence.known)
 
-    def _enter(self, line: list[Sequence], sequence: Sequence) -> None:
+    def _enter(self, queue: list[Sequence], sequence: Sequence) -> None:
         if sequence.rank is None:
             sequence.rank = (self._steps - sequence.priority * self._patience, sequence.arrival)
-        insort(line, sequence, key=_rank)
+        insort(queue, sequence, key=_rank)
 
-    def _leave(self, line: list[Sequence], sequence: Sequence) -> bool:
-        place = bisect_left(line, _rank(sequence), key=_rank)
-        found = place < len(line) and line[place] is sequence
+    def _leave(self, queue: list[Sequence], sequence: Sequence) -> bool:
+        place = bisect_left(queue, _rank(sequence), key=_rank)
+        found = place < len(queue) and queue[place] is sequence
         if found:
-            del line[place]
+            del queue[place]
         return found
 
     def _blocks(self, tokens: int) -> int:

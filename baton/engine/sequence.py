@@ -66,7 +66,7 @@ class SequencePolicy:
     def published(self, hashes: ListOf[bytes], first: int, block_size: int) -> None:
         """Record that the blocks from number `first` on are cached under `hashes`."""
 
-    def news(self) -> list[Thought]:
+    def new_thoughts(self) -> list[Thought]:
         """Return thoughts that were not returned before."""
         return []
 

@@ -48,12 +48,12 @@ class StepResult:
     prefill_context: int = 0
     verifying: list[tuple[HandoffId, Verifying]] = field(default_factory=list)  # live totals of the pass's sequences
 
-    def tell_thoughts(self, sequences: Iterable[Sequence]) -> None:
-        """Add the thoughts of these sequences that were not reported yet."""
+    def add_thoughts(self, sequences: Iterable[Sequence]) -> None:
+        """Add the thoughts of these sequences that were not reported before."""
         for sequence in sequences:
             for policy in sequence.policies:
-                if news := policy.news():
-                    self.thoughts.append((sequence.key, news))
+                if thoughts := policy.new_thoughts():
+                    self.thoughts.append((sequence.key, thoughts))
 
 
 @dataclass(slots=True)

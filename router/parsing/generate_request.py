@@ -220,7 +220,7 @@ def _lasting(message: pb.GenerateRequest) -> list[Violation]:
 
 def _bits_or_thoughts(message: pb.GenerateRequest) -> list[Violation]:
     asked = message.deterministic and message.think_while_decoding
-    return [Violation("think_while_decoding", "not together with deterministic")] * asked
+    return [Violation("think_while_decoding", "cannot be combined with deterministic")] * asked
 
 
 def _thinks_on(message: pb.GenerateRequest, default: bool) -> bool:

@@ -91,8 +91,8 @@ def checked_shapes(backend: ModelBackend, shapes: FixedShapes) -> FixedShapes | 
 
 def check_fixed(backend: ModelBackend, shapes: FixedShapes) -> str:
     """Return in words what varied, or "". Makes a cache, so the backend's previous one must not be used again."""
-    looker = _Looker(backend, shapes)
-    return looker.chunks() or looker.passes()
+    checker = _Checker(backend, shapes)
+    return checker.chunks() or checker.passes()
 
 
 def exact_rows(backend: ModelBackend, shapes: FixedShapes) -> int:
@@ -103,13 +103,13 @@ def exact_rows(backend: ModelBackend, shapes: FixedShapes) -> int:
     most = min(shapes.exact_rows, steady, 2 * shapes.tokens)
     if most < 1 or steady < shapes.rows * shapes.tokens:
         return 0
-    found = _Looker(backend, shapes).steps(most)
+    found = _Checker(backend, shapes).steps(most)
     if found:
         log.warning("decode_steps_vary", reason=found)
     return 0 if found else most
 
 
-class _Looker:
+class _Checker:
     def __init__(self, backend: ModelBackend, shapes: FixedShapes) -> None:
         self._backend, self._shapes = backend, shapes
         self._from = max(1, min(SHORT, backend.max_model_len - 2 * shapes.tokens))  # where verify passes begin
@@ -132,7 +132,7 @@ class _Looker:
                 logits = self._forward([FixedRow(tokens, start, blocks)], [real - 1])
                 found.append((logits, self._kv_of(blocks, start, real)))
             if not all(map(torch.equal, *found)):
-                return f"tokens in a chunk of {len(span)} have other bits when other padding follows them"
+                return f"the bits of a chunk of {len(span)} tokens depend on the padding behind it"
         return ""
 
     def passes(self) -> str:

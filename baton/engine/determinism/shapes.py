@@ -33,7 +33,7 @@ class FixedShapes:
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.tokens < 2 or self.rows * self.tokens % 32:
-            text = "verify passes need 1 row, 2 tokens, and a multiple of 32 tokens in all"
+            text = "a verify pass needs at least 1 row and 2 tokens, and a multiple of 32 tokens in total"
             raise ValueError(f"{text}, got {self.rows} x {self.tokens}")
 
     @property

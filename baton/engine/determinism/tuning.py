@@ -78,7 +78,7 @@ def load_passes(path: Path) -> VerifyShapeTimes | None:
         seconds = {int(total): float(taken) for total, taken in stored["seconds"].items()}
         whole = seconds and all(t >= WINDOW and t % WINDOW == 0 and 0 < s < math.inf for t, s in seconds.items())
         if not whole:
-            raise ValueError("no times of verify passes")
+            raise ValueError("it has no valid times of verify passes")
         return VerifyShapeTimes(seconds, int(stored["steady"]))
     except FileNotFoundError:
         return None

@@ -87,7 +87,7 @@ class FixedInputs:
             self._write(row, window, known)
         self._starts.array[: rows + 1] = np.arange(rows + 1) * size
         self._lens.array[:rows] = contexts
-        wanted = self._wanted_of(windows[0], n, on_grid=on_grid)
+        wanted = self._write_wanted(windows[0], n, on_grid=on_grid)
         return Batch(
             token_ids=self._token_ids.push(n, 0),
             positions=self._positions.push(n, 0),
@@ -117,7 +117,7 @@ class FixedInputs:
         self._slots.array[own] = table[places // self._block_size].astype(np.int64) * self._block_size
         self._slots.array[own] += places % self._block_size
 
-    def _wanted_of(self, window: VerifyWork, n: int, *, on_grid: bool) -> int:
+    def _write_wanted(self, window: VerifyWork, n: int, *, on_grid: bool) -> int:
         if not on_grid:
             self._wanted.array[:n] = np.arange(n)
             return n
@@ -159,8 +159,8 @@ class FixedForwards:
         """Run the model and return draws per window; none if a new thought makes a grid chunk run again."""
         self._began = time.monotonic()
         work = [ScheduledSequence(window.sequence, window.count) for window in windows]
-        told = partial(on_layer, work) if on_layer is not None else None
-        batch = self._inputs.build(windows, [request.tokens for request in requests], told, self._thoughts)
+        listener = partial(on_layer, work) if on_layer is not None else None
+        batch = self._inputs.build(windows, [request.tokens for request in requests], listener, self._thoughts)
         logits = self._backend.forward(batch, kv)
         thoughts, injected = self._thoughts, batch.thinking
         if thoughts is not None and injected is not None and not thoughts.settle_fixed(windows[0], injected):

@@ -39,8 +39,8 @@ class Seen:
         """Count one more output token."""
         place = self._places.setdefault(token_id, len(self._places))
         if place == len(self._ids):
-            room = np.zeros(place + 16, dtype=np.int64)
-            self._ids, self._counts = np.append(self._ids, room), np.append(self._counts, room.astype(np.float32))
+            more = np.zeros(place + 16, dtype=np.int64)
+            self._ids, self._counts = np.append(self._ids, more), np.append(self._counts, more.astype(np.float32))
         self._ids[place] = token_id
         self._counts[place] += 1
 

@@ -41,9 +41,9 @@ class Notes:
         if len(self._notes) > self._most:
             self._notes.popitem(last=False)
 
-    def known(self, names: Iterable[bytes]) -> Iterator[bytes]:
+    def known(self, hashes: Iterable[bytes]) -> Iterator[bytes]:
         """Return these hashes, up to the first without a note."""
-        return takewhile(self._notes.__contains__, names)
+        return takewhile(self._notes.__contains__, hashes)
 
     def thoughts(self, hashes: Iterable[bytes]) -> list[tuple[int, ...]]:
         """Return the thoughts about consecutive blocks that are `known`, and keep their notes for longer."""
@@ -70,7 +70,7 @@ class Thinking(SequencePolicy):
     ahead: int = ALL
     cheap: int | None = None
     thoughts: list[tuple[int, ...]] = field(default_factory=list)
-    told: int = 0  # thoughts returned by `news`
+    reported: int = 0  # thoughts that `new_thoughts` has returned
     rows: Tensor | None = None  # hidden rows of the open chunk so far, [offset, hidden_size], if it is thought about
     carried: tuple[int, Tensor] | None = None  # number and state of the open chunk at the handoff
 
@@ -97,8 +97,8 @@ class Thinking(SequencePolicy):
             return ALL
         return self.chunk_size - computed % self.chunk_size + self.ahead
 
-    def came(self, tokens: int, *, stopped: bool) -> None:
-        """Record that a forward computed `tokens` tokens. If `stopped`, a thought prevented more."""
+    def update_ahead(self, tokens: int, *, stopped: bool) -> None:
+        """Adapt `ahead` to a forward that computed `tokens` tokens. If `stopped`, a thought prevented more."""
         if self.cheap is not None:
             self.ahead = min(ALL, max(self.cheap, 2 * tokens if stopped else 2 * self.ahead))
 
@@ -117,9 +117,9 @@ class Thinking(SequencePolicy):
             # Chunks that are not thought about have no entry, so that all sequences note the same.
             self.notes.put(block_hash, self.thoughts[block * chunks : (block + 1) * chunks])
 
-    def news(self) -> list[Thought]:
-        found = [Thought(chunk, self.thoughts[chunk]) for chunk in range(self.told, len(self.thoughts))]
-        self.told = max(self.told, len(self.thoughts))
+    def new_thoughts(self) -> list[Thought]:
+        found = [Thought(chunk, self.thoughts[chunk]) for chunk in range(self.reported, len(self.thoughts))]
+        self.reported = max(self.reported, len(self.thoughts))
         return found
 
 

@@ -39,8 +39,8 @@ class Thoughts:
         mode, prompt = self._thinker.mode, len(spec.prompt)
         if mode == "off":
             return Thinking(self._notes, self._size, 0, ALL)
-        goes_on = spec.think_while_decoding
-        until, shared = (ALL, ALL) if goes_on else (prompt // self._size, prompt)
+        continues = spec.think_while_decoding
+        until, shared = (ALL, ALL) if continues else (prompt // self._size, prompt)
         cheap = self._thinker.cheap_rows
         ahead = {"auto": cheap, "fast": ALL, "sequential": 0}[mode]
         return Thinking(self._notes, self._size, until, shared, ahead, cheap if mode == "auto" else None)
@@ -48,23 +48,23 @@ class Thoughts:
     def adopt(self, spec: SequenceSpec, carried: ThinkingState | None) -> Thinking:
         """Return progress with KV from elsewhere. Raises ValueError, naming the mismatch, if `carried` does not fit."""
         if carried is None:
-            raise ValueError("the model thinks, and KV came without a thinking state")
+            raise ValueError("the model thinks, but the KV was sent without a thinking state")
         thinking, end = self.begin(spec), len(spec) - 1
         chunk, offset = divmod(end, self._size)
-        goes_on = thinking.until > chunk
+        continues = thinking.until > chunk
         facts = {
             "thinker": (carried.thinker, self._thinker.fingerprint),
             "chunk": (carried.chunk, chunk),
             "offset": (carried.offset, offset),
             "state": (len(carried.state), self._bytes(self._size)),
-            "rows": (len(carried.rows), self._bytes(offset) if goes_on else 0),
+            "rows": (len(carried.rows), self._bytes(offset) if continues else 0),
             "thoughts": (len(carried.thoughts), min(chunk, thinking.until)),
         }
         if wrong := [f"{name} {given}, not {right}" for name, (given, right) in facts.items() if given != right]:
             raise ValueError(f"the thinking state does not fit: {'; '.join(wrong)}")
-        thinking.thoughts[:], thinking.told = carried.thoughts, len(carried.thoughts)
+        thinking.thoughts[:], thinking.reported = carried.thoughts, len(carried.thoughts)
         thinking.carried = (chunk, self._tensor(carried.state))
-        thinking.rows = self._tensor(carried.rows) if goes_on and offset else None
+        thinking.rows = self._tensor(carried.rows) if continues and offset else None
         return thinking
 
     def state(self, sequence: Progress) -> ThinkingState:
@@ -148,7 +148,7 @@ class Thoughts:
         begin = sequence.computed // self._size * self._size
         if stopped := self._think(thinking, rows, first):
             item.count = min(item.count, len(thinking.thoughts) * self._size - sequence.computed)
-        thinking.came(item.count, stopped=stopped)
+        thinking.update_ahead(item.count, stopped=stopped)
         computed = sequence.computed + item.count
         chunk = computed // self._size
         left = rows[chunk * self._size - begin : computed - begin]

@@ -75,7 +75,7 @@ class GroupExchange:
             )
             work.wait()
         except RuntimeError as error:
-            raise RankLost(f"a rank of this worker does not answer: {error}") from error
+            raise RankLost(f"a rank of this worker does not respond: {error}") from error
         return [part.view(self._shape) for part in parts]
 
 
@@ -131,8 +131,8 @@ class SharedExchange:
                 return
             os.sched_yield()
         deadline = time.monotonic() + self._timeout_s
-        while (seen := self._counters[index]) < self._count:
-            _sleep_while(self._address + rank * LINE, seen)
+        while (current := self._counters[index]) < self._count:
+            _sleep_while(self._address + rank * LINE, current)
             self._alive()
             if time.monotonic() > deadline:
                 raise RankLost(f"rank {rank} of this worker made no progress for {self._timeout_s:g} s")

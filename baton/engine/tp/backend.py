@@ -73,7 +73,7 @@ class ShardedBackend:
         self._caches = None
         self._memory.prepare(total_blocks)
         try:
-            self._ranks.tell(CACHE, [total_blocks])
+            self._ranks.send(CACHE, [total_blocks])
             self._caches = self._memory.make(total_blocks)
         except Exception as error:
             raise self._lost(error) from error
@@ -86,9 +86,9 @@ class ShardedBackend:
         """
         self._check_open()
         if self._caches is None or kv is not self._caches[0]:
-            raise ValueError("not the cache that make_cache made last")
+            raise ValueError("kv is not the cache that make_cache returned last")
         try:
-            self._ranks.tell(STEP, lengths(batch), body(batch))
+            self._ranks.send(STEP, lengths(batch), body(batch))
             return self._local.model.forward(batch, self._caches[1])
         except Exception as error:  # any error, because the other ranks are in the middle of this forward
             raise self._lost(error) from error
@@ -105,7 +105,7 @@ class ShardedBackend:
         try:
             self._memory.close()
             with suppress(RankLost):
-                self._ranks.tell(END, [])
+                self._ranks.send(END, [])
         finally:
             self._end(END_S)
 
@@ -122,9 +122,9 @@ class ShardedBackend:
         self._end(0.0)
         return lost
 
-    def _end(self, patience_s: float) -> None:
+    def _end(self, timeout_s: float) -> None:
         self._closed = True
-        self._followers.close(patience_s)
+        self._followers.close(timeout_s)
         _close_memory(self._plan)
 
 
@@ -183,10 +183,10 @@ def load_sharded(
             kv=_memory(0) if cpu else -1,
             splits=attention_splits,
         )
-        return _started(plan, progress)
+        return _start(plan, progress)
 
 
-def _started(plan: TpLayout, progress: Progress | None) -> ShardedBackend:
+def _start(plan: TpLayout, progress: Progress | None) -> ShardedBackend:
     followers = Followers(plan)
     try:
         followers.wait("started", START_S)

@@ -97,42 +97,42 @@ class Ranks:
         )
         self.exchange = self._exchange(plan, alive)
 
-    def tell(self, kind: int, numbers: list[int], body: Tensor | None = None) -> None:
+    def send(self, kind: int, numbers: list[int], body: Tensor | None = None) -> None:
         """Send a message to all other ranks, on rank 0. `body` is int64 [..] on the device. Raises RankLost."""
         body = torch.empty(0, dtype=torch.int64, device=self.device) if body is None else body
-        said = torch.tensor([kind, len(numbers), len(body), *numbers])
+        packed = torch.tensor([kind, len(numbers), len(body), *numbers])
         if self._data is self._control:
-            said = torch.cat((said, body))
-        self._frame[: len(said)] = said[:FRAME]
+            packed = torch.cat((packed, body))
+        self._frame[: len(packed)] = packed[:FRAME]
         self._broadcast(self._control, self._frame)
-        if len(said) > FRAME:
-            self._broadcast(self._control, said[FRAME:])
+        if len(packed) > FRAME:
+            self._broadcast(self._control, packed[FRAME:])
         if self._data is not self._control:
             self._broadcast(self._data, body)
 
-    def hear(self) -> Message:
+    def receive(self) -> Message:
         """Receive a message, on ranks above 0. It is valid until the next one. Raises RankLost."""
         self._broadcast(self._control, self._frame)
         kind, count, size = self._frame[:3].tolist()
         total = 3 + count + (size if self._data is self._control else 0)
-        said = self._frame
+        packed = self._frame
         if total > FRAME:
-            said = torch.cat((said, torch.empty(total - FRAME, dtype=torch.int64)))
-            self._broadcast(self._control, said[FRAME:])
-        numbers, body = said[3 : 3 + count].tolist(), said[3 + count : total]
+            packed = torch.cat((packed, torch.empty(total - FRAME, dtype=torch.int64)))
+            self._broadcast(self._control, packed[FRAME:])
+        numbers, body = packed[3 : 3 + count].tolist(), packed[3 + count : total]
         if self._data is not self._control:
             body = torch.empty(size, dtype=torch.int64, device=self.device)
             self._broadcast(self._data, body)
         return Message(kind, numbers, body)
 
-    def told(self, own: bytes) -> list[bytes]:
+    def gather(self, own: bytes) -> list[bytes]:
         """Exchange equally many bytes between all ranks, and return them in rank order. Raises RankLost."""
-        said = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        heard = [torch.empty_like(said) for _ in range(self.size)]
+        sent = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        received = [torch.empty_like(sent) for _ in range(self.size)]
         options = AllgatherOptions()
         options.timeout = self._limit
-        _wait(lambda: self._control.allgather([heard], [said], options))  # type: ignore[union-attr]  # not in the stub
-        return [bytes(each.tolist()) for each in heard]
+        _wait(lambda: self._control.allgather([received], [sent], options))  # type: ignore[union-attr]  # not in the stub
+        return [bytes(part.tolist()) for part in received]
 
     def _broadcast(self, group: Group, data: Tensor) -> None:
         options = BroadcastOptions()
@@ -150,7 +150,7 @@ def _wait(start: Callable[[], dist.Work]) -> None:
     try:
         start().wait()
     except RuntimeError as error:
-        raise RankLost(f"a rank of this worker does not answer: {error}") from error
+        raise RankLost(f"a rank of this worker does not respond: {error}") from error
 
 
 def memory_is_ordered() -> bool:

@@ -110,7 +110,7 @@ class GpuMemory:
 
     def _all(self, total_blocks: int) -> tuple[KVCache, KVCache]:
         own = KVCache(self._own, total_blocks, self._devices[0])  # no other process opens it
-        handles = self._ranks.told(bytes(HANDLE_BYTES))
+        handles = self._ranks.gather(bytes(HANDLE_BYTES))
         with ExitStack() as undo:
             caches = [own]
             for rank, gpu in self._gpus.items():
@@ -131,7 +131,7 @@ class GpuMemory:
         for tensor in own.tensors:
             tensor.zero_()
         own.settle()  # rank 0 may write as soon as it has the handle
-        self._ranks.told(gpu.handle(address))
+        self._ranks.gather(gpu.handle(address))
         return own, own
 
     def _cache(self, rank: int, address: int, total_blocks: int) -> KVCache:

@@ -151,9 +151,9 @@ class Followers:
             time.sleep(POLL_S)
         return error if isinstance(error, RankLost) else RankLost(f"rank 0 failed: {type(error).__name__}: {error}")
 
-    def close(self, patience_s: float) -> None:
-        """Wait until all have ended, and kill those still running after `patience_s`."""
-        deadline = time.monotonic() + patience_s
+    def close(self, timeout_s: float) -> None:
+        """Wait until all have ended, and kill those still running after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
         for process in self.processes:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
@@ -186,7 +186,7 @@ def follow(plan: TpLayout, rank: int, gpu_of: GpuOf | None = None) -> None:
     memory = kv_memory(plan, ranks, backend.layout, gpu_of)
     _mark(folder, "loaded", rank).touch()
     cache: KVCache | None = None
-    while (message := ranks.hear()).kind != END:
+    while (message := ranks.receive()).kind != END:
         if message.kind == CACHE:
             _, cache = memory.make(message.numbers[0])
         elif cache is not None:

@@ -47,7 +47,7 @@ class Heads:
             raise ConfigError(f"{self.kv_heads} KV heads on {self.size} ranks: both must be at least 1")
         if self.kv_heads % self.size and self.size % self.kv_heads:
             text = "neither number divides the other, so some ranks would hold more heads than others"
-            raise ConfigError(f"{self.kv_heads} KV heads cannot be held by {self.size} ranks: {text}")
+            raise ConfigError(f"{self.kv_heads} KV heads cannot be divided among {self.size} ranks: {text}")
 
     @property
     def per_rank(self) -> int:
@@ -66,8 +66,8 @@ class Heads:
 
     def supplied(self, rank: int, layers: int) -> range:
         """Return the range, within `layers` layers, that this rank supplies for its heads when they are read."""
-        turn = rank % self.replicas
-        return range(layers * turn // self.replicas, layers * (turn + 1) // self.replicas)
+        part = rank % self.replicas
+        return range(layers * part // self.replicas, layers * (part + 1) // self.replicas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 def divided(config: ModelConfig, size: int, key: str) -> ModelConfig:
     """Return the config of each of `size` ranks. Raises ConfigError with `key` and sizes that it does not divide."""
     if config.family not in FAMILIES:
-        raise ConfigError(f"{key}: {size}: a model of the family {config.family} is not divided; {key}=1 serves it")
+        raise ConfigError(f"{key}: {size} is not supported for a model of the family {config.family}; set {key} to 1")
     parts = {
         "num_attention_heads": config.heads,
         "num_key_value_heads": config.kv_heads,
@@ -109,7 +109,7 @@ def divided(config: ModelConfig, size: int, key: str) -> ModelConfig:
     if uneven:
         common = math.gcd(*parts.values())
         fits = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-        raise ConfigError(f"{key}: {size} does not divide the model's {' and '.join(uneven)}; these would do: {fits}")
+        raise ConfigError(f"{key}: {size} does not divide the model's {' and '.join(uneven)}; allowed are {fits}")
     heads, kv_heads, inner = (value // size for value in parts.values())
     return replace(config, heads=heads, kv_heads=kv_heads, intermediate_size=inner)
 

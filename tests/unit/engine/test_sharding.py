@@ -124,9 +124,9 @@ def test_a_silent_rank_and_a_dead_one(options, message):
     ("size", "changes", "message"),
     [
         (3, {}, r"num_attention_heads \(8\) and num_key_value_heads \(4\) and intermediate_size \(80\); .* 1, 2, 4$"),
-        (8, {}, r" does not divide the model's num_key_value_heads \(4\); these would do: 1, 2, 4$"),
-        (4, {"intermediate_size": 82}, r"intermediate_size \(82\); these would do: 1, 2$"),
-        (2, {"family": "mixtral"}, "family mixtral is not divided; decode.tensor_parallel=1 serves it"),
+        (8, {}, r" does not divide the model's num_key_value_heads \(4\); allowed are 1, 2, 4$"),
+        (4, {"intermediate_size": 82}, r"intermediate_size \(82\); allowed are 1, 2$"),
+        (2, {"family": "mixtral"}, "model of the family mixtral; set decode.tensor_parallel to 1"),
     ],
 )
 def test_what_does_not_divide_is_refused_by_name(folder, size, changes, message):

@@ -55,7 +55,7 @@ WORDS = pb.Constraint(choices=pb.Choices(texts=["in", "into"]))
     ("request_pb", "field", "words"),
     [
         (message(n=17), "n", "at most 16 choices, got 17"),
-        (message(deterministic=True, think_while_decoding=True), "think_while_decoding", "not together with determ"),
+        (message(deterministic=True, think_while_decoding=True), "think_while_decoding", "cannot be combined"),
         (message(n=0), "n", "at least 1, got 0"),
         (message(constraint=pb.Constraint()), "constraint", "one of json_schema, regex and choices must be set"),
         (message(constraint=pb.Constraint(regex="a(")), "constraint.regex", "unclosed group"),

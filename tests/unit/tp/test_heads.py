@@ -98,9 +98,9 @@ def test_replicas_share_the_layers_of_their_head(layers: int, kv_heads: int, siz
 @pytest.mark.parametrize(
     ("kv_heads", "size", "why"),
     [
-        (6, 4, "6 KV heads cannot be held by 4 ranks: neither number divides the other"),
-        (4, 6, "4 KV heads cannot be held by 6 ranks: neither number divides the other"),
-        (3, 2, "3 KV heads cannot be held by 2 ranks"),
+        (6, 4, "6 KV heads cannot be divided among 4 ranks: neither number divides the other"),
+        (4, 6, "4 KV heads cannot be divided among 6 ranks: neither number divides the other"),
+        (3, 2, "3 KV heads cannot be divided among 2 ranks"),
         (0, 1, "0 KV heads on 1 ranks: both must be at least 1"),
         (2, 0, "2 KV heads on 0 ranks: both must be at least 1"),
         (-4, 2, "-4 KV heads on "),
