@@ -16,17 +16,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from baton.engine.batch import Batch
+from baton.engine.model_backend import Batch
 from baton.engine.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from baton.engine.batch import Injection
     from baton.engine.block_pool import Allocation
     from baton.engine.determinism.planner import Part
     from baton.engine.kv_cache import KVCache
-    from baton.engine.model_backend import ModelBackend
+    from baton.engine.model_backend import Injection, ModelBackend
     from baton.engine.request import Request
     from baton.engine.sampling.sampler import Sampled
     from baton.engine.sequence import ScheduledSequence

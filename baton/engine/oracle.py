@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from baton.core import SequenceSpec
-    from baton.engine.batch import Batch
+    from baton.engine.model_backend import Batch
     from baton.engine.models.thinking import Thinker
 
 WORD_BYTES = 8

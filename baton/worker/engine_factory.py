@@ -21,7 +21,7 @@ from baton.engine.determinism.tuning import WINDOW, load_passes
 from baton.engine.engine import Engine
 from baton.engine.kernels.cpu.compiler import machine, state_folder
 from baton.engine.kernels.gpu.cuda_memory import claim_activations
-from baton.engine.kv_sizing import size_kv
+from baton.engine.kv_cache import size_kv
 from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.step_result import Counters
 from baton.errors import ConfigError, EngineFault

@@ -15,9 +15,9 @@ import structlog
 import torch
 
 from baton.clock import SystemClock
-from baton.engine.batch import Batch
 from baton.engine.determinism.shapes import SHORT, SHORT_UNTIL
 from baton.engine.kernels.cpu.compiler import machine
+from baton.engine.model_backend import Batch
 from baton.engine.sampling.noise import mix64
 from baton.hashing import fingerprint
 

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from baton.engine.batch import Batch
     from baton.engine.kv_cache import KVCache
-    from baton.engine.model_backend import ModelBackend
+    from baton.engine.model_backend import Batch, ModelBackend
 
 WINDOW = FixedShapes().tokens
 TOTALS = (32, 64, 128, 256, 512)  # tokens of a pass: rows times WINDOW

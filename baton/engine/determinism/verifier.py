@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from baton.core import Token
-from baton.engine.batch import Batch
 from baton.engine.determinism.planner import VerifiedProgress, progress_of
 from baton.engine.determinism.shapes import CandidateTokens
+from baton.engine.model_backend import Batch
 from baton.engine.model_runner import Mirror
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.sequence import ScheduledSequence

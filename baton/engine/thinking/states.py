@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from baton.core import ThinkingState
-from baton.engine.batch import Injection
 from baton.engine.kv_cache import DTYPES
+from baton.engine.model_backend import Injection
 from baton.engine.thinking.progress import ALL, Notes, Thinking, thinking_of
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from baton.engine.models.config import read_config
-from baton.engine.tp.all_reduce import SharedExchange
-from baton.engine.tp.group import CACHE, END, STEP, Ranks, TpLayout, memory_is_ordered
+from baton.engine.tp.group import CACHE, END, STEP, Ranks, SharedExchange, TpLayout, memory_is_ordered
 from baton.engine.tp.kv_memory import kv_memory
 from baton.engine.tp.rank_process import Followers, body, lengths, load_rank
 from baton.engine.tp.sharding import divided
@@ -22,9 +21,9 @@ from baton.errors import RankLost
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from baton.engine.batch import Batch
     from baton.engine.kernels.base import Splits
     from baton.engine.kv_cache import KVCache
+    from baton.engine.model_backend import Batch
     from baton.engine.models.checkpoint import Progress
     from baton.engine.models.loading import TransformerBackend
     from baton.engine.models.thinking import Thinker

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from baton.engine.batch import Batch
+from baton.engine.model_backend import Batch
 from baton.engine.models.loading import load_model
 from baton.engine.tp.group import CACHE, END, Ranks, TpLayout
 from baton.engine.tp.kv_memory import kv_memory

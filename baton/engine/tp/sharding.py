@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from baton.engine.kernels.base import Linear
     from baton.engine.models.checkpoint import Checkpoint
     from baton.engine.models.config import ModelConfig
-    from baton.engine.tp.all_reduce import Exchange
+    from baton.engine.tp.group import Exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,29 +68,6 @@ class Heads:
         """Return the range, within `layers` layers, that this rank supplies for its heads when they are read."""
         part = rank % self.replicas
         return range(layers * part // self.replicas, layers * (part + 1) // self.replicas)
-
-
-@dataclass(frozen=True, slots=True)
-class Rectangle:
-    """Layers x heads that move from one rank of the sender to one rank of the receiver."""
-
-    sender_rank: int
-    receiver_rank: int
-    layers: range
-    heads: range
-
-
-def rectangles(layers: int, kv_heads: int, sender_size: int, receiver_size: int) -> tuple[Rectangle, ...]:
-    """Return the transfers between two workers, at most one per pair of ranks, in pair order. Raises like `Heads`."""
-    sender, receiver = Heads(kv_heads, sender_size), Heads(kv_heads, receiver_size)
-    pairs = ((s, r) for s in range(sender_size) for r in range(receiver_size))
-    found = (Rectangle(s, r, sender.supplied(s, layers), overlap(sender.held(s), receiver.held(r))) for s, r in pairs)
-    return tuple(rectangle for rectangle in found if rectangle.layers and rectangle.heads)
-
-
-def overlap(a: range, b: range) -> range:
-    """Return the intersection of two ranges of step 1."""
-    return range(max(a.start, b.start), min(a.stop, b.stop))
 
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

@@ -18,8 +18,7 @@ from baton.engine.models.checkpoint import Checkpoint
 from baton.engine.models.config import read_config
 from baton.engine.models.weights import Weights
 from baton.engine.tp import sharding
-from baton.engine.tp.all_reduce import SharedExchange
-from baton.engine.tp.group import memory_is_ordered
+from baton.engine.tp.group import SharedExchange, memory_is_ordered
 from baton.engine.tp.rank_process import body, lengths, unpack
 from baton.errors import ConfigError, RankLost
 from tests.unit.model.checkpoints import HIDDEN, random_checkpoint

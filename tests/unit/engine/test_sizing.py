@@ -2,7 +2,7 @@ import psutil
 import pytest
 import torch
 
-from baton.engine.kv_sizing import CPU_CAP_BYTES, CPU_SHARE, Sizing, auto_kv_bytes, available_bytes, size_kv
+from baton.engine.kv_cache import CPU_CAP_BYTES, CPU_SHARE, Sizing, auto_kv_bytes, available_bytes, size_kv
 from baton.engine.oracle import oracle_layout
 from baton.errors import ConfigError
 

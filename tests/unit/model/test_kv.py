@@ -17,7 +17,7 @@ from baton.engine.kernels.base import BlockCopy
 from baton.engine.kernels.cpu.compiler import load_library
 from baton.engine.kernels.cpu.ops import CompiledBlockCopy
 from baton.engine.kv_cache import KVCache
-from baton.engine.tp.kv_cache import ShardedCache
+from baton.engine.tp.kv_memory import ShardedCache
 from tests.support.compiled_kernels import compiled_or_skip
 from tests.unit.tp.support import GQA, poisoned
 

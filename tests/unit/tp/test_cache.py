@@ -12,7 +12,7 @@ import torch
 
 from baton.core import KVLayout
 from baton.engine.kv_cache import KVCache
-from baton.engine.tp.kv_cache import ShardedCache, rank_layout
+from baton.engine.tp.kv_memory import ShardedCache, rank_layout
 from baton.errors import ConfigError
 from tests.unit.tp.support import GQA, LATENT, LAYOUTS, poisoned, put, same, whole, wire_of
 

@@ -24,8 +24,7 @@ from baton.engine.engine import Engine
 from baton.engine.models.loading import load_model
 from baton.engine.tp.backend import ShardedBackend
 from baton.engine.tp.group import CACHE, END, Ranks, TpLayout
-from baton.engine.tp.kv_cache import ShardedCache
-from baton.engine.tp.kv_memory import GpuMemory, kv_memory
+from baton.engine.tp.kv_memory import GpuMemory, ShardedCache, kv_memory
 from baton.engine.tp.rank_process import follow, load_rank
 from baton.errors import RankLost
 from baton.tokenizer import OracleTokenizer
