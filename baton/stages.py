@@ -85,11 +85,9 @@ class StageClock:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the arrival."""
         return (self._now() - self._start) / _NS
 
     def note(self, **facts: object) -> None:
-        """Add facts to the current stage."""
         self._notes |= {name: str(fact) for name, fact in facts.items()}
 
     def enter(self, stage: Stage) -> None:
@@ -138,7 +136,6 @@ class StageClock:
         self._stage = Stage.PREFILL
 
     def timings(self) -> Timings:
-        """Return the time by stage until now."""
         self.enter(self._stage)
         spent = dict.fromkeys(Stage, 0)
         for passage in self.passages:
@@ -155,7 +152,6 @@ class StageClock:
         self._pass(part)
 
     def _pass(self, duration: int) -> None:
-        """Add `duration` to the current stage."""
         notes, self._notes = self._notes, {}
         attempt = self._of()
         last = self.passages[-1] if self.passages else None

@@ -48,7 +48,6 @@ class Guide:
         self.broken = False
 
     def copy(self) -> Guide:
-        """Return an independent copy."""
         other = Guide(self._matcher.deep_copy(), self.words)
         other.broken = self.broken
         return other
@@ -219,7 +218,6 @@ def _patterns(node: object, root: object, known: dict[str, int]) -> int:
 
 
 def _parts(name: str, value: object) -> Iterable[object]:
-    """Return the schemas under a keyword."""
     if isinstance(value, dict):
         return value.values() if name in _BY_NAME else (value,)
     return value if isinstance(value, list) else ()

@@ -15,18 +15,12 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
 
-from baton.core import BlockCounts
-from baton.event_journal import OFF
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from baton.core import KVLayout
-    from baton.event_journal import History
+from baton.core import BlockCounts, KVLayout
+from baton.event_journal import OFF, History
 
 
 class BlockState(enum.Enum):
@@ -77,9 +71,7 @@ class Allocation:
         head.blocks, head.generations, head.state = [], [], BlockState.RELEASED
 
     def publish(self, first: int, digests: Sequence[bytes]) -> None:
-        """Cache full blocks, from number `first` on, under these hashes. They must never change again. Raises
-        AssertionError if one is cached already, because it was written twice.
-        """
+        """Cache full blocks from number `first` on. Raises AssertionError if one is cached or shared already."""
         self._expect(BlockState.OWNED)
         self._pool._publish(self.blocks[first : first + len(digests)], digests)
 
@@ -89,7 +81,7 @@ class Allocation:
             self._pool._withdraw(block)
 
     def check_writable(self, first: int, end: int) -> None:
-        """Raise AssertionError if one of the blocks first..end-1 is cached or shared, so that others may read it."""
+        """Raise AssertionError if one of the blocks first..end-1 is cached or shared."""
         self._pool._check_writable(self.blocks[first:end])
 
     def release(self) -> None:
@@ -103,10 +95,6 @@ class Allocation:
         """Set blocks aside until `unquarantine`: a peer may still access them. Other allocations keep them."""
         self._expect(*HOLDING)
         self._pool._quarantine(self)
-
-    def belongs_to(self, pool: BlockPool) -> bool:
-        """Return whether the blocks are those of `pool`."""
-        return self._pool is pool
 
     def _expect(self, *states: BlockState) -> None:
         if self.state not in states:
@@ -181,7 +169,7 @@ class BlockPool:
 
     def unquarantine(self, allocation: Allocation) -> None:
         """Free quarantined blocks, after proof that no peer will access them. Raises ValueError in other states."""
-        if not allocation.belongs_to(self):
+        if allocation._pool is not self:
             raise ValueError("the allocation belongs to another pool")
         allocation._expect(BlockState.QUARANTINED)
         self._let_go(allocation)
@@ -322,17 +310,15 @@ class Reservation:
 
     @property
     def blocks(self) -> list[int]:
-        """All blocks, in the order of their positions."""
         return self.shared.blocks + self.own.blocks
 
     @property
     def generations(self) -> list[int]:
-        """Generations of `blocks`."""
         return self.shared.generations + self.own.generations
 
     def check(self, pool: BlockPool, blocks: int) -> None:
         """Raise ValueError if it is of another pool, has fewer than `blocks` blocks, or is already used."""
-        if not self.own.belongs_to(pool) or len(self.blocks) < blocks:
+        if self.own._pool is not pool or len(self.blocks) < blocks:
             raise ValueError(f"the reservation has {len(self.blocks)} blocks; {blocks} of this pool are needed")
         if self.own.state is not BlockState.RESERVED:
             raise ValueError(f"the reservation is {self.own.state.value}, not reserved")
@@ -344,6 +330,5 @@ class Reservation:
         return self.own
 
     def release(self) -> None:
-        """Release all blocks. Idempotent."""
         self.own.release()
         self.shared.release()

@@ -1,41 +1,14 @@
-"""Output of one sequence: its tokens, their text (`OutputText`), and its end. All of it is a pure function of the
-tokens. Any worker that pushes the same ids has the same state, so no text travels.
-"""
+"""Output of one sequence: its tokens, text and end. It is a pure function of the token ids, so no text is sent."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from baton.core import Finish, FinishReason, Token, TokenLogprobs
+from baton.core import Finish, FinishReason, SequenceSpec, Token, TokenLogprobs
 from baton.engine.sampling.logits import Row
 from baton.errors import InvalidRequest
-from baton.structured_output import Grammars
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from baton.core import SequenceSpec
-    from baton.structured_output import Guide
-    from baton.tokenizer import Detokenizer, Tokenizer
-
-
-def check_spec(spec: SequenceSpec, vocab_size: int, max_model_len: int) -> None:
-    """Raise InvalidRequest, naming the field, if the prompt is empty, leaves no output, or an id is out of range."""
-    if not spec.prompt:
-        raise InvalidRequest.of("prompt", "must have at least one token")
-    if len(spec.prompt) >= max_model_len or len(spec) > max_model_len:
-        raise InvalidRequest.of(
-            "prompt", f"has {len(spec)} tokens; these and at least one output token must fit in {max_model_len}"
-        )
-    _check_ids("prompt", spec.tokens, vocab_size)
-    _check_ids("sampling.stop_token_ids", spec.sampling.stop_token_ids, vocab_size)
-    _check_ids("sampling.logit_bias", (token_id for token_id, _ in spec.sampling.logit_bias), vocab_size)
-
-
-def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
-    wrong = next((i for i in ids if not 0 <= i < vocab_size), None)
-    if wrong is not None:
-        raise InvalidRequest.of(name, f"token id {wrong} is not within 0..{vocab_size - 1}")
+from baton.structured_output import Grammars, Guide
+from baton.tokenizer import Detokenizer, Tokenizer
 
 
 class OutputText:
@@ -46,15 +19,13 @@ class OutputText:
     """
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
-        self._detokenizer = detokenizer
-        self._stop = tuple(stop)
-        self._min_tokens = min_tokens
+        self._detokenizer, self._stop, self._min_tokens = detokenizer, tuple(stop), min_tokens
         self._pushed = 0
         self._held = ""  # the longest end of the text that may begin a stop string
 
     def push(self, token_id: int) -> tuple[str, str | None]:
-        """Add a token. Return the text that became final, and the stop string if one is complete. The stop string and
-        what follows are not in the text. Nothing may be pushed after a match.
+        """Add a token. Return the text before a stop string that became final, and the stop string if one is complete.
+        Nothing may be pushed after that.
         """
         self._pushed += 1
         piece = self._detokenizer.push(token_id)
@@ -86,28 +57,36 @@ class OutputText:
 
     def _partial(self, text: str) -> int:
         """Return the length of the longest end of `text` that is a proper beginning of a stop string."""
-        return max((_overlap(text, stop) for stop in self._stop), default=0)
-
-
-def _overlap(text: str, stop: str) -> int:
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+        longest = max(map(len, self._stop)) - 1
+        for end in (text[start:] for start in range(max(0, len(text) - longest), len(text))):
+            if any(stop.startswith(end) and stop != end for stop in self._stop):
+                return len(end)
+        return 0
 
 
 class OutputFactory:
     """Creates the outputs of one engine."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, max_model_len: int) -> None:
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
+        self._tokenizer, self._vocab_size, self._max_model_len = tokenizer, vocab_size, max_model_len
         self._grammars = Grammars(tokenizer, vocab_size)
 
     def check(self, spec: SequenceSpec) -> None:
         """Raise InvalidRequest, naming the field, if `spec` can never be computed here."""
-        check_spec(spec, self._vocab_size, self._max_model_len)
+        if not spec.prompt:
+            raise InvalidRequest.of("prompt", "must have at least one token")
+        if len(spec.prompt) >= self._max_model_len or len(spec) > self._max_model_len:
+            limit = f"these and at least one output token must fit in {self._max_model_len}"
+            raise InvalidRequest.of("prompt", f"has {len(spec)} tokens; {limit}")
+        sampling = spec.sampling
+        for field, ids in (
+            ("prompt", spec.tokens),
+            ("sampling.stop_token_ids", sampling.stop_token_ids),
+            ("sampling.logit_bias", (token_id for token_id, _ in sampling.logit_bias)),
+        ):
+            wrong = next((token_id for token_id in ids if not 0 <= token_id < self._vocab_size), None)
+            if wrong is not None:
+                raise InvalidRequest.of(field, f"token id {wrong} is not within 0..{self._vocab_size - 1}")
         self._grammars.check(spec.constraint)
 
     def start(self, spec: SequenceSpec) -> OutputState:
@@ -125,12 +104,7 @@ class OutputState:
     """
 
     def __init__(
-        self,
-        spec: SequenceSpec,
-        tokenizer: Tokenizer,
-        vocab_size: int,
-        max_model_len: int,
-        guide: Guide | None = None,
+        self, spec: SequenceSpec, tokenizer: Tokenizer, vocab_size: int, max_model_len: int, guide: Guide | None
     ) -> None:
         self.sampling = spec.sampling
         self.tokens = list(spec.prompt)

@@ -11,38 +11,30 @@ step runs the ordinary batch, then at most one forward of a fixed shape for dete
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as TokenSequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import structlog
 
-from baton.engine.block_pool import BlockPool, Reservation
+from baton.core import Finish, HandoffId, Load, SequenceSpec, ThinkingState
+from baton.engine.block_pool import Allocation, BlockPool, Reservation
 from baton.engine.choice import OutputFactory
 from baton.engine.determinism.planner import split_exact
-from baton.engine.determinism.verifier import FixedForwards
-from baton.engine.model_runner import Inputs, OrdinaryForwards
-from baton.engine.request import RequestFactory
+from baton.engine.determinism.shapes import FixedShapes
+from baton.engine.determinism.verifier import FixedForwards, VerifiedTokens
+from baton.engine.model_backend import ModelBackend
+from baton.engine.model_runner import Inputs, OrdinaryForwards, SampledToken
+from baton.engine.request import Request, RequestFactory
 from baton.engine.scheduler import Scheduler
-from baton.engine.step_result import Counters, SequenceOutput, StepResult, load_of
+from baton.engine.sequence import ScheduledSequence, Sequence, VerifyWork
+from baton.engine.step_result import Counters, SequenceOutput, StepResult
 from baton.engine.thinking.states import Thoughts
 from baton.errors import EngineFault, RankLost
+from baton.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from collections.abc import Sequence as TokenSequence
-
-    from baton.core import Finish, HandoffId, Load, SequenceSpec, ThinkingState
-    from baton.engine.block_pool import Allocation
-    from baton.engine.determinism.shapes import FixedShapes
-    from baton.engine.determinism.verifier import VerifiedTokens
-    from baton.engine.model_backend import ModelBackend
-    from baton.engine.model_runner import SampledToken
-    from baton.engine.request import Request
-    from baton.engine.sequence import ScheduledSequence, Sequence, VerifyWork
-    from baton.tokenizer import Tokenizer
-
-    LayerListener = Callable[[list[ScheduledSequence], int], None]  # work of a forward, written layer
-
+LayerListener = Callable[[list[ScheduledSequence], int], None]  # work of a forward, written layer
 _Result = TypeVar("_Result")
 NO_TOKEN = "no token can be sampled: the largest logit is not a finite number"
 log = structlog.get_logger()
@@ -88,7 +80,8 @@ class Engine:
         self._ordinary = OrdinaryForwards(Inputs(backend, max_batched_tokens, max_running, max_blocks), self._thoughts)
         self._fixed = FixedForwards(backend, shapes, max_blocks, total_blocks, self._thoughts) if shapes else None
         choices = OutputFactory(tokenizer, backend.vocab_size, self.max_model_len)
-        self._factory = RequestFactory(backend, choices, self._fixed, self._thoughts, prefix_cache)
+        begin_fixed = None if self._fixed is None else self._fixed.begin
+        self._factory = RequestFactory(backend, choices, begin_fixed, self._thoughts, prefix_cache)
         self._exact_rows = shapes.exact_rows if shapes else 0
         self._requests: dict[HandoffId, Request] = {}
         self._ended: list[SequenceOutput] = []  # ended by known tokens; reported by the next step
@@ -182,8 +175,21 @@ class Engine:
         return bool(self._scheduler.running or self._scheduler.waiting or self._ended)
 
     def load(self) -> Load:
-        """Return the engine's part of the worker's load report."""
-        return load_of(self._scheduler, self.counters)
+        running, counters = self._scheduler.running, self.counters
+        return Load(
+            step=counters.steps,
+            running=len(running),
+            waiting=len(self._scheduler.waiting),
+            queued_tokens=sum(max(0, s.prefill_end - s.computed) for s in running) + self._scheduler.waiting_tokens,
+            prefill_tokens=counters.prefill_tokens,
+            cached_tokens=counters.cached_tokens,
+            decode_steps=counters.decode_steps,
+            decode_tokens=counters.decode_tokens,
+            verify_passes=counters.verify_passes,
+            rollbacks=counters.rollbacks,
+            recomputed_tokens=counters.recomputed_tokens,
+            blocks=self.pool.counts(),
+        )
 
     def step(self) -> StepResult:
         """Schedule and compute one step, and return its results."""
@@ -267,7 +273,6 @@ class Engine:
             self.release(request.sequence.key)
 
     def _settle(self, request: Request, taken: VerifiedTokens | None, result: StepResult) -> None:
-        """Apply the result of a fixed forward to one request."""
         sequence, finish = request.sequence, request.choice.finish
         if taken is None:
             return self._fail(sequence.key, NO_TOKEN, result)

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import psutil
 import torch
+from torch import Tensor
 
+from baton.core import KVLayout
 from baton.engine.models.huge_pages import Arena
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from baton.core import KVLayout
     from baton.engine.kernels.base import BlockCopy
 
-DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CPU_SHARE, CPU_CAP_BYTES = 0.2, 4 << 30  # of available memory, per worker, because several share a machine
 GPU_SHARE = 0.9  # after activations (`claim_activations`); the rest is for graphs, sampling, transfers
 CGROUP = Path("/sys/fs/cgroup")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+from torch import Tensor
+
+from baton.core import KVLayout
+from baton.engine.kv_cache import KVCache
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
-    from torch import Tensor
-
-    from baton.core import KVLayout
-    from baton.engine.kv_cache import KVCache
     from baton.engine.models.thinking import Thinker
 
 
@@ -69,32 +69,14 @@ class ModelBackend(Protocol):
     `baton.engine.determinism.checks` tests this at startup. `thinker` is set if the model thinks about its prompts.
     """
 
+    name: str  # for people
+    layout: KVLayout  # of the cache that `forward` takes
+    vocab_size: int  # width of the logits
+    max_model_len: int  # limit of a sequence, prompt and output together
+    device: torch.device  # of the cache and of a batch's tensors
+    fingerprint: str  # of weights, dtype and layout; workers with equal ones can use each other's KV
     nondeterminism: str
     thinker: Thinker | None
-
-    @property
-    def name(self) -> str:
-        """Model name, for people."""
-
-    @property
-    def layout(self) -> KVLayout:
-        """Shape of the KV cache that `forward` takes."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits; token ids are below it."""
-
-    @property
-    def max_model_len(self) -> int:
-        """Largest number of positions of a sequence, prompt and output together."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the KV cache and of a batch's tensors."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Fingerprint of weights, dtype and layout. Workers with equal ones can use each other's KV."""
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
         """Return what else the bits of fixed forwards depend on: kernels used for each of `rows`, and number of ranks.

@@ -9,30 +9,24 @@ for CUDA), used in turn. Copies are asynchronous, and a stage is rewritten only 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from baton.engine.model_backend import Batch
-from baton.engine.sampling.sampler import Sampler
+from baton.engine.block_pool import Allocation
+from baton.engine.determinism.planner import Part
+from baton.engine.kv_cache import KVCache
+from baton.engine.model_backend import Batch, Injection, ModelBackend
+from baton.engine.request import Request
+from baton.engine.sampling.sampler import Sampled, Sampler
+from baton.engine.sequence import ScheduledSequence
+from baton.engine.thinking.states import Thoughts
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from baton.engine.block_pool import Allocation
-    from baton.engine.determinism.planner import Part
-    from baton.engine.kv_cache import KVCache
-    from baton.engine.model_backend import Injection, ModelBackend
-    from baton.engine.request import Request
-    from baton.engine.sampling.sampler import Sampled
-    from baton.engine.sequence import ScheduledSequence
-    from baton.engine.thinking.states import Thoughts
-
-    Array = np.ndarray[Any, np.dtype[Any]]
-
+Array = np.ndarray[Any, np.dtype[Any]]
 STAGES = 2
 
 

@@ -10,14 +10,17 @@ from the tokens alone. The cluster file selects it by `model.path: oracle`.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from baton.core import KVLayout
+from baton.core import KVLayout, SequenceSpec
 from baton.engine.choice import OutputFactory
 from baton.engine.kv_cache import KVCache
+from baton.engine.model_backend import Batch
 from baton.engine.sampling.noise import GOLDEN64, mix64, mix64_tensor, signed64
 from baton.engine.sampling.sampler import Sampler
 from baton.errors import ConfigError, EngineFault
@@ -25,12 +28,6 @@ from baton.hashing import fingerprint, keyed_digest
 from baton.tokenizer import OracleTokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from torch import Tensor
-
-    from baton.core import SequenceSpec
-    from baton.engine.model_backend import Batch
     from baton.engine.models.thinking import Thinker
 
 WORD_BYTES = 8
@@ -79,7 +76,8 @@ class OracleBackend:
         self._words = position_bytes // WORD_BYTES
         self._start = int.from_bytes(keyed_digest(bytes(32), b"baton oracle", str(seed).encode())[:8], "little")
         self._salt, self._odd, self._weights = self._constants()
-        self._bias = self._column_bias()
+        likely = [32 <= column < 127 or column in self.tokenizer.eos_ids for column in range(self.vocab_size)]
+        self._bias = torch.tensor([0.0 if common else RARE for common in likely], device=self.device)
         self._columns = torch.arange(1, self.vocab_size + 1, device=self.device) * signed64(GOLDEN64)
         self._seen: tuple[KVCache, list[Tensor]] | None = None
         self._scratch = _Scratch(self.device)
@@ -94,7 +92,6 @@ class OracleBackend:
         return 1 << 30
 
     def make_cache(self, total_blocks: int) -> KVCache:
-        """Create a cache of this layout."""
         self._seen = None
         return KVCache(self.layout, total_blocks, self.device)
 
@@ -105,7 +102,6 @@ class OracleBackend:
         """Do nothing: no other process exists."""
 
     def forward(self, batch: Batch, kv: KVCache) -> Tensor:
-        """Write the batch's K and V, then return logits, float32 [L, vocab_size]."""
         views = self._views(kv)
         states = self._run(batch, views[0])
         written = self._spread(states)
@@ -187,15 +183,12 @@ class OracleBackend:
         return bits.float() * (LOGIT_RANGE / 2**24) + self._bias
 
     def _views(self, kv: KVCache) -> list[Tensor]:
+        """Return the tensors of a cache as int64 [layers, blocks, block_size, words]."""
         seen = self._seen
         if seen is None or seen[0] is not kv:
             with torch.inference_mode(False):  # as in `_Scratch`
-                self._seen = seen = kv, [self._as_words(tensor) for tensor in kv.tensors]
+                self._seen = seen = kv, [tensor.flatten(3).view(torch.int64) for tensor in kv.tensors]
         return seen[1]
-
-    def _as_words(self, tensor: Tensor) -> Tensor:
-        """View a tensor of the cache as int64 [layers, blocks, block_size, words]."""
-        return tensor.flatten(3).view(torch.int64)
 
     def _constants(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return salt, odd factor [tensors, layers, 1, words] and odd weight [tensors, layers, positions, words]."""
@@ -209,7 +202,3 @@ class OracleBackend:
         count = torch.Size(shape).numel()
         first = signed64(mix64(stream))
         return mix64_tensor(torch.arange(count, dtype=torch.int64, device=self.device) + first).view(shape)
-
-    def _column_bias(self) -> Tensor:
-        likely = [32 <= column < 127 or column in self.tokenizer.eos_ids for column in range(self.vocab_size)]
-        return torch.tensor([0.0 if common else RARE for common in likely], device=self.device)

@@ -8,14 +8,10 @@ be computed without the key.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
+from baton.core import SequenceSpec
 from baton.hashing import keyed_digest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from baton.core import SequenceSpec
 
 _KEY = b"baton prefix cache, version 1".ljust(32)
 _START = b""

@@ -15,16 +15,11 @@ step, of a fixed shape (`baton.engine.determinism.planner`), which uses the same
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
-from baton.engine.block_pool import BlockState
+from baton.engine.block_pool import BlockPool, BlockState
 from baton.engine.determinism.planner import WindowPlanner, begin
 from baton.engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from baton.engine.block_pool import BlockPool
 
 PATIENCE = 256  # steps of aging per priority level; some seconds of decoding
 
@@ -44,7 +39,6 @@ class Scheduler:
         max_running: int,
         recompute_preempted: bool = True,
         patience: int = PATIENCE,
-        windows: WindowPlanner | None = None,
     ) -> None:
         if min(block_size, max_batched_tokens, max_running) < 1:
             raise ValueError("block_size, max_batched_tokens and max_running must be at least 1")
@@ -58,7 +52,7 @@ class Scheduler:
         self.waiting_tokens = 0
         self.on_free: Callable[[Sequence], None] = lambda sequence: None  # called before its blocks can be reused
         self._patience = patience
-        self._windows = windows or WindowPlanner()
+        self._windows = WindowPlanner()
         self._steps = 0
 
     @property
@@ -155,7 +149,7 @@ class Scheduler:
             decodes -= pending == 1
             share = min(sequence.most, max(budget - decodes, index == 0))
             index += 1
-            if sequence.own_forwards and (not sequence.ordinary or sequence in plan.verified):
+            if sequence.own_forwards and (not sequence.ordinary or any(w.sequence is sequence for w in plan.windows)):
                 self._grow(plan, sequence, pending, index)  # the next verify pass writes up to there
             elif share > 0 and self._grow(plan, sequence, share, index):
                 budget -= self._schedule(plan, sequence, share)

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from baton.core import Load
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from baton.core import Finish, HandoffId, Thought, Token
-    from baton.engine.determinism.planner import Verifying
-    from baton.engine.scheduler import Scheduler
-    from baton.engine.sequence import ScheduledSequence, Sequence
-    from baton.errors import EngineFault
+from baton.core import Finish, HandoffId, Thought, Token
+from baton.engine.determinism.planner import Verifying
+from baton.engine.sequence import ScheduledSequence, Sequence
+from baton.errors import EngineFault
 
 
 @dataclass(slots=True)  # not frozen, because that would double the cost per token
 class SequenceOutput:
-    """Output of one step for one request. The last output of a request has `finish` set. `cached_tokens` of its known
-    tokens were found in the cache at its admission.
-    """
+    """Output of one step for one request; its last one has `finish`. `cached_tokens` were cached at its admission."""
 
     key: HandoffId
     tokens: list[Token]
@@ -80,22 +72,3 @@ class Counters:
         self.prefill_tokens += prefill
         self.decode_tokens += total - prefill
         self.decode_steps += total > prefill
-
-
-def load_of(scheduler: Scheduler, counters: Counters) -> Load:
-    """Return the engine's part of the worker's load report."""
-    running = scheduler.running
-    return Load(
-        step=counters.steps,
-        running=len(running),
-        waiting=len(scheduler.waiting),
-        queued_tokens=sum(max(0, s.prefill_end - s.computed) for s in running) + scheduler.waiting_tokens,
-        prefill_tokens=counters.prefill_tokens,
-        cached_tokens=counters.cached_tokens,
-        decode_steps=counters.decode_steps,
-        decode_tokens=counters.decode_tokens,
-        verify_passes=counters.verify_passes,
-        rollbacks=counters.rollbacks,
-        recomputed_tokens=counters.recomputed_tokens,
-        blocks=scheduler.pool.counts(),
-    )

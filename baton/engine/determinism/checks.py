@@ -9,24 +9,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import structlog
 import torch
+from torch import Tensor
 
 from baton.clock import SystemClock
-from baton.engine.determinism.shapes import SHORT, SHORT_UNTIL
+from baton.core import KVLayout
+from baton.engine.determinism.shapes import SHORT, SHORT_UNTIL, FixedShapes
 from baton.engine.kernels.cpu.compiler import machine
-from baton.engine.model_backend import Batch
+from baton.engine.model_backend import Batch, ModelBackend
 from baton.engine.sampling.noise import mix64
 from baton.hashing import fingerprint
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from baton.core import KVLayout
-    from baton.engine.determinism.shapes import FixedShapes
-    from baton.engine.model_backend import ModelBackend
 
 
 def bits_fingerprint(backend: ModelBackend, shapes: FixedShapes) -> str:
@@ -138,9 +133,7 @@ class _Checker:
     def passes(self) -> str:
         """Compare the same tokens in verify passes that begin elsewhere."""
         width, first = self._shapes.tokens, self._from
-        self._forward([FixedRow(self._tokens(0, 0, SHORT), 0, self._blocks)], [])
-        logits = torch.cat([self._verify(0, start, start) for start in (first, first + width)])
-        cache = self._kv_of(self._blocks, first, 2 * width)
+        logits, cache = self._reference()
         last = self._shapes.rows - 1
         for slot, offset in ((last, 0), (last // 2, 1), (last, width // 2), (0, width - 1)):
             found = self._verify(slot, first + offset, 7 * offset + slot)
@@ -153,9 +146,7 @@ class _Checker:
     def steps(self, most: int) -> str:
         """Compare those tokens in decode steps of one to `most` rows, each token in its own row."""
         width, first = self._shapes.tokens, self._from
-        self._forward([FixedRow(self._tokens(0, 0, SHORT), 0, self._blocks)], [])
-        logits = torch.cat([self._verify(0, start, start) for start in (first, first + width)])
-        cache = self._kv_of(self._blocks, first, 2 * width)
+        logits, cache = self._reference()
         for count in sorted({*range(1, min(8, most) + 1), *range(8, most, 8), most}):
             offsets = [offset for _, offset in sorted((mix64(count << 32 | i), i) for i in range(2 * width))][:count]
             rows = [FixedRow(self._tokens(0, first + offset, 1), first + offset, self._blocks) for offset in offsets]
@@ -163,6 +154,13 @@ class _Checker:
             if not same or not torch.equal(self._kv_of(self._blocks, first, 2 * width), cache):
                 return f"tokens have other {'KV' if same else 'logits'} in a decode step of {count} rows"
         return ""
+
+    def _reference(self) -> tuple[Tensor, Tensor]:
+        """Return logits and KV of the checked tokens from two verify passes, one after the other."""
+        width, first = self._shapes.tokens, self._from
+        self._forward([FixedRow(self._tokens(0, 0, SHORT), 0, self._blocks)], [])
+        logits = torch.cat([self._verify(0, start, start) for start in (first, first + width)])
+        return logits, self._kv_of(self._blocks, first, 2 * width)
 
     def _verify(self, slot: int, start: int, salt: int) -> Tensor:
         """Return logits as int32 [W, vocab] of the checked sequence in one slot. `salt` varies the other rows."""

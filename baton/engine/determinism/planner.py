@@ -8,16 +8,12 @@ other sequences wait for no more than one.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
-from baton.engine.sequence import UNLIMITED, SequencePolicy, VerifyWork
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from baton.engine.determinism.shapes import FixedShapes
-    from baton.engine.sequence import ScheduledSequence, Sequence
+from baton.engine.determinism.shapes import FixedShapes
+from baton.engine.sequence import UNLIMITED, ScheduledSequence, Sequence, SequencePolicy, VerifyWork
 
 PATIENCE = 4  # steps that a due sequence waits for others to join
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import structlog
 import torch
@@ -18,13 +19,8 @@ import torch
 from baton.engine.determinism.checks import FixedRow, fixed_batch
 from baton.engine.determinism.shapes import FixedShapes
 from baton.engine.kernels.cpu.tuning import alternate
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from baton.engine.kv_cache import KVCache
-    from baton.engine.model_backend import Batch, ModelBackend
+from baton.engine.kv_cache import KVCache
+from baton.engine.model_backend import Batch, ModelBackend
 
 WINDOW = FixedShapes().tokens
 TOTALS = (32, 64, 128, 256, 512)  # tokens of a pass: rows times WINDOW

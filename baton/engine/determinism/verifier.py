@@ -11,34 +11,26 @@ the known tokens, or to one spare block of the cache.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from baton.core import Token
+from baton.engine.choice import OutputState
 from baton.engine.determinism.planner import VerifiedProgress, progress_of
-from baton.engine.determinism.shapes import CandidateTokens
-from baton.engine.model_backend import Batch
+from baton.engine.determinism.shapes import CandidateTokens, FixedShapes
+from baton.engine.kv_cache import KVCache
+from baton.engine.model_backend import Batch, ModelBackend
 from baton.engine.model_runner import Mirror
-from baton.engine.sampling.sampler import Sampler
-from baton.engine.sequence import ScheduledSequence
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from baton.engine.choice import OutputState
-    from baton.engine.determinism.shapes import FixedShapes
-    from baton.engine.kv_cache import KVCache
-    from baton.engine.model_backend import ModelBackend
-    from baton.engine.request import Request
-    from baton.engine.sampling.sampler import Sampled
-    from baton.engine.sequence import VerifyWork
-    from baton.engine.step_result import Counters, StepResult
-    from baton.engine.thinking.states import Thoughts
+from baton.engine.request import Request
+from baton.engine.sampling.sampler import Sampled, Sampler
+from baton.engine.sequence import ScheduledSequence, VerifyWork
+from baton.engine.step_result import Counters, StepResult
+from baton.engine.thinking.states import Thoughts
 
 
 class VerifiedTokens(NamedTuple):
@@ -129,12 +121,7 @@ class FixedForwards:
     """Fixed forwards of one engine: their building, computation and evaluation."""
 
     def __init__(
-        self,
-        backend: ModelBackend,
-        shapes: FixedShapes,
-        max_blocks: int,
-        spare: int,
-        thoughts: Thoughts | None = None,
+        self, backend: ModelBackend, shapes: FixedShapes, max_blocks: int, spare: int, thoughts: Thoughts | None = None
     ) -> None:
         self._backend, self._shapes, self._thoughts = backend, shapes, thoughts
         self._inputs = FixedInputs(backend, shapes, max_blocks, spare)
@@ -142,7 +129,6 @@ class FixedForwards:
         self._began = 0.0  # start of the last forward
 
     def begin(self, request: Request, prompt: int) -> None:
-        """Prepare a deterministic request with a prompt of `prompt` tokens."""
         sequence = request.sequence
         progress = VerifiedProgress(self._shapes, prompt, sequence.known, sequence.computed, holds=request.hold)
         sequence.policies = (*sequence.policies, progress)

@@ -7,19 +7,16 @@ whether its result is certainly that of all columns.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from baton.core import Sampling
+from baton.core import Sampling
 
 NEVER = float("-inf")
 LANES = 8  # columns of a group; column = lane * groups + group, which is fast to reduce
@@ -41,7 +38,6 @@ class Limits:
 
     @staticmethod
     def of(samplings: Sequence[Sampling], vocab: int, device: torch.device) -> Limits:
-        """Create the limits of these rows, in this order."""
         ks = [s.top_k if 0 < s.top_k < vocab else _OFF for s in samplings]
         ps = [s.top_p if s.top_p < 1 else float("inf") for s in samplings]
         bounded = [s.min_p > 0 or k < _OFF for s, k in zip(samplings, ks, strict=True)]
@@ -55,7 +51,6 @@ class Limits:
         )
 
     def part(self, rows: slice) -> Limits:
-        """Return the limits of some of these rows."""
         return replace(
             self, floor=self.floor[rows], top_k=self.top_k[rows], top_p=self.top_p[rows], bounded=self.bounded[rows]
         )

@@ -4,25 +4,20 @@ Adjustments are sparse: the affected tokens of all rows are concatenated, so a s
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import embedding
 
+from baton.core import Sampling
 from baton.engine.sampling.noise import GOLDEN64, mix64, signed32
+from baton.structured_output import Guide
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from torch import Tensor
-
-    from baton.core import Sampling
-    from baton.structured_output import Guide
-
-    Array = np.ndarray[Any, np.dtype[Any]]
-
+Array = np.ndarray[Any, np.dtype[Any]]
 NEVER = float("-inf")
 FINITE = torch.finfo(torch.float32)
 
@@ -36,7 +31,6 @@ class Seen:
         self._counts = np.zeros(len(self._ids), dtype=np.float32)
 
     def add(self, token_id: int) -> None:
-        """Count one more output token."""
         place = self._places.setdefault(token_id, len(self._places))
         if place == len(self._ids):
             more = np.zeros(place + 16, dtype=np.int64)
@@ -45,7 +39,6 @@ class Seen:
         self._counts[place] += 1
 
     def copy(self) -> Seen:
-        """Return an independent copy."""
         other = Seen(())
         other._places = dict(self._places)
         other._ids, other._counts = self._ids.copy(), self._counts.copy()
@@ -82,7 +75,6 @@ class Row:
         self._noise_start = mix64((sampling.seed or 0) + GOLDEN64)
 
     def advance(self, token_id: int) -> None:
-        """Record one more output token."""
         self.position += 1
         self.produced += 1
         if self.seen is not None:
@@ -91,7 +83,6 @@ class Row:
             self.guide.advance(token_id)
 
     def copy(self) -> Row:
-        """Return an independent copy."""
         other = self.at(0)
         other.seen = None if self.seen is None else self.seen.copy()
         other.guide = None if self.guide is None else self.guide.copy()

@@ -86,7 +86,6 @@ def _mix32(x: Tensor) -> Tensor:
 
 
 def _mix32_array(x: np.ndarray[Any, np.dtype[np.uint32]], spare: np.ndarray[Any, np.dtype[np.uint32]]) -> None:
-    """Apply murmur3's finaliser in place."""
     for shift, factor in _MURMUR:
         np.right_shift(x, shift, out=spare)
         np.bitwise_xor(x, spare, out=x)

@@ -10,21 +10,17 @@ Ties go to the lowest token id, in argmax and filters. Log-probabilities are the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from baton.core import TokenLogprobs
+from baton.core import Sampling, TokenLogprobs
 from baton.engine.sampling.filters import GROUPS, LANES, Limits, kept, kept_leaders, leaders, mass
 from baton.engine.sampling.logits import FINITE, NEVER, Adjustments, Masks, Row
 from baton.engine.sampling.noise import columns_hash
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from baton.core import Sampling
 
 NO_NUMBER, UNSURE = -1, -2  # in place of a token id
 CACHED_COLUMNS = 65536  # per part of the noise, so that its temporaries stay in the CPU cache

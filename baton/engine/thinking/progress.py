@@ -8,19 +8,18 @@ the tokens before it and on thoughts.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from baton.core import Thought
 from baton.engine.sequence import UNLIMITED, SequencePolicy
+from baton.engine.sequence import Sequence as Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
     from torch import Tensor
 
-    from baton.engine.sequence import Sequence as Progress
 
 ALL = UNLIMITED  # also more than the chunks of any sequence
 
@@ -35,7 +34,6 @@ class Notes:
         self._notes: OrderedDict[bytes, tuple[tuple[int, ...], ...]] = OrderedDict()
 
     def put(self, block_hash: bytes, thoughts: Sequence[tuple[int, ...]]) -> None:
-        """Note the thoughts about the chunks of one block."""
         self._notes[block_hash] = tuple(thoughts)
         self._notes.move_to_end(block_hash)
         if len(self._notes) > self._most:

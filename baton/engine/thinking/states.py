@@ -7,24 +7,21 @@ one forward per such thought, and one more (Thinking States, algorithm 1). The r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from baton.core import ThinkingState
+from baton.core import KVLayout, SequenceSpec, ThinkingState
 from baton.engine.kv_cache import DTYPES
 from baton.engine.model_backend import Injection
+from baton.engine.sequence import ScheduledSequence, VerifyWork
+from baton.engine.sequence import Sequence as Progress
 from baton.engine.thinking.progress import ALL, Notes, Thinking, thinking_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from baton.core import KVLayout, SequenceSpec
     from baton.engine.models.thinking import Thinker
-    from baton.engine.sequence import ScheduledSequence, VerifyWork
-    from baton.engine.sequence import Sequence as Progress
 
 
 class Thoughts:
@@ -78,7 +75,6 @@ class Thoughts:
     # --- into a forward ------------------------------------------------------------------------------------------
 
     def inject(self, work: Sequence[ScheduledSequence]) -> Injection:
-        """Return the injection for an ordinary batch."""
         states, wanted, at = list[torch.Tensor](), list[int](), 0
         for item in work:
             sequence, thinking = item.sequence, thinking_of(item.sequence)
@@ -97,7 +93,6 @@ class Thoughts:
         return Injection(torch.cat(states), torch.arange(rows, device=states[0].device) if thinks else None)
 
     def _states(self, thinking: Thinking, start: int, count: int) -> list[Tensor]:
-        """Return state rows for positions [start, start + count)."""
         size, end, pieces = self._size, start + count, list[torch.Tensor]()
         while start < end and start // size <= thinking.last:
             stop = min(end, (start // size + 1) * size)

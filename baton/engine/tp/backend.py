@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,23 +12,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from baton.engine.kv_cache import KVCache
+from baton.engine.model_backend import Batch
 from baton.engine.models.config import read_config
 from baton.engine.tp.group import CACHE, END, STEP, Ranks, SharedExchange, TpLayout, memory_is_ordered
-from baton.engine.tp.kv_memory import kv_memory
+from baton.engine.tp.kv_memory import KVMemory, kv_memory
 from baton.engine.tp.rank_process import Followers, body, lengths, load_rank
 from baton.engine.tp.sharding import divided
 from baton.errors import RankLost
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from baton.engine.kernels.base import Splits
-    from baton.engine.kv_cache import KVCache
-    from baton.engine.model_backend import Batch
     from baton.engine.models.checkpoint import Progress
     from baton.engine.models.loading import TransformerBackend
     from baton.engine.models.thinking import Thinker
-    from baton.engine.tp.kv_memory import KVMemory
 
 PART_ELEMENTS = 2**20
 HEAD_ROWS = 64  # rows of logits that fit in one exchange

@@ -16,22 +16,19 @@ import mmap
 import os
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, FileStore, PrefixStore
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, FileStore, PrefixStore, Store
 
 from baton.errors import RankLost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-    from torch._C._distributed_c10d import Store
-
     from baton.engine.kernels.base import Splits
 
     Group = dist.ProcessGroupGloo | dist.ProcessGroupNCCL
@@ -114,7 +111,6 @@ class SharedExchange:
 
     @staticmethod
     def nbytes(size: int, capacity: int) -> int:
-        """Return the size of the shared memory in bytes."""
         return size * LINE + 2 * size * capacity * 4
 
     def place(self, rows: int, width: int) -> Tensor:

@@ -22,28 +22,22 @@ from __future__ import annotations
 import math
 import mmap
 import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from baton.engine.kernels.gpu.cuda_memory import HANDLE_BYTES, CudaDevice
-from baton.engine.kv_cache import DTYPES, KVCache
+from baton.core import KVLayout
+from baton.engine.kernels.gpu.cuda_memory import HANDLE_BYTES, CudaDevice, Device
+from baton.engine.kv_cache import DTYPES, KVCache, Mark
+from baton.engine.tp.group import Ranks, TpLayout
 from baton.engine.tp.sharding import Heads
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
-
-    from baton.core import KVLayout
-    from baton.engine.kernels.gpu.cuda_memory import Device
-    from baton.engine.kv_cache import Mark
-    from baton.engine.tp.group import Ranks, TpLayout
-
-    GpuOf = Callable[[int], Device]  # the device of a rank, as this process uses it
-    Plan = list[tuple[int, range, range]]  # rank, layers, heads
+GpuOf = Callable[[int], Device]  # the device of a rank, as this process uses it
+Plan = list[tuple[int, range, range]]  # rank, layers, heads
 
 
 class KVMemory(Protocol):
@@ -74,13 +68,11 @@ class HostMemory:
         self._heads = Heads(layout.kv_heads, plan.size).held(rank)
 
     def prepare(self, total_blocks: int) -> None:
-        """See `KVMemory`."""
         nbytes = total_blocks * self._layout.block_bytes
         if os.fstat(self._file).st_size < nbytes:
             os.ftruncate(self._file, nbytes)
 
     def make(self, total_blocks: int) -> tuple[KVCache, KVCache]:
-        """See `KVMemory`."""
         memory = mmap.mmap(self._file, total_blocks * self._layout.block_bytes)
         tensors = tensors_in(torch.frombuffer(memory, dtype=torch.uint8), self._layout, total_blocks)
         heads = [tensor.narrow(3, self._heads.start, len(self._heads)) for tensor in tensors]
@@ -102,7 +94,6 @@ class GpuMemory:
         self._held = ExitStack()
 
     def prepare(self, total_blocks: int) -> None:
-        """See `KVMemory`."""
         del total_blocks
         self.close()
 
@@ -188,7 +179,6 @@ class ShardedCache(KVCache):
         return _Mark(event, tuple(dict.fromkeys(cache.device for cache in self.ranks)))
 
     def settle(self) -> None:
-        """See `KVCache`, on the devices of all ranks."""
         for cache in self.ranks:
             cache.settle()
 

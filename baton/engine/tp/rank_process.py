@@ -22,25 +22,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from baton.engine.kv_cache import KVCache
 from baton.engine.model_backend import Batch
-from baton.engine.models.loading import load_model
+from baton.engine.models.loading import TransformerBackend, load_model
 from baton.engine.tp.group import CACHE, END, Ranks, TpLayout
-from baton.engine.tp.kv_memory import kv_memory
+from baton.engine.tp.kv_memory import GpuOf, kv_memory
 from baton.engine.tp.sharding import ShardedParts, ShardedWeights, divided
 from baton.errors import BatonError, RankLost
 from baton.logs import configure_logging
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from baton.engine.kernels.base import Kernels
-    from baton.engine.kv_cache import KVCache
     from baton.engine.models.checkpoint import Checkpoint, Progress
     from baton.engine.models.config import ModelConfig
     from baton.engine.models.llama import Parts
-    from baton.engine.models.loading import TransformerBackend
-    from baton.engine.tp.kv_memory import GpuOf
 
 
 def lengths(batch: Batch) -> list[int]:

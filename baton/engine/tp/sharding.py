@@ -15,24 +15,22 @@ head when it is read; a write goes to all of them. All ranks hold the one head o
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from baton.engine.models.llama import Parts
 from baton.engine.models.weights import Weights
+from baton.engine.tp.group import Exchange
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
     from baton.engine.kernels.base import Linear
     from baton.engine.models.checkpoint import Checkpoint
     from baton.engine.models.config import ModelConfig
-    from baton.engine.tp.group import Exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,6 @@ class Heads:
 
     @property
     def per_rank(self) -> int:
-        """Number of heads on each rank."""
         return max(1, self.kv_heads // self.size)
 
     @property
@@ -60,7 +57,6 @@ class Heads:
         return max(1, self.size // self.kv_heads)
 
     def held(self, rank: int) -> range:
-        """Return the heads of this rank."""
         first = rank * self.kv_heads // self.size
         return range(first, first + self.per_rank)
 
@@ -105,7 +101,6 @@ class ShardedWeights(Weights):
         return place
 
     def rows(self, name: str, shape: tuple[int, int], rows: range) -> Tensor:
-        """Return these rows of a matrix of this shape."""
         place = self._place((len(rows), shape[1]))
         self._fill_from(place, name, shape, 0, rows.start)
         return place
