@@ -38,14 +38,12 @@ def pinned(path: str, folder: Path) -> str:
 
 
 def _snapshot(name: HubName, patterns: tuple[str, ...]) -> Path:
-    import huggingface_hub  # slow to import, and not needed for a folder
+    from huggingface_hub import snapshot_download  # slow to import, and not needed for a folder
 
     wanted, ignored = list(patterns), list(IGNORED)
     try:
         return Path(
-            huggingface_hub.snapshot_download(
-                name.repo, revision=name.revision, allow_patterns=wanted, ignore_patterns=ignored
-            )
+            snapshot_download(name.repo, revision=name.revision, allow_patterns=wanted, ignore_patterns=ignored)
         )
     except Exception as error:  # the library raises dozens of kinds, including those of its HTTP client
         revision = f"@{name.revision}" if name.revision else ""

@@ -7,7 +7,7 @@ constraint. No torch: the router uses this to reject constraints that a worker c
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 from functools import cached_property, lru_cache
 from math import lcm
@@ -43,8 +43,7 @@ class Guide:
     """
 
     def __init__(self, matcher: LLMatcher, words: int) -> None:
-        self._matcher = matcher
-        self.words = words
+        self._matcher, self.words = matcher, words
         self.broken = False
 
     def copy(self) -> Guide:
@@ -132,13 +131,12 @@ class _Bytes:
 
     bos_token_id = None
 
-    def __init__(self, tokens: Sequence[bytes], end: int, encode: Any) -> None:
+    def __init__(self, tokens: Sequence[bytes], end: int, encode: Callable[[str], list[int]]) -> None:
         self.tokens, self.eos_token_id, self.special_token_ids = tokens, end, [end]
         self._encode = encode
 
     def __call__(self, text: str | bytes) -> list[int]:
-        ids: list[int] = self._encode(text if isinstance(text, str) else text.decode(errors="replace"))
-        return ids
+        return self._encode(text if isinstance(text, str) else text.decode(errors="replace"))
 
 
 def _grammar(constraint: Constraint) -> str:
@@ -186,9 +184,7 @@ def _check_patterns(constraint: Constraint, schema: dict[str, Any]) -> None:
     except RecursionError:
         raise constraint.refused("recursion limit exceeded: its nesting or its references are too deep") from None
     if found > MAX_SCHEMA_PATTERNS:
-        raise constraint.refused(
-            f"pattern, format: at most {MAX_SCHEMA_PATTERNS} together may apply to one string, got {found}"
-        )
+        raise constraint.refused(f"pattern, format: at most {MAX_SCHEMA_PATTERNS} together for one string, got {found}")
 
 
 def _meeting(schema: dict[str, Any]) -> int:

@@ -133,8 +133,7 @@ class _FolderTokenizer(Tokenizer):
         return ids
 
     def vocabulary(self) -> str:
-        text: str = self._tokenizer.to_str()
-        return text
+        return str(self._tokenizer.to_str())
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str

@@ -36,19 +36,15 @@ HOLDING = (BlockState.RESERVED, BlockState.OWNED)
 
 
 class Allocation:
-    """Blocks of one owner, in the order of the positions that they hold.
-
-    `generations[i]` distinguishes this use of `blocks[i]` from others; allocations that share a block share its
-    generation. Both lists are empty after `release`. Methods raise ValueError in states that the diagram above forbids.
+    """Blocks of one owner, in the order of the positions that they hold. `generations[i]` distinguishes this use of
+    `blocks[i]` from earlier and later ones. Methods raise ValueError in states that the diagram above forbids.
     """
 
     __slots__ = ("_pool", "blocks", "generations", "state")
 
     def __init__(self, pool: BlockPool, blocks: list[int], generations: list[int], state: BlockState) -> None:
-        self._pool = pool
-        self.blocks = blocks
-        self.generations = generations
-        self.state = state
+        self._pool, self.state = pool, state
+        self.blocks, self.generations = blocks, generations
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -153,11 +149,9 @@ class BlockPool:
     def allocate(
         self, n: int, *, reserved: bool = False, shared: Sequence[int] = (), spare: int = 0
     ) -> Allocation | None:
-        """Allocate the `shared` blocks (from `find`) and `n` more. Return None if fewer than `spare` would stay
-        available. A reservation shares nothing, because a peer may write into all of it.
-        """
+        """Allocate the `shared` blocks (from `find`) and `n` more. None if fewer than `spare` would remain."""
         if reserved and shared:
-            raise ValueError("a reservation cannot share blocks")
+            raise ValueError("a reservation cannot share blocks, because a peer may write into all of it")
         if self.available < n + spare + sum(not self._references[block] for block in shared):
             return None
         for block in shared:

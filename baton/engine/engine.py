@@ -20,13 +20,13 @@ import structlog
 
 from baton.core import Finish, HandoffId, Load, SequenceSpec, ThinkingState
 from baton.engine.block_pool import Allocation, BlockPool, Reservation
-from baton.engine.choice import OutputFactory
 from baton.engine.determinism.planner import split_exact
 from baton.engine.determinism.shapes import FixedShapes
 from baton.engine.determinism.verifier import FixedForwards, VerifiedTokens
 from baton.engine.model_backend import ModelBackend
 from baton.engine.model_runner import Inputs, OrdinaryForwards, SampledToken
 from baton.engine.request import Request, RequestFactory
+from baton.engine.sampling.output import OutputFactory
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import ScheduledSequence, Sequence, VerifyWork
 from baton.engine.step_result import Counters, SequenceOutput, StepResult
@@ -95,8 +95,7 @@ class Engine:
 
     def reserve(self, tokens: int, prefix: TokenSequence[bytes] = ()) -> Reservation | None:
         """Reserve blocks for the KV of `tokens` positions and one more, or return None if they are not available now.
-        `prefix` has the first block hashes: cached blocks need no transfer, but the last position always does. Blocks
-        stay available for the running sequences, one each, and for the next waiting one.
+        `prefix` has the first block hashes. Cached blocks need no transfer, but the last position always does.
         """
         hashes = prefix[: (tokens - 1) // self.layout.block_size] if self._prefix_cache else ()
         return Reservation.of(self.pool, self.layout, tokens + 1, hashes, self._scheduler.watermark)

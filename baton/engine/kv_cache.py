@@ -37,8 +37,7 @@ class KVCache:
     Most models have `k` and `v`. Latent attention has only `k`, and `v` has no blocks. The order is block-major, so
     that blocks of one layer are contiguous. The wire order of a rectangle (layers x positions) is, for each layer, K of
     all positions, then V of all. It has no blocks, so each side has its own block size. Not thread-safe: the block pool
-    decides which component may access a block. `storage` are existing tensors to use. `copy` moves KV between
-    contiguous CPU tensors and a wire, faster than torch.
+    decides which component may access a block. `copy` replaces torch between contiguous CPU tensors and a wire.
     """
 
     def __init__(
@@ -50,12 +49,9 @@ class KVCache:
         copy: BlockCopy | None = None,
     ) -> None:
         shape = (layout.layers, total_blocks, layout.block_size, layout.kv_heads, layout.head_dim)
-        self.layout = layout
-        self.total_blocks = total_blocks
-        self.device = torch.device(device)
+        self.layout, self.total_blocks, self.device = layout, total_blocks, torch.device(device)
         # Zeros, because a slot that was never written must be finite.
-        dtype = DTYPES[layout.dtype]
-        self.tensors = storage or [_zeros(shape, dtype, self.device) for _ in layout.tensors]
+        self.tensors = storage or [_zeros(shape, DTYPES[layout.dtype], self.device) for _ in layout.tensors]
         self.k = self.tensors[0]
         self.v = self.tensors[1] if len(self.tensors) > 1 else self.k[:, :0]
         self._copy = copy if all(t.is_contiguous() and t.device.type == "cpu" for t in self.tensors) else None
@@ -74,11 +70,8 @@ class KVCache:
             torch.cuda.current_stream(self.device).synchronize()
 
     def gather(self, layers: range, blocks: Sequence[int], begin: int, end: int, out: Tensor) -> None:
-        """Copy positions [begin, end) of a sequence that is in `blocks` into `out`, in wire order.
-
-        `out`: uint8 [layers * (end - begin) * layer_token_bytes], contiguous, aligned to the element size, on any
-        device. Raises ValueError if its size or dtype is wrong, IndexError if a layer, position or block is out of
-        range.
+        """Copy positions [begin, end) of a sequence that is in `blocks` into `out`, in wire order. `out` is uint8
+        [layers * (end - begin) * layer_token_bytes], contiguous and aligned to the element size, on any device.
         """
         pieces = self._pieces(layers, end - begin, out)
         self._validate(layers, blocks, begin, end)

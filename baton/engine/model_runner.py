@@ -1,10 +1,8 @@
 """Ordinary forwards: input tensors, the model's run, and the draws from its logits.
 
-`Inputs` keeps its tensors between steps and writes only changes. A row of the block table belongs to one allocation; it
-is rewritten for another one, and extended when it grows. While all sequences decode, the row layout is constant.
-
-On a CPU, the host buffers are the tensors of the batch. Elsewhere each buffer has a device copy and two stages (pinned
-for CUDA), used in turn. Copies are asynchronous, and a stage is rewritten only when its last copy is done.
+`Inputs` keeps its tensors between steps and writes only changes. On a CPU, the host buffers are the tensors of the
+batch. Elsewhere each buffer has a device copy and two stages (pinned for CUDA), used alternately. Copies are
+asynchronous, and a stage is rewritten only when its last copy is done.
 """
 
 from __future__ import annotations
@@ -17,10 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from baton.engine.batch import Batch, Injection
 from baton.engine.block_pool import Allocation
 from baton.engine.determinism.planner import Part
 from baton.engine.kv_cache import KVCache
-from baton.engine.model_backend import Batch, Injection, ModelBackend
+from baton.engine.model_backend import ModelBackend
 from baton.engine.request import Request
 from baton.engine.sampling.sampler import Sampled, Sampler
 from baton.engine.sequence import ScheduledSequence
@@ -31,9 +30,7 @@ STAGES = 2
 
 
 class Mirror:
-    """A buffer that is written on the host (`array`) and read on the device (result of `push`). `staged` copies through
-    stages, because the device has its own memory.
-    """
+    """A buffer that is written on the host (`array`) and read on the device (result of `push`)."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, staged: bool) -> None:
         self.device = torch.zeros(shape, dtype=dtype, device=device)
@@ -51,9 +48,7 @@ class Mirror:
 
 
 class Inputs:
-    """Builder of one engine's batches: at most `max_tokens` tokens of `max_rows` sequences of `max_blocks` blocks.
-    `staged` is as in `Mirror`; None means true unless the backend's device is the CPU.
-    """
+    """Builder of one engine's batches: at most `max_tokens` tokens of `max_rows` sequences of `max_blocks` blocks."""
 
     def __init__(
         self, backend: ModelBackend, max_tokens: int, max_rows: int, max_blocks: int, *, staged: bool | None = None
@@ -75,11 +70,8 @@ class Inputs:
         self._query_starts, self._kv_lens = mirror(torch.int32, max_rows + 1), mirror(torch.int32, max_rows)
         self._tables = mirror(torch.int32, max_rows, max_blocks)
         self._stage = 0
-        self._copied = (
-            [torch.cuda.Event() for _ in range(STAGES)]  # type: ignore[no-untyped-call]
-            if device.type == "cuda"
-            else []
-        )
+        stages = STAGES if device.type == "cuda" else 0
+        self._copied = [torch.cuda.Event() for _ in range(stages)]  # type: ignore[no-untyped-call]
 
     def build(
         self,

@@ -3,8 +3,7 @@
 Each position has a 64-bit state: a running hash of the tokens up to it. Its KV bytes, in every layer, are that state
 spread by invertible maps. A forward takes the state before a chunk from the KV of the previous position. It folds ALL
 KV up to the wanted position into the logits: a sum over 64-bit words, each times its own odd number. One changed word
-always changes the sum; swapped, torn or stale blocks do except for one chance in 2^64. `expected` computes the same
-from the tokens alone. The cluster file selects it by `model.path: oracle`.
+always changes the sum; swapped, torn or stale blocks do except for one chance in 2^64.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ import torch
 from torch import Tensor
 
 from baton.core import KVLayout, SequenceSpec
-from baton.engine.choice import OutputFactory
+from baton.engine.batch import Batch
 from baton.engine.kv_cache import KVCache
-from baton.engine.model_backend import Batch
 from baton.engine.sampling.noise import GOLDEN64, mix64, mix64_tensor, signed64
+from baton.engine.sampling.output import OutputFactory
 from baton.engine.sampling.sampler import Sampler
 from baton.errors import ConfigError, EngineFault
 from baton.hashing import fingerprint, keyed_digest
@@ -84,7 +83,6 @@ class OracleBackend:
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
         """Return nothing, because integers are never rounded."""
-        del rows
         return ()
 
     def steady_rows(self) -> int:
@@ -122,7 +120,8 @@ class OracleBackend:
         sampler, state, folded, done, produced = Sampler(), self._start, 0, 0, list[int]()
         while choice.finish is None and (n is None or len(produced) < n):
             states = self._chain(state, choice.tokens[done:])
-            folded += self._fold_states(states, done)
+            weights = self._weights[:, :, done : done + len(states)]
+            folded += int((self._spread(self._tensor(states)) * weights).sum())
             state, done = states[-1], len(choice.tokens)
             logits = self._logits(self._tensor([state]), self._tensor([folded]))
             token_id = sampler.sample(logits, [choice.row])[0].token_id
@@ -159,11 +158,6 @@ class OracleBackend:
     def _spread(self, states: Tensor) -> Tensor:
         """Return the KV words of positions with these states: int64 [tensors, layers, N, words]."""
         return (states[:, None] ^ self._salt) * self._odd
-
-    def _fold_states(self, states: list[int], first: int) -> int:
-        """Return the result of `_fold` for positions from `first` on if their KV is right."""
-        weights = self._weights[:, :, first : first + len(states)]
-        return int((self._spread(self._tensor(states)) * weights).sum())
 
     def _fold(self, views: list[Tensor], tables: Tensor, positions: Tensor) -> Tensor:
         """Return the weighted sum of all KV words at positions 0..positions[i] through tables[i]: int64 [L]."""

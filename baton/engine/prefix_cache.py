@@ -1,8 +1,7 @@
 """Block hashes, so that equal beginnings of sequences are computed once.
 
 The KV of a block depends on all tokens up to its end, so its hash is a chain: digest(previous hash, its tokens). The
-digest has a key, made from the model and the request's cache scope. Thus another scope finds nothing, and a hash cannot
-be computed without the key.
+digest has a key, made from the model and the request's cache scope, so another scope finds nothing.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ _START = b""
 
 
 def scope_key(fingerprint: str, scope: str, deterministic: bool = False) -> bytes:
-    """Return the 32-byte key of one cache scope of one model, equal in every process. Deterministic requests have their
-    own keys, because they can only use KV that was computed on the grid.
-    """
+    """Return the 32-byte key of a cache scope. Deterministic requests can only use KV that was computed on the grid."""
     return keyed_digest(_KEY, fingerprint.encode(), scope.encode(), *([b"deterministic"] * deterministic))
 
 
@@ -48,9 +45,7 @@ class BlockHashChain:
     __slots__ = ("_block_size", "_digests", "_key", "_tokens")
 
     def __init__(self, key: bytes, tokens: Sequence[int], block_size: int) -> None:
-        self._key = key
-        self._tokens = tokens
-        self._block_size = block_size
+        self._key, self._tokens, self._block_size = key, tokens, block_size
         self._digests: list[bytes] = []
 
     def digest(self, block: int) -> bytes:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.core import HandoffId, SequenceSpec, ThinkingState
-from baton.engine.choice import OutputFactory, OutputState
 from baton.engine.determinism.planner import VerifiedProgress
 from baton.engine.determinism.shapes import CandidateTokens
 from baton.engine.model_backend import ModelBackend
 from baton.engine.prefix_cache import BlockHashChain, scope_key
 from baton.engine.sampling.logits import Row
+from baton.engine.sampling.output import OutputFactory, OutputState
 from baton.engine.sequence import Sequence
 from baton.engine.step_result import SequenceOutput
 from baton.engine.thinking.states import Thoughts
@@ -64,13 +64,11 @@ class Request:
 
 @dataclass(slots=True)
 class RequestFactory:
-    """Factory that checks specs and creates requests. `begin_fixed` gives deterministic ones, with the length of their
-    prompt, a progress and a draft; None rejects them.
-    """
+    """Factory that checks specs and creates requests."""
 
     backend: ModelBackend
     choices: OutputFactory
-    begin_fixed: Callable[[Request, int], None] | None
+    begin_fixed: Callable[[Request, int], None] | None  # for deterministic ones, with the length of the prompt
     thoughts: Thoughts | None
     prefix_cache: bool
     arrivals: int = 0

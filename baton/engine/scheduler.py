@@ -1,15 +1,11 @@
 """Choice of the work of the next step. Pure: token counts only, without tensors, clock or token ids.
 
 One pass in order of rank gives each decoding sequence its token. The rest of the token budget goes to prompt chunks,
-then to new sequences, which start after their cached full blocks. Sequences grow block by block. When the pool is full,
-the last in rank is preempted. If none ranks behind a sequence, it keeps its blocks and waits.
+then to new sequences, which start after their cached full blocks. When the pool is full, the last in rank is preempted.
+If none ranks behind a sequence, it keeps its blocks and waits.
 
-The rank is the step number at arrival, minus `patience` steps per priority level. So a sequence overtakes only those
-that arrived at most that many steps earlier. Later arrivals eventually rank behind it, and the first always proceeds,
-so none starves.
-
-Deterministic sequences add only single tokens to the ordinary batch. Their other work is at most one more forward per
-step, of a fixed shape (`baton.engine.determinism.planner`), which uses the same budget.
+The rank is the step number at arrival, minus `patience` steps per priority level. Later arrivals eventually rank behind
+a sequence, and the first always proceeds, so none starves.
 """
 
 from __future__ import annotations
@@ -25,10 +21,7 @@ PATIENCE = 256  # steps of aging per priority level; some seconds of decoding
 
 
 class Scheduler:
-    """Continuous batching over one block pool. `max_batched_tokens` limits the tokens of a step, `max_running` its
-    sequences. A preempted sequence waits and starts over if `recompute_preempted`; else it is dropped, and the caller
-    of `schedule` reports it.
-    """
+    """Continuous batching over one block pool. The parameters are those of `Engine`."""
 
     def __init__(
         self,
@@ -42,10 +35,8 @@ class Scheduler:
     ) -> None:
         if min(block_size, max_batched_tokens, max_running) < 1:
             raise ValueError("block_size, max_batched_tokens and max_running must be at least 1")
-        self.pool = pool
-        self.block_size = block_size
-        self.max_batched_tokens = max_batched_tokens
-        self.max_running = max_running
+        self.pool, self.block_size = pool, block_size
+        self.max_batched_tokens, self.max_running = max_batched_tokens, max_running
         self.recompute_preempted = recompute_preempted
         self.running: list[Sequence] = []  # both in order of rank
         self.waiting: list[Sequence] = []

@@ -71,19 +71,16 @@ class SequencePolicy:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Progress of one request: `known` tokens, of which the first `computed` have their KV in `allocation`. Tokens
-    before `prefill_end` are prefill when computed, later ones decode. `chain` hashes full blocks; None means no
-    caching.
-    """
+    """Progress of one request: `known` tokens, of which the first `computed` have their KV in `allocation`."""
 
     key: HandoffId
     arrival: int
     known: int
-    prefill_end: int
+    prefill_end: int  # earlier tokens are prefill when computed, later ones decode
     computed: int = 0
     allocation: Allocation | None = None
     priority: int = 0
-    chain: BlockHashChain | None = None
+    chain: BlockHashChain | None = None  # hashes of full blocks; None means no caching
     cached: int | None = None  # tokens found in the cache at its first admission
     rank: tuple[int, int] | None = None  # lower runs first; set once by the scheduler
     policies: tuple[SequencePolicy, ...] = ()  # of the features that the request uses

@@ -23,20 +23,15 @@ class SequenceOutput:
 
 @dataclass(slots=True)
 class StepResult:
-    """Result of one step. `computed` tokens went through the model; 0 means that nothing could be done now.
-
-    `context` sums the positions that these tokens attended to, `prefill_context` those of prompts. Requests in
-    `preempted` and `failed` are forgotten, their blocks free. `thoughts` are about consecutive chunks and precede
-    `outputs`.
-    """
+    """Result of one step. Requests in `preempted` and `failed` are forgotten, their blocks free."""
 
     outputs: list[SequenceOutput] = field(default_factory=list)
-    thoughts: list[tuple[HandoffId, list[Thought]]] = field(default_factory=list)
+    thoughts: list[tuple[HandoffId, list[Thought]]] = field(default_factory=list)  # they precede `outputs`
     preempted: list[HandoffId] = field(default_factory=list)
     failed: list[tuple[HandoffId, EngineFault]] = field(default_factory=list)
-    computed: int = 0
+    computed: int = 0  # tokens that went through the model; 0 means that nothing could be done now
     prefill: int = 0  # those of `computed` that are prefill
-    context: int = 0
+    context: int = 0  # sum of the positions that these tokens attended to
     prefill_context: int = 0
     verifying: list[tuple[HandoffId, Verifying]] = field(default_factory=list)  # live totals of the pass's sequences
 
@@ -63,7 +58,7 @@ class Counters:
     recomputed_tokens: int = 0  # rejected candidates and those behind them
 
     def count(self, work: list[ScheduledSequence], result: StepResult) -> None:
-        """Count an ordinary batch, before `Scheduler.advance`."""
+        """Count an ordinary batch, before `Scheduler.commit_step`."""
         result.computed = total = sum(item.count for item in work)
         result.prefill = prefill = sum(item.prefill_tokens for item in work)
         result.context = sum(item.context for item in work)

@@ -16,8 +16,9 @@ from baton.engine.step_result import Counters
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from baton.engine.batch import Batch
     from baton.engine.determinism.shapes import FixedShapes
-    from baton.engine.model_backend import Batch, ModelBackend
+    from baton.engine.model_backend import ModelBackend
     from baton.tokenizer import Tokenizer
 
 

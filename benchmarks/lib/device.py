@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from baton.engine.batch import Batch
 from baton.engine.kernels.gpu.cuda_graphs import CudaCapture, DecodeGraphs
 from baton.engine.kernels.torch_attention import PagedAttention
-from baton.engine.model_backend import Batch
 from benchmarks.lib.random_weights import random_model, settings_of
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from baton.engine.batch import Batch
     from baton.engine.block_pool import Reservation
     from baton.engine.kv_cache import KVCache
-    from baton.engine.model_backend import Batch
     from baton.engine.step_result import SequenceOutput, StepResult
     from tests.simulation.worker import WorkerPlan
     from tests.simulation.world import World

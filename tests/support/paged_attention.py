@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from baton.engine.model_backend import Batch
+from baton.engine.batch import Batch
 
 
 @dataclass

@@ -1,8 +1,7 @@
 """Startup checks of a loaded model's fixed forwards, and the fingerprint of all that their bits depend on.
 
 The checks compute the same tokens in every way that the engine may meet them, and compare all bits of KV and logits.
-Prompt chunks get other padding. Verify passes begin at other offsets, in other rows, next to other sequences of other
-lengths. Nothing is assumed about a kernel, so one that varies is found.
+Nothing is assumed about a kernel, so one that varies is found.
 """
 
 from __future__ import annotations
@@ -17,22 +16,18 @@ from torch import Tensor
 
 from baton.clock import SystemClock
 from baton.core import KVLayout
+from baton.engine.batch import Batch
 from baton.engine.determinism.shapes import SHORT, SHORT_UNTIL, FixedShapes
 from baton.engine.kernels.cpu.compiler import machine
-from baton.engine.model_backend import Batch, ModelBackend
+from baton.engine.model_backend import ModelBackend
 from baton.engine.sampling.noise import mix64
 from baton.hashing import fingerprint
 
 
 def bits_fingerprint(backend: ModelBackend, shapes: FixedShapes) -> str:
-    """Return 24 hex digits. If they are equal on two workers, fixed forwards of `shapes` give equal bits.
-
-    It hashes weights and dtype, kernels and which of them these shapes use, torch and its threads. It also hashes the
-    number of ranks, the processor or the GPU and its driver, the shapes and the grid.
-    """
+    """Return 24 hex digits. If they are equal on two workers, fixed forwards of `shapes` give equal bits."""
     grid = SHORT, SHORT_UNTIL
-    # 1, because only the last row of a prompt needs logits.
-    rows = sorted({1, *grid, shapes.rows * shapes.tokens})
+    rows = sorted({1, *grid, shapes.rows * shapes.tokens})  # 1, because only the last row of a prompt needs logits
     return fingerprint(
         (
             backend.fingerprint,
@@ -68,8 +63,8 @@ class FixedRow(NamedTuple):
 
 
 def checked_shapes(backend: ModelBackend, shapes: FixedShapes) -> FixedShapes | None:
-    """Return `shapes` with the `exact_rows` that hold here. Return None, and set `nondeterminism`, if bits vary. Logs
-    the result. No cache of the backend may be in use.
+    """Return `shapes` with the `exact_rows` that hold here, or set `nondeterminism` and return None if bits vary. Makes
+    caches, so the backend's previous one must not be used again.
     """
     clock = SystemClock()
     began = clock.monotonic()
@@ -85,15 +80,13 @@ def checked_shapes(backend: ModelBackend, shapes: FixedShapes) -> FixedShapes | 
 
 
 def check_fixed(backend: ModelBackend, shapes: FixedShapes) -> str:
-    """Return in words what varied, or "". Makes a cache, so the backend's previous one must not be used again."""
+    """Return a description of the bits that vary, or ""."""
     checker = _Checker(backend, shapes)
     return checker.chunks() or checker.passes()
 
 
 def exact_rows(backend: ModelBackend, shapes: FixedShapes) -> int:
-    """Return up to how many rows, at most `shapes.exact_rows`, a decode step gives the bits of a verify pass, or 0. It
-    needs kernels with `steady_rows`, and checks them nevertheless. Makes a cache, like `check_fixed`.
-    """
+    """Return up to how many rows, at most `shapes.exact_rows`, a decode step gives the bits of a verify pass, or 0."""
     steady = backend.steady_rows()
     most = min(shapes.exact_rows, steady, 2 * shapes.tokens)
     if most < 1 or steady < shapes.rows * shapes.tokens:

@@ -1,9 +1,7 @@
 """Planner of fixed forwards: the part of a deterministic sequence that is computed next. Pure, like the scheduler.
 
-Such a sequence has candidates behind its verified tokens. The ordinary batch continues as if they were right, and a
-verify pass checks them. A sequence is *due*, and waits for a pass, if it has `W - 1` candidates or one that ends it. A
-pass takes sequences that are due; spare rows go to others with candidates. Each step has at most one pass, so that
-other sequences wait for no more than one.
+A sequence is *due*, and waits for a verify pass, if it has `W - 1` candidates or one that ends it. Spare rows of a pass
+go to others with candidates. Each step has at most one pass, so that other sequences wait for no more than one.
 """
 
 from __future__ import annotations
@@ -29,9 +27,7 @@ class Verifying:
 
 @dataclass(slots=True, eq=False)
 class VerifiedProgress(SequencePolicy):
-    """Final part of a deterministic sequence: `verified` tokens, and the KV of its first `final` positions. KV behind
-    `final` is that of candidates. The ordinary batch writes it, and a verify pass writes it again.
-    """
+    """Final part of a deterministic sequence: `verified` tokens, and the KV of its first `final` positions."""
 
     shapes: FixedShapes
     prompt: int  # length; its positions are computed on the grid, all others in verify passes
@@ -59,10 +55,10 @@ class VerifiedProgress(SequencePolicy):
 
     def due(self, known: int) -> bool:
         """Return whether only a verify pass can continue it, with `known` tokens including candidates."""
+        if self.on_grid:
+            return False
         replays = self.verified - self.final > 1  # delivered tokens without KV here
-        return not self.on_grid and (
-            replays or self.ended or self.holds or known - self.verified >= self.shapes.tokens - 1
-        )
+        return replays or self.ended or self.holds or known - self.verified >= self.shapes.tokens - 1
 
     def ordinary(self, known: int) -> int:
         return 0 if self.on_grid or self.due(known) else UNLIMITED

@@ -16,11 +16,12 @@ from pathlib import Path
 import structlog
 import torch
 
+from baton.engine.batch import Batch
 from baton.engine.determinism.checks import FixedRow, fixed_batch
 from baton.engine.determinism.shapes import FixedShapes
 from baton.engine.kernels.cpu.tuning import alternate
 from baton.engine.kv_cache import KVCache
-from baton.engine.model_backend import Batch, ModelBackend
+from baton.engine.model_backend import ModelBackend
 
 WINDOW = FixedShapes().tokens
 TOTALS = (32, 64, 128, 256, 512)  # tokens of a pass: rows times WINDOW

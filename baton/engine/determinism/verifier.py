@@ -1,11 +1,8 @@
 """Fixed forwards: prompts of deterministic requests on the grid, and verify passes over their candidates.
 
 A verify pass computes the last verified token and the candidates behind it. It overwrites the ordinary batch's KV and
-draws each next token again. Its draws are final: equal candidates stay, the first different one is replaced, later ones
-are dropped. So a pass adds at least one token, and `W` tokens if all `W - 1` candidates are right.
-
-Tensors and rows always have the sizes of the shape. Padding fills them; its results are never read. It writes behind
-the known tokens, or to one spare block of the cache.
+draws each next token again: equal candidates stay, the first different one is replaced, later ones are dropped. Padding
+fills the shape; its results are never read. It writes behind the known tokens, or to one spare block of the cache.
 """
 
 from __future__ import annotations
@@ -20,13 +17,14 @@ import torch
 from torch import Tensor
 
 from baton.core import Token
-from baton.engine.choice import OutputState
+from baton.engine.batch import Batch
 from baton.engine.determinism.planner import VerifiedProgress, progress_of
 from baton.engine.determinism.shapes import CandidateTokens, FixedShapes
 from baton.engine.kv_cache import KVCache
-from baton.engine.model_backend import Batch, ModelBackend
+from baton.engine.model_backend import ModelBackend
 from baton.engine.model_runner import Mirror
 from baton.engine.request import Request
+from baton.engine.sampling.output import OutputState
 from baton.engine.sampling.sampler import Sampled, Sampler
 from baton.engine.sequence import ScheduledSequence, VerifyWork
 from baton.engine.step_result import Counters, StepResult
@@ -66,8 +64,7 @@ class FixedInputs:
         """Build the batch of one pass's windows; `tokens[i]` are those of its i-th sequence. Valid until the next
         build. Logits are wanted for the last token of a prompt that ends here, or for all rows of a verify pass.
         """
-        size = windows[0].size
-        on_grid = windows[0].on_grid
+        size, on_grid = windows[0].size, windows[0].on_grid
         rows = 1 if on_grid else self._shapes.rows
         n = rows * size
         contexts = [window.start + size for window in windows] + [size] * (rows - len(windows))
@@ -79,7 +76,12 @@ class FixedInputs:
             self._write(row, window, known)
         self._starts.array[: rows + 1] = np.arange(rows + 1) * size
         self._lens.array[:rows] = contexts
-        wanted = self._write_wanted(windows[0], n, on_grid=on_grid)
+        wanted = n
+        if on_grid:
+            self._wanted.array[0] = windows[0].count - 1
+            wanted = int(windows[0].start + windows[0].count == progress_of(windows[0].sequence).verified)
+        else:
+            self._wanted.array[:n] = np.arange(n)
         return Batch(
             token_ids=self._token_ids.push(n, 0),
             positions=self._positions.push(n, 0),
@@ -108,13 +110,6 @@ class FixedInputs:
         own = slice(at, at + len(places))
         self._slots.array[own] = table[places // self._block_size].astype(np.int64) * self._block_size
         self._slots.array[own] += places % self._block_size
-
-    def _write_wanted(self, window: VerifyWork, n: int, *, on_grid: bool) -> int:
-        if not on_grid:
-            self._wanted.array[:n] = np.arange(n)
-            return n
-        self._wanted.array[0] = window.count - 1
-        return int(window.start + window.count == progress_of(window.sequence).verified)
 
 
 class FixedForwards:
@@ -163,9 +158,7 @@ class FixedForwards:
         result.context += context
         result.prefill_context += context * on_grid
         counters.steps += result.computed == tokens  # unless the ordinary batch counted it
-        counters.prefill_tokens += sum(
-            ScheduledSequence(window.sequence, window.count).prefill_tokens for window in windows
-        )
+        counters.prefill_tokens += sum(ScheduledSequence(w.sequence, w.count).prefill_tokens for w in windows)
         counters.verify_passes += not on_grid
         for window in () if on_grid else windows:
             verifying = progress_of(window.sequence).verifying
@@ -175,9 +168,7 @@ class FixedForwards:
 
     def _draws(self, windows: Sequence[VerifyWork], requests: Sequence[Request], logits: Tensor) -> list[VerifySamples]:
         """Return draws for each window. Rows with a state that follows from the position alone are drawn together."""
-        found = [
-            VerifySamples(self._sampler, window, request) for window, request in zip(windows, requests, strict=True)
-        ]
+        found = [VerifySamples(self._sampler, *each) for each in zip(windows, requests, strict=True)]
         rows, places = [], list[int]()
         for number, draws in enumerate(found):
             at = number * windows[0].size if len(logits) > 1 else -draws.first

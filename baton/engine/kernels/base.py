@@ -14,7 +14,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from baton.engine.model_backend import Batch
+    from baton.engine.batch import Batch
 
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from baton.engine.model_backend import Batch
+    from baton.engine.batch import Batch
 
 
 TILE_ROWS = 256  # limits the mask of a chunk to TILE_ROWS x context

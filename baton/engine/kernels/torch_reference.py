@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from baton.engine.batch import Batch
     from baton.engine.kernels.base import Attention, HeadNorms, Linear, Rotation
-    from baton.engine.model_backend import Batch
 
 ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

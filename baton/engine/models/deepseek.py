@@ -24,8 +24,8 @@ from baton.engine.models.rope import Rotary
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from baton.engine.batch import Batch
     from baton.engine.kernels.base import Linear, Rotation
-    from baton.engine.model_backend import Batch
     from baton.engine.models.config import ModelConfig
     from baton.engine.models.config_variants import LatentConfig
     from baton.engine.models.llama import Parts, RMSNorm

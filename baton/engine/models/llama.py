@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from baton.engine.batch import Batch, Injection
     from baton.engine.kernels.base import Attention, Kernels, Linear, Rotation
     from baton.engine.kv_cache import KVCache
-    from baton.engine.model_backend import Batch, Injection
     from baton.engine.models.config import ModelConfig
     from baton.engine.models.weights import Weights
 

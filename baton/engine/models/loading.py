@@ -25,8 +25,8 @@ from baton.hashing import fingerprint
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from baton.engine.batch import Batch
     from baton.engine.kernels.base import Kernels, Splits
-    from baton.engine.model_backend import Batch
     from baton.engine.models.checkpoint import Progress
     from baton.engine.models.config import ModelConfig
 

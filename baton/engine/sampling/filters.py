@@ -1,8 +1,7 @@
 """Filters of a draw: min-p, then top-k, then top-p. Among equal tokens at the edge, the lowest ids pass.
 
-Filters need only the logits, not their ids in order, because logits give the value at the edge. Mostly a few thousand
-columns suffice: `leaders` takes the groups of columns with the highest peaks. For each row, `kept_leaders` returns
-whether its result is certainly that of all columns.
+Mostly a few thousand columns suffice: `leaders` takes the groups of columns with the highest peaks. For each row,
+`kept_leaders` returns whether its result is certainly that of all columns.
 """
 
 from __future__ import annotations
@@ -109,9 +108,7 @@ def kept(scaled: Tensor, limits: Limits) -> Tensor:
 
 
 def kept_leaders(found: Leaders, limits: Limits, total: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return `kept` for the columns in `found`, and bool `[rows]`: whether that is complete and certainly right.
-    `total` is the `mass` of all columns, needed only for top-p.
-    """
+    """Return `kept` for the columns in `found`, and whether each row is right. `total` is the `mass` of all columns."""
     ranked = descending(found.values)
     size = _first(ranked, limits)
     last = ranked.gather(-1, limits.top_k.clamp(max=ranked.shape[-1]) - 1)

@@ -66,11 +66,9 @@ class Row:
         vocab_size: int,
         guide: Guide | None = None,
     ) -> None:
-        self.sampling = sampling
-        self.guide = guide
+        self.sampling, self.guide = sampling, guide
         self.end_ids = np.array(sorted({token for token in end_ids if token < vocab_size}), dtype=np.int64)
-        self.position = len(prompt)
-        self.produced = 0
+        self.position, self.produced = len(prompt), 0
         self.seen = Seen(prompt) if has_penalties(sampling) else None
         self._noise_start = mix64((sampling.seed or 0) + GOLDEN64)
 
@@ -112,16 +110,9 @@ class Adjustments:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._penalised = [(i, row.seen, row.sampling) for i, row in enumerate(rows) if row.seen is not None]
-        self._rates = [
-            np.array(column, dtype=np.float32)
-            for column in zip(
-                *(
-                    (max(s.repetition_penalty, FINITE.tiny), s.frequency_penalty, s.presence_penalty)
-                    for _, _, s in self._penalised
-                ),
-                strict=True,
-            )
-        ]
+        samplings = [sampling for _, _, sampling in self._penalised]
+        rates = [(max(s.repetition_penalty, FINITE.tiny), s.frequency_penalty, s.presence_penalty) for s in samplings]
+        self._rates = np.array(rates, dtype=np.float32).T
         biases = [(i, *pair) for i, row in enumerate(rows) for pair in row.sampling.logit_bias]
         self._biases = [np.array(column) for column in zip(*biases, strict=True)]
         self._barring = [(i, row) for i, row in enumerate(rows) if row.produced < row.sampling.min_tokens]
@@ -151,9 +142,8 @@ class Adjustments:
         logits = flat.index_select(0, places)
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
         adjusted = repeated - frequency * counts - presence * (counts > 0)
-        flat.index_copy_(
-            0, places, adjusted.clamp_(FINITE.min, FINITE.max)
-        )  # a tiny penalty must not make a logit infinite
+        adjusted.clamp_(FINITE.min, FINITE.max)  # a tiny penalty must not make a logit infinite
+        flat.index_copy_(0, places, adjusted)
 
 
 def _on(like: Tensor, array: Array) -> Tensor:

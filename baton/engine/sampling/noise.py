@@ -31,24 +31,17 @@ def mix64(x: int) -> int:
 
 def mix64_tensor(x: Tensor) -> Tensor:
     """Return `mix64` of each element of an int64 tensor, with its bits read as unsigned."""
-    if x.device.type == "cpu":
-        return torch.from_numpy(_mix64_array(x.numpy().view(np.uint64)).view(np.int64))
-    return _mix64_tensor(x)
-
-
-def _mix64_array(x: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    x = x ^ (x >> np.uint64(30))
-    x *= np.uint64(_MUL_A)
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(_MUL_B)
-    x ^= x >> np.uint64(31)
-    return x
-
-
-def _mix64_tensor(x: Tensor) -> Tensor:
-    x = (x ^ _shift_right(x, 30)) * signed64(_MUL_A)
-    x = (x ^ _shift_right(x, 27)) * signed64(_MUL_B)
-    return x ^ _shift_right(x, 31)
+    if x.device.type != "cpu":
+        x = (x ^ _shift_right(x, 30)) * signed64(_MUL_A)
+        x = (x ^ _shift_right(x, 27)) * signed64(_MUL_B)
+        return x ^ _shift_right(x, 31)
+    bits = x.numpy().view(np.uint64)
+    bits = bits ^ (bits >> np.uint64(30))
+    bits *= np.uint64(_MUL_A)
+    bits ^= bits >> np.uint64(27)
+    bits *= np.uint64(_MUL_B)
+    bits ^= bits >> np.uint64(31)
+    return torch.from_numpy(bits.view(np.int64))
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:

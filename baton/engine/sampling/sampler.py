@@ -2,10 +2,8 @@
 
 First come repetition penalty (prompt and output), frequency and presence penalty (output), logit bias, and bans: end
 tokens before `min_tokens`, then tokens that a constraint disallows. Then the choice is greedy, or temperature, min-p,
-top-k, top-p and a draw. The draw is Gumbel-max with noise hashed from (seed, position in the sequence, column). So no
-generator state depends on other rows, and a sequence that continues elsewhere gets the same noise.
-
-Ties go to the lowest token id, in argmax and filters. Log-probabilities are the log-softmax of the original logits.
+top-k, top-p and a draw: Gumbel-max with noise hashed from (seed, position in the sequence, column). Ties go to the
+lowest token id, in argmax and filters. Log-probabilities are the log-softmax of the original logits.
 """
 
 from __future__ import annotations
@@ -143,10 +141,8 @@ def _greedy(scores: Tensor) -> list[Sampled]:
     """Return the best token of each row. It uses numpy, because calls are most of a step's overhead."""
     array = scores.numpy()
     columns = array.argmax(axis=-1)
-    finite = np.isfinite(array[np.arange(len(array)), columns])
-    return [
-        Sampled(token if good else None, None) for token, good in zip(columns.tolist(), finite.tolist(), strict=True)
-    ]
+    finite = np.isfinite(array[np.arange(len(array)), columns]).tolist()
+    return [Sampled(token if good else None, None) for token, good in zip(columns.tolist(), finite, strict=True)]
 
 
 def _best(scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,7 @@
 """Thinking progress of one sequence: numbers and thoughts, without tensors except those that a handoff carries.
 
 A sequence is cut into chunks of `chunk_size` tokens. A thought follows each chunk, and determines the state for the
-next chunk; chunk 0 has none. Chunks that are not thought about count as empty thoughts. So a position depends only on
-the tokens before it and on thoughts.
+next chunk; chunk 0 has none. Chunks that are not thought about count as empty thoughts.
 """
 
 from __future__ import annotations
@@ -54,20 +53,15 @@ class Notes:
 
 @dataclass(slots=True, eq=False)
 class Thinking(SequencePolicy):
-    """Thoughts about the first `until` chunks: those of the prompt, or all. `thoughts` are those made so far.
-
-    Other sequences with the same tokens may use the KV of the first `shared` tokens; later KV was computed without
-    thoughts. A forward goes up to `ahead` tokens beyond the open chunk, that of the next position. It assumes empty
-    thoughts for them. If set, `cheap` is the number of almost free rows, and `ahead` follows recent progress.
-    """
+    """Thoughts of one sequence. A forward assumes empty thoughts for up to `ahead` tokens beyond the open chunk."""
 
     notes: Notes
     chunk_size: int
-    until: int
-    shared: int
-    ahead: int = ALL
-    cheap: int | None = None
-    thoughts: list[tuple[int, ...]] = field(default_factory=list)
+    until: int  # number of chunks that are thought about: those of the prompt, or ALL
+    shared: int  # leading tokens with KV that others may use; later KV was computed without thoughts
+    ahead: int = ALL  # the open chunk is that of the next position
+    cheap: int | None = None  # number of almost free rows; if set, `ahead` follows recent progress
+    thoughts: list[tuple[int, ...]] = field(default_factory=list)  # made so far
     reported: int = 0  # thoughts that `new_thoughts` has returned
     rows: Tensor | None = None  # hidden rows of the open chunk so far, [offset, hidden_size], if it is thought about
     carried: tuple[int, Tensor] | None = None  # number and state of the open chunk at the handoff

@@ -1,8 +1,7 @@
-"""Thinking about prompts: states go into a forward, and thoughts come out of it.
+"""Thinking about prompts: states go into a forward, and thoughts come out of it (docs/design/thinking.md).
 
 A forward of many chunks assumes empty thoughts where none are made yet. Then the thinking block reads all whole chunks.
-All is right up to the first non-empty thought; the rest is computed again, with that thought's state. So a prompt takes
-one forward per such thought, and one more (Thinking States, algorithm 1). The result is as if chunks ran one by one.
+All is right up to the first non-empty thought; the rest is computed again, with that thought's state.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import torch
 from torch import Tensor
 
 from baton.core import KVLayout, SequenceSpec, ThinkingState
+from baton.engine.batch import Injection
 from baton.engine.kv_cache import DTYPES
-from baton.engine.model_backend import Injection
 from baton.engine.sequence import ScheduledSequence, VerifyWork
 from baton.engine.sequence import Sequence as Progress
 from baton.engine.thinking.progress import ALL, Notes, Thinking, thinking_of
@@ -72,8 +71,6 @@ class Thoughts:
         state = _raw(self._state(thinking, chunk))
         return ThinkingState(self._thinker.fingerprint, chunk, offset, state, rows, tuple(thinking.thoughts))
 
-    # --- into a forward ------------------------------------------------------------------------------------------
-
     def inject(self, work: Sequence[ScheduledSequence]) -> Injection:
         states, wanted, at = list[torch.Tensor](), list[int](), 0
         for item in work:
@@ -115,8 +112,6 @@ class Thoughts:
     def _read(self, thinking: Thinking, start: int, count: int) -> int:
         """Return how many of these positions, from the first on, are in chunks that are thought about."""
         return max(0, min(start + count, thinking.until * self._size) - start)
-
-    # --- out of a forward ----------------------------------------------------------------------------------------
 
     def settle(self, work: Sequence[ScheduledSequence], injection: Injection) -> None:
         """Think about the whole chunks of an ordinary batch. Reduce the `count` of work with wrong assumptions."""
@@ -168,8 +163,6 @@ class Thoughts:
                 return True
             thinking.thoughts.append(())
         return False
-
-    # --- tensors -------------------------------------------------------------------------------------------------
 
     def _bytes(self, rows: int) -> int:
         return rows * self._width * self._dtype.itemsize

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from baton.engine.batch import Batch
 from baton.engine.kv_cache import KVCache
-from baton.engine.model_backend import Batch
 from baton.engine.models.config import read_config
 from baton.engine.tp.group import CACHE, END, STEP, Ranks, SharedExchange, TpLayout, memory_is_ordered
 from baton.engine.tp.kv_memory import KVMemory, kv_memory
@@ -35,9 +35,8 @@ END_S = 2.0
 
 
 class ShardedBackend:
-    """Implementation of `baton.engine.model_backend.ModelBackend` with rank 0 in this process, from `load_sharded`.
-
-    All errors of a forward or a new cache become RankLost, because ranks out of step cannot continue.
+    """A `ModelBackend` with rank 0 in this process, from `load_sharded`. All errors of a forward or a new cache become
+    RankLost, because ranks out of step cannot continue.
     """
 
     def __init__(
@@ -77,9 +76,8 @@ class ShardedBackend:
         return self._caches[0]
 
     def forward(self, batch: Batch, kv: KVCache) -> torch.Tensor:
-        """Run a forward on all ranks. Raises RankLost, or ValueError for a cache other than the last one made.
-
-        On return, K and V of all ranks are written: each rank writes those of a layer before its part of the sums.
+        """Run a forward on all ranks. On return, K and V of all ranks are written: each rank writes those of a layer
+        before its part of the sums.
         """
         self._check_open()
         if self._caches is None or kv is not self._caches[0]:
@@ -111,9 +109,8 @@ class ShardedBackend:
             raise RankLost("the ranks of this worker have ended")
 
     def _lost(self, error: Exception) -> RankLost:
-        """End the other ranks after a failure, and return its cause.
-
-        Their memory stays mapped until this process ends, because a GPU that waits for the lost rank blocks unmapping.
+        """End the other ranks after a failure, and return its cause. Their memory stays mapped until this process ends,
+        because a GPU that waits for the lost rank blocks unmapping.
         """
         lost = self._followers.explain(error)
         self._end(0.0)

@@ -1,23 +1,19 @@
 """The process group of a worker's ranks: gloo for messages from rank 0, and an exchange of the partial sums.
 
 Ranks find each other through a file in a folder that only this user can enter. gloo listens on loopback only. Rank 0
-may be silent for days, so the others wait without a timeout; they are killed with it (see `rank_process`).
-
-In an exchange, every rank writes its part to `place`, then calls `swap`, which returns all parts in rank order. All
-ranks make the same calls with the same shapes and add the same numbers in the same order. A sum thus has the same bits
-on each rank, in each run, and with each kind of exchange.
+may be silent for days, so the others wait without a timeout; they are killed with it (see `rank_process`). All ranks
+add the same parts in rank order, so a sum has the same bits on each rank, in each run, with each kind of exchange.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
 import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -141,23 +137,16 @@ class SharedExchange:
             os.sched_yield()
         deadline = time.monotonic() + self._timeout_s
         while (current := self._counters[index]) < self._count:
-            _sleep_while(self._address + rank * LINE, current)
+            address, lower_half = self._address + rank * LINE, ctypes.c_uint32(current & 0xFFFFFFFF)
+            _LIBC.syscall(FUTEX, ctypes.c_void_p(address), FUTEX_WAIT, lower_half, _SLICE)  # at most 50 ms
             self._alive()
             if time.monotonic() > deadline:
                 raise RankLost(f"rank {rank} of this worker made no progress for {self._timeout_s:g} s")
 
 
-def _sleep_while(address: int, value: int) -> None:
-    """Sleep for 50 ms or until woken, if the lower half of the counter still has this value."""
-    _LIBC.syscall(FUTEX, ctypes.c_void_p(address), FUTEX_WAIT, ctypes.c_uint32(value & 0xFFFFFFFF), _SLICE)
-
-
 @dataclass(frozen=True, slots=True)
 class TpLayout:
-    """The start parameters of every rank. `memory` and `kv` are descriptors of shared memory, or -1 for none.
-
-    `capacity` is the largest part of an exchange in elements. `timeout_s` limits a rank's silence in a forward.
-    """
+    """The start parameters of every rank. `memory` and `kv` are descriptors of shared memory, or -1 for none."""
 
     folder: str
     key: str
@@ -169,18 +158,11 @@ class TpLayout:
     threads: int
     store: str
     parent: int
-    capacity: int
-    timeout_s: float
+    capacity: int  # largest part of an exchange, in elements
+    timeout_s: float  # limit of a rank's silence in a forward
     memory: int = -1
     kv: int = -1
     splits: Splits = "auto"
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> TpLayout:
-        return cls(**json.loads(text))
 
     def device_of(self, rank: int) -> torch.device:
         """Return the CPU, or the GPU `rank` places after that of rank 0."""
@@ -197,9 +179,8 @@ class Message(NamedTuple):
 
 
 class Ranks:
-    """One rank's end of the group, used by one thread. All ranks construct theirs at the same time.
-
-    `alive` is called while waiting. On rank 0, which watches the others, it raises RankLost if a rank has ended.
+    """One rank's end of the group, used by one thread. All ranks construct theirs at the same time. `alive` is called
+    while waiting; on rank 0 it raises RankLost if a rank has ended.
     """
 
     def __init__(self, plan: TpLayout, rank: int, alive: Callable[[], None]) -> None:
@@ -208,9 +189,8 @@ class Ranks:
         self._control = _gloo(PrefixStore("control", store), rank, plan)
         self._frame = torch.zeros(FRAME, dtype=torch.int64)
         self._limit = FOREVER if rank else timedelta(seconds=plan.timeout_s)
-        self._data: Group = (
-            self._control if self.device.type == "cpu" else _nccl(PrefixStore("data", store), rank, plan)
-        )
+        cpu = self.device.type == "cpu"
+        self._data: Group = self._control if cpu else _nccl(PrefixStore("data", store), rank, plan)
         self.exchange = self._exchange(plan, alive)
 
     def send(self, kind: int, numbers: list[int], body: Tensor | None = None) -> None:

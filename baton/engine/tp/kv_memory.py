@@ -3,18 +3,12 @@
     CPU     one shared memory with all heads; each rank has a strided view of its own
     GPUs    a cache per GPU; rank 0 opens those of the others by CUDA IPC on their devices (`ShardedCache`)
 
-Handoffs see one `KVCache` with all heads. On GPUs rank 0 issues its copies, and they run on the GPU of the rank:
-
-    gather     rank caches --index_select--> one temporary for each rank, on its device --strided copy--> wire
-    scatter    wire --strided copy--> one temporary for each rank, on its device --index_copy--> rank caches
-
 On GPUs a rank frees its memory only after rank 0 has closed it, which precedes each CACHE or END message:
 
     rank 0                  CACHE    allocate, send handles    open   ...   close    CACHE or END
     rank r  (free the last)          allocate, send handles                          free
 
-Never run on GPUs, for lack of two. The order is tested with simulated devices in main memory. On a machine with two:
-`python -m pytest tests/unit/gpu/test_ranks.py`.
+Never run on GPUs, for lack of two. The order is tested with simulated devices (docs/gpu.md has the commands for two).
 """
 
 from __future__ import annotations
@@ -94,7 +88,6 @@ class GpuMemory:
         self._held = ExitStack()
 
     def prepare(self, total_blocks: int) -> None:
-        del total_blocks
         self.close()
 
     def make(self, total_blocks: int) -> tuple[KVCache, KVCache]:
@@ -149,9 +142,8 @@ def rank_layout(layout: KVLayout, size: int) -> KVLayout:
 
 
 class ShardedCache(KVCache):
-    """A cache of all heads of `layout` over the caches of `ranks`; `device` is that of rank 0.
-
-    Its own tensors are on device "meta": models compute with `ranks`. Raises ValueError if those do not fit `layout`.
+    """A cache of all heads of `layout` over the caches of `ranks`; `device` is that of rank 0. Its own tensors are on
+    device "meta", because models compute with `ranks`.
     """
 
     def __init__(self, layout: KVLayout, ranks: Sequence[KVCache]) -> None:
@@ -168,10 +160,7 @@ class ShardedCache(KVCache):
         self._writes = [(rank, range(layout.layers), heads.held(rank)) for rank in range(size)]
 
     def mark(self) -> Mark | None:
-        """See `KVCache`. Reads on the devices of all ranks wait for the current point of rank 0's stream.
-
-        That suffices, because rank 0's stream waits for the other ranks, so their writes precede this point.
-        """
+        """See `KVCache`. Rank 0's stream waits for the other ranks, so their writes precede a mark on it."""
         if self.device.type == "cpu":
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -12,20 +12,21 @@ a frozen one, because the kernel kills them with it. Before each forward rank 0 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from baton.engine.batch import Batch
 from baton.engine.kv_cache import KVCache
-from baton.engine.model_backend import Batch
 from baton.engine.models.loading import TransformerBackend, load_model
 from baton.engine.tp.group import CACHE, END, Ranks, TpLayout
 from baton.engine.tp.kv_memory import GpuOf, kv_memory
@@ -115,7 +116,7 @@ class Followers:
 
     def __init__(self, plan: TpLayout) -> None:
         self._folder = Path(plan.store).parent
-        command = [sys.executable, "-m", "baton.engine.tp.rank_process", plan.to_json()]
+        command = [sys.executable, "-m", "baton.engine.tp.rank_process", json.dumps(asdict(plan))]
         shared = [fd for fd in (plan.memory, plan.kv) if fd >= 0]
         self.processes = [_start([*command, str(rank)], shared) for rank in range(1, plan.size)]
 
@@ -125,7 +126,12 @@ class Followers:
         ended = [(code, rank, pid) for code, rank, pid in polled if code is not None]
         if ended:
             code, rank, pid = min(ended)  # ends by a signal (below 0) first, because the others follow from them
-            raise RankLost(f"rank {rank} of this worker (process {pid}) {_ending(code)}")
+            end = (
+                f"was ended by {signal.Signals(-code).name}"
+                if code < 0
+                else f"ended with exit code {code}; see the log"
+            )
+            raise RankLost(f"rank {rank} of this worker (process {pid}) {end}")
 
     def wait(self, stage: str, timeout_s: float) -> None:
         """Wait until all have reached a stage. Raises RankLost if one ends instead or takes longer."""
@@ -164,10 +170,6 @@ def _start(command: list[str], shared: list[int]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=shared, process_group=0)
 
 
-def _ending(code: int) -> str:
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}; see the log"
-
-
 def _mark(folder: Path, stage: str, rank: int) -> Path:
     return folder / f"{stage}-{rank}"
 
@@ -193,7 +195,7 @@ def follow(plan: TpLayout, rank: int, gpu_of: GpuOf | None = None) -> None:
 
 def main() -> int:
     """Run the process of a rank, and return its exit code."""
-    plan, rank = TpLayout.from_json(sys.argv[1]), int(sys.argv[2])
+    plan, rank = TpLayout(**json.loads(sys.argv[1])), int(sys.argv[2])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != plan.parent:
         return 1  # rank 0 ended before prctl took effect

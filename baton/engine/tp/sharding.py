@@ -1,15 +1,13 @@
-"""The division of a model and its KV among ranks.
+"""The division of a model and its KV among ranks (docs/design/tensor-parallelism.md).
 
     x W^T, rows divided        q, k, v, gate, up: each rank computes its own features
     x W^T, columns divided     o, down: each rank multiplies the features that it computed; the products are summed
     head                       each rank has a range of the vocabulary; rank 0 joins the logits
     norms, embedding           whole on each rank, because dividing them would cost an exchange and save little
     8 KV heads, 4 ranks        0 1 | 2 3 | 4 5 | 6 7    shares: one rank holds each head
-    2 KV heads, 4 ranks          0 |   0 |   1 |   1    replicas: several ranks hold each head
+    2 KV heads, 4 ranks          0 |   0 |   1 |   1    replicas: each has some layers of a read
 
-Sums are taken in rank order, element by element, in float32, so they do not depend on a row's place. KV on the wire
-has all heads of a position in order, so each worker plans as if its peer had one rank. Replicas divide the layers of a
-head when it is read; a write goes to all of them. All ranks hold the one head of latent attention.
+Sums are taken in rank order, element by element, in float32, so they do not depend on a row's place.
 """
 
 from __future__ import annotations

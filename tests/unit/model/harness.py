@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from baton.engine.batch import Batch
 from baton.engine.kv_cache import KVCache
-from baton.engine.model_backend import Batch, ModelBackend
+from baton.engine.model_backend import ModelBackend
 from baton.engine.models.loading import load_model
 from tests.unit.model.checkpoints import VOCAB, random_checkpoint, reload
 from tests.unit.model.routing import assert_sure, routers

@@ -160,7 +160,7 @@ def test_rank_0_lets_go_before_the_others_may(plan_of) -> None:
     assert calls.mock_calls == [call.memory.close(), call.followers.close(2.0)], "even if it cannot let go"
 
 
-@pytest.mark.parametrize("fails", ["ranks.tell", "memory.make"])
+@pytest.mark.parametrize("fails", ["ranks.send", "memory.make"])
 def test_a_cache_that_cannot_be_made_ends_the_worker(plan_of, fails: str) -> None:
     """Nobody waits for a GPU then: a lost rank may hold it up for ever."""
     backend, calls = backend_of(plan_of(2), fails)

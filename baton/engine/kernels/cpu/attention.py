@@ -13,8 +13,8 @@ from baton.engine.kernels.torch_reference import torch_attention
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from baton.engine.batch import Batch
     from baton.engine.kernels.base import Attention, Splits
-    from baton.engine.model_backend import Batch
 
 MAX_DIM, LANES = 576, 16  # as in the C sources
 MAX_SPLITS = 256

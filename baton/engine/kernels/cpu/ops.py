@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from baton.engine.batch import Batch
     from baton.engine.kernels.base import HeadNorms, Linear, Rotation, Splits
     from baton.engine.kernels.cpu.kernel_choice import Profile
-    from baton.engine.model_backend import Batch
 
 
 class CompiledBlockCopy:

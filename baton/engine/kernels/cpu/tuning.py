@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from baton.engine.batch import Batch
 from baton.engine.kernels.cpu.attention import CompiledAttention
 from baton.engine.kernels.cpu.kernel_choice import Choice, Profile, static_choice
 from baton.engine.kernels.cpu.ops import CompiledLinear, CpuKernels
 from baton.engine.kernels.torch_reference import TorchLinear
-from baton.engine.model_backend import Batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

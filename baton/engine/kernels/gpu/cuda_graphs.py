@@ -16,9 +16,9 @@ import structlog
 import torch
 
 from baton.clock import SystemClock
+from baton.engine.batch import Batch
 from baton.engine.kernels.base import Scratch
 from baton.engine.kernels.gpu.shapes import WIDEST_HEAD, bucket_for, buckets
-from baton.engine.model_backend import Batch
 from baton.engine.models.loading import TransformerBackend
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from baton.engine.model_backend import Batch
+from baton.engine.batch import Batch
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:

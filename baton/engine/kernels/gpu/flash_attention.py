@@ -16,7 +16,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from baton.engine.model_backend import Batch
+    from baton.engine.batch import Batch
 
 BLOCK_MULTIPLE = 256
 HEAD_MULTIPLE, WIDEST_HEAD = 8, 256

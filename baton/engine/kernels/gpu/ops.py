@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from baton.engine.batch import Batch
     from baton.engine.kernels.base import Attention, HeadNorms, Linear, Rotation
     from baton.engine.kernels.gpu.flash_attention import Varlen
-    from baton.engine.model_backend import Batch
 
 
 class GpuAttention:

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from baton.engine.batch import Batch
 from baton.engine.determinism.checks import FixedRow, check_fixed, fixed_batch
 from baton.engine.determinism.shapes import FixedShapes
 from baton.engine.kernels.gpu import cuda_graphs
@@ -17,7 +18,6 @@ from baton.engine.kernels.gpu.flash_attention import VarlenAttention
 from baton.engine.kernels.gpu.ops import GpuAttention, GpuKernels
 from baton.engine.kernels.torch_attention import SteadyAttention
 from baton.engine.kernels.torch_reference import TorchKernels
-from baton.engine.model_backend import Batch
 from baton.engine.models.loading import load_model
 from benchmarks.lib.random_weights import random_model
 from tests.unit.model import harness

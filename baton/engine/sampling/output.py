@@ -12,10 +12,8 @@ from baton.tokenizer import Detokenizer, Tokenizer
 
 
 class OutputText:
-    """Detokenizer with stop strings. It returns only text that later tokens cannot change.
-
-    The first character that completes a stop string decides; among several matches there, the longest counts. A match
-    that is complete before token number `min_tokens` (from 1) is ordinary text.
+    """Detokenizer with stop strings. The first character that completes a stop string decides; among several matches
+    there, the longest counts. A match that is complete before token number `min_tokens` (from 1) is ordinary text.
     """
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
@@ -24,9 +22,7 @@ class OutputText:
         self._held = ""  # the longest end of the text that may begin a stop string
 
     def push(self, token_id: int) -> tuple[str, str | None]:
-        """Add a token. Return the text before a stop string that became final, and the stop string if one is complete.
-        Nothing may be pushed after that.
-        """
+        """Add a token. Return the text that no later token can change, and the stop string that ended it, if any."""
         self._pushed += 1
         piece = self._detokenizer.push(token_id)
         if not self._stop:
@@ -99,9 +95,7 @@ class OutputFactory:
 
 
 class OutputState:
-    """Output of one sequence. `spec.known` is replayed first, and may already end it. `tokens` are prompt and output. A
-    token that ends it by id (EOS, stop token) is not part of the output.
-    """
+    """Prompt and output of one sequence (`tokens`). `spec.known` is replayed first, and may already end it."""
 
     def __init__(
         self, spec: SequenceSpec, tokenizer: Tokenizer, vocab_size: int, max_model_len: int, guide: Guide | None
