@@ -14,10 +14,8 @@ IGNORED = ("*/*", "consolidated*")
 
 
 def model_folder(path: Path | str, *, weights: bool = True) -> Path:
-    """Return the folder of a `model.path`. For `hf:org/name[@revision]` it is the snapshot in the local cache.
-
-    Missing files are downloaded, without `weights` only the small ones, according to HF_HOME, HF_TOKEN, HF_ENDPOINT and
-    HF_HUB_OFFLINE. Raises CheckpointError with the cause and a remedy.
+    """Return the folder of a `model.path`. For `hf:org/name[@revision]` it is the snapshot in the local cache. Missing
+    files are downloaded, without `weights` only the small ones. Raises CheckpointError with the cause and a remedy.
     """
     try:
         name = parse_hub_name(str(path))

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from baton.config import load_config
 from baton.core import Role
-from baton.engine.determinism.tuning import WINDOW, measure_passes, save_passes
+from baton.engine.determinism.checks import WINDOW, measure_passes, save_passes
 from baton.engine.kernels.cpu.kernel_choice import load_profile, save_profile
 from baton.engine.kernels.cpu.ops import CpuKernels
 from baton.engine.kernels.cpu.tuning import Point, make_profile, measure_attention, measure_linear

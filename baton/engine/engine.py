@@ -28,13 +28,12 @@ from baton.engine.model_runner import Inputs, OrdinaryForwards, SampledToken
 from baton.engine.request import Request, RequestFactory
 from baton.engine.sampling.output import OutputFactory
 from baton.engine.scheduler import Scheduler
-from baton.engine.sequence import ScheduledSequence, Sequence, VerifyWork
+from baton.engine.sequence import LayerListener, ScheduledSequence, Sequence, VerifyWork
 from baton.engine.step_result import Counters, SequenceOutput, StepResult
 from baton.engine.thinking.states import Thoughts
 from baton.errors import EngineFault, RankLost
 from baton.tokenizer import Tokenizer
 
-LayerListener = Callable[[list[ScheduledSequence], int], None]  # work of a forward, written layer
 _Result = TypeVar("_Result")
 NO_TOKEN = "no token can be sampled: the largest logit is not a finite number"
 log = structlog.get_logger()

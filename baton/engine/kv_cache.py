@@ -34,10 +34,9 @@ class Mark(Protocol):
 class KVCache:
     """Tensors of a KV layout, each `[layers, total_blocks, block_size, kv_heads, head_dim]`, on `device`.
 
-    Most models have `k` and `v`. Latent attention has only `k`, and `v` has no blocks. The order is block-major, so
-    that blocks of one layer are contiguous. The wire order of a rectangle (layers x positions) is, for each layer, K of
+    Latent attention has only `k`, and `v` has no blocks. The wire order of layers x positions is, for each layer, K of
     all positions, then V of all. It has no blocks, so each side has its own block size. Not thread-safe: the block pool
-    decides which component may access a block. `copy` replaces torch between contiguous CPU tensors and a wire.
+    decides which component may access a block. `copy` replaces torch for contiguous CPU tensors.
     """
 
     def __init__(
@@ -197,9 +196,7 @@ def size_kv(
     model_max_len: int,
     device: torch.device,
 ) -> Sizing:
-    """Return the blocks in `kv_memory` bytes, and the longest sequence that fits alone, up to `model_max_len`. Raises
-    ConfigError, with a remedy, if a sequence of `max_model_len` or `kv_memory` itself does not fit.
-    """
+    """Return the blocks in `kv_memory` bytes, and the longest sequence. Raises ConfigError if either does not fit."""
     budget, most = auto_kv_bytes(device) if kv_memory == "auto" else kv_memory, _total_bytes(device)
     if budget > most:
         raise ConfigError(f"kv_memory: {budget} bytes, but {device} has {most}; set fewer, or auto")

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 
 class ModelBackend(Protocol):
-    """A model that keeps its state in paged KV and nowhere else. Used by one thread at a time.
-
-    `baton.engine.determinism.checks` tests `nondeterminism` and `steady_rows` at startup.
-    """
+    """A model that keeps its state in paged KV and nowhere else. Used by one thread at a time."""
 
     name: str  # for people
     layout: KVLayout  # of the cache that `forward` takes
@@ -34,7 +31,7 @@ class ModelBackend(Protocol):
         """Return what the bits of fixed forwards depend on: the kernels for each of `rows`, and the number of ranks."""
 
     def steady_rows(self) -> int:
-        """Return up to how many rows the kernels should give a row the same bits in every fixed shape, or 0."""
+        """Return up to how many rows the kernels give a row the same bits in every fixed shape (tested at startup)."""
 
     def make_cache(self, total_blocks: int) -> KVCache:
         """Create the cache that `forward` takes, with finite values. The previous one must not be used again."""

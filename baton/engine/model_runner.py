@@ -22,7 +22,7 @@ from baton.engine.kv_cache import KVCache
 from baton.engine.model_backend import ModelBackend
 from baton.engine.request import Request
 from baton.engine.sampling.sampler import Sampled, Sampler
-from baton.engine.sequence import ScheduledSequence
+from baton.engine.sequence import LayerListener, ScheduledSequence
 from baton.engine.thinking.states import Thoughts
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -179,7 +179,7 @@ class OrdinaryForwards:
         requests: Sequence[Request],
         backend: ModelBackend,
         kv: KVCache,
-        on_layer: Callable[[list[ScheduledSequence], int], None] | None,
+        on_layer: LayerListener | None,
     ) -> list[SampledToken]:
         """Run the model and draw where all known tokens are computed. A thought may lower the `count` of work."""
         listener = partial(on_layer, part.work) if on_layer is not None else None

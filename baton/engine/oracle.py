@@ -64,13 +64,11 @@ class OracleBackend:
         position_bytes = self.layout.layer_block_bytes // len(self.layout.tensors) // self.layout.block_size
         if position_bytes % WORD_BYTES:
             raise ConfigError(f"the oracle needs whole 8-byte words for K of a position, got {position_bytes} bytes")
-        self.name = "oracle"
+        self.name, self.nondeterminism = "oracle", ""
         self.thinker: Thinker | None = None
-        self.nondeterminism = ""
         self.tokenizer = OracleTokenizer()
         self.vocab_size = self.tokenizer.vocab_size
-        self.max_model_len = max_model_len
-        self.device = torch.device(device)
+        self.max_model_len, self.device = max_model_len, torch.device(device)
         self.fingerprint = fingerprint(("oracle", str(seed), self.layout.wire))
         self._words = position_bytes // WORD_BYTES
         self._start = int.from_bytes(keyed_digest(bytes(32), b"baton oracle", str(seed).encode())[:8], "little")

@@ -22,10 +22,8 @@ def scope_key(fingerprint: str, scope: str, deterministic: bool = False) -> byte
 
 
 def hashable_blocks(spec: SequenceSpec, block_size: int, *, thinks: bool = False) -> int:
-    """Return how many blocks of a new request have hashes: the full ones, but one token is left to compute.
-
-    For a deterministic request only the prompt counts, because verify passes set the bits of the rest. The same holds
-    if the model thinks about the prompt only, because KV behind it differs from that of a prompt with the same tokens.
+    """Return how many blocks of a new request have hashes: the full ones, but one token is left to compute. Only the
+    prompt counts if verify passes set the bits of the rest, or if the model thinks only about the prompt.
     """
     named = (len(spec) - 1) // block_size
     prompt_only = spec.deterministic or (thinks and not spec.think_while_decoding)
@@ -50,19 +48,16 @@ class BlockHashChain:
 
     def digest(self, block: int) -> bytes:
         """Return the hash of block number `block`, from 0. Raises IndexError if its tokens are not known."""
-        while len(self._digests) <= block:
-            self._extend()
+        size = self._block_size
+        while (number := len(self._digests)) <= block:
+            tokens = self._tokens[number * size : (number + 1) * size]
+            if len(tokens) < size:
+                raise IndexError(f"block {number} is not full: {len(tokens)} of {size} tokens are known")
+            before = self._digests[-1] if self._digests else _START
+            self._digests.append(keyed_digest(self._key, before, struct.pack(f"<{size}i", *tokens)))
         return self._digests[block]
 
     def digests(self, first: int, end: int) -> list[bytes]:
         """Return the hashes of blocks first..end-1, at least one."""
         self.digest(end - 1)
         return self._digests[first:end]
-
-    def _extend(self) -> None:
-        start, size = len(self._digests) * self._block_size, self._block_size
-        tokens = self._tokens[start : start + size]
-        if len(tokens) < size:
-            raise IndexError(f"block {len(self._digests)} is not full: {len(tokens)} of {size} tokens are known")
-        before = self._digests[-1] if self._digests else _START
-        self._digests.append(keyed_digest(self._key, before, struct.pack(f"<{size}i", *tokens)))

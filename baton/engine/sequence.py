@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
@@ -148,6 +148,9 @@ class ScheduledSequence:
     def context(self) -> int:
         """Number of positions that its tokens attend to, including themselves, summed over the tokens."""
         return self.count * self.sequence.computed + self.count * (self.count + 1) // 2
+
+
+LayerListener = Callable[[list[ScheduledSequence], int], None]  # receives the work of a forward, and a written layer
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ import structlog
 import torch
 
 from baton.core import HandoffId, Role, Sampling, SequenceSpec
-from baton.engine.determinism.checks import checked_shapes
-from baton.engine.determinism.tuning import WINDOW, load_passes
+from baton.engine.determinism.checks import WINDOW, checked_shapes, load_passes
 from baton.engine.engine import Engine
 from baton.engine.kernels.cpu.compiler import machine, state_folder
 from baton.engine.kernels.gpu.cuda_memory import claim_activations

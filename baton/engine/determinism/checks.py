@@ -1,13 +1,20 @@
-"""Startup checks of a loaded model's fixed forwards, and the fingerprint of all that their bits depend on.
+"""Measurements of a loaded model's fixed forwards: startup checks, the fingerprint of their bits, times of passes.
 
 The checks compute the same tokens in every way that the engine may meet them, and compare all bits of KV and logits.
-Nothing is assumed about a kernel, so one that varies is found.
+Nothing is assumed about a kernel, so one that varies is found. `baton profile` measures the times. They set the size of
+verify passes if the cluster file leaves it open: a small pass reads all weights for few tokens, a large one waits for
+sequences to fill it.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import NamedTuple
 
 import structlog
@@ -19,9 +26,18 @@ from baton.core import KVLayout
 from baton.engine.batch import Batch
 from baton.engine.determinism.shapes import SHORT, SHORT_UNTIL, FixedShapes
 from baton.engine.kernels.cpu.compiler import machine
+from baton.engine.kernels.cpu.tuning import alternate
+from baton.engine.kv_cache import KVCache
 from baton.engine.model_backend import ModelBackend
 from baton.engine.sampling.noise import mix64
 from baton.hashing import fingerprint
+
+WINDOW = FixedShapes().tokens  # of the passes whose times are measured
+TOTALS = (32, 64, 128, 256, 512)  # tokens of a pass: rows times WINDOW
+CLOSE = 1.15  # factor of the best time per token that is still good
+CONTEXT = 256  # tokens before a row's window
+
+log = structlog.get_logger(__name__)
 
 
 def bits_fingerprint(backend: ModelBackend, shapes: FixedShapes) -> str:
@@ -49,9 +65,6 @@ def device_facts(device: torch.device, layout: KVLayout) -> tuple[str, ...]:
     driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]  # not in the stub
     capability = f"{found.major}.{found.minor}"
     return (found.name, capability, f"driver {driver}", f"CUDA {torch.version.cuda}", f"blocks of {layout.block_size}")
-
-
-log = structlog.get_logger(__name__)
 
 
 class FixedRow(NamedTuple):
@@ -204,3 +217,61 @@ def fixed_batch(rows: list[FixedRow], wanted: list[int], block_size: int, device
             logit_rows=torch.tensor(wanted, dtype=torch.int64),
             fixed=True,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyShapeTimes:
+    """Seconds of a verify pass by its tokens. Up to `steady` tokens, decode steps can be exact; 0 means never."""
+
+    seconds: Mapping[int, float]
+    steady: int = 0
+
+    def best(self, *, exact: bool) -> int:
+        """Return the best size. If `exact`, keep decode steps exact if possible, because each saves a whole pass."""
+        steady = {total: seconds for total, seconds in self.seconds.items() if exact and total <= self.steady}
+        each = {total: seconds / total for total, seconds in (steady or self.seconds).items()}
+        return min(total for total, seconds in each.items() if seconds <= CLOSE * min(each.values()))
+
+
+def measure_passes(backend: ModelBackend, max_rows: int) -> VerifyShapeTimes:
+    """Measure passes of up to `max_rows` rows. Makes a cache: the backend's previous one must not be used again."""
+    start = max(0, min(CONTEXT, backend.max_model_len - WINDOW))
+    totals = [total for total in TOTALS if total // WINDOW <= max(1, max_rows)]
+    each = backend.layout.blocks_for(start + WINDOW)
+    rows = [FixedRow([0] * WINDOW, start, list(range(at, at + each))) for at in range(0, totals[-1] * each, each)]
+    kv = backend.make_cache(totals[-1] // WINDOW * each)
+    size, device = backend.layout.block_size, backend.device
+    batches = [fixed_batch(rows[: total // WINDOW], list(range(total)), size, device) for total in totals]
+    seconds = alternate([partial(_forward, backend, kv, batch) for batch in batches])
+    return VerifyShapeTimes(dict(zip(totals, seconds, strict=True)), backend.steady_rows())
+
+
+@torch.inference_mode()
+def _forward(backend: ModelBackend, kv: KVCache, batch: Batch) -> None:
+    backend.forward(batch, kv)
+    if backend.device.type == "cuda":
+        torch.cuda.synchronize(backend.device)
+
+
+def load_passes(path: Path) -> VerifyShapeTimes | None:
+    """Return stored measurements, or None if there are none or the file is damaged."""
+    try:
+        stored = json.loads(path.read_text())
+        seconds = {int(total): float(taken) for total, taken in stored["seconds"].items()}
+        whole = seconds and all(t >= WINDOW and t % WINDOW == 0 and 0 < s < math.inf for t, s in seconds.items())
+        if not whole:
+            raise ValueError("it has no valid times of verify passes")
+        return VerifyShapeTimes(seconds, int(stored["steady"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("profile_unreadable", path=str(path), error=str(error))
+        return None
+
+
+def save_passes(path: Path, passes: VerifyShapeTimes) -> None:
+    """Write the measurements atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(".part")
+    scratch.write_text(json.dumps(asdict(passes), indent=1))
+    scratch.replace(path)

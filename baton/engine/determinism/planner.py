@@ -94,9 +94,7 @@ class WindowPlanner:
         self._grid_was_last = False
 
     def next(self, running: Iterable[Sequence], ready: Callable[[Sequence], bool]) -> list[VerifyWork]:
-        """Return the windows of one forward: one on the grid, or some to verify, or none if no forward is worth it.
-        `running` is in order of rank; `ready` tests whether a sequence has blocks for all known tokens.
-        """
+        """Return the windows of one forward, or none. `ready` tests whether a sequence has blocks for all tokens."""
         fixed = [sequence for sequence in running if sequence.own_forwards and ready(sequence)]
         if not fixed:
             return []
@@ -149,8 +147,8 @@ class Part(NamedTuple):
 
 
 def split_exact(work: list[ScheduledSequence], rows: int) -> list[Part]:
-    """Return the forwards of an ordinary batch: one, or more if it is not exact and a sequence needs that. Other decode
-    sequences fill exact ones up to `rows`. Prompts and the remaining sequences share one more forward.
+    """Return the forwards of an ordinary batch: exact ones for sequences that need that, filled up to `rows` with other
+    decode sequences, and one more for the rest.
     """
     needing = [item for item in work if rows and _final(item)]
     if not needing:

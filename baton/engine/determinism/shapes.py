@@ -46,10 +46,8 @@ class FixedShapes:
 
 
 class CandidateTokens:
-    """Prompt, verified output and candidates (`tokens`) of one request.
-
-    `ended` means that no candidate can follow: the next token is an end or cannot be drawn (`stopped`), or output is
-    full. Stop strings are left to the choice, so that text is made once; candidates behind one are wasted.
+    """Prompt, verified output and candidates (`tokens`) of one request. It is `stopped` if the next token is an end or
+    cannot be drawn. Stop strings are left to `OutputState`; candidates behind one are wasted.
     """
 
     def __init__(self, choice: OutputState) -> None:
@@ -60,6 +58,7 @@ class CandidateTokens:
 
     @property
     def ended(self) -> bool:
+        """Whether no candidate can follow."""
         guide = self.row.guide
         full = self.row.produced >= self._choice.max_output or (guide is not None and (guide.complete or guide.broken))
         return self.stopped or full

@@ -26,7 +26,7 @@ from baton.engine.model_runner import Mirror
 from baton.engine.request import Request
 from baton.engine.sampling.output import OutputState
 from baton.engine.sampling.sampler import Sampled, Sampler
-from baton.engine.sequence import ScheduledSequence, VerifyWork
+from baton.engine.sequence import LayerListener, ScheduledSequence, VerifyWork
 from baton.engine.step_result import Counters, StepResult
 from baton.engine.thinking.states import Thoughts
 
@@ -131,11 +131,7 @@ class FixedForwards:
 
     @torch.inference_mode()
     def compute(
-        self,
-        windows: Sequence[VerifyWork],
-        requests: Sequence[Request],
-        kv: KVCache,
-        on_layer: Callable[[list[ScheduledSequence], int], None] | None,
+        self, windows: Sequence[VerifyWork], requests: Sequence[Request], kv: KVCache, on_layer: LayerListener | None
     ) -> list[VerifySamples]:
         """Run the model and return draws per window; none if a new thought makes a grid chunk run again."""
         self._began = time.monotonic()
@@ -218,8 +214,7 @@ class VerifySamples:
 
     def __init__(self, sampler: Sampler, window: VerifyWork, request: Request) -> None:
         self.first = min(progress_of(window.sequence).verified - 1 - window.start, window.count)
-        self.last = window.count
-        self.row = request.choice.row
+        self.last, self.row = window.count, request.choice.row
         self.plain = self.row.seen is None and self.row.guide is None
         self.ready: list[Sampled] = []
         self.logits: Tensor

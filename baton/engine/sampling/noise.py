@@ -49,10 +49,8 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 
 def columns_hash(keys: Tensor, columns: Tensor) -> Tensor:
-    """Return 31 hash bits for each (row, column): int32 `[rows, n]` from int32 `keys` `[rows, 2]`.
-
-    `columns` int32 are `[n]` for all rows, or `[rows, n]`. Two rounds of murmur3's finaliser hash the column, one with
-    each half of the key. Integers have 32 bits, because vector units multiply those fast.
+    """Return 31 hash bits for each (row, column): int32 `[rows, n]`, from int32 `keys` `[rows, 2]` and `columns` `[n]`
+    or `[rows, n]`. Two rounds of murmur3's finaliser hash the column, one with each half of the key.
     """
     x = columns * signed32(_GOLDEN32) ^ keys[:, :1]
     if x.device.type == "cpu":  # numpy has unsigned integers: a third fewer operations

@@ -126,9 +126,8 @@ class _Group:
 
 
 def gumbel(keys: Tensor, columns: Tensor) -> Tensor:
-    """Return Gumbel noise, float32 `[rows, n]`, for int32 `keys` `[rows, 2]` and `columns` `[n]` or `[rows, n]`. A
-    winner has a small exponential, hence a small uniform variate. Floats are finest there, so 31 bits suffice.
-    """
+    """Return Gumbel noise, float32 `[rows, n]`, for int32 `keys` `[rows, 2]` and `columns` `[n]` or `[rows, n]`."""
+    # A winner has a small uniform variate. Floats are finest there, so 31 bits suffice.
     uniform = columns_hash(keys, columns).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 

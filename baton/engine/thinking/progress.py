@@ -24,9 +24,7 @@ ALL = UNLIMITED  # also more than the chunks of any sequence
 
 
 class Notes:
-    """Thoughts about the chunks of cached blocks, by block hash, for at most `most` blocks. A block without a note
-    counts as not cached, because no sequence could continue from its end.
-    """
+    """Thoughts about the chunks of at most `most` cached blocks. A block without a note counts as not cached."""
 
     def __init__(self, most: int) -> None:
         self._most = most

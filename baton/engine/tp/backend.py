@@ -124,17 +124,13 @@ class ShardedBackend:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Division of a model over `size` ranks of `threads` threads; None means torch's default divided by the ranks.
-
-    `key` is the name of `size` in the cluster file. On a CPU, ranks exchange parts through shared memory or gloo;
-    `shared_memory` None means shared memory if the machine supports it. A rank is lost after `timeout_s` of silence.
-    """
+    """Division of a model over ranks."""
 
     size: int
-    threads: int | None = None
-    key: str = "tensor_parallel"
-    shared_memory: bool | None = None
-    timeout_s: float = TIMEOUT_S
+    threads: int | None = None  # of each rank; None means torch's default divided by the ranks
+    key: str = "tensor_parallel"  # name of `size` in the cluster file
+    shared_memory: bool | None = None  # instead of gloo, on a CPU; None means if the machine supports it
+    timeout_s: float = TIMEOUT_S  # a rank is lost after this time of silence
 
 
 def load_sharded(
@@ -149,7 +145,6 @@ def load_sharded(
     attention_splits: Splits = "auto",
 ) -> ShardedBackend:
     """Load a checkpoint onto ranks: this process and `size - 1` new ones, which are killed with the calling thread.
-
     Raises like `load_model`; ConfigError with `key` if the model cannot be divided; RankLost if a rank does not start.
     """
     size, config = ranking.size, read_config(Path(path))

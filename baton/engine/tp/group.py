@@ -74,12 +74,9 @@ class GroupExchange:
 
     def swap(self) -> list[Tensor]:
         count = self._shape[0] * self._shape[1]
-        parts = [part[:count] for part in self._all]
+        own, parts = self._own[:count], [part[:count] for part in self._all]
         try:
-            work = self._group.allgather(  # type: ignore[union-attr]  # not in the stub
-                [parts], [self._own[:count]], self._options
-            )
-            work.wait()
+            self._group.allgather([parts], [own], self._options).wait()  # type: ignore[union-attr]  # not in the stub
         except RuntimeError as error:
             raise RankLost(f"a rank of this worker does not respond: {error}") from error
         return [part.view(self._shape) for part in parts]

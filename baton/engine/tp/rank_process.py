@@ -79,10 +79,7 @@ class Split:
 
     plan: TpLayout
     ranks: Ranks
-
-    @property
-    def names_the_model(self) -> bool:
-        return self.ranks.rank == 0
+    names_the_model: bool
 
     def config(self, whole: ModelConfig) -> ModelConfig:
         return divided(whole, self.plan.size, self.plan.key)
@@ -101,7 +98,7 @@ def load_rank(plan: TpLayout, ranks: Ranks, progress: Progress | None = None) ->
         block_size=plan.block_size,
         max_model_len=plan.max_model_len,
         progress=progress,
-        split=Split(plan, ranks),
+        split=Split(plan, ranks, names_the_model=ranks.rank == 0),
         attention_splits=plan.splits,
     )
 

@@ -149,8 +149,10 @@ class Summed:
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         for rows in _pieces(len(x), self.exchange.capacity // self.width):
             self.part(x[rows], self.exchange.place(rows.stop - rows.start, self.width))
-            first, *others = self.exchange.swap()
-            _sum(first, others, out[rows])
+            total, *between, last = self.exchange.swap()
+            for part in between:
+                total = total + part
+            torch.add(total, last, out=out[rows])  # rounded once
         return out
 
 
@@ -176,14 +178,6 @@ class Gathered:
                 for part, start, stop in zip(parts, self.ends, self.ends[1:], strict=False):
                     out[rows, start:stop] = part[:, : stop - start]
         return out
-
-
-def _sum(first: Tensor, others: list[Tensor], out: Tensor) -> None:
-    """Write the sum in this order to `out`, added in float32 and rounded once."""
-    *between, last = others
-    for part in between:
-        first = first + part
-    torch.add(first, last, out=out)
 
 
 def _pieces(rows: int, most: int) -> Iterator[slice]:

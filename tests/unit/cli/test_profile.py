@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from baton.cli import profile_kernels as command
 from baton.config import load_config
 from baton.core import Role
-from baton.engine.determinism.tuning import load_passes
+from baton.engine.determinism.checks import load_passes
 from baton.engine.kernels.cpu.compiler import load_library, state_folder
 from baton.engine.kernels.cpu.kernel_choice import load_profile
 from baton.engine.kernels.cpu.tuning import measure_attention, measure_linear
