@@ -72,27 +72,24 @@ class KVCache:
         """Copy positions [begin, end) of a sequence that is in `blocks` into `out`, in wire order. `out` is uint8
         [layers * (end - begin) * layer_token_bytes], contiguous and aligned to the element size, on any device.
         """
-        pieces = self._pieces(layers, end - begin, out)
-        self._validate(layers, blocks, begin, end)
-        if self._copy is not None and out.device.type == "cpu":
-            return self._copy(self.tensors, layers, blocks, range(begin, end), out, write=False)
-        spans = self._spans(blocks, begin, end)
-        for piece, layer in zip(pieces, layers, strict=True):
-            for part, source in zip(piece, self.tensors, strict=True):
-                for span in spans:
-                    span.read(source[layer], part)
+        self._transfer(layers, blocks, begin, end, out, write=False)
 
     def scatter(self, layers: range, blocks: Sequence[int], begin: int, end: int, data: Tensor) -> None:
         """Copy `data` into the cache: the inverse of `gather`, with the same conditions."""
-        pieces = self._pieces(layers, end - begin, data)
+        self._transfer(layers, blocks, begin, end, data, write=True)
+
+    def _transfer(
+        self, layers: range, blocks: Sequence[int], begin: int, end: int, wire: Tensor, *, write: bool
+    ) -> None:
+        pieces = self._pieces(layers, end - begin, wire)
         self._validate(layers, blocks, begin, end)
-        if self._copy is not None and data.device.type == "cpu":
-            return self._copy(self.tensors, layers, blocks, range(begin, end), data, write=True)
+        if self._copy is not None and wire.device.type == "cpu":
+            return self._copy(self.tensors, layers, blocks, range(begin, end), wire, write=write)
         spans = self._spans(blocks, begin, end)
         for piece, layer in zip(pieces, layers, strict=True):
-            for part, target in zip(piece, self.tensors, strict=True):
+            for part, tensor in zip(piece, self.tensors, strict=True):
                 for span in spans:
-                    span.write(target[layer], part)
+                    span.copy(tensor[layer], part, write=write)
 
     def _pieces(self, layers: range, tokens: int, data: Tensor) -> Tensor:
         """View `data` as [layers, tensors, tokens, kv_heads, head_dim]."""
@@ -136,11 +133,12 @@ class _Part:
     end: int
     at: int
 
-    def read(self, source: Tensor, out: Tensor) -> None:
-        out[self.at : self.at + self.end - self.begin].copy_(source[self.block, self.begin : self.end])
-
-    def write(self, target: Tensor, data: Tensor) -> None:
-        target[self.block, self.begin : self.end].copy_(data[self.at : self.at + self.end - self.begin])
+    def copy(self, layer: Tensor, wire: Tensor, *, write: bool) -> None:
+        cached, sent = layer[self.block, self.begin : self.end], wire[self.at : self.at + self.end - self.begin]
+        if write:
+            cached.copy_(sent)
+        else:
+            sent.copy_(cached)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,24 +149,18 @@ class _Whole:
     size: int
     at: int
 
-    def read(self, source: Tensor, out: Tensor) -> None:
-        part = self._of(out)
-        if out.device == source.device:
-            torch.index_select(source, 0, self.index, out=part)
-        else:
-            part.copy_(source.index_select(0, self.index))
-
-    def write(self, target: Tensor, data: Tensor) -> None:
-        part = self._of(data)
-        if target.device.type == "cpu" and target.is_contiguous():  # faster: torch copies elements, not rows of bytes
-            rows = target.view(torch.uint8).view(len(target), -1).numpy()
-            rows[self.index.numpy()] = part.view(torch.uint8).view(len(part), -1).numpy()
-        else:
-            target.index_copy_(0, self.index, part.to(target.device))
-
-    def _of(self, wire: Tensor) -> Tensor:
+    def copy(self, layer: Tensor, wire: Tensor, *, write: bool) -> None:
         n = len(self.index)
-        return wire[self.at : self.at + n * self.size].view(n, self.size, *wire.shape[1:])
+        sent = wire[self.at : self.at + n * self.size].view(n, self.size, *wire.shape[1:])
+        if not write and wire.device == layer.device:
+            torch.index_select(layer, 0, self.index, out=sent)
+        elif not write:
+            sent.copy_(layer.index_select(0, self.index))
+        elif layer.device.type == "cpu" and layer.is_contiguous():  # faster: torch copies elements, not rows of bytes
+            rows = layer.view(torch.uint8).view(len(layer), -1).numpy()
+            rows[self.index.numpy()] = sent.view(torch.uint8).view(n, -1).numpy()
+        else:
+            layer.index_copy_(0, self.index, sent.to(layer.device))
 
 
 _Span = _Part | _Whole

@@ -174,12 +174,7 @@ class OrdinaryForwards:
 
     @torch.inference_mode()
     def compute(
-        self,
-        part: Part,
-        requests: Sequence[Request],
-        backend: ModelBackend,
-        kv: KVCache,
-        on_layer: LayerListener | None,
+        self, part: Part, requests: list[Request], backend: ModelBackend, kv: KVCache, on_layer: LayerListener | None
     ) -> list[SampledToken]:
         """Run the model and draw where all known tokens are computed. A thought may lower the `count` of work."""
         listener = partial(on_layer, part.work) if on_layer is not None else None

@@ -59,12 +59,7 @@ class Row:
     """Inputs of a sequence's next draw besides the logits: its parameters, and its tokens so far."""
 
     def __init__(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        end_ids: Iterable[int],
-        vocab_size: int,
-        guide: Guide | None = None,
+        self, prompt: Sequence[int], sampling: Sampling, end_ids: Iterable[int], vocab_size: int, guide: Guide | None
     ) -> None:
         self.sampling, self.guide = sampling, guide
         self.end_ids = np.array(sorted({token for token in end_ids if token < vocab_size}), dtype=np.int64)
