@@ -53,11 +53,13 @@ class OutputText:
 
     def _partial(self, text: str) -> int:
         """Return the length of the longest end of `text` that is a proper beginning of a stop string."""
-        longest = max(map(len, self._stop)) - 1
-        for end in (text[start:] for start in range(max(0, len(text) - longest), len(text))):
-            if any(stop.startswith(end) and stop != end for stop in self._stop):
-                return len(end)
-        return 0
+        longest = 0
+        for stop in self._stop:
+            length = min(len(stop) - 1, len(text))
+            while length > longest and not text.endswith(stop[:length]):
+                length -= 1
+            longest = max(longest, length)
+        return longest
 
 
 class OutputFactory:
