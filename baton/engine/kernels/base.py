@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 Splits = Literal["auto", "load", "load_bf16"]
-"""Into how many pieces the context of a decode row is cut: auto: what is fastest; load: more, the fewer rows there are,
-as servers on GPUs do it; load_bf16: so, and what the pieces leave is rounded to bfloat16.
+"""How decode attention splits contexts. `auto` keeps all threads busy. `load` makes more splits for fewer sequences, as
+GPU servers do, and `load_bf16` also rounds their results to bfloat16.
 """
 
 
@@ -110,8 +110,8 @@ class Kernels(Protocol):
     def gate(self, gate_up: Tensor, activation: str, out: Tensor) -> Tensor:
         """Write activation(gate) * up to out [N, I], for gate_up [N, 2 I] and one of ACTIVATIONS."""
 
-    def gated(self, gate_up: Linear, x: Tensor, activation: str, room: Tensor, out: Tensor) -> Tensor:
-        """Write `gate` of gate_up(x), for x [N, K] and width 2 I, to out [N, I]. `room` [N, 2 I] is scratch."""
+    def gated(self, gate_up: Linear, x: Tensor, activation: str, scratch: Tensor, out: Tensor) -> Tensor:
+        """Write `gate` of gate_up(x), for x [N, K] and width 2 I, to out [N, I]. `scratch` is [N, 2 I]."""
 
     def by_row(self, layer: Linear) -> Linear | None:
         """Return the layer with bits of a row independent of the number of rows, for fixed forwards, or None."""

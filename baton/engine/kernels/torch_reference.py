@@ -38,8 +38,7 @@ class TorchLinear:
         return len(self.weight)
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        # F.linear has better kernels for bfloat16 on a CPU than torch.mm(out=), but no `out`.
-        if out.dtype is not x.dtype:
+        if out.dtype is not x.dtype:  # only F.linear, because `out` of torch.mm must have the dtype of x
             return out.copy_(F.linear(x, self.weight, self.bias))
         if self.bias is None:
             return torch.mm(x, self.weight.t(), out=out)
@@ -88,8 +87,8 @@ class TorchKernels:
         gate, up = gate_up.chunk(2, dim=-1)
         return torch.mul(ACTIVATE[activation](gate), up, out=out)
 
-    def gated(self, gate_up: Linear, x: Tensor, activation: str, room: Tensor, out: Tensor) -> Tensor:
-        return self.gate(gate_up(x, room), activation, out)
+    def gated(self, gate_up: Linear, x: Tensor, activation: str, scratch: Tensor, out: Tensor) -> Tensor:
+        return self.gate(gate_up(x, scratch), activation, out)
 
     def by_row(self, layer: Linear) -> None:
         del layer  # torch chooses its product by the number of rows

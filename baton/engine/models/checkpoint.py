@@ -49,7 +49,7 @@ def weight_files(folder: Path) -> list[Path]:
     files = [_shard(index, name) for name in sorted(set(_weight_map(index).values()))]
     for file in files:
         if not file.is_file():
-            raise CheckpointError(f"{index}: names shard {file.name}, which is not there")
+            raise CheckpointError(f"{index}: lists shard {file.name}, which does not exist")
     return files
 
 
@@ -70,8 +70,8 @@ def _shard(index: Path, name: str) -> Path:
 def _no_weights(folder: Path) -> CheckpointError:
     others = sorted(file.name for file in folder.iterdir() if file.suffix in OTHER_FORMATS)
     if others:
-        kind = " (GGUF: most are quantised as well)" if others[0].endswith(".gguf") else ""
-        return CheckpointError(f"{folder / others[0]}: only safetensors are loaded{kind}; convert it to {SINGLE}")
+        kind = " (most GGUF files are also quantised)" if others[0].endswith(".gguf") else ""
+        return CheckpointError(f"{folder / others[0]}: only safetensors are supported{kind}; convert it to {SINGLE}")
     return CheckpointError(f"{folder}: no {SINGLE} and no {INDEX}")
 
 
@@ -146,7 +146,7 @@ class Checkpoint:
         mapped = self._mapped[file]
         for name in mapped.keys():  # noqa: SIM118  (not a mapping: it has no iterator)
             if name in self._files:
-                raise CheckpointError(f"{file}: tensor {name} is in {self._files[name].name} as well")
+                raise CheckpointError(f"{file}: tensor {name} is also in {self._files[name].name}")
             self._files[name] = file
             self._dtypes[name] = str(mapped.get_slice(name).get_dtype())
 
@@ -179,4 +179,4 @@ def _opened(file: Path) -> safe_open:
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file}: not a whole safetensors file: {error}") from error
+        raise CheckpointError(f"{file}: not a complete safetensors file: {error}") from error

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-REFUSED = "quantised weights are not supported; take the original checkpoint, in float32, bfloat16 or float16"
+REFUSED = "quantised weights are not supported; use the original checkpoint in float32, bfloat16 or float16"
 CONFIG_KEYS = ("quantization_config", "compression_config")
 
 # Method by suffix of a tensor's name. The first entry that matches any tensor of a checkpoint applies.
@@ -110,7 +110,6 @@ FAMILIES = {
     "deepseek_v2": Family("DeepseekV2ForCausalLM", 2048, qkv_bias=None, o_bias=None, mlp_bias=None),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", 4096, qkv_bias=None, o_bias=None),
 }
-DENSE = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +188,7 @@ def parse_config(fields: Fields) -> ModelConfig:
         dtype=_dtype(fields),
         experts=parse_experts(fields, name, layers),
         latent=latent,
-        thinking=parse_thinking(fields, name, layers, dense=name in DENSE),
+        thinking=parse_thinking(fields, name, layers),
         unread_layers=fields.integer("num_nextn_predict_layers", 1, low=0, high=MAX_LAYERS)
         if name == "deepseek_v3"
         else 0,
@@ -255,7 +254,7 @@ def _windows(fields: Fields, name: str, layers: int) -> tuple[int | None, ...]:
     window = _window(fields, family) if on else None
     types = _layer_types(fields, name, layers, slides=window is not None)
     if window is None and "sliding_attention" in types:
-        raise fields.error("layer_types", "names sliding_attention, but no sliding window is set")
+        raise fields.error("layer_types", "contains sliding_attention, but no sliding window is set")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
@@ -271,12 +270,12 @@ def _layer_types(fields: Fields, name: str, layers: int, *, slides: bool) -> tup
     default = tuple("sliding_attention" if slides and i >= first_sliding else "full_attention" for i in range(layers))
     types = fields.texts("layer_types") or default
     if len(types) != layers:
-        raise fields.error("layer_types", f"must name {layers} layers, got {len(types)}")
+        raise fields.error("layer_types", f"must have {layers} entries, one per layer, got {len(types)}")
     unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
     if unknown:
         raise fields.error("layer_types", f"{unknown[0]!r} is not supported")
     if not by_layer and types != default:
-        raise fields.error("layer_types", f"must be all {default[0]} for {name} here")
+        raise fields.error("layer_types", f"must be {default[0]} in all {name} layers")
     return types
 
 

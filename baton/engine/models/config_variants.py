@@ -197,9 +197,10 @@ def _after_dense(fields: Fields, dense: int, layers: int) -> tuple[bool, ...]:
 
 def _expect(fields: Fields, key: str, value: Any) -> None:
     if fields.has(key) and fields.values[key] != value:
-        raise fields.error(key, f"must be {value!r} here, got {fields.values[key]!r:.60}")
+        raise fields.error(key, f"must be {value!r} for this model, got {fields.values[key]!r:.60}")
 
 
+DENSE = ("llama", "mistral", "qwen2", "qwen3")
 MAX_CHUNK, MAX_THOUGHT = 1024, 1024
 KEYS = (
     "chunk_size",
@@ -230,15 +231,15 @@ class ThinkingConfig:
     pad: int
 
 
-def parse_thinking(fields: Fields, family: str, layers: int, *, dense: bool) -> ThinkingConfig | None:
+def parse_thinking(fields: Fields, family: str, layers: int) -> ThinkingConfig | None:
     """Return the checked section `thinking`, or None if absent. Raises CheckpointError with the key."""
     if not fields.has("thinking"):
         return None
-    if not dense:
-        raise fields.error("thinking", f"is served with dense models with K and V in their cache, not with {family}")
+    if family not in DENSE:
+        raise fields.error("thinking", f"is supported only for dense models ({', '.join(DENSE)}), not for {family}")
     found = fields.section("thinking")
     if unknown := sorted(found.values.keys() - set(KEYS)):
-        raise found.error(unknown[0], f"is not known (known: {', '.join(KEYS)})")
+        raise found.error(unknown[0], f"is not supported (supported: {', '.join(KEYS)})")
     top = fields.integer("vocab_size") - 1
     input_layer = found.integer("input_layer", high=layers)
     return ThinkingConfig(

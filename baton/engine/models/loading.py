@@ -149,7 +149,7 @@ def _thinker(config: ModelConfig, parts: Parts, model: Llama, mode: Mode, *, who
     if config.thinking is None:
         return None
     if not whole:
-        raise ConfigError("tensor_parallel: a model that thinks is computed by one rank; tensor_parallel=1 serves it")
+        raise ConfigError("tensor_parallel must be 1 for a model with thinking states")
     return Thinker(config, parts, model.embed, mode)
 
 
@@ -157,7 +157,7 @@ def _nondeterminism(config: ModelConfig) -> str:
     """Return why determinism is unavailable, or "". The chunks of its grid must be whole chunks of a thinking model."""
     if config.thinking is None or SHORT % config.thinking.chunk_size == 0:
         return ""
-    return f"chunks of {config.thinking.chunk_size} tokens do not divide those of the grid, {SHORT}"
+    return f"chunks of {config.thinking.chunk_size} tokens do not divide the grid of {SHORT} tokens"
 
 
 def _unread(config: ModelConfig) -> tuple[str, ...]:
@@ -169,7 +169,7 @@ def _max_model_len(config: ModelConfig, wanted: int | None) -> int:
         return config.max_positions
     if 1 <= wanted <= config.rope.limit:
         return wanted
-    why = f"between 1 and {config.rope.limit}, for which this model's positions are right"
+    why = f"between 1 and {config.rope.limit}, the range of this model's position embeddings"
     if config.rope.kind == "dynamic":
-        why += " (dynamic RoPE scaling is served up to its original length: beyond it, cached keys would change)"
+        why += " (dynamic RoPE scaling ends at the original length, because cached keys would change beyond it)"
     raise ConfigError(f"model.max_model_len must be {why}; got {wanted}")

@@ -47,7 +47,7 @@ def parse_rope(fields: Fields, max_positions: int, head_dim: int, default_theta:
     rope = fields.section("rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters")
     kind = rope.text("rope_type", rope.text("type", "default"))
     if any(isinstance(value, dict) for value in rope.values.values()):
-        raise rope.error("rope_type", "per layer type is not supported")
+        raise rope.error("rope_type", "for each layer type is not supported")
     if kind not in ROPE_TYPES:
         raise rope.error("rope_type", f"{kind!r} is not supported (supported: {', '.join(ROPE_TYPES)})")
     for owner in (rope, fields):

@@ -31,7 +31,7 @@ class CompiledAttention:
     """Implementation of `baton.engine.kernels.base.Attention` for one window, rebound to each batch.
 
     `unified_max` is a constant subtracted from scores instead of their maximum; None means a running maximum. `splits`
-    is the number of ranges per decode context; None means `by` (`Splits`), where "auto" keeps all threads busy.
+    is the number of ranges per decode context and takes precedence over `by`; None means that `by` decides.
     """
 
     def __init__(
@@ -45,16 +45,16 @@ class CompiledAttention:
     ) -> None:
         self._run, self._cut = library[f"attention_{element}"], library[f"attention_plan_{element}"]
         self._cut.restype = self._run.restype = ctypes.c_long
-        room = library[f"attention_room_{element}"]
-        room.restype = ctypes.c_long
-        self._room_bytes = int(room())
+        workspace_bytes = library[f"attention_workspace_{element}"]
+        workspace_bytes.restype = ctypes.c_long
+        self._workspace_bytes = int(workspace_bytes())  # of one thread
         self._window, self._splits = window, splits
         self._load = 0 if by == "auto" else LOAD_TASKS
         unified, phi = unified_max is not None, unified_max or 0.0
         self._args = AttentionArgs(window=window or 0, unified=unified, phi=phi, narrow=by == "load_bf16")
         self._tasks = torch.empty(256, TASK_INTS, dtype=torch.int32)
         self._partials = torch.empty(0)
-        self._rooms = torch.empty(0, dtype=torch.uint8)
+        self._workspaces = torch.empty(0, dtype=torch.uint8)
         self._batch: Batch
         self._fallback: Attention | None = None
         self._planned: tuple[int, int] | None = None  # heads and KV heads of the current tasks
@@ -80,7 +80,8 @@ class CompiledAttention:
         args.query_stride, args.out_stride = query.stride(0), out.stride(0)
         args.k_block, args.k_token, args.k_head = strides_of(keys)
         args.v_block, args.v_token, args.v_head = strides_of(values)
-        self._run(ctypes.byref(args), ctypes.c_void_p(self._rooms.data_ptr()), ctypes.c_long(self._joins), threads)
+        workspaces, joins = ctypes.c_void_p(self._workspaces.data_ptr()), ctypes.c_long(self._joins)
+        self._run(ctypes.byref(args), workspaces, joins, threads)
         return out
 
     def _plan(self, heads: int, kv_heads: int, value_dim: int, threads: int) -> None:
@@ -93,9 +94,9 @@ class CompiledAttention:
         self._planned, self._joins = (heads, kv_heads), partials.value
         if self._partials.numel() < partials.value * (value_dim + 2):
             self._partials = torch.empty(partials.value * (value_dim + 2))
-        if len(self._rooms) < threads * self._room_bytes + 64:
-            self._rooms = torch.empty(threads * self._room_bytes + 64, dtype=torch.uint8)
-            self._rooms = self._rooms[-self._rooms.data_ptr() % 64 :]
+        if len(self._workspaces) < threads * self._workspace_bytes:
+            memory = torch.empty(threads * self._workspace_bytes + 64, dtype=torch.uint8)
+            self._workspaces = memory[-memory.data_ptr() % 64 :]  # aligned to a cache line
         self._args.tasks, self._args.partials = self._tasks.data_ptr(), self._partials.data_ptr()
         self._args.count = count
 

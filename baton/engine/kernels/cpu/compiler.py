@@ -31,7 +31,7 @@ CPU_LEVELS: tuple[CpuLevel, ...] = get_args(CpuLevel)
 
 
 class Unavailable(Exception):
-    """Unavailability of the kernels on this machine, with the reason in the message."""
+    """Raised if the kernels cannot run on this machine, with the reason in the message."""
 
 
 class Machine(NamedTuple):
@@ -94,7 +94,7 @@ def _compiler() -> str:
     names = (os.environ.get("CC"), "cc", "gcc")
     found = next((path for name in names if name and (path := shutil.which(name))), None)
     if found is None:
-        raise Unavailable("no C compiler is here (set CC, or install gcc)")
+        raise Unavailable("no C compiler was found (set CC, or install gcc)")
     return found
 
 

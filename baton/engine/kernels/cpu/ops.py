@@ -80,9 +80,9 @@ class CpuKernels:
         self.dtype, self.profile, self.splits = dtype, profile, splits
         self.shapes: set[tuple[int, int]] = set()  # of weights of the linear layers made so far
         self._torch = TorchKernels()
-        room = Scratch(torch.int32, torch.device("cpu"))
+        scratch = Scratch(torch.int32, torch.device("cpu"))
         flat, tall = library[f"linear_{element}"], library[f"gemm_{element}"]
-        self.products = Products(flat, tall, room, 4 // dtype.itemsize)
+        self.products = Products(flat, tall, scratch, 4 // dtype.itemsize)
         self._norm, self._norm_args = library[f"norm_{element}"], NormArgs()
         self._gate, self._gate_args = library[f"gate_{element}"], GateArgs()
         self._rotate, self._rotate_args = library[f"rotate_and_store_{element}"], RotateArgs()
@@ -142,10 +142,10 @@ class CpuKernels:
         self._gate(ctypes.byref(args), torch.get_num_threads())
         return out
 
-    def gated(self, gate_up: Linear, x: Tensor, activation: str, room: Tensor, out: Tensor) -> Tensor:
+    def gated(self, gate_up: Linear, x: Tensor, activation: str, scratch: Tensor, out: Tensor) -> Tensor:
         if isinstance(gate_up, CompiledLinear) and gate_up.is_tall(len(x)) and activation in GATES:
             return gate_up.tall(x, out, GATES[activation])
-        return self.gate(gate_up(x, room), activation, out)
+        return self.gate(gate_up(x, scratch), activation, out)
 
     def by_row(self, layer: Linear) -> CompiledLinear | None:
         if not isinstance(layer, CompiledLinear):
@@ -180,7 +180,7 @@ class Products:
 
     flat: ctypes._NamedFuncPointer
     tall: ctypes._NamedFuncPointer
-    room: Scratch
+    scratch: Scratch
     words: int  # elements in 32 bits
     fixed: bool = False  # whether the current forward is fixed
 
@@ -194,7 +194,7 @@ class CompiledLinear:
         self._args = LinearArgs(w=weight.data_ptr(), bias=None if bias is None else bias.data_ptr())
         self._args.n, self._args.k = weight.shape
         vectors = -(-weight.shape[1] // (LANES * products.words))
-        self._turned_words = vectors * LANES * GROUP  # per group of rows
+        self._transposed_words = vectors * LANES * GROUP  # per group of rows
 
     @property
     def width(self) -> int:
@@ -218,9 +218,9 @@ class CompiledLinear:
 
     def tall(self, x: Tensor, out: Tensor, activation: int) -> Tensor:
         """Compute the product by the tall kernel, and apply the gate unless `activation` is NO_GATE."""
-        turned = self._products.room.take("turned", -(-len(x) // GROUP), self._turned_words)
-        room = ctypes.c_void_p(turned.data_ptr())
-        self._products.tall(self._filled(x, out), room, torch.get_num_threads(), activation)
+        transposed = self._products.scratch.take("transposed", -(-len(x) // GROUP), self._transposed_words)
+        address = ctypes.c_void_p(transposed.data_ptr())
+        self._products.tall(self._filled(x, out), address, torch.get_num_threads(), activation)
         return out
 
     def _filled(self, x: Tensor, out: Tensor) -> ctypes._CArgObject:

@@ -122,8 +122,8 @@ class GpuKernels:
     def gate(self, gate_up: Tensor, activation: str, out: Tensor) -> Tensor:
         return triton_rows.gate(gate_up, activation, out)
 
-    def gated(self, gate_up: Linear, x: Tensor, activation: str, room: Tensor, out: Tensor) -> Tensor:
-        return self.gate(gate_up(x, room), activation, out)
+    def gated(self, gate_up: Linear, x: Tensor, activation: str, scratch: Tensor, out: Tensor) -> Tensor:
+        return self.gate(gate_up(x, scratch), activation, out)
 
     def by_row(self, layer: Linear) -> None:
         del layer  # cuBLAS chooses its product by the number of rows
