@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-# Most rows up to which the flat kernel leads, fewer if rows of W are long. Measured on a Zen 5 (docs/performance.md).
+# Most rows up to which the flat kernel leads, fewer if rows of W are long. Measured on a Zen 5 (docs/measurements).
 FLAT_ROWS, LONG_K, FLAT_ROWS_LONG = 96, 4096, 32
 TILE_UNIT = "amx_bf16"  # a matrix unit for bfloat16, used by torch but not by the compiled kernels
 
