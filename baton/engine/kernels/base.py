@@ -6,16 +6,13 @@ tensors that the caller owns (`out`), so that a forward in steady state allocate
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from baton.engine.batch import Batch
-
+from baton.engine.batch import Batch
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 Splits = Literal["auto", "load", "load_bf16"]

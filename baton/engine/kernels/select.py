@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import structlog
 import torch
 
+from baton.engine.kernels.base import BlockCopy, Kernels, Splits
 from baton.engine.kernels.cpu.compiler import Unavailable
 from baton.engine.kernels.cpu.kernel_choice import load_profile, profile_path
 from baton.engine.kernels.cpu.ops import ELEMENTS, CompiledBlockCopy, CpuKernels
 from baton.engine.kernels.torch_reference import TorchKernels
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from baton.engine.kernels.base import BlockCopy, Kernels, Splits
 
 log = structlog.get_logger()
 

@@ -11,20 +11,16 @@ Chunks are added to a running maximum and sums in float32. A chunk invisible to 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from baton.engine.batch import Batch
-
+from baton.engine.batch import Batch
 
 TILE_ROWS = 256  # limits the mask of a chunk to TILE_ROWS x context
 GROUP_SLOTS = 65536  # limits the copy of KV for one group of decode sequences

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
+from baton.engine.batch import Batch
+from baton.engine.kernels.base import Attention, HeadNorms, Linear, Rotation
 from baton.engine.kernels.torch_attention import PagedAttention, SteadyAttention
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from baton.engine.batch import Batch
-    from baton.engine.kernels.base import Attention, HeadNorms, Linear, Rotation
 
 ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

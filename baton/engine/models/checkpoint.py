@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from baton.clock import SystemClock
 from baton.engine.models.config import REFUSED, quantised_as
 from baton.engine.models.huge_pages import drop_pages
 from baton.engine.models.json_fields import Fields, read_json_object
 from baton.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -6,8 +6,10 @@ never ignored. Quantised checkpoints are detected from their config or tensors a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import Literal
 
 from baton.engine.models.config_variants import (
     ExpertsConfig,
@@ -20,11 +22,6 @@ from baton.engine.models.config_variants import (
 from baton.engine.models.json_fields import Fields, read_json_object
 from baton.engine.models.rope import RopeConfig, parse_rope
 from baton.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
 
 REFUSED = "quantised weights are not supported; use the original checkpoint in float32, bfloat16 or float16"
 CONFIG_KEYS = ("quantization_config", "compression_config")

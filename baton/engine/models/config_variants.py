@@ -9,14 +9,11 @@ checkpoints obeys, is rejected by name. Thinking States (arXiv 2602.08332, see d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from baton.engine.models.json_fields import Fields
-
+from baton.engine.models.json_fields import Fields
 
 MAX_DIM = 2**16
 

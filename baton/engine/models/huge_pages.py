@@ -6,12 +6,9 @@ import ctypes
 import math
 import mmap
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 HUGE_PAGE = 2 * 2**20
 CACHE_LINE = 64

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from baton.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MAX_INT = 2**31 - 1
 

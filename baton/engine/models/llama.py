@@ -11,25 +11,19 @@ distinguishes sequences. `Weights` supplies each tensor and checks its name and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from baton.engine.kernels.base import HeadNorms, Scratch
+from baton.engine.batch import Batch, Injection
+from baton.engine.kernels.base import Attention, HeadNorms, Kernels, Linear, Rotation, Scratch
+from baton.engine.kv_cache import KVCache
+from baton.engine.models.config import ModelConfig
 from baton.engine.models.rope import Rotary
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from baton.engine.batch import Batch, Injection
-    from baton.engine.kernels.base import Attention, Kernels, Linear, Rotation
-    from baton.engine.kv_cache import KVCache
-    from baton.engine.models.config import ModelConfig
-    from baton.engine.models.weights import Weights
-
+from baton.engine.models.weights import Weights
 
 # Activation names of config.json, and the names that kernels use.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from baton.core import KVLayout
+from baton.engine.batch import Batch
 from baton.engine.determinism.shapes import SHORT
+from baton.engine.kernels.base import Kernels, Splits
 from baton.engine.kernels.select import block_copy, choose_kernels
 from baton.engine.kv_cache import DTYPES, KVCache
-from baton.engine.models.checkpoint import Checkpoint
-from baton.engine.models.config import chosen_dtype, read_config
+from baton.engine.models.checkpoint import Checkpoint, Progress
+from baton.engine.models.config import ModelConfig, chosen_dtype, read_config
 from baton.engine.models.deepseek import DeepSeek
 from baton.engine.models.llama import Llama, Parts, SelfAttention, Variant
 from baton.engine.models.moe import feed_forward
@@ -21,14 +24,6 @@ from baton.engine.models.thinking import Mode, Thinker
 from baton.engine.models.weights import Weights
 from baton.errors import CheckpointError, ConfigError
 from baton.hashing import fingerprint
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from baton.engine.batch import Batch
-    from baton.engine.kernels.base import Kernels, Splits
-    from baton.engine.models.checkpoint import Progress
-    from baton.engine.models.config import ModelConfig
 
 DTYPE_CHOICES = ("auto", "float32", "bfloat16")
 

@@ -12,20 +12,16 @@ forward uses `Kernels.by_row` products instead; without them, each active expert
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import linear
 
-from baton.engine.models.llama import ACTIVATIONS, MLP
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from baton.engine.kernels.base import Kernels, Linear
-    from baton.engine.models.config import ModelConfig
-    from baton.engine.models.config_variants import ExpertsConfig
-    from baton.engine.models.llama import Parts, Step
+from baton.engine.kernels.base import Kernels, Linear
+from baton.engine.models.config import ModelConfig
+from baton.engine.models.config_variants import ExpertsConfig
+from baton.engine.models.llama import ACTIVATIONS, MLP, Parts, Step
 
 GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
 MIXTRAL = {GATE: "w1", UP: "w3", DOWN: "w2"}

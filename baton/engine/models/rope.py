@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from baton.engine.kernels.base import Rotation
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from baton.engine.models.json_fields import Fields
+from baton.engine.models.json_fields import Fields
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 # Far beyond useful values. They protect float32 from overflow by an untrusted config.

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from baton.engine.models.checkpoint import Checkpoint
 from baton.engine.models.huge_pages import Arena
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from baton.engine.models.checkpoint import Checkpoint
 
 PIECE = 8 * 2**20  # elements per copy; limits the temporary that a copy to another dtype on another device needs
 

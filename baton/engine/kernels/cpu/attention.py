@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from baton.engine.batch import Batch
+from baton.engine.kernels.base import Attention, Splits
 from baton.engine.kernels.cpu.c_structs import TASK_INTS, AttentionArgs, strides_of
 from baton.engine.kernels.torch_reference import torch_attention
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from baton.engine.batch import Batch
-    from baton.engine.kernels.base import Attention, Splits
 
 MAX_DIM, LANES = 576, 16  # as in the C sources
 MAX_SPLITS = 256

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_long, c_void_p
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 TASK_INTS = 9  # int32 in a task_t
 

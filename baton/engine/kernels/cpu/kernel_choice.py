@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 
 from baton.engine.kernels.cpu.compiler import SOURCES, machine, state_folder
 from baton.hashing import fingerprint
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 log = structlog.get_logger()
 

@@ -7,28 +7,21 @@ Cases that the C code does not support go to the torch kernels.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from baton.engine.kernels.base import Scratch
+from baton.engine.batch import Batch
+from baton.engine.kernels.base import HeadNorms, Linear, Rotation, Scratch, Splits
 from baton.engine.kernels.cpu.attention import CompiledAttention, is_compiled
 from baton.engine.kernels.cpu.c_structs import BlocksArgs, GateArgs, LinearArgs, NormArgs, RotateArgs, strides_of
 from baton.engine.kernels.cpu.compiler import load_library
-from baton.engine.kernels.cpu.kernel_choice import FLAT_ROWS, Choice
+from baton.engine.kernels.cpu.kernel_choice import FLAT_ROWS, Choice, Profile
 from baton.engine.kernels.torch_reference import TorchKernels, TorchLinear
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from baton.engine.batch import Batch
-    from baton.engine.kernels.base import HeadNorms, Linear, Rotation, Splits
-    from baton.engine.kernels.cpu.kernel_choice import Profile
 
 
 class CompiledBlockCopy:

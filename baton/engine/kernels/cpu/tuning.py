@@ -9,22 +9,19 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from baton.engine.batch import Batch
+from baton.engine.kernels.base import Linear
 from baton.engine.kernels.cpu.attention import CompiledAttention
 from baton.engine.kernels.cpu.kernel_choice import Choice, Profile, static_choice
 from baton.engine.kernels.cpu.ops import CompiledLinear, CpuKernels
 from baton.engine.kernels.torch_reference import TorchLinear
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from baton.engine.kernels.base import Linear
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 COLD_BYTES = 192 << 20  # total size of copies that alternate, so that weights are read from memory, not a cache

@@ -7,27 +7,23 @@ lists of the host, so its split counts are those of the longest possible context
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import structlog
 import torch
+from torch import Tensor
 
 from baton.clock import SystemClock
 from baton.engine.batch import Batch
 from baton.engine.kernels.base import Scratch
 from baton.engine.kernels.gpu.shapes import WIDEST_HEAD, bucket_for, buckets
+from baton.engine.kv_cache import KVCache
+from baton.engine.model_backend import ModelBackend
 from baton.engine.models.loading import TransformerBackend
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
-
-    from baton.engine.kv_cache import KVCache
-    from baton.engine.model_backend import ModelBackend
 
 log = structlog.get_logger()
 

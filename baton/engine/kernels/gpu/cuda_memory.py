@@ -10,21 +10,16 @@ Written from CUDA's documentation and not yet run on a GPU. To test with one and
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from baton.engine.batch import Batch
+from baton.engine.model_backend import ModelBackend
 from baton.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from baton.engine.model_backend import ModelBackend
-
 
 HANDLE_BYTES = 64  # size of handles of memory and events
 _LAZY_PEER_ACCESS = 1

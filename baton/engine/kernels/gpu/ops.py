@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 import triton
+from torch import Tensor
 
+from baton.engine.batch import Batch
+from baton.engine.kernels.base import Attention, HeadNorms, Linear, Rotation
 from baton.engine.kernels.gpu import triton_decode, triton_prefill, triton_rotary, triton_rows
-from baton.engine.kernels.gpu.flash_attention import VarlenAttention, find_varlen, varlen_fits
+from baton.engine.kernels.gpu.flash_attention import Varlen, VarlenAttention, find_varlen, varlen_fits
 from baton.engine.kernels.gpu.shapes import WIDEST_HEAD, decode_tiles, prefill_tiles, split_count
 from baton.engine.kernels.torch_reference import TorchLinear, torch_attention
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from baton.engine.batch import Batch
-    from baton.engine.kernels.base import Attention, HeadNorms, Linear, Rotation
-    from baton.engine.kernels.gpu.flash_attention import Varlen
 
 
 class GpuAttention:

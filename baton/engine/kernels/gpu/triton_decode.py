@@ -7,19 +7,15 @@ read once. The prefill kernel handles sequences with more new tokens.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from baton.engine.kernels.gpu.shapes import Tiles
 from baton.engine.kernels.gpu.triton_tile import attend
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from baton.engine.kernels.gpu.shapes import Tiles
-
 
 LOG2E = 1.4426950408889634
 # Powers of two from the unified maximum within which float32 sums over a million keys stay finite and keep all bits.

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from baton.engine.kernels.base import HeadNorms, Rotation
-
+from baton.engine.kernels.base import HeadNorms, Rotation
 
 HEADS_AT_ONCE = 8
 

@@ -5,14 +5,9 @@ They round at the same places as the torch reference: sums in float32, results i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
+from torch import Tensor
 
 GATE_COLUMNS = 1024
 
