@@ -16,7 +16,7 @@ from baton.engine.models.huge_pages import Arena
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
-    from baton.engine.kernels.base import BlockCopy
+    from baton.engine.kernels.cpu.ops import CompiledBlockCopy
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CPU_SHARE, CPU_CAP_BYTES = 0.2, 4 << 30  # of available memory, per worker, because several share a machine
@@ -45,7 +45,7 @@ class KVCache:
         total_blocks: int,
         device: torch.device | str = "cpu",
         storage: list[Tensor] | None = None,
-        copy: BlockCopy | None = None,
+        copy: CompiledBlockCopy | None = None,
     ) -> None:
         shape = (layout.layers, total_blocks, layout.block_size, layout.kv_heads, layout.head_dim)
         self.layout, self.total_blocks, self.device = layout, total_blocks, torch.device(device)

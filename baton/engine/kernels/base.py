@@ -36,18 +36,6 @@ class Rotation(NamedTuple):
     sin: Tensor
 
 
-class BlockCopy(Protocol):
-    """A copy of KV between the blocks of a cache and wire order."""
-
-    def __call__(
-        self, planes: Sequence[Tensor], layers: range, blocks: Sequence[int], span: range, wire: Tensor, *, write: bool
-    ) -> None:
-        """Copy positions `span` of the sequence in `blocks` to `wire`, uint8 [nbytes], or from it if `write`.
-
-        Copies `layers` of all `planes`, each [layers, total_blocks, block_size, kv_heads, head_dim]. Checks nothing.
-        """
-
-
 class Linear(Protocol):
     """y = x W^T + b, with W [width, K]."""
 
@@ -90,13 +78,7 @@ class Kernels(Protocol):
         """Add delta to x in place, then write `rms_norm` of x to `out`."""
 
     def rotate_and_store(
-        self,
-        qkv: Tensor,
-        rotation: Rotation,
-        norms: HeadNorms | None,
-        slots: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        self, qkv: Tensor, rotation: Rotation, norms: HeadNorms | None, slots: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         """Rotate queries and keys, write keys and values to the cache, and return the queries [N, heads, head_dim].
 
@@ -144,11 +126,8 @@ class Scratch:
         """Return the contiguous [rows, width] of `name`, in `dtype` or else the model's. Its content is undefined."""
         view = self._views.get(name)
         if view is None or view.shape != (rows, width):
-            view = self._views[name] = self._grown(name, rows * width, dtype or self.dtype).view(rows, width)
+            size, storage = rows * width, self._storage.get(name)
+            if storage is None or len(storage) < size:
+                storage = self._storage[name] = torch.empty(size, dtype=dtype or self.dtype, device=self.device)
+            view = self._views[name] = storage[:size].view(rows, width)
         return view
-
-    def _grown(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
-        storage = self._storage.get(name)
-        if storage is None or len(storage) < size:
-            storage = self._storage[name] = torch.empty(size, dtype=dtype, device=self.device)
-        return storage[:size]

@@ -60,13 +60,7 @@ class TorchKernels:
         return self.rms_norm(x.add_(delta), weight, eps, out)
 
     def rotate_and_store(
-        self,
-        qkv: Tensor,
-        rotation: Rotation,
-        norms: HeadNorms | None,
-        slots: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        self, qkv: Tensor, rotation: Rotation, norms: HeadNorms | None, slots: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         kv_heads = keys.shape[-2]
         query, key, value = qkv.tensor_split((qkv.shape[1] - 2 * kv_heads, qkv.shape[1] - kv_heads), dim=1)
@@ -86,7 +80,7 @@ class TorchKernels:
         return self.gate(gate_up(x, scratch), activation, out)
 
     def by_row(self, layer: Linear) -> None:
-        del layer  # torch chooses its product by the number of rows
+        del layer  # torch and cuBLAS choose their products by the number of rows
 
     def steady_rows(self, heads: Sequence[int]) -> int:
         del heads

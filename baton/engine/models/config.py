@@ -69,7 +69,8 @@ def quantised_as(dtypes: Mapping[str, str]) -> tuple[str, str] | None:
     return (scale, "compressed-tensors or ModelOpt") if scale else None
 
 
-ACTIVATION_NAMES = ("silu", "swish", "gelu", "gelu_pytorch_tanh")
+# Names of activations in config.json, and in kernels.
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 MAX_LAYERS = 4096  # far above any model; limits the work that a hostile config can cause
 
 
@@ -229,8 +230,8 @@ def _kv_heads(fields: Fields, heads: int, family: Family) -> int:
 
 def _activation(fields: Fields) -> str:
     name = fields.text("hidden_act", "silu")
-    if name not in ACTIVATION_NAMES:
-        raise fields.error("hidden_act", f"{name!r} is not supported (supported: {', '.join(ACTIVATION_NAMES)})")
+    if name not in ACTIVATIONS:
+        raise fields.error("hidden_act", f"{name!r} is not supported (supported: {', '.join(ACTIVATIONS)})")
     return name
 
 

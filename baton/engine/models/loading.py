@@ -15,13 +15,12 @@ from baton.engine.determinism.shapes import SHORT
 from baton.engine.kernels.base import Kernels, Splits
 from baton.engine.kernels.select import block_copy, choose_kernels
 from baton.engine.kv_cache import DTYPES, KVCache
-from baton.engine.models.checkpoint import Checkpoint, Progress
+from baton.engine.models.checkpoint import Checkpoint, Progress, Weights
 from baton.engine.models.config import ModelConfig, chosen_dtype, read_config
 from baton.engine.models.deepseek import DeepSeek
 from baton.engine.models.llama import Llama, Parts, SelfAttention, Variant
 from baton.engine.models.moe import feed_forward
 from baton.engine.models.thinking import Mode, Thinker
-from baton.engine.models.weights import Weights
 from baton.errors import CheckpointError, ConfigError
 from baton.hashing import fingerprint
 
@@ -43,11 +42,9 @@ class TransformerBackend:
     thinker: Thinker | None = None
 
     def forward(self, batch: Batch, kv: KVCache) -> torch.Tensor:
-        """Write the batch's K and V, then return logits, float32 [L, vocab_size]."""
         return self.model.forward(batch, kv)
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
-        """Return the facts of its kernels."""
         return self.model.kernels.facts(rows)
 
     def steady_rows(self) -> int:
@@ -58,7 +55,6 @@ class TransformerBackend:
         return self.model.kernels.steady_rows([config.head_dim])
 
     def make_cache(self, total_blocks: int) -> KVCache:
-        """Return a new cache of this layout."""
         return KVCache(self.layout, total_blocks, self.device, copy=block_copy(self.model.kernels))
 
     def check(self) -> None:
@@ -117,10 +113,18 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
         part, parts = config, Parts(Weights(checkpoint, DTYPES[dtype], device), kernels)
     else:
         part, parts = split.config(config), split.parts(checkpoint, DTYPES[dtype], device, kernels)
-    model = _model(part, parts)
-    thinker = _thinker(config, parts, model, thinking, whole=split is None)
+    if part.latent is None:
+        model = Llama(part, parts, Variant(SelfAttention, feed_forward))
+    else:
+        model = DeepSeek(part, parts, part.latent)
+    thinker = None
+    if config.thinking is not None:
+        if split is not None:
+            raise ConfigError("tensor_parallel must be 1 for a model with thinking states")
+        thinker = Thinker(config, parts, model.embed, thinking)
     layout = KVLayout(config.layers, config.kv_heads, config.head_dim, block_size, dtype, config.kv_tensors)
-    name = fingerprint((checkpoint.finish(_unread(config)), dtype, layout.wire, repr(config)))
+    unread = tuple(f"model.layers.{config.layers + i}." for i in range(config.unread_layers))
+    name = fingerprint((checkpoint.finish(unread), dtype, layout.wire, repr(config)))
     return TransformerBackend(
         name=folder.resolve().name,
         layout=layout,
@@ -134,29 +138,11 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
     )
 
 
-def _model(config: ModelConfig, parts: Parts) -> Llama:
-    if config.latent is not None:
-        return DeepSeek(config, parts, config.latent)
-    return Llama(config, parts, Variant(SelfAttention, feed_forward))
-
-
-def _thinker(config: ModelConfig, parts: Parts, model: Llama, mode: Mode, *, whole: bool) -> Thinker | None:
-    if config.thinking is None:
-        return None
-    if not whole:
-        raise ConfigError("tensor_parallel must be 1 for a model with thinking states")
-    return Thinker(config, parts, model.embed, mode)
-
-
 def _nondeterminism(config: ModelConfig) -> str:
     """Return why determinism is unavailable, or "". The chunks of its grid must be whole chunks of a thinking model."""
     if config.thinking is None or SHORT % config.thinking.chunk_size == 0:
         return ""
     return f"chunks of {config.thinking.chunk_size} tokens do not divide the grid of {SHORT} tokens"
-
-
-def _unread(config: ModelConfig) -> tuple[str, ...]:
-    return tuple(f"model.layers.{config.layers + i}." for i in range(config.unread_layers))
 
 
 def _max_model_len(config: ModelConfig, wanted: int | None) -> int:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from baton.engine.models.checkpoint import Weights
 from baton.engine.models.llama import Parts
-from baton.engine.models.weights import Weights
 from baton.engine.tp.group import Exchange
 from baton.errors import ConfigError
 

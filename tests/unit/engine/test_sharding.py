@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from baton.engine.kernels.torch_reference import TorchKernels
-from baton.engine.models.checkpoint import Checkpoint
+from baton.engine.models.checkpoint import Checkpoint, Weights
 from baton.engine.models.config import read_config
-from baton.engine.models.weights import Weights
 from baton.engine.tp import sharding
 from baton.engine.tp.group import SharedExchange, memory_is_ordered
 from baton.engine.tp.rank_process import body, lengths, unpack

@@ -1,4 +1,4 @@
-"""The compiled kernels behind the `Kernels` and `BlockCopy` protocols.
+"""The compiled kernels behind the `Kernels` protocol, and the compiled copy of KV blocks.
 
 Argument structures are made once and only changed fields are set, so that a call costs at most a few microseconds.
 Cases that the C code does not support go to the torch kernels.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from ctypes import c_float, c_long, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -17,15 +19,50 @@ from torch import Tensor
 
 from baton.engine.batch import Batch
 from baton.engine.kernels.base import HeadNorms, Linear, Rotation, Scratch, Splits
-from baton.engine.kernels.cpu.attention import CompiledAttention, is_compiled
-from baton.engine.kernels.cpu.c_structs import BlocksArgs, GateArgs, LinearArgs, NormArgs, RotateArgs, strides_of
+from baton.engine.kernels.cpu.attention import CompiledAttention, is_compiled, strides_of, struct_fields
 from baton.engine.kernels.cpu.compiler import load_library
 from baton.engine.kernels.cpu.kernel_choice import FLAT_ROWS, Choice, Profile
 from baton.engine.kernels.torch_reference import TorchKernels, TorchLinear
 
 
+class LinearArgs(ctypes.Structure):
+    """`linear_args` of linear.c."""
+
+    _fields_: ClassVar = struct_fields((c_void_p, "x w bias y"), (c_long, "rows n k stride_x stride_y wide"))
+
+
+class NormArgs(ctypes.Structure):
+    """`norm_args` of elementwise.c."""
+
+    _fields_: ClassVar = struct_fields((c_void_p, "x out delta weight"), (c_long, "rows width"), (c_float, "eps"))
+
+
+class RotateArgs(ctypes.Structure):
+    """`rotate_args` of elementwise.c."""
+
+    _fields_: ClassVar = struct_fields(
+        (c_void_p, "qkv keys values cos sin q_norm k_norm slots"),
+        (c_long, "rows heads kv_heads dim block_size k_block k_token k_head v_block v_token v_head"),
+        (c_float, "eps"),
+    )
+
+
+class GateArgs(ctypes.Structure):
+    """`gate_args` of elementwise.c."""
+
+    _fields_: ClassVar = struct_fields((c_void_p, "gate_up out"), (c_long, "rows width activation"))
+
+
+class BlocksArgs(ctypes.Structure):
+    """`blocks_args` of blocks.c."""
+
+    _fields_: ClassVar = struct_fields(
+        (c_void_p, "planes blocks wire"), (c_long, "tensors layers layer_bytes block_size token_bytes begin end write")
+    )
+
+
 class CompiledBlockCopy:
-    """Implementation of `baton.engine.kernels.base.BlockCopy` for contiguous planes, callable by any thread."""
+    """A copy of KV between the blocks of a cache and wire order, callable by any thread."""
 
     def __init__(self, library: ctypes.CDLL, element: str) -> None:
         self._copy = library[f"blocks_{element}"]
@@ -33,23 +70,19 @@ class CompiledBlockCopy:
     def __call__(
         self, planes: Sequence[Tensor], layers: range, blocks: Sequence[int], span: range, wire: Tensor, *, write: bool
     ) -> None:
+        """Copy positions `span` of the sequence in `blocks` to `wire`, uint8 [nbytes], or from it if `write`.
+
+        Copies `layers` of all `planes`, each contiguous [layers, total_blocks, block_size, kv_heads, head_dim]. Checks
+        nothing.
+        """
         _, _, block_size, kv_heads, head_dim = planes[0].shape
         layer_bytes = planes[0].stride(0) * planes[0].itemsize
         held = np.array(blocks[span.start // block_size : -(-span.stop // block_size)], dtype=np.int64)
         bases = (ctypes.c_void_p * len(planes))(*(plane.data_ptr() + layers.start * layer_bytes for plane in planes))
-        args = BlocksArgs(
-            planes=ctypes.addressof(bases),
-            blocks=held.ctypes.data,
-            wire=wire.data_ptr(),
-            tensors=len(planes),
-            layers=len(layers),
-            layer_bytes=layer_bytes,
-            block_size=block_size,
-            token_bytes=kv_heads * head_dim * planes[0].itemsize,
-            begin=span.start,
-            end=span.stop,
-            write=write,
-        )
+        args = BlocksArgs(planes=ctypes.addressof(bases), blocks=held.ctypes.data, wire=wire.data_ptr())
+        args.tensors, args.layers, args.layer_bytes = len(planes), len(layers), layer_bytes
+        args.block_size, args.token_bytes = block_size, kv_heads * head_dim * planes[0].itemsize
+        args.begin, args.end, args.write = span.start, span.stop, write
         self._copy(ctypes.byref(args))
 
 
@@ -105,13 +138,7 @@ class CpuKernels:
         return out
 
     def rotate_and_store(
-        self,
-        qkv: Tensor,
-        rotation: Rotation,
-        norms: HeadNorms | None,
-        slots: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        self, qkv: Tensor, rotation: Rotation, norms: HeadNorms | None, slots: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         args, heads = self._rotate_args, qkv.shape[1] - 2 * keys.shape[2]
         args.qkv, args.slots = qkv.data_ptr(), slots.data_ptr()

@@ -42,9 +42,9 @@ class Point(NamedTuple):
     tall_s: float
     torch_s: float
 
-    def other_s(self, *, tall: bool) -> float:
-        """Return the seconds of the tall kernel or else of torch."""
-        return self.tall_s if tall else self.torch_s
+    def seconds(self, choice: Choice) -> float:
+        """Return the seconds with this choice."""
+        return {"flat": self.flat_s, "tall": self.tall_s, "torch": self.torch_s}[choice.product(self.rows)]
 
 
 def measure_linear(kernels: CpuKernels, width: int, k: int, rows: Iterable[int] = ROWS) -> list[Point]:
@@ -69,8 +69,7 @@ def best_choice(points: Sequence[Point]) -> Choice:
     """Return the choice with the least sum of log times, robust to outliers, or the static one if within noise."""
 
     def cost(choice: Choice) -> float:
-        flat, tall = choice
-        return sum(math.log(p.flat_s if p.rows <= flat else p.other_s(tall=tall)) for p in points)
+        return sum(math.log(point.seconds(choice)) for point in points)
 
     static = static_choice(points[0].k)
     best = min((Choice(most, tall) for tall in (True, False) for most in (0, *(p.rows for p in points))), key=cost)

@@ -7,11 +7,10 @@ lists of the host, so its split counts are those of the longest possible context
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import structlog
 import torch
@@ -35,22 +34,18 @@ class Captured(NamedTuple):
     logits: Tensor
 
 
-class Capture(Protocol):
-    """A function that captures a forward, such as `CudaCapture`."""
-
-    def __call__(self, forward: Callable[[], Tensor]) -> Captured:
-        """Capture a forward. Raises RuntimeError if that fails."""
-
-
 class CudaCapture:
-    """A `Capture` for one device. All graphs share one memory pool, because no two run at the same time."""
+    """Captures forwards on one device. All graphs share one memory pool, because no two run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, forward: Callable[[], Tensor]) -> Captured:
-        """Capture after one normal run, which compiles kernels and initialises libraries outside the graph."""
+        """Capture after one normal run, which compiles kernels and initialises libraries outside the graph.
+
+        Raises RuntimeError if that fails.
+        """
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -117,13 +112,17 @@ class DecodeGraphs:
         self._static = Static(max_rows, max_blocks, model.layout.block_size, model.device)
         self._graphs: dict[int, Captured] = {}
 
-    def capture(self, capture: Capture) -> None:
+    def capture(self, capture: Callable[[Callable[[], Tensor]], Captured]) -> None:
         """Capture all buckets, the largest first, because its scratch is large enough for the others."""
-        scratch = self._model.model.scratch
-        with _scratch_of_its_own(self._model, Scratch(scratch.dtype, scratch.device)):
+        model = self._model.model
+        before = model.scratch
+        # A graph writes to the addresses of its capture, but the model's own scratch moves when it grows.
+        model.scratch = Scratch(before.dtype, before.device)
+        try:
             for rows in reversed(self.sizes):
-                forward = partial(self._model.forward, self._static.batch(rows), self._kv)
-                self._graphs[rows] = capture(forward)
+                self._graphs[rows] = capture(partial(self._model.forward, self._static.batch(rows), self._kv))
+        finally:
+            model.scratch = before
 
     def bucket(self, batch: Batch, kv: KVCache) -> int | None:
         """Return the bucket of the graph that can run this batch, or None."""
@@ -139,17 +138,6 @@ class DecodeGraphs:
         self._static.fill(batch, bucket)
         captured.replay()
         return captured.logits[: len(batch.logit_rows)]
-
-
-@contextmanager
-def _scratch_of_its_own(backend: TransformerBackend, scratch: Scratch) -> Iterator[None]:
-    # A graph writes to the addresses of its capture, but the model's own scratch moves when it grows.
-    model = backend.model
-    before, model.scratch = model.scratch, scratch
-    try:
-        yield
-    finally:
-        model.scratch = before
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -73,45 +73,37 @@ class CudaDevice:
             raise ConfigError(f"CUDA IPC: memory of {self._device} cannot be shared: {error}") from error
 
     def allocate(self, nbytes: int) -> int:
-        """See `Device`."""
         address = ctypes.c_uint64()
         self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
         return address.value
 
     def free(self, address: int) -> None:
-        """See `Device`."""
         self._call("cuMemFree_v2", ctypes.c_uint64(address))
 
     def handle(self, address: int) -> bytes:
-        """See `Device`."""
         handle = _Handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
         return bytes(handle)
 
     def open(self, handle: bytes) -> int:
-        """See `Device`."""
         address, given = ctypes.c_uint64(), _Handle.from_buffer_copy(handle)
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(_LAZY_PEER_ACCESS))
         return address.value
 
     def close(self, address: int) -> None:
-        """See `Device`."""
         torch.cuda.synchronize(self._device)
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def tensor(self, address: int, nbytes: int) -> Tensor:
-        """See `Device`."""
         return torch.as_tensor(_Memory(address, nbytes), device=self._device)
 
     def event(self) -> tuple[Callable[[], None], bytes]:
-        """See `Device`."""
         with torch.cuda.device(self._device):
             event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]  # its gap
             handle = event.ipc_handle()  # type: ignore[no-untyped-call]  # its gap
         return lambda: event.record(torch.cuda.current_stream(self._device)), handle
 
     def open_event(self, handle: bytes) -> Callable[[], bool]:
-        """See `Device`."""
         event: torch.cuda.Event = torch.cuda.Event.from_ipc_handle(self._device, handle)  # type: ignore[no-untyped-call]
         return event.query
 
@@ -149,12 +141,7 @@ class _Memory:
     """Memory that torch can wrap in a tensor without a copy."""
 
     def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 2,
-        }
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2}
 
 
 def _checked(cuda: ctypes.CDLL, name: str, *arguments: object) -> None:

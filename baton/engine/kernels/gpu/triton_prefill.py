@@ -11,8 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels.gpu.shapes import Tiles
-from baton.engine.kernels.gpu.triton_decode import LOG2E
-from baton.engine.kernels.gpu.triton_tile import attend
+from baton.engine.kernels.gpu.triton_decode import LOG2E, attend
 
 
 # fmt: off
