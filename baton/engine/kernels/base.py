@@ -96,16 +96,10 @@ class Kernels(Protocol):
         """Return the layer with bits of a row independent of the number of rows, for fixed forwards, or None."""
 
     def steady_rows(self, heads: Sequence[int]) -> int:
-        """Return the most rows for which the bits of a row do not depend on their number, or 0 for no guarantee.
-
-        Covers the layers made so far and fixed attention over heads of these sizes.
-        """
+        """Return the most rows for which a row's bits do not depend on their number, with these head sizes, or 0."""
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
-        """Return facts that determine the bits of fixed forwards if layers multiply so many rows.
-
-        Excludes torch, the number of threads and the device. Called after all layers are made.
-        """
+        """Return the facts behind the bits of fixed forwards of so many rows, except torch, threads and device."""
 
     def attention(self, batch: Batch, block_size: int, window: int | None, scale: float) -> Attention:
         """Return attention for this batch. A `window` limits a token to itself and window - 1 positions before it.

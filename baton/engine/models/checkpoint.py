@@ -50,18 +50,14 @@ def weight_files(folder: Path) -> list[Path]:
     fields = Fields(str(index), read_json_object(index)).section("weight_map")
     if not fields.values:
         raise CheckpointError(f"{index}: weight_map is missing or empty")
-    files = [_shard(index, name) for name in sorted({fields.text(tensor) for tensor in fields.values})]
-    for file in files:
-        if not file.is_file():
-            raise CheckpointError(f"{index}: lists shard {file.name}, which does not exist")
-    return files
-
-
-def _shard(index: Path, name: str) -> Path:
-    # The index is untrusted, so a shard must be in its folder.
-    if Path(name).name != name or not name.endswith(".safetensors"):
-        raise CheckpointError(f"{index}: {name!r} is not the name of a safetensors file in this folder")
-    return index.parent / name
+    names = sorted({fields.text(tensor) for tensor in fields.values})
+    for name in names:
+        # The index is untrusted, so a shard must be in its folder.
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{index}: {name!r} is not the name of a safetensors file in this folder")
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{index}: lists shard {name}, which does not exist")
+    return [folder / name for name in names]
 
 
 def _no_weights(folder: Path) -> CheckpointError:
@@ -80,9 +76,7 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path, progress: Progress | None = None, *, digests: bool = True) -> None:
-        self.folder = folder
-        self._with_digests = digests
-        self._progress = progress
+        self.folder, self._progress, self._with_digests = folder, progress, digests
         self._clock = SystemClock()
         self._began = self._clock.monotonic()
         self._files: dict[str, Path] = {}
@@ -178,9 +172,7 @@ class Weights:
     """Tensors of a checkpoint in the model's dtype, on its device. All methods raise like `Checkpoint.take`."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-        self.checkpoint = checkpoint
-        self.dtype = dtype
-        self.device = device
+        self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
         self._arena = Arena()
 
     def tensor(self, name: str, *shape: int) -> Tensor:

@@ -11,14 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from baton.engine.models.config_variants import (
-    ExpertsConfig,
-    LatentConfig,
-    ThinkingConfig,
-    parse_experts,
-    parse_latent,
-    parse_thinking,
-)
+from baton.engine.models import config_variants
 from baton.engine.models.json_fields import Fields, read_json_object
 from baton.engine.models.rope import RopeConfig, parse_rope
 from baton.errors import CheckpointError
@@ -136,9 +129,9 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     rope: RopeConfig
     dtype: str | None  # as spelt in config.json, None if absent
-    experts: ExpertsConfig | None = None
-    latent: LatentConfig | None = None
-    thinking: ThinkingConfig | None = None
+    experts: config_variants.ExpertsConfig | None = None
+    latent: config_variants.LatentConfig | None = None
+    thinking: config_variants.ThinkingConfig | None = None
     unread_layers: int = 0  # layers for multi-token prediction, which a checkpoint may have beyond `layers`
 
     @property
@@ -160,10 +153,11 @@ def parse_config(fields: Fields) -> ModelConfig:
     family = FAMILIES[name]
     heads = fields.integer("num_attention_heads", high=2**16)
     layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
-    latent = parse_latent(fields, name, heads)
+    latent = config_variants.parse_latent(fields, name, heads)
     head_dim = latent.width if latent else _head_dim(fields, heads, family)
     attention_bias = fields.flag("attention_bias", False)
     max_positions = fields.integer("max_position_embeddings", family.max_positions)
+    unread = fields.integer("num_nextn_predict_layers", 1, low=0, high=MAX_LAYERS) if name == "deepseek_v3" else 0
     return ModelConfig(
         family=name,
         vocab_size=fields.integer("vocab_size"),
@@ -184,12 +178,10 @@ def parse_config(fields: Fields) -> ModelConfig:
         windows=_windows(fields, name, layers),
         rope=parse_rope(fields, max_positions, latent.rope_dim if latent else head_dim, family.rope_theta),
         dtype=_dtype(fields),
-        experts=parse_experts(fields, name, layers),
+        experts=config_variants.parse_experts(fields, name, layers),
         latent=latent,
-        thinking=parse_thinking(fields, name, layers),
-        unread_layers=fields.integer("num_nextn_predict_layers", 1, low=0, high=MAX_LAYERS)
-        if name == "deepseek_v3"
-        else 0,
+        thinking=config_variants.parse_thinking(fields, name, layers),
+        unread_layers=unread,
     )
 
 

@@ -96,9 +96,7 @@ class SelfAttention:
     """Self-attention: project, rotate, write K and V to the cache, attend, project back."""
 
     def __init__(self, config: ModelConfig, parts: Parts, name: str, window: int | None) -> None:
-        self.window = window
-        self.kernels = parts.kernels
-        self.head_dim = config.head_dim
+        self.window, self.kernels, self.head_dim = window, parts.kernels, config.head_dim
         q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
         names = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
         self.qkv = parts.linear(names, (q, kv, kv), config.hidden_size, bias=config.qkv_bias)

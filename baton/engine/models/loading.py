@@ -90,13 +90,11 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
     attention_splits: Splits = "auto",
     thinking: Mode = "auto",
 ) -> TransformerBackend:
-    """Load a Hugging Face checkpoint.
+    """Load a Hugging Face checkpoint. `split` loads one rank's part, with layout and fingerprint of the whole model.
 
-    `dtype` is auto, float32 or bfloat16; auto means the checkpoint's dtype, or float32 for float16 (`chosen_dtype`).
-    `max_model_len` None means max_position_embeddings. `split` loads one rank's part, with layout and fingerprint of
-    the whole model. `attention_splits` is passed to `choose_kernels`, `thinking` to the `Thinker` of a model that
-    thinks. Raises CheckpointError with the file, key or tensor if the folder cannot be served, and ConfigError if
-    `dtype` or `max_model_len` is invalid.
+    `dtype` auto means the checkpoint's dtype, or float32 for float16. `max_model_len` None means
+    max_position_embeddings. Raises CheckpointError with the file, key or tensor if the folder cannot be served, and
+    ConfigError if `dtype` or `max_model_len` is invalid.
     """
     if dtype not in DTYPE_CHOICES:
         raise ConfigError(f"model.dtype must be one of {', '.join(DTYPE_CHOICES)}, got {dtype!r}")

@@ -56,11 +56,10 @@ class Router:
         shape = experts.count, config.hidden_size
         # The precision of transformers, so that near ties have the same winner.
         self.dtype = torch.float32 if experts.float32_router else parts.weights.dtype
-        self.gate: Linear = (
-            Float32Linear(parts.weights.float32(f"{name}.weight", *shape))
-            if experts.float32_router
-            else parts.whole(name, *shape, bias=False)
-        )
+        if experts.float32_router:
+            self.gate: Linear = Float32Linear(parts.weights.float32(f"{name}.weight", *shape))
+        else:
+            self.gate = parts.whole(name, *shape, bias=False)
         bias = f"{name}.e_score_correction_bias"
         self.bias = parts.weights.float32(bias, experts.count) if experts.sigmoid else None
 

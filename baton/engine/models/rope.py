@@ -157,8 +157,7 @@ class Rotary:
 
     def __init__(self, rope: RopeConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._inv_freq = inverse_frequencies(rope).to(device)
-        self._scale = rope.attention_factor
-        self._dtype = dtype
+        self._scale, self._dtype = rope.attention_factor, dtype
 
     def __call__(self, positions: Tensor) -> Rotation:
         """Return the rotation of each row, for int64 positions [N]."""

@@ -38,8 +38,7 @@ class CudaCapture:
     """Captures forwards on one device. All graphs share one memory pool, because no two run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._device, self._pool = device, torch.cuda.graph_pool_handle()
 
     def __call__(self, forward: Callable[[], Tensor]) -> Captured:
         """Capture after one normal run, which compiles kernels and initialises libraries outside the graph.
@@ -107,8 +106,7 @@ class DecodeGraphs:
 
     def __init__(self, model: TransformerBackend, kv: KVCache, max_rows: int, max_blocks: int) -> None:
         self._model, self._kv = model, kv
-        self.sizes = buckets(max_rows)
-        self._max_blocks = max_blocks
+        self.sizes, self._max_blocks = buckets(max_rows), max_blocks
         self._static = Static(max_rows, max_blocks, model.layout.block_size, model.device)
         self._graphs: dict[int, Captured] = {}
 
@@ -147,7 +145,6 @@ class GraphedBackend(TransformerBackend):
     graphs: DecodeGraphs
 
     def forward(self, batch: Batch, kv: KVCache) -> Tensor:
-        """Write the batch's K and V, then return logits, float32 [L, vocab_size], valid until the next forward."""
         bucket = None if batch.on_layer else self.graphs.bucket(batch, kv)  # a graph cannot call `on_layer`
         return self.model.forward(batch, kv) if bucket is None else self.graphs.run(batch, bucket)
 
@@ -158,7 +155,10 @@ def with_graphs(backend: ModelBackend, kv: KVCache, max_running: int, max_model_
     Only Llama-like models on the GPU kernels can be captured. A mixture of experts reads its choice from the device.
     Latent attention would store padding. Ranks exchange through the host. Thinking takes states with each batch.
     """
-    if not isinstance(backend, TransformerBackend) or not _can_be_captured(backend):
+    if not isinstance(backend, TransformerBackend) or backend.device.type != "cuda":
+        return backend
+    config, kernels = backend.model.config, backend.model.kernels.name
+    if config.experts or config.latent or config.thinking or config.head_dim > WIDEST_HEAD or kernels != "triton":
         return backend
     clock = SystemClock()
     began = clock.monotonic()
@@ -185,10 +185,3 @@ def graphed(backend: TransformerBackend, graphs: DecodeGraphs) -> GraphedBackend
         nondeterminism=backend.nondeterminism,
         graphs=graphs,
     )
-
-
-def _can_be_captured(backend: TransformerBackend) -> bool:
-    config = backend.model.config
-    plain = config.experts is None and config.latent is None and config.thinking is None
-    fits = plain and config.head_dim <= WIDEST_HEAD
-    return backend.device.type == "cuda" and backend.model.kernels.name == "triton" and fits

@@ -3,8 +3,7 @@
 Used by channels between workers (`kvtransfer.transports.cuda_ipc`) and ranks of a worker (`baton.engine.tp.kv_memory`).
 The owner frees memory once no other process can use it. torch's `_share_cuda_` is unsuitable: it counts users in a file
 of /dev/shm that a killed process leaves behind, and then never frees the memory.
-Written from CUDA's documentation and not yet run on a GPU. To test with one and two GPUs:
-`python -m pytest tests/unit/gpu/test_cuda_ipc.py tests/unit/gpu/test_ranks.py`.
+Written from CUDA's documentation and not yet run on a GPU. docs/gpu.md has the commands for that.
 """
 
 from __future__ import annotations
@@ -159,8 +158,8 @@ def claim_activations(backend: ModelBackend, max_batched_tokens: int, max_runnin
     """
     if backend.device.type != "cuda":
         return
-    lengths = backend.max_model_len, backend.layout.block_size
-    batch = widest_batch(max_batched_tokens, max_running, *lengths, backend.device)
+    longest, block_size = backend.max_model_len, backend.layout.block_size
+    batch = widest_batch(max_batched_tokens, max_running, longest, block_size, backend.device)
     backend.forward(batch, backend.make_cache(1))
     torch.cuda.synchronize(backend.device)
 
