@@ -98,28 +98,22 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
     """
     if dtype not in DTYPE_CHOICES:
         raise ConfigError(f"model.dtype must be one of {', '.join(DTYPE_CHOICES)}, got {dtype!r}")
-    folder = Path(path)
+    folder, device = Path(path), torch.device(device)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
     config = read_config(folder)
     length = _max_model_len(config, max_model_len)
     checkpoint = Checkpoint(folder, progress, digests=split is None or split.names_the_model)
     dtype = chosen_dtype(config, dtype, checkpoint.stored_dtype("model.embed_tokens.weight"))
-    device = torch.device(device)
     kernels = choose_kernels(device, DTYPES[dtype], attention_splits)
     if split is None:
         part, parts = config, Parts(Weights(checkpoint, DTYPES[dtype], device), kernels)
     else:
         part, parts = split.config(config), split.parts(checkpoint, DTYPES[dtype], device, kernels)
-    if part.latent is None:
-        model = Llama(part, parts, Variant(SelfAttention, feed_forward))
-    else:
-        model = DeepSeek(part, parts, part.latent)
-    thinker = None
-    if config.thinking is not None:
-        if split is not None:
-            raise ConfigError("tensor_parallel must be 1 for a model with thinking states")
-        thinker = Thinker(config, parts, model.embed, thinking)
+    model = _model(part, parts)
+    if config.thinking is not None and split is not None:
+        raise ConfigError("tensor_parallel must be 1 for a model with thinking states")
+    thinker = None if config.thinking is None else Thinker(config, parts, model.embed, thinking)
     layout = KVLayout(config.layers, config.kv_heads, config.head_dim, block_size, dtype, config.kv_tensors)
     unread = tuple(f"model.layers.{config.layers + i}." for i in range(config.unread_layers))
     name = fingerprint((checkpoint.finish(unread), dtype, layout.wire, repr(config)))
@@ -134,6 +128,12 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
         nondeterminism=_nondeterminism(config),
         thinker=thinker,
     )
+
+
+def _model(config: ModelConfig, parts: Parts) -> Llama:
+    if config.latent is not None:
+        return DeepSeek(config, parts, config.latent)
+    return Llama(config, parts, Variant(SelfAttention, feed_forward))
 
 
 def _nondeterminism(config: ModelConfig) -> str:
