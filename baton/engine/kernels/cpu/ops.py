@@ -72,8 +72,7 @@ class CompiledBlockCopy:
     ) -> None:
         """Copy positions `span` of the sequence in `blocks` to `wire`, uint8 [nbytes], or from it if `write`.
 
-        Copies `layers` of all `planes`, each contiguous [layers, total_blocks, block_size, kv_heads, head_dim]. Checks
-        nothing.
+        Copies `layers` of all `planes`, contiguous [layers, total_blocks, block_size, kv_heads, head_dim], unchecked.
         """
         _, _, block_size, kv_heads, head_dim = planes[0].shape
         layer_bytes = planes[0].stride(0) * planes[0].itemsize

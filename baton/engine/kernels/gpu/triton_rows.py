@@ -88,16 +88,16 @@ def rotate_and_store_kernel(
         b = ((b * scale).to(dtype).to(tl.float32) * weight_b).to(dtype).to(tl.float32)
     c = tl.load(cos + row * HALF + column, mask=column < HALF, other=0.0).to(tl.float32)
     s = tl.load(sin + row * HALF + column, mask=column < HALF, other=0.0).to(tl.float32)
-    turned_a, turned_b = (a * c - b * s).to(dtype), (b * c + a * s).to(dtype)
-    tl.store(source, turned_a, mask=is_query)
-    tl.store(source + HALF, turned_b, mask=is_query)
+    rotated_a, rotated_b = (a * c - b * s).to(dtype), (b * c + a * s).to(dtype)
+    tl.store(source, rotated_a, mask=is_query)
+    tl.store(source + HALF, rotated_b, mask=is_query)
 
     slot = tl.load(slots + row)
     stored = slot >= 0
     block, offset = slot // block_size, slot % block_size
     key_place = keys + block * key_block + offset * key_slot + (head - heads) * key_head + column
-    tl.store(key_place, turned_a, mask=is_key & stored)
-    tl.store(key_place + HALF, turned_b, mask=is_key & stored)
+    tl.store(key_place, rotated_a, mask=is_key & stored)
+    tl.store(key_place + HALF, rotated_b, mask=is_key & stored)
     is_value = there & (head >= heads + kv_heads) & stored
     value_place = values + block * value_block + offset * value_slot + (head - heads - kv_heads) * value_head + column
     tl.store(value_place, first, mask=is_value)
