@@ -14,7 +14,6 @@ from baton.client.types import (
     ClusterStatus,
     Control,
     Decision,
-    Model,
     Options,
     Plan,
     Prompt,
@@ -79,11 +78,6 @@ def detokenize_request(ids: Ids, model: str) -> inference.DetokenizeRequest:
     return _field(inference.DetokenizeRequest, "ids", ids, "", model=model)
 
 
-def models(reply: inference.ListModelsReply) -> list[Model]:
-    """Return the models in the server's order."""
-    return [Model(**values(model)) for model in reply.models]
-
-
 def cluster_status(reply: admin.StatusReply) -> ClusterStatus:
     """Return the status. Raises EngineFault for an invalid reply."""
     workers = tuple(trusted(_worker_status, each) for each in reply.workers)
@@ -112,13 +106,8 @@ def trusted(read: Callable[[M], T], message: M) -> T:
 
 
 def _worker_status(message: admin.WorkerStatus) -> WorkerStatus:
-    return WorkerStatus(
-        convert.info_from_pb(message.info),
-        convert.load_from_pb(message.load),
-        message.state,
-        message.dispatched,
-        message.note,
-    )
+    info, load = convert.info_from_pb(message.info), convert.load_from_pb(message.load)
+    return WorkerStatus(info, load, message.state, message.dispatched, message.note)
 
 
 def _options(options: Options) -> inference.GenerateRequest:
@@ -138,9 +127,8 @@ def _set(request: inference.GenerateRequest, name: str, value: Any) -> None:
     elif name == "choices":
         request.constraint.choices.MergeFrom(_field(inference.Choices, "texts", value, "constraint.choices."))
     elif name in _CONSTRAINT:
-        value = (
-            _json(value, "constraint.json_schema") if name == "json_schema" and isinstance(value, Mapping) else value
-        )
+        if name == "json_schema" and isinstance(value, Mapping):
+            value = _json(value, "constraint.json_schema")
         request.constraint.MergeFrom(_field(inference.Constraint, name, value, "constraint."))
     else:
         request.MergeFrom(_field(inference.GenerateRequest, name, value, ""))

@@ -22,12 +22,13 @@ from baton.errors import (
 )
 from baton.rpc.channel import Wire
 
+# CA certificates (PEM) as a path or bytes, True for those of the system, or None for no TLS. A folder of `baton certs`,
+# or a `Wire`, also has the cluster's own certificate, which `cluster` needs.
 Tls: TypeAlias = str | Path | bytes | bool | Wire | None
-"""CA certificates (PEM) as a path or bytes. True means those of the system, None means no TLS.
 
-A folder of `baton certs`, or a `Wire`, also has the cluster's own certificate, which `cluster` needs.
-"""
-
+RESUMABLE = "baton-resumable"  # key in a stream's initial metadata; "1" means that `Resume` can continue the stream
+RESUMABLE_S = 30.0  # default time that a stream outlives its router, in which the client finds another one
+REFUSALS = (Unsupported, UnknownModel, InvalidRequest)  # from a router that cannot resume, or not this request
 RETRY_BASE_S = 0.25
 RETRY_CAP_S = 5.0
 _LOOPBACK = ("127.", "localhost:", "[::1]", "unix:")
@@ -112,11 +113,6 @@ class ClientBase:
         self._target = self._targets[(self._targets.index(target) + 1) % len(self._targets)]
         return self._target
 
-    def _admin_target(self) -> str:
-        if self._admin is None:
-            raise ConfigError("admin: not set; create the client with admin='host:port' to see the cluster")
-        return self._admin
-
 
 def _targets(target: str) -> tuple[str, ...]:
     targets = (target,) if target.startswith(_LISTS) else tuple(part.strip() for part in target.split(","))
@@ -140,15 +136,6 @@ def _credentials(tls: Tls) -> grpc.ChannelCredentials | None:
     return Wire.of_path(tls).credentials
 
 
-RESUMABLE = "baton-resumable"
-"""Key in a stream's initial metadata; "1" means that `Resume` can continue the stream."""
-
-RESUMABLE_S = 30.0
-"""Default time in seconds that a stream outlives its router, in which the client finds another one."""
-
-REFUSALS = (Unsupported, UnknownModel, InvalidRequest)  # from a router that cannot resume, or not this request
-
-
 class Recovery:
     """Breaks of one started stream. `targets` is the number of routers that may resume it.
 
@@ -163,7 +150,7 @@ class Recovery:
         self._lost: BatonError | None = None
 
     def progressed(self) -> None:
-        """Reset, because the answer has advanced."""
+        """Forget the breaks, because the answer has advanced."""
         self._refused, self._lost = 0, None
 
     def wait_after(self, error: BatonError, attempts: Attempts, *, answered: bool) -> float:

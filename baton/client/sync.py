@@ -13,10 +13,11 @@ from baton.client import _transport_sync as wire
 from baton.client._accumulator import Fold
 from baton.client._retry import RESUMABLE, RESUMABLE_S, ClientBase, Recovery
 from baton.client.types import ClusterStatus, Completion, Delta, Model, Options, Prompt
-from baton.errors import BatonError, Cancelled, NoWorker
+from baton.errors import BatonError, Cancelled, ConfigError, NoWorker
 from baton.rpc.status import from_rpc_error
 from baton.rpc.v1 import admin_pb2 as admin
 from baton.rpc.v1 import inference_pb2 as inference
+from baton.rpc.v1.admin_pb2_grpc import AdminStub
 
 
 class Stream(Fold):
@@ -89,13 +90,9 @@ class Stream(Fold):
         stub = client._stubs.of(self._target)
         if not self._started:
             return stub.Generate(self._request, timeout=left, metadata=client._metadata)
-        received = self._received(self._request.n)
-        request = inference.ResumeRequest(
-            request_id=self.request_id,
-            request=self._request,
-            received=received,
-            system_fingerprint=self.system_fingerprint,
-        )
+        request = inference.ResumeRequest(request_id=self.request_id, request=self._request)
+        request.received.extend(self._received(self._request.n))
+        request.system_fingerprint = self.system_fingerprint
         self._rewind()
         return stub.Resume(request, timeout=left, metadata=client._metadata)
 
@@ -105,7 +102,10 @@ class Stream(Fold):
                 return wire.read(self._call)
             except grpc.RpcError as failure:
                 error = from_rpc_error(failure, self._target, connected=self._started)
-            if self._is_resumable() and self.usage is not None:
+            if self._started and not self._recovery.resumable:
+                headers = dict(self._call.initial_metadata())
+                self._recovery.resumable = headers.get(RESUMABLE) == "1"
+            if self._recovery.resumable and self.usage is not None:
                 return None  # the answer is complete
             self._client._sleep(self._wait_after(error))
             self._raise_if_closed()  # another task or thread may have closed the stream during the wait
@@ -120,13 +120,6 @@ class Stream(Fold):
         if not self._started:
             return self._attempts.wait_after(error)
         return self._recovery.wait_after(error, self._attempts, answered=self._events > 0)
-
-    def _is_resumable(self) -> bool:
-        """Return True if the server announced it in the initial metadata."""
-        if self._started and not self._recovery.resumable:
-            headers = wire.headers(self._call)
-            self._recovery.resumable = headers.get(RESUMABLE) == "1"
-        return self._recovery.resumable
 
     def _raise_if_closed(self) -> None:
         if self._closed:
@@ -213,10 +206,12 @@ class Client(ClientBase):
 
     def cancel(self, request_id: str) -> bool:
         """Cancel a running request of any client; return False if none of this client's routers runs it."""
+        request = inference.CancelRequest(request_id=request_id)
         unreachable: NoWorker | None = None
         for target in self._targets:
             try:
-                if self._cancel_at(target, request_id):
+                reply = self._call(lambda target: self._stubs.of(target).Cancel, request, target)
+                if reply.found:
                     return True
             except NoWorker as error:
                 unreachable = error
@@ -238,22 +233,16 @@ class Client(ClientBase):
 
     def models(self) -> list[Model]:
         """Return the served models."""
-        request = inference.ListModelsRequest()
-        reply = self._call(lambda target: self._stubs.of(target).ListModels, request)
-        return _messages.models(reply)
+        reply = self._call(lambda target: self._stubs.of(target).ListModels, inference.ListModelsRequest())
+        return [Model(**_messages.values(model)) for model in reply.models]
 
     def cluster(self) -> ClusterStatus:
         """Return the workers and counts of this router. Raises ConfigError if the client was made without `admin`."""
-        target = self._admin_target()
+        if (target := self._admin) is None:
+            raise ConfigError("admin: not set; create the client with admin='host:port' to see the cluster")
         with self._stubs.connect(target) as channel:
-            stub = wire.admin_stub(channel)
-            reply = self._call(lambda _: stub.Status, admin.StatusRequest(), target)
-            return _messages.cluster_status(reply)
-
-    def _cancel_at(self, target: str, request_id: str) -> bool:
-        request = inference.CancelRequest(request_id=request_id)
-        reply = self._call(lambda target: self._stubs.of(target).Cancel, request, target)
-        return reply.found
+            stub = AdminStub(channel)
+            return _messages.cluster_status(self._call(lambda _: stub.Status, admin.StatusRequest(), target))
 
     def _call(self, method: Callable[[str], wire.Unary[Q, R]], request: Q, only: str = "") -> R:
         """Return the reply of the router `only`, or else of any router of this client."""
