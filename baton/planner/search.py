@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from baton.bench.lengths import Lengths
-from baton.bench.traces import Arrival, Trace, summary
+from baton.bench.traces import Arrival, Trace, cached_share
 from baton.bench.workload import Times, arrivals
 from baton.errors import ConfigError
 from baton.planner.profile import Profile
@@ -129,7 +129,7 @@ class Workload:
     @cached_property
     def shared(self) -> float:
         """Share of prompt tokens that a prefix cache can hold, or 0 without a trace."""
-        return summary(self.trace.arrivals).shared if self.trace is not None else 0.0
+        return cached_share(self.trace.arrivals) if self.trace is not None else 0.0
 
     @cached_property
     def _sample(self) -> list[Arrival]:
