@@ -24,7 +24,7 @@ class Report:
     figures: Mapping[str, float]
 
 
-def compare(first: Path, second: Path, *, as_json: bool) -> None:
+def print_comparison(first: Path, second: Path, *, as_json: bool) -> None:
     """Print each figure of both reports and their ratio B / A. Raises BadParameter if a file is not a report."""
     a, b = load(first), load(second)
     found = {"a": str(first), "b": str(second), "differs": differences(a, b), "figures": figures(a, b)}

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from baton.cli.credentials import NO_REACH
-from baton.cli.operate import Operator
+from baton.cli.cluster.operator import Operator
+from baton.cli.target import Admins
 from baton.clock import SystemClock
 from baton.control_plane import Slot
 from baton.core import Incarnation, Role, WorkerInfo, WorkerRef
@@ -133,7 +133,7 @@ async def router(board: ControlState, workers: list[FakeWorker]) -> AsyncIterato
 
 @pytest.fixture
 def operator(router: Router) -> Operator:
-    return Operator([router.admin], NO_REACH)
+    return Operator(Admins([router.admin]))
 
 
 async def controlled(board: ControlState, *slots: Slot, **plan: Any) -> None:
@@ -236,7 +236,7 @@ async def test_a_redis_that_never_answers_holds_no_router_up(router, monkeypatch
 
 async def test_another_router_is_asked_when_one_is_away(router, board):
     await controlled(board)
-    operator = Operator(["127.0.0.1:1", router.admin], NO_REACH)
+    operator = Operator(Admins(["127.0.0.1:1", router.admin]))
     assert (await call(operator.restart)).generation == 1
     with pytest.raises(NoWorker):
-        await call(Operator(["127.0.0.1:1"], NO_REACH).restart)
+        await call(Operator(Admins(["127.0.0.1:1"])).restart)

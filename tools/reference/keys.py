@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from baton.cli.config import schema_text
+from baton.cli.setup.config import schema_text
 from router.openai.schema import ChatBody, CompletionBody
 from tools.reference.pages import Page, code, table
 

@@ -1,4 +1,4 @@
-"""`baton controller`: the controller in an existing Ray cluster, started by the Ray's operator or by `baton up`."""
+"""`baton controller`: the controller in an existing Ray cluster, started by Ray's operator or by `baton up`."""
 
 from __future__ import annotations
 
@@ -10,35 +10,32 @@ import typer
 from baton.cli.options import ConfigFile, Sets
 
 if TYPE_CHECKING:
-    from baton.cluster.controller_local import LocalControl
-    from baton.cluster.controller_ray import ControlState, Parts
-    from baton.cluster.interfaces import Placement
-    from baton.config import ClusterConfig
+    from baton.cluster.controller_ray import ControlState
 
 GRACE_S = 5.0
 
-Wait = Annotated[float, typer.Option("--wait", min=0, help="seconds to wait for the Ray cluster")]
-Ends = Annotated[bool, typer.Option("--stop", help="end the workers and the controller")]
-Follows = Annotated[bool, typer.Option("--follow", hidden=True, help="run until a stop signal or its loss")]
 Bound = Annotated[bool, typer.Option("--bound", hidden=True, help="the created controller ends with this process")]
 
 
 def controller(
     config: ConfigFile,
     sets: Sets = None,
-    wait: Wait = 300,
-    stop: Ends = False,
-    follow: Follows = False,
+    wait: Annotated[float, typer.Option("--wait", min=0, help="seconds to wait for the Ray cluster")] = 300,
+    stop: Annotated[bool, typer.Option("--stop", help="end the workers and the controller")] = False,
+    follow: Annotated[bool, typer.Option("--follow", hidden=True, help="run until a stop signal or its loss")] = False,
     bound: Bound = False,
 ) -> None:
     """Start a controller in the Ray cluster at ray.address. It runs the workers of a file; they are not waited for."""
     from baton.cluster.signals import stop_on_signals
 
     stopped = stop_on_signals()
+    from baton.cli.cluster.serve import role_factories
     from baton.cluster import controller_ray
     from baton.cluster.backend_process import die_with_parent
+    from baton.cluster.controller_local import LocalControl
     from baton.config import load_config
     from baton.logs import configure_logging
+    from baton.worker.process import WorkerActor
 
     die_with_parent()
     cluster = load_config(config, sets or [], os.environ)
@@ -49,7 +46,8 @@ def controller(
             controller_ray.end(ray, cluster, GRACE_S)
             typer.echo(f"the workers of cluster {cluster.name!r} have ended")
             return
-        there = controller_ray.ensure(ray, cluster, parts(), stopped, detached=not bound)
+        parts = controller_ray.Parts(WorkerActor, role_factories(), LocalControl)
+        there = controller_ray.ensure(ray, cluster, parts, stopped, detached=not bound)
         if follow:
             controller_ray.follow(ray, there, stopped, _report)
         else:
@@ -63,19 +61,3 @@ def _report(state: ControlState) -> None:
     from baton.cluster.backend_process import report_ready
 
     report_ready({"workers": state.workers, "pid": os.getpid()})
-
-
-def parts() -> Parts:
-    """Return the classes and functions that the actors are built from."""
-    from baton.cli.serve import role_factories
-    from baton.cluster.controller_ray import Parts
-    from baton.worker.process import WorkerActor
-
-    return Parts(WorkerActor, role_factories(), make_control)
-
-
-def make_control(config: ClusterConfig, placement: Placement) -> LocalControl:
-    """Return the `Control` inside the controller's actor."""
-    from baton.cluster.controller_local import LocalControl
-
-    return LocalControl(config, placement)

@@ -1,4 +1,4 @@
-"""`baton up`, `baton down` and `baton pull`: start and stop a cluster, and download its model first."""
+"""Start and stop a cluster, and download its model first: the work of `baton up`, `down` and `pull`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from pathlib import Path
 import psutil
 import typer
 
-from baton.cli.credentials import TOKEN_VARIABLE, check_tokens
-from baton.cli.serve import role_factories
+from baton.cli.cluster.serve import role_factories
+from baton.cli.exit_codes import exit_code
+from baton.cli.target import TOKEN_VARIABLE, check_tokens, find_cluster
 from baton.cluster.backend_process import (
     PARENT,
     POLL_S,
@@ -29,19 +30,19 @@ from baton.cluster.backend_process import (
     report_ready,
     tail,
 )
-from baton.cluster.backend_ray import LOCAL, start_local
+from baton.cluster.backend_ray import LOCAL, RayPlace, RayPlacement, start_local
 from baton.cluster.controller_local import LocalControl
 from baton.cluster.controller_ray import RemoteControl
 from baton.cluster.interfaces import Control
 from baton.cluster.launcher import Supervisor
 from baton.cluster.signals import Stop
-from baton.cluster.state_dir import ClusterState, StateFolder, running_clusters
+from baton.cluster.state_dir import ClusterState, StateFolder
 from baton.config import ClusterConfig, load_config
 from baton.config.loading import ENV_PREFIX
 from baton.config.values import HUB_PREFIX
 from baton.core import Role, sizes_text
 from baton.engine.kernels.cpu.compiler import cpu_level
-from baton.errors import BatonError, ConfigError, NoWorker
+from baton.errors import BatonError, ConfigError
 from baton.logs import configure_logging
 from baton.model_hub import model_folder, pinned
 
@@ -49,6 +50,9 @@ COMMAND = ("-m", "baton", "pull")
 SHOWN_S = 1.0
 FILE_CLOCK_S = 0.1  # because file times come from a clock that is late by up to a tick
 CLEAR = "\r\x1b[K"
+DOWN_S = 30.0
+LOOK_S = 0.1  # interval of checks of ending processes
+SUPERVISOR = "supervisor"
 
 
 def pull(model: str) -> None:
@@ -88,6 +92,9 @@ def fetched(config: ClusterConfig, stop: Stop) -> ClusterConfig:
 @contextmanager
 def shown_loading(logs: Path) -> Iterator[Callable[[], None]]:
     """Show loading progress on stderr, if that is a terminal, until the block ends or calls the given function."""
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
     done, began = threading.Event(), time.time() - FILE_CLOCK_S
 
     def show() -> None:
@@ -103,10 +110,7 @@ def shown_loading(logs: Path) -> Iterator[Callable[[], None]]:
             sys.stderr.write(CLEAR)
 
     thread = threading.Thread(target=show, name="loading", daemon=True)
-    if not sys.stderr.isatty():
-        done.set()
-    else:
-        thread.start()
+    thread.start()
     try:
         yield end
     finally:
@@ -126,11 +130,6 @@ def loading(logs: Path, since: float) -> list[str]:
     return shares
 
 
-DOWN_S = 30.0
-LOOK_S = 0.1  # interval of checks of ending processes
-SUPERVISOR = "supervisor"
-
-
 def up(file: Path, sets: Sequence[str], stop: Stop, *, detach: bool, as_json: bool) -> None:
     """Start a cluster and return when it has ended, or with `detach` when it is ready."""
     config = load_config(file, sets, os.environ)
@@ -141,7 +140,7 @@ def up(file: Path, sets: Sequence[str], stop: Stop, *, detach: bool, as_json: bo
         return
     copy = StateFolder(config.name).logs / f"{SUPERVISOR}.log"
     configure_logging("warning", "auto", SUPERVISOR, copy)
-    note(f"starting cluster {config.name!r} ...")
+    typer.echo(f"starting cluster {config.name!r} ...", err=True)
 
     with shown_loading(StateFolder(config.name).logs) as shown:
 
@@ -170,7 +169,6 @@ def make_control(config: ClusterConfig, folder: StateFolder) -> Control:
     if config.ray.address != LOCAL:
         command = [sys.executable, "-m", "baton", "controller", "-c", str(folder.config)]
         return RemoteControl(config, command, folder.logs)
-    from baton.cluster.backend_ray import RayPlace, RayPlacement
     from baton.worker.process import WorkerActor
 
     start = partial(start_local, folder.scratch, config.name)
@@ -209,8 +207,6 @@ def announce(state: ClusterState, config: ClusterConfig, *, as_json: bool) -> No
 
 def _detach(config: ClusterConfig, file: Path, sets: Sequence[str], stop: Stop, *, as_json: bool) -> None:
     """Start `baton up` in its own session, and wait until it is ready or has failed."""
-    from baton.cli.exit_codes import exit_code
-
     folder = StateFolder(config.name)
     folder.acquire()  # raises early if the folder is unusable or taken; the child acquires it again
     folder.release()
@@ -228,7 +224,7 @@ def _detach(config: ClusterConfig, file: Path, sets: Sequence[str], stop: Stop, 
     except BatonError as error:
         child.terminate()
         child.wait(DOWN_S)
-        note(output.read_text(encoding="utf-8", errors="replace").rstrip())
+        typer.echo(output.read_text(encoding="utf-8", errors="replace").rstrip(), err=True)
         raise typer.Exit(exit_code(error)) from None
     state = folder.read_state()
     if state is not None:
@@ -240,7 +236,7 @@ def as_environment(sets: Sequence[str], environ: Mapping[str, str]) -> dict[str,
     Items of `as_options` are left out.
     """
     given = {name: value for name, value in environ.items() if name.startswith(ENV_PREFIX)}
-    for item in (item for item in sets if _sayable(item)):
+    for item in filter(_is_config_key, sets):
         key, _, value = item.partition("=")
         given[ENV_PREFIX + key.strip().upper().replace(".", "__")] = value
     return given
@@ -248,29 +244,12 @@ def as_environment(sets: Sequence[str], environ: Mapping[str, str]) -> dict[str,
 
 def as_options(sets: Sequence[str]) -> list[str]:
     """Return items that no variable can express, because the names are not config keys: tenants, for example."""
-    return [item for item in sets if not _sayable(item)]
+    return [item for item in sets if not _is_config_key(item)]
 
 
-def _sayable(item: str) -> bool:
+def _is_config_key(item: str) -> bool:
     key = item.partition("=")[0].strip()
     return key == key.lower() and "__" not in key
-
-
-def find_cluster(name: str | None, *, starting: bool = False) -> ClusterState:
-    """Return the running cluster called `name`, or the only one. One that still starts counts only with `starting`.
-    Raises NoWorker (exit code 4) with the running clusters' names.
-    """
-    running = running_clusters()
-    chosen = [state for state in running if name in {None, state.name}]
-    if len(chosen) == 1:
-        if not (chosen[0].ready or starting):
-            raise NoWorker(f"cluster {chosen[0].name!r} is still starting")
-        return chosen[0]
-    if not running:
-        raise NoWorker("no cluster is running here; start one with: baton up -c configs/local.yaml --detach")
-    names = ", ".join(state.name for state in running)
-    problem = f"no cluster named {name!r} is running" if name else "several clusters are running"
-    raise NoWorker(f"{problem}; set --name to one of: {names}")
 
 
 def down(name: str | None) -> None:
@@ -308,8 +287,3 @@ def _is_zombie(process: psutil.Process) -> bool:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-def note(text: str) -> None:
-    """Print progress on stderr."""
-    typer.echo(text, err=True)

@@ -1,4 +1,4 @@
-"""`baton scale`, `drain` and `restart`: calls to a router, and waiting for the controller's report."""
+"""Calls to a running cluster for `baton scale`, `drain` and `restart`, and waiting for the controller's report."""
 
 from __future__ import annotations
 
@@ -6,17 +6,11 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-import grpc
-import typer
-
-from baton.cli.credentials import Target, find_reach
-from baton.cli.up import find_cluster
-from baton.client import Client
+from baton.cli.target import Admins
 from baton.client.types import ClusterStatus
 from baton.clock import SystemClock
 from baton.config import ClusterConfig, load_config
@@ -24,31 +18,17 @@ from baton.core import WorkerRef
 from baton.errors import BatonError, DeadlineExceeded, NoWorker
 from baton.ledger.control_state import ControlState, WorkerCommand
 from baton.ledger.registry import Ledger
-from baton.rpc.channel import from_here
-from baton.rpc.status import from_rpc_error
 from baton.rpc.v1 import admin_pb2
-from baton.rpc.v1.admin_pb2_grpc import AdminStub
 
-TIMEOUT_S = 10.0
 LOOK_S = 0.2
-POOLS = ("prefill", "decode")
 Reply = TypeVar("Reply")
-Answer = TypeVar("Answer")
 
 
-@dataclass(frozen=True, slots=True)
 class Operator:
-    """Calls `Admin` of the first router in `admins` that answers; any router will do. Errors are BatonErrors."""
+    """Calls `Admin` of the first router that answers; any router will do. Errors are BatonErrors."""
 
-    admins: Sequence[str]
-    reach: Target
-
-    @classmethod
-    def find(cls, name: str | None, target: str | None, tls: Path | None) -> Operator:
-        """Return the operator of `target` (an admin address) or of the running cluster `name`. Raises NoWorker."""
-        running = None if target else find_cluster(name)
-        admins = [str(target)] if running is None else [running.admin, *running.admins[1:]]
-        return cls([from_here(admin) for admin in admins if admin], find_reach(running, tls))
+    def __init__(self, admins: Admins) -> None:
+        self._admins = admins
 
     def scale(self, sizes: dict[str, int]) -> admin_pb2.Plan:
         """Set pool sizes. Raises InvalidRequest for a size that the cluster file does not allow."""
@@ -67,7 +47,7 @@ class Operator:
 
     def status(self) -> ClusterStatus:
         """Return the cluster's status. Raises BatonError if no router answers."""
-        return self._first(self._status)
+        return self._first(self._admins.status)
 
     def wait_settled(self, number: int, seconds: float) -> None:
         """Wait until plan `number` or a later one is carried out. Raises DeadlineExceeded."""
@@ -97,36 +77,26 @@ class Operator:
             if time.monotonic() > deadline:
                 slots = status.control.slots if status.control else ()
                 missed = _missed(status)
-                notes = {
-                    slot.worker_id: "but not connected" if slot.worker_id in missed else slot.note for slot in slots
-                }
-                left = ", ".join(f"{slot.worker_id} is {slot.state} {notes[slot.worker_id]}".rstrip() for slot in slots)
-                raise DeadlineExceeded(f"not done in {seconds:g} s: {left or 'the controller has sent no report'}")
+                notes = ["but not connected" if slot.worker_id in missed else slot.note for slot in slots]
+                states = [
+                    f"{slot.worker_id} is {slot.state} {note}".rstrip() for slot, note in zip(slots, notes, strict=True)
+                ]
+                left = ", ".join(states) or "the controller has sent no report"
+                raise DeadlineExceeded(f"not done in {seconds:g} s: {left}")
             time.sleep(LOOK_S)
 
-    def _status(self, admin: str) -> ClusterStatus:
-        with Client(admin, admin=admin, timeout=TIMEOUT_S, token=self.reach.token, tls=self.reach.wire) as client:
-            return client.cluster()
+    def _call(self, method: Callable[..., Reply]) -> Reply:
+        return self._first(lambda admin: self._admins.call(admin, method))
 
-    def _call(self, call: Callable[..., Reply]) -> Reply:
-        def ask(admin: str) -> Reply:
-            with self.reach.channel(admin) as channel:
-                try:
-                    return call(AdminStub(channel), timeout=TIMEOUT_S, metadata=self.reach.metadata)
-                except grpc.RpcError as error:
-                    raise from_rpc_error(error, admin) from None
-
-        return self._first(ask)
-
-    def _first(self, ask: Callable[[str], Answer]) -> Answer:
-        """Return the answer of the first reachable router. An error that a router returns is not retried at another."""
-        failure: BatonError = NoWorker("the cluster is still starting")
-        for admin in self.admins:
+    def _first(self, call: Callable[[str], Reply]) -> Reply:
+        """Return the reply of the first reachable router. An error that a router returns is not retried at another."""
+        failures: list[BatonError] = []
+        for admin in self._admins.started:
             try:
-                return ask(admin)
+                return call(admin)
             except NoWorker as error:
-                failure = error
-        raise failure
+                failures.append(error)
+        raise failures[-1]
 
 
 def drain_here(file: Path, wait_s: float) -> list[str]:
@@ -158,17 +128,6 @@ async def _wait_gone(ledger: Ledger, left: set[WorkerRef], wait_s: float) -> Non
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"not done in {wait_s:g} s: {', '.join(sorted(map(str, left)))}")
         await asyncio.sleep(LOOK_S)
-
-
-def parse_sizes(words: Sequence[str]) -> dict[str, int]:
-    """Parse `prefill=2 decode=3`. Raises BadParameter (exit code 2) with the wrong word."""
-    sizes: dict[str, int] = {}
-    for word in words:
-        pool, _, size = word.partition("=")
-        if pool not in POOLS or not (size.isascii() and size.isdecimal()) or pool in sizes:
-            raise typer.BadParameter(f"{word!r}: must be prefill=N or decode=N, each once, such as prefill=2 decode=3")
-        sizes[pool] = int(size)
-    return sizes
 
 
 def _missed(status: ClusterStatus) -> set[str]:

@@ -1,4 +1,4 @@
-"""`baton prefill-worker | decode-worker | router | gateway`: one role as a process, by hand or from `baton up`."""
+"""Run one role in this process, until it is stopped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from baton import __version__
-from baton.cli.config import effective
+from baton.cli.setup.config import effective
 from baton.clock import SystemClock
 from baton.cluster.backend_process import die_with_parent, report_ready
 from baton.config import ClusterConfig, load_config

@@ -1,7 +1,4 @@
-"""`baton logs`: the log lines of a cluster's processes in time order, with new lines on request.
-
-`LogFile` reads one file from its end and follows it; `LogFilter` selects lines.
-"""
+"""The log lines of a cluster's processes in time order. `LogFile` reads and follows a file, `LogFilter` selects."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import os
 import re
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -33,6 +29,10 @@ RAY = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+) ([DIWEC]) \d+ \d+\] (.
 OTHERS = ((REDIS, "%d %b %Y %H:%M:%S.%f"), (RAY, "%Y-%m-%d %H:%M:%S,%f"))
 MARKS = {".": "debug", "-": "debug", "*": "info", "#": "warning"}
 MARKS |= {"D": "debug", "I": "info", "W": "warning", "E": "error", "C": "critical"}
+LINES = 100  # default number of lines, without --lines and --since
+FOLLOW_S = 0.2
+STYLES = {"debug": "dim", "info": "green", "warning": "yellow", "error": "red", "critical": "bold red"}
+SHOWN_FIRST = ("timestamp", "level", "process", "event", "exception")  # shown in their own places
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,26 +92,22 @@ class LogFile:
 
     def last(self, takes: Callable[[Line], bool], since: float, most: int | None) -> list[Line]:
         """Return the last `most` lines (None for all) that `takes` accepts, back to `since`. `more` continues there."""
-        found: deque[Line] = deque()
-        pending: list[str] = []  # lines without events, newest first; they get the time of the event before them
-        newest = True
+        found: list[Line] = []  # newest first, like `pending`
+        pending: list[str] = []  # lines without events, which get the time of the event before them
         for text in self._backwards():
             line = parse(text, self.process, -1.0)
             if line.at < 0:
                 pending.append(text)
                 continue
-            if newest:
-                self._at, newest = max(self._at, line.at), False
-            _put(found, [Line(line.at, self.process, each) for each in pending], takes)
+            self._at = max(self._at, line.at)
+            found += filter(takes, [*(Line(line.at, self.process, each) for each in pending), line])
             pending.clear()
-            _put(found, [line], takes)
             if line.at < since or (most is not None and len(found) >= most):
                 break
         else:
-            first = found[0].at if found else self._written()
-            _put(found, [Line(first, self.process, each) for each in pending], takes)
-        lines = list(found)
-        return lines if most is None else lines[len(lines) - min(most, len(lines)) :]
+            first = found[-1].at if found else self._written()
+            found += filter(takes, [Line(first, self.process, each) for each in pending])
+        return found[:most][::-1]
 
     def more(self) -> Iterator[Line]:
         """Yield new lines since the last call. An incomplete line waits. A restarted file is read from the start."""
@@ -193,20 +189,8 @@ def _from_end(file: int, size: int) -> Iterator[bytes]:
     yield b"".join(reversed(rest))
 
 
-def _put(found: deque[Line], lines: list[Line], takes: Callable[[Line], bool]) -> None:
-    """Prepend accepted lines. `lines` are in order from the newest."""
-    found.extendleft(line for line in lines if takes(line))
-
-
 def _decode(line: bytes) -> str:
     return line.decode("utf-8", errors="replace").rstrip("\r\n")
-
-
-LINES = 100  # default number of lines, without --lines and --since
-FOLLOW_S = 0.2
-UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-STYLES = {"debug": "dim", "info": "green", "warning": "yellow", "error": "red", "critical": "bold red"}
-SHOWN_FIRST = ("timestamp", "level", "process", "event", "exception")  # shown in their own places
 
 
 @dataclass(slots=True)
@@ -217,10 +201,7 @@ class LogFilter:
     worker: str = ""
     level: int = 0
     since: float = 0.0
-    _names: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self._names |= {self.request} if self.request else set()
+    _names: set[str] = field(default_factory=set)  # the request's ids
 
     def takes(self, line: Line) -> bool:
         asked = not self.request or (line.event is not None and self._of_request(line.event))
@@ -239,19 +220,11 @@ class LogFilter:
         name = str(event.get("request_id", ""))
         if _is_of(str(event.get("stream", "")), self.request) and name:
             self._names.add(name)
-        return any(_is_of(name, wanted) for wanted in self._names)
+        return any(_is_of(name, wanted) for wanted in (self.request, *self._names))
 
 
 def _is_of(name: str, request: str) -> bool:
     return name == request or name.startswith(f"{request}.")  # a choice of the request
-
-
-def parse_age(text: str) -> float:
-    """Parse `90`, `90s`, `5m`, `2h` or `1d` to seconds. Raises BadParameter (exit code 2)."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
-    if found is None:
-        raise typer.BadParameter(f"{text!r}: must be a number and s, m, h or d, such as 5m", param_hint="--since")
-    return float(found[1]) * UNITS[found[2] or "s"]
 
 
 def find_logs(name: str | None) -> Path:
@@ -271,12 +244,12 @@ def find_logs(name: str | None) -> Path:
     raise NoWorker(f"{problem}: {home} has {', '.join(there) or 'none'}")
 
 
-def logs(name: str | None, wanted: LogFilter, lines: int | None, *, follow: bool, as_json: bool) -> None:
+def print_logs(name: str | None, wanted: LogFilter, lines: int | None, *, follow: bool, as_json: bool) -> None:
     """Show the last `lines` accepted lines, and with `follow` new ones until KeyboardInterrupt."""
     folder = find_logs(name)
     most = lines if lines is not None else (None if wanted.since else LINES)
     files: dict[Path, LogFile] = {}
-    show = _shower(as_json=as_json)
+    show = _printer(as_json=as_json)
     _look(folder, files)
     if wanted.request:
         _learn_names(files.values(), wanted)
@@ -292,7 +265,7 @@ def logs(name: str | None, wanted: LogFilter, lines: int | None, *, follow: bool
 def merged(parts: Iterable[Sequence[Line]], most: int | None = None) -> list[Line]:
     """Merge lines by time, at most the last `most`. Lines of one file keep their order."""
     lines = sorted((line for part in parts for line in part), key=lambda line: line.at)
-    return lines if most is None else lines[len(lines) - min(most, len(lines)) :]
+    return lines if most is None else lines[max(0, len(lines) - most) :]
 
 
 def _look(folder: Path, files: dict[Path, LogFile]) -> None:
@@ -309,16 +282,11 @@ def _learn_names(files: Iterable[LogFile], wanted: LogFilter) -> None:
                 wanted.takes(line)
 
 
-def _shower(*, as_json: bool) -> Callable[[Line], None]:
+def _printer(*, as_json: bool) -> Callable[[Line], None]:
     console = Console(highlight=False, soft_wrap=True)
     if as_json or not sys.stdout.isatty():
-        return lambda line: _write(line.as_json())
+        return lambda line: typer.echo(line.as_json())
     return lambda line: console.print(pretty(line))
-
-
-def _write(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 def pretty(line: Line) -> Text:

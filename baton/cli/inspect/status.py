@@ -7,62 +7,48 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from baton.cli.credentials import Target, find_reach
-from baton.cli.up import find_cluster
-from baton.client import Client
-from baton.client.types import ClusterStatus, Control, WorkerStatus
+from baton.cli.options import AdminTarget, ClusterName, Json, Tls
 from baton.core import sizes_text
 from baton.errors import BatonError, NoWorker
-from baton.rpc.channel import from_here
 
-COLUMNS = (
-    "worker",
-    "role",
-    "state",
-    "address",
-    "metrics",
-    "pid",
-    "running",
-    "waiting",
-    "prefill tok",
-    "decode steps",
-    "KV moved",
-    "blocks",
-    "channels",
-)
+if TYPE_CHECKING:
+    from baton.client.types import ClusterStatus, Control, WorkerStatus
+
+COLUMNS = ["worker", "role", "state", "address", "metrics", "pid", "running", "waiting", "prefill tok", "decode steps"]
+COLUMNS += ["KV moved", "blocks", "channels"]
 SILENT_S = 5.0
+TIMEOUT_S = 5.0  # of each router
 LATEST = 5  # decisions shown
 WATCH_S = 1.0
 
 
-def status(name: str | None, target: str | None, tls: Path | None = None, *, as_json: bool) -> None:
-    """Print the status. `target` is a router's admin address. Raises NoWorker if no router answers."""
-    running = None if target else find_cluster(name)
-    reach = find_reach(running, tls)
-    admins = [from_here(admin) for admin in (running.admin, *running.admins[1:])] if running else [str(target)]
-    asked = {admin: _ask(admin, reach) for admin in admins}
-    routers = [found for found in asked.values() if isinstance(found, ClusterStatus)]
-    failed = {admin: found for admin, found in asked.items() if isinstance(found, BatonError)}
-    if not routers:
-        raise next(iter(failed.values()))
-    if as_json:
-        found = dataclasses.asdict(routers[0])
-        others = [dataclasses.asdict(router) for router in routers[1:]]
-        without = [{"admin": admin, "error": str(error)} for admin, error in failed.items()]
-        typer.echo(json.dumps(found | {"other_routers": others, "unreachable_routers": without}))
+def status(
+    name: ClusterName = None,
+    target: AdminTarget = None,
+    tls: Tls = None,
+    census: Annotated[bool, typer.Option("--census", help="holders of blocks; exit code 1 if some are lost")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="repeat each second until Ctrl-C")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show workers, their load and the block ledger. Set BATON_TOKEN to an admin's token if the cluster has tokens."""
+    if census:
+        from baton.cli.inspect.block_census import print_census
+
+        print_census(name, target, tls, as_json=as_json)
         return
-    show(routers[0], routers[1:])
-    for admin, error in failed.items():
-        typer.echo(f"router at {admin}: no answer: {error}")
+    show = partial(print_status, name, target, tls, as_json=as_json)
+    repeat(show) if watch else show()
 
 
-def watch(show: Callable[[], None]) -> None:
+def repeat(show: Callable[[], None]) -> None:
     """Print the status repeatedly until KeyboardInterrupt. A router that is being replaced is waited for."""
     screen = Console()
     while True:
@@ -74,22 +60,34 @@ def watch(show: Callable[[], None]) -> None:
         time.sleep(WATCH_S)
 
 
-def _ask(admin: str, reach: Target) -> ClusterStatus | BatonError:
-    """Return a router's status or the error, because one of several routers may be restarting."""
-    if not admin:
-        return NoWorker("the router is still starting")
-    try:
-        with Client(admin, admin=admin, timeout=5.0, token=reach.token, tls=reach.wire) as client:
-            return client.cluster()
-    except BatonError as error:
-        return error
+def print_status(name: str | None, target: str | None, tls: Path | None, *, as_json: bool) -> None:
+    """Print the status by each router, because one of several may be restarting. Raises BatonError if none answers."""
+    from baton.cli.target import Admins
+
+    admins = Admins.find(name, target, tls)
+    routers: list[ClusterStatus] = []
+    failed: dict[str, BatonError] = {}
+    for admin in admins.addresses:
+        try:
+            routers.append(admins.status(admin, TIMEOUT_S))
+        except BatonError as error:
+            failed[admin] = error
+    if not routers:
+        raise next(iter(failed.values()))
+    if as_json:
+        found, *others = map(dataclasses.asdict, routers)
+        without = [{"admin": admin, "error": str(failure)} for admin, failure in failed.items()]
+        typer.echo(json.dumps(found | {"other_routers": others, "unreachable_routers": without}))
+        return
+    show(routers[0], routers[1:])
+    for admin, failure in failed.items():
+        typer.echo(f"router at {admin}: no answer: {failure}")
 
 
 def show(cluster: ClusterStatus, others: Sequence[ClusterStatus] = ()) -> None:
     """Print a few lines for each router, and a table of the workers as the first router sees them."""
-    typer.echo(
-        f"cluster {cluster.name!r}, model {cluster.model}, router {cluster.router_id}, up {cluster.uptime_s:.0f} s"
-    )
+    where = f"router {cluster.router_id}, up {cluster.uptime_s:.0f} s"
+    typer.echo(f"cluster {cluster.name!r}, model {cluster.model}, {where}")
     _requests(cluster)
     for other in others:
         typer.echo(f"router {other.router_id}, up {other.uptime_s:.0f} s")
@@ -123,11 +121,9 @@ def control(report: Control) -> Iterator[str]:
 
 
 def _requests(cluster: ClusterStatus) -> None:
-    counts = f"{cluster.accepted} accepted, {cluster.finished} finished, {cluster.cancelled} cancelled"
-    typer.echo(
-        f"requests: {cluster.running} running, {cluster.queued} queued; {counts}, {cluster.failed} failed, "
-        f"{cluster.refused} refused"
-    )
+    ended = f"{cluster.finished} finished, {cluster.cancelled} cancelled, {cluster.failed} failed"
+    counts = f"{cluster.accepted} accepted, {ended}, {cluster.refused} refused"
+    typer.echo(f"requests: {cluster.running} running, {cluster.queued} queued; {counts}")
     if cluster.queued:
         drain = f"{cluster.drain_requests_per_s:.3g} requests/s" if cluster.drain_requests_per_s else "not measured yet"
         typer.echo(f"queue: {cluster.queued_tokens} tokens; drains: {drain}")
@@ -166,11 +162,8 @@ def determinism(cluster: ClusterStatus) -> Iterator[str]:
 
 def _row(worker: WorkerStatus) -> tuple[str, ...]:
     load, blocks = worker.load, worker.load.blocks
-    ledger = ", ".join(
-        f"{count} {state}"
-        for state in ("free", "reserved", "owned", "cached", "quarantined")
-        if (count := dataclasses.asdict(blocks)[state])
-    )
+    counts = {state: count for state, count in dataclasses.asdict(blocks).items() if state != "total" and count}
+    ledger = ", ".join(f"{count} {state}" for state, count in counts.items())
     return (
         str(worker.info.ref),
         worker.info.role.value,

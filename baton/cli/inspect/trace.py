@@ -6,24 +6,20 @@ import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-import grpc
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from baton.cli.credentials import Target, find_reach
-from baton.cli.operate import TIMEOUT_S
-from baton.cli.up import find_cluster
-from baton.errors import BatonError, ConfigError, InvalidRequest, NoWorker
-from baton.rpc.channel import from_here
-from baton.rpc.convert import span_from_pb
-from baton.rpc.status import from_rpc_error
-from baton.rpc.v1 import admin_pb2
-from baton.rpc.v1.admin_pb2_grpc import AdminStub
+from baton.cli.options import AdminTarget, ClusterName, Json, Tls
+from baton.errors import BatonError, ConfigError, InvalidRequest, UnknownModel
 from baton.tracing.chrome import chrome_trace
 from baton.tracing.trace import Span, processes
+
+if TYPE_CHECKING:
+    from baton.cli.target import Admins
 
 COLOURS = {"router": "cyan", "prefill": "yellow", "decode": "green"}
 LEAST, MOST = 16, 60  # limits of the bars' width in characters
@@ -43,12 +39,17 @@ class FoundTrace:
 
 
 def trace(
-    request: str, name: str | None, target: str | None, tls: Path | None, out: Path | None, *, as_json: bool
+    request: Annotated[str, typer.Argument(help="a request id (default: the request that ended last)")] = "",
+    out: Annotated[Path | None, typer.Option(help="write a file for ui.perfetto.dev")] = None,
+    name: ClusterName = None,
+    target: AdminTarget = None,
+    tls: Tls = None,
+    as_json: Json = False,
 ) -> None:
-    """Print a trace and write it to `out`. Raises InvalidRequest if no router keeps it, NoWorker without a router."""
-    running = None if target else find_cluster(name)
-    admins = [from_here(admin) for admin in (running.admin, *running.admins[1:])] if running else [str(target)]
-    found = find(request, admins, find_reach(running, tls))
+    """Show the time spent in each stage of a recent request, in the router and in its workers."""
+    from baton.cli.target import Admins
+
+    found = find(request, Admins.find(name, target, tls))
     if out is not None:
         write(out, found.spans, found.request_id, found.trace_id)
     if as_json:
@@ -57,25 +58,30 @@ def trace(
         show(found)
 
 
-def find(request: str, admins: Sequence[str], reach: Target) -> FoundTrace:
-    """Return the trace from any router that has it. Without a request id, return the trace that began last."""
-    asked = [_ask(request, admin, reach) for admin in admins]
-    found = [one for one in asked if isinstance(one, FoundTrace)]
-    if found:
-        return max(found, key=lambda one: one.spans[0].start_s if one.spans else 0.0)
-    failure = next((one for one in asked if isinstance(one, BatonError) and not isinstance(one, InvalidRequest)), None)
-    raise failure or next((one for one in asked if isinstance(one, BatonError)), NoWorker("no router is there"))
-
-
-def _ask(request: str, admin: str, reach: Target) -> FoundTrace | BatonError:
-    with reach.channel(admin) as channel:
+def find(request: str, admins: Admins) -> FoundTrace:
+    """Return the trace from any router that has it. Without a request id, return the trace that began last. Raises
+    InvalidRequest if no router keeps it, NoWorker without a router.
+    """
+    found: list[FoundTrace] = []
+    failures: list[BatonError] = []
+    for admin in admins.started:
         try:
-            call = AdminStub(channel).Trace
-            reply = call(admin_pb2.TraceRequest(request_id=request), timeout=TIMEOUT_S, metadata=reach.metadata)
-        except grpc.RpcError as error:
-            if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.NOT_FOUND:
-                return InvalidRequest.of("REQUEST", str(error.details()))
-            return from_rpc_error(error, admin)
+            found.append(_ask(request, admin, admins))
+        except UnknownModel as error:  # the status for a trace that is not there
+            failures.append(InvalidRequest.of("REQUEST", str(error)))
+        except BatonError as error:
+            failures.append(error)
+    if not found:
+        raise next((one for one in failures if not isinstance(one, InvalidRequest)), failures[0])
+    return max(found, key=lambda one: one.spans[0].start_s if one.spans else 0.0)
+
+
+def _ask(request: str, admin: str, admins: Admins) -> FoundTrace:
+    from baton.rpc.convert import span_from_pb
+    from baton.rpc.v1 import admin_pb2
+
+    message = admin_pb2.TraceRequest(request_id=request)
+    reply = admins.call(admin, lambda stub, **how: stub.Trace(message, **how))
     return FoundTrace(reply.request_id, reply.trace_id, reply.outcome, tuple(map(span_from_pb, reply.spans)))
 
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.options import LENGTHS, ClusterName, Json, ModelName, Target, Temperature, Timeout, Tls, Token
+from baton.bench.lengths import KINDS
+from baton.cli.options import ClusterName, Json, ModelName, Target, Temperature, Timeout, Tls, Token
 
 if TYPE_CHECKING:
     from baton.bench.requests import BenchPlan
     from baton.bench.sample import Goals
-    from baton.bench.targets import Server
     from baton.cli.target import Router
     from baton.client.types import Options
 
-
+PICTURES = (".png", ".svg", ".pdf")
 TRACES = "Mooncake's JSON lines, Azure's CSV, or JSON lines: prompt or prompt_tokens, max_tokens, timestamp (ms)"
 
 Concurrency = Annotated[int | None, typer.Option(min=1, help="closed loop: number of requests in flight (default: 8)")]
@@ -30,7 +31,7 @@ MaxInFlight = Annotated[int, typer.Option(min=1, help="open loop: a request is d
 Requests = Annotated[int | None, typer.Option(min=1, help="number of requests (default: 100, or the trace)")]
 Duration = Annotated[float | None, typer.Option(min=0, help="seconds after which no request is sent")]
 Warmup = Annotated[int, typer.Option(min=0, help="number of requests before the measurement")]
-PromptTokens = Annotated[str, typer.Option(help=f"length of random prompts: {LENGTHS}")]
+PromptTokens = Annotated[str, typer.Option(help=f"length of random prompts: {KINDS}")]
 MaxTokens = Annotated[str | None, typer.Option(help="new tokens of each request, as above (default: 64)")]
 Trace = Annotated[Path | None, typer.Option(help=TRACES)]
 Scale = Annotated[float, typer.Option(help="divisor of all lengths of the trace")]
@@ -52,9 +53,6 @@ E2eMs = Annotated[float | None, typer.Option(help="goodput: limit of the whole a
 Http = Annotated[str | None, typer.Option(metavar="URL", help="use OpenAI's HTTP API at this URL instead of gRPC")]
 Out = Annotated[Path | None, typer.Option(help="write the report and all samples to this file")]
 Plot = Annotated[Path | None, typer.Option(help="draw the samples into a .png, .svg or .pdf (needs matplotlib)")]
-
-
-PICTURES = (".png", ".svg", ".pdf")
 
 bench_app = typer.Typer(invoke_without_command=True)
 
@@ -109,43 +107,37 @@ def bench(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     plan = replace(plan, prompt_tokens=prompt_tokens, max_tokens=max_tokens, temperature=temperature)
     plan = replace(plan, ignore_eos=ignore_eos, api="grpc" if http is None else "http")
     goals = Goals(ttft_ms, itl_ms, gap_ms, gap_percentile, e2e_ms)
-    _bench(plan, goals, Router(name, target, timeout, token, tls), http, as_json, out, plot)
+    _run(plan, goals, Router(name, target, timeout, token, tls), http, as_json, out, plot)
 
 
 @bench_app.command("compare")
 def compare(first: Path, second: Path, as_json: Json = False) -> None:
     """Compare two reports of --json or --out, and list different options. The exit code is 2 if a file is no report."""
-    from baton.bench import compare as command
+    from baton.bench.compare import print_comparison
 
-    command.compare(first, second, as_json=as_json)
+    print_comparison(first, second, as_json=as_json)
 
 
-def _bench(
+def _run(
     plan: BenchPlan, goals: Goals, router: Router, url: str | None, as_json: bool, out: Path | None, plot: Path | None
 ) -> None:
     _check_files(out, plot)
-    from baton.bench import output
+    from baton.bench.output import Output, run_bench
     from baton.bench.requests import Load
-
-    output.bench(_server(plan, router, url), Load.read(plan), goals, output.Output(as_json, out, plot))
-
-
-def _server(plan: BenchPlan, router: Router, url: str | None) -> Server:
-    from baton.bench.targets import GrpcServer
+    from baton.bench.targets import GrpcServer, HttpServer, Server
     from baton.clock import SystemClock
 
     options: Options = {"temperature": plan.temperature, "ignore_eos": plan.ignore_eos or None, "model": plan.model}
+    server: Server
     if url is None:
-        return GrpcServer(router.async_client(max_retries=0), options, SystemClock())
-    from baton.bench.targets import HttpServer
-
-    return HttpServer(url, options, SystemClock(), router.timeout, router.token, router.authorities())
+        server = GrpcServer(router.async_client(max_retries=0), options, SystemClock())
+    else:
+        server = HttpServer(url, options, SystemClock(), router.timeout, router.token, router.authorities())
+    run_bench(server, Load.read(plan), goals, Output(as_json, out, plot))
 
 
 def _check_files(out: Path | None, plot: Path | None) -> None:
     """Check output files before anything is sent. Raises BadParameter (exit code 2)."""
-    from importlib.util import find_spec
-
     for option, path in (("--out", out), ("--plot", plot)):
         if path is not None and not path.parent.is_dir():
             raise typer.BadParameter(f"{option}: there is no folder {path.parent}")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.client import ChatMessage, Client, Completion, Options
+from baton.cli import options
 from baton.errors import BatonError
+
+if TYPE_CHECKING:
+    from baton.client import Client, Completion, Options
 
 COMMANDS = {
     "/reset": "begin a new conversation",
@@ -19,24 +22,48 @@ COMMANDS = {
 }
 
 
+def chat(  # noqa: PLR0913, PLR0917 (each is an option of the command)
+    system: Annotated[str, typer.Option(help="the system message")] = "",
+    max_tokens: options.MaxTokens = 512,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    seed: options.Seed = None,
+    model: options.ModelName = "",
+    timeout: options.Timeout = 120.0,
+    name: options.ClusterName = None,
+    target: options.Target = None,
+    token: options.Token = None,
+    tls: options.Tls = None,
+) -> None:
+    """Chat with the model. Ctrl-C ends an answer, Ctrl-D or /exit ends the conversation, /reset begins a new one."""
+    from baton.cli.target import Router
+
+    request: Options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    request |= {"seed": seed, "model": model}
+    with Router(name, target, timeout, token, tls).client() as client:
+        screen = Terminal() if sys.stdin.isatty() and sys.stdout.isatty() else Screen()
+        talk(Conversation(client, request, system), screen)
+
+
 class Conversation:
     """The turns so far. A turn counts if it has any answer, even one that was stopped early."""
 
     def __init__(self, client: Client, options: Options, system: str = "") -> None:
         self._client = client
         self._options = options
-        self._first = [ChatMessage("system", system)] if system else []
-        self.messages = list(self._first)
+        self._first = [{"role": "system", "content": system}] if system else []
+        self.reset()
 
     def reset(self) -> None:
         """Forget the turns."""
-        self.messages = list(self._first)
+        self._messages = list(self._first)
 
     def turn(self, text: str, write: Callable[[str], None]) -> Completion | None:
         """Send a message and `write` the answer as it arrives. Returns None if Ctrl-C stopped it. Raises BatonError."""
-        asked, reply, done = ChatMessage("user", text), "", None
+        question, reply, done = {"role": "user", "content": text}, "", None
         try:
-            with self._client.stream_chat([*self.messages, asked], **self._options) as stream:
+            with self._client.stream_chat([*self._messages, question], **self._options) as stream:
                 for delta in stream:
                     reply += delta.text
                     write(delta.text)
@@ -44,54 +71,39 @@ class Conversation:
         except KeyboardInterrupt:  # leaving the block has cancelled the request
             pass
         if reply:
-            self.messages += [asked, ChatMessage("assistant", reply)]
+            self._messages += [question, {"role": "assistant", "content": reply}]
         return done
 
 
-class Screen(Protocol):
-    """The user interface of a conversation."""
+class Screen:
+    """Standard input and output: each input line is a turn. An error ends the conversation."""
 
-    lasting: bool
-    """Whether it goes on after an error."""
+    survives_errors = False
 
     def read(self) -> str | None:
         """Return the user's next line, or None at the end."""
-
-    def write(self, text: str) -> None:
-        """Show a part of an answer."""
-
-    def end(self, done: Completion | None) -> None:
-        """End an answer; `done` is None if it was stopped early."""
-
-    def note(self, text: str) -> None:
-        """Show a message that is not part of the conversation."""
-
-
-class Pipe:
-    """A `Screen` of standard input and output: each input line is a turn."""
-
-    lasting = False
-
-    def read(self) -> str | None:
         # As in an argument: invalid UTF-8 is rejected later with a named error, without a traceback here.
         line = sys.stdin.buffer.readline().decode(errors="surrogateescape")
         return line.rstrip("\r\n") if line else None
 
     def write(self, text: str) -> None:
+        """Show a part of an answer."""
         typer.echo(text, nl=False)
         sys.stdout.flush()
 
     def end(self, done: Completion | None) -> None:
+        """End an answer; `done` is None if it was stopped early."""
         typer.echo("")
 
     def note(self, text: str) -> None:
+        """Show a message that is not part of the conversation."""
         typer.echo(text, err=True)
 
 
-class Terminal:
-    """A `Screen` of a terminal. Arrow keys recall lines of this conversation; nothing is stored on disk."""
+class Terminal(Screen):
+    """A terminal. Arrow keys recall lines of this conversation; nothing is stored on disk."""
 
-    lasting = True
+    survives_errors = True
 
     def __init__(self) -> None:
         import readline  # noqa: F401 (gives input() its arrow keys)
@@ -125,13 +137,6 @@ class Terminal:
         self._console.print(text, style="dim")
 
 
-def chat(client: Client, options: Options, system: str) -> None:
-    """Run the conversation until the user ends it. Without a terminal, raises BatonError."""
-    screen = Terminal() if sys.stdin.isatty() and sys.stdout.isatty() else Pipe()
-    with client:
-        talk(Conversation(client, options, system), screen)
-
-
 def talk(conversation: Conversation, screen: Screen) -> None:
     """Run one turn after the other."""
     while (line := screen.read()) is not None:
@@ -153,10 +158,10 @@ def command(conversation: Conversation, name: str) -> str:
 
 
 def answer(conversation: Conversation, screen: Screen, text: str) -> None:
-    """Run one turn. An error ends it, and also the conversation unless the screen is `lasting`."""
+    """Run one turn. An error ends it, and also the conversation unless the screen survives errors."""
     try:
         screen.end(conversation.turn(text, screen.write))
     except BatonError as error:
-        if not screen.lasting:
+        if not screen.survives_errors:
             raise
         screen.note(f"\n{type(error).__name__}: {error}")

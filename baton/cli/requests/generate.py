@@ -8,15 +8,21 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.client import Client
-from baton.client.types import Completion, Delta, Options
+from baton.cli import options
 from baton.errors import EngineFault, InvalidRequest
+
+if TYPE_CHECKING:
+    from baton.client import Client, Completion, Delta, Options
 
 SHOWN = ("timings", "tokens", "thoughts")
 STAGES = ("queue", "route", "reserve", "prefill", "transfer", "commit", "decode", "verify")
+
+THINK = "--think-while-decoding/--no-think-while-decoding"
+Think = Annotated[bool | None, typer.Option(THINK, help="for a model that thinks (default: the cluster file's)")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,31 +44,64 @@ class GenerateOptions:
         return cls("timings" in names, "tokens" in names, as_json, "thoughts" in names)
 
 
-def generate(client: Client, prompt: str, options: Options, shown: GenerateOptions, trace: Path | None = None) -> None:
+def generate(  # noqa: PLR0913, PLR0917 (each is an option of the command)
+    prompt: Annotated[str, typer.Argument(help="the prompt; - reads it from standard input")],
+    max_tokens: options.MaxTokens = 64,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    seed: options.Seed = None,
+    n: Annotated[int, typer.Option("--n", help="number of answers, shown when all are complete")] = 1,
+    stop: Annotated[list[str] | None, typer.Option(help="end the answer before this text; may be repeated")] = None,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="the same bits under any load")] = False,
+    think_while_decoding: Think = None,
+    model: options.ModelName = "",
+    show: Annotated[str, typer.Option(help="what to show: timings,tokens,thoughts")] = "",
+    trace: Annotated[Path | None, typer.Option(help="write the request's trace to this file, for Perfetto")] = None,
+    timeout: options.Timeout = 120.0,
+    name: options.ClusterName = None,
+    target: options.Target = None,
+    token: options.Token = None,
+    tls: options.Tls = None,
+    as_json: options.Json = False,
+) -> None:
+    """Stream one answer. Set BATON_TOKEN to your token if the cluster has tokens."""
+    from baton.cli.target import Router
+
+    request: Options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "n": n}
+    request |= {"seed": seed, "stop": stop or [], "deterministic": deterministic or None, "model": model}
+    request |= {"think_while_decoding": think_while_decoding}
+    shown = GenerateOptions.parse(show, as_json=as_json)
+    stream_answer(Router(name, target, timeout, token, tls).client(), prompt, request, shown, trace)
+
+
+def stream_answer(
+    client: Client, prompt: str, request: Options, shown: GenerateOptions, trace: Path | None = None
+) -> None:
     """Print the answer as it arrives, and write its trace to the file `trace`. Raises BatonError."""
     # As in an argument: invalid UTF-8 is rejected later with a named error, without a traceback here.
     text = sys.stdin.buffer.read().decode(errors="surrogateescape") if prompt == "-" else prompt
-    at_once = not shown.as_json and options.get("n") in {None, 1}  # several answers cannot be streamed
+    streamed = not shown.as_json and request.get("n") in {None, 1}  # several answers cannot be
     if shown.thoughts:
-        options = {**options, "thoughts": True}
+        request = {**request, "thoughts": True}
     if trace is not None:
-        options = {**options, "trace": True}
-    with client, client.stream(text, **options) as stream:
+        request = {**request, "trace": True}
+    with client, client.stream(text, **request) as stream:
         for delta in stream:
             if delta.thoughts and not shown.as_json:
-                think_aloud(delta, stream.text if at_once else "")
-            elif at_once:
+                think_aloud(delta, stream.text if streamed else "")
+            elif streamed:
                 typer.echo(delta.text, nl=False)
                 sys.stdout.flush()
         completion = stream.collect()
     if trace is not None:
-        from baton.cli.trace import write
+        from baton.cli.inspect.trace import write
 
         write(trace, completion.trace, completion.request_id, completion.trace_id)
     if shown.as_json:
         typer.echo(json.dumps(dataclasses.asdict(completion)))
         return
-    typer.echo("" if at_once else "\n".join(numbered(completion)))
+    typer.echo("" if streamed else "\n".join(numbered(completion)))
     describe(completion, shown)
 
 
@@ -94,11 +133,10 @@ def describe(completion: Completion, shown: GenerateOptions) -> None:
             typer.echo(f"thoughts  {completion.usage.thinking_tokens} tokens")
     if shown.timings:
         typer.echo(f"placement {placed(completion)}")
-        timings = completion.timings
-        values = dataclasses.asdict(timings)
-        stages = [stage for stage in STAGES if stage != "verify" or timings.verify_s]
+        values = dataclasses.asdict(completion.timings)
+        stages = [stage for stage in STAGES if stage != "verify" or values["verify_s"]]
         typer.echo("stages    " + ", ".join(f"{stage} {values[f'{stage}_s'] * 1e3:.1f}" for stage in stages) + " ms")
-        typer.echo(f"latency   {latency(completion)}, end to end {timings.e2e_s * 1e3:.1f} ms")
+        typer.echo(f"latency   {latency(completion)}, end to end {values['e2e_s'] * 1e3:.1f} ms")
         if completion.system_fingerprint:
             typer.echo(f"system    {completion.system_fingerprint}")
         if completion.usage.audit_digest:

@@ -9,11 +9,10 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from baton.config.schema import TlsConfig
-from baton.config.tls_check import check_tls
 from baton.errors import ConfigError
 
 HERE = ("localhost", "127.0.0.1", "::1")
@@ -23,9 +22,16 @@ _HOST = re.compile(r"(\*\.)?[A-Za-z0-9]([A-Za-z0-9-]{0,62})(\.[A-Za-z0-9]([A-Za-
 _KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
 
-def certs(folder: Path, hosts: Sequence[str], days: int) -> None:
-    """Create a certificate in `folder`, replacing an old one, and a CA unless it has one. Raises ConfigError."""
-    names = list(dict.fromkeys([*HERE, *hosts]))
+Hosts = Annotated[list[str] | None, typer.Option(help="name or address of a host; may be repeated")]
+Days = Annotated[int, typer.Option(min=1, help="validity of the certificate in days")]
+
+
+def certs(folder: Path, host: Hosts = None, days: Days = 365) -> None:
+    """Make a CA and a cluster certificate for `security.tls`. A second run makes a new certificate of the same CA."""
+    from baton.config.schema import TlsConfig
+    from baton.config.tls_check import check_tls
+
+    names = list(dict.fromkeys([*HERE, *(host or [])]))
     extensions = _extensions(names)
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

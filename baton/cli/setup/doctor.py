@@ -5,25 +5,25 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import platform
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-import psutil
 import typer
 
-from baton.config import ClusterConfig, load_config
-from baton.config.tls_check import check_tls
-from baton.config.values import split_address
+from baton.cli.options import LOCAL, ConfigFile, Json, Sets
 from baton.errors import BatonError, ConfigError
-from baton.network import interface_address, redacted
-from router.auth.tokens import read_tokens
+
+if TYPE_CHECKING:
+    from baton.config import ClusterConfig
 
 OK, WARN, BAD = "ok", "note", "wrong"
+TRANSPORT = "only open and probe a channel of this kind between two processes here"
 NEEDED_SHM = 256 * 2**20
 RENEW_S = 14 * 24 * 3600.0
 
@@ -38,9 +38,12 @@ class Finding:
     remedy: str = ""
 
 
-def doctor(file: Path, sets: Sequence[str], *, transport: str | None = None, as_json: bool) -> None:
-    """Print findings; the exit code is 1 if something is wrong. `transport` probes only that transport."""
-    findings = list(examine(file, sets)) if transport is None else [_pair(file, sets, transport)]
+Transport = Annotated[str | None, typer.Option(help=TRANSPORT)]
+
+
+def doctor(config: ConfigFile = LOCAL, sets: Sets = None, as_json: Json = False, transport: Transport = None) -> None:
+    """Check whether a cluster can run here, and show a remedy for each problem."""
+    findings = list(examine(config, sets or [])) if transport is None else [_pair(config, sets or [], transport)]
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -53,7 +56,9 @@ def doctor(file: Path, sets: Sequence[str], *, transport: str | None = None, as_
 
 def examine(file: Path, sets: Sequence[str]) -> Iterator[Finding]:
     """Yield all findings, in the order in which to fix them."""
-    yield _python()
+    from baton.config import load_config
+
+    yield Finding("python", OK, platform.python_version())
     yield from _versions()
     try:
         config = load_config(file, sets, os.environ)
@@ -73,25 +78,19 @@ def examine(file: Path, sets: Sequence[str]) -> Iterator[Finding]:
 
 def _pair(file: Path, sets: Sequence[str], transport: str) -> Finding:
     """Probe a channel between two processes of this machine, opened as two workers would."""
-    from baton.cli.doctor_transport import probe_pair, settings_for
+    from baton.cli.setup.doctor_transport import probe_pair
+    from baton.config import load_config
     from baton.core import Role
     from baton.worker.settings import from_config, located
 
     config = load_config(file, sets, os.environ)
     devices = {"nccl": ("cuda:0", "cuda:1"), "cuda_ipc": ("cuda:0", "cuda:0")}.get(transport, ("cpu", "cpu"))
     try:
-        settings = settings_for(transport, located(from_config(config, Role.PREFILL, "doctor")).transfer)
-        found = probe_pair(settings, devices)
+        found = probe_pair(transport, located(from_config(config, Role.PREFILL, "doctor")).transfer, devices)
     except BatonError as error:
         return Finding(f"transport {transport}", BAD, str(error), "choose another transfer.transport")
     speed = f"{found.bytes_per_s / 2**20:.0f} MiB/s in its probe"
     return Finding(f"transport {transport}", OK, f"{found.transport} between two processes here, {speed}")
-
-
-def _python() -> Finding:
-    version = ".".join(map(str, sys.version_info[:3]))
-    good = sys.version_info >= (3, 11)
-    return Finding("python", OK if good else BAD, version, "" if good else "use Python 3.11 or newer")
 
 
 def _versions() -> Iterator[Finding]:
@@ -116,6 +115,7 @@ def _model(config: ClusterConfig) -> Finding:
 def _redis(config: ClusterConfig) -> Finding:
     from baton.cluster.managed_redis import check_redis
     from baton.ledger.embedded_redis import server_binary
+    from baton.network import redacted
 
     try:
         if config.redis.url == "embedded":
@@ -127,6 +127,8 @@ def _redis(config: ClusterConfig) -> Finding:
 
 
 def _tls(config: ClusterConfig) -> Finding:
+    from baton.config.tls_check import check_tls
+
     found, security = check_tls(config.security.tls), config.security
     if found is None:
         remedy = "for listeners off the loopback: baton certs FOLDER, then security.tls=FOLDER"
@@ -138,6 +140,8 @@ def _tls(config: ClusterConfig) -> Finding:
 
 
 def _tokens(config: ClusterConfig) -> Finding:
+    from router.auth.tokens import read_tokens
+
     path = config.security.tokens
     if path is None:
         return Finding("tokens", OK if not config.security.allow_insecure else WARN, "none: every client is served")
@@ -164,6 +168,8 @@ def _threads(config: ClusterConfig) -> Finding:
 
 def _hosts(config: ClusterConfig) -> Iterator[Finding]:
     """Check the cluster file's network settings of this host. Settings for other hosts may be right and fail here."""
+    from baton.network import interface_address
+
     wrong = WARN if config.ray.address not in {"local", "none"} else BAD
     remedy = "run baton doctor on the host for which it is set" if wrong == WARN else "correct it, or leave it out"
     for name, part in (("router", config.router), ("prefill", config.prefill), ("decode", config.decode)):
@@ -188,26 +194,30 @@ def _resolved(key: str, host: str, wrong: str, remedy: str) -> Finding:
 
 
 def _ports(config: ClusterConfig) -> Iterator[Finding]:
+    from baton.config.values import split_address
+
     listeners = {"router.grpc": config.router.grpc, "router.metrics": config.router.metrics}
     listeners |= {"router.http": config.router.http} if config.router.http else {}
     for key, address in listeners.items():
-        if split_address(address)[1] != 0:
-            yield _port(key, address)
+        host, port = split_address(address)
+        if port != 0:
+            yield _port(key, address, host, port)
 
 
-def _port(key: str, address: str) -> Finding:
-    host, port = split_address(address)
+def _port(key: str, address: str, host: str, port: int) -> Finding:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            text = f"end what uses it, or --set {key}={host}:0 for any free port"
-            return Finding(key, BAD, f"{address}: {error.strerror}", text)
+            remedy = f"end what uses it, or --set {key}={host}:0 for any free port"
+            return Finding(key, BAD, f"{address}: {error.strerror}", remedy)
     return Finding(key, OK, f"{address} is free")
 
 
 def _shared_memory() -> Finding:
+    import psutil
+
     free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
     text = f"/dev/shm has {free // 2**20} MiB free, memory {psutil.virtual_memory().available // 2**20} MiB"
     if free < NEEDED_SHM:
@@ -244,8 +254,6 @@ def _kernels() -> Finding:
 
 
 def _clock() -> Finding:
-    year = time.gmtime().tm_year
-    good = year >= 2025
-    return Finding(
-        "clock", OK if good else BAD, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "" if good else "set it"
-    )
+    now = time.gmtime()
+    text = time.strftime("%Y-%m-%dT%H:%M:%SZ", now)
+    return Finding("clock", OK, text) if now.tm_year >= 2025 else Finding("clock", BAD, text, "set it")

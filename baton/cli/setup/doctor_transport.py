@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -56,10 +56,12 @@ class _NoReservations:
     def lost(self, sender: WorkerRef) -> None: ...
 
 
-def probe_pair(settings: TransferSettings, devices: tuple[str, str]) -> Channel:
+def probe_pair(transport: str, settings: TransferSettings, devices: tuple[str, str]) -> Channel:
     """Open a channel between KV caches on two devices, the second in another process, and return its probe's result.
     Raises ConfigError or ChannelBroken with the reason if it cannot be opened.
     """
+    deadline_s = min(settings.frame_deadline_s, START_S / 2)
+    settings = replace(settings, transport=transport, frame_deadline_s=deadline_s)
     for device in devices:
         pick_device(device)
     configure_logging("error", "auto")
@@ -125,18 +127,7 @@ async def _serve(there: Connection, settings: TransferSettings, device: torch.de
     await server.start()
     there.send_bytes(b"+")
     there.send_bytes(me.address.encode())
-    await asyncio.to_thread(_wait_closed, there)
+    with suppress(EOFError, OSError):
+        await asyncio.to_thread(there.recv_bytes)  # until the other process closes the pipe
     await server.stop(None)
     await peers.close()
-
-
-def _wait_closed(there: Connection) -> None:
-    try:
-        there.recv_bytes()
-    except (EOFError, OSError):
-        return
-
-
-def settings_for(name: str, settings: TransferSettings) -> TransferSettings:
-    """Return the cluster's settings with the transport to probe."""
-    return replace(settings, transport=name, frame_deadline_s=min(settings.frame_deadline_s, START_S / 2))

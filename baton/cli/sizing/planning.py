@@ -1,4 +1,4 @@
-"""`baton plan`: simulates layouts to find the cheapest pools for a load and a goal, or to evaluate one layout."""
+"""The work of `baton plan`: simulates layouts to find the cheapest pools for a load, or to evaluate one layout."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ POISSON = "poisson"  # default arrivals
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """The options of the command. `rate` and the goals are None if the trace or the cluster file gives them."""
+    """The options. `rate` and the goals are None if the trace or the cluster file gives them."""
 
     profile: str
     rate: float | None
@@ -51,21 +51,21 @@ class PlanOptions:
     sets: tuple[str, ...]
 
 
-def plan(asked: PlanOptions, *, as_json: bool) -> None:
+def print_plan(options: PlanOptions, *, as_json: bool) -> None:
     """Print the plan, or one layout's report. Raises ConfigError."""
     configure_logging("error", "auto")  # because logs of simulated workers are useless
-    if not 0 < asked.attainment <= 1:
-        raise ConfigError(f"--attainment: must be a share above 0 and at most 1, got {asked.attainment:g}")
-    if asked.sets and asked.config is None:
-        raise ConfigError(f"--set: must be left out without -c, whose file it changes, got {asked.sets[0]!r}")
-    config = load_config(asked.config, asked.sets, os.environ) if asked.config else None
-    site, workload = _site(asked, config), _workload(asked)
-    rate = _rate(asked, workload)
-    if asked.what_if is not None:
-        _what_if(asked, site, workload, rate, _own_shape(config), as_json=as_json)
+    if not 0 < options.attainment <= 1:
+        raise ConfigError(f"--attainment: must be a share above 0 and at most 1, got {options.attainment:g}")
+    if options.sets and options.config is None:
+        raise ConfigError(f"--set: must be left out without -c, whose file it changes, got {options.sets[0]!r}")
+    config = load_config(options.config, options.sets, os.environ) if options.config else None
+    site, workload = _site(options, config), _workload(options)
+    rate = _rate(options, workload)
+    if options.what_if is not None:
+        _what_if(options, site, workload, rate, _own_shape(config), as_json=as_json)
         return
     progress = Console(stderr=True)
-    planner = Planner(simulate, site, workload, asked.attainment, asked.gpus)
+    planner = Planner(simulate, site, workload, options.attainment, options.gpus)
     if not as_json and progress.is_terminal:
         planner = replace(planner, said=lambda tried: progress.print(f"simulated {tried.shape}", style="dim"))
     if config is not None:
@@ -76,7 +76,7 @@ def plan(asked: PlanOptions, *, as_json: bool) -> None:
         return
     typer.echo(f"{site.profile.name}: {site.profile.model} on {site.profile.hardware}\nsource: {site.profile.source}\n")
     _show(answer)
-    for line in verdict(answer, asked.gpus, asked.attainment):
+    for line in verdict(answer, options.gpus, options.attainment):
         typer.echo(line)
 
 
@@ -90,13 +90,13 @@ def _try_own(planner: Planner, own: Shape, rate: float) -> None:
     typer.echo(f"not tried: the file's layout {own}, because profile {profile.name} has only tp {known}", err=True)
 
 
-def _what_if(asked: PlanOptions, site: Site, workload: Workload, rate: float, own: Shape, *, as_json: bool) -> None:
-    what = parse_what_if(asked.what_if or "", own)
+def _what_if(options: PlanOptions, site: Site, workload: Workload, rate: float, own: Shape, *, as_json: bool) -> None:
+    what = parse_what_if(options.what_if or "", own)
     site = replace(site, faults=what.faults)
     shape = what.shape
     if not (shape.prefill or shape.chunk):
         shape = replace(shape, chunk=site.decode.max_batched_tokens)  # the simulation's default
-    planner = Planner(simulate, site, workload, asked.attainment)
+    planner = Planner(simulate, site, workload, options.attainment)
     tried = planner.attempt(shape, rate * what.scale, "what if")
     if as_json:
         found = {"shape": asdict(shape), "gpus": shape.gpus, "rate": tried.rate, "met": tried.met}
@@ -106,23 +106,23 @@ def _what_if(asked: PlanOptions, site: Site, workload: Workload, rate: float, ow
     typer.echo(tried.report.table())
 
 
-def _workload(asked: PlanOptions) -> Workload:
-    if asked.trace is None and asked.scale != 1:
-        raise ConfigError(f"--scale: must be left out without a trace, whose lengths it divides, got {asked.scale:g}")
-    trace = read_trace(asked.trace, scale=asked.scale) if asked.trace else None
+def _workload(options: PlanOptions) -> Workload:
+    if options.trace is None and options.scale != 1:
+        raise ConfigError(f"--scale: must be left out without a trace, whose lengths it divides, got {options.scale:g}")
+    trace = read_trace(options.trace, scale=options.scale) if options.trace else None
     if trace is not None and any(isinstance(one.prompt, str) for one in trace.arrivals):
         allowed = "prompt_tokens or token ids in all requests, because the tokenizer is unknown"
-        raise ConfigError(f"--trace: must have {allowed}, got text in {asked.trace}")
-    lengths = Lengths.parse(asked.prompt_tokens, asked.max_tokens)
-    Times.parse(asked.times, 1.0)  # invalid values are rejected even if they are not used
-    workload = Workload(lengths, asked.times, trace, asked.requests, asked.seed)
-    if workload.own_rate is not None and asked.times != POISSON:
-        raise ConfigError(f"--arrivals: must be left out with a trace that has times, got {asked.times!r}")
+        raise ConfigError(f"--trace: must have {allowed}, got text in {options.trace}")
+    lengths = Lengths.parse(options.prompt_tokens, options.max_tokens)
+    Times.parse(options.times, 1.0)  # invalid values are rejected even if they are not used
+    workload = Workload(lengths, options.times, trace, options.requests, options.seed)
+    if workload.own_rate is not None and options.times != POISSON:
+        raise ConfigError(f"--arrivals: must be left out with a trace that has times, got {options.times!r}")
     return workload
 
 
-def _rate(asked: PlanOptions, workload: Workload) -> float:
-    rate = asked.rate if asked.rate is not None else workload.own_rate
+def _rate(options: PlanOptions, workload: Workload) -> float:
+    rate = options.rate if options.rate is not None else workload.own_rate
     if rate is None:
         raise ConfigError("--rate: must be given, in requests per second, without a trace that has times")
     if not 0 < rate < math.inf:
@@ -130,40 +130,29 @@ def _rate(asked: PlanOptions, workload: Workload) -> float:
     return rate
 
 
-def _site(asked: PlanOptions, config: ClusterConfig | None) -> Site:
+def _site(options: PlanOptions, config: ClusterConfig | None) -> Site:
     """Combine the workers, router and goals of the cluster file with the options, which take precedence."""
-    site = Site(load_profile(asked.profile), seed=asked.seed)
+    site = Site(load_profile(options.profile), seed=options.seed)
     goals = Slo(config.slo.ttft_ms / 1e3, config.slo.itl_ms / 1e3) if config is not None else site.slo
     if config is not None:
         site = replace(site, prefill=_pool(config.prefill), decode=_pool(config.decode), router=_router(config))
-    for name, value in (("ttft_ms", asked.ttft_ms), ("itl_ms", asked.itl_ms)):
+    for name, value in (("ttft_ms", options.ttft_ms), ("itl_ms", options.itl_ms)):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')}: must be milliseconds, a number above 0, got {value:g}")
-    ttft_s = asked.ttft_ms / 1e3 if asked.ttft_ms is not None else goals.ttft_s
-    itl_s = asked.itl_ms / 1e3 if asked.itl_ms is not None else goals.itl_s
+    ttft_s = options.ttft_ms / 1e3 if options.ttft_ms is not None else goals.ttft_s
+    itl_s = options.itl_ms / 1e3 if options.itl_ms is not None else goals.itl_s
     return replace(site, slo=replace(goals, ttft_s=ttft_s, itl_s=itl_s))
 
 
 def _pool(config: PoolConfig) -> Pool:
-    return Pool(
-        0,
-        block_size=config.block_size,
-        max_batched_tokens=config.max_batched_tokens,
-        max_running=config.max_running,
-        prefix_cache=config.prefix_cache,
-    )
+    pool = Pool(0, block_size=config.block_size, prefix_cache=config.prefix_cache)
+    return replace(pool, max_batched_tokens=config.max_batched_tokens, max_running=config.max_running)
 
 
 def _router(config: ClusterConfig) -> Router:
-    queue = config.router.queue
-    return Router(
-        config.router.policy,
-        config.router.local_prefill == "auto",
-        queue.max_requests,
-        queue.max_tokens,
-        queue.max_wait_s,
-        config.retry.attempts,
-    )
+    router, queue = config.router, config.router.queue
+    limits = (queue.max_requests, queue.max_tokens, queue.max_wait_s)
+    return Router(router.policy, router.local_prefill == "auto", *limits, attempts=config.retry.attempts)
 
 
 def _own_shape(config: ClusterConfig | None) -> Shape:

@@ -1,4 +1,4 @@
-"""`baton profile`: measures the fastest kernels and verify pass sizes for a model here, and keeps them for workers."""
+"""`baton profile`: measure the fastest kernels and verify pass sizes for a model here, and keep them for workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from baton.worker.settings import WorkerSettings
 
 
-def profile(file: Path, sets: list[str], *, as_json: bool) -> None:
+def profile_kernels(file: Path, sets: list[str], *, as_json: bool) -> None:
     """Measure for each number of threads of a cluster file's pools. Raises ConfigError, CheckpointError."""
     configure_logging("warning", "auto")
     config = load_config(file, sets, os.environ)
@@ -77,23 +77,18 @@ def _profile_kernels(settings: WorkerSettings) -> dict[str, object]:
     for width, k in sorted(kernels.shapes):
         console.print(f"measuring [{width}, {k}] with {torch.get_num_threads()} threads ...")
         points += measure_linear(kernels, width, k)
-    return _kept(kernels, points, _attention(kernels, backend))
+    layout, config, attention = backend.layout, backend.model.config, None
+    if layout.tensors == ("k", "v"):
+        attention = measure_attention(kernels, config.heads, layout.kv_heads, layout.head_dim)
+    return _keep(kernels, points, attention)
 
 
 def _nothing_to_profile(settings: WorkerSettings) -> ConfigError:
-    return ConfigError(
-        f"model.path: {settings.model_path} does not run on the compiled CPU kernels here; nothing to profile"
-    )
+    reason = "does not run on the compiled CPU kernels here; nothing to profile"
+    return ConfigError(f"model.path: {settings.model_path} {reason}")
 
 
-def _attention(kernels: CpuKernels, backend: TransformerBackend) -> list[float] | None:
-    layout, config = backend.layout, backend.model.config
-    if layout.tensors != ("k", "v"):
-        return None
-    return measure_attention(kernels, config.heads, layout.kv_heads, layout.head_dim)
-
-
-def _kept(kernels: CpuKernels, points: list[Point], attention: list[float] | None) -> dict[str, object]:
+def _keep(kernels: CpuKernels, points: list[Point], attention: list[float] | None) -> dict[str, object]:
     path, found = profile_of(kernels.dtype), make_profile(points, attention)
     save_profile(path, load_profile(path).merged(found))
     table = Table("weight", "rows", "flat GFLOP/s", "tall GFLOP/s", "torch GFLOP/s", "flat GB/s")

@@ -16,9 +16,7 @@ from random import Random
 import typer
 from rich.console import Console
 
-from baton.cli.credentials import find_reach
-from baton.cli.target import Router
-from baton.cli.up import find_cluster
+from baton.cli.target import Credentials, Router, find_cluster
 from baton.client import AsyncClient
 from baton.clock import Clock, SystemClock
 from baton.cluster.state_dir import StateFolder
@@ -46,8 +44,8 @@ def profile_live(router: Router, admin: str | None, out: Path, seconds: float, *
     running = None if router.target else find_cluster(router.name)
     if running is None and admin is None:
         raise ConfigError("--admin: must be a router's admin address where --target is given")
-    reach, address = find_reach(running, router.tls), from_here(running.admin) if running else str(admin)
-    status = AsyncClient(address, admin=address, token=reach.token, tls=reach.wire, timeout=10.0)
+    given, address = Credentials.find(running, router.tls), from_here(running.admin) if running else str(admin)
+    status = AsyncClient(address, admin=address, token=given.token, tls=given.wire, timeout=10.0)
     tensor_parallel = one_size(load_config(StateFolder(running.name).config)) if running else 1
     live = Live(router.async_client(max_retries=0), status, SystemClock(), Console(stderr=True))
     found = asyncio.run(live.whole(seconds, tensor_parallel, out.stem))

@@ -128,7 +128,7 @@ async def test_a_server_is_left_when_it_cannot_be_asked():
 def test_each_file_is_tried_and_what_fails_is_named(tmp_path: Path, capsys):
     load, picture = Load.read(BenchPlan(prompt_tokens="8", max_tokens="4", requests=2)), tmp_path / "p.svg"
     with pytest.raises(ConfigError, match=r"^--out: cannot write /dev/full: No space left on device$"):
-        output.bench(Fake(), load, Goals(), output.Output(True, Path("/dev/full"), picture))
+        output.run_bench(Fake(), load, Goals(), output.Output(True, Path("/dev/full"), picture))
     assert "<svg" in picture.read_text()
     assert json.loads(capsys.readouterr().out)["completed"] == 2
 
@@ -136,10 +136,10 @@ def test_each_file_is_tried_and_what_fails_is_named(tmp_path: Path, capsys):
 def test_the_report_is_given_when_the_screen_is_clear(monkeypatch):
     shown = MagicMock()
     monkeypatch.setattr(output, "shown", shown)
-    monkeypatch.setattr(output.Output, "give", shown.give)
+    monkeypatch.setattr(output.Output, "write", shown.write)
     load = Load.read(BenchPlan(prompt_tokens="8", max_tokens="4", requests=1))
-    output.bench(Fake(), load, Goals(), output.Output(True, None, None))
-    assert [name for name, *_ in shown.mock_calls][-2:] == ["().__exit__", "give"]
+    output.run_bench(Fake(), load, Goals(), output.Output(True, None, None))
+    assert [name for name, *_ in shown.mock_calls][-2:] == ["().__exit__", "write"]
 
 
 # --- over HTTP

@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 from baton import errors
 from baton.cli import app as app_module
-from baton.cli import demo, operate
 from baton.cli.app import app
+from baton.cli.cluster import demo, operate
+from baton.cli.cluster.launch import wait_ended
 from baton.cli.exit_codes import exit_code
 from baton.cli.main import main
-from baton.cli.up import wait_ended
 from baton.cluster.backend_process import StartError
 from baton.errors import BatonError, ConfigError, InvalidRequest, Violation
 from baton.rpc.v1 import admin_pb2
@@ -116,11 +116,10 @@ def test_a_wrong_cpu_level_is_refused_before_anything_starts(monkeypatch, tmp_pa
 def operator(monkeypatch):
     """Stands in for the operator that commands find."""
     made = Mock()
-    made.find = lambda *_: made
     made.scale.side_effect = lambda sizes: admin_pb2.Plan(**{"prefill": 7, "decode": 8, **sizes}, number=3)
     made.restart.return_value = admin_pb2.Plan(generation=5, number=4)
     made.drain.return_value = "prefill-0@1.2"
-    monkeypatch.setattr(operate, "Operator", made)
+    monkeypatch.setattr(operate, "_operator", lambda *_: made)
     return made
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from baton.cli import plan as command
 from baton.cli.app import app
 from baton.cli.exit_codes import exit_code
-from baton.cli.plan import verdict
+from baton.cli.sizing import planning as command
+from baton.cli.sizing.planning import verdict
 from baton.errors import ConfigError
 from baton.planner.search import Answer, Shape, Tried
 from baton.planner.sim.scenario import Death, Slow, SlowLink

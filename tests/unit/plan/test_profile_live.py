@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from baton.cli.app import app
-from baton.cli.profile_live import DECODED, LEAST_MODEL_LEN, TRIES, Live, one_size
+from baton.cli.sizing.profile_live import DECODED, LEAST_MODEL_LEN, TRIES, Live, one_size
 from baton.client import AsyncClient
 from baton.client.types import ClusterStatus, Model
 from baton.config import ClusterConfig

@@ -18,7 +18,7 @@ from typing import Any, cast
 import pytest
 
 from baton.bench.traces import Arrival
-from baton.cli.plan import _pool, _router
+from baton.cli.sizing.planning import _pool, _router
 from baton.config import load_config
 from baton.core import HandoffId
 from baton.planner.sim import __main__ as program

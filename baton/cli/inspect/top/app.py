@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-import typer
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
@@ -19,9 +17,9 @@ from textual.css.query import NoMatches
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, RichLog, Sparkline, Static
 
-from baton.cli.operate import Operator
-from baton.cli.top import render
-from baton.cli.top.feed import Feed, Lost
+from baton.cli.inspect.top import render
+from baton.cli.inspect.top.feed import Feed, Lost
+from baton.cli.target import Admins
 from baton.errors import BatonError
 from baton.rpc.v1 import admin_pb2
 
@@ -115,7 +113,7 @@ class Table(DataTable[render.Cell]):
         self._sorted_by = self._names[(self._names.index(self._sorted_by) + 1) % len(self._names)]
         self._mark()
 
-    def turn_round(self) -> None:
+    def reverse_order(self) -> None:
         self._reverse = not self._reverse
         self._mark()
 
@@ -184,7 +182,7 @@ class Top(App[BatonError | None]):
         self._live: admin_pb2.Live | None = None  # the view on screen
         self._rates: dict[str, float] = {}
         self._tokens: dict[str, int] = {}
-        self._said_at = 0.0
+        self._reported_at = 0.0
         self._happened: deque[bytes] = deque(maxlen=HAPPENINGS)  # a router repeats recent ones after a reconnect
         self._lines = {name: deque([0.0] * POINTS, POINTS) for name in ("ttft", "itl", "rate")}
 
@@ -243,12 +241,12 @@ class Top(App[BatonError | None]):
             self._lines[name].append(value)
         loads = {render.process_of(worker): worker.load for worker in live.status.workers}
         tokens = {name: load.prefill_tokens + load.decode_tokens for name, load in loads.items()}
-        passed = live.time_s - self._said_at
+        passed = live.time_s - self._reported_at
         if passed > 0:
             self._rates = {
                 name: max(0, count - self._tokens.get(name, count)) / passed for name, count in tokens.items()
             }
-        self._tokens, self._said_at = tokens, live.time_s
+        self._tokens, self._reported_at = tokens, live.time_s
 
     def _show(self) -> None:
         live, screen = self._live, self.screen_stack[0]
@@ -279,7 +277,7 @@ class Top(App[BatonError | None]):
 
     def action_reverse(self) -> None:
         if isinstance(self.focused, Table):
-            self.focused.turn_round()
+            self.focused.reverse_order()
 
     def action_pause(self) -> None:
         self._paused = not self._paused
@@ -295,11 +293,9 @@ class Top(App[BatonError | None]):
         await self.push_screen(Help())
 
 
-def top(name: str | None, target: str | None, tls: Path | None, interval_s: float) -> None:
+def run_top(name: str | None, target: str | None, tls: Path | None, interval_s: float) -> None:
     """Show the view until the user quits. Raises BatonError if there is no cluster or it denies access."""
-    if not (sys.stdout.isatty() and sys.stdin.isatty()):
-        raise typer.BadParameter("needs a terminal; `baton status --watch` does not")
-    find = partial(Operator.find, name, target, tls)
+    find = partial(Admins.find, name, target, tls)
     find()  # before the screen opens, so that a missing cluster is reported normally
     failure = Top(Feed(find, interval_s)).run()
     if failure is not None:

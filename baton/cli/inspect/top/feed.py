@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from baton.cli.operate import Operator
+from baton.cli.target import Admins
 from baton.errors import (
     BatonError,
     ConfigError,
@@ -38,7 +38,7 @@ class Lost:
 class Feed:
     """A stream of views. `find` returns the routers, and is called again whenever one is lost."""
 
-    def __init__(self, find: Callable[[], Operator], interval_s: float) -> None:
+    def __init__(self, find: Callable[[], Admins], interval_s: float) -> None:
         self._find = find
         self._interval_s = interval_s
         self._admin = ""  # the router of the last message
@@ -54,12 +54,12 @@ class Feed:
         """Return a trace from the router of the last message. Raises BatonError."""
         if not self._admin:
             raise NoWorker("no router has answered yet")
-        operator = await asyncio.to_thread(self._find)
+        admins = await asyncio.to_thread(self._find)
         request = admin_pb2.TraceRequest(request_id=request_id)
-        async with operator.reach.wire.aio(self._admin) as channel:
+        async with admins.credentials.wire.aio(self._admin) as channel:
             try:
                 reply: admin_pb2.TraceReply = await AdminStub(channel).Trace(
-                    request, timeout=TRACE_S, metadata=operator.reach.metadata
+                    request, timeout=TRACE_S, metadata=admins.credentials.metadata
                 )
             except grpc.RpcError as error:
                 raise from_rpc_error(error, self._admin) from None
@@ -68,26 +68,25 @@ class Feed:
     async def _round(self) -> AsyncIterator[admin_pb2.Live | Lost]:
         """Yield views of each router in turn, for as long as it sends."""
         try:
-            operator = await asyncio.to_thread(self._find)
-        except NoWorker as error:  # the cluster is gone
+            admins = await asyncio.to_thread(self._find)
+            started = admins.started
+        except NoWorker as error:  # the cluster is gone, or still starting
             yield Lost(error)
             return
-        if not operator.admins:
-            yield Lost(NoWorker("the cluster is still starting"))
-        for admin in operator.admins:
+        for admin in started:
             try:
-                async for live in self._watch(operator, admin):
+                async for live in self._watch(admins, admin):
                     yield live
             except HOPELESS:
                 raise
             except BatonError as error:
                 yield Lost(error)
 
-    async def _watch(self, operator: Operator, admin: str) -> AsyncIterator[admin_pb2.Live]:
+    async def _watch(self, admins: Admins, admin: str) -> AsyncIterator[admin_pb2.Live]:
         """Yield a router's views until it is lost. Raises the reason."""
         request = admin_pb2.WatchRequest(interval_s=self._interval_s)
-        async with operator.reach.wire.aio(admin) as channel:
-            messages = aiter(AdminStub(channel).Watch(request, metadata=operator.reach.metadata))
+        async with admins.credentials.wire.aio(admin) as channel:
+            messages = aiter(AdminStub(channel).Watch(request, metadata=admins.credentials.metadata))
             while True:
                 yield await self._next(messages, admin)
                 self._admin = admin
