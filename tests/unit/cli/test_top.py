@@ -217,17 +217,18 @@ async def test_keys(router):
     assert app.return_code == 0
 
 
-async def test_a_pause_stops_the_picture_and_not_the_count(router):
+async def test_a_pause_stops_the_screen_and_records_events_for_later(router):
     async with shown(router) as (app, pilot):
         await pilot.press("p")
         assert "PAUSED" in text(app, "head")
         router.says.put(live(1001.0, requests=2))
         log = app.query_one("#happenings", RichLog)
-        await until(lambda: len(log.lines) == 2)
-        assert rows(app) == 3
+        await until(lambda: len(app._happened) == 2)
+        assert (rows(app), len(log.lines)) == (3, 1)
         await pilot.press("p")
         router.says.put(live(1002.0, requests=1))
         await until(lambda: rows(app) == 1)
+        assert [line.text[-7:] for line in log.lines] == ["at 1000", "at 1001", "at 1002"]
         assert "PAUSED" not in text(app, "head")
 
 

@@ -184,6 +184,7 @@ class Top(App[BatonError | None]):
         self._tokens: dict[str, int] = {}
         self._reported_at = 0.0
         self._happened: deque[bytes] = deque(maxlen=HAPPENINGS)  # a router repeats recent ones after a reconnect
+        self._unseen: deque[admin_pb2.Happening] = deque(maxlen=HAPPENINGS)  # not on screen yet
         self._lines = {name: deque([0.0] * POINTS, POINTS) for name in ("ttft", "itl", "rate")}
 
     def compose(self) -> ComposeResult:
@@ -216,7 +217,7 @@ class Top(App[BatonError | None]):
             self.exit(error)
 
     def _take(self, message: admin_pb2.Live | Lost) -> None:
-        """Process one message. While paused, tables keep their content, but rates and events are still recorded."""
+        """Process one message. While paused, the screen keeps its content; rates and events are recorded for later."""
         if not self.screen_stack:
             return  # the app is ending
         lost = self.screen_stack[0].query_one("#lost", Static)
@@ -225,11 +226,10 @@ class Top(App[BatonError | None]):
             lost.update(Text(f"no router answers: {message.error}; trying again"))
             return
         self._count(message)
-        log = self.screen_stack[0].query_one("#happenings", RichLog)
         for item in message.happenings:
             if (key := item.SerializeToString(deterministic=True)) not in self._happened:
                 self._happened.append(key)
-                log.write(render.happening(item))
+                self._unseen.append(item)
         if not self._paused:
             self._live = message
             self._show()
@@ -264,6 +264,9 @@ class Top(App[BatonError | None]):
             screen.query_one(f"#{name}", Static).update(text)
         for name, line in self._lines.items():
             screen.query_one(f"#{name}", Sparkline).data = list(line)
+        if not self._paused:
+            while self._unseen:
+                screen.query_one("#happenings", RichLog).write(render.happening(self._unseen.popleft()))
         screen.query_one("#workers", Table).fill(render.workers(live, self._rates))
         screen.query_one("#requests", Table).fill(render.requests(live))
 
