@@ -11,6 +11,7 @@ import grpc
 from baton.client import _messages
 from baton.client import _transport_sync as wire
 from baton.client._accumulator import Fold
+from baton.client._messages import Chat, Tools
 from baton.client._retry import RESUMABLE, RESUMABLE_S, ClientBase, Recovery
 from baton.client.types import ClusterStatus, Completion, Delta, Model, Options, Prompt
 from baton.errors import BatonError, Cancelled, ConfigError, NoWorker
@@ -107,19 +108,17 @@ class Stream(Fold):
                 self._recovery.resumable = headers.get(RESUMABLE) == "1"
             if self._recovery.resumable and self.usage is not None:
                 return None  # the answer is complete
-            self._client._sleep(self._wait_after(error))
+            self._raise_if_closed()
+            if self._started:
+                wait = self._recovery.wait_after(error, self._attempts, answered=self._events > 0)
+            else:
+                wait = self._attempts.wait_after(error)
+            self._client._sleep(wait)
             self._raise_if_closed()  # another task or thread may have closed the stream during the wait
             self._target = self._client._after(self._target)
             self._call = self._send()
             if self._closed:
                 self._call.cancel()
-
-    def _wait_after(self, error: BatonError) -> float:
-        """Return the seconds until the next try. Raises the error that ends the stream."""
-        self._raise_if_closed()
-        if not self._started:
-            return self._attempts.wait_after(error)
-        return self._recovery.wait_after(error, self._attempts, answered=self._events > 0)
 
     def _raise_if_closed(self) -> None:
         if self._closed:
@@ -182,24 +181,14 @@ class Client(ClientBase):
         return Stream(self, _messages.generate_request(prompt, options), timeout)
 
     def chat(
-        self,
-        messages: _messages.Chat,
-        *,
-        tools: _messages.Tools = (),
-        timeout: float | None = None,
-        **options: Unpack[Options],
+        self, messages: Chat, *, tools: Tools = (), timeout: float | None = None, **options: Unpack[Options]
     ) -> Completion:
         """Return the next turn. Messages and `tools` are as in OpenAI's API; tool calls stay text in the answer."""
         with self.stream_chat(messages, tools=tools, timeout=timeout, **options) as stream:
             return stream.collect()
 
     def stream_chat(
-        self,
-        messages: _messages.Chat,
-        *,
-        tools: _messages.Tools = (),
-        timeout: float | None = None,
-        **options: Unpack[Options],
+        self, messages: Chat, *, tools: Tools = (), timeout: float | None = None, **options: Unpack[Options]
     ) -> Stream:
         """Send the request for the next turn of a conversation and return its stream."""
         return Stream(self, _messages.chat_request(messages, options, tools), timeout)
@@ -222,14 +211,12 @@ class Client(ClientBase):
     def tokenize(self, text: str, model: str = "") -> list[int]:
         """Return the token ids of a text."""
         request = _messages.tokenize_request(text, model)
-        reply = self._call(lambda target: self._stubs.of(target).Tokenize, request)
-        return list(reply.ids)
+        return list((self._call(lambda target: self._stubs.of(target).Tokenize, request)).ids)
 
     def detokenize(self, ids: _messages.Ids, model: str = "") -> str:
         """Return the text of token ids."""
         request = _messages.detokenize_request(ids, model)
-        reply = self._call(lambda target: self._stubs.of(target).Detokenize, request)
-        return reply.text
+        return (self._call(lambda target: self._stubs.of(target).Detokenize, request)).text
 
     def models(self) -> list[Model]:
         """Return the served models."""
