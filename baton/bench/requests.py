@@ -128,12 +128,9 @@ class Load:
 
     def warmup(self, model: Model) -> Iterator[Ask]:
         """Yield requests of the same lengths that leave no useful prefixes in a cache."""
-        for one in self._made(itertools.islice(self._anonymous(), self.plan.warmup), model, self.plan.seed + 1):
+        load = (replace(one, prompt=None, prompt_tokens=one.prompt_tokens or 1, blocks=()) for one in self._endless())
+        for one in self._made(itertools.islice(load, self.plan.warmup), model, self.plan.seed + 1):
             yield replace(one, deterministic=False)
-
-    def _anonymous(self) -> Iterator[Arrival]:
-        for one in self._endless():
-            yield replace(one, prompt=None, prompt_tokens=one.prompt_tokens or 1, blocks=())
 
     def _made(self, found: Iterator[Arrival], model: Model, seed: int) -> Iterator[Ask]:
         prompts = Prompts(self.plan.vocab_size or model.vocab_size or ANY_VOCABULARY, seed)

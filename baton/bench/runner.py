@@ -51,7 +51,6 @@ class Run:
             await self._server.close()
 
     def own(self) -> Generator:
-        """Return the load generator's own cost until now."""
         wall_s = self.clock.monotonic() - (self.began or 0.0)
         cpu_s = time.process_time() - self._cpu_s
         began = self.clock.wall() - wall_s

@@ -1,7 +1,4 @@
-"""The servers that `baton bench` measures: a router over gRPC, or any server with OpenAI's HTTP API.
-
-The HTTP client streams `/v1/completions` as server-sent events.
-"""
+"""The servers that `baton bench` measures: a router over gRPC, or any server with OpenAI's HTTP API."""
 
 from __future__ import annotations
 

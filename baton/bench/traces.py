@@ -205,7 +205,6 @@ def _tokens(where: str, name: str, value: object) -> int:
 
 
 def _shown(value: object) -> str:
-    """Return the value's text, shortened for an error message."""
     text = repr(value)
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 

@@ -8,11 +8,9 @@ import typer
 
 from baton.cli.cluster.controller import controller
 from baton.cli.cluster.operate import drain, restart, scale
-from baton.cli.cluster.roles import decode_worker, gateway, prefill_worker, router
-from baton.cli.cluster.up import demo, down, pull, up
+from baton.cli.cluster.up import decode_worker, demo, down, gateway, prefill_worker, pull, router, up
 from baton.cli.inspect.logs import logs
-from baton.cli.inspect.status import status
-from baton.cli.inspect.top.command import top
+from baton.cli.inspect.status import status, top
 from baton.cli.inspect.trace import trace
 from baton.cli.requests.bench import bench_app
 from baton.cli.requests.chat import chat
@@ -20,8 +18,7 @@ from baton.cli.requests.generate import generate
 from baton.cli.setup.certs import certs
 from baton.cli.setup.config import config_app
 from baton.cli.setup.doctor import doctor
-from baton.cli.sizing.plan import plan
-from baton.cli.sizing.profile import profile
+from baton.cli.sizing.commands import plan, profile
 
 app = typer.Typer(
     name="baton",

@@ -35,9 +35,7 @@ FREE_PORTS = tuple(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "ad
 
 
 def run_demo(file: Path, sets: Sequence[str], stop: Stop, *, stay: bool) -> None:
-    """Run the demo; the cluster's temporary folder is removed afterwards. Raises BatonError if a part fails. `stay`
-    adds the live page, with requests until `stop`.
-    """
+    """Run the demo. `stay` adds the live page, with requests until `stop`. Raises BatonError if a part fails."""
     configure_logging("warning", "auto")
     http = "router.http=127.0.0.1:0" if stay else "router.http=null"
     config = load_config(file, [*SETS, *FREE_PORTS, http, *sets], os.environ)

@@ -64,9 +64,8 @@ def pull(model: str) -> None:
 
 
 def fetched(config: ClusterConfig, stop: Stop) -> ClusterConfig:
-    """Return the config with its Hub model downloaded and pinned to a commit, the same for all processes. A child
-    process downloads, because only a process can be stopped immediately. It reports progress and errors on stderr; if
-    it fails, typer.Exit carries its exit code. Raises Cancelled.
+    """Return the config with its Hub model downloaded and pinned to a commit. A child process downloads, because only a
+    process can be stopped immediately. If it fails, typer.Exit carries its exit code. Raises Cancelled.
     """
     path = config.model.path
     if not path.startswith(HUB_PREFIX):
@@ -232,9 +231,7 @@ def _detach(config: ClusterConfig, file: Path, sets: Sequence[str], stop: Stop, 
 
 
 def as_environment(sets: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `sets` and config variables as an environment, because all users see command lines, and passwords in them.
-    Items of `as_options` are left out.
-    """
+    """Return `sets` and config variables, without `as_options`, as an environment: all users see command lines."""
     given = {name: value for name, value in environ.items() if name.startswith(ENV_PREFIX)}
     for item in filter(_is_config_key, sets):
         key, _, value = item.partition("=")

@@ -1,5 +1,5 @@
-"""Commands that show a running cluster.
+"""Commands that show a running cluster. `status.py`, `trace.py` and `logs.py` declare them.
 
-`status.py` (with `block_census.py`), `trace.py` and `logs.py` (with `log_lines.py`) print once; `top/` is a live view
-in the terminal.
+`block_census.py` is the work of `baton status --census`, `log_lines.py` that of `baton logs`, and `top/` that of
+`baton top`.
 """

@@ -75,7 +75,6 @@ def look(admins: Admins) -> tuple[list[Census], list[Problem]]:
 
 
 def _running(admins: Admins) -> dict[str, set[str]]:
-    """Return the running requests of each router."""
     running = {}
     for admin in admins.started:
         reply = admins.call(admin, lambda stub, **how: stub.Requests(admin_pb2.RequestsRequest(), **how))

@@ -1,4 +1,4 @@
-"""`baton status`: the cluster as its routers report it."""
+"""`baton status` and `baton top`: the cluster as its routers report it."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ TIMEOUT_S = 5.0  # of each router
 LATEST = 5  # decisions shown
 WATCH_S = 1.0
 
+Interval = Annotated[float, typer.Option("--interval", min=0.1, max=60, help="seconds between two updates")]
+
 
 def status(
     name: ClusterName = None,
@@ -46,6 +48,15 @@ def status(
         return
     show = partial(print_status, name, target, tls, as_json=as_json)
     repeat(show) if watch else show()
+
+
+def top(name: ClusterName = None, target: AdminTarget = None, tls: Tls = None, interval: Interval = 1.0) -> None:
+    """Show a live view of the cluster in this terminal. Set BATON_TOKEN to an admin's token if it has tokens."""
+    if not (sys.stdout.isatty() and sys.stdin.isatty()):
+        raise typer.BadParameter("needs a terminal; `baton status --watch` does not")
+    from baton.cli.inspect.top.app import run_top
+
+    run_top(name, target, tls, interval)
 
 
 def repeat(show: Callable[[], None]) -> None:

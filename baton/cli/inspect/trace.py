@@ -59,9 +59,7 @@ def trace(
 
 
 def find(request: str, admins: Admins) -> FoundTrace:
-    """Return the trace from any router that has it. Without a request id, return the trace that began last. Raises
-    InvalidRequest if no router keeps it, NoWorker without a router.
-    """
+    """Return the trace from any router that has it; without a request id, the one that began last."""
     found: list[FoundTrace] = []
     failures: list[BatonError] = []
     for admin in admins.started:

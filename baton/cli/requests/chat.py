@@ -56,7 +56,6 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the turns."""
         self._messages = list(self._first)
 
     def turn(self, text: str, write: Callable[[str], None]) -> Completion | None:

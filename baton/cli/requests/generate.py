@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from baton.cli import options
+from baton.cli.inspect.trace import write
 from baton.errors import EngineFault, InvalidRequest
 
 if TYPE_CHECKING:
@@ -23,25 +23,6 @@ STAGES = ("queue", "route", "reserve", "prefill", "transfer", "commit", "decode"
 
 THINK = "--think-while-decoding/--no-think-while-decoding"
 Think = Annotated[bool | None, typer.Option(THINK, help="for a model that thinks (default: the cluster file's)")]
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateOptions:
-    """The output besides the text."""
-
-    timings: bool
-    tokens: bool
-    as_json: bool
-    thoughts: bool = False
-
-    @classmethod
-    def parse(cls, text: str, *, as_json: bool) -> GenerateOptions:
-        """Parse `--show a,b`. Raises InvalidRequest with the unknown name."""
-        names = [name.strip() for name in text.split(",") if name.strip()]
-        for name in names:
-            if name not in SHOWN:
-                raise InvalidRequest.of("--show", f"{name!r} is not one of {', '.join(SHOWN)}")
-        return cls("timings" in names, "tokens" in names, as_json, "thoughts" in names)
 
 
 def generate(  # noqa: PLR0913, PLR0917 (each is an option of the command)
@@ -71,41 +52,54 @@ def generate(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     request: Options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "n": n}
     request |= {"seed": seed, "stop": stop or [], "deterministic": deterministic or None, "model": model}
     request |= {"think_while_decoding": think_while_decoding}
-    shown = GenerateOptions.parse(show, as_json=as_json)
-    stream_answer(Router(name, target, timeout, token, tls).client(), prompt, request, shown, trace)
+    shown = parse_show(show)
+    client = Router(name, target, timeout, token, tls).client()
+    stream_answer(client, prompt, request, shown, trace, as_json=as_json)
+
+
+def parse_show(text: str) -> set[str]:
+    """Parse `--show a,b`. Raises InvalidRequest with the unknown name."""
+    names = {name.strip() for name in text.split(",") if name.strip()}
+    for name in sorted(names.difference(SHOWN)):
+        raise InvalidRequest.of("--show", f"{name!r} is not one of {', '.join(SHOWN)}")
+    return names
 
 
 def stream_answer(
-    client: Client, prompt: str, request: Options, shown: GenerateOptions, trace: Path | None = None
+    client: Client,
+    prompt: str,
+    request: Options,
+    shown: Collection[str] = (),
+    trace: Path | None = None,
+    *,
+    as_json: bool = False,
 ) -> None:
     """Print the answer as it arrives, and write its trace to the file `trace`. Raises BatonError."""
     # As in an argument: invalid UTF-8 is rejected later with a named error, without a traceback here.
     text = sys.stdin.buffer.read().decode(errors="surrogateescape") if prompt == "-" else prompt
-    streamed = not shown.as_json and request.get("n") in {None, 1}  # several answers cannot be
-    if shown.thoughts:
+    streamed = not as_json and request.get("n") in {None, 1}  # several answers are printed at the end
+    if "thoughts" in shown:
         request = {**request, "thoughts": True}
     if trace is not None:
         request = {**request, "trace": True}
     with client, client.stream(text, **request) as stream:
         for delta in stream:
-            if delta.thoughts and not shown.as_json:
-                think_aloud(delta, stream.text if streamed else "")
+            if delta.thoughts and not as_json:
+                print_thoughts(delta, stream.text if streamed else "")
             elif streamed:
                 typer.echo(delta.text, nl=False)
                 sys.stdout.flush()
         completion = stream.collect()
     if trace is not None:
-        from baton.cli.inspect.trace import write
-
         write(trace, completion.trace, completion.request_id, completion.trace_id)
-    if shown.as_json:
+    if as_json:
         typer.echo(json.dumps(dataclasses.asdict(completion)))
         return
     typer.echo("" if streamed else "\n".join(numbered(completion)))
     describe(completion, shown)
 
 
-def think_aloud(delta: Delta, before: str) -> None:
+def print_thoughts(delta: Delta, before: str) -> None:
     """Print thoughts on standard error, each on its own line; `before` is the text already on the line."""
     for thought in delta.thoughts:
         begin = "\n" if before and not before.endswith("\n") else ""
@@ -121,17 +115,17 @@ def numbered(completion: Completion) -> Iterator[str]:
         yield choice.text
 
 
-def describe(completion: Completion, shown: GenerateOptions) -> None:
+def describe(completion: Completion, shown: Collection[str]) -> None:
     """Print the facts that `--show` requests."""
     if completion.finish_reason is None:
         raise EngineFault("the stream ended without a reason")
-    if shown.tokens:
+    if "tokens" in shown:
         ids = " ".join(map(str, completion.tokens))
         typer.echo(f"tokens    {len(completion.tokens)} ({ids}), ended by {completion.finish_reason.value}")
         typer.echo(f"prompt    {completion.usage.prompt_tokens} tokens, {completion.usage.cached_tokens} cached")
         if completion.usage.thinking_tokens:
             typer.echo(f"thoughts  {completion.usage.thinking_tokens} tokens")
-    if shown.timings:
+    if "timings" in shown:
         typer.echo(f"placement {placed(completion)}")
         values = dataclasses.asdict(completion.timings)
         stages = [stage for stage in STAGES if stage != "verify" or values["verify_s"]]

@@ -57,9 +57,7 @@ class _NoReservations:
 
 
 def probe_pair(transport: str, settings: TransferSettings, devices: tuple[str, str]) -> Channel:
-    """Open a channel between KV caches on two devices, the second in another process, and return its probe's result.
-    Raises ConfigError or ChannelBroken with the reason if it cannot be opened.
-    """
+    """Probe a channel between KV caches on two devices, one in another process. Raises ConfigError, ChannelBroken."""
     deadline_s = min(settings.frame_deadline_s, START_S / 2)
     settings = replace(settings, transport=transport, frame_deadline_s=deadline_s)
     for device in devices:

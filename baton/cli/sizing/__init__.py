@@ -1,5 +1,5 @@
-"""Commands that measure and size a cluster.
+"""Commands that measure and size a cluster. `commands.py` declares them.
 
-`profile.py` declares `baton profile`: `profile_kernels.py` measures this machine, `profile_live.py` a running cluster.
-`plan.py` declares `baton plan`, and `planning.py` simulates with such a profile.
+`profile_kernels.py` measures this machine, and `profile_live.py` a running cluster. `planning.py` simulates with such a
+profile.
 """

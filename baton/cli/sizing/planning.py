@@ -81,7 +81,6 @@ def print_plan(options: PlanOptions, *, as_json: bool) -> None:
 
 
 def _try_own(planner: Planner, own: Shape, rate: float) -> None:
-    """Simulate the cluster file's own layout, if the profile has its sizes."""
     profile = planner.site.profile
     if set(_sizes(own)) <= set(profile.sizes):
         planner.attempt(own, rate, OWN)
@@ -156,7 +155,6 @@ def _router(config: ClusterConfig) -> Router:
 
 
 def _own_shape(config: ClusterConfig | None) -> Shape:
-    """Return the layout of the cluster file."""
     if config is None:
         return Shape(1, 1)
     decode, prefill = config.decode, config.prefill

@@ -101,7 +101,6 @@ class Live:
             return fitted(kept, await self._status.cluster(), tensor_parallel, name)
 
     def _warn(self, kept: Measured) -> None:
-        """Print warnings about measurements that are not in the profile."""
         if left := self.seen.parts - kept.parts:
             text = f"left out {left} of {self.seen.parts} measurements: they took longer than in the other rounds"
             self._console.print(f"{text}; the machine may have had other work", style="yellow")

@@ -96,7 +96,6 @@ class Table(DataTable[render.Cell]):
             self.add_column(name, key=name)
 
     def fill(self, rows: Mapping[str, Sequence[render.Cell]]) -> None:
-        """Replace the rows."""
         under = self._under_cursor()
         for key in [key for key in self.rows if key.value not in rows]:
             self.remove_row(key)

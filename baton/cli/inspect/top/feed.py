@@ -8,21 +8,15 @@ from dataclasses import dataclass
 
 import grpc
 
+from baton import errors
 from baton.cli.target import Admins
-from baton.errors import (
-    BatonError,
-    ConfigError,
-    InvalidRequest,
-    NoWorker,
-    PermissionDenied,
-    Unauthenticated,
-    Unsupported,
-)
+from baton.errors import BatonError, NoWorker
 from baton.rpc.status import from_rpc_error
 from baton.rpc.v1 import admin_pb2
 from baton.rpc.v1.admin_pb2_grpc import AdminStub
 
-HOPELESS = (ConfigError, InvalidRequest, PermissionDenied, Unauthenticated, Unsupported)
+DENIED = (errors.PermissionDenied, errors.Unauthenticated)
+PERMANENT = (errors.ConfigError, errors.InvalidRequest, errors.Unsupported, *DENIED)  # a retry would fail again
 RETRY_S = 1.0
 SILENT_S = 5.0  # beyond the interval; a frozen router sends nothing, but keeps its connection
 TRACE_S = 5.0
@@ -77,7 +71,7 @@ class Feed:
             try:
                 async for live in self._watch(admins, admin):
                     yield live
-            except HOPELESS:
+            except PERMANENT:
                 raise
             except BatonError as error:
                 yield Lost(error)
