@@ -74,7 +74,7 @@ class Output:
 
     def write(self, run: Run, goals: Goals) -> None:
         """Write the report of all samples so far. Raises ConfigError last if a file cannot be written."""
-        found = report(run.samples, goals, run.load.plan.plain(), run.own())
+        found = report(run.samples, goals, run.load.plan.as_dict(), run.generator())
         typer.echo(json.dumps(found) if self.as_json else table(found))
         failures = [
             *_failure("--out", self.out, lambda path: _write(found, run, path)),
@@ -96,7 +96,7 @@ def _failure(option: str, path: Path | None, write: Callable[[Path], None]) -> l
 
 def _write(found: Mapping[str, Any], run: Run, path: Path) -> None:
     origin = min(sample.start for sample in run.samples)
-    samples = [sample.plain(origin) for sample in run.samples]
+    samples = [sample.as_dict(origin) for sample in run.samples]
     path.write_text(json.dumps({**found, "samples": samples}) + "\n")
 
 
@@ -173,7 +173,7 @@ def run_bench(server: Server, load: Load, goals: Goals, output: Output) -> None:
     run = Run(server, load, SystemClock(), screen.enter_context(shown()))
     try:
         with screen:
-            uvloop.run(run.whole())
+            uvloop.run(run.execute())
     finally:
         if run.samples:  # after the screen is cleared, because the report starts on its last line
             output.write(run, goals)

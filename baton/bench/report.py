@@ -32,7 +32,7 @@ class Generator:
     clipped: int = 0  # requests cut to the model's length
 
 
-def report(samples: Sequence[Sample], goals: Goals, plan: Mapping[str, Any], own: Generator) -> dict[str, Any]:
+def report(samples: Sequence[Sample], goals: Goals, plan: Mapping[str, Any], generator: Generator) -> dict[str, Any]:
     """Return all figures, for `--json`. A distribution without values is None."""
     good = [sample for sample in samples if not sample.error and sample.times]
     wall_s = max(sample.end for sample in samples) - min(sample.start for sample in samples)
@@ -42,11 +42,11 @@ def report(samples: Sequence[Sample], goals: Goals, plan: Mapping[str, Any], own
     return {
         "kind": KIND,
         "plan": dict(plan),
-        "began": own.began,
+        "began": generator.began,
         "seconds": wall_s,
         "completed": completed,
-        "unfinished": own.unfinished,
-        "clipped": own.clipped,
+        "unfinished": generator.unfinished,
+        "clipped": generator.clipped,
         "errors": dict(Counter(sample.error for sample in samples if sample.error)),
         "prompt_tokens": prompts,
         "completion_tokens": tokens,
@@ -60,9 +60,9 @@ def report(samples: Sequence[Sample], goals: Goals, plan: Mapping[str, Any], own
         "e2e_ms": distribution([sample.e2e_s for sample in good]),
         "goodput": goodput(good, goals, len(samples), wall_s),
         "generator": {
-            "cpu_share": own.cpu_share,
+            "cpu_share": generator.cpu_share,
             "late_p99_s": percentile(sorted(late_s) or [0.0], 99),
-            "lag_ms": distribution(own.lags_s),
+            "lag_ms": distribution(generator.lags_s),
         },
     }
 

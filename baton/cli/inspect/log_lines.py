@@ -204,10 +204,10 @@ class LogFilter:
     _names: set[str] = field(default_factory=set)  # the request's ids
 
     def takes(self, line: Line) -> bool:
-        asked = not self.request or (line.event is not None and self._of_request(line.event))
+        of_request = not self.request or (line.event is not None and self._of_request(line.event))
         if line.at < self.since or (self.worker and not self._of_worker(line)):
             return False
-        return asked and (line.event is None or LEVELS.get(line.level.upper(), 0) >= self.level)
+        return of_request and (line.event is None or LEVELS.get(line.level.upper(), 0) >= self.level)
 
     def _of_worker(self, line: Line) -> bool:
         about = line.facts("worker", "workers")

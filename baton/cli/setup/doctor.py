@@ -156,9 +156,8 @@ def _tokens(config: ClusterConfig) -> Finding:
 
 
 def _threads(config: ClusterConfig) -> Finding:
-    pools = (config.prefill, config.decode)
-    asked = ((pool.replicas * pool.tensor_parallel, pool.threads) for pool in pools)
-    wanted = sum(processes * threads for processes, threads in asked if isinstance(threads, int))
+    pools = [pool for pool in (config.prefill, config.decode) if isinstance(pool.threads, int)]
+    wanted = sum(pool.replicas * pool.tensor_parallel * int(pool.threads) for pool in pools)
     cores = len(os.sched_getaffinity(0))
     if wanted > cores:
         remedy = f"lower {' or '.join(f'{role.value}.threads' for role in config.bounds)}"

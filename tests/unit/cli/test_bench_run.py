@@ -14,7 +14,7 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 
 from baton.bench import output
-from baton.bench.requests import Ask, BenchPlan, Load
+from baton.bench.requests import BenchPlan, BenchRequest, Load
 from baton.bench.runner import Run
 from baton.bench.sample import Goals, Sample
 from baton.bench.targets import HttpServer
@@ -30,7 +30,7 @@ class Fake:
     """Blocks the process while it has request number `blocks`, and fails at those in `fails`."""
 
     def __init__(self, blocks: int | None = None, fails: tuple[int, ...] = (), error: BatonError | None = None) -> None:
-        self.asked: list[Ask] = []
+        self.asked: list[BenchRequest] = []
         self.running = self.most = 0
         self.closed = False
         self._blocks, self._fails, self._error = blocks, fails, error
@@ -38,7 +38,7 @@ class Fake:
     async def models(self) -> list[Model]:
         return [Model("m", 64, 256)]
 
-    async def send(self, ask: Ask, sample: Sample) -> None:
+    async def send(self, ask: BenchRequest, sample: Sample) -> None:
         number = len(self.asked)
         self.asked.append(ask)
         self.running += 1
@@ -61,7 +61,7 @@ class Fake:
 async def made(fake: Fake, **options: Any) -> Run:
     load = Load.read(BenchPlan(**{"prompt_tokens": "8", "max_tokens": "4", **options}))
     run = Run(fake, load, SystemClock(), lambda _: None)
-    await run.whole()
+    await run.execute()
     return run
 
 
@@ -73,7 +73,7 @@ async def test_what_a_busy_client_sends_late_counts_as_late():
     assert second.sent is not None
     assert second.sent - second.start > BLOCKED_S - 0.05
     assert second.ttft_s >= second.sent - second.start
-    assert max(run.own().lags_s) > BLOCKED_S / 2
+    assert max(run.generator().lags_s) > BLOCKED_S / 2
 
 
 async def test_warming_up_does_not_count():
@@ -111,7 +111,7 @@ async def test_what_was_cut_is_counted():
     run = await made(Fake(), prompt_tokens="uniform:55-65", max_tokens="4", clip=True, requests=200)
     longest = max(sample.prompt_tokens for sample in run.samples)
     assert longest == 60
-    assert 0 < run.own().clipped < sum(sample.prompt_tokens == 60 for sample in run.samples)
+    assert 0 < run.generator().clipped < sum(sample.prompt_tokens == 60 for sample in run.samples)
 
 
 async def test_a_server_is_left_when_it_cannot_be_asked():
@@ -174,6 +174,6 @@ async def test_a_chunk_without_text_counts_as_none():
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         http, sample = asking(server.sockets[0].getsockname()[1]), Sample(0.0)
-        await http.send(Ask("x", 4), sample)
+        await http.send(BenchRequest("x", 4), sample)
         await http.close()
     assert (sample.counts, sample.tokens) == ([1, 1], 4)
