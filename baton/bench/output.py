@@ -22,7 +22,7 @@ from baton.bench.targets import Server
 from baton.clock import SystemClock
 from baton.errors import ConfigError
 
-EACH_S = 0.5  # between two updates of the progress line, which take time of the process that measures
+EACH_S = 0.5  # between two updates of the progress line; each takes time of the process that measures
 LAST = 200  # number of recent requests in the progress line
 SLOTS = 60  # of the plot's throughput panel
 

@@ -18,8 +18,8 @@ from baton.rpc.channel import Wire
 # or a `Wire`, also has the cluster's own certificate, which `cluster` needs.
 Tls: TypeAlias = str | Path | bytes | bool | Wire | None
 
-RESUMABLE = "baton-resumable"  # key in a stream's initial metadata; "1" means that `Resume` can continue the stream
-RESUMABLE_S = 30.0  # default time that a stream outlives its router, in which the client finds another one
+RESUMABLE = "baton-resumable"  # key in a stream's initial metadata; "1" means that `Resume` can continue the stream.
+RESUMABLE_S = 30.0  # default time that a stream outlives its router, so that the client finds another one.
 # From a router that cannot resume, or not this request
 REFUSALS = (errors.Unsupported, errors.UnknownModel, errors.InvalidRequest)
 RETRY_BASE_S = 0.25
