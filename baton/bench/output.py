@@ -56,7 +56,7 @@ def line(run: Run) -> str:
     """Format counts so far, and latencies of the last requests."""
     last = [sample for sample in run.samples[-LAST:] if sample.times]
     failed = sum(bool(sample.error) for sample in run.samples)
-    parts = [f"{len(run.samples) - failed} done", f"{run.under_way} under way", f"{failed} failed"]
+    parts = [f"{len(run.samples) - failed} done", f"{run.in_flight} in flight", f"{failed} failed"]
     if last:
         parts.append(f"TTFT p50 {percentile(sorted(sample.ttft_s * 1e3 for sample in last), 50):.0f} ms")
     if gaps := sorted(gap * 1e3 for sample in last for gap in sample.gaps_s):
@@ -152,9 +152,9 @@ def _throughput(axes: Any, samples: Sequence[Sample], origin: float) -> None:
     axes.plot(middles, [count / width for count in counts], label="token messages/s")
     other = axes.twinx()
     sent = [sample for sample in samples if sample.sent is not None]
-    under_way = [sum(one.start <= origin + at < one.end for one in sent) for at in middles]
-    other.plot(middles, under_way, color="tab:orange", linewidth=0.8)
-    other.set_ylabel("requests under way", fontsize=8, color="tab:orange")
+    in_flight = [sum(one.start <= origin + at < one.end for one in sent) for at in middles]
+    other.plot(middles, in_flight, color="tab:orange", linewidth=0.8)
+    other.set_ylabel("requests in flight", fontsize=8, color="tab:orange")
     other.tick_params(labelsize=7)
     _label(axes, "throughput", "s", "token messages/s")
 

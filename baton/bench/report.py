@@ -18,6 +18,7 @@ PERCENTILES = (50, 90, 95, 99)
 COLUMNS = ("mean", *(f"p{percent}" for percent in PERCENTILES), "max")
 ROWS = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "end to end"}
 GOALS = {"ttft_ms": "TTFT", "itl_ms": "TPOT", "gap_ms": "each ITL", "e2e_ms": "end to end"}
+NOTES = {NOT_SENT: " (more than --max-in-flight would have been in flight)"}
 BUSY, LATE_MS = 0.8, 20.0  # share of a core, and lag of timers, above which the load generator may be too slow
 
 
@@ -99,7 +100,7 @@ def table(found: Mapping[str, Any]) -> str:
     failed = sum(found["errors"].values())
     unfinished = f", {found['unfinished']} not finished" if found["unfinished"] else ""
     lines = [f"{found['completed']} requests completed, {failed} failed{unfinished}, in {found['seconds']:.2f} s"]
-    lines += [f"  {count} {kind}{_why(kind)}" for kind, count in sorted(found["errors"].items())]
+    lines += [f"  {count} {kind}{NOTES.get(kind, '')}" for kind, count in sorted(found["errors"].items())]
     if found["clipped"]:
         lines.append(f"  {found['clipped']} were cut to the model's length")
     lines.append(
@@ -111,10 +112,6 @@ def table(found: Mapping[str, Any]) -> str:
     if found["goodput"]:
         lines += goal_lines(found["goodput"])
     return "\n".join([*lines, own_line(found["generator"])])
-
-
-def _why(kind: str) -> str:
-    return " (more than --max-in-flight would have been under way)" if kind == NOT_SENT else ""
 
 
 def _cells(values: Mapping[str, float] | None) -> str:

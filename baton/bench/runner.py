@@ -27,7 +27,7 @@ class Run:
     def __init__(self, server: Server, load: Load, clock: Clock, show: Callable[[Run], None]) -> None:
         self.samples: list[Sample] = []
         self.failure: BatonError | None = None
-        self.under_way = self.clipped = 0
+        self.in_flight = self.clipped = 0
         self.began: float | None = None  # None until measured requests are sent
         self.load = load
         self.clock = clock
@@ -54,7 +54,7 @@ class Run:
         wall_s = self.clock.monotonic() - (self.began or 0.0)
         cpu_s = time.process_time() - self._cpu_s
         began = self.clock.wall() - wall_s
-        return Generator(began, cpu_s / wall_s, self._lags_s, self.under_way, self.clipped)
+        return Generator(began, cpu_s / wall_s, self._lags_s, self.in_flight, self.clipped)
 
     async def _warm(self, requests: list[BenchRequest]) -> None:
         """Send warmup requests. Their results and failures do not count, because failures will recur in the run."""
@@ -90,7 +90,7 @@ class Run:
                 await asyncio.sleep(pause_s)
                 if self.clock.monotonic() >= until:
                     return
-                self.under_way += 1
+                self.in_flight += 1
                 pause_s = await self._send(request, self.clock.monotonic())
 
         async with asyncio.TaskGroup() as group:
@@ -103,10 +103,10 @@ class Run:
             for request in requests:
                 due = began + request.at_s
                 await self._sleep_until(due)
-                if self.under_way >= self.load.plan.max_in_flight:
+                if self.in_flight >= self.load.plan.max_in_flight:
                     self.samples.append(Sample(due, end=self.clock.monotonic(), error=NOT_SENT))
                     continue
-                self.under_way += 1
+                self.in_flight += 1
                 group.create_task(self._send(request, due))
 
     async def _sleep_until(self, due: float) -> None:
@@ -124,7 +124,7 @@ class Run:
             self.failure, sample.error = error, type(error).__name__
             wait = min(MOST_PAUSE_S, error.retry_after_s) if isinstance(error, Overloaded) else PAUSE_S
         sample.end = self.clock.monotonic()
-        self.under_way -= 1
+        self.in_flight -= 1
         self.clipped += request.clipped
         self.samples.append(sample)
         return wait

@@ -82,7 +82,8 @@ def print_plan(options: PlanOptions, *, as_json: bool) -> None:
 
 def _try_own(planner: Planner, own: Shape, rate: float) -> None:
     profile = planner.site.profile
-    if set(_sizes(own)) <= set(profile.sizes):
+    sizes = {own.prefill_tp, own.decode_tp} if own.prefill else {own.decode_tp}
+    if sizes <= set(profile.sizes):
         planner.attempt(own, rate, OWN)
         return
     known = ", ".join(map(str, profile.sizes))
@@ -161,10 +162,6 @@ def _own_shape(config: ClusterConfig | None) -> Shape:
     if config.mode == "colocated":
         return Shape(decode.replicas, decode_tp=decode.tensor_parallel, chunk=decode.max_batched_tokens)
     return Shape(decode.replicas, prefill.replicas, decode.tensor_parallel, prefill.tensor_parallel)
-
-
-def _sizes(shape: Shape) -> tuple[int, ...]:
-    return (shape.prefill_tp, shape.decode_tp) if shape.prefill else (shape.decode_tp,)
 
 
 def _show(answer: Answer) -> None:
