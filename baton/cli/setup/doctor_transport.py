@@ -68,23 +68,23 @@ def probe_pair(transport: str, settings: TransferSettings, devices: tuple[str, s
     process.start()
     there.close()
     try:
-        address = _answer(here)
+        address = _address_from(here)
         return _send(settings, torch.device(devices[0]), WorkerRef("receiver", RECEIVER, address))
     finally:
         here.close()  # makes the other process end
         process.join(START_S)
 
 
-def _answer(here: Connection) -> str:
+def _address_from(here: Connection) -> str:
     if not here.poll(START_S):
         raise ChannelBroken(f"the receiving process sent nothing within {START_S:g} s")
     try:
-        good, text = here.recv_bytes()[:1] == b"+", here.recv_bytes().decode()
+        answer = here.recv_bytes().decode()
     except EOFError:
         raise ChannelBroken("the receiving process died") from None
-    if not good:
-        raise ChannelBroken(text)
-    return text
+    if not answer.startswith("+"):
+        raise ChannelBroken(answer)
+    return answer.removeprefix("+")
 
 
 def _send(settings: TransferSettings, device: torch.device, to: WorkerRef) -> Channel:
@@ -111,7 +111,6 @@ def _receive(there: Connection, settings: TransferSettings, device: str) -> None
     try:
         asyncio.run(_serve(there, settings, torch.device(device)))
     except BatonError as error:
-        there.send_bytes(b"-")
         there.send_bytes(str(error).encode())
 
 
@@ -123,8 +122,7 @@ async def _serve(there: Connection, settings: TransferSettings, device: torch.de
     peers = PeerService(kv, me, "doctor", settings, table, make_transports(settings, device, grpc=grpc), grpc)
     peer_pb2_grpc.add_PeerServicer_to_server(peers, server)
     await server.start()
-    there.send_bytes(b"+")
-    there.send_bytes(me.address.encode())
+    there.send_bytes(f"+{me.address}".encode())  # an error has no plus sign
     with suppress(EOFError, OSError):
         await asyncio.to_thread(there.recv_bytes)  # until the other process closes the pipe
     await server.stop(None)
