@@ -122,19 +122,16 @@ def _arrivals(path: Path, file: TextIO) -> Iterator[Arrival]:
     first = file.readline()
     file.seek(0)
     if set(AZURE) <= set(first.strip().split(",")):
-        yield from _table(path, csv.DictReader(file))
+        rows = csv.DictReader(file)
+        try:
+            for row in rows:
+                yield _azure(f"{path}:{rows.line_num}", row)
+        except csv.Error as error:
+            raise ConfigError(f"{path}:{rows.reader.line_num}: not CSV: {error}") from error
         return
     for number, text in enumerate(file, 1):
         if text.strip():
             yield _line(f"{path}:{number}", text)
-
-
-def _table(path: Path, rows: csv.DictReader[str]) -> Iterator[Arrival]:
-    try:
-        for row in rows:
-            yield _azure(f"{path}:{rows.line_num}", row)
-    except csv.Error as error:
-        raise ConfigError(f"{path}:{rows.reader.line_num}: not CSV: {error}") from error
 
 
 def _azure(where: str, row: dict[str, str | None]) -> Arrival:

@@ -109,10 +109,11 @@ async def _route(config: ClusterConfig, index: int) -> None:
     bound = {"grpc": handle.grpc, "admin": handle.admin, "metrics": handle.metrics}
     bound |= {"http": handle.http} if handle.http else {}
     router, url = config.router, config.redis.url
-    seen = {name: called(at, router.advertise, router.interface, url, "router.interface") for name, at in bound.items()}
-    handle.metrics_at = seen["metrics"]
-    log.info("router_told", **seen)
-    report_ready({**bound, "told": seen, "pid": os.getpid()})
+    where = (router.advertise, router.interface, url, "router.interface")
+    advertised = {name: called(address, *where) for name, address in bound.items()}
+    handle.metrics_at = advertised["metrics"]
+    log.info("router_told", **advertised)
+    report_ready({**bound, "told": advertised, "pid": os.getpid()})
     await _stop_signal()
     await handle.stop(config.router.drain_s)
     following.cancel()

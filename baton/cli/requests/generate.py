@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -95,7 +95,8 @@ def stream_answer(
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(completion)))
         return
-    typer.echo("" if streamed else "\n".join(numbered(completion)))
+    numbered = (f"--- {number}\n{choice.text}" for number, choice in enumerate(completion.choices))
+    typer.echo("" if streamed else "\n".join(numbered))
     describe(completion, shown)
 
 
@@ -106,13 +107,6 @@ def print_thoughts(delta: Delta, before: str) -> None:
         whose = f"answer {delta.choice}, " if delta.choice else ""
         content = thought.text or " ".join(map(str, thought.token_ids)) or "-"
         typer.echo(f"{begin}{whose}chunk {thought.chunk}: {content}", err=True)
-
-
-def numbered(completion: Completion) -> Iterator[str]:
-    """Yield the answers to one prompt, each below its number."""
-    for number, choice in enumerate(completion.choices):
-        yield f"--- {number}"
-        yield choice.text
 
 
 def describe(completion: Completion, shown: Collection[str]) -> None:
