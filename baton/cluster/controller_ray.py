@@ -50,7 +50,7 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class ControlState:
+class ControllerProgress:
     """The progress of the controller. `error` is why a worker or the controller did not start; it keeps trying."""
 
     ready: bool
@@ -70,7 +70,7 @@ class ControllerActor:
         self._control = parts.control(self._config, self._placement)
         self._stop = threading.Event()
         self._grace_s = 0.0
-        self._state = ControlState(ready=False, workers=0)
+        self._state = ControllerProgress(ready=False, workers=0)
         self._thread = threading.Thread(target=self._main, name="controller", daemon=True)
         self._thread.start()
 
@@ -78,7 +78,7 @@ class ControllerActor:
         """Return whether this controller was started with exactly this config."""
         return config_json == self._given
 
-    def state(self) -> ControlState:
+    def state(self) -> ControllerProgress:
         return self._state
 
     def pid(self) -> int:
@@ -107,7 +107,7 @@ class ControllerActor:
                 self._control.start(self._config.redis.url)
             except LedgerError as error:
                 log.warning("controller_without_redis", error=str(error))
-                self._state = ControlState(ready=False, workers=0, error=error)
+                self._state = ControllerProgress(ready=False, workers=0, error=error)
                 self._stop.wait(RETRY_S)
             else:
                 return True
@@ -121,7 +121,7 @@ class ControllerActor:
                 ready = self._control.ready()
             except BatonError as failure:
                 ready, error = False, failure
-            self._state = ControlState(ready, self._control.size, error)
+            self._state = ControllerProgress(ready, self._control.size, error)
 
 
 NAME = "controller"
@@ -190,7 +190,7 @@ class RemoteControl:
 def join(config: ClusterConfig, wait_s: float, stop: Stop, clock: Clock | None = None) -> Any:
     """Return `ray`, connected within `wait_s`. Raises NoWorker, Cancelled, ConfigError (address or `check_ledger`)."""
     if config.ray.address in {"local", "none"}:
-        raise ConfigError(f"ray.address: must be auto or an address for this, got {config.ray.address!r}")
+        raise ConfigError(f"ray.address: must be auto or the address of a Ray cluster, got {config.ray.address!r}")
     clock = clock or SystemClock()
     deadline = clock.monotonic() + wait_s
     while True:
@@ -262,7 +262,7 @@ def _end_former(ray: Any, config: ClusterConfig) -> None:
 
 
 def follow(
-    ray: Any, controller: Any, stop: Stop, ready: Callable[[ControlState], None], clock: Clock | None = None
+    ray: Any, controller: Any, stop: Stop, ready: Callable[[ControllerProgress], None], clock: Clock | None = None
 ) -> None:
     """Watch the controller until `stop`; call `ready` once. Raises start errors before that, NoWorker if it is lost."""
     clock, reported = clock or SystemClock(), False

@@ -171,8 +171,8 @@ class Supervisor:
 
     def _state(self) -> ClusterState:
         ready = self._router.ready
-        told = ready.get("told")
-        addresses = told if isinstance(told, dict) else ready
+        advertised = ready.get("advertised")
+        addresses = advertised if isinstance(advertised, dict) else ready
         return ClusterState(
             name=self._config.name,
             supervisor=ProcessId.of(os.getpid()),

@@ -153,8 +153,8 @@ class ScalingConfig(Section):
         description="a surplus worker of one pool joins the other by a role change, with its model loaded",
     )
     drain_s: Seconds = Field(default=60.0, description="time for a draining worker's requests before they move away")
-    up_after_s: Seconds = Field(default=5.0, description="a pool is overloaded for so long before it grows")
-    down_after_s: Seconds = Field(default=120.0, description="a pool has spare workers for so long before it shrinks")
+    up_after_s: Seconds = Field(default=5.0, description="time of overload before a pool grows")
+    down_after_s: Seconds = Field(default=120.0, description="time with spare workers before a pool shrinks")
     settle_s: Seconds = Field(default=10.0, description="pause between a completed change and the next decision")
 
 
@@ -324,7 +324,9 @@ class RayConfig(Section):
 class QueueConfig(Section):
     """Limits of the router's queue."""
 
-    max_requests: PositiveInt = Field(default=256, description="more are rejected, with a time for the next attempt")
+    max_requests: PositiveInt = Field(
+        default=256, description="maximum queued requests; more are rejected with a retry delay"
+    )
     max_tokens: PositiveInt = Field(default=1_000_000, description="maximum prompt tokens of all queued requests")
     max_wait_s: Seconds = Field(default=10.0, description="maximum wait; a request that would wait longer is rejected")
 
@@ -342,7 +344,7 @@ class RouterConfig(Section):
     interface: Interface | None = Field(default=None, description="interface of that address if `advertise` is not set")
     policy: Literal["predicted", "least_loaded", "round_robin", "prefix"] = Field(
         default="predicted",
-        description="how workers are chosen; predicted means the earliest first token, within slo.itl_ms if possible",
+        description="choice of workers; predicted means the earliest first token, within slo.itl_ms if possible",
     )
     local_prefill: Literal["never", "auto"] = Field(
         default="auto",
@@ -350,7 +352,7 @@ class RouterConfig(Section):
         " faster by prediction, in steps within slo.itl_ms; without prefill workers, decode workers always do",
     )
     drain_s: Seconds = Field(default=9.0, description="time for running requests to finish after a stop signal")
-    slow_reader_s: Seconds = Field(default=60.0, description="a client that reads nothing for so long is disconnected")
+    slow_reader_s: Seconds = Field(default=60.0, description="time without a read before a client is disconnected")
     queue: QueueConfig = QueueConfig()
     tenants: dict[str, Weight] = Field(
         default_factory=dict,
@@ -370,7 +372,9 @@ class TransferConfig(Section):
         default=4, description="frames in flight on a channel, whose staging takes credits times frame_size at each end"
     )
     coalesce_below: Size = Field(default=256 * 2**10, description="minimum KV in a frame while its prompt is computed")
-    frame_deadline_s: Seconds = Field(default=10.0, description="a frame that takes longer closes its channel")
+    frame_deadline_s: Seconds = Field(
+        default=10.0, description="maximum time of one frame; a slower one closes its channel"
+    )
     staging_memory: Size = Field(
         default=2**30,
         description="staging of all channels of a worker at each end; if full, the channel idle longest is closed",
@@ -418,14 +422,14 @@ class ThinkingConfig(Section):
     prefill: Annotated[
         Literal["auto", "fast", "sequential", "off"],
         BeforeValidator(parse_off, json_schema_input_type=Literal["auto", "fast", "sequential", "off", False]),
-    ] = Field(default="auto", description="how thoughts about a prompt are computed; off disables them")
+    ] = Field(default="auto", description="computation of thoughts about a prompt; off disables them")
 
 
 class SloConfig(Section):
     """Latency targets. `itl_ms` guides the choice of a decode worker; finished requests are counted against both."""
 
     ttft_ms: Milliseconds = Field(default=1000.0, description="target for the time to first token")
-    itl_ms: Milliseconds = Field(default=100.0, description="target for the time between tokens")
+    itl_ms: Milliseconds = Field(default=100.0, description="target for the time between two tokens")
 
 
 class RetryConfig(Section):
@@ -442,7 +446,7 @@ class LogConfig(Section):
 
 
 class ClusterConfig(Section):
-    """A cluster."""
+    """All settings of a cluster."""
 
     model_config = ConfigDict(json_schema_extra=NONE_IF_COLOCATED)
 
@@ -469,7 +473,7 @@ class ClusterConfig(Section):
     log: LogConfig = LogConfig()
     tracing: TracingConfig = TracingConfig()
     resumable_s: float = Field(
-        default=0.0, ge=0, le=MAX_RESUMABLE_S, description="how long a stream outlives its router by default"
+        default=0.0, ge=0, le=MAX_RESUMABLE_S, description="default time that a stream outlives its router, in seconds"
     )
     history: str | None = Field(
         default=None,

@@ -26,7 +26,7 @@ def parse_size(value: object) -> int:
     elif isinstance(value, str) and (match := SIZE.fullmatch(value.strip())) and match[2].upper() in UNITS:
         size = float(match[1]) * UNITS[match[2].upper()]
     if not 1 <= size <= MOST_BYTES:
-        raise ValueError("must be a size such as 256MiB or 2GiB (or a number of bytes above 0), and at most 1024TiB")
+        raise ValueError("must be a size such as 256MiB or a number of bytes, above 0 and at most 1024TiB")
     return int(size)
 
 
@@ -57,14 +57,14 @@ def split_address(text: str) -> tuple[str, int]:
     """Split `host:port` or `[v6]:port`. Raises ValueError."""
     host, separator, port = text.rpartition(":")
     if not separator or not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
-        raise ValueError("must be host:port, such as 127.0.0.1:50051 (port 0: any free port)")
+        raise ValueError("must be host:port, such as 127.0.0.1:50051; port 0 means any free port")
     return host.strip("[]"), int(port)
 
 
 def parse_address(value: object) -> str:
     """Return the address unchanged if it is valid. Raises ValueError."""
     if not isinstance(value, str):
-        raise ValueError("must be host:port, such as 127.0.0.1:50051 (port 0: any free port)")
+        raise ValueError("must be host:port, such as 127.0.0.1:50051; port 0 means any free port")
     split_address(value)
     return value
 

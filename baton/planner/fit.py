@@ -54,12 +54,12 @@ def fit_line(steps: Sequence[Steps]) -> Line:
     """Fit a line by least squares of relative errors: the best fit over all subsets of coefficients, none negative.
     `token_s` is 0 if steps of different contexts have equal tokens, because small steps mostly read the weights.
     """
-    alike = len(steps) > 1 and len({one.tokens for one in steps}) == 1
+    same_tokens = len(steps) > 1 and len({one.tokens for one in steps}) == 1
     x = np.array([(1.0, one.tokens, one.context) for one in steps])
     seconds = np.array([one.seconds for one in steps])
     x /= seconds[:, None]
     best, found = math.inf, np.zeros(3)
-    for kept in product((False, True), (False,) if alike else (False, True), (False, True)):
+    for kept in product((False, True), (False,) if same_tokens else (False, True), (False, True)):
         columns = [place for place, keep in enumerate(kept) if keep]
         part = np.linalg.lstsq(x[:, columns], np.ones(len(steps)), rcond=None)[0] if columns else np.zeros(0)
         numbers = np.zeros(3)

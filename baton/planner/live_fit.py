@@ -12,7 +12,7 @@ from baton.core import Pace, Role, WorkerInfo
 from baton.errors import NoWorker
 from baton.planner.fit import Gaps, Slower, Steps, fit_decode, fit_joint, fit_line, fit_spread, seconds_of
 from baton.planner.observations import BESIDE, SHORT, Measured, summed
-from baton.planner.profile import Beside, Busy, Layout, Line, Link, Piece, Profile
+from baton.planner.profile import Busy, Layout, Line, Link, Piece, Profile, RequestOverheads
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,18 +20,18 @@ class Decoding:
     """Decode costs of one worker."""
 
     pieces: tuple[Piece, ...]  # while all other workers are idle
-    spread: tuple[float, ...]  # likewise
+    spread: tuple[float, ...]  # factors of their step times
     beside_prompts: Busy  # slowdown while others compute prompts
     beside_decode: Busy | None = None  # slowdown while others decode, or None if not measured
 
 
-def of_pools(points: Sequence[Gaps], busy: Gaps) -> Decoding:
+def fit_separate(points: Sequence[Gaps], busy: Gaps) -> Decoding:
     """Return the decode costs of separate pools from `points` without prompts and `busy` with prompts elsewhere."""
     pieces = fit_decode(points)
     return Decoding(pieces, fit_spread(points), _beside(pieces, busy))
 
 
-def of_workers_alike(points: Sequence[Gaps], alone: Gaps, busy: Gaps | None) -> Decoding:
+def fit_colocated(points: Sequence[Gaps], alone: Gaps, busy: Gaps | None) -> Decoding:
     """Return the decode costs of workers with both roles. `points`: all decoded equally many sequences. `alone`: one
     decoded one. `busy`: another one computed prompts; None means not measured, and the slowdown by decoding is used.
     """
@@ -67,12 +67,12 @@ def fitted(seen: Measured, cluster: ClusterStatus, tensor_parallel: int, name: s
     prompt = fit_line([Steps.of(pace) for pace in paces if pace.steps])
     points = [merged(gaps) for gaps in seen.together.values()]
     if seen.alone:
-        decoding = of_workers_alike(points, merged(seen.alone), merged(seen.busy) if seen.busy else None)
+        decoding = fit_colocated(points, merged(seen.alone), merged(seen.busy) if seen.busy else None)
     else:
-        decoding = of_pools(points, merged(seen.busy))
+        decoding = fit_separate(points, merged(seen.busy))
     busy_prompt = _busy_prompt(prompt, summed(*seen.busy_prompts))
     beside = Slower(busy_prompt, decoding.beside_decode.factor) if decoding.beside_decode else Slower()
-    worker = _room(cluster)
+    worker = _decoding_worker(cluster)
     layout = Layout(
         tensor_parallel=tensor_parallel,
         kv_tokens=worker.total_blocks * worker.layout.block_size,
@@ -104,7 +104,7 @@ def decodes(role: Role, cluster: ClusterStatus) -> bool:
     return role is Role.DECODE or all(worker.info.role is role for worker in cluster.workers)
 
 
-def _overheads(seen: Measured, prompt: Line, step_s: float) -> Beside:
+def _overheads(seen: Measured, prompt: Line, step_s: float) -> RequestOverheads:
     """Return the median excess of the first token over its prompt step, and of the second over a decode step."""
     first, second = [], []
     for one in (one for parts in seen.single.values() for one in parts):
@@ -112,15 +112,16 @@ def _overheads(seen: Measured, prompt: Line, step_s: float) -> Beside:
         computed = pace.seconds / len(one.seen) if pace.steps else seconds_of(prompt, Steps(one.length, 0.0, 0.0))
         first += [request.times[0] - request.sent - computed for request in one.seen if request.times]
         second += [request.times[1] - request.times[0] - step_s for request in one.seen if len(request.times) > 1]
-    return Beside(admit_s=max(median_high(first or [0.0]), 0.0), commit_s=max(median_high(second or [0.0]), 0.0))
+    admit_s, commit_s = (max(median_high(excess or [0.0]), 0.0) for excess in (first, second))
+    return RequestOverheads(admit_s=admit_s, commit_s=commit_s)
 
 
-def _room(cluster: ClusterStatus) -> WorkerInfo:
+def _decoding_worker(cluster: ClusterStatus) -> WorkerInfo:
     """Return a worker that decodes, because its KV capacity limits a batch. Raises NoWorker."""
     for worker in cluster.workers:
         if decodes(worker.info.role, cluster):
             return worker.info
-    raise NoWorker("no worker is connected any more")
+    raise NoWorker("no worker that decodes is connected")
 
 
 def _busy_prompt(prompt: Line, pace: Pace) -> float:

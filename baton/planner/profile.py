@@ -106,7 +106,7 @@ class Link(Section):
     latency_s: Seconds = 0.0
 
 
-class Beside(Section):
+class RequestOverheads(Section):
     """Seconds of a request outside of steps and KV transfers. See `baton.planner.sim.scenario.Overheads`."""
 
     admit_s: Seconds = 0.0
@@ -125,7 +125,7 @@ class Profile(Section):
     token_bytes: Annotated[float, Field(ge=0)]
     layers: Annotated[int, Field(gt=0)]
     link: Link
-    overheads: Beside = Beside()
+    overheads: RequestOverheads = RequestOverheads()
     layouts: Annotated[tuple[Layout, ...], Field(min_length=1)]
 
     @field_validator("layouts")
@@ -133,7 +133,7 @@ class Profile(Section):
     def _differ(cls, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
         sizes = [layout.tensor_parallel for layout in layouts]
         if len(set(sizes)) < len(sizes):
-            raise ValueError(f"tensor_parallel must be another one in each, got {', '.join(map(str, sizes))}")
+            raise ValueError(f"tensor_parallel must differ between layouts, got {', '.join(map(str, sizes))}")
         return layouts
 
     @property
@@ -169,7 +169,7 @@ class Profile(Section):
         """Return the network between workers of this hardware."""
         return Network(self.link.bytes_per_s, self.link.latency_s, self.token_bytes, self.layers)
 
-    def beside(self) -> Overheads:
+    def request_overheads(self) -> Overheads:
         """Return the time that requests take outside of steps."""
         return Overheads(**self.overheads.model_dump())
 
@@ -185,7 +185,7 @@ def load_profile(name: str) -> Profile:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        raise ConfigError(f"--profile: no file, and none of {', '.join(names())}: {name!r}") from None
+        raise ConfigError(f"--profile: must be a readable file or one of {', '.join(names())}, got {name!r}") from None
     try:
         return Profile.model_validate_json(text)
     except ValidationError as error:

@@ -83,7 +83,7 @@ class Site:
             prefill if shape.prefill else Pool(0),
             "disaggregated" if shape.prefill else "colocated",
             self.profile.network(),
-            self.profile.beside(),
+            self.profile.request_overheads(),
             self.router,
             self.slo,
             self.faults,
@@ -236,7 +236,7 @@ class Planner:
     attainment: float = 0.9  # least share of good requests
     gpus: int = 16
     near: float = 0.05  # largest relative error of a goodput, which is never too high
-    said: Callable[[Tried], None] = lambda tried: None
+    on_tried: Callable[[Tried], None] = lambda tried: None
     tried: dict[tuple[Shape, float, str], Tried] = field(default_factory=dict)
 
     def plan(self, rate: float, chunks: Iterable[int] = CHUNKS) -> Answer:
@@ -260,7 +260,7 @@ class Planner:
         if key not in self.tried:
             report = self._report(shape, rate, alone=why in PHASES)
             self.tried[key] = Tried(shape, rate, report, report.attainment >= self.attainment, why)
-            self.said(self.tried[key])
+            self.on_tried(self.tried[key])
         return self.tried[key]
 
     def _report(self, shape: Shape, rate: float, *, alone: bool) -> Report:

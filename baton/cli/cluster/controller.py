@@ -10,7 +10,7 @@ import typer
 from baton.cli.options import ConfigFile, Sets
 
 if TYPE_CHECKING:
-    from baton.cluster.controller_ray import ControlState
+    from baton.cluster.controller_ray import ControllerProgress
 
 GRACE_S = 5.0
 
@@ -56,7 +56,7 @@ def controller(
         ray.shutdown()
 
 
-def _report(state: ControlState) -> None:
+def _report(state: ControllerProgress) -> None:
     """Report to the process that started this one."""
     from baton.cluster.backend_process import report_ready
 

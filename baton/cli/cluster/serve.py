@@ -113,7 +113,7 @@ async def _route(config: ClusterConfig, index: int) -> None:
     advertised = {name: called(address, *where) for name, address in bound.items()}
     handle.metrics_at = advertised["metrics"]
     log.info("router_told", **advertised)
-    report_ready({**bound, "told": advertised, "pid": os.getpid()})
+    report_ready({**bound, "advertised": advertised, "pid": os.getpid()})
     await _stop_signal()
     await handle.stop(config.router.drain_s)
     following.cancel()

@@ -67,7 +67,7 @@ def print_plan(options: PlanOptions, *, as_json: bool) -> None:
     progress = Console(stderr=True)
     planner = Planner(simulate, site, workload, options.attainment, options.gpus)
     if not as_json and progress.is_terminal:
-        planner = replace(planner, said=lambda tried: progress.print(f"simulated {tried.shape}", style="dim"))
+        planner = replace(planner, on_tried=lambda tried: progress.print(f"simulated {tried.shape}", style="dim"))
     if config is not None:
         _try_own(planner, _own_shape(config), rate)
     answer = planner.plan(rate)

@@ -23,7 +23,7 @@ _FIRST = (Token(0, 0, ""),)
 _SAMPLING = Sampling()
 
 
-class _Untold(History):
+class _SilentHistory(History):
     """A history that drops events, because simulated time is not logged."""
 
     def step(self, event: str, handoff: HandoffId, **facts: object) -> None:
@@ -36,7 +36,7 @@ class DecodeWorker(Worker):
     role = Role.DECODE
 
     def begin(self) -> None:
-        self.table = Reservations(FINGERPRINT, self._committed, lambda job: None, _Untold())
+        self.table = Reservations(FINGERPRINT, self._committed, lambda job: None, _SilentHistory())
         self.rows: dict[Attempt, Row] = {}
         self.committing: Attempt | None = None
 
@@ -73,18 +73,16 @@ class DecodeWorker(Worker):
     def _reserve(self, attempt: Attempt) -> None:
         if attempt.over:
             return
-        names = (
-            attempt.life.content.names[: (attempt.known - 1) // self.engine.block_size] if self._prefix_cache else ()
-        )
-        spare = self.engine.scheduler.watermark
-        digests = cast("Iterable[bytes]", names)
+        full, spare = (attempt.known - 1) // self.engine.block_size, self.engine.scheduler.watermark
+        hashes = attempt.request.content.hashes[:full] if self._prefix_cache else ()
+        digests = cast("Iterable[bytes]", hashes)
         layout = self.link.info.layout
         reservation = Reservation.of(self.engine.pool, layout, attempt.known + 1, digests, spare)
         if reservation is None:
-            self.say(attempt.no_room)
+            self.send(attempt.no_room)
             return
         self.table.open(attempt.handoff, reservation, attempt.known, None)
-        self.say(attempt.reserved, reservation.cached_tokens)
+        self.send(attempt.reserved, reservation.cached_tokens)
 
     def _compute(self, attempt: Attempt) -> None:
         reservation = self.table.take(attempt.handoff)
@@ -109,13 +107,13 @@ class DecodeWorker(Worker):
         row.last_at = attempt.first_at
         self.rows[attempt] = row
         self.engine.adopt(row, reservation.cached_tokens)
-        self.say(attempt.adopted)
+        self.send(attempt.adopted)
 
     def _fence(self, attempt: Attempt) -> None:
         if attempt in self.rows or self.table.fence(attempt.handoff) is State.COMMITTED:
             return  # the router receives the commit
         self._drop(attempt)
-        self.say(attempt.fenced)
+        self.send(attempt.fenced)
 
     def _drop(self, attempt: Attempt) -> None:
         reservation = self.table.take(attempt.handoff)
@@ -128,7 +126,7 @@ class DecodeWorker(Worker):
         """See `Listener`."""
         attempt: Attempt = row.owner
         attempt.decoding = True
-        self.tell(attempt.first)
+        self.stream(attempt.first)
         if attempt.tokens == 1:
             self._end(row)
 
@@ -141,13 +139,13 @@ class DecodeWorker(Worker):
         attempt: Attempt = row.owner
         self._keep_gaps(attempt, row)
         self._forget(attempt)
-        self.say(attempt.preempted, self._delivered(attempt, row))
+        self.send(attempt.preempted, self._delivered(attempt, row))
 
     def _end(self, row: Row) -> None:
         attempt: Attempt = row.owner
         self._keep_gaps(attempt, row)
         self._forget(attempt)
-        self.tell(attempt.finished)
+        self.stream(attempt.finished)
 
     def _keep_gaps(self, attempt: Attempt, row: Row) -> None:
         """Keep the gaps of a sequence that leaves for any reason. Without a token it has none, and has not `joined`."""
@@ -155,7 +153,7 @@ class DecodeWorker(Worker):
         if gaps is None or not self.engine.generated(row):
             return
         gaps.forget(min((one.joined for one in self.rows.values()), default=self.engine.steps))
-        attempt.life.gaps += gaps.of(row.joined, self.engine.steps) + [(wait_s, 1) for wait_s in row.waits]
+        attempt.request.gaps += gaps.of(row.joined, self.engine.steps) + [(wait_s, 1) for wait_s in row.waits]
 
     def _forget(self, attempt: Attempt) -> None:
         del self.rows[attempt]
@@ -167,7 +165,7 @@ class DecodeWorker(Worker):
     def die(self) -> None:
         super().die()
         for attempt, row in self.rows.items():
-            attempt.life.told(self._delivered(attempt, row))
+            attempt.request.deliver(self._delivered(attempt, row))
             self._keep_gaps(attempt, row)
 
     def idle_problems(self) -> list[str]:

@@ -45,7 +45,7 @@ class Listener(Protocol):
     def preempted(self, row: Row) -> None:
         """Handle a sequence that left the engine. Its blocks are already free."""
 
-    def turned(self) -> None:
+    def jobs_done(self) -> None:
         """Handle the end of a round of jobs."""
 
 
@@ -106,7 +106,7 @@ class Rows:
             if row in self._rows and row.end == end:
                 yield row
 
-    def have_room(self, most: int) -> int:
+    def steps_with_room(self, most: int) -> int:
         """Return how many of the next `most` steps have enough blocks."""
         room, least = self._pool.available, 0
         if self.growth(most) <= room:
@@ -254,7 +254,7 @@ class Engine:
         self.rows = Rows(self.pool, self.scheduler)  # decoding sequences
         self._event: Event | None = None  # end of the running step or stretch, or None if idle
         self._stretch: Stretch | None = None
-        self._turning = False
+        self._in_jobs = False
         self._arrivals = counting(1)
         self._stuck = False  # the last plan admitted no waiting sequence, and nothing has changed
 
@@ -262,8 +262,8 @@ class Engine:
         """Call `job(*facts)` between two steps, or now if idle."""
         self._jobs.append((job, facts))
         if self._event is None:
-            if not self._turning:
-                self._turn()
+            if not self._in_jobs:
+                self._run_jobs()
         else:
             self._cut()
 
@@ -313,7 +313,7 @@ class Engine:
         if self._stretch is not None and (steps := self._stretch.done_by(self.kernel.now)):
             self._count(self._stretch, steps)
             self.rows.steps += steps
-        self._event, self._stretch, self._turning = None, None, True  # `_turning` keeps jobs from running
+        self._event, self._stretch, self._in_jobs = None, None, True  # `_in_jobs` keeps jobs from running
 
     @property
     def steps(self) -> int:
@@ -334,16 +334,16 @@ class Engine:
         """Whether all sequences wait for blocks in use elsewhere."""
         return self._event is None and bool(self.scheduler.waiting) and not self.scheduler.running
 
-    def _turn(self) -> None:
+    def _run_jobs(self) -> None:
         """Run the jobs and begin the next step."""
-        self._event, self._turning = None, True
+        self._event, self._in_jobs = None, True
         self._stuck = self._stuck and not self._jobs
         while self._jobs:
             job, facts = self._jobs.popleft()
             job(*facts)
         self._begin()
-        self._turning = False
-        self.listener.turned()
+        self._in_jobs = False
+        self.listener.jobs_done()
 
     def _begin(self) -> None:
         scheduler = self.scheduler
@@ -364,7 +364,7 @@ class Engine:
             return 0
         self.rows.loosen()
         most = self.rows.next_end() - self.rows.steps
-        return self.rows.have_room(min(most, _NOISY_STEPS) if self.timing.noisy else most)
+        return self.rows.steps_with_room(min(most, _NOISY_STEPS) if self.timing.noisy else most)
 
     def _stretch_out(self, steps: int) -> None:
         first, more, drawn = self.timing.steps(len(self.rows), self.rows.context, steps)
@@ -377,20 +377,20 @@ class Engine:
         self._count(stretch, stretch.count)
         for row in self.rows.advance(stretch.count):
             self._finish(row)
-        self._turn()
+        self._run_jobs()
 
     def _count(self, stretch: Stretch, steps: int) -> None:
         """Count the first `steps` steps of a stretch."""
         rows, seconds = len(self.rows), stretch.seconds(steps)
-        self._tell_gaps(stretch.pieces(steps), stretch.end(1), rows)
+        self._record_gaps(stretch.pieces(steps), stretch.end(1), rows)
         context = steps * self.rows.context + rows * (steps * (steps - 1) // 2)
         self.paces.decoded(steps, rows * steps, context, seconds)
         self.tally.decoded(steps, rows * steps, seconds)
 
-    def _tell_gaps(self, pieces: list[tuple[int, float]], first_end: float, rows: int) -> None:
+    def _record_gaps(self, pieces: list[tuple[int, float]], first_end: float, rows: int) -> None:
         itl, waited, step = self.tally.itl, self.rows.take_fresh(), self.rows.steps
         for row in waited:
-            self._tell_wait(row, first_end)
+            self._record_wait(row, first_end)
         fresh = len(waited)
         for count, seconds in pieces:
             itl.add(seconds, rows * count - fresh)
@@ -399,7 +399,7 @@ class Engine:
                 self.gaps.add(step, count, seconds)
                 step += count
 
-    def _tell_wait(self, row: Row, until: float) -> None:
+    def _record_wait(self, row: Row, until: float) -> None:
         self.tally.itl.add(until - row.last_at)
         if self.gaps is not None:
             row.waits.append(until - row.last_at)
@@ -442,7 +442,7 @@ class Engine:
         now = self.kernel.now
         here = self.rows.take_fresh()
         for row in here:
-            self._tell_wait(row, now)
+            self._record_wait(row, now)
         if decodes > len(here):
             self.tally.itl.add(seconds, decodes - len(here))
         if self.gaps is not None:
@@ -458,7 +458,7 @@ class Engine:
                     self._finish(row)
             elif row.computed == row.known:
                 self._computed(row)
-        self._turn()
+        self._run_jobs()
 
     def _computed(self, row: Row) -> None:
         """Handle the first token of a sequence."""

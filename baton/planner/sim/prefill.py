@@ -70,7 +70,7 @@ class PrefillWorker(Worker):
     def _repush(self, held: Attempt, attempt: Attempt) -> None:
         push = self.pushes.pop(held, None)
         if push is None:
-            self.say(attempt.kv_dropped)
+            self.send(attempt.kv_dropped)
             return
         self.pushes[attempt] = push
         push.row.owner, push.row.key, push.skip = attempt, attempt.handoff, attempt.cached
@@ -78,7 +78,7 @@ class PrefillWorker(Worker):
         self._begin(attempt, push)
         if push.computed:
             attempt.first_at, push.computed_at = held.first_at, self.kernel.now
-            self.tell(attempt.first)
+            self.stream(attempt.first)
             self._finish(attempt, push)
 
     def _begin(self, attempt: Attempt, push: Push) -> None:
@@ -122,9 +122,9 @@ class PrefillWorker(Worker):
         push = self.pushes[attempt]
         push.computed = True
         push.computed_at = attempt.first_at = self.kernel.now
-        self.tell(attempt.first)
+        self.stream(attempt.first)
         if attempt.tokens == 1:
-            self.tell(attempt.finished)
+            self.stream(attempt.finished)
             self.engine.submit(self._release, attempt)
         else:
             self._finish(attempt, push)
@@ -151,11 +151,11 @@ class PrefillWorker(Worker):
         if not self.dead:
             self.engine.submit(self._release, attempt)
 
-    def turned(self) -> None:
+    def jobs_done(self) -> None:
         """Drop KV without receiver if prompts find no block and nothing else will free any, as in production."""
         while self.engine.starved and (spare := self._spare()) is not None:
             self.engine.submit(self._release, spare)
-        super().turned()
+        super().jobs_done()
 
     def _spare(self) -> Attempt | None:
         """See `prefill_workers.worker.spare`."""

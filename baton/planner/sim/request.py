@@ -1,4 +1,4 @@
-"""Simulated requests: `Attempt` mirrors `router.request.attempt`, and `Life` mirrors `router.request.lifecycle`."""
+"""Simulated requests: `Attempt` mirrors `router.request.attempt`, and `Request` mirrors `router.request.lifecycle`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from router.workers.stream import WorkerStream
 if TYPE_CHECKING:
     from baton.bench.traces import Arrival
     from baton.core import WorkerRef
-    from baton.planner.sim.block_pool import Names
+    from baton.planner.sim.block_pool import BlockHashes
     from baton.planner.sim.event_loop import Kernel
     from baton.planner.sim.network import Way
     from baton.planner.sim.scenario import Scenario
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 FINGERPRINT = "simulated"
 _SHARED = SequenceSpec((), Sampling())  # spec of requests with shared prefixes
-_THROUGH = {"no_room", "preempted"}  # reasons after which nothing is left at the decode worker
+_LEFT_BY_WORKER = {"no_room", "preempted"}  # reasons after which nothing is left at the decode worker
 
 
 class SimLink(WorkerStream):
@@ -42,11 +42,11 @@ class SimLink(WorkerStream):
 
 
 @dataclass(slots=True, eq=False)
-class AskedWish:
+class SimRequirements:
     """Requirements, and the request's block hashes in the directory."""
 
     requirements: Requirements
-    names: Sequence[bytes]
+    hashes: Sequence[bytes]
     block_tokens: int
 
 
@@ -89,10 +89,10 @@ class Simulation(Protocol):
     scenario: Scenario
     kernel: Kernel
     tally: Tally
-    names: Names
+    hashes: BlockHashes
     admission: Admission[Placement]
 
-    def ended(self, life: Life, outcome: str) -> None: ...
+    def ended(self, request: Request, outcome: str) -> None: ...
     def workers_of(self, placement: Placement) -> tuple[PrefillSide | None, DecodeSide]: ...
 
 
@@ -100,18 +100,22 @@ class Attempt:
     """One attempt: `known` tokens to compute, `tokens` to generate, and `before` answer tokens that the client has."""
 
     __slots__ = (
-        "_kernel", "_placement", "before", "cached", "committed", "computed", "decode", "decoding", "died",
-        "failed", "fencing", "first_at", "handoff", "kept", "known", "life", "over", "prefill", "repushes", "sent",
-        "tokens",
+        "_kernel", "_placement", "before", "cached", "committed", "computed", "decode", "decoding", "died", "failed",
+        "fencing", "first_at", "handoff", "kept", "known", "over", "prefill", "repushes", "request", "sent", "tokens",
     )  # fmt: skip
 
     def __init__(
-        self, life: Life, placement: Placement, prefill: PrefillSide | None, decode: DecodeSide, known: int, before: int
+        self,
+        request: Request,
+        placement: Placement,
+        workers: tuple[PrefillSide | None, DecodeSide],
+        known: int,
+        before: int,
     ) -> None:
-        self.life, self._placement, self._kernel = life, placement, life.kernel
-        self.prefill, self.decode = prefill, decode
-        self.handoff = HandoffId(life.name, life.attempts)
-        self.known, self.before, self.tokens = known, before, life.tokens - before
+        self.request, self._placement, self._kernel = request, placement, request.kernel
+        self.prefill, self.decode = prefill, decode = workers
+        self.handoff = HandoffId(request.name, request.attempts)
+        self.known, self.before, self.tokens = known, before, request.tokens - before
         self.cached = 0  # cached tokens at the decode worker
         self.first_at = 0.0  # time of the first token at its worker
         self.over = self.kept = self.failed = self.died = False
@@ -137,9 +141,9 @@ class Attempt:
             return
         self._placement.reserved()
         self.cached, self.sent = cached, True
-        self.life.accepted = True
-        prefill, held = self.prefill, self.life.held
-        self.life.held = None
+        self.request.accepted = True
+        prefill, held = self.prefill, self.request.held
+        self.request.held = None
         if prefill is None:
             return  # `compute` was sent with `reserve`
         if held is not None:
@@ -158,7 +162,7 @@ class Attempt:
         if self.over:
             return
         self.computed = True
-        self.life.told(self.before + 1, first=True)
+        self.request.deliver(self.before + 1, first=True)
         if self.prefill is None:
             self._placement.prefill_done()
         else:
@@ -174,13 +178,13 @@ class Attempt:
     def finished(self) -> None:
         """Handle the end of the answer."""
         if not self.over:
-            self.life.told(self.life.tokens)
+            self.request.deliver(self.request.tokens)
             self.end("")
 
     def preempted(self, delivered: int) -> None:
         """Handle a preemption at the decode worker."""
         if not self.over:
-            self.life.told(delivered)
+            self.request.deliver(delivered)
             self.end("preempted")
 
     def kv_dropped(self) -> None:
@@ -218,13 +222,13 @@ class Attempt:
         """End the attempt once. An empty reason means all tokens; others give the cause of another attempt."""
         if not self.over:
             self.over = True
-            self._kernel.at(self._kernel.now, self.life.over, self, reason)
+            self._kernel.at(self._kernel.now, self.request.over, self, reason)
 
     def leave(self, reason: str) -> None:
         """Release the attempt at both workers, except for kept KV and at workers that ended it themselves."""
         prefill, decode = self.prefill, self.decode
         del decode.attempts[self]
-        if reason not in _THROUGH and not (self.decoding and not reason):
+        if reason not in _LEFT_BY_WORKER and not (self.decoding and not reason):
             self._send(decode, decode.release, self)
         if prefill is not None:
             del prefill.attempts[self]
@@ -234,20 +238,20 @@ class Attempt:
 
     def _send(self, worker: PrefillSide | DecodeSide, act: object, *facts: object) -> None:
         """Send a message to a worker. A dead worker does not receive it."""
-        self._kernel.after(self.life.overheads.hop_s, _arrived, worker, act, facts)
+        self._kernel.after(self.request.overheads.hop_s, _deliver, worker, act, facts)
 
 
-def _arrived(worker: PrefillSide | DecodeSide, act, facts) -> None:  # type: ignore[no-untyped-def]
+def _deliver(worker: PrefillSide | DecodeSide, act, facts) -> None:  # type: ignore[no-untyped-def]
     if not worker.dead:
         act(*facts)
 
 
-class Life:
-    """One request. `told` records the client's progress; `gaps` are its own gaps, if they are kept."""
+class Request:
+    """One request. `deliver` records the client's progress; `gaps` are its own gaps, if they are kept."""
 
     __slots__ = (
-        "_arrival", "_cluster", "_deaths", "_directory_names", "_failures", "_first_at", "_last_at", "_since",
-        "accepted", "attempts", "came_at", "content", "delivered", "gaps", "held", "kernel", "name", "number",
+        "_arrival", "_cluster", "_deaths", "_directory_hashes", "_failures", "_first_at", "_last_at", "_since",
+        "accepted", "arrived_at", "attempts", "content", "delivered", "gaps", "held", "kernel", "name", "number",
         "overheads", "tokens",
     )  # fmt: skip
 
@@ -256,16 +260,16 @@ class Life:
         self.kernel, self.overheads = cluster.kernel, cluster.scenario.overheads
         self.number, self.name = number, str(number)
         self.tokens = max(1, arrival.max_tokens)
-        self.content, self._directory_names = cluster.names.of(arrival) if arrival.blocks else (UNSHARED, [])
+        self.content, self._directory_hashes = cluster.hashes.of(arrival) if arrival.blocks else (UNSHARED, [])
         self.attempts = self.delivered = self._failures = self._deaths = 0
-        self.came_at = arrival.at_s
+        self.arrived_at = arrival.at_s
         self._since: float | None = None  # start of the current search for a pair
         self.accepted = False
         self.held: Attempt | None = None  # attempt with KV kept at its prefill worker
         self.gaps: list[tuple[float, int]] = []
         self._first_at = self._last_at = 0.0
 
-    def told(self, tokens: int, *, first: bool = False) -> None:
+    def deliver(self, tokens: int, *, first: bool = False) -> None:
         """Record that the client has `tokens` tokens. `first`: first one of an attempt; its gap is separate."""
         now = self.kernel.now
         if tokens <= self.delivered:
@@ -295,26 +299,27 @@ class Life:
             return
         self._cluster.tally.recoveries[reason] += 1
         if self.delivered < self.tokens:
-            self.seek()
+            self.find_placement()
         else:
             self._end("completed")
 
-    def seek(self) -> None:
+    def find_placement(self) -> None:
         """Look for a pair of workers. Usually one is free immediately, so no task is needed."""
         if self._since is None:
             self._since = self.kernel.now
         held = self.held
         known = held.known if held is not None else self._arrival.prompt_tokens + self.delivered
         link = held.prefill.link if held is not None and held.prefill is not None else None
-        names = self._directory_names
-        requirements = AskedWish(Requirements(link, _SHARED if names else None), names, self._arrival.block_tokens)
+        hashes = self._directory_hashes
+        wanted = Requirements(link, _SHARED if hashes else None)
+        requirements = SimRequirements(wanted, hashes, self._arrival.block_tokens)
         placement = self._cluster.admission.at_once(known, requirements, returning=self.attempts > 0)
         if placement is None:
             self.kernel.spawn(self._wait(known, requirements, self._since))
         else:
             self._attempt(placement)
 
-    async def _wait(self, known: int, requirements: AskedWish, since: float) -> None:
+    async def _wait(self, known: int, requirements: SimRequirements, since: float) -> None:
         ticket, returning = ticket_for(self.number, 0), self.attempts > 0
         admit = self._cluster.admission.admit
         try:
@@ -322,7 +327,7 @@ class Life:
                 ticket, known, requirements, returning=returning, accepted=self.accepted, since=since
             )
         except Overloaded:
-            waited = self.attempts or self.kernel.now > self.came_at + self.overheads.admit_s
+            waited = self.attempts or self.kernel.now > self.arrived_at + self.overheads.admit_s
             self._end("expired" if waited else "refused")
         except (NoWorker, DeadlineExceeded):
             self._end("expired")
@@ -330,25 +335,26 @@ class Life:
             self._attempt(placement)
 
     def _end(self, outcome: str) -> None:
-        self._let_go()
+        self._release_held()
         self._cluster.ended(self, outcome)
 
     def _attempt(self, placement: Placement) -> None:
         """Begin the next attempt. KV held at another prefill worker is released."""
         if not self.attempts:
-            self._cluster.tally.queue.add(self.kernel.now - self.came_at)
-        prefill, decode = self._cluster.workers_of(placement)
+            self._cluster.tally.queue.add(self.kernel.now - self.arrived_at)
+        workers = self._cluster.workers_of(placement)
+        prefill = workers[0]
         if self.held is not None and self.held.prefill is not prefill:
-            self._let_go()
+            self._release_held()
         self.attempts += 1
         held = self.held
         before = self.delivered if held is None else held.before
         known = self._arrival.prompt_tokens + before if held is None else held.known
         if prefill is None:
             self._cluster.tally.local_prefills += 1
-        Attempt(self, placement, prefill, decode, known, before)
+        Attempt(self, placement, workers, known, before)
 
-    def _let_go(self) -> None:
+    def _release_held(self) -> None:
         """Release the held KV."""
         held, self.held = self.held, None
         if held is not None and held.prefill is not None and not held.prefill.dead:
@@ -356,4 +362,4 @@ class Life:
 
     def measures(self) -> tuple[float, float]:
         """Return TTFT and end-to-end latency in seconds."""
-        return self._first_at - self.came_at, self._last_at - self.came_at
+        return self._first_at - self.arrived_at, self._last_at - self.arrived_at

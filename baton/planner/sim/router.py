@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
     from baton.core import Load
     from baton.planner.sim.event_loop import Kernel
-    from baton.planner.sim.request import AskedWish, SimLink
+    from baton.planner.sim.request import SimLink, SimRequirements
     from baton.planner.sim.scenario import Scenario
 
 
 class Directory(PrefixIndex):
-    """Prefix index for one request at a time: `asked` are its hashes, of blocks of `block_tokens` tokens."""
+    """Prefix index for one request at a time: `hashes` are those of its blocks of `block_tokens` tokens."""
 
     def __init__(self, block_size: int) -> None:
         super().__init__()
-        self.asked: Sequence[bytes] = ()
+        self.hashes: Sequence[bytes] = ()
         self.block_tokens = 0
         self.most = 0  # tokens; one is left to compute
         self._block_size = block_size
@@ -43,7 +43,7 @@ class Directory(PrefixIndex):
     def leading(self, digests: Iterable[bytes]) -> list[tuple[int, int]]:
         """Return the matches of the current request, in blocks of workers."""
         each, size, most = self.block_tokens, self._block_size, self.most // self._block_size
-        return [(bits, min(count * each // size, most)) for bits, count in super().leading(self.asked)]
+        return [(bits, min(count * each // size, most)) for bits, count in super().leading(self.hashes)]
 
 
 class SimPool(WorkerPool):
@@ -55,7 +55,7 @@ class SimPool(WorkerPool):
         local = scenario.router.local_prefill and scenario.router.policy == "predicted"
         alone, chunk = ALONE[scenario.router.policy], scenario.decode.max_batched_tokens
         options = PoolOptions(alone, chunk, local, scenario.mode == "colocated", slo_itl_s)
-        super().__init__(_nobody, policy, "router", 10.0, kernel, prefixes=directory, options=options)
+        super().__init__(_no_workers, policy, "router", 10.0, kernel, prefixes=directory, options=options)
         self._there = dict.fromkeys(Role, 0)
 
     def add(self, link: SimLink) -> None:
@@ -108,10 +108,10 @@ class SimRouter:
         self.pool.on_change = self._changed
         self.queue_peak = 0
 
-    def _place(self, tokens: int, asked: AskedWish) -> Placement | None:
-        self.directory.asked, self.directory.block_tokens = asked.names, asked.block_tokens
+    def _place(self, tokens: int, requirements: SimRequirements) -> Placement | None:
+        self.directory.hashes, self.directory.block_tokens = requirements.hashes, requirements.block_tokens
         self.directory.most = tokens - 1
-        return self.pool.place(tokens, asked.requirements)
+        return self.pool.place(tokens, requirements.requirements)
 
     def _changed(self) -> None:
         waiting = self.admission.waiting
@@ -120,5 +120,5 @@ class SimRouter:
             self.admission.changed()
 
 
-async def _nobody() -> Sequence[WorkerInfo]:
+async def _no_workers() -> Sequence[WorkerInfo]:
     return ()

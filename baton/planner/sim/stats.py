@@ -254,7 +254,7 @@ class PoolTally:
         self._decodes += decodes
         self._busy_s += seconds
 
-    def saw(self, pool: CountedPool) -> None:
+    def record_peak(self, pool: CountedPool) -> None:
         """Record the peak use of a worker's blocks, at the end of its life."""
         self.used_most = max(self.used_most, pool.used_most / pool.total)
 

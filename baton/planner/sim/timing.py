@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Paces:
-    """Running totals of steps by kind. `told` returns a copy for a report."""
+    """Running totals of steps by kind. `copy` returns a copy for a report."""
 
     def __init__(self) -> None:
         self.prefill, self.decode = Pace(), Pace()
@@ -44,7 +44,7 @@ class Paces:
             _add(self.joint, 1, prompts, context, seconds)
             _add(self.beside, 1, decodes, beside, 0.0)
 
-    def told(self) -> Paces:
+    def copy(self) -> Paces:
         """Return a copy."""
         now = Paces()
         now.prefill, now.decode = replace(self.prefill), replace(self.decode)
@@ -59,7 +59,7 @@ def _add(pace: Pace, steps: int, tokens: int, context: int, seconds: float) -> N
     pace.seconds += seconds
 
 
-_ALIKE = 0.01  # steps with times that differ by less count as equal
+_EQUAL = 0.01  # steps with times that differ by less count as equal
 _MOST_PIECES = 16
 
 
@@ -105,7 +105,7 @@ class Stretch:
         if self._ends:
             return [(1, end - before) for before, end in zip((0.0, *self._ends), self._ends[:steps], strict=False)]
         growth = self.more_s * (steps - 1)
-        count = min(max(1, math.ceil(growth / (self.first_s * _ALIKE))), _MOST_PIECES, steps) if self.first_s else 1
+        count = min(max(1, math.ceil(growth / (self.first_s * _EQUAL))), _MOST_PIECES, steps) if self.first_s else 1
         if count == 1:
             return [(steps, self.first_s + growth / 2)]
         ends = [steps * place // count for place in range(count + 1)]
@@ -130,7 +130,7 @@ class Host:
     def __init__(self) -> None:
         self.timings: list[Timing] = []
 
-    def beside(self, timing: Timing) -> tuple[float, float]:
+    def busy_others(self, timing: Timing) -> tuple[float, float]:
         """Return the number of other workers that decode, and that compute prompts. Mixed steps count in part."""
         busy = [one.decoding for one in self.timings if one is not timing and one.decoding is not None]
         return sum(busy), len(busy) - sum(busy)
@@ -194,17 +194,17 @@ class Timing:
             self.decoding = decoding
             self._host.changed(self)
 
-    def _beside(self) -> tuple[float, float]:
+    def _busy_neighbours(self) -> tuple[float, float]:
         """Return the shares of the host's other workers that decode, and that compute prompts."""
         if self._host is None:
             return 0.0, 0.0
         others = max(self._contention.workers - 1, 1)
-        decoding, prompts = self._host.beside(self)
+        decoding, prompts = self._host.busy_others(self)
         return decoding / others, prompts / others
 
     def _slower(self, share: float) -> float:
         """Return the slowdown of a step that spends `share` of its time on decoding."""
-        decoding, prompts = self._beside()
+        decoding, prompts = self._busy_neighbours()
         beside = self._contention
         decode = decoding * (beside.beside_decode.factor - 1) + prompts * (beside.beside_prompts.factor - 1)
         return 1 + share * decode + (1 - share) * (decoding + prompts) * (beside.prompts - 1)
@@ -213,7 +213,7 @@ class Timing:
         """Draw a factor. Its spread is that of the neighbours' work, in proportion to their shares."""
         spread = self._spread
         if self._host is not None:
-            decoding, prompts = self._beside()
+            decoding, prompts = self._busy_neighbours()
             place = self._rng.random()
             if place < decoding:
                 spread = self._contention.beside_decode.spread or spread

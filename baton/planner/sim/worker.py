@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from baton.core import Channel, Incarnation, KVLayout, Load, Role, WorkerInfo, WorkerRef
 from baton.ledger.prefix_index import Change, Holder
-from baton.planner.sim.block_pool import told
+from baton.planner.sim.block_pool import directory_hashes
 from baton.planner.sim.engine import Engine, Row
 from baton.planner.sim.network import Way
 from baton.planner.sim.request import FINGERPRINT, SimLink
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from baton.planner.sim.stats import Tally
     from baton.planner.sim.timing import Host
 
+Message = tuple[Callable[..., None], tuple[Any, ...]]
+
 
 class Simulation(Protocol):
     """The cluster as workers use it. `hosts`, `slow` and `ways` are by worker name."""
@@ -39,7 +41,7 @@ class Simulation(Protocol):
     slow: dict[str, float]
     ways: dict[str, tuple[Way, Way]]
 
-    def way_s(self, name: str) -> float: ...
+    def link_rate(self, name: str) -> float: ...
 
 
 class Worker(ABC):
@@ -47,32 +49,33 @@ class Worker(ABC):
 
     role: Role
 
-    def __init__(self, cluster: Simulation, name: str, life: int, pool: Pool) -> None:
+    def __init__(self, cluster: Simulation, name: str, starts: int, pool: Pool) -> None:
         scenario, kernel = cluster.scenario, cluster.kernel
-        self.cluster, self.kernel, self.name, self.life = cluster, kernel, name, life
+        self.cluster, self.kernel, self.name, self.starts = cluster, kernel, name, starts
         self.overheads, self.network = scenario.overheads, scenario.network
         self.tally = cluster.tally.prefill if self.role is Role.PREFILL else cluster.tally.decode
-        self.ref = WorkerRef(name, Incarnation(1, life), f"{name}:1")
+        self.ref = WorkerRef(name, Incarnation(1, starts), f"{name}:1")
         layout = layout_of(scenario)
         self.link = SimLink(WorkerInfo(self.ref, self.role, FINGERPRINT, "model", 2**31, pool.kv_blocks, layout))
-        rng = Random(f"{scenario.seed} {name} {life}")
+        rng = Random(f"{scenario.seed} {name} {starts}")
         recompute = self.role is Role.PREFILL
         timing = Timing(pool, rng, cluster.hosts.get(name))
         timing.factor = cluster.slow.get(name, 1.0)
         self.engine = Engine(kernel, pool, self.tally, self, timing, recompute=recompute)
         self.attempts: dict[Attempt, None] = {}
         self.dead = False
-        self.way_out, self.way_in = cluster.ways.setdefault(name, (Way(cluster.way_s(name)), Way(cluster.way_s(name))))
+        rate = cluster.link_rate(name)
+        self.way_out, self.way_in = cluster.ways.setdefault(name, (Way(rate), Way(rate)))
         self._prefix_cache = pool.prefix_cache
         self._channels = (Channel("", "simulated", self.network.bytes_per_s),)
-        self._out: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        self._told: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        self._names: dict[bytes, bool] = {}  # block hashes since the last report: whether they are cached
+        self._messages: list[Message] = []
+        self._tokens: list[Message] = []
+        self._hashes: dict[bytes, bool] = {}  # block hashes since the last report: whether they are cached
         self._changes = 1
         self._learned_at, self._report_s = -math.inf, scenario.router.report_s
-        self._paces = self.engine.paces.told()
+        self._paces = self.engine.paces.copy()
         cluster.router.directory.apply(Change(self._holder, 1, reset=True))
-        self.engine.pool.on_names = self._named
+        self.engine.pool.on_hashes = self._record_hashes
         self.begin()
 
     @abstractmethod
@@ -97,13 +100,13 @@ class Worker(ABC):
     def preempted(self, row: Row) -> None:
         """See `Listener`."""
 
-    def turned(self) -> None:
+    def jobs_done(self) -> None:
         """Send queued messages and a report."""
-        if not (self._out or self._told):
+        if not (self._messages or self._tokens):
             return
-        for act, facts in self._told:
+        for act, facts in self._tokens:
             self.kernel.after(self.overheads.tell_s, act, *facts)
-        self._told.clear()
+        self._tokens.clear()
         self._report(teaches=self._teaches())
 
     def beat(self) -> None:
@@ -113,27 +116,27 @@ class Worker(ABC):
 
     def _report(self, *, teaches: bool) -> None:
         """Send a report and the queued messages."""
-        self.kernel.after(self.overheads.hop_s, self._deliver, self._load(), teaches, self._news(), self._out)
-        self._out = []
+        self.kernel.after(self.overheads.hop_s, self._deliver, self._load(), teaches, self._news(), self._messages)
+        self._messages = []
 
-    def say(self, act: Callable[..., None], *facts: Any) -> None:
+    def send(self, act: Callable[..., None], *facts: Any) -> None:
         """Queue a message between steps; the router runs `act` on receipt."""
-        self._out.append((act, facts))
+        self._messages.append((act, facts))
 
-    def tell(self, act: Callable[..., None], *facts: Any) -> None:
+    def stream(self, act: Callable[..., None], *facts: Any) -> None:
         """Queue tokens between steps; `act` runs when the client has received them."""
-        self._told.append((act, facts))
+        self._tokens.append((act, facts))
 
     def row(self, handoff: HandoffId, attempt: Attempt, known: int, tokens: int, *, hold: bool = False) -> Row:
         """Return a new sequence for an attempt."""
-        chain = attempt.life.content.chain if self._prefix_cache else None
+        chain = attempt.request.content.chain if self._prefix_cache else None
         return Row(handoff, 0, known, known, chain=chain, base=known, tokens=tokens, owner=attempt, hold=hold)
 
     def die(self) -> None:
         """End the process and lose its state."""
         self.dead = True
         self.engine.die()
-        self.tally.saw(self.engine.pool)
+        self.tally.record_peak(self.engine.pool)
 
     def idle_problems(self) -> list[str]:
         """Return leftovers that an idle worker must not have."""
@@ -147,10 +150,8 @@ class Worker(ABC):
         }
         return [f"{self.ref} has {count} {what}" for what, count in found.items() if count]
 
-    def _deliver(
-        self, load: Load, teaches: bool, news: Change | None, said: list[tuple[Callable[..., None], tuple[Any, ...]]]
-    ) -> None:
-        for act, facts in said:
+    def _deliver(self, load: Load, teaches: bool, news: Change | None, messages: list[Message]) -> None:
+        for act, facts in messages:
             act(*facts)
         if news is not None:
             self.cluster.router.directory.apply(news)
@@ -176,24 +177,25 @@ class Worker(ABC):
         """Return whether the next report is used to fit costs."""
         due = self.kernel.now - self._learned_at >= self._report_s
         if due:
-            self._learned_at, self._paces = self.kernel.now, self.engine.paces.told()
+            self._learned_at, self._paces = self.kernel.now, self.engine.paces.copy()
         return due
 
     @property
     def _holder(self) -> Holder:
         return Holder(self.name, self.ref.incarnation)
 
-    def _named(self, added: Sequence[int], removed: Sequence[int]) -> None:
-        self._names.update(dict.fromkeys(told(added), True))
-        self._names.update(dict.fromkeys(told(removed), False))
+    def _record_hashes(self, added: Sequence[int], removed: Sequence[int]) -> None:
+        self._hashes.update(dict.fromkeys(directory_hashes(added), True))
+        self._hashes.update(dict.fromkeys(directory_hashes(removed), False))
 
     def _news(self) -> Change | None:
-        if not self._names:
+        if not self._hashes:
             return None
-        names, self._names = self._names, {}
+        hashes, self._hashes = self._hashes, {}
         self._changes += 1
-        added = [name for name, here in names.items() if here]
-        return Change(self._holder, self._changes, False, added, [name for name, here in names.items() if not here])
+        added = [one for one, cached in hashes.items() if cached]
+        removed = [one for one, cached in hashes.items() if not cached]
+        return Change(self._holder, self._changes, False, added, removed)
 
 
 def layout_of(scenario: Scenario) -> KVLayout:

@@ -15,7 +15,7 @@ from baton.cluster.controller_ray import (
     ENSURE_S,
     LOST_S,
     POLL_S,
-    ControlState,
+    ControllerProgress,
     Parts,
     RemoteControl,
     check_ledger,
@@ -167,22 +167,22 @@ def never(state):
 
 
 def test_who_follows_is_told_once_when_all_are_ready(ray, one, clock):
-    late = ControlState(ready=False, workers=2, error=ConfigError("of a worker that was started later"))
-    ready = ControlState(ready=True, workers=2)
-    one.said = [ControlState(ready=False, workers=2), ready, late, ready]
-    told: list[ControlState] = []
+    late = ControllerProgress(ready=False, workers=2, error=ConfigError("of a worker that was started later"))
+    ready = ControllerProgress(ready=True, workers=2)
+    one.said = [ControllerProgress(ready=False, workers=2), ready, late, ready]
+    told: list[ControllerProgress] = []
     follow(ray, one, waits(clock, 20), told.append, clock)
     assert [state.workers for state in told] == [2]
 
 
 def test_who_follows_learns_why_a_worker_did_not_start(ray, one, clock):
-    one.said = [ControlState(ready=False, workers=2, error=LedgerError("Redis is away"))]
+    one.said = [ControllerProgress(ready=False, workers=2, error=LedgerError("Redis is away"))]
     with pytest.raises(LedgerError, match="Redis is away"):
         follow(ray, one, waits(clock), never, clock)
 
 
 def test_who_follows_ends_when_the_controller_is_lost(ray, one, clock):
-    ready = ControlState(ready=True, workers=2)
+    ready = ControllerProgress(ready=True, workers=2)
     one.said = [ready, RayError("unavailable"), ready]
     follow(ray, one, waits(clock, 20), lambda state: None, clock)
     ray.silent = True

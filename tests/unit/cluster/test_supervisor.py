@@ -36,7 +36,7 @@ if fails.exists():
 given = yaml.safe_load(Path(sys.argv[1]).read_text())["router"]
 bound = {key: value.replace(":0", ":4711") for key, value in given.items()}
 told = {key: value.replace("127.0.0.1", "router.example") for key, value in bound.items()}
-os.write(int(os.environ["BATON_READY_FD"]), json.dumps({**bound, "told": told}).encode() + b"\\n")
+os.write(int(os.environ["BATON_READY_FD"]), json.dumps({**bound, "advertised": told}).encode() + b"\\n")
 time.sleep(60)
 """
 

@@ -67,7 +67,7 @@ def test_sizes_and_profiles_that_are_not_there_are_refused_and_those_that_are_na
     with pytest.raises(ConfigError, match=r"opt-13b-a100, .*'opt-13'"):
         load_profile("opt-13")
     layout = profile().layout(1).model_dump()
-    with pytest.raises(ValueError, match="tensor_parallel must be another one in each, got 1, 1"):
+    with pytest.raises(ValueError, match="tensor_parallel must differ between layouts, got 1, 1"):
         profile(layouts=[layout, layout])
 
 

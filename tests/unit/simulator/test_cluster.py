@@ -39,11 +39,11 @@ def test_faults_that_overlap_multiply_and_each_ends_for_itself():
     slow = (Slow(0.0, 2.0, "decode-0", 2.0), Slow(1.0, 3.0, "decode-0", 3.0), Slow(3.0, 4.0, "decode-0", 5.0))
     links = (SlowLink(0.0, 2.0, "", 0.5), SlowLink(1.0, 3.0, "decode-0", 0.5), SlowLink(1.0, 2.0, "", 0.1))
     cluster = Cluster(scene(1, 1, faults=slow + links))
-    whole, seen = cluster.way_s("prefill-0"), []
+    whole, seen = cluster.link_rate("prefill-0"), []
 
     def look() -> None:
         factors = cluster.slow["decode-0"], cluster._workers["decode-0"].engine.timing.factor
-        seen.append((*factors, cluster.way_s("decode-0") / whole))
+        seen.append((*factors, cluster.link_rate("decode-0") / whole))
 
     for second in range(5):
         cluster.kernel.at(second + 0.5, look)
