@@ -16,12 +16,14 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import structlog
 
 from baton.clock import Clock, SystemClock
 from baton.cluster.interfaces import Seen
 from baton.cluster.signals import Stop
+from baton.cluster.state_dir import writing
 from baton.config.loading import ENV_PREFIX
 from baton.core import Role
 from baton.errors import BatonError, ConfigError, LedgerError
@@ -92,23 +94,31 @@ class Child:
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def start(self) -> None:
-        """Start the process without waiting for it."""
+        """Start the process, and do not wait for it. Raises ConfigError for a log that cannot be written, or StartError."""
+        with writing(self.spec.log):
+            output = self.spec.log.open("ab")
+        try:
+            with output:
+                self._spawn(output)
+        except OSError as error:  # no such program, no memory or too many processes
+            raise StartError(f"{self.spec.name} was not started: {error}") from None
+
+    def _spawn(self, output: IO[bytes]) -> None:
         read_fd, write_fd = os.pipe()
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
         env = {**inherited, **self.spec.env, READY_FD: str(write_fd), PARENT: str(os.getpid())}
         try:
-            with self.spec.log.open("ab") as output:
-                self._process = subprocess.Popen(
-                    list(self.spec.argv),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env=env,
-                    pass_fds=(write_fd,),
-                    start_new_session=self.spec.new_session,
-                    # Ctrl-C reaches the supervisor alone, which stops its children in order.
-                    process_group=None if self.spec.new_session else 0,
-                )
+            self._process = subprocess.Popen(
+                list(self.spec.argv),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=env,
+                pass_fds=(write_fd,),
+                start_new_session=self.spec.new_session,
+                # Ctrl-C reaches the supervisor alone, which stops its children in order.
+                process_group=None if self.spec.new_session else 0,
+            )
         except BaseException:
             os.close(read_fd)
             raise
@@ -172,7 +182,7 @@ class Child:
             return False
         try:
             self.start()
-        except OSError as error:  # no log file or no memory, which may pass
+        except BatonError as error:  # no log file or no memory, which may pass
             log.warning("process_not_started", name=self.spec.name, error=str(error))
             self._born, self._retry_at = now, None  # as if it had died immediately
             return False
@@ -285,8 +295,8 @@ class ProcessPlacement:
         self._children[worker_id] = Child(spec)
         try:
             self._children[worker_id].start()
-        except OSError as error:  # no file for its log, no memory
-            self._ended[worker_id] = Seen("ended", error=StartError(f"{worker_id} was not started: {error}"))
+        except BatonError as error:
+            self._ended[worker_id] = Seen("ended", error=error)
 
     def look(self) -> Mapping[str, Seen]:
         return {worker_id: self._look(worker_id, child) for worker_id, child in self._children.items()}

@@ -177,7 +177,10 @@ class RemoteControl:
         if not self._bound:  # first, because a child without a controller would create a new one
             self._let_go(LET_GO_S)
         ending = Child(ProcessSpec("stop", [*self._command, "--stop"], self._log))
-        ending.start()
+        try:
+            ending.start()
+        except BatonError as error:  # the child below must end all the same
+            log.warning("controller_did_not_stop", error=str(error))
         ending.wait(grace_s + STOP_S)
         if self._bound:  # last, because actors that are not detached end with the child
             self._let_go(grace_s)

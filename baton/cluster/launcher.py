@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -20,7 +21,7 @@ from baton.cluster.managed_redis import KeptRedis, check_redis
 from baton.cluster.signals import Stop
 from baton.cluster.state_dir import ClusterState, ProcessId, StateFolder
 from baton.config import ClusterConfig
-from baton.errors import BatonError, Cancelled
+from baton.errors import BatonError, Cancelled, ConfigError
 
 POLL_S = 0.2
 READY_POLL_S = 0.02
@@ -30,6 +31,7 @@ MORE_S = 1.0  # beyond router.drain_s, for a router to end
 STOP_S = 5.0
 
 log = structlog.get_logger(__name__)
+messages = logging.getLogger(__name__)
 
 
 def router_serves(metrics: str, workers: int) -> bool:
@@ -69,6 +71,8 @@ class Supervisor:
             self._routers.append(Child(ProcessSpec(name, argv, folder.logs / f"{name}.log")))
         self._router = self._routers[0]  # chooses ports that are not given; the others use the same
         self._redis_url = config.redis.url
+        self._recorded: dict[str, ProcessId] = {}  # processes in the state file
+        self._state_is_old = False  # the last write failed
 
     def run(self, stop: Stop, ready: Callable[[ClusterState], None]) -> None:
         """Run until `stop`; call `ready` once all serve. Raises Cancelled before that, BatonError if a part fails."""
@@ -125,7 +129,7 @@ class Supervisor:
         self._folder.write_private(self._folder.config, yaml.safe_dump(tree))
 
     def _watch(self, stop: Stop) -> None:
-        known = self._processes()
+        self._recorded = self._processes()
         while not stop.drain.wait(POLL_S):
             if self._redis is not None:
                 self._redis.poll()
@@ -134,9 +138,22 @@ class Supervisor:
                 if router.poll():
                     self._follow_router(router, stop)
             self._folder.bound_logs()
-            if (now := self._processes()) != known:
-                known = now
-                self._folder.write_state(self._state())
+            self._record_processes()
+
+    def _record_processes(self) -> None:
+        """Write the state file if processes have changed. Without space for it the cluster runs on, and each later poll
+        tries again.
+        """
+        if (now := self._processes()) == self._recorded:
+            return
+        try:
+            self._folder.write_state(self._state())
+        except ConfigError as error:
+            if not self._state_is_old:
+                messages.warning("%s; `baton status` shows old process ids until it is written", error)
+            self._state_is_old = True
+        else:
+            self._recorded, self._state_is_old = now, False
 
     def _follow_router(self, router: Child, stop: Stop) -> None:
         """Wait for a restarted router. One that fails is restarted again, up to its limit of consecutive deaths."""

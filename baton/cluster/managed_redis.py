@@ -27,7 +27,13 @@ class KeptRedis:
         self._died_at: float | None = None
         self._retry_at = 0.0
         self._password = secrets.token_urlsafe(24)
-        self._server = EmbeddedRedis.start(folder, password=self._password)
+        self._server = self._start()
+
+    def _start(self, port: int = 0) -> EmbeddedRedis:
+        try:
+            return EmbeddedRedis.start(self._folder, port=port, password=self._password)
+        except OSError as error:  # no memory or too many processes
+            raise LedgerError(f"embedded Redis was not started: {error}") from None
 
     @property
     def url(self) -> str:
@@ -49,7 +55,7 @@ class KeptRedis:
         if now < self._retry_at:
             return
         try:
-            self._server = EmbeddedRedis.start(self._folder, port=self._server.port, password=self._password)
+            self._server = self._start(self._server.port)
         except LedgerError as error:
             if now - self._died_at > HOPELESS_S:
                 raise

@@ -36,7 +36,7 @@ from baton.cluster.controller_ray import RemoteControl
 from baton.cluster.interfaces import Control
 from baton.cluster.launcher import Supervisor
 from baton.cluster.signals import Stop
-from baton.cluster.state_dir import ClusterState, StateFolder
+from baton.cluster.state_dir import ClusterState, StateFolder, writing
 from baton.config import ClusterConfig, load_config
 from baton.config.loading import ENV_PREFIX
 from baton.config.values import HUB_PREFIX
@@ -208,9 +208,11 @@ def _detach(config: ClusterConfig, file: Path, sets: Sequence[str], stop: Stop, 
     """Start `baton up` in its own session, and wait until it is ready or has failed."""
     folder = StateFolder(config.name)
     folder.acquire()  # raises early if the folder is unusable or taken; the child acquires it again
+    folder.write_private(folder.config, config.model_dump_json())  # likewise if the disk is full
     folder.release()
     output = folder.path / "up.out"
-    output.unlink(missing_ok=True)
+    with writing(output):
+        output.unlink(missing_ok=True)
     argv = [sys.executable, "-m", "baton", "up", "-c", str(file)]
     argv += [word for item in as_options(sets) for word in ("--set", item)]
     here = fetched(config, stop).model.path  # now, because progress is visible here and nothing times out
@@ -223,11 +225,19 @@ def _detach(config: ClusterConfig, file: Path, sets: Sequence[str], stop: Stop, 
     except BatonError as error:
         child.terminate()
         child.wait(DOWN_S)
-        typer.echo(output.read_text(encoding="utf-8", errors="replace").rstrip(), err=True)
+        typer.echo(_printed(output) or f"baton: {type(error).__name__}: {error}", err=True)
         raise typer.Exit(exit_code(error)) from None
     state = folder.read_state()
     if state is not None:
         announce(state, config, as_json=as_json)
+
+
+def _printed(output: Path) -> str:
+    """Return the output of a detached process, which is empty if the disk was full."""
+    try:
+        return output.read_text(encoding="utf-8", errors="replace").rstrip()
+    except OSError:
+        return ""
 
 
 def as_environment(sets: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:

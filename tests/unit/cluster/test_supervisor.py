@@ -1,6 +1,7 @@
 """The life of a cluster around fake workers and a fake Redis; the router is a real process that does nothing."""
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -20,9 +21,11 @@ from baton.cluster.signals import Stop
 from baton.cluster.state_dir import StateFolder
 from baton.config import ClusterConfig
 from baton.core import BlockCounts, Role
-from baton.errors import BatonError, Cancelled, LedgerError
+from baton.errors import BatonError, Cancelled, ConfigError, LedgerError
+from baton.ledger.embedded_redis import EmbeddedRedis
 from baton.metrics import Metrics, MetricsServer
 from baton.testing import FakeClock
+from tests.support.full_disk import fill_disk
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 
@@ -64,6 +67,7 @@ class FakeWorkers:
 
     def __init__(self, folder):
         self.folder = folder
+        self.found = {"decode-0": 2**22 + 1}  # nobody: beyond the largest process id
         self.waiting, self.polled = threading.Event(), threading.Event()
 
     def start(self, redis_url):
@@ -82,7 +86,7 @@ class FakeWorkers:
         self.polled.set()
 
     def pids(self):
-        return {"decode-0": 2**22 + 1}  # nobody: beyond the largest process id
+        return self.found
 
     def stop(self, grace_s):
         log.append("workers stop")
@@ -211,9 +215,49 @@ def test_a_router_that_died_comes_back_at_the_same_address_though_its_first_star
     assert run.error is None
 
 
+def test_a_full_disk_at_the_start_ends_it_with_an_error_and_leaves_nothing(run, monkeypatch):
+    fill_disk(monkeypatch)
+    run.thread.start()
+    run.thread.join(scaled(30))
+    assert isinstance(run.error, ConfigError)
+    assert str(run.error) == f"BATON_HOME: cannot write to {run.folder.path}/state.json: No space left on device"
+    assert log == []
+    assert left(run) == ["lock", "logs"]
+
+
+def polls(run, times=3):
+    for _ in range(times):
+        run.workers.polled.clear()
+        assert run.workers.polled.wait(scaled(30))
+
+
+def test_a_full_disk_does_not_end_a_running_cluster_and_the_state_is_written_later(run, monkeypatch, caplog):
+    run.start()
+    with monkeypatch.context() as patch:
+        fill_disk(patch)
+        run.workers.found = {"decode-1": os.getpid()}
+        polls(run)
+    state = eventually(lambda: (found := run.folder.read_state()) and "decode-1" in found.processes and found)
+    assert state.processes["decode-1"].pid == os.getpid()
+    polls(run)
+    (warning,) = [one.getMessage() for one in caplog.records if one.name == launcher.__name__]
+    assert warning.startswith(f"BATON_HOME: cannot write to {run.folder.path}/state.json: No space left on device")
+    run.end()
+    assert run.error is None
+
+
 def test_a_process_that_ends_while_it_is_looked_at_is_no_trouble(run, monkeypatch):
     monkeypatch.setattr(psutil, "pid_exists", lambda pid: True)
     assert run.supervisor._processes() == {}
+
+
+def test_a_redis_that_the_system_does_not_start_is_a_ledger_error(tmp_path, monkeypatch):
+    def refused(*_, **__):
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(EmbeddedRedis, "start", refused)
+    with pytest.raises(LedgerError, match=r"embedded Redis was not started: .*temporarily unavailable"):
+        KeptRedis(tmp_path)
 
 
 def kill(redis):
