@@ -94,7 +94,7 @@ class Child:
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def start(self) -> None:
-        """Start the process, and do not wait for it. Raises ConfigError for a log that cannot be written, or StartError."""
+        """Start the process and do not wait. Raises ConfigError if its log cannot be written, or StartError."""
         with writing(self.spec.log):
             output = self.spec.log.open("ab")
         try:

@@ -21,9 +21,7 @@ ENV_PREFIX = "BATON__"
 LATER = "is not implemented in this version; leave it out"
 
 # Keys of planned features. Naming one is an error, so that users do not rely on it. None means any value.
-NOT_BUILT: dict[str, tuple[object, ...] | None] = {
-    "transfer.transport": ("memory",),
-}
+NOT_BUILT: dict[str, tuple[object, ...] | None] = {"transfer.transport": ("memory",)}
 HARMLESS: dict[str, object] = {}
 
 Tree = dict[str, Any]

@@ -149,8 +149,7 @@ class ScalingConfig(Section):
     """Timing of size changes of pools, by the autoscaler or an operator, in seconds."""
 
     turn: bool = Field(
-        default=True,
-        description="a surplus worker of one pool joins the other by a role change, with its model loaded",
+        default=True, description="a surplus worker of one pool joins the other by a role change, with its model loaded"
     )
     drain_s: Seconds = Field(default=60.0, description="time for a draining worker's requests before they move away")
     up_after_s: Seconds = Field(default=5.0, description="time of overload before a pool grows")
@@ -163,8 +162,7 @@ class PoolConfig(Section):
 
     replicas: Processes = Field(default=1, description="workers at the start")
     tensor_parallel: Processes = Field(
-        default=1,
-        description="processes that share the attention heads of one worker's model; so far only on CPUs",
+        default=1, description="processes that share the attention heads of one worker's model; so far only on CPUs"
     )
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")] = Field(
         default="auto",

@@ -97,9 +97,7 @@ _SIZES: list[dict[str, object]] = [
 ]
 Size = Annotated[int, BeforeValidator(parse_size), WithJsonSchema({"anyOf": _SIZES})]
 SizeOrAuto = Annotated[
-    int | Literal["auto"],
-    BeforeValidator(parse_size_or_auto),
-    WithJsonSchema({"anyOf": [{"const": "auto"}, *_SIZES]}),
+    int | Literal["auto"], BeforeValidator(parse_size_or_auto), WithJsonSchema({"anyOf": [{"const": "auto"}, *_SIZES]})
 ]
 Address = Annotated[
     str, BeforeValidator(parse_address), WithJsonSchema({"type": "string", "pattern": "^.+:[0-9]{1,5}$"})
