@@ -11,11 +11,10 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from baton.config import ClusterConfig
 from baton.control_plane import Plan, next_plan, pool_size
-from baton.core import Role
+from baton.core import Role, WorkerInfo
 from baton.ledger.control_state import RouterReport, WorkerDemand
 
 _FULL = 0.9  # usable share of decode workers' KV blocks, because running sequences grow
@@ -163,13 +162,6 @@ _LAPSE_S = 3.0  # longest time between two looks that counts
 _PATIENCE_S = 300.0  # missing workers are then ignored (models load for minutes)
 
 
-class Worker(Protocol):
-    """A worker that accepts requests."""
-
-    @property
-    def role(self) -> Role: ...
-
-
 @dataclass(slots=True)
 class _Pool:
     """How many seconds each condition of a pool has held."""
@@ -194,7 +186,7 @@ class Autoscaler:
         self._missing_since: float | None = None
 
     def look(
-        self, plan: Plan, routers: Sequence[RouterReport], workers: Collection[Worker], now: float
+        self, plan: Plan, routers: Sequence[RouterReport], workers: Collection[WorkerInfo], now: float
     ) -> tuple[Plan | None, str]:
         """Return the next plan or None, and a text for `baton status`, which is empty if autoscaling is off. `workers`
         are those in the ledger. A plan that was not adopted is proposed again by the next look.
@@ -251,7 +243,9 @@ class Autoscaler:
     def _grown(self, plan: Plan, pressures: Mapping[Role, PoolLoad]) -> Plan | None:
         sizes: dict[Role, int] = {}
         why = []
-        for role in self._pressed():
+        for role in self._bounds:
+            if self._pools[role].over_s < self._scaling.up_after_s:
+                continue
             count, worst = pool_size(plan, role), pressures[role].worst
             goal = self._goal(role, count, worst.now)
             if goal == count:
@@ -278,9 +272,6 @@ class Autoscaler:
             left = f"with {sizes[role]} at {pressures[role].with_only(sizes[role]):.0%} of its limits"
             why.append(f"{role} {count} to {sizes[role]}: {left}, spare workers for {after_s:g} s")
         return next_plan(plan, sizes, "autoscaler", "; ".join(why)) if sizes else None
-
-    def _pressed(self) -> list[Role]:
-        return [role for role in self._bounds if self._pools[role].over_s >= self._scaling.up_after_s]
 
     def _goal(self, role: Role, count: int, pressure: float) -> int:
         """Return how many workers would carry the load, at most twice `count` and at most the pool's limit."""

@@ -201,12 +201,10 @@ class Child:
             process.kill()
 
     def terminate(self) -> None:
-        """Send SIGTERM without waiting."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
 
     def kill(self) -> None:
-        """Send SIGKILL without waiting."""
         if self._process is not None:
             self._process.kill()
 

@@ -8,7 +8,6 @@ because a client is lost when the head restarts, and routers must go on. A child
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import threading
 import time
@@ -25,10 +24,10 @@ import structlog
 from baton.clock import Clock, SystemClock
 from baton.cluster.backend_process import BACKOFF_S, Child, ProcessSpec, StartError
 from baton.cluster.backend_ray import LONGEST, RayPlace, RayPlacement, check_reachable, connect, namespace, this_ray
-from baton.cluster.controller_local import LocalControl
-from baton.cluster.interfaces import Placement
+from baton.cluster.controller import LocalControl
 from baton.cluster.signals import Stop
 from baton.config import ClusterConfig, RouterConfig, config_from_json
+from baton.config.values import is_loopback_host
 from baton.core import Role
 from baton.errors import BatonError, ConfigError, LedgerError, NoWorker
 from baton.logs import configure_logging
@@ -42,11 +41,10 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Classes and functions of other packages that Ray imports by name on every host."""
+    """The worker's actor class and the role factories, which Ray imports by name on every host."""
 
     actor: type
     factories: Mapping[Role, object]
-    control: Callable[[ClusterConfig, Placement], LocalControl]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +64,8 @@ class ControllerActor:
         self._config = config_from_json(config_json)
         configure_logging(self._config.log.level, self._config.log.format, "controller")
         place = RayPlace(None, detached=detached)
-        self._placement = RayPlacement(lambda: self._config, parts.actor, parts.factories, this_ray, place)
-        self._control = parts.control(self._config, self._placement)
+        placement = RayPlacement(lambda: self._config, parts.actor, parts.factories, this_ray, place)
+        self._control = LocalControl(self._config, placement)
         self._stop = threading.Event()
         self._grace_s = 0.0
         self._state = ControllerProgress(ready=False, workers=0)
@@ -138,9 +136,7 @@ UNBOUNDED = 10**9
 
 
 class RemoteControl:
-    """A `Control` by child processes. `command` is the argv of one that follows the controller, or, with `--stop`, ends
-    all.
-    """
+    """A `Control` by child processes. `command` is the argv of a child."""
 
     def __init__(self, config: ClusterConfig, command: Sequence[str], logs: Path) -> None:
         self._address = config.ray.address
@@ -304,15 +300,8 @@ def end(ray: Any, config: ClusterConfig, grace_s: float) -> None:
 def check_ledger(url: str, hosts: Sequence[str]) -> None:
     """Raise ConfigError if any of `hosts` cannot reach the ledger."""
     here = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
-    elsewhere = sorted(host for host in hosts if host not in here and not _is_loopback(host))
-    local = url == "embedded" or url.startswith("unix:") or _is_loopback(urlsplit(url).hostname or "localhost")
+    elsewhere = sorted(host for host in hosts if host not in here and not is_loopback_host(host))
+    local = url == "embedded" or url.startswith("unix:") or is_loopback_host(urlsplit(url).hostname or "localhost")
     if elsewhere and local:
         text = f"only this machine reaches it, but Ray has nodes at {', '.join(elsewhere[:4])}"
         raise ConfigError(f"redis.url: {text}; must be a Redis that all nodes reach, such as redis://HOST:6379")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

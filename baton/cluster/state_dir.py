@@ -10,17 +10,17 @@ NAME/scratch       a link to the temporary folder of a local Ray; leftovers of a
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 import psutil
+from pydantic import TypeAdapter
 
 from baton.errors import ConfigError
 
@@ -82,16 +82,8 @@ class ClusterState:
     def ready(self) -> bool:
         return bool(self.grpc)
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
 
-    @classmethod
-    def from_json(cls, text: str) -> ClusterState:
-        """Parse a state file. Raises ValueError, KeyError or TypeError if it is not one."""
-        data = json.loads(text)
-        data["supervisor"] = ProcessId(**data["supervisor"])
-        data["processes"] = {name: ProcessId(**value) for name, value in data["processes"].items()}
-        return cls(**data)
+_STATE = TypeAdapter(ClusterState)
 
 
 class StateFolder:
@@ -175,13 +167,13 @@ class StateFolder:
                 draft.unlink()
 
     def write_state(self, state: ClusterState) -> None:
-        self.write_private(self._state, state.to_json())
+        self.write_private(self._state, _STATE.dump_json(state, indent=1).decode())
 
     def read_state(self) -> ClusterState | None:
         """Return the state of the running cluster, or None. A file left by a killed cluster does not count."""
         try:
-            state = ClusterState.from_json(self._state.read_text(encoding="utf-8"))
-        except (OSError, ValueError, KeyError, TypeError):
+            state = _STATE.validate_json(self._state.read_bytes())
+        except (OSError, ValueError):
             return None
         return state if state.supervisor.process() else None
 

@@ -25,6 +25,7 @@ from pydantic import (
 from baton.config.values import (
     HUB_NAME,
     Address,
+    Auto,
     Host,
     Interface,
     Milliseconds,
@@ -102,9 +103,7 @@ class TlsConfig(Section):
     key: str = Field(min_length=1, description="the certificate's private key, not encrypted")
     ca: str = Field(min_length=1, description="the signing CA; any holder of its certificates may call the workers")
     name: str | None = Field(
-        default=None,
-        min_length=1,
-        description="name that processes expect in each other's certificate; null means the host that is called",
+        default=None, min_length=1, description="name expected in certificates; null means the host that is called"
     )
 
     def files(self) -> dict[str, str]:
@@ -115,9 +114,7 @@ class TlsConfig(Section):
 class SecurityConfig(Section):
     """Security of listeners. A listener outside the loopback needs TLS and tokens, or an explicit exception."""
 
-    tls: TlsConfig | None = Field(
-        default=None, description="these files, or a folder with cert.pem, key.pem and ca.pem (see `baton certs`)"
-    )
+    tls: TlsConfig | None = Field(default=None, description="these files, or a folder made by `baton certs`")
     tokens: str | None = Field(default=None, min_length=1, description="the token file, read again when it changes")
     allow_insecure: Annotated[bool | tuple[str, ...], BeforeValidator(parse_allowed), WithJsonSchema(_ALLOWED)] = Field(
         default=False, description="true, or listeners that may lack TLS and tokens, such as [router.metrics]"
@@ -148,9 +145,7 @@ class AutoscaleConfig(Section):
 class ScalingConfig(Section):
     """Timing of size changes of pools, by the autoscaler or an operator, in seconds."""
 
-    turn: bool = Field(
-        default=True, description="a surplus worker of one pool joins the other by a role change, with its model loaded"
-    )
+    turn: bool = Field(default=True, description="a surplus worker of one pool joins the other by a role change")
     drain_s: Seconds = Field(default=60.0, description="time for a draining worker's requests before they move away")
     up_after_s: Seconds = Field(default=5.0, description="time of overload before a pool grows")
     down_after_s: Seconds = Field(default=120.0, description="time with spare workers before a pool shrinks")
@@ -161,14 +156,12 @@ class PoolConfig(Section):
     """A pool of workers."""
 
     replicas: Processes = Field(default=1, description="workers at the start")
-    tensor_parallel: Processes = Field(
-        default=1, description="processes that share the attention heads of one worker's model; so far only on CPUs"
-    )
+    tensor_parallel: Processes = Field(default=1, description="processes that share one model; only on CPUs so far")
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")] = Field(
         default="auto",
         description="cpu, cuda (with Ray one GPU per worker) or cuda:N; auto means the first GPU, else the CPU",
     )
-    threads: Processes | Literal["auto"] = Field(
+    threads: Processes | Auto = Field(
         default="auto", description="threads per process of a worker; auto means all cores divided by tensor_parallel"
     )
     attention_splits: Literal["auto", "load", "load_bf16"] = Field(
@@ -179,26 +172,18 @@ class PoolConfig(Section):
     kv_memory: SizeOrAuto = Field(default="auto", description="KV cache of a worker, shared by all its processes")
     block_size: Tokens = Field(default=16, description="tokens per KV block")
     max_batched_tokens: Tokens = Field(
-        default=2048,
-        description="maximum tokens of one step: one per decoding request, then prompts, long ones in chunks",
+        default=2048, description="maximum tokens of a step: one per decoding request, then chunks of prompts"
     )
     max_running: Rows = Field(default=64, description="maximum requests that a worker computes at the same time")
-    prefix_cache: bool = Field(
-        default=True, description="keep computed KV while there is space, and reuse it for prompts with the same prefix"
-    )
+    prefix_cache: bool = Field(default=True, description="reuse computed KV for prompts with the same prefix")
     listen: Address = Field(default="127.0.0.1:0", description="address of each worker; port 0 means any free port")
-    metrics: Address | None = Field(
-        default="127.0.0.1:0", description="Prometheus address of each worker; port 0 means any, null disables it"
-    )
+    metrics: Address | None = Field(default="127.0.0.1:0", description="Prometheus address; null disables it")
     advertise: Host | None = Field(default=None, description="host that a worker registers, with the listener's port")
     interface: Interface | None = Field(
-        default=None,
-        description="network interface for KV transfers; its address is also registered if `advertise` is not set",
+        default=None, description="network interface for KV transfers, and of the registered address without advertise"
     )
     node_labels: NodeLabels = Field(default_factory=dict, description="like ray.node_labels, for this pool only")
-    autoscale: AutoscaleConfig | None = Field(
-        default=None, description="null means that only replicas and operators set the size"
-    )
+    autoscale: AutoscaleConfig | None = Field(default=None, description="null means that only operators set the size")
 
     @model_validator(mode="after")
     def _within(self) -> PoolConfig:
@@ -252,16 +237,11 @@ class TracingConfig(Section):
         pattern=r"^https?://[^\s/]+:\d+$",
         description="an OpenTelemetry collector's gRPC address, such as http://127.0.0.1:4317; null exports nothing",
     )
-    sample: float = Field(
-        default=1.0, ge=0, le=1, description="share of exported requests; a caller's `traceparent` decides for its own"
-    )
-    keep: Annotated[int, Field(ge=0, le=10_000)] = Field(
-        default=512, description="number of ended requests whose spans each router keeps for `baton trace`"
-    )
+    sample: float = Field(default=1.0, ge=0, le=1, description="share of exported requests without a `traceparent`")
+    keep: int = Field(default=512, ge=0, le=10_000, description="ended requests that a router keeps for `baton trace`")
 
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
-Auto = Literal["auto"]
 Weight = Annotated[float, Field(ge=0.001, le=1000)]
 URLS = "redis://", "rediss://", "unix://"
 AUTO_PASS = 2, 32  # rows and window, equal to `baton.engine.determinism.shapes.FixedShapes`
@@ -341,8 +321,7 @@ class RouterConfig(Section):
     advertise: Host | None = Field(default=None, description="host that is reported for listeners on all addresses")
     interface: Interface | None = Field(default=None, description="interface of that address if `advertise` is not set")
     policy: Literal["predicted", "least_loaded", "round_robin", "prefix"] = Field(
-        default="predicted",
-        description="choice of workers; predicted means the earliest first token, within slo.itl_ms if possible",
+        default="predicted", description="choice of workers; predicted means the earliest first token within slo.itl_ms"
     )
     local_prefill: Literal["never", "auto"] = Field(
         default="auto",
@@ -366,20 +345,17 @@ class TransferConfig(Section):
         default="auto", description="auto means the fastest that both ends have, encrypted between machines with TLS"
     )
     frame_size: Size = Field(default=4 * 2**20, description="maximum size of one frame, on each channel")
-    credits: Annotated[int, Field(ge=1, le=64)] = Field(
-        default=4, description="frames in flight on a channel, whose staging takes credits times frame_size at each end"
+    credits: int = Field(
+        default=4, ge=1, le=64, description="frames in flight on a channel, with staging for each at both ends"
     )
     coalesce_below: Size = Field(default=256 * 2**10, description="minimum KV in a frame while its prompt is computed")
     frame_deadline_s: Seconds = Field(
         default=10.0, description="maximum time of one frame; a slower one closes its channel"
     )
     staging_memory: Size = Field(
-        default=2**30,
-        description="staging of all channels of a worker at each end; if full, the channel idle longest is closed",
+        default=2**30, description="staging of all channels of a worker, at each end; if full, an idle one is closed"
     )
-    verify: Literal["frames", "kv"] = Field(
-        default="frames", description="kv adds a digest of the whole KV to the digests of frames"
-    )
+    verify: Literal["frames", "kv"] = Field(default="frames", description="kv adds a digest of the whole KV to these")
 
 
 class LedgerConfig(Section):
@@ -396,7 +372,6 @@ class DeterminismConfig(Section):
     rows: Annotated[int, Field(ge=1, le=256)] | Auto = Field(
         default="auto", description="rows of a verify pass; rows times window is a multiple of 32"
     )
-
     verify: Literal["auto", "always"] = Field(
         default="auto", description="auto skips passes where steps are exact already; always verifies each token"
     )
@@ -474,9 +449,7 @@ class ClusterConfig(Section):
         default=0.0, ge=0, le=MAX_RESUMABLE_S, description="default time that a stream outlives its router, in seconds"
     )
     history: str | None = Field(
-        default=None,
-        min_length=1,
-        description="folder for each process's history of requests and blocks, for tools/check_history.py",
+        default=None, min_length=1, description="folder for histories of requests and blocks (tools/check_history.py)"
     )
 
     @model_validator(mode="after")

@@ -5,6 +5,7 @@ A profile is a JSON file. The profiles shipped with Baton are in `profiles/` and
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +13,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from baton.config.schema import Section
 from baton.errors import ConfigError
-from baton.planner.sim.scenario import Contention, Network, Overheads, Pool, Slowed
-from baton.planner.sim.step_cost import Linear, Piecewise, StepCost, line
+from baton.planner.sim.scenario import Contention, Linear, Network, Piecewise, Pool, Slowed, StepCost, line
 from router.placement.cost_model import Cost
 
 FOLDER = Path(__file__).parent / "profiles"
@@ -91,12 +91,10 @@ class Layout(Section):
     def cost(self) -> StepCost:
         """Return the step cost for the simulator, of a worker that has its host to itself."""
         prompt = _line(self.prompt)
-        lines = [Linear(prompt, _line(piece), self._joint(piece)) for piece in self.decode]
+        extra = self.joint_extra_s
+        lines = [Linear(prompt, _line(piece), None if extra is None else piece.step_s + extra) for piece in self.decode]
         pieces = [(piece.rows_below or 0, cost) for piece, cost in zip(self.decode[:-1], lines, strict=False)]
         return Piecewise(tuple(pieces), lines[-1]) if pieces else lines[-1]
-
-    def _joint(self, piece: Piece) -> float | None:
-        return None if self.joint_extra_s is None else piece.step_s + self.joint_extra_s
 
 
 class Link(Section):
@@ -152,26 +150,18 @@ class Profile(Section):
     def pool(self, workers: int, tensor_parallel: int, like: Pool) -> Pool:
         """Return a pool of such workers. Settings missing in a profile, such as `max_running`, come from `like`."""
         layout = self.layout(tensor_parallel)
-        return Pool(
-            workers,
-            layout.cost(),
+        return replace(
+            like,
+            workers=workers,
+            cost=layout.cost(),
             kv_blocks=max(1, layout.kv_tokens // like.block_size),
-            block_size=like.block_size,
-            max_batched_tokens=like.max_batched_tokens,
-            max_running=like.max_running,
             tensor_parallel=tensor_parallel,
-            prefix_cache=like.prefix_cache,
             spread=layout.spread,
             contention=layout.contention,
         )
 
     def network(self) -> Network:
-        """Return the network between workers of this hardware."""
         return Network(self.link.bytes_per_s, self.link.latency_s, self.token_bytes, self.layers)
-
-    def request_overheads(self) -> Overheads:
-        """Return the time that requests take outside of steps."""
-        return Overheads(**self.overheads.model_dump())
 
 
 def names() -> list[str]:

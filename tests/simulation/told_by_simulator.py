@@ -10,12 +10,9 @@ import pytest
 from baton.bench.traces import Arrival
 from baton.core import Role
 from baton.planner.sim.cluster import Cluster
-from baton.planner.sim.decode import DecodeWorker
-from baton.planner.sim.prefill import PrefillWorker
 from baton.planner.sim.request import Attempt, Request
-from baton.planner.sim.scenario import Death, Network, Pool, Router, Scenario
-from baton.planner.sim.step_cost import Linear, line
-from baton.planner.sim.worker import Worker
+from baton.planner.sim.scenario import Death, Linear, Network, Pool, Router, Scenario, line
+from baton.planner.sim.worker import DecodeWorker, PrefillWorker, Worker
 from tests.simulation.stories import BACK_S, BLOCK, BLOCKS, PROMPT, TOKENS, Case, Phase, Story, Strike, Striker
 
 COST = Linear(line(0.03), line(0.02))

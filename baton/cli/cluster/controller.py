@@ -32,7 +32,6 @@ def controller(
     from baton.cli.cluster.serve import role_factories
     from baton.cluster import controller_ray
     from baton.cluster.backend_process import die_with_parent
-    from baton.cluster.controller_local import LocalControl
     from baton.config import load_config
     from baton.logs import configure_logging
     from baton.worker.process import WorkerActor
@@ -46,7 +45,7 @@ def controller(
             controller_ray.end(ray, cluster, GRACE_S)
             typer.echo(f"the workers of cluster {cluster.name!r} have ended")
             return
-        parts = controller_ray.Parts(WorkerActor, role_factories(), LocalControl)
+        parts = controller_ray.Parts(WorkerActor, role_factories())
         there = controller_ray.ensure(ray, cluster, parts, stopped, detached=not bound)
         if follow:
             controller_ray.follow(ray, there, stopped, _report)

@@ -31,7 +31,7 @@ from baton.cluster.backend_process import (
     tail,
 )
 from baton.cluster.backend_ray import LOCAL, RayPlace, RayPlacement, start_local
-from baton.cluster.controller_local import LocalControl
+from baton.cluster.controller import LocalControl
 from baton.cluster.controller_ray import RemoteControl
 from baton.cluster.interfaces import Control
 from baton.cluster.launcher import Supervisor

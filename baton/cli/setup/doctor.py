@@ -113,7 +113,7 @@ def _model(config: ClusterConfig) -> Finding:
 
 
 def _redis(config: ClusterConfig) -> Finding:
-    from baton.cluster.managed_redis import check_redis
+    from baton.cluster.launcher import check_redis
     from baton.ledger.embedded_redis import server_binary
     from baton.network import redacted
 

@@ -24,8 +24,7 @@ from baton.config import ClusterConfig, load_config
 from baton.core import Load, Pace
 from baton.errors import ConfigError, NoWorker
 from baton.planner.fit import Gaps
-from baton.planner.live_fit import decodes, fitted
-from baton.planner.observations import BESIDE, SHORT, Measured, Prompts, Seen, summed, together
+from baton.planner.live_fit import BESIDE, SHORT, Measured, Prompts, Seen, decodes, fitted, summed, together
 from baton.planner.profile import Profile
 from baton.rpc.channel import from_here
 

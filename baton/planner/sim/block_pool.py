@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
+from baton.bench.traces import Arrival
 from baton.core import BlockCounts
 from baton.engine.block_pool import Allocation, BlockPool, BlockState
+from baton.engine.prefix_cache import BlockHashChain
 from baton.event_journal import OFF
 from baton.ledger.prefix_index import NAME_BYTES
-
-if TYPE_CHECKING:
-    from baton.bench.traces import Arrival
-    from baton.engine.prefix_cache import BlockHashChain
 
 Listener = Callable[[Sequence[int], Sequence[int]], None]
 
@@ -41,7 +39,6 @@ class Held(Allocation):
         self._pool.publish(self, cast("Sequence[int]", digests))
 
     def prepend(self, head: Allocation) -> None:
-        """See `Allocation.prepend`."""
         assert isinstance(head, Held)
         self.hashes, self.count = head.hashes + self.hashes, head.count + self.count
         head.hashes, head.count, head.state = [], 0, BlockState.RELEASED
@@ -214,7 +211,6 @@ class Content:
         return self.hashes[block] if block < len(self.hashes) else 0
 
     def digests(self, first: int, end: int) -> list[int]:
-        """Return the hashes of blocks first..end-1."""
         hashes = self.hashes[first:end]
         return [*hashes, *[0] * (end - first - len(hashes))]
 

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import gc
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
+from baton.bench.traces import Arrival
 from baton.core import Role
 from baton.planner.sim.block_pool import BlockHashes
-from baton.planner.sim.decode import DecodeWorker
 from baton.planner.sim.event_loop import Kernel
-from baton.planner.sim.prefill import PrefillWorker
-from baton.planner.sim.request import Request
-from baton.planner.sim.router import SimRouter
-from baton.planner.sim.scenario import Death, Slow
-from baton.planner.sim.stats import Gaps, Tally
+from baton.planner.sim.network import Way
+from baton.planner.sim.request import Request, SimRouter
+from baton.planner.sim.scenario import Death, Fault, Scenario, Slow, SlowLink
+from baton.planner.sim.stats import Gaps, Report, Tally
 from baton.planner.sim.timing import Host
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from baton.bench.traces import Arrival
-    from baton.planner.sim.network import Way
-    from baton.planner.sim.scenario import Fault, Scenario, SlowLink
-    from baton.planner.sim.stats import Report
-    from router.workers.placement import Placement
+from baton.planner.sim.worker import DecodeWorker, PrefillWorker
+from router.workers.placement import Placement
 
 _COLLECT = 200_000  # new objects before a garbage collection
 _QUIET = 1  # number of beats after the last request
@@ -39,7 +31,6 @@ class Cluster:
         self.kernel = Kernel()
         self.tally = Tally(scenario.slo)
         self.router = SimRouter(scenario, self.kernel)
-        self.admission = self.router.admission
         self.hashes = BlockHashes(scenario.decode.block_size)
         self.ways: dict[str, tuple[Way, Way]] = {}
         self.slow: dict[str, float] = {}
@@ -76,16 +67,14 @@ class Cluster:
         return self.tally.report(self.scenario, duration_s, self.kernel.events)
 
     def ended(self, request: Request, outcome: str) -> None:
-        """Count the outcome of a request."""
         self._running -= 1
         self._last_at = self.kernel.now
         if outcome == "completed":
-            self.tally.completed(*request.measures(), request.tokens, request.gaps)
+            self.tally.completed(*request.latencies(), request.tokens, request.gaps)
         else:
             self.tally.outcomes[outcome] += 1
 
     def workers_of(self, placement: Placement) -> tuple[PrefillWorker | None, DecodeWorker]:
-        """Return the workers of a placement."""
         decode = self._workers[placement.decode.info.ref.worker_id]
         assert isinstance(decode, DecodeWorker)
         if placement.prefill is None:
@@ -176,13 +165,11 @@ class Cluster:
         if worker.dead:
             return
         worker.die()
+        back_s = max(fault.back_after_s, fault.noticed_s)
         self.kernel.after(fault.noticed_s, self._notice_death, worker)
-        self.kernel.after(
-            max(fault.back_after_s, fault.noticed_s), self._start, type(worker), worker.name, worker.starts + 1
-        )
+        self.kernel.after(back_s, self._start, type(worker), worker.name, worker.starts + 1)
 
     def _notice_death(self, worker: SimWorker) -> None:
-        """End the router's stream to a dead worker."""
         self.router.pool.drop(worker.link)
         for attempt in list(worker.attempts):
             attempt.lost(worker.role)

@@ -1,33 +1,28 @@
 """Engine of a simulated worker: production's scheduler over counted blocks, and steps that only take time.
 
-`Scheduler.plan` runs when there is a decision: prompts, waiting sequences, or no block to grow into. Otherwise every
-sequence decodes one token a step, and all such steps are one event, a `Stretch`. It lasts until a sequence ends, blocks
-run short or a job arrives; jobs run between two steps as on the engine thread. `Rows` counts the steps of all decoding
-sequences together and updates a sequence only when needed.
+`Scheduler.schedule` runs when there is a decision: prompts, waiting sequences, or no block to grow into. Otherwise
+every sequence decodes one token a step, and all such steps are one event, a `Stretch`. It lasts until a sequence ends,
+blocks run short or a job arrives; jobs run between two steps as on the engine thread. `Rows` counts the steps of all
+decoding sequences together and updates a sequence only when needed.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count as counting
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, cast
 
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
 from baton.planner.sim.block_pool import CountedPool, Held
-from baton.planner.sim.stats import Gaps
-from baton.planner.sim.timing import Paces, Stretch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from baton.planner.sim.event_loop import Event, Kernel
-    from baton.planner.sim.scenario import Pool
-    from baton.planner.sim.stats import PoolTally
-    from baton.planner.sim.timing import Timing
+from baton.planner.sim.event_loop import Event, Kernel
+from baton.planner.sim.scenario import Pool
+from baton.planner.sim.stats import Gaps, PoolTally
+from baton.planner.sim.timing import Paces, Stretch, Timing
 
 
 class Listener(Protocol):
@@ -84,7 +79,6 @@ class Rows:
         return row in self._rows
 
     def loosen(self) -> None:
-        """Allow sequences to be out of date."""
         if self._exact:
             self._ahead = sum(self._extra(row) for row in self._rows)
             self._exact = False
@@ -108,16 +102,10 @@ class Rows:
 
     def steps_with_room(self, most: int) -> int:
         """Return how many of the next `most` steps have enough blocks."""
-        room, least = self._pool.available, 0
-        if self.growth(most) <= room:
-            return most
-        while most - least > 1:  # invariant: enough blocks for `least` steps, too few for `most`
-            middle = (least + most) // 2
-            least, most = (middle, most) if self.growth(middle) <= room else (least, middle)
-        return least
+        room = self._pool.available
+        return most if self.growth(most) <= room else bisect_right(range(most), room, key=self.growth) - 1
 
     def step(self) -> None:
-        """Complete one step planned by the scheduler."""
         self.steps += 1
         self.context += len(self._rows)
 
@@ -151,7 +139,6 @@ class Rows:
         return cycles * len(self._rows) + some - self._ahead
 
     def pause(self, now: float) -> None:
-        """Mark all sequences as waiting for blocks."""
         waiting = set(self._fresh)
         for row in self._rows:
             if row not in waiting:
@@ -220,13 +207,6 @@ class Rows:
         row.synced = self.steps
 
 
-def row_of(item: ScheduledSequence) -> Row:
-    """Return the sequence of scheduled work."""
-    row = item.sequence
-    assert isinstance(row, Row)
-    return row
-
-
 _NOISY_STEPS = 64  # longest stretch if each step draws its own time
 
 
@@ -290,14 +270,12 @@ class Engine:
         self.rows.enter(row)
 
     def release(self, row: Row) -> None:
-        """Remove a sequence in any state and free its blocks."""
         if row in self.rows:
             self.rows.leave(row)
         self.scheduler.remove(row)
         self.scheduler.free(row)
 
     def slow_down(self, factor: float) -> None:
-        """Set the factor of the step time."""
         self.timing.factor = factor
 
     def generated(self, row: Row) -> int:
@@ -317,12 +295,10 @@ class Engine:
 
     @property
     def steps(self) -> int:
-        """Completed steps."""
         return self.rows.steps
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens that are not computed yet."""
         running, rows = self.scheduler.running, self.rows
         queued = self.scheduler.waiting_tokens
         if len(running) > len(rows):
@@ -335,7 +311,6 @@ class Engine:
         return self._event is None and bool(self.scheduler.waiting) and not self.scheduler.running
 
     def _run_jobs(self) -> None:
-        """Run the jobs and begin the next step."""
         self._event, self._in_jobs = None, True
         self._stuck = self._stuck and not self._jobs
         while self._jobs:
@@ -380,7 +355,6 @@ class Engine:
         self._run_jobs()
 
     def _count(self, stretch: Stretch, steps: int) -> None:
-        """Count the first `steps` steps of a stretch."""
         rows, seconds = len(self.rows), stretch.seconds(steps)
         self._record_gaps(stretch.pieces(steps), stretch.end(1), rows)
         context = steps * self.rows.context + rows * (steps * (steps - 1) // 2)
@@ -423,7 +397,7 @@ class Engine:
         beside = sum(item.context for item in work if item.sequence in rows) if stalled else self.rows.context
         seconds = self.timing.step(prompts, context, decodes, beside)
         for item in new:
-            self.listener.chunk(row_of(item), item.count, seconds)
+            self.listener.chunk(cast("Row", item.sequence), item.count, seconds)
         if stalled:
             self.rows.stall(work, self.kernel.now)
         self._stuck = not prompts and bool(self.scheduler.waiting) and not plan.preempted and self._orderly()
@@ -450,7 +424,7 @@ class Engine:
         self.scheduler.commit_step(work)
         self.rows.step()
         for item in work:
-            row = row_of(item)
+            row = cast("Row", item.sequence)
             if row in self.rows:
                 row.known += 1
                 row.synced = self.rows.steps
@@ -461,7 +435,6 @@ class Engine:
         self._run_jobs()
 
     def _computed(self, row: Row) -> None:
-        """Handle the first token of a sequence."""
         row.known += 1
         if row.hold:
             self.scheduler.remove(row)
@@ -477,8 +450,7 @@ class Engine:
 
     def _preempted(self, plan: SchedulerOutput) -> None:
         self.tally.preemptions += len(plan.preempted)
-        for row in plan.preempted:
-            assert isinstance(row, Row)
+        for row in cast("list[Row]", plan.preempted):
             self.rows.lose(row)
             if not self.scheduler.recompute_preempted:
                 self.listener.preempted(row)

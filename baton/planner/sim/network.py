@@ -6,12 +6,9 @@ queueing that looks only at the flow's own ends. A flow that waits for more KV t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from baton.planner.sim.event_loop import Event, Kernel
+from baton.planner.sim.event_loop import Event, Kernel
 
 
 class Way:
@@ -24,7 +21,6 @@ class Way:
         self.flows: dict[Flow, None] = {}  # flows in transfer
 
     def set_rate(self, bytes_per_s: float) -> None:
-        """Set the bandwidth."""
         if bytes_per_s != self.bytes_per_s:
             self.bytes_per_s = bytes_per_s
             for flow in list(self.flows):
@@ -46,7 +42,6 @@ class Flow:
         self._closed = False
 
     def add(self, nbytes: float) -> None:
-        """Queue `nbytes` for transfer."""
         if self._closed or nbytes <= 0:
             return
         self.moved += nbytes
@@ -58,7 +53,6 @@ class Flow:
             self.adapt()
 
     def close(self) -> None:
-        """Mark the end of the data."""
         self._closed = True
         if not self._active:
             self._finish()
@@ -70,7 +64,6 @@ class Flow:
             self._stop()
 
     def adapt(self) -> None:
-        """Apply a new share of the ways."""
         now, (source, target) = self._kernel.now, self._ways
         self._left -= self._rate * (now - self._since)
         self._since = now

@@ -8,30 +8,23 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from random import Random
 
 from baton.core import Pace
-from baton.planner.sim.scenario import Contention
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from random import Random
-
-    from baton.planner.sim.scenario import Pool
+from baton.planner.sim.scenario import Contention, Pool
 
 
 class Paces:
-    """Running totals of steps by kind. `copy` returns a copy for a report."""
+    """Running totals of steps by kind."""
 
     def __init__(self) -> None:
         self.prefill, self.decode = Pace(), Pace()
         self.joint, self.beside = Pace(), Pace()
 
     def decoded(self, steps: int, tokens: int, context: int, seconds: float) -> None:
-        """Add steps that only decoded."""
         _add(self.decode, steps, tokens, context, seconds)
 
     def planned(self, prompts: int, context: int, decodes: int, beside: int, seconds: float) -> None:
@@ -45,7 +38,6 @@ class Paces:
             _add(self.beside, 1, decodes, beside, 0.0)
 
     def copy(self) -> Paces:
-        """Return a copy."""
         now = Paces()
         now.prefill, now.decode = replace(self.prefill), replace(self.decode)
         now.joint, now.beside = replace(self.joint), replace(self.beside)
@@ -147,7 +139,7 @@ class Timing:
 
     def __init__(self, pool: Pool, rng: Random, host: Host | None = None) -> None:
         self.factor = 1.0  # slowdown for any reason
-        self.on_change: Callable[[], None] = _nothing  # called when the neighbours change
+        self.on_change: Callable[[], None] = lambda: None  # called when the neighbours change
         self.decoding: float | None = None  # share of the current step spent on decoding, or None without a step
         self._cost, self._spread, self._rng = pool.cost, pool.spread, rng
         self._host, self._contention = host, pool.contention or Contention(1)
@@ -180,11 +172,9 @@ class Timing:
         return first, more, drawn
 
     def rest(self) -> None:
-        """Record that no step is under way."""
         self._do(None)
 
     def leave(self) -> None:
-        """Remove a dead worker from its host."""
         self.rest()
         if self._host is not None:
             self._host.timings.remove(self)
@@ -220,7 +210,3 @@ class Timing:
             elif place < decoding + prompts:
                 spread = self._contention.beside_prompts.spread or spread
         return self._rng.choice(spread) if spread else 1.0
-
-
-def _nothing() -> None:
-    return

@@ -118,7 +118,7 @@ def test_a_full_disk_ends_a_start_with_an_error(monkeypatch, tmp_path, detach):
     done = CliRunner().invoke(app, ["up", "-c", "configs/no-ray.yaml", "--set", "model.path=oracle", *detach])
     assert isinstance(done.exception, ConfigError), done.output
     file = "cluster.yaml" if detach else "state.json"
-    assert str(done.exception) == f"BATON_HOME: cannot write to {tmp_path}/local/{file}: No space left on device"
+    assert str(done.exception) == f"BATON_HOME: cannot write to {tmp_path}/no-ray/{file}: No space left on device"
 
 
 class FailedChild:

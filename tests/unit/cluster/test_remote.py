@@ -9,7 +9,6 @@ import pytest
 
 from baton.cluster import controller_ray
 from baton.cluster.backend_process import StartError
-from baton.cluster.controller_local import LocalControl
 from baton.cluster.controller_ray import (
     ACTOR,
     ENSURE_S,
@@ -31,7 +30,7 @@ from baton.testing import FakeClock
 from tests.support.ray import Actor, ActorDiedError, FakeRay, RayError
 
 LOCAL = ("embedded", "unix:///tmp/r.sock", "redis://:secret@127.0.0.1:6379", "rediss://localhost")
-PARTS = Parts(object, {}, LocalControl)
+PARTS = Parts(object, {})
 FILE = {"name": "test", "ray": {"address": "10.0.0.1:6379"}, "redis": {"url": "redis://redis.example:6379"}}
 CONFIG = ClusterConfig.model_validate(FILE)
 

@@ -15,8 +15,7 @@ import yaml
 
 from baton.cluster import launcher
 from baton.cluster.backend_process import StartError
-from baton.cluster.launcher import Supervisor
-from baton.cluster.managed_redis import KeptRedis
+from baton.cluster.launcher import KeptRedis, Supervisor
 from baton.cluster.signals import Stop
 from baton.cluster.state_dir import StateFolder
 from baton.config import ClusterConfig

@@ -21,8 +21,7 @@ from baton.config import ClusterConfig
 from baton.core import Load, Pace, Role
 from baton.errors import ConfigError, NoWorker
 from baton.planner.fit import Gaps, Steps, seconds_of
-from baton.planner.live_fit import fitted
-from baton.planner.observations import AS_USUAL, BESIDE, Measured, Prompts, Seen, together, usual
+from baton.planner.live_fit import AS_USUAL, BESIDE, Measured, Prompts, Seen, fitted, together, usual
 from baton.testing import FakeClock
 from tests.unit.plan.plan_support import cluster
 

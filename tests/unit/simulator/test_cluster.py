@@ -24,9 +24,9 @@ from baton.core import HandoffId
 from baton.planner.sim import __main__ as program
 from baton.planner.sim.__main__ import _RATE, main, scale_load, scale_scenario
 from baton.planner.sim.cluster import Cluster, simulate
-from baton.planner.sim.prefill import PrefillWorker
 from baton.planner.sim.scenario import Death, Network, Pool, Router, Slo, Slow, SlowLink
 from baton.planner.sim.stats import Report, Tally
+from baton.planner.sim.worker import PrefillWorker
 from prefill_workers.worker import spare
 from router.context import RouterSettings
 from tests.unit.simulator.scenes import PATIENT, colocated, poisson, scene

@@ -10,8 +10,7 @@ import pytest
 
 from baton.bench.traces import Arrival
 from baton.planner.sim.cluster import hosts_of, simulate
-from baton.planner.sim.scenario import Contention, Pool, Slo, Slowed
-from baton.planner.sim.step_cost import Linear, line
+from baton.planner.sim.scenario import Contention, Linear, Pool, Slo, Slowed, line
 from baton.planner.sim.timing import Host, Timing
 from tests.unit.simulator.scenes import AT_ONCE, NO_OVERHEADS, colocated, scene
 
