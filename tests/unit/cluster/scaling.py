@@ -8,6 +8,7 @@ import heapq
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from typing import cast
 
 from baton.cluster.autoscaler import Autoscaler
 from baton.config import ClusterConfig
@@ -168,7 +169,7 @@ class Cluster:
         seen: RouterReport = report.model_copy(
             update={"queued": len(self._queue), "queue_s": waited, "oldest_s": waited, "ttft_s": ttft_s}
         )
-        here = [one for role in Role for one in self._here(role)]
+        here = cast("list[WorkerInfo]", [one for role in Role for one in self._here(role)])
         new, self.outlook = self.autoscaler.look(self.plan, [seen], here, self.now)
         if new is not None:
             self.plan = new
