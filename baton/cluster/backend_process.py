@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ READY_FD = "BATON_READY_FD"
 PARENT = "BATON_PARENT_PID"
 PR_SET_PDEATHSIG = 1
 LOG_TAIL_LINES = 6
+FULL_BYTES = 4096  # a file system with less space is full
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 STABLE_S = 30.0
 START_TIMEOUT_S = 600.0  # a large model loads for minutes; death and stop are noticed immediately
@@ -261,7 +263,10 @@ def tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
         return "    (no log)"
     last = text.strip().splitlines()[-lines:]
     words = [number for number, line in enumerate(last) if line.startswith("baton: ")]
-    return "\n".join(f"    {line}" for line in last[words[-1] if words else 0 :]) or "    (its log is empty)"
+    if not last:
+        full = shutil.disk_usage(path.parent).free < FULL_BYTES
+        return f"    (its log is empty{f', because the disk of {path} is full' if full else ''})"
+    return "\n".join(f"    {line}" for line in last[words[-1] if words else 0 :])
 
 
 def report_ready(facts: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -172,6 +174,15 @@ def test_tail_of_a_log(tmp_path):
     assert tail(file, 2) == "    98\n    99"
     file.write_text('{"event": "config"}\nbaton: ConfigError: a\nbaton: ConfigError: b\nc\n')
     assert tail(file) == "    baton: ConfigError: b\n    c"
+
+
+@pytest.mark.parametrize(
+    ("free", "says"), [(10**6, ""), (0, ", because the disk of {} is full")], ids=["space", "full"]
+)
+def test_tail_of_an_empty_log_names_a_full_disk(tmp_path, monkeypatch, free, says):
+    (file := tmp_path / "x.log").touch()
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: Mock(free=free))
+    assert tail(file) == f"    (its log is empty{says.format(file)})"
 
 
 DEAD = "import sys; print('no Redis here'); sys.exit(4)"
