@@ -114,7 +114,9 @@ class TlsConfig(Section):
 class SecurityConfig(Section):
     """Security of listeners. A listener outside the loopback needs TLS and tokens, or an explicit exception."""
 
-    tls: TlsConfig | None = Field(default=None, description="these files, or a folder made by `baton certs`")
+    tls: TlsConfig | None = Field(
+        default=None, description="these files, or a folder with cert.pem, key.pem and ca.pem (see `baton certs`)"
+    )
     tokens: str | None = Field(default=None, min_length=1, description="the token file, read again when it changes")
     allow_insecure: Annotated[bool | tuple[str, ...], BeforeValidator(parse_allowed), WithJsonSchema(_ALLOWED)] = Field(
         default=False, description="true, or listeners that may lack TLS and tokens, such as [router.metrics]"
@@ -156,7 +158,9 @@ class PoolConfig(Section):
     """A pool of workers."""
 
     replicas: Processes = Field(default=1, description="workers at the start")
-    tensor_parallel: Processes = Field(default=1, description="processes that share one model; only on CPUs so far")
+    tensor_parallel: Processes = Field(
+        default=1, description="processes that share a worker's model; only on CPUs so far"
+    )
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")] = Field(
         default="auto",
         description="cpu, cuda (with Ray one GPU per worker) or cuda:N; auto means the first GPU, else the CPU",
@@ -177,7 +181,9 @@ class PoolConfig(Section):
     max_running: Rows = Field(default=64, description="maximum requests that a worker computes at the same time")
     prefix_cache: bool = Field(default=True, description="reuse computed KV for prompts with the same prefix")
     listen: Address = Field(default="127.0.0.1:0", description="address of each worker; port 0 means any free port")
-    metrics: Address | None = Field(default="127.0.0.1:0", description="Prometheus address; null disables it")
+    metrics: Address | None = Field(
+        default="127.0.0.1:0", description="Prometheus address of each worker; null disables it"
+    )
     advertise: Host | None = Field(default=None, description="host that a worker registers, with the listener's port")
     interface: Interface | None = Field(
         default=None, description="network interface for KV transfers, and of the registered address without advertise"
@@ -355,7 +361,9 @@ class TransferConfig(Section):
     staging_memory: Size = Field(
         default=2**30, description="staging of all channels of a worker, at each end; if full, an idle one is closed"
     )
-    verify: Literal["frames", "kv"] = Field(default="frames", description="kv adds a digest of the whole KV to these")
+    verify: Literal["frames", "kv"] = Field(
+        default="frames", description="kv adds a digest of the whole KV to those of frames"
+    )
 
 
 class LedgerConfig(Section):
