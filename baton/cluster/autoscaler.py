@@ -97,20 +97,17 @@ class PoolLoads:
             _worst(self._first_token(report, blame) for report in routers),
             LoadMeasure(f"busy {share:.0%}", share / _SATURATED, presses=False),
         )
+        queue = f"queue {wait_s:.2f} s of {self._ttft_s:.2f} s" if wait_s else ""
+        decoding = (
+            prompts[0] if self._colocated else NOTHING,
+            _worst(self._next_token(report) for report in routers),
+            LoadMeasure(f"KV {used - blocked:.0%} of {_FULL:.0%}", (used - blocked) / _FULL),
+            LoadMeasure(f"{rows} of {most} rows", rows / most),
+            LoadMeasure(queue, wait_s / self._ttft_s),
+        )
         return {
             Role.PREFILL: PoolLoad(there[Role.PREFILL], (NOTHING,) if self._colocated else prompts),
-            Role.DECODE: PoolLoad(
-                there[Role.DECODE],
-                (
-                    prompts[0] if self._colocated else NOTHING,
-                    _worst(self._next_token(report) for report in routers),
-                    LoadMeasure(f"KV {used - blocked:.0%} of {_FULL:.0%}", (used - blocked) / _FULL),
-                    LoadMeasure(f"{rows} of {most} rows", rows / most),
-                    LoadMeasure(
-                        f"queue {wait_s:.2f} s of {self._ttft_s:.2f} s" if wait_s else "", wait_s / self._ttft_s
-                    ),
-                ),
-            ),
+            Role.DECODE: PoolLoad(there[Role.DECODE], decoding),
         }
 
     def _first_token(self, report: RouterReport, blame: float = 0.0) -> LoadMeasure:

@@ -140,7 +140,7 @@ class RemoteControl:
 
     def __init__(self, config: ClusterConfig, command: Sequence[str], logs: Path) -> None:
         self._address = config.ray.address
-        self._size = config.prefill.replicas + config.decode.replicas
+        self.size = config.prefill.replicas + config.decode.replicas
         self._begun = False
         self._command = [*command, f"--wait={CHILD_WAIT_S:g}"]
         self._log = logs / f"{NAME}.log"
@@ -154,7 +154,7 @@ class RemoteControl:
         self._child.start()
 
     def wait_ready(self, stop: Stop) -> None:
-        self._size = int(str(self._child.wait_ready(stop)["workers"]))
+        self.size = int(str(self._child.wait_ready(stop)["workers"]))
 
     def poll(self) -> None:
         self._child.poll()
@@ -162,10 +162,6 @@ class RemoteControl:
     def pids(self) -> dict[str, int]:
         """Return the child's id. Workers run on other hosts."""
         return {} if self._child.pid is None else {NAME: self._child.pid}
-
-    @property
-    def size(self) -> int:
-        return self._size
 
     def stop(self, grace_s: float) -> None:
         if not self._begun:

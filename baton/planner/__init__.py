@@ -2,5 +2,5 @@
 
 Reading order: `profile` (step costs as a JSON file), `sim` (simulator around the production policy and admission),
 `search` (cheapest pools for a goal), `what_if` (`--what-if` layouts and faults). `live_fit` makes a profile of
-measurements of a live cluster, with the regressions in `fit`.
+measurements of a live cluster.
 """

@@ -23,8 +23,7 @@ from baton.cluster.state_dir import StateFolder
 from baton.config import ClusterConfig, load_config
 from baton.core import Load, Pace
 from baton.errors import ConfigError, NoWorker
-from baton.planner.fit import Gaps
-from baton.planner.live_fit import BESIDE, SHORT, Measured, Prompts, Seen, decodes, fitted, summed, together
+from baton.planner.live_fit import BESIDE, SHORT, Gaps, Measured, Prompts, Seen, decodes, fitted, summed, together
 from baton.planner.profile import Profile
 from baton.rpc.channel import from_here
 

@@ -78,19 +78,13 @@ class Stretch:
         """Return the number of steps done at `now`."""
         if self._ends:
             return min(bisect_right(self._ends, now - self.began), self.count)
-        steps = min(self._about(now - self.began), self.count)
-        while steps > 0 and self.end(steps) > now:
-            steps -= 1
-        while steps < self.count and self.end(steps + 1) <= now:
-            steps += 1
-        return steps
+        return bisect_right(range(1, self.count + 1), now, key=self.end)
 
     def next_end(self, now: float) -> int:
         """Return the number of the step under way at `now`; jobs wait for its end."""
         if self._ends:
             return min(bisect_left(self._ends, now - self.began) + 1, self.count)
-        done = self.done_by(now)
-        return max(done if self.end(done) == now else min(done + 1, self.count), 1)
+        return min(bisect_left(range(1, self.count + 1), now, key=self.end) + 1, self.count)
 
     def pieces(self, steps: int) -> list[tuple[int, float]]:
         """Return the first `steps` steps as pairs: number of steps, and seconds of each."""
@@ -103,17 +97,6 @@ class Stretch:
         ends = [steps * place // count for place in range(count + 1)]
         spans = pairwise(ends)
         return [(end - begin, (self.seconds(end) - self.seconds(begin)) / (end - begin)) for begin, end in spans]
-
-    def _about(self, elapsed: float) -> int:
-        """Return about how many steps take `elapsed` seconds."""
-        if self.first_s <= 0 and self.more_s <= 0:
-            return self.count
-        if elapsed <= 0:
-            return 0
-        a, b = self.more_s / 2, self.first_s - self.more_s / 2
-        if a <= 0:
-            return int(elapsed / self.first_s)
-        return int(2 * elapsed / (b + math.sqrt(b * b + 4 * a * elapsed)))  # the root, in a form without cancellation
 
 
 class Host:

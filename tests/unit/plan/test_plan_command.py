@@ -216,7 +216,10 @@ def test_faults_are_of_three_kinds():
         ("prefill=2,chunk=256", r"chunk: must be left out without colocated workers, got 256"),
         ("prefill_tp=2", r"prefill_tp: must be left out, colocated workers have decode_tp, got 2"),
         ("prefill=2,workers=1", r"workers: must be 2 or more, .* got 1"),
-        ("colocated=1,prefill=2", r"colocated: must be given without prefill, decode and prefill_tp, got 'colocated=1,prefill=2'"),
+        (
+            "colocated=1,prefill=2",
+            r"colocated: must be given without prefill, decode and prefill_tp, got 'colocated=1,prefill=2'",
+        ),
         ("fault=death:@1", r"fault: must be death:WORKER@SECONDS.* got 'death:@1'"),
         ("fault=death:decode-0@1-2x3", r"fault: must be"),
         ("fault=slow:decode-0@5-4x2", r"fault: must be"),

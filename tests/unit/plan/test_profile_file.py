@@ -10,7 +10,7 @@ import pytest
 
 from baton.core import Pace
 from baton.errors import ConfigError
-from baton.planner.fit import Gaps, Slower, Steps, fit_decode, fit_joint, fit_line, fit_spread, seconds_of
+from baton.planner.live_fit import Gaps, Slower, Steps, fit_decode, fit_joint, fit_line, fit_spread, seconds_of
 from baton.planner.profile import Busy, Layout, Line, Piece, load_profile, names
 from baton.planner.sim.scenario import Contention, Pool, Slowed
 from tests.unit.plan.plan_support import EASY, profile

@@ -20,8 +20,19 @@ from baton.client.types import ClusterStatus, Model
 from baton.config import ClusterConfig
 from baton.core import Load, Pace, Role
 from baton.errors import ConfigError, NoWorker
-from baton.planner.fit import Gaps, Steps, seconds_of
-from baton.planner.live_fit import AS_USUAL, BESIDE, Measured, Prompts, Seen, fitted, together, usual
+from baton.planner.live_fit import (
+    AS_USUAL,
+    BESIDE,
+    Gaps,
+    Measured,
+    Prompts,
+    Seen,
+    Steps,
+    fitted,
+    seconds_of,
+    together,
+    usual,
+)
 from baton.testing import FakeClock
 from tests.unit.plan.plan_support import cluster
 
