@@ -56,18 +56,18 @@ class Controller:
         self._scaling = config.scaling
         self._lease_grace_s = config.ledger.lease_s / 2
         self._journal = DecisionLog(clock)
-        self._keeper = WorkerSupervisor(placement, self._journal, self._lease_grace_s, config.scaling.drain_s)
-        self._units = self._keeper.units
+        self._supervisor = WorkerSupervisor(placement, self._journal, self._lease_grace_s, config.scaling.drain_s)
+        self._units = self._supervisor.units
         pools = {(pool.tensor_parallel, pool.device) for pool in (config.prefill, config.decode)}
         self._turns = config.scaling.turn and len(pools) == 1
         self._lease_s = config.ledger.lease_s
         self._away = False  # Redis does not answer
-        self._calm_until = 0.0  # until then, a missing lease is no reason to kill a worker
+        self._no_kills_until = 0.0  # until then, a missing lease is no reason to kill a worker
         self._ordered: set[str] = set()  # workers that may have a command in the control state
         self._looked_at = 0.0
         self._outlook = ""
         self._reported: ControlReport | None = None
-        ledger.follow(self._be_calm)
+        ledger.follow(self._suspend_kills)
 
     @property
     def ready(self) -> bool:
@@ -89,7 +89,7 @@ class Controller:
         for worker_id, role in found.items():
             self._take_over(worker_id, live[worker_id].role if worker_id in live else role, slots.get(worker_id))
         if found:
-            self._be_calm()
+            self._suspend_kills()
             self._journal.record("plan", f"took over {len(found)} workers of an earlier controller")
 
     def _begin_plan(self, stored: Plan | None, *, taken_over: bool) -> None:
@@ -118,9 +118,9 @@ class Controller:
         now = self._clock.monotonic()
         try:
             await self._look(now)
-            calm = now < self._calm_until
-            self._keeper.tend(self.plan.generation, now, calm=calm)
-            if not calm:
+            suspended = now < self._no_kills_until
+            self._supervisor.supervise(self.plan.generation, now, kill=not suspended)
+            if not suspended:
                 self._change(now)
             await self._put_orders()
             await self._scale(now)
@@ -130,7 +130,7 @@ class Controller:
             if not self._away:
                 log.warning("control_without_redis", error=str(error))
             self._away = True
-            self._be_calm()
+            self._suspend_kills()
 
     def check_start(self) -> None:
         """Raise the BatonError for which a worker ended, or StartError if one is silent. For use during a start."""
@@ -148,10 +148,10 @@ class Controller:
         """Remove this controller's report from the control state. Raises LedgerError."""
         await self._control_state.drop_control()
 
-    def _be_calm(self) -> None:
+    def _suspend_kills(self) -> None:
         """Suspend kills for missing leases: Redis was away or lost its data, so workers must register again first."""
         now = self._clock.monotonic()
-        self._calm_until = now + self._lease_s + self._lease_grace_s
+        self._no_kills_until = now + self._lease_s + self._lease_grace_s
         for unit in self._units.values():
             unit.missing_since = None
             unit.ordered_at = None if unit.ordered_at is None else now
@@ -163,7 +163,7 @@ class Controller:
         for worker_id, unit in self._units.items():
             unit.look(seen.get(worker_id), live.get(worker_id), now)
         if all(unit.info is not None for unit in self._units.values() if unit.seen and unit.seen.state == "ready"):
-            self._calm_until = 0.0
+            self._no_kills_until = 0.0
         stored = await self._control_state.plan()
         if stored is None or stored.number < self.plan.number:
             await self._control_state.put_plan(self.plan)
@@ -174,7 +174,7 @@ class Controller:
         self.plan = plan
         sizes = sizes_text(plan.prefill, plan.decode)
         self._journal.record("plan", f"{sizes}, generation {plan.generation}: {plan.reason or plan.by}")
-        self._keeper.retry(self._units.values(), self._clock.monotonic())
+        self._supervisor.retry(self._units.values(), self._clock.monotonic())
 
     def _change(self, now: float) -> None:
         """Start all changes that may start now. The others follow in later passes."""
@@ -186,13 +186,13 @@ class Controller:
                 step.unit.change_role(step.role, now)
                 self._journal.record("turn", f"{step.unit.worker_id} becomes {step.role.value}: {step.reason}")
             else:
-                self._keeper.leave(step.unit, step.reason, now)
+                self._supervisor.leave(step.unit, step.reason, now)
         for reason, group in groupby(started, key=lambda one: one[0]):
             self._journal.record("start", f"{', '.join(worker_id for _, worker_id in group)}: {reason}")
 
     def _start(self, step: Step, now: float) -> str:
         worker_id = free_id(step.role, self._units)
-        self._keeper.start(WorkerState(worker_id, step.role, self.plan.generation), now)
+        self._supervisor.start(WorkerState(worker_id, step.role, self.plan.generation), now)
         return worker_id
 
     async def _put_orders(self) -> None:
@@ -200,7 +200,7 @@ class Controller:
         now = self._clock.monotonic()
         for worker_id, unit in self._units.items():
             known = await self._control_state.order(unit.info.ref) if unit.info is not None else None
-            unit.obey(known, now)
+            unit.adopt_command(known, now)
             order = unit.order(self._scaling.drain_s)
             if known is not None or order is not None:
                 self._ordered.add(worker_id)

@@ -60,7 +60,7 @@ class ControllerActor:
     """The actor class. `config_json` is the `ClusterConfig` with password. `detached` workers outlive this process."""
 
     def __init__(self, config_json: str, parts: Parts, detached: bool) -> None:
-        self._given = config_json
+        self._config_json = config_json
         self._config = config_from_json(config_json)
         configure_logging(self._config.log.level, self._config.log.format, "controller")
         place = RayPlace(None, detached=detached)
@@ -74,7 +74,7 @@ class ControllerActor:
 
     def serves(self, config_json: str) -> bool:
         """Return whether this controller was started with exactly this config."""
-        return config_json == self._given
+        return config_json == self._config_json
 
     def state(self) -> ControllerProgress:
         return self._state

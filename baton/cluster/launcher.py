@@ -34,7 +34,7 @@ LISTENERS = ("grpc", "admin", "metrics", "http")
 MORE_S = 1.0  # beyond router.drain_s, for a router to end
 STOP_S = 5.0
 REDIS_RETRY_S = 1.0
-HOPELESS_S = 60.0  # then restarts of Redis are hopeless: another process may have taken the port
+REDIS_GIVE_UP_S = 60.0  # until restarts of Redis are given up: another process may have taken the port
 
 log = structlog.get_logger(__name__)
 messages = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def _get(address: str, path: str) -> tuple[int, str]:
         connection.close()
 
 
-class KeptRedis:
+class SupervisedRedis:
     """An embedded Redis that is restarted at the same address when it dies. Its data is lost then."""
 
     def __init__(self, folder: Path, clock: Clock | None = None) -> None:
@@ -87,7 +87,7 @@ class KeptRedis:
         return self._server.pid if self._server.alive else None
 
     def poll(self) -> None:
-        """Restart the server if it died. Raises LedgerError if that has failed for `HOPELESS_S`."""
+        """Restart the server if it died. Raises LedgerError if that has failed for `REDIS_GIVE_UP_S`."""
         if self._server.alive:
             self._died_at = None
             return
@@ -100,7 +100,7 @@ class KeptRedis:
         try:
             self._server = self._start(self._server.port)
         except LedgerError as error:
-            if now - self._died_at > HOPELESS_S:
+            if now - self._died_at > REDIS_GIVE_UP_S:
                 raise
             self._retry_at = now + REDIS_RETRY_S
             log.warning("redis_not_back", error=str(error))
@@ -131,7 +131,7 @@ class Supervisor:
         self._config = config
         self._folder = folder
         self._control = control
-        self._redis: KeptRedis | None = None
+        self._redis: SupervisedRedis | None = None
         self._routers = [Child(ProcessSpec("router", router_command, folder.logs / "router.log"))]
         for index in range(1, config.router.replicas):
             name, argv = f"router-{index}", [*router_command, "--index", str(index)]
@@ -185,7 +185,7 @@ class Supervisor:
         if self._config.redis.url != "embedded":
             check_redis(self._config.redis.url, self._config.name)
             return
-        self._redis = KeptRedis(self._folder.logs)
+        self._redis = SupervisedRedis(self._folder.logs)
         leaving.callback(self._redis.stop)
         self._redis_url = self._redis.url
 

@@ -70,7 +70,7 @@ class WorkerState:
         """Return whether another worker is to replace it."""
         return self.unwanted or self.generation < plan.generation
 
-    def obey(self, order: WorkerCommand | None, now: float) -> None:
+    def adopt_command(self, order: WorkerCommand | None, now: float) -> None:
         """Adopt a command for its live incarnation, written by an operator (`wish`) or by an earlier controller."""
         if order is None or self.info is None or self.leaving:
             return

@@ -15,7 +15,7 @@ import yaml
 
 from baton.cluster import launcher
 from baton.cluster.backend_process import StartError
-from baton.cluster.launcher import KeptRedis, Supervisor
+from baton.cluster.launcher import SupervisedRedis, Supervisor
 from baton.cluster.signals import Stop
 from baton.cluster.state_dir import StateFolder
 from baton.config import ClusterConfig
@@ -134,7 +134,7 @@ class Run:
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     log.clear()
-    monkeypatch.setattr(launcher, "KeptRedis", FakeRedis)
+    monkeypatch.setattr(launcher, "SupervisedRedis", FakeRedis)
     monkeypatch.setattr(launcher, "POLL_S", 0.02)
     monkeypatch.setattr(launcher, "router_serves", lambda *asked: asked == ("127.0.0.1:4711", 3))
     made = Run(tmp_path)
@@ -256,7 +256,7 @@ def test_a_redis_that_the_system_does_not_start_is_a_ledger_error(tmp_path, monk
 
     monkeypatch.setattr(EmbeddedRedis, "start", refused)
     with pytest.raises(LedgerError, match=r"embedded Redis was not started: .*temporarily unavailable"):
-        KeptRedis(tmp_path)
+        SupervisedRedis(tmp_path)
 
 
 def kill(redis):
@@ -267,7 +267,7 @@ def kill(redis):
 @pytest.mark.slow
 def test_redis_is_started_again_at_the_same_address_until_its_port_is_somebody_elses_for_long(tmp_path, request):
     clock = FakeClock()
-    kept = KeptRedis(tmp_path, clock)
+    kept = SupervisedRedis(tmp_path, clock)
     request.addfinalizer(kept.stop)
     url, pid, port = kept.url, kept.pid, kept._server.port
     kept.poll()
