@@ -16,7 +16,8 @@ import numpy as np
 from baton.client.types import ClusterStatus
 from baton.core import Pace, Role
 from baton.errors import NoWorker
-from baton.planner.profile import Busy, Layout, Line, Link, Piece, Profile, RequestOverheads
+from baton.planner.profile import Layout, Line, Link, Piece, Profile, RequestOverheads
+from baton.planner.sim.scenario import Slowed
 
 LEAST = 0.1  # share of a decode step that is kept, at least, when the cost of its context is subtracted
 FACTORS = 200  # equally likely factors of a spread: enough for a 99th percentile
@@ -229,8 +230,8 @@ class Decoding:
 
     pieces: tuple[Piece, ...]  # while all other workers are idle
     spread: tuple[float, ...]  # factors of their step times
-    beside_prompts: Busy  # slowdown while others compute prompts
-    beside_decode: Busy | None = None  # slowdown while others decode, or None if not measured
+    beside_prompts: Slowed  # slowdown while others compute prompts
+    beside_decode: Slowed | None = None  # slowdown while others decode, or None if not measured
 
 
 def fit_colocated(points: Sequence[Gaps], alone: Gaps, busy: Gaps | None) -> Decoding:
@@ -241,13 +242,13 @@ def fit_colocated(points: Sequence[Gaps], alone: Gaps, busy: Gaps | None) -> Dec
     longer = max(1.0, beside.mean / alone.mean)
     each = [replace(one, seconds=tuple(seconds / longer for seconds in one.seconds)) for one in points]
     pieces = fit_decode(each)
-    decoding = Busy(factor=longer, spread=fit_spread(points))
+    decoding = Slowed(factor=longer, spread=fit_spread(points))
     return Decoding(pieces, fit_spread([alone]), _beside(pieces, busy) if busy else decoding, decoding)
 
 
-def _beside(pieces: tuple[Piece, ...], busy: Gaps) -> Busy:
+def _beside(pieces: tuple[Piece, ...], busy: Gaps) -> Slowed:
     usual_s = seconds_of(piece_of(pieces, busy.rows), Steps(busy.rows, busy.context, 0.0))
-    return Busy(factor=max(1.0, busy.mean / usual_s), spread=fit_spread([busy]))
+    return Slowed(factor=max(1.0, busy.mean / usual_s), spread=fit_spread([busy]))
 
 
 def piece_of(pieces: Sequence[Piece], rows: float) -> Piece:

@@ -35,13 +35,6 @@ class Piece(Line):
     rows_below: Annotated[int, Field(gt=0)] | None = None
 
 
-class Busy(Section):
-    """Slowdown of decode steps while other workers of the host are busy: a factor, and the spread of step times."""
-
-    factor: Factor = 1.0
-    spread: tuple[Seconds, ...] = ()
-
-
 class Layout(Section):
     """Step costs of one worker with `tensor_parallel` devices on an idle host, and its KV capacity in tokens."""
 
@@ -53,8 +46,8 @@ class Layout(Section):
     spread: tuple[Seconds, ...] = ()  # equally likely factors of the step time; empty means no variation
     host_workers: Annotated[int, Field(gt=0)] = 1  # workers that share a host
     busy_prompt: Factor = 1.0  # factor of prompt steps while all others are busy
-    beside_prompts: Busy = Busy()  # of decode steps, while others compute prompts
-    beside_decode: Busy | None = None  # of decode steps, while others decode; None means as `beside_prompts`
+    beside_prompts: Slowed = Slowed()  # of decode steps, while others compute prompts
+    beside_decode: Slowed | None = None  # of decode steps, while others decode; None means as `beside_prompts`
 
     @field_validator("prompt")
     @classmethod
@@ -83,10 +76,8 @@ class Layout(Section):
         """Contention between the workers of a host, or None if the worker has its host to itself."""
         if self.host_workers == 1:
             return None
-        prompts = Slowed(self.beside_prompts.factor, self.beside_prompts.spread)
-        decode = self.beside_decode
-        beside = prompts if decode is None else Slowed(decode.factor, decode.spread)
-        return Contention(self.host_workers, self.busy_prompt, prompts, beside)
+        prompts = self.beside_prompts
+        return Contention(self.host_workers, self.busy_prompt, prompts, self.beside_decode or prompts)
 
     def cost(self) -> StepCost:
         """Return the step cost for the simulator, of a worker that has its host to itself."""

@@ -294,10 +294,6 @@ class Engine:
         self._event, self._stretch, self._in_jobs = None, None, True  # `_in_jobs` keeps jobs from running
 
     @property
-    def steps(self) -> int:
-        return self.rows.steps
-
-    @property
     def queued_tokens(self) -> int:
         running, rows = self.scheduler.running, self.rows
         queued = self.scheduler.waiting_tokens

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
+from pydantic import Field
+
+from baton.config.schema import Section
 from baton.errors import ConfigError
 from router.placement.cost_model import UNKNOWN, Cost
 from router.placement.policy import POLICIES
@@ -56,12 +59,11 @@ def line(step_s: float = 0.0, token_s: float = 0.0, context_s: float = 0.0) -> C
     return Cost(step_s, token_s, context_s, token_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Slowed:
-    """Factor of the step time, and its spread: equally likely factors of mean 1."""
+class Slowed(Section):
+    """Slowdown of decode steps while other workers of the host are busy: a factor, and the spread of step times."""
 
-    factor: float = 1.0
-    spread: tuple[float, ...] = ()
+    factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    spread: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] = ()  # equally likely factors of mean 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,8 @@ class Contention:
 
     workers: int  # of a host
     prompts: float = 1.0  # factor of steps that compute prompts
-    beside_prompts: Slowed = Slowed()  # of decode steps, while others compute prompts
-    beside_decode: Slowed = Slowed()  # of decode steps, while others decode
+    beside_prompts: Slowed = field(default_factory=Slowed)  # of decode steps, while others compute prompts
+    beside_decode: Slowed = field(default_factory=Slowed)  # of decode steps, while others decode
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ class Worker(Listener):
         """Return the load. Its paces are from the last report that taught the cost fit."""
         engine, scheduler, paces = self.engine, self.engine.scheduler, self._paces
         return Load(
-            step=engine.steps,
+            step=engine.rows.steps,
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             queued_tokens=engine.queued_tokens,
@@ -444,8 +444,8 @@ class DecodeWorker(Worker):
         gaps = self.engine.gaps
         if gaps is None or not self.engine.generated(row):
             return
-        gaps.forget(min((one.joined for one in self.rows.values()), default=self.engine.steps))
-        attempt.request.gaps += gaps.of(row.joined, self.engine.steps) + [(wait_s, 1) for wait_s in row.waits]
+        gaps.forget(min((one.joined for one in self.rows.values()), default=self.engine.rows.steps))
+        attempt.request.gaps += gaps.of(row.joined, self.engine.rows.steps) + [(wait_s, 1) for wait_s in row.waits]
 
     def _delivered(self, attempt: Attempt, row: Row) -> int:
         return attempt.before + row.base - attempt.known + self.engine.generated(row)
