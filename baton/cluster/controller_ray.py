@@ -131,7 +131,7 @@ ANSWER_S = 5.0
 CHILD_WAIT_S = 5.0  # for Ray; then the child ends and is restarted
 LOST_S = 20.0  # without an answer; Ray restarts a controller within seconds
 ENSURE_S = 60.0
-LET_GO_S = 10.0  # for a child to end when its controller is detached
+DETACH_S = 10.0  # for a child to end when its controller is detached
 UNBOUNDED = 10**9
 
 
@@ -167,7 +167,7 @@ class RemoteControl:
         if not self._begun:
             return
         if not self._bound:  # first, because a child without a controller would create a new one
-            self._let_go(LET_GO_S)
+            self._end_child(DETACH_S)
         ending = Child(ProcessSpec("stop", [*self._command, "--stop"], self._log))
         try:
             ending.start()
@@ -175,9 +175,9 @@ class RemoteControl:
             log.warning("controller_did_not_stop", error=str(error))
         ending.wait(grace_s + STOP_S)
         if self._bound:  # last, because actors that are not detached end with the child
-            self._let_go(grace_s)
+            self._end_child(grace_s)
 
-    def _let_go(self, within_s: float) -> None:
+    def _end_child(self, within_s: float) -> None:
         self._child.terminate()
         self._child.wait(within_s)
 

@@ -158,9 +158,7 @@ class PoolConfig(Section):
     """A pool of workers."""
 
     replicas: Processes = Field(default=1, description="workers at the start")
-    tensor_parallel: Processes = Field(
-        default=1, description="processes that share a worker's model; only on CPUs so far"
-    )
+    tensor_parallel: Processes = Field(default=1, description="processes that share a worker's model; on CPUs only")
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")] = Field(
         default="auto",
         description="cpu, cuda (with Ray one GPU per worker) or cuda:N; auto means the first GPU, else the CPU",
@@ -181,9 +179,7 @@ class PoolConfig(Section):
     max_running: Rows = Field(default=64, description="maximum requests that a worker computes at the same time")
     prefix_cache: bool = Field(default=True, description="reuse computed KV for prompts with the same prefix")
     listen: Address = Field(default="127.0.0.1:0", description="address of each worker; port 0 means any free port")
-    metrics: Address | None = Field(
-        default="127.0.0.1:0", description="Prometheus address of each worker; null disables it"
-    )
+    metrics: Address | None = Field(default="127.0.0.1:0", description="Prometheus address of a worker; null for none")
     advertise: Host | None = Field(default=None, description="host that a worker registers, with the listener's port")
     interface: Interface | None = Field(
         default=None, description="network interface for KV transfers, and of the registered address without advertise"
@@ -308,9 +304,7 @@ class RayConfig(Section):
 class QueueConfig(Section):
     """Limits of the router's queue."""
 
-    max_requests: PositiveInt = Field(
-        default=256, description="maximum queued requests; more are rejected with a retry delay"
-    )
+    max_requests: PositiveInt = Field(default=256, description="queued requests; more are rejected with a retry delay")
     max_tokens: PositiveInt = Field(default=1_000_000, description="maximum prompt tokens of all queued requests")
     max_wait_s: Seconds = Field(default=10.0, description="maximum wait; a request that would wait longer is rejected")
 
@@ -355,15 +349,11 @@ class TransferConfig(Section):
         default=4, ge=1, le=64, description="frames in flight on a channel, with staging for each at both ends"
     )
     coalesce_below: Size = Field(default=256 * 2**10, description="minimum KV in a frame while its prompt is computed")
-    frame_deadline_s: Seconds = Field(
-        default=10.0, description="maximum time of one frame; a slower one closes its channel"
-    )
+    frame_deadline_s: Seconds = Field(default=10.0, description="time limit of a frame, after which its channel closes")
     staging_memory: Size = Field(
         default=2**30, description="staging of all channels of a worker, at each end; if full, an idle one is closed"
     )
-    verify: Literal["frames", "kv"] = Field(
-        default="frames", description="kv adds a digest of the whole KV to those of frames"
-    )
+    verify: Literal["frames", "kv"] = Field(default="frames", description="kv adds a digest of the whole KV")
 
 
 class LedgerConfig(Section):

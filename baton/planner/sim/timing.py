@@ -76,14 +76,10 @@ class Stretch:
 
     def done_by(self, now: float) -> int:
         """Return the number of steps done at `now`."""
-        if self._ends:
-            return min(bisect_right(self._ends, now - self.began), self.count)
         return bisect_right(range(1, self.count + 1), now, key=self.end)
 
     def next_end(self, now: float) -> int:
         """Return the number of the step under way at `now`; jobs wait for its end."""
-        if self._ends:
-            return min(bisect_left(self._ends, now - self.began) + 1, self.count)
         return min(bisect_left(range(1, self.count + 1), now, key=self.end) + 1, self.count)
 
     def pieces(self, steps: int) -> list[tuple[int, float]]:
