@@ -157,13 +157,13 @@ def _with_security(config: ClusterConfig, file: Path) -> ClusterConfig:
     """Make paths absolute, so that every process of the cluster finds them."""
     security = config.security
     tls = security.tls and security.tls.model_copy(
-        update={part: _beside(path, file) for part, path in security.tls.files().items()}
+        update={part: _resolved(path, file) for part, path in security.tls.files().items()}
     )
-    tokens = security.tokens and _beside(security.tokens, file)
+    tokens = security.tokens and _resolved(security.tokens, file)
     return config.model_copy(update={"security": security.model_copy(update={"tls": tls, "tokens": tokens})})
 
 
-def _beside(path: str, file: Path) -> str:
+def _resolved(path: str, file: Path) -> str:
     """Resolve a relative path against the current folder, or, if it exists only there, the cluster file's folder."""
     here, there = Path(path).absolute(), file.resolve().parent / path
     return str(there if there.exists() and not here.exists() else here)

@@ -238,15 +238,15 @@ def fit_colocated(points: Sequence[Gaps], alone: Gaps, busy: Gaps | None) -> Dec
     """Return the decode costs of workers with both roles. `points`: all decoded equally many sequences. `alone`: one
     decoded one. `busy`: another one computed prompts; None means not measured, and the slowdown by decoding is used.
     """
-    beside = min((one for one in points if one.rows == alone.rows), key=lambda one: one.context)
-    longer = max(1.0, beside.mean / alone.mean)
+    same_rows = min((one for one in points if one.rows == alone.rows), key=lambda one: one.context)
+    longer = max(1.0, same_rows.mean / alone.mean)
     each = [replace(one, seconds=tuple(seconds / longer for seconds in one.seconds)) for one in points]
     pieces = fit_decode(each)
     decoding = Slowed(factor=longer, spread=fit_spread(points))
-    return Decoding(pieces, fit_spread([alone]), _beside(pieces, busy) if busy else decoding, decoding)
+    return Decoding(pieces, fit_spread([alone]), _slowdown(pieces, busy) if busy else decoding, decoding)
 
 
-def _beside(pieces: tuple[Piece, ...], busy: Gaps) -> Slowed:
+def _slowdown(pieces: tuple[Piece, ...], busy: Gaps) -> Slowed:
     usual_s = seconds_of(piece_of(pieces, busy.rows), Steps(busy.rows, busy.context, 0.0))
     return Slowed(factor=max(1.0, busy.mean / usual_s), spread=fit_spread([busy]))
 
@@ -273,7 +273,7 @@ def fitted(seen: Measured, cluster: ClusterStatus, tensor_parallel: int, name: s
         decoding = fit_colocated(points, merged(seen.alone), merged(seen.busy) if seen.busy else None)
     else:  # separate pools: `points` without prompts, `busy` with prompts elsewhere
         pieces = fit_decode(points)
-        decoding = Decoding(pieces, fit_spread(points), _beside(pieces, merged(seen.busy)))
+        decoding = Decoding(pieces, fit_spread(points), _slowdown(pieces, merged(seen.busy)))
     busy = summed(*seen.busy_prompts)
     busy_prompt = max(1.0, seconds_a_step(busy) / seconds_of(prompt, Steps.of(busy))) if busy.steps else 1.0
     beside = Slower(busy_prompt, decoding.beside_decode.factor) if decoding.beside_decode else Slower()

@@ -390,14 +390,14 @@ class Engine:
         decodes = len(work) - len(new)
         stalled = decodes < len(rows)
         prompts, context = sum(item.count for item in new), sum(item.context for item in new)
-        beside = sum(item.context for item in work if item.sequence in rows) if stalled else self.rows.context
-        seconds = self.timing.step(prompts, context, decodes, beside)
+        decode_context = sum(item.context for item in work if item.sequence in rows) if stalled else self.rows.context
+        seconds = self.timing.step(prompts, context, decodes, decode_context)
         for item in new:
             self.listener.chunk(cast("Row", item.sequence), item.count, seconds)
         if stalled:
             self.rows.stall(work, self.kernel.now)
         self._stuck = not prompts and bool(self.scheduler.waiting) and not plan.preempted and self._orderly()
-        self.paces.planned(prompts, context, decodes, beside, seconds)
+        self.paces.planned(prompts, context, decodes, decode_context, seconds)
         self.tally.planned(prompts, decodes, seconds)
         self._event = self.kernel.timer(self.kernel.now + seconds, self._planned, work, decodes, seconds)
 

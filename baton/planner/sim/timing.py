@@ -27,15 +27,15 @@ class Paces:
     def decoded(self, steps: int, tokens: int, context: int, seconds: float) -> None:
         _add(self.decode, steps, tokens, context, seconds)
 
-    def planned(self, prompts: int, context: int, decodes: int, beside: int, seconds: float) -> None:
+    def planned(self, prompts: int, context: int, decodes: int, decode_context: int, seconds: float) -> None:
         """Add a step: tokens and positions of its prompts, then of its decoding sequences."""
         if not prompts:
-            _add(self.decode, 1, decodes, beside, seconds)
+            _add(self.decode, 1, decodes, decode_context, seconds)
         elif not decodes:
             _add(self.prefill, 1, prompts, context, seconds)
         else:
             _add(self.joint, 1, prompts, context, seconds)
-            _add(self.beside, 1, decodes, beside, 0.0)
+            _add(self.beside, 1, decodes, decode_context, 0.0)
 
     def copy(self) -> Paces:
         now = Paces()
@@ -130,11 +130,11 @@ class Timing:
         """Whether steps of equal cost may take different times."""
         return bool(self._spread) or self._host is not None
 
-    def step(self, prompts: int, context: int, decodes: int, beside: int) -> float:
-        """Return the seconds of a new step. Prompts attend to `context` positions, decoding sequences to `beside`."""
-        seconds = self._cost.seconds(prompts, context, decodes, beside)
+    def step(self, prompts: int, context: int, decodes: int, decode_context: int) -> float:
+        """Return the seconds of a new step. Contexts are positions attended to by prompts and by decoding sequences."""
+        seconds = self._cost.seconds(prompts, context, decodes, decode_context)
         if self._host is not None:
-            rows_s = self._cost.seconds(0, 0, decodes, beside) if decodes else 0.0
+            rows_s = self._cost.seconds(0, 0, decodes, decode_context) if decodes else 0.0
             share = min(rows_s / seconds, 1.0) if seconds else 0.0
             self._do(share)
             seconds *= self._slower(share)
@@ -174,9 +174,9 @@ class Timing:
     def _slower(self, share: float) -> float:
         """Return the slowdown of a step that spends `share` of its time on decoding."""
         decoding, prompts = self._busy_neighbours()
-        beside = self._contention
-        decode = decoding * (beside.beside_decode.factor - 1) + prompts * (beside.beside_prompts.factor - 1)
-        return 1 + share * decode + (1 - share) * (decoding + prompts) * (beside.prompts - 1)
+        contention = self._contention
+        decode = decoding * (contention.beside_decode.factor - 1) + prompts * (contention.beside_prompts.factor - 1)
+        return 1 + share * decode + (1 - share) * (decoding + prompts) * (contention.prompts - 1)
 
     def _drawn(self) -> float:
         """Draw a factor. Its spread is that of the neighbours' work, in proportion to their shares."""

@@ -114,7 +114,7 @@ class Worker(Listener):
             "blocks in use": counts.owned + counts.reserved,
             "sequences": len(scheduler.running) + len(scheduler.waiting),
             "attempts": len(self.attempts),
-            "claims": view.dispatched + view.queued_tokens + view.pending_blocks,
+            "placements": view.dispatched + view.queued_tokens + view.pending_blocks,
         }
         return [f"{self.ref} has {count} {what}" for what, count in found.items() if count]
 
