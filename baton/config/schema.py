@@ -69,11 +69,6 @@ def parse_allowed(value: object) -> bool | tuple[str, ...]:
     return tuple(value)
 
 
-def encrypts(transport: str, allowed: bool | tuple[str, ...]) -> bool:
-    """Return True if `transport` uses the encrypted one between machines, given certificates and no exception."""
-    return transport == "auto" and allowed is not True and "transfer.transport" not in (allowed or ())
-
-
 def unsafe(
     addresses: Mapping[str, str | None], given: Collection[str], allowed: bool | tuple[str, ...]
 ) -> Iterator[str]:
@@ -477,7 +472,9 @@ class ClusterConfig(Section):
     @property
     def kv_is_encrypted(self) -> bool:
         """True if `transfer.transport: auto` protects KV from other hosts by encryption."""
-        return encrypts(self.transfer.transport, self.security.allow_insecure) and self.security.tls is not None
+        allowed = self.security.allow_insecure
+        is_exception = allowed is True or "transfer.transport" in (allowed or ())
+        return self.transfer.transport == "auto" and not is_exception and self.security.tls is not None
 
     @model_validator(mode="after")
     def _listeners_are_safe(self) -> ClusterConfig:
