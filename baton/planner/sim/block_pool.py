@@ -61,7 +61,7 @@ class CountedPool(BlockPool):
         self._reserved = self._owned = 0
         self._kept: OrderedDict[int, int] = OrderedDict()  # freed blocks by hash, or by a negative number; oldest first
         self._kept_blocks = 0
-        self._references: dict[int, int] = {}  # reference count of each hash
+        self._use_counts: dict[int, int] = {}  # reference count of each hash
         self._next = 0  # next negative number
 
     @property
@@ -75,7 +75,7 @@ class CountedPool(BlockPool):
         """See `BlockPool.find`. The hashes themselves identify the shared blocks."""
         found: list[int] = []
         for block_hash in cast("Iterable[int]", digests):
-            if block_hash not in self._references:
+            if block_hash not in self._use_counts:
                 break
             found.append(block_hash)
         return found
@@ -83,7 +83,7 @@ class CountedPool(BlockPool):
     def allocate(
         self, n: int, *, reserved: bool = False, shared: Sequence[int] = (), spare: int = 0
     ) -> Allocation | None:
-        references = self._references
+        references = self._use_counts
         if self.available < n + spare + (sum(not references[block_hash] for block_hash in shared) if shared else 0):
             return None
         for block_hash in shared:
@@ -101,7 +101,7 @@ class CountedPool(BlockPool):
         freed = 0
         for held in allocations:
             assert isinstance(held, Held)
-            freed += held.count - sum(self._references[block_hash] > 1 for block_hash in held.hashes if block_hash)
+            freed += held.count - sum(self._use_counts[block_hash] > 1 for block_hash in held.hashes if block_hash)
         return freed
 
     def take(self, blocks: int) -> None:
@@ -122,14 +122,14 @@ class CountedPool(BlockPool):
         if not hashes[0]:
             held.full += len(hashes)
             return
-        added = [block_hash for block_hash in hashes if block_hash and block_hash not in self._references]
+        added = [block_hash for block_hash in hashes if block_hash and block_hash not in self._use_counts]
         for block_hash in hashes:
             if not block_hash:
                 held.full += 1
-            elif block_hash in self._references:
+            elif block_hash in self._use_counts:
                 held.hashes.append(0)
             else:
-                self._references[block_hash] = 1
+                self._use_counts[block_hash] = 1
                 held.hashes.append(block_hash)
         self.on_hashes(added, ())
 
@@ -154,7 +154,7 @@ class CountedPool(BlockPool):
                 self._kept[key] = blocks - taken
                 self._kept.move_to_end(key, last=False)
             elif key > 0:
-                del self._references[key]
+                del self._use_counts[key]
                 lost.append(key)
             self._kept_blocks -= taken
             self._unused += taken
@@ -178,7 +178,7 @@ class CountedPool(BlockPool):
 
     def _let_go(self, allocation: Allocation) -> None:
         assert isinstance(allocation, Held)
-        held, references = allocation, self._references
+        held, references = allocation, self._use_counts
         self._hold(held.state, -held.count)
         self._unused += held.count - len(held.hashes) - held.full
         if held.full:
