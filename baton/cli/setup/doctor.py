@@ -148,7 +148,7 @@ def _tokens(config: ClusterConfig) -> Finding:
     try:
         found = read_tokens(path)
     except ConfigError as error:
-        return Finding("tokens", BAD, str(error), "see Security in the README")
+        return Finding("tokens", BAD, str(error), "correct the file (docs/how-to/secure.md, Tokens)")
     text = f"{len(found)} in {path}"
     if Path(path).stat().st_mode & 0o077:
         return Finding("tokens", WARN, f"{text}, which other users of this machine can read", f"chmod 600 {path}")
