@@ -79,3 +79,15 @@ def test_a_tutorial_runs(cluster, page):
         printed = run(cluster, language, code)
         if language == "python":
             assert words(printed) == words(shown), code
+
+
+def test_the_cluster_file_of_your_own_model_runs(home):
+    """The cluster file of the page, with free ports, and with the demo model instead of the trained one."""
+    page = (ROOT / "docs/tutorials/own-model.md").read_text(encoding="utf-8")
+    (text,) = [code for language, code in Document("own-model", page).fences() if language == "yaml"]
+    shutil.copytree(ROOT / "models/demo", home.path / "models/toy")
+    file = home.path / "toy.yaml"
+    file.write_text(text.replace("/tmp/toy", str(home.path / "models/toy")), encoding="utf-8")
+    with home.cluster(file) as running:
+        ran = [run(running, language, code) for language, code, _ in steps("own-model") if not language]
+    assert len(ran) >= 3
