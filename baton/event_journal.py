@@ -144,5 +144,4 @@ class History:
         self.close(error)
 
 
-OFF = History()
-"""Notes nothing, for nothing."""
+OFF = History()  # keeps no events

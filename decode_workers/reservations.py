@@ -221,6 +221,6 @@ class Reservations:
 def _check_first(spec: SequenceSpec, first: Sequence[Token]) -> None:
     """Raise OfferRefused unless the tokens sent to the router are those that decoding continues from."""
     known = spec.known
-    told = [(token.index, token.token_id) for token in first]
-    if not known or told != [(len(known) - 1, token_id) for token_id in known[-1:]]:
-        raise OfferRefused(f"first: the {len(told)} tokens are not the last of the {len(known)} known tokens")
+    sent = [(token.index, token.token_id) for token in first]
+    if not known or sent != [(len(known) - 1, token_id) for token_id in known[-1:]]:
+        raise OfferRefused(f"first: the {len(sent)} tokens are not the last of the {len(known)} known tokens")

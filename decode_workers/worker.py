@@ -84,11 +84,11 @@ def stepped(result: StepResult, times: DecodeTimes) -> Iterator[HandoffEvents]:
     for key, thoughts in result.thoughts:
         yield key, [events.thoughts(key, thoughts)]
     for item in result.outputs:
-        said = events.output(item)
+        sent = events.output(item)
         if item.finish is not None:
-            said[-1].finish.verify_s = times.verify_s(item.key)
-            said[-1].spans.extend(times.ended(item.key))
-        yield item.key, said
+            sent[-1].finish.verify_s = times.verify_s(item.key)
+            sent[-1].spans.extend(times.ended(item.key))
+        yield item.key, sent
     for key in result.preempted:
         yield key, [events.preempted(key, "the KV pool is full", times.ended(key))]
     for key, error in result.failed:
@@ -294,18 +294,18 @@ class DecodeWorker(HandoffRole[DecodeJob]):
             return
         self._history.tokens("adopted", handoff, commit.first)
         self._decodes(handoff, commit.spec, job)
-        said = adoption_events(handoff, commit, self._times)
+        sent = adoption_events(handoff, commit, self._times)
         self._times.begin(handoff, tokens, alone=False)
-        self.detached.record(handoff, said)
-        job.session.emit(said)
+        self.detached.record(handoff, sent)
+        job.session.emit(sent)
         if self._leaving:
             self._hand_back(handoff)
 
     def _step_events(self, result: StepResult) -> Iterator[HandoffEvents]:
-        for key, said in stepped(result, self._times):
+        for key, sent in stepped(result, self._times):
             if key in self._work:
-                self.detached.record(key, said)
-                yield key, said
+                self.detached.record(key, sent)
+                yield key, sent
         for key, how in ended(result):
             self._forget(key, how)
 

@@ -86,8 +86,8 @@ class EndOfHandoff:
     after: int
 
 
+# An item for the receiving thread. Messages from the express are not checked yet. None ends the thread.
 Item = Frame | EndOfHandoff | pb.PeerCommand | None
-"""An item for the receiving thread. Messages from the express are not checked yet. None ends the thread."""
 
 
 class ReceiveQueue:

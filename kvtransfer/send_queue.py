@@ -219,7 +219,7 @@ class SendQueue:
         """See `Sender.abort`."""
         with self._changed:
             if push := self._pushes.get(handoff):
-                self._fail(push, StaleAttempt(f"push {handoff}: aborted"), tell=push.state is not State.WAITING)
+                self._fail(push, StaleAttempt(f"push {handoff}: aborted"), notify=push.state is not State.WAITING)
 
     def stop(self, error: HandoffError, *, after_s: float = 0.0) -> None:
         """Break the channel: end all pushes with `error`, or with an earlier one that arrives within `after_s`."""
@@ -375,16 +375,16 @@ class SendQueue:
         if not refused.HasField("handoff"):
             self.stop(error)
         elif push := self._pushes.get(convert.handoff_from_pb(refused.handoff)):
-            self._fail(push, error, tell=push.state is not State.OFFERED)  # a refused offer needs no abort
+            self._fail(push, error, notify=push.state is not State.OFFERED)  # a refused offer needs no abort
 
     def _acknowledged(self, handoff: HandoffId) -> None:
         if (push := self._pushes.get(handoff)) and push.state is State.COMMITTED and self._welcome is not None:
             del self._pushes[handoff]
             self._report(handoff, push.result(self._welcome.transport))
 
-    def _fail(self, push: Push, error: HandoffError, *, tell: bool) -> None:
+    def _fail(self, push: Push, error: HandoffError, *, notify: bool) -> None:
         del self._pushes[push.job.handoff]
-        if tell:
+        if notify:
             self.window.flush()
             abort = pb.AbortHandoff(handoff=convert.handoff_to_pb(push.job.handoff))
             self._enqueue(pb.PeerCommand(abort=abort, after=self.window.number))

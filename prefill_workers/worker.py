@@ -53,21 +53,21 @@ def stepped(result: StepResult, works: Mapping[HandoffId, PrefillJob]) -> Iterat
             yield item.key, _output(item, work)
     for key, error in result.failed:
         if (work := works.get(key)) is not None:
-            yield key, [events.failed(key, error, spans=work.times.said())]
+            yield key, [events.failed(key, error, spans=work.times.take_spans())]
 
 
 def _output(item: SequenceOutput, work: PrefillJob) -> list[worker_pb2.WorkerEvent]:
-    said = events.output(item)
+    sent = events.output(item)
     work.times.computed(len(work.spec), item.cached_tokens)
     if item.finish is not None:
-        said[-1].spans.extend(work.times.said())
-    return said
+        sent[-1].spans.extend(work.times.take_spans())
+    return sent
 
 
 def pushed(handoff: HandoffId, outcome: PushResult | HandoffError, work: PrefillJob) -> Event:
     """Return the event for an ended push."""
     if isinstance(outcome, PushResult):
-        said = events.pushed(
+        sent = events.pushed(
             handoff,
             kv_bytes=outcome.nbytes,
             exposed_s=outcome.exposed_s,
@@ -77,10 +77,10 @@ def pushed(handoff: HandoffId, outcome: PushResult | HandoffError, work: Prefill
         figures = {"kv_bytes": outcome.nbytes, "frames": outcome.frames, "exposed_s": f"{outcome.exposed_s:.6f}"}
         work.times.pushed(**figures, transport=outcome.transport)
     else:
-        said = events.failed(handoff, outcome, held=work.waits)
+        sent = events.failed(handoff, outcome, held=work.waits)
         work.times.pushed(error=type(outcome).__name__)
-    said.spans.extend(work.times.said())
-    return said
+    sent.spans.extend(work.times.take_spans())
+    return sent
 
 
 @dataclass(slots=True)
@@ -95,10 +95,10 @@ class PrefillJob(Job):
     waits: bool = False  # its push failed, and its KV waits for a retransfer or a Release
     thoughts: Thoughts = field(default_factory=Thoughts)
 
-    def said(self, handoff: HandoffId) -> list[worker_pb2.WorkerEvent]:
+    def replay(self, handoff: HandoffId) -> list[worker_pb2.WorkerEvent]:
         """Repeat all events about the output under the new handoff, because the router may have left the old one."""
         first = events.output(replace(self.first, key=handoff)) if self.first is not None else []
-        return self.thoughts.said(handoff) + first
+        return self.thoughts.events(handoff) + first
 
     def end(self, thinking: ThinkingState | None) -> PushEnd:
         """Return the end of the push, which includes the sampled first token."""
@@ -224,7 +224,7 @@ class PrefillWorker(HandoffRole[PrefillJob]):
         self._begin(PushJob(handoff, to, len(work.spec), message.skip, verify=work.spec.deterministic))
         if work.first is not None:
             self._history.tokens("tokens", handoff, work.first.tokens)
-        session.emit(work.said(handoff))
+        session.emit(work.replay(handoff))
         if work.first is not None:
             self._finish(handoff, work)
 

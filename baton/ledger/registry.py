@@ -262,9 +262,9 @@ class Ledger:
     async def _decide(self, script: Script, keys: Sequence[str], *args: Arg) -> list[Any]:
         """Run a script that compares epochs first. Returns its answer, which begins with the epoch."""
         key = self.connection.key
-        told = (*self._known, int(self._clock.wall() * 1e6), self._lease_ms)
+        caller = (*self._known, int(self._clock.wall() * 1e6), self._lease_ms)
         names = (key("epoch"), key("counter"), key("grace"), *keys)
-        answer = await self.connection.run(script, names, (*told, *args))
+        answer = await self.connection.run(script, names, (*caller, *args))
         assert isinstance(answer, list)
         self._saw(answer[0])
         return answer

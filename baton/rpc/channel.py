@@ -1,7 +1,7 @@
 """Channels and servers with the gRPC options and the TLS (`Wire`) that Baton relies on.
 
 A frozen peer is only detected with `grpc.http2.ping_timeout_ms`: the two usual keepalive options alone let a call hang.
-A listener does not share its port (`grpc.so_reuseport`) unless asked to, so a port in use is an error. `bind` reports
+A listener does not share its port (`grpc.so_reuseport`) by default, so a port in use is an error. `bind` reports
 the reason of a failure.
 
   client -> router.grpc                            the server has a certificate, the client a token
@@ -161,7 +161,7 @@ def _why(host: str, port: int) -> str:
             probe.bind(found[0][4])
     except (OSError, OverflowError) as error:
         return str(error)
-    return "gRPC refused it without saying why"
+    return "gRPC gave no reason"
 
 
 @dataclass(frozen=True, slots=True)

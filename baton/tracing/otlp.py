@@ -69,7 +69,7 @@ class Exporter:
         self._exporter.shutdown()
 
     def _run(self) -> None:
-        told = 0
+        reported = 0
         while not (self._over.is_set() or (self._closing.is_set() and self._queue.empty())):
             batch: list[Ended] = []
             try:
@@ -79,9 +79,9 @@ class Exporter:
                 log.exception("trace_broke")
                 sent = False
             self._lost += 0 if sent else len(batch)
-            if self.dropped > told:
-                told = self.dropped
-                log.warning("traces_not_exported", collector=self._endpoint, dropped=told)
+            if self.dropped > reported:
+                reported = self.dropped
+                log.warning("traces_not_exported", collector=self._endpoint, dropped=reported)
 
     def _batch(self) -> Iterator[Ended]:
         """Yield requests that have lingered long enough, at least one if there is one soon."""

@@ -78,7 +78,7 @@ class EngineLoop:
         self._clock = clock or SystemClock()
         self.iterations = 0
         self.step_began = 0.0  # monotonic seconds
-        self._telling_s = 0.0  # to deliver the outputs of the last step
+        self._delivery_s = 0.0  # to deliver the outputs of the last step
         self.failure: BaseException | None = None
         self._idle_s = idle_s
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
@@ -125,9 +125,9 @@ class EngineLoop:
         self.step_began = self._clock.monotonic()
         result = self.engine.step()
         computed = self._clock.monotonic()
-        self.paces.note(result, computed - self.step_began + self._telling_s)
+        self.paces.note(result, computed - self.step_began + self._delivery_s)
         listener.stepped(result)
-        self._telling_s = self._clock.monotonic() - computed
+        self._delivery_s = self._clock.monotonic() - computed
         return bool(result.computed or result.outputs or result.preempted or result.failed)
 
     def _drain(self, *, wait: bool = False) -> None:

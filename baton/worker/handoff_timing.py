@@ -63,7 +63,7 @@ class PrefillTimes:
         if self._leaves is not None:
             self._spans.append(span("push", self._leaves, self._clock.monotonic(), self._clock, **figures))
 
-    def said(self) -> list[common_pb2.Span]:
+    def take_spans(self) -> list[common_pb2.Span]:
         spans, self._spans = self._spans, []
         return spans
 

@@ -33,7 +33,7 @@ from baton.ledger.control_state import ControlState, WorkerCommand
 from baton.ledger.registry import Ledger
 from baton.metrics.http import MetricsServer
 from baton.metrics.worker import Watched, WorkerMetrics
-from baton.network import called
+from baton.network import reachable_address
 from baton.rpc import channel, convert
 from baton.rpc.channel import Wire
 from baton.rpc.v1 import worker_pb2_grpc
@@ -100,7 +100,7 @@ class Lease:
         Without Redis the worker goes on, because its streams are alive. A call times out after a third of the lease.
         """
         self.check()
-        asked = self._clock.monotonic()
+        called_at = self._clock.monotonic()
         self._history.note("beat", progress=progress)
         try:
             async with asyncio.timeout(self.lease_s / 3):
@@ -108,7 +108,7 @@ class Lease:
                     await self.take()
         except (LedgerError, TimeoutError) as error:
             log.warning("ledger_away", error=str(error) or "no answer in time")
-        self._kept = asked
+        self._kept = called_at
 
 
 class Stepping(Protocol):
@@ -129,7 +129,7 @@ async def measured(settings: WorkerSettings, leaving: AsyncExitStack) -> tuple[W
     bound = await server.start(settings.metrics)
     leaving.push_async_callback(server.stop)
     key = f"{settings.role.value}.interface"
-    return metrics, called(bound, settings.advertise, settings.interface, settings.redis_url, key)
+    return metrics, reachable_address(bound, settings.advertise, settings.interface, settings.redis_url, key)
 
 
 def watched(info: WorkerInfo, lease: Lease, stepping: Stepping, service: WorkerService, role: WorkerRole) -> Watched:
@@ -195,8 +195,8 @@ async def run_incarnation(
     async with contextlib.AsyncExitStack() as leaving:
         leaving.push_async_callback(ledger.close)
         address = channel.bind(server, settings.listen, wire.private)
-        metrics, told = await measured(settings, leaving)
-        info = _info(settings, engine, await ledger.mint(settings.worker_id), address, told)
+        metrics, metrics_address = await measured(settings, leaving)
+        info = _info(settings, engine, await ledger.mint(settings.worker_id), address, metrics_address)
         history = _history(settings, info.ref, clock)
         engine.pool.history = leaving.enter_context(history)
         loop = EngineLoop(engine, clock=clock)
@@ -209,7 +209,7 @@ async def run_incarnation(
         leaving.push_async_callback(role.close)  # after loop.stop, to write the last records
         leaving.push_async_callback(asyncio.to_thread, loop.stop)
         leaving.callback(service.close)
-        await health.tell(serving=False)
+        await health.report(serving=False)
         await server.start()
         leaving.push_async_exit(partial(_stop_serving, server))
         lease = Lease(ledger, info, settings.lease_s, clock, history)
@@ -219,12 +219,12 @@ async def run_incarnation(
         leaving.push_async_callback(_deregister, ledger, info.ref)
         leaving.callback(log.info, "worker_stops", worker=info.ref)
         log.info("worker_ready", worker=info.ref, role=info.role.value, address=address, fingerprint=info.fingerprint)
-        await health.tell(serving=True)
+        await health.report(serving=True)
         ready(info.ref)
         beats = Beats(info, lease, loop, service, ControlState(ledger.connection), settings, clock)
         order = await beats.run(stop)
         if order is not None:
-            await health.tell(serving=False)
+            await health.report(serving=False)
             await beats.drain(stop, order.grace_s, role, lambda: stepping.drained)
         await _deregister(ledger, info.ref)  # routers stop choosing it
         await _leave(loop, role)
@@ -242,7 +242,7 @@ class _Health:
         self._servicer = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
-    async def tell(self, *, serving: bool) -> None:
+    async def report(self, *, serving: bool) -> None:
         self._metrics.serving = serving
         status = health_pb2.HealthCheckResponse
         await self._servicer.set("", status.SERVING if serving else status.NOT_SERVING)
@@ -257,7 +257,7 @@ class Beats:
         lease: Lease,
         loop: EngineLoop,
         service: WorkerService,
-        board: ControlState,
+        control: ControlState,
         settings: WorkerSettings,
         clock: Clock,
     ) -> None:
@@ -265,7 +265,7 @@ class Beats:
         self._lease = lease
         self._loop = loop
         self._service = service
-        self._board = board
+        self._control = control
         self._every_s, self._ask_s = settings.heartbeat_s, settings.lease_s / 6
         self._clock = clock
         self._seen = -1
@@ -303,7 +303,7 @@ class Beats:
         """Read the order. Returns None, too, after a timeout: a sixth of the lease, which must not lapse."""
         try:
             async with asyncio.timeout(self._ask_s):
-                return await self._board.order(self._info.ref)
+                return await self._control.order(self._info.ref)
         except (LedgerError, TimeoutError) as error:
             log.warning("orders_unread", error=str(error) or "no answer in time")
             return None

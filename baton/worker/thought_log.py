@@ -34,7 +34,7 @@ class Thoughts:
         while self._most_bytes is not None and self._nbytes > self._most_bytes:
             self._forget(self._kept.popleft())
 
-    def said(self, handoff: HandoffId) -> list[worker_pb2.WorkerEvent]:
+    def events(self, handoff: HandoffId) -> list[worker_pb2.WorkerEvent]:
         """Return all thoughts kept as one event, or no event."""
         return [events.thoughts(handoff, self._kept)] if self._kept else []
 

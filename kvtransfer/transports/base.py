@@ -231,13 +231,13 @@ class RingEnd(ABC):
 
     def _guard(self, call: Callable[[], None]) -> None:
         try:
-            told(self._title, call)
+            translate_errors(self._title, call)
         except ChannelBroken:
             self.close()
             raise
 
 
-def told(what: str, call: Callable[[], T]) -> T:
+def translate_errors(what: str, call: Callable[[], T]) -> T:
     """Return the result of `call`. Raises ChannelBroken with only the text of a library's error."""
     try:
         return call()

@@ -23,7 +23,7 @@ from baton.errors import ChannelBroken
 from baton.rpc.channel import sync_channel
 from baton.rpc.v1 import peer_pb2 as pb
 from baton.rpc.v1.peer_pb2_grpc import PeerStub
-from kvtransfer.transports.base import ChannelName, KeyRelay, Ring, RingEnd, Side, local_ring, told
+from kvtransfer.transports.base import ChannelName, KeyRelay, Ring, RingEnd, Side, local_ring, translate_errors
 from kvtransfer.transports.rendezvous import awaited_key
 
 CHUNK_BYTES = 1 << 20
@@ -49,7 +49,7 @@ class GrpcTransport:
         """See `Transport`."""
         build = self._receiver if side is Side.RECEIVER else self._sender
         title, staging = f"grpc channel {name}", local_ring(ring, self.device)
-        return told(f"{title}: not built", lambda: build(title, staging, keys, deadline_s))
+        return translate_errors(f"{title}: not built", lambda: build(title, staging, keys, deadline_s))
 
     async def take(self, requests: AsyncIterator[pb.DataChunk]) -> None:
         """Serve one Data call in the server's event loop until it ends. Raises ChannelBroken."""

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from baton.errors import ConfigError
-from kvtransfer.transports.base import RingEnd, Side, local_ring, told
+from kvtransfer.transports.base import RingEnd, Side, local_ring, translate_errors
 from kvtransfer.transports.rendezvous import relayed_store
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class GlooTransport:
     def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> GroupEnd:
         """See `Transport`. gloo closes a group with its last reference; abort() and shutdown() close nothing."""
         title, deadline = f"gloo channel {name}", timedelta(seconds=deadline_s)
-        group = told(f"{title}: not built", lambda: self._group(name, side, keys, deadline))
+        group = translate_errors(f"{title}: not built", lambda: self._group(name, side, keys, deadline))
         return GroupEnd(title, local_ring(ring, self.device), group, side, lambda work: work.wait(deadline))
 
     def _group(self, name: ChannelName, side: Side, keys: KeyRelay, deadline: timedelta) -> dist.ProcessGroupGloo:
@@ -136,7 +136,7 @@ class NcclTransport:
     def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> GroupEnd:
         """See `Transport`. An end uses its thread's current CUDA stream; abort() returns when no kernel runs."""
         title = f"nccl channel {name}"
-        return told(f"{title}: not built", lambda: self._end(title, name, side, keys, ring, deadline_s))
+        return translate_errors(f"{title}: not built", lambda: self._end(title, name, side, keys, ring, deadline_s))
 
     def _end(
         self, title: str, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float

@@ -21,7 +21,7 @@ import time
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
-from kvtransfer.transports.base import RingEnd, Side, told
+from kvtransfer.transports.base import RingEnd, Side, translate_errors
 from kvtransfer.transports.rendezvous import awaited_key
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class ControlSocket:
 
     def send(self, packet: bytes) -> None:
         """Send a packet. Raises ChannelBroken."""
-        told(self._title, lambda: self._socket.send(packet))
+        translate_errors(self._title, lambda: self._socket.send(packet))
 
     @property
     def ready(self) -> bool:
@@ -67,7 +67,7 @@ class ControlSocket:
 
     def receive(self, timeout_s: float | None = None) -> bytes | None:
         """Return the next packet, or None after a wake or the timeout. Raises ChannelBroken if the peer is gone."""
-        return told(self._title, lambda: self._receive(timeout_s))
+        return translate_errors(self._title, lambda: self._receive(timeout_s))
 
     def wake(self) -> None:
         """Make `receive` return, now or at its next call. No-op if closed."""
@@ -113,7 +113,7 @@ class UnixSocketPair:
         self.socket = connected
         self.express = express
 
-    def tell(self, number: int, nbytes: int) -> None:
+    def notify(self, number: int, nbytes: int) -> None:
         """Notify that frame `number` is filled. Blocks only if some 250 notices are unread, more than the credits."""
         self.socket.send(_NOTICE.pack(number, nbytes))
 
@@ -160,13 +160,13 @@ class SocketEnd(RingEnd):
         staging: Tensor,
         pair: UnixSocketPair,
         side: Side,
-        let_go: Callable[[], object],
+        free: Callable[[], object],
         mark: Callable[[int], object] = lambda number: None,
     ) -> None:
         super().__init__(title, staging)
         self._pair = pair
         self._side = side
-        self._let_go = let_go
+        self._free = free
         self._mark = mark
         self._expected: dict[int, int] = {}
         self.express = ControlSocket(title, pair.express)
@@ -174,7 +174,7 @@ class SocketEnd(RingEnd):
     def _start(self, number: int, nbytes: int) -> None:
         if self._side is Side.SENDER:
             self._mark(number)
-            self._pair.tell(number, nbytes)
+            self._pair.notify(number, nbytes)
         else:
             self._pair.check()
             self._expected[number] = nbytes
@@ -189,7 +189,7 @@ class SocketEnd(RingEnd):
     def _release(self) -> None:
         if self.express is not None:
             self.express.close()
-        self._let_go()
+        self._free()
 
 
 def accept(keys: KeyRelay, deadline_s: float) -> UnixSocketPair:
@@ -248,13 +248,13 @@ def _next(listener: socket.socket, secret: bytes, timeout_s: float) -> socket.so
     listener.settimeout(timeout_s)
     with suppress(TimeoutError):
         connected, _ = listener.accept()
-        if _knows(connected, secret):
+        if _is_peer(connected, secret):
             return connected
         connected.close()
     return None
 
 
-def _knows(connected: socket.socket, secret: bytes) -> bool:
+def _is_peer(connected: socket.socket, secret: bytes) -> bool:
     connected.settimeout(_GREETING_S)
     with suppress(OSError):
         return _mine(connected) and hmac.compare_digest(connected.recv(_SECRET_BYTES + 1), secret)

@@ -21,7 +21,7 @@ from baton.config import ClusterConfig, load_config
 from baton.core import Role, WorkerRef
 from baton.errors import ConfigError
 from baton.logs import configure_logging, redirect_output
-from baton.network import called
+from baton.network import reachable_address
 
 if TYPE_CHECKING:
     from baton.worker.role import RoleFactory
@@ -110,7 +110,7 @@ async def _route(config: ClusterConfig, index: int) -> None:
     bound |= {"http": handle.http} if handle.http else {}
     router, url = config.router, config.redis.url
     where = (router.advertise, router.interface, url, "router.interface")
-    advertised = {name: called(address, *where) for name, address in bound.items()}
+    advertised = {name: reachable_address(address, *where) for name, address in bound.items()}
     handle.metrics_at = advertised["metrics"]
     log.info("router_told", **advertised)
     report_ready({**bound, "advertised": advertised, "pid": os.getpid()})

@@ -153,7 +153,7 @@ def test_start_and_stop_are_in_order_and_leave_only_logs(run):
     assert set(run.state.processes) == {"router"}  # no fake process is told to be one
     assert run.state.grpc == "router.example:4711"
     listens = yaml.safe_load(run.folder.config.read_text())["router"]["grpc"]
-    assert listens == "127.0.0.1:4711", "where another router will listen, whatever others are told"
+    assert listens == "127.0.0.1:4711", "where another router will listen, whatever address others use"
     assert (run.workers.mode, run.workers.url) == (0o600, FakeRedis.url)
     assert run.workers.redis_url == FakeRedis.url
     assert run.workers.polled.wait(10)

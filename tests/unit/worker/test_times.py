@@ -108,7 +108,7 @@ def about(*chunks, by=1):
 
 
 def kept(thoughts, handoff=H):
-    events = thoughts.said(handoff)
+    events = thoughts.events(handoff)
     assert len(events) <= 1
     assert all((e.handoff.request_id, e.handoff.attempt) == (handoff.request_id, handoff.attempt) for e in events)
     return [thought for event in events for thought in thoughts_from_pb(event.thoughts)]
@@ -118,7 +118,7 @@ def kept(thoughts, handoff=H):
 def test_all_is_said_in_one_event_under_any_name(handoff):
     thoughts = Thoughts()
     thoughts.add([])
-    assert thoughts.said(handoff) == []
+    assert thoughts.events(handoff) == []
     thoughts.add(about(0, 1))
     thoughts.add([Thought(2, ())])
     thoughts.add(about(3))
