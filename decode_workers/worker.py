@@ -28,6 +28,7 @@ from decode_workers.reservations import Reservations, State
 
 if TYPE_CHECKING:
     from baton.clock import Clock
+    from baton.engine.block_pool import Reservation
     from baton.engine.engine import Engine
     from baton.engine.step_result import StepResult
     from baton.ledger.ownership import OwnershipLog
@@ -148,7 +149,11 @@ class DecodeWorker(HandoffRole[DecodeJob]):
             session.emit([events.stopping(handoff) if self.draining else events.no_room(handoff, message.known_tokens)])
             return
         self._history.blocks("reserved", handoff, reservation, shared=len(reservation.shared))
-        self.reservations.open(handoff, reservation, message.known_tokens, deadline)
+        try:
+            self.reservations.open(handoff, reservation, message.known_tokens, deadline)
+        except StaleAttempt:
+            self._free(handoff, reservation)
+            raise
         cached = reservation.cached_tokens
         log.debug("handoff_reserved", handoff=handoff, known_tokens=message.known_tokens, cached=cached)
         self.detached.open(handoff, message.stream, message.resumable_s)
@@ -169,8 +174,7 @@ class DecodeWorker(HandoffRole[DecodeJob]):
         reservation = self.reservations.take(handoff, alone=True) if mine else None
         if job is None or reservation is None:
             raise StaleAttempt(f"{handoff} has no reservation here")
-        self._history.blocks("let_go", handoff, reservation)
-        reservation.release()
+        self._free(handoff, reservation)
         self._history.step("computes", handoff)
         if finish is not None:
             self._forget(handoff, "finished")
@@ -257,11 +261,14 @@ class DecodeWorker(HandoffRole[DecodeJob]):
             self._records.note(handoff, job.session.router_id, RecordState.ABORTED)
         reservation = self.reservations.take(handoff)
         if reservation is not None:
-            self._history.blocks("let_go", handoff, reservation)
-            reservation.release()
+            self._free(handoff, reservation)
         self._engine.release(handoff)
         self.detached.drop(handoff)
         self._forget(handoff)
+
+    def _free(self, handoff: HandoffId, reservation: Reservation) -> None:
+        self._history.blocks("let_go", handoff, reservation)
+        reservation.release()
 
     def _forget(self, handoff: HandoffId, how: str = "released") -> None:
         """Forget a handoff that holds nothing any more. A resumable stream is kept until its router releases it."""
@@ -286,8 +293,7 @@ class DecodeWorker(HandoffRole[DecodeJob]):
         try:
             tokens = self._engine.adopt(handoff, commit.spec, reservation, commit.thinking)
         except (InvalidRequest, ValueError) as error:
-            self._history.blocks("let_go", handoff, reservation)
-            reservation.release()
+            self._free(handoff, reservation)
             self.detached.drop(handoff)
             self._forget(handoff, "failed")
             job.session.emit([events.failed(handoff, HandoffError(str(error)))])
