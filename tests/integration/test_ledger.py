@@ -34,7 +34,7 @@ from tests.support.redis_ledger import LONG_LEASE_S, PREFIXES, info_of, order, p
 from tests.support.time_factor import scaled
 from tests.support.waiting import until
 
-RESERVED, PREPARED, COMMITTED, ABORTED, RELEASED = RecordState
+RESERVED, COMMITTED, ABORTED, RELEASED = RecordState
 
 
 async def test_minted_incarnations_are_unique_and_rise_over_many_clients(connect):
@@ -185,7 +185,6 @@ async def test_a_lost_redis_is_a_ledger_error_and_its_return_is_noticed(tmp_path
         store = OwnershipStore(ledger.connection)
         states = [record.state for n in range(300) if (record := await store.read(f"r{n}"))]
         assert states == [RESERVED] * 300
-        assert (log.counters.dropped, log.counters.written) == (0, 300)
         assert not await ledger.renew(info.ref, 1)
         assert await ledger.register(info)
         await log.close()
@@ -369,7 +368,7 @@ async def test_a_handoff_waits_for_redis_not_once_and_costs_four_round_trips_at_
         """The calls of so many handoffs whose states are noted together."""
         before = calls()
         for n in range(count):
-            for state in (RESERVED, PREPARED, COMMITTED, RELEASED):
+            for state in (RESERVED, COMMITTED, RELEASED):
                 log.note(HandoffId(f"{count}-{n}", 1), "router", state)
         assert calls() == before  # the event loop did not run: nothing was sent, and no call waited
         await log.flush()
@@ -377,14 +376,12 @@ async def test_a_handoff_waits_for_redis_not_once_and_costs_four_round_trips_at_
 
     assert await costs(1) == 1
     assert await costs(100) == 100
-    assert log.counters.round_trips == 3
     before = calls()
     for n in range(10):
         for state in RecordState:
             log.note(HandoffId(f"slow-{n}", 1), "router", state)
             await log.flush()
     assert calls() - before == 40
-    assert log.counters.round_trips == 3 + 40
     for name in ("1-0", "100-99", "slow-9"):
         assert (await read(store, name)).state is RELEASED
     await log.close()
