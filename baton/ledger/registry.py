@@ -39,6 +39,7 @@ from baton.ledger.redis_client import Arg, Connection, Script
 from baton.limits import MAX_SYSTEM_FINGERPRINT_CHARS
 
 MAX_EPOCH = 2**53 - 1  # Lua counts in doubles
+MAX_REASON_CHARS = 1024  # of `WorkerInfo.nondeterminism`
 
 _Count = Annotated[int, Field(ge=0, le=MAX_EPOCH)]
 _Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -77,7 +78,7 @@ class _Worker(_Model):
     host: Annotated[str, Field(max_length=256)]
     protocol_version: _Size
     determinism: Annotated[str, Field(max_length=MAX_SYSTEM_FINGERPRINT_CHARS)] = ""  # missing from older workers
-    nondeterminism: Annotated[str, Field(max_length=1024)] = ""
+    nondeterminism: Annotated[str, Field(max_length=MAX_REASON_CHARS)] = ""
     thinking_chunk: _Count = 0
     metrics: Annotated[str, Field(max_length=256)] = ""
 

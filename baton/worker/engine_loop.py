@@ -8,8 +8,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import structlog
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from baton.engine.step_result import StepResult
 
 Job = Callable[[], object]
+T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 
@@ -88,6 +90,21 @@ class EngineLoop:
     def submit(self, job: Job) -> None:
         """Run `job` on the engine thread, after earlier jobs. From any thread; never blocks."""
         self._jobs.put(job)
+
+    def call(self, job: Callable[[], T]) -> Future[T]:
+        """Run `job` as `submit` does. The future gets its result, or its error, which does not end the thread."""
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return  # the caller has given up
+            try:
+                answer.set_result(job())
+            except Exception as error:  # noqa: BLE001  (it belongs to the caller)
+                answer.set_exception(error)
+
+        self.submit(run)
+        return answer
 
     def progressed(self) -> None:
         """Count progress within a step, such as a finished layer. On the engine thread."""

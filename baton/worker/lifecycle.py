@@ -14,7 +14,6 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
@@ -30,7 +29,7 @@ from baton.engine.determinism.checks import bits_fingerprint
 from baton.errors import EngineFault, LedgerError
 from baton.event_journal import OFF, History
 from baton.ledger.control_state import ControlState, WorkerCommand
-from baton.ledger.registry import Ledger
+from baton.ledger.registry import MAX_REASON_CHARS, Ledger
 from baton.metrics.http import MetricsServer
 from baton.metrics.worker import Watched, WorkerMetrics
 from baton.network import reachable_address
@@ -150,7 +149,6 @@ SHUTDOWN_GRACE_S = 2.0
 LEAVE_S = 1.0
 _LOOK_S = 0.01
 _DRAIN_LOOK_S = 0.1
-_LONGEST_REASON = 1024  # characters, the limit of a registry record
 
 
 class _Stepping:
@@ -315,12 +313,11 @@ async def _wait(stop: asyncio.Event, seconds: float) -> None:
 
 
 async def _leave(loop: EngineLoop, role: WorkerRole) -> None:
-    """Hand over running work, and give pushes that are nearly done at most `LEAVE_S`."""
-    left: Future[None] = Future()
-    loop.submit(lambda: left.set_result(role.leave()))  # type: ignore[func-returns-value]
+    """Hand over running work, and give pushes that are nearly done at most `LEAVE_S`. Raises an error of the role."""
+    left = asyncio.wrap_future(loop.call(role.leave))
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LEAVE_S):
-            await asyncio.wrap_future(left)
+            await asyncio.shield(left)  # a late engine thread still hands its work over
             while role.busy:  # noqa: ASYNC110  (the engine thread signals no event)
                 await asyncio.sleep(_LOOK_S)
 
@@ -356,7 +353,7 @@ def _info(settings: WorkerSettings, engine: Engine, incarnation: Incarnation, ad
         pid=os.getpid(),
         host=socket.gethostname(),
         determinism="" if why_not else bits_fingerprint(engine.backend, settings.shapes),
-        nondeterminism=why_not[:_LONGEST_REASON],
+        nondeterminism=why_not[:MAX_REASON_CHARS],
         thinking_chunk=thinking_chunk(engine.backend),
         metrics=metrics,
     )
