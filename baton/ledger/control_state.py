@@ -13,12 +13,12 @@ data has a plan again as soon as the controller or an operator writes one. Unkno
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeAlias, TypeVar
+from typing import TypeVar
 
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from baton.control_plane import Count, Id, Number, Plan, Slot, Text
+from baton.control_plane import Count, DecisionKind, Id, Number, Plan, Slot, Text
 from baton.core import Role, WorkerRef
 from baton.ledger.redis_client import Connection, Script
 
@@ -26,8 +26,6 @@ log = structlog.get_logger(__name__)
 
 KEPT_S = 7 * 86400  # plans and orders
 DECISIONS = 20  # in a controller's report
-
-DecisionKind: TypeAlias = Literal["plan", "start", "turn", "drain", "end", "replace", "give_up"]
 
 
 class _Record(BaseModel):

@@ -11,6 +11,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Info
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -20,6 +21,7 @@ from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
 from baton import errors
+from baton.control_plane import DecisionKind, SlotState
 from baton.core import BlockCounts, FinishReason, Load, Role
 from baton.errors import BatonError
 from baton.stages import Stage
@@ -30,8 +32,8 @@ TRANSPORTS = ("nccl", "gloo", "shm", "cuda_ipc", "grpc", "memory", "unknown")
 BLOCK_STATES = ("free", "owned", "cached", "reserved", "quarantined")
 STEP_KINDS = ("prefill", "decode", "mixed")
 HANDOFFS = ("pushed", "failed", "aborted", "committed", "fenced")
-SLOT_STATES = ("starting", "ready", "turning", "draining", "failed")
-DECISIONS = ("plan", "start", "turn", "drain", "end", "replace", "give_up")
+SLOT_STATES: tuple[str, ...] = get_args(SlotState)
+DECISIONS: tuple[str, ...] = get_args(DecisionKind)
 STAGES = tuple(stage.value for stage in Stage)
 FINISHES = tuple(reason.value for reason in FinishReason)
 SUCCESS = {"eos": "stop", "stop_token": "stop", "stop_string": "stop", "length": "length"}  # vLLM's names
