@@ -17,7 +17,7 @@ from baton.clock import Clock
 from baton.core import HandoffId, SequenceSpec
 from baton.rpc.convert import thoughts_from_pb
 from baton.rpc.v1 import worker_pb2 as pb
-from baton.worker.thought_log import Thoughts
+from baton.worker.events import Thoughts
 
 MOST_BYTES = 2**20  # per stream, for events (about 10,000 tokens without logprobs) and again for thoughts
 _REPLAYED = frozenset({"tokens", "finish", "preempted", "failed"})  # events that a router needs to continue

@@ -5,23 +5,18 @@ Every method runs on the engine thread, except `fetch` and `push_ended`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 import structlog
 
 from baton.core import HandoffId, WorkerInfo
+from baton.engine.block_pool import Allocation
+from baton.engine.engine import Engine
 from baton.errors import HandoffError
+from baton.worker.engine_loop import EngineLoop
+from baton.worker.role import Pusher
 from kvtransfer.handoff import PushEnd, PushJob, PushResult
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from baton.engine.block_pool import Allocation
-    from baton.engine.engine import Engine
-    from baton.worker.engine_loop import EngineLoop
-    from baton.worker.kv_endpoints import Pusher
 
 log = structlog.get_logger(__name__)
 

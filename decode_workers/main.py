@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from baton.core import Load
 from baton.ledger.ownership import OwnershipLog
-from baton.worker.kv_endpoints import Transfers
-from baton.worker.role import RoleDeps
+from baton.worker.role import RoleDeps, Transfers
 from decode_workers.worker import DecodeWorker
 
 
@@ -23,7 +22,6 @@ class HostedDecode(DecodeWorker):
 
     @property
     def busy(self) -> bool:
-        """See `WorkerRole.busy`."""
         return False
 
     def load(self, load: Load) -> Load:

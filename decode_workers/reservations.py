@@ -15,18 +15,14 @@ import enum
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from baton.core import HandoffId, SequenceSpec, Token, WorkerRef
+from baton.engine.block_pool import Reservation
 from baton.errors import OfferRefused, StaleAttempt
 from baton.event_journal import OFF, History
 from baton.metrics.worker import Counts
 from baton.worker.service import Attempts
-from kvtransfer.handoff import PushJob
-
-if TYPE_CHECKING:
-    from baton.engine.block_pool import Reservation
-    from kvtransfer.handoff import CommitState, Offer
+from kvtransfer.handoff import CommitState, Offer, PushJob
 
 
 class State(enum.Enum):

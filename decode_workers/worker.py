@@ -9,35 +9,28 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import structlog
 
+from baton.clock import Clock
 from baton.core import HandoffId, SequenceSpec, Thought, WorkerInfo
+from baton.engine.block_pool import Reservation
+from baton.engine.engine import Engine
+from baton.engine.step_result import StepResult
 from baton.errors import Cancelled, DeadlineExceeded, HandoffError, InvalidRequest, StaleAttempt
-from baton.ledger.ownership import RecordState
+from baton.ledger.ownership import OwnershipLog, RecordState
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2
 from baton.worker import events
+from baton.worker.block_census import Holding
+from baton.worker.engine_loop import EngineLoop
 from baton.worker.handoff_timing import DecodeTimes
-from baton.worker.role import HandoffRole, Job
-from baton.worker.service import deadline_after
+from baton.worker.role import HandoffEvents, HandoffRole, Job, Pusher
+from baton.worker.service import Session, deadline_after
 from decode_workers.detached_streams import DetachedStreams
 from decode_workers.fetch_pins import FetchPins
 from decode_workers.reservations import Reservations, State
-
-if TYPE_CHECKING:
-    from baton.clock import Clock
-    from baton.engine.block_pool import Reservation
-    from baton.engine.engine import Engine
-    from baton.engine.step_result import StepResult
-    from baton.ledger.ownership import OwnershipLog
-    from baton.worker.block_census import Holding
-    from baton.worker.engine_loop import EngineLoop
-    from baton.worker.kv_endpoints import Pusher
-    from baton.worker.role import HandoffEvents
-    from baton.worker.service import Session
-    from kvtransfer.handoff import CommitState
+from kvtransfer.handoff import CommitState
 
 
 def refusal_of(
@@ -247,7 +240,6 @@ class DecodeWorker(HandoffRole[DecodeJob]):
             session.handoffs.discard(handoff)
 
     def holdings(self) -> Iterator[Holding]:
-        """See `RoleBehaviour.holdings`."""
         for entry in self.reservations.entries():
             yield self._holding(entry.handoff, entry.state.name.lower(), entry.reservation)
         for handoff, allocation in self._engine.holdings():

@@ -19,21 +19,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from baton.core import HandoffId
+from baton.engine.kv_cache import Mark
 from baton.errors import BatonError, ChannelBroken, HandoffError, StaleAttempt
 from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import wire
-from kvtransfer.frames import FrameSpec, Progress
+from kvtransfer.frames import FrameSpec, KVDigest, Progress
 from kvtransfer.handoff import PushEnd, PushJob, PushResult, Reports
 from kvtransfer.transports.base import Endpoint, Express, KeyRelay, Ring
 from kvtransfer.wire import announcement, commit_of, offer_of, refusal_from_pb
-
-if TYPE_CHECKING:
-    from baton.engine.kv_cache import Mark
-    from kvtransfer.frames import KVDigest
 
 
 class ChangeSignal:
@@ -191,7 +188,6 @@ class SendQueue:
             return True
 
     def computed(self, handoff: HandoffId, blocks: Sequence[int], layers: int, end: int) -> None:
-        """See `Sender.computed`."""
         with self._changed:
             if push := self._pushes.get(handoff):
                 push.blocks, push.mark = blocks, self._end.kv.mark()
@@ -199,7 +195,6 @@ class SendQueue:
                 self.changes.ring()
 
     def withdraw(self, handoff: HandoffId) -> None:
-        """See `Sender.withdraw`."""
         with self._changed:
             if push := self._pushes.get(handoff):
                 push.progress.withdrawn()
@@ -216,7 +211,6 @@ class SendQueue:
             return True
 
     def abort(self, handoff: HandoffId) -> None:
-        """See `Sender.abort`."""
         with self._changed:
             if push := self._pushes.get(handoff):
                 self._fail(push, StaleAttempt(f"push {handoff}: aborted"), notify=push.state is not State.WAITING)

@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import grpc
 import structlog
 
 from baton.core import PROTOCOL_VERSION, Channel, HandoffId, WorkerRef
+from baton.engine.kv_cache import KVCache
 from baton.errors import ChannelBroken, HandoffError
 from baton.rpc import convert
 from baton.rpc.channel import sync_channel
@@ -31,10 +32,6 @@ from kvtransfer.frames import FrameSpec, KVDigest, wire_digest
 from kvtransfer.handoff import PushEnd, PushJob, PushResult, Reports, TransferSettings
 from kvtransfer.send_queue import Push, SendQueue
 from kvtransfer.transports.base import ChannelEnd, ChannelName, Endpoint, KeyRelay, Ring, Side, Transport
-
-if TYPE_CHECKING:
-    from baton.engine.kv_cache import KVCache
-
 
 log = structlog.get_logger()
 

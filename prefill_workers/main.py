@@ -7,8 +7,7 @@ from dataclasses import replace
 from baton.core import HandoffId, Load
 from baton.errors import HandoffError, StaleAttempt
 from baton.metrics.worker import Counts
-from baton.worker.kv_endpoints import Transfers
-from baton.worker.role import RoleDeps
+from baton.worker.role import RoleDeps, Transfers
 from kvtransfer.handoff import PushResult
 from prefill_workers.worker import PrefillWorker
 

@@ -10,17 +10,14 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from baton.clock import Clock
+from baton.core import HandoffId, SequenceSpec, WorkerRef
+from baton.engine.block_pool import Allocation
+from baton.engine.engine import Engine
 from baton.engine.prefix_cache import BlockHashChain, scope_key
 from baton.errors import OfferRefused, StaleAttempt
-
-if TYPE_CHECKING:
-    from baton.clock import Clock
-    from baton.core import HandoffId, SequenceSpec, WorkerRef
-    from baton.engine.block_pool import Allocation
-    from baton.engine.engine import Engine
-    from kvtransfer.handoff import CommitState, Offer
+from kvtransfer.handoff import CommitState, Offer
 
 _WEIGHT = 0.3  # of the newest sample
 _MEASURED_TOKENS = 32  # smallest step that counts as a sample of the compute cost
@@ -38,7 +35,8 @@ class CostModel:
 
     def computed(self, tokens: int, seconds: float) -> None:
         """Record that a step with `tokens` prompt tokens took `seconds`."""
-        self._token_s = _smoothed(self._token_s, seconds / tokens)
+        sample_s = seconds / tokens
+        self._token_s = sample_s if self._token_s is None else self._token_s + _WEIGHT * (sample_s - self._token_s)
 
     def fetched(self, nbytes: int, seconds: float) -> None:
         """Record that a fetch of `nbytes` took `seconds`, from the request to the last block."""
@@ -53,10 +51,6 @@ class CostModel:
     def worth(self, tokens: int, nbytes: int) -> bool:
         """Whether fetching the KV of `tokens` is cheaper than computing it."""
         return self._fetch_s + nbytes * self._byte_s < self.computing_s(tokens)
-
-
-def _smoothed(old: float | None, new: float) -> float:
-    return new if old is None else old + _WEIGHT * (new - old)
 
 
 @dataclass(slots=True)

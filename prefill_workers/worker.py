@@ -6,40 +6,31 @@ the engine thread except `push_ended` and `fetch_ended`, which other threads cal
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import structlog
 
-from baton.core import HandoffId, SequenceSpec, WorkerInfo
+from baton.clock import Clock
+from baton.core import HandoffId, SequenceSpec, ThinkingState, WorkerInfo
+from baton.engine.engine import Engine
+from baton.engine.sequence import ScheduledSequence as StepWork
+from baton.engine.step_result import SequenceOutput, StepResult
 from baton.errors import DeadlineExceeded, DigestMismatch, HandoffError, InvalidRequest, StaleAttempt
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2
 from baton.worker import events
+from baton.worker.block_census import Holding
+from baton.worker.engine_loop import EngineLoop
+from baton.worker.events import Thoughts
 from baton.worker.handoff_timing import PrefillTimes
-from baton.worker.role import HandoffRole, Job
-from baton.worker.service import Attempts, deadline_after
-from baton.worker.thought_log import Thoughts
+from baton.worker.role import HandoffEvents, HandoffRole, Job, Pusher
+from baton.worker.service import Attempts, Session, deadline_after
 from kvtransfer.handoff import PushEnd, PushJob, PushResult
 from prefill_workers.prefix_fetch import Fetches
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from baton.clock import Clock
-    from baton.core import ThinkingState
-    from baton.engine.engine import Engine
-    from baton.engine.sequence import ScheduledSequence as StepWork
-    from baton.engine.step_result import SequenceOutput, StepResult
-    from baton.worker.block_census import Holding
-    from baton.worker.engine_loop import EngineLoop
-    from baton.worker.kv_endpoints import Pusher
-    from baton.worker.role import HandoffEvents
-    from baton.worker.service import Session
-
-    Event = worker_pb2.WorkerEvent
+Event = worker_pb2.WorkerEvent
 
 
 def stepped(result: StepResult, works: Mapping[HandoffId, PrefillJob]) -> Iterator[HandoffEvents]:
@@ -255,7 +246,6 @@ class PrefillWorker(HandoffRole[PrefillJob]):
                 self._give_up(handoff, events.stopping(handoff))
 
     def holdings(self) -> Iterator[Holding]:
-        """See `RoleBehaviour.holdings`."""
         for handoff, fetch in self.fetches.holdings().items():
             yield self._holding(handoff, "fetching", fetch)
         for handoff, allocation in self._engine.holdings():

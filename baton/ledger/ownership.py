@@ -111,16 +111,10 @@ class OwnershipStore:
         self._live_ms = round(live_s * 1000)
         self._released_ms = round(released_s * 1000)
 
-    async def write(self, handoff: HandoffId, owner: WorkerRef, router_id: str, state: RecordState) -> bool:
-        """Write one record. Returns False, without a change, if rejected. Raises LedgerError."""
-        answer = (await self.write_many([Write(handoff, owner, router_id, state)]))[0]
-        if isinstance(answer, LedgerError):
-            raise answer
-        return answer
-
     async def write_many(self, writes: Sequence[Write]) -> list[bool | LedgerError]:
-        """Write records in one round trip; answers in order. A LedgerError in the list: that write failed and may be
-        retried. Raises LedgerError if Redis cannot be reached; any of the writes may have been made.
+        """Write records in one round trip; answers in order, False for a rejected write. A LedgerError in the list:
+        that write failed and may be retried. Raises LedgerError if Redis cannot be reached; any of the writes may have
+        been made.
         """
         answers = await self._connection.run_many(_WRITE, [self._call(write) for write in writes])
         for write, answer in zip(writes, answers, strict=True):
@@ -141,21 +135,19 @@ class OwnershipStore:
     async def read(self, request_id: str) -> OwnershipRecord | None:
         """Return the record, tombstones included. None if missing or damaged (logged). Raises LedgerError."""
         row = await self._connection.call("HMGET", self._connection.key("req", request_id), *_FIELDS)
-        return None if row == [None] * len(_FIELDS) else _parse_or_log(request_id, row)
+        if not isinstance(row, list) or row == [None] * len(_FIELDS):
+            return None
+        try:
+            return _parse(request_id, row)
+        except ValueError:
+            log.warning("ownership_record_damaged", request_id=request_id)
+            return None
 
     async def find(self, stream: str) -> OwnershipRecord | None:
         """Return the record of a stream that is or was decoded, by the client's name for it. Raises LedgerError."""
         found = await self._connection.call("GET", self._connection.key("stream", stream))
         record = await self.read(found.decode(errors="replace") if isinstance(found, bytes) else stream)
         return record if record is not None and record.state in _DECODED else None
-
-
-def _parse_or_log(request_id: str, row: object) -> OwnershipRecord | None:
-    try:
-        return _parse(request_id, row) if isinstance(row, list) else None
-    except ValueError:
-        log.warning("ownership_record_damaged", request_id=request_id)
-        return None
 
 
 def _parse(request_id: str, row: list[object]) -> OwnershipRecord:

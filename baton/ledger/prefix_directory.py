@@ -243,10 +243,6 @@ class PrefixReplica:
         self.prefixes = PrefixIndex()
         self._last = ""  # id of the last event applied
 
-    def holders(self, digests: Sequence[bytes]) -> dict[Holder, int]:
-        """Return the number of leading cached blocks of this chain per worker, without workers that have none."""
-        return self.prefixes.holders(digests)
-
     async def run(self) -> None:
         """Follow the stream until cancelled."""
         loop = asyncio.get_running_loop()

@@ -71,15 +71,12 @@ class Connection:
             raise ConfigError(f"Redis key prefix {prefix!r}: letters, digits, '_', '.', '-', in parts joined by ':'")
         connection = cls(_client(url), address_of(url), prefix)
         try:
-            await connection._ping()
+            async with connection._errors(), asyncio.timeout(CONNECT_TIMEOUT_S):
+                await connection.call("PING")
         except BaseException:
             await connection.close()
             raise
         return connection
-
-    async def _ping(self) -> None:
-        async with self._errors(), asyncio.timeout(CONNECT_TIMEOUT_S):
-            await self.call("PING")
 
     def key(self, *parts: str) -> str:
         """Return `prefix:part:part`."""

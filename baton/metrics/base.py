@@ -155,13 +155,10 @@ def blocks(by_role: Mapping[Role, Iterable[BlockCounts]]) -> Metric:
     for role, workers in by_role.items():
         rows |= {(role.value, state): 0 for state in BLOCK_STATES}
         for counts in workers:
-            for state, value in zip(BLOCK_STATES, _in_states(counts), strict=True):
+            states = counts.free, counts.owned, counts.cached, counts.reserved, counts.quarantined
+            for state, value in zip(BLOCK_STATES, states, strict=True):
                 rows[role.value, state] += value
     return gauge("baton_kv_blocks", "KV blocks, of all workers or of this one", ("role", "state"), rows.items())
-
-
-def _in_states(counts: BlockCounts) -> tuple[int, ...]:
-    return counts.free, counts.owned, counts.cached, counts.reserved, counts.quarantined
 
 
 def verifying(loads: Iterable[tuple[str, Load]]) -> Iterable[Metric]:

@@ -27,10 +27,6 @@ class Measured(Protocol):
     def registry(self) -> CollectorRegistry: ...
 
 
-async def _nothing() -> None:
-    """Do nothing before a scrape."""
-
-
 def target(address: str, cluster: str, component: str, process: str) -> Target:
     """Return a process to scrape, in the format of Prometheus' HTTP service discovery."""
     return {"targets": [address], "labels": {"baton": cluster, "component": component, "process": process}}
@@ -58,7 +54,7 @@ class MetricsServer:
         ready: Callable[[], bool] = lambda: True,
         *,
         trouble: Callable[[], str] = lambda: "",
-        look: Callable[[], Awaitable[None]] = _nothing,
+        look: Callable[[], Awaitable[None]] | None = None,
         targets: Callable[[], Awaitable[Sequence[Target]]] | None = None,
     ) -> None:
         self._metrics = metrics
@@ -102,7 +98,8 @@ class MetricsServer:
         if method != "GET":
             return HTTPStatus.METHOD_NOT_ALLOWED, _PLAIN, b"GET only\n"
         if path == "/metrics":
-            await self._look()
+            if self._look is not None:
+                await self._look()
             return HTTPStatus.OK, *render(self._metrics.registry, accept)
         if path == "/health":
             return _state(self._trouble(), "ok")

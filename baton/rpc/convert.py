@@ -8,11 +8,10 @@ log-probabilities are 32 bit on the wire; all processes compute with the receive
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from itertools import count
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from baton.core import (
     BlockCounts,
@@ -41,9 +40,6 @@ from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import inference_pb2 as inference
 from baton.rpc.v1 import worker_pb2 as worker
 from baton.tracing.trace import Span
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 def constraint_to_pb(value: Constraint | None) -> inference.Constraint | None:

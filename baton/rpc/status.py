@@ -1,12 +1,5 @@
 """The translation between `baton.errors` and gRPC statuses with google.rpc details, in both directions.
 
-    InvalidRequest    INVALID_ARGUMENT     + BadRequest, one violation per field
-    UnknownModel      NOT_FOUND            NoWorker, WorkerLost   UNAVAILABLE
-    Unauthenticated   UNAUTHENTICATED      DeadlineExceeded       DEADLINE_EXCEEDED
-    PermissionDenied  PERMISSION_DENIED    Cancelled              CANCELLED
-    Unsupported       UNIMPLEMENTED        EngineFault            INTERNAL
-    Overloaded        RESOURCE_EXHAUSTED   + RetryInfo
-
 Every status carries ErrorInfo(reason=class name, domain="baton"). Internal errors are replaced: a failed handoff
 becomes WorkerLost, an unreachable ledger NoWorker, everything else EngineFault without its text.
 """
@@ -28,7 +21,6 @@ from baton.errors import BatonError, InvalidRequest, Overloaded, Violation
 from baton.limits import MAX_STATUS_MESSAGE_BYTES, MAX_STATUS_VIOLATIONS, MAX_VIOLATION_BYTES
 
 DOMAIN = "baton"
-# Trailers are limited to 8 KiB by default. Texts travel twice, and each non-ASCII byte takes three.
 
 CODES: Mapping[type[BatonError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -101,8 +93,12 @@ def from_rpc_error(error: grpc.RpcError, address: str = "", *, connected: bool =
     info = _unpack(status, ErrorInfo)
     if info is not None and info.domain == DOMAIN and info.reason in _BY_NAME:
         return _build(_BY_NAME[info.reason], text, status)
-    if error.code() is grpc.StatusCode.UNAVAILABLE or _dropped(error, text):
-        return _away(text, address or "the server", connected)
+    # gRPC cancels, without a handler, a call that reached a server during its shutdown.
+    shut_down = error.code() is grpc.StatusCode.CANCELLED and text == "CANCELLED"
+    if error.code() is grpc.StatusCode.UNAVAILABLE or shut_down:
+        peer = address or "the server"
+        lost = errors.WorkerLost(f"the connection to {peer} was lost: {text}")
+        return lost if connected else errors.NoWorker(f"cannot reach {peer}: {text}")
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:
         return InvalidRequest.of("request", f"too large: {text}")  # text of gRPC; a retry cannot succeed
     return _build(_BY_CODE.get(error.code(), errors.EngineFault), text, status)
@@ -112,17 +108,6 @@ def request_id_of(error: grpc.RpcError) -> str:
     """Return the id of the failed request, or "". Read from the status, because grpc.aio may lose headers."""
     info = _unpack(_details(error), RequestInfo) if isinstance(error, RpcFailure) else None
     return info.request_id if info is not None else ""
-
-
-def _dropped(error: RpcFailure, text: str) -> bool:
-    """Whether gRPC rejected a call that reached a server during shutdown. No handler has run."""
-    return error.code() is grpc.StatusCode.CANCELLED and text == "CANCELLED"
-
-
-def _away(text: str, address: str, connected: bool) -> BatonError:
-    if connected:
-        return errors.WorkerLost(f"the connection to {address} was lost: {text}")
-    return errors.NoWorker(f"cannot reach {address}: {text}")
 
 
 def _build(kind: type[BatonError], text: str, status: Status | None) -> BatonError:

@@ -74,7 +74,8 @@ class Exporter:
             batch: list[Ended] = []
             try:
                 batch = list(self._batch())
-                sent = not batch or self._sent(batch)
+                spans = [span for ended in batch for span in self._spans(ended)]
+                sent = not batch or self._exporter.export(spans) is SpanExportResult.SUCCESS
             except Exception:  # thread boundary: one bad trace must not stop the others
                 log.exception("trace_broke")
                 sent = False
@@ -92,10 +93,6 @@ class Exporter:
                 return
             self._closing.wait(max(0.0, due - time.monotonic()))
             yield ended
-
-    def _sent(self, batch: list[Ended]) -> bool:
-        spans = [span for ended in batch for span in self._spans(ended)]
-        return self._exporter.export(spans) is SpanExportResult.SUCCESS
 
     def _spans(self, ended: Ended) -> Iterator[ReadableSpan]:
         """Yield the request's span, one child per attempt of each choice, and the spans of each attempt."""

@@ -1,18 +1,19 @@
-"""Builders of the events that a worker sends to a router: one function per kind of `WorkerEvent`."""
+"""Builders of the events that a worker sends to a router: one function per kind of `WorkerEvent`.
+
+`Thoughts` keeps the thoughts of one sequence, to repeat them under another handoff id or to another router.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 from baton.core import Finish, HandoffId, Thought, Token
+from baton.engine.step_result import SequenceOutput
 from baton.errors import BatonError
 from baton.rpc import convert
 from baton.rpc.convert import thoughts_to_pb
 from baton.rpc.v1 import common_pb2, worker_pb2
-
-if TYPE_CHECKING:
-    from baton.engine.step_result import SequenceOutput
 
 Event = worker_pb2.WorkerEvent
 Spans = Sequence[common_pb2.Span]
@@ -106,3 +107,37 @@ def pushed(
     """Report that the decode worker has acknowledged the commit."""
     message = worker_pb2.Pushed(kv_bytes=kv_bytes, exposed_s=exposed_s, round_trip_s=round_trip_s, frames=frames)
     return Event(handoff=convert.handoff_to_pb(handoff), pushed=message)
+
+
+class Thoughts:
+    """Thoughts about consecutive chunks. Beyond `most_bytes` (None: no limit) the oldest are dropped."""
+
+    def __init__(self, most_bytes: int | None = None) -> None:
+        self._most_bytes = most_bytes
+        self._nbytes = 0
+        self._kept: deque[Thought] = deque()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, thoughts: Iterable[Thought]) -> None:
+        """Append thoughts. One about an earlier chunk replaces that chunk and all later ones: it was recomputed."""
+        for thought in thoughts:
+            while self._kept and self._kept[-1].chunk != thought.chunk - 1:
+                self._forget(self._kept.pop())
+            self._kept.append(thought)
+            self._nbytes += _nbytes(thought)
+        while self._most_bytes is not None and self._nbytes > self._most_bytes:
+            self._forget(self._kept.popleft())
+
+    def events(self, handoff: HandoffId) -> list[Event]:
+        """Return all thoughts kept as one event, or no event."""
+        return [thoughts(handoff, self._kept)] if self._kept else []
+
+    def _forget(self, thought: Thought) -> None:
+        self._nbytes -= _nbytes(thought)
+
+
+def _nbytes(thought: Thought) -> int:
+    """Return the approximate size in a message, in bytes."""
+    return 4 + 4 * len(thought.token_ids)

@@ -14,18 +14,21 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
 
+import grpc
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from baton import __version__
 from baton.clock import Clock, SystemClock
-from baton.core import Incarnation, WorkerInfo, WorkerRef
+from baton.core import Incarnation, Load, WorkerInfo, WorkerRef
 from baton.engine.determinism.checks import bits_fingerprint
+from baton.engine.engine import Engine
+from baton.engine.step_result import StepResult
 from baton.errors import EngineFault, LedgerError
 from baton.event_journal import OFF, History
 from baton.ledger.control_state import ControlState, WorkerCommand
@@ -41,16 +44,6 @@ from baton.worker.engine_loop import EngineLoop, Paces
 from baton.worker.role import RoleDeps, RoleFactory, WorkerRole
 from baton.worker.service import WorkerService
 from baton.worker.settings import WorkerSettings
-
-if TYPE_CHECKING:
-    from contextlib import AsyncExitStack
-
-    import grpc
-
-    from baton.core import Load
-    from baton.engine.engine import Engine
-    from baton.engine.step_result import StepResult
-
 
 log = structlog.get_logger(__name__)
 
@@ -110,15 +103,6 @@ class Lease:
         self._kept = called_at
 
 
-class Stepping(Protocol):
-    """The last reports of the engine thread."""
-
-    load: Load
-
-    @property
-    def preemptions(self) -> int: ...
-
-
 async def measured(settings: WorkerSettings, leaving: AsyncExitStack) -> tuple[WorkerMetrics, str]:
     """Serve metrics until `leaving` ends. Returns them and their address, "" if not served. Raises ConfigError."""
     metrics = WorkerMetrics(settings.cluster, __version__)
@@ -131,7 +115,7 @@ async def measured(settings: WorkerSettings, leaving: AsyncExitStack) -> tuple[W
     return metrics, reachable_address(bound, settings.advertise, settings.interface, settings.redis_url, key)
 
 
-def watched(info: WorkerInfo, lease: Lease, stepping: Stepping, service: WorkerService, role: WorkerRole) -> Watched:
+def watched(info: WorkerInfo, lease: Lease, stepping: _Stepping, service: WorkerService, role: WorkerRole) -> Watched:
     """Return the view of an incarnation that its metrics read."""
     return Watched(
         info,
@@ -195,7 +179,9 @@ async def run_incarnation(
         address = channel.bind(server, settings.listen, wire.private)
         metrics, metrics_address = await measured(settings, leaving)
         info = _info(settings, engine, await ledger.mint(settings.worker_id), address, metrics_address)
-        history = _history(settings, info.ref, clock)
+        history = History.open(
+            settings.history, clock, settings.role.value, settings.worker_id, str(info.ref.incarnation)
+        )
         engine.pool.history = leaving.enter_context(history)
         loop = EngineLoop(engine, clock=clock)
         role = factory(RoleDeps(settings, info, engine, loop, ledger, server, clock, wire))
@@ -332,10 +318,6 @@ async def _stop_serving(
 async def _deregister(ledger: Ledger, ref: WorkerRef) -> None:
     with contextlib.suppress(LedgerError):
         await ledger.deregister(ref)
-
-
-def _history(settings: WorkerSettings, ref: WorkerRef, clock: Clock) -> History:
-    return History.open(settings.history, clock, settings.role.value, ref.worker_id, str(ref.incarnation))
 
 
 def _info(settings: WorkerSettings, engine: Engine, incarnation: Incarnation, address: str, metrics: str) -> WorkerInfo:

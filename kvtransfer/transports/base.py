@@ -18,22 +18,17 @@ from __future__ import annotations
 import enum
 import queue
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
+from baton.core import Incarnation, WorkerRef
+from baton.engine.kv_cache import KVCache
 from baton.errors import ChannelBroken
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from baton.core import Incarnation, WorkerRef
-    from baton.engine.kv_cache import KVCache
-    from kvtransfer.handoff import TransferSettings
-
+from kvtransfer.handoff import TransferSettings
 
 MAX_KEYS = 64
 MAX_KEY_BYTES = 256
@@ -146,6 +141,15 @@ class KeyRelay:
         except queue.Empty:
             return None
 
+    def expect(self, key: str, deadline_s: float) -> bytes:
+        """Return the value of `key`, the peer's next key. Raises TimeoutError, or ConnectionError for another key."""
+        arrived = self.receive(deadline_s)
+        if arrived is None:
+            raise TimeoutError(f"the peer did not send {key!r} within {deadline_s} s")
+        if arrived[0] != key:
+            raise ConnectionError(f"the peer sent {arrived[0]!r} instead of {key!r}")
+        return arrived[1]
+
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
@@ -201,7 +205,6 @@ class RingEnd(ABC):
         return self._staging[number % len(self._staging)]
 
     def start(self, number: int, nbytes: int) -> None:
-        """See `ChannelEnd`."""
         size = self.slot(number).numel()
         if not 0 < nbytes <= size:
             self.close()
@@ -209,12 +212,10 @@ class RingEnd(ABC):
         self._guard(lambda: self._start(number, nbytes))
 
     def finish(self, number: int) -> None:
-        """See `ChannelEnd`."""
         self.slot(number)
         self._guard(lambda: self._finish(number))
 
     def close(self) -> None:
-        """See `ChannelEnd`."""
         if self._staging is not None:
             self._staging = None
             self._release()

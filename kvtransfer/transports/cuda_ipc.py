@@ -11,22 +11,16 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import TYPE_CHECKING
+
+import torch
 
 from baton.engine.kernels.gpu.cuda_memory import HANDLE_BYTES, CudaDevice, Device
 from kvtransfer.transports import unix_socket
-from kvtransfer.transports.base import Side, translate_errors
-from kvtransfer.transports.rendezvous import awaited_key, host_reach
-from kvtransfer.transports.unix_socket import SocketEnd, UnixSocketPair
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-
-    from kvtransfer.transports.base import ChannelName, KeyRelay, Ring
+from kvtransfer.transports.base import ChannelName, KeyRelay, Ring, Side, translate_errors
+from kvtransfer.transports.unix_socket import SocketEnd, UnixSocketPair, host_reach
 
 _POLL_S = 0.00002
 _RING = "cuda-ring"  # key with the handles of the memory and of one event per slot
@@ -77,7 +71,7 @@ class CudaIpcTransport:
         with ExitStack() as held:
             pair = unix_socket.accept(keys, deadline_s)
             held.callback(pair.close)  # closed after the memory, as proof for the sender
-            key = awaited_key(keys, _RING, deadline_s)
+            key = keys.expect(_RING, deadline_s)
             if len(key) != (1 + ring.slots) * HANDLE_BYTES:
                 raise ConnectionError(f"{len(key)} bytes are not the handles of {ring.slots} slots")
             handles = [key[at : at + HANDLE_BYTES] for at in range(0, len(key), HANDLE_BYTES)]

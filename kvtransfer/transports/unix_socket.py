@@ -18,21 +18,29 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from kvtransfer.transports.base import RingEnd, Side, translate_errors
-from kvtransfer.transports.rendezvous import awaited_key
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from kvtransfer.transports.base import KeyRelay
-
+from baton.errors import ConfigError
+from baton.hashing import fingerprint
+from kvtransfer.transports.base import KeyRelay, RingEnd, Side, translate_errors
 
 MAX_PACKET = 1 << 15
+
+
+def host_reach(*namespaces: str) -> str:
+    """Return a name that this user's processes share on this host, in the same network, user and given namespaces.
+    `namespaces` are names as in /proc/self/ns. Raises ConfigError without Linux's /proc.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        inodes = [str(Path(f"/proc/self/ns/{name}").stat().st_ino) for name in ("net", "user", *namespaces)]
+    except OSError as error:
+        raise ConfigError(f"works only on Linux, with /proc: {error}") from error
+    return fingerprint([boot, str(os.geteuid()), *inodes])
 
 
 class ControlSocket:
@@ -208,7 +216,7 @@ def accept(keys: KeyRelay, deadline_s: float) -> UnixSocketPair:
 
 def connect(keys: KeyRelay, deadline_s: float) -> UnixSocketPair:
     """Connect to the address that the peer sent. Raises OSError."""
-    value = awaited_key(keys, KEY, deadline_s)
+    value = keys.expect(KEY, deadline_s)
     secret, name = value[:_SECRET_BYTES], value[_SECRET_BYTES:]
     if not name.startswith(_PREFIX):
         raise ConnectionError(f"{name!r} is not the name of a channel")

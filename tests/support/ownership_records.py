@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from baton.core import HandoffId, Incarnation, WorkerRef
-from baton.ledger.ownership import OwnershipRecord, RecordState
+from baton.errors import LedgerError
+from baton.ledger.ownership import OwnershipRecord, OwnershipStore, RecordState, Write
 
 
 def owned_by(record: OwnershipRecord, owner: WorkerRef) -> bool:
@@ -49,3 +50,13 @@ class OwnershipTable:
     def expire(self, request_id: str) -> None:
         """Remove a record, as Redis does at the end of its TTL."""
         self._records.pop(request_id, None)
+
+
+async def write_record(
+    store: OwnershipStore, handoff: HandoffId, owner: WorkerRef, router_id: str, state: RecordState
+) -> bool:
+    """Write one record. Returns False, without a change, if rejected. Raises LedgerError."""
+    answer = (await store.write_many([Write(handoff, owner, router_id, state)]))[0]
+    if isinstance(answer, LedgerError):
+        raise answer
+    return answer

@@ -9,9 +9,9 @@ from baton.engine.determinism.shapes import FixedShapes
 from baton.errors import StaleAttempt
 from baton.rpc.convert import thoughts_from_pb
 from baton.testing import FakeClock
+from baton.worker.events import Thoughts
 from baton.worker.handoff_timing import DecodeTimes, span
 from baton.worker.service import Attempts
-from baton.worker.thought_log import Thoughts
 from tests.support.fake_pusher import CUT, done_of
 from tests.support.sessions import H, next_of, prefill, repush, reserve, spec_of
 from tests.support.workers import DecodeSide, PrefillSide

@@ -1,4 +1,4 @@
-"""Transport within one process, for colocated workers and tests, with the same contract as the others."""
+"""Transport within one process, with the same contract as the others."""
 
 from __future__ import annotations
 
