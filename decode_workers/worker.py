@@ -1,19 +1,19 @@
 """The decode worker role: reserve capacity, adopt received KV and stream the remaining tokens, or prefill locally.
 
-Stateless functions come first: reservation checks, held blocks, events for routers. Then comes `DecodeWorker`. Every
-method runs on the engine thread except `committed`, which the reservation table calls from any thread.
+Events for routers come first, then `DecodeWorker` and its composition with transfers. Every method of the role runs on
+the engine thread except `committed`, which the reservation table calls from any thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 
 import structlog
 
 from baton.clock import Clock
-from baton.core import HandoffId, SequenceSpec, Thought, WorkerInfo
+from baton.core import HandoffId, Load, SequenceSpec, Thought, WorkerInfo
 from baton.engine.block_pool import Reservation
 from baton.engine.engine import Engine
 from baton.engine.step_result import StepResult
@@ -25,7 +25,7 @@ from baton.worker import events
 from baton.worker.block_census import Holding
 from baton.worker.engine_loop import EngineLoop
 from baton.worker.handoff_timing import DecodeTimes
-from baton.worker.role import HandoffEvents, HandoffRole, Job, Pusher
+from baton.worker.role import HandoffEvents, HandoffRole, Job, Pusher, RoleDeps, Transfers
 from baton.worker.service import Session, deadline_after
 from decode_workers.detached_streams import DetachedStreams
 from decode_workers.fetch_pins import FetchPins
@@ -33,39 +33,9 @@ from decode_workers.reservations import Reservations, State
 from kvtransfer.handoff import CommitState
 
 
-def refusal_of(
-    message: worker_pb2.Reserve,
-    handoff: HandoffId,
-    info: WorkerInfo,
-    reservations: Reservations,
-    here: Container[HandoffId],
-) -> worker_pb2.WorkerEvent | None:
-    """Return the refusal if this can never be reserved here, else None. Raises StaleAttempt if it is not new. `here`
-    holds the handoffs under way.
-    """
-    if message.fingerprint != info.fingerprint:
-        text = f"fingerprint: {message.fingerprint} is requested, {info.fingerprint} is served here"
-        return events.refused(handoff, worker_pb2.REFUSAL_REASON_FINGERPRINT, text)
-    most = info.max_model_len
-    if not 1 <= message.known_tokens <= most or message.max_total > most:
-        text = f"{message.known_tokens} known tokens, at most {message.max_total} in total: the limit is {most}"
-        return events.refused(handoff, worker_pb2.REFUSAL_REASON_TOO_LONG, text)
-    if handoff in here:
-        raise StaleAttempt(f"{handoff} is already here")
-    reservations.check_new(handoff)
-    return None
-
-
 def adoption_events(handoff: HandoffId, commit: CommitState, times: DecodeTimes) -> list[worker_pb2.WorkerEvent]:
     """Return the commit event, then thoughts and first token again, because the prefill worker may have died."""
-    committed = events.committed(
-        handoff,
-        transfer_s=commit.transfer_s,
-        commit_s=commit.commit_s,
-        kv_bytes=commit.kv_bytes,
-        transport=commit.transport,
-        spans=times.taken_over(commit),
-    )
+    committed = events.committed(handoff, commit, times.taken_over(commit))
     made = commit.thinking.thoughts if commit.thinking is not None else ()
     thoughts = [Thought(chunk, token_ids) for chunk, token_ids in enumerate(made)]
     again = [events.thoughts(handoff, thoughts)] if thoughts else []
@@ -132,7 +102,7 @@ class DecodeWorker(HandoffRole[DecodeJob]):
         handoff = convert.handoff_from_pb(message.handoff)
         deadline = deadline_after(message.deadline_s, self._clock)
         deadline_after(message.resumable_s, self._clock, "resumable_s")  # checks the range
-        if (refusal := refusal_of(message, handoff, self._info, self.reservations, self._work)) is not None:
+        if (refusal := self._refusal(message, handoff)) is not None:
             session.emit([refusal])
             return
         # The known tokens may fill the model's context: the request has ended then, and only its finish is sent.
@@ -153,6 +123,20 @@ class DecodeWorker(HandoffRole[DecodeJob]):
         self._add(handoff, DecodeJob(session))
         self._records.note(handoff, session.router_id, RecordState.RESERVED)
         session.emit([events.reserved(handoff, cached)])
+
+    def _refusal(self, message: worker_pb2.Reserve, handoff: HandoffId) -> worker_pb2.WorkerEvent | None:
+        """Return the refusal if this can never be reserved here, else None. Raises StaleAttempt if it is not new."""
+        served, most = self._info.fingerprint, self._info.max_model_len
+        if message.fingerprint != served:
+            text = f"fingerprint: {message.fingerprint} is requested, {served} is served here"
+            return events.refused(handoff, worker_pb2.REFUSAL_REASON_FINGERPRINT, text)
+        if not 1 <= message.known_tokens <= most or message.max_total > most:
+            text = f"{message.known_tokens} known tokens, at most {message.max_total} in total: the limit is {most}"
+            return events.refused(handoff, worker_pb2.REFUSAL_REASON_TOO_LONG, text)
+        if handoff in self._work:
+            raise StaleAttempt(f"{handoff} is already here")
+        self.reservations.check_new(handoff)
+        return None
 
     def _compute(self, session: Session, command: worker_pb2.RouterCommand) -> None:
         """Run the prefill locally, in the capacity that was reserved for the handoff."""
@@ -316,3 +300,25 @@ class DecodeWorker(HandoffRole[DecodeJob]):
             if self.reservations.fence(handoff) is not State.COMMITTED:
                 error = DeadlineExceeded("the reservation expired before a commit")
                 self._give_up(handoff, events.failed(handoff, error))
+
+
+class HostedDecode(DecodeWorker):
+    """The role with its peer listener, the sender for fetched KV, and the writer of ownership records."""
+
+    def __init__(self, parts: RoleDeps) -> None:
+        self._log = OwnershipLog(parts.ledger, parts.info.ref)
+        super().__init__(parts.info, parts.engine, parts.loop, self._log, parts.clock)
+        self.counts = self.reservations.counts
+        self._transfers = Transfers(parts, self.reservations, self.push_ended)
+        self.attach(self._transfers.sender)
+
+    @property
+    def busy(self) -> bool:
+        return False
+
+    def load(self, load: Load) -> Load:
+        return replace(load, channels=self._transfers.sender.channels(), draining=self.draining)
+
+    async def close(self) -> None:
+        await self._transfers.close()
+        await self._log.close()

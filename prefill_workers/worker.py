@@ -1,7 +1,8 @@
 """The prefill worker role: compute a prompt and its first token, push the KV during the computation, then forget it.
 
-Events for routers come first, then `PrefillJob` and choices over all jobs, then `PrefillWorker`. Every method runs on
-the engine thread except `push_ended` and `fetch_ended`, which other threads call.
+Events for routers come first, then `PrefillJob` and choices over all jobs, then `PrefillWorker` and its composition
+with transfers. Every method of the role runs on the engine thread except `push_ended` and `fetch_ended`, which other
+threads call.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from functools import partial
 import structlog
 
 from baton.clock import Clock
-from baton.core import HandoffId, SequenceSpec, ThinkingState, WorkerInfo
+from baton.core import HandoffId, Load, SequenceSpec, ThinkingState, WorkerInfo
 from baton.engine.engine import Engine
 from baton.engine.sequence import ScheduledSequence as StepWork
 from baton.engine.step_result import SequenceOutput, StepResult
 from baton.errors import DeadlineExceeded, DigestMismatch, HandoffError, InvalidRequest, StaleAttempt
+from baton.metrics.worker import Counts
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2
 from baton.worker import events
@@ -25,7 +27,7 @@ from baton.worker.block_census import Holding
 from baton.worker.engine_loop import EngineLoop
 from baton.worker.events import Thoughts
 from baton.worker.handoff_timing import PrefillTimes
-from baton.worker.role import HandoffEvents, HandoffRole, Job, Pusher
+from baton.worker.role import HandoffEvents, HandoffRole, Job, Pusher, RoleDeps, Transfers
 from baton.worker.service import Attempts, Session, deadline_after
 from kvtransfer.handoff import PushEnd, PushJob, PushResult
 from prefill_workers.prefix_fetch import Fetches
@@ -58,13 +60,7 @@ def _output(item: SequenceOutput, work: PrefillJob) -> list[worker_pb2.WorkerEve
 def pushed(handoff: HandoffId, outcome: PushResult | HandoffError, work: PrefillJob) -> Event:
     """Return the event for an ended push."""
     if isinstance(outcome, PushResult):
-        sent = events.pushed(
-            handoff,
-            kv_bytes=outcome.nbytes,
-            exposed_s=outcome.exposed_s,
-            round_trip_s=outcome.round_trip_s,
-            frames=outcome.frames,
-        )
+        sent = events.pushed(handoff, outcome)
         figures = {"kv_bytes": outcome.nbytes, "frames": outcome.frames, "exposed_s": f"{outcome.exposed_s:.6f}"}
         work.times.pushed(**figures, transport=outcome.transport)
     else:
@@ -339,3 +335,41 @@ class PrefillWorker(HandoffRole[PrefillJob]):
                 self._drop(handoff)
             else:
                 self._give_up(handoff, events.failed(handoff, DeadlineExceeded("the prompt was not computed in time")))
+
+
+class HostedPrefill(PrefillWorker):
+    """The role with its sender, and with the listener for KV that it fetches."""
+
+    def __init__(self, parts: RoleDeps) -> None:
+        self.counts = Counts()
+        transfer = parts.settings.transfer
+        less, fetch_s = transfer.coalesce_below, transfer.frame_deadline_s
+        super().__init__(parts.info, parts.engine, parts.loop, parts.clock, coalesce_below=less, fetch_s=fetch_s)
+        self._transfers = Transfers(parts, self.fetches, self.push_ended, self.fetch_ended)
+        self.attach(self._transfers.sender)
+
+    def push_ended(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
+        if isinstance(outcome, PushResult):
+            self.counts.ended("pushed")
+            self.counts.moved("sent", outcome.transport, outcome.nbytes, outcome.frames, outcome.exposed_s)
+        else:
+            self.counts.ended("aborted" if isinstance(outcome, StaleAttempt) else "failed")
+        super().push_ended(handoff, outcome)
+
+    @property
+    def busy(self) -> bool:
+        """See `WorkerRole.busy`: whether KV is being pushed."""
+        return any(not work.waits for work in list(self._work.values()))
+
+    def load(self, load: Load) -> Load:
+        return replace(
+            load,
+            transfer_bytes=self.transfer_bytes,
+            transport=self.transport,
+            fetched_tokens=self.fetches.fetched_tokens,
+            channels=self._transfers.sender.channels(),
+            draining=self.draining,
+        )
+
+    async def close(self) -> None:
+        await self._transfers.close()

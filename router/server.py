@@ -98,7 +98,7 @@ class Router:
         self._inner = LoopbackListener(guards)
         self._look = partial(look, context, board)
         self._metrics = MetricsServer(
-            context.sinks.metrics,
+            context.sinks.metrics.registry,
             ready=lambda: context.running.accepting and context.pool.can_serve(),
             look=self._look,
             targets=partial(targets, context, board, lambda: self.metrics_at),

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import grpc
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 Options = list[tuple[str, int]]
+Credentials: TypeAlias = "grpc.ChannelCredentials | None"  # None means plaintext
 _SOCKET_PATH_BYTES = 107  # of sockaddr_un
 
 
@@ -78,12 +79,7 @@ def _common_options(link: Link) -> Options:
 
 
 def aio_channel(
-    address: str,
-    *,
-    link: Link = INTERNAL,
-    credentials: grpc.ChannelCredentials | None = None,
-    proxy: bool = False,
-    name: str = "",
+    address: str, *, link: Link = INTERNAL, credentials: Credentials = None, proxy: bool = False, name: str = ""
 ) -> grpc.aio.Channel:
     """Return an asyncio channel to `host:port` for this loop; connects on first use. `name`: as in `Wire`."""
     options = [*channel_options(link, proxy=proxy), *_named(name)]
@@ -93,12 +89,7 @@ def aio_channel(
 
 
 def sync_channel(
-    address: str,
-    *,
-    link: Link = INTERNAL,
-    credentials: grpc.ChannelCredentials | None = None,
-    proxy: bool = False,
-    name: str = "",
+    address: str, *, link: Link = INTERNAL, credentials: Credentials = None, proxy: bool = False, name: str = ""
 ) -> grpc.Channel:
     """Return a thread-safe blocking channel to `host:port`; connects on first use. `name`: as in `Wire`."""
     options = [*channel_options(link, proxy=proxy), *_named(name)]
@@ -124,7 +115,10 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
     if not host or not port.isdecimal() or int(port) > 65535:  # gRPC would wrap larger ports
         raise ConfigError(f"cannot listen on {address!r}: must be host:port, the port 0 to 65535")
     try:
-        bound = _add_port(server, address, credentials)
+        if credentials is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {address}: {_why(host, int(port))}") from error
     return f"{host}:{bound}"
@@ -145,12 +139,6 @@ def from_here(address: str) -> str:
     """Return a local listener's address for this machine: loopback for 0.0.0.0, because no certificate covers that."""
     host, _, port = address.rpartition(":")
     return {"0.0.0.0": f"127.0.0.1:{port}", "[::]": f"[::1]:{port}", "::": f"[::1]:{port}"}.get(host, address)
-
-
-def _add_port(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
-    if credentials is None:
-        return server.add_insecure_port(address)
-    return server.add_secure_port(address, credentials)
 
 
 def _why(host: str, port: int) -> str:
@@ -192,8 +180,8 @@ class Wire:
         return cls(ca, cert, key)
 
     @property
-    def credentials(self) -> grpc.ChannelCredentials | None:
-        """The credentials of a client, with its certificate if there is one. None means plaintext."""
+    def credentials(self) -> Credentials:
+        """The credentials of a client, with its certificate if there is one."""
         if not self.ca:
             return None
         return grpc.ssl_channel_credentials(self.ca, self.key or None, self.cert or None)

@@ -7,10 +7,10 @@ becomes WorkerLost, an unreachable ledger NoWorker, everything else EngineFault 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any, NoReturn, Protocol, TypeVar, cast, runtime_checkable
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RequestInfo, RetryInfo
 from google.rpc.status_pb2 import Status
@@ -68,7 +68,7 @@ def to_rpc_status(error: BaseException, request_id: str = "") -> Status:
     if isinstance(shown, InvalidRequest):
         details.append(_bad_request(shown))
     if isinstance(shown, Overloaded):
-        details.append(RetryInfo(retry_delay=_duration(shown.retry_after_s)))
+        details.append(RetryInfo(retry_delay=timedelta(seconds=shown.retry_after_s)))
     if request_id:
         details.append(RequestInfo(request_id=request_id))
     for detail in details:
@@ -143,11 +143,6 @@ def _clip(text: str, limit: int) -> str:
     """Cut to `limit` bytes of UTF-8. Lone surrogates become `?`."""
     data = text.encode("utf-8", "replace")
     return data.decode() if len(data) <= limit else data[: limit - 3].decode("utf-8", "ignore") + "..."
-
-
-def _duration(seconds: float) -> Duration:
-    nanos = round(seconds * 1e9)
-    return Duration(seconds=nanos // 10**9, nanos=nanos % 10**9)
 
 
 def _details(error: RpcFailure) -> Status | None:

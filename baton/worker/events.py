@@ -14,6 +14,7 @@ from baton.errors import BatonError
 from baton.rpc import convert
 from baton.rpc.convert import thoughts_to_pb
 from baton.rpc.v1 import common_pb2, worker_pb2
+from kvtransfer.handoff import CommitState, PushResult
 
 Event = worker_pb2.WorkerEvent
 Spans = Sequence[common_pb2.Span]
@@ -72,17 +73,16 @@ def reserved(handoff: HandoffId, cached_tokens: int) -> Event:
     return Event(handoff=convert.handoff_to_pb(handoff), reserved=worker_pb2.Reserved(cached_tokens=cached_tokens))
 
 
-def committed(
-    handoff: HandoffId,
-    *,
-    transfer_s: float = 0.0,
-    commit_s: float = 0.0,
-    kv_bytes: int = 0,
-    transport: str = "",
-    spans: Spans = (),
-) -> Event:
-    """Report that the one commit was accepted, with figures for the router."""
-    message = worker_pb2.Committed(transfer_s=transfer_s, commit_s=commit_s, kv_bytes=kv_bytes, transport=transport)
+def committed(handoff: HandoffId, commit: CommitState | None = None, spans: Spans = ()) -> Event:
+    """Report that the one commit was accepted, with the figures of `commit` for the router."""
+    message = worker_pb2.Committed()
+    if commit is not None:
+        message = worker_pb2.Committed(
+            transfer_s=commit.transfer_s,
+            commit_s=commit.commit_s,
+            kv_bytes=commit.kv_bytes,
+            transport=commit.transport,
+        )
     return Event(handoff=convert.handoff_to_pb(handoff), committed=message, spans=spans)
 
 
@@ -101,11 +101,11 @@ def preempted(handoff: HandoffId, reason: str, spans: Spans = ()) -> Event:
     return Event(handoff=convert.handoff_to_pb(handoff), preempted=worker_pb2.Preempted(reason=reason), spans=spans)
 
 
-def pushed(
-    handoff: HandoffId, *, kv_bytes: int, exposed_s: float = 0.0, round_trip_s: float = 0.0, frames: int = 0
-) -> Event:
+def pushed(handoff: HandoffId, push: PushResult) -> Event:
     """Report that the decode worker has acknowledged the commit."""
-    message = worker_pb2.Pushed(kv_bytes=kv_bytes, exposed_s=exposed_s, round_trip_s=round_trip_s, frames=frames)
+    message = worker_pb2.Pushed(
+        kv_bytes=push.nbytes, exposed_s=push.exposed_s, round_trip_s=push.round_trip_s, frames=push.frames
+    )
     return Event(handoff=convert.handoff_to_pb(handoff), pushed=message)
 
 

@@ -108,7 +108,7 @@ async def measured(settings: WorkerSettings, leaving: AsyncExitStack) -> tuple[W
     metrics = WorkerMetrics(settings.cluster, __version__)
     if settings.metrics is None:
         return metrics, ""
-    server = MetricsServer(metrics, metrics.ready, trouble=metrics.trouble)
+    server = MetricsServer(metrics.registry, metrics.ready, trouble=metrics.trouble)
     bound = await server.start(settings.metrics)
     leaving.push_async_callback(server.stop)
     key = f"{settings.role.value}.interface"

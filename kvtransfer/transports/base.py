@@ -101,17 +101,9 @@ class ChannelEnd(Protocol):
 class Transport(Protocol):
     """A kind of channel. Two ends can use it if their `name` and `reach` are equal."""
 
-    @property
-    def name(self) -> str:
-        """The name in the cluster file and in PeerHello."""
-
-    @property
-    def reach(self) -> str:
-        """Where it works: a value shared by all ends that can meet, such as a host name. Empty means everywhere."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of staging memory."""
+    name: str  # in the cluster file and in PeerHello
+    reach: str  # a value shared by all ends that can meet, such as a host name; empty means everywhere
+    device: torch.device  # of staging memory
 
     def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> ChannelEnd:
         """Build this end, exchanging `keys`. `deadline_s` limits each step, then each frame. Raises ChannelBroken."""

@@ -17,11 +17,11 @@ from baton.control_plane import Slot
 from baton.core import Role
 from baton.errors import BatonError
 from baton.ledger.control_state import ControlReport, ControlState, Decision, RouterReport
-from baton.metrics.base import LABELS, values
 from baton.rpc.v1 import inference_pb2 as pb
 from router import server
 from tests.integration.gateway_support import raw
 from tests.support.plans import first_plan
+from tools.metric_docs import LABELS, values
 
 TEXT = "zebra"  # in all that the clients say
 

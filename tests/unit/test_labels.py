@@ -6,8 +6,8 @@ from collections import defaultdict
 
 import pytest
 
-from baton.metrics.base import LABELS, OF_METRIC, values
 from tools import metric_docs
+from tools.metric_docs import LABELS, OF_METRIC, values
 
 # A refusal has its series from the first of its kind on; the others have all from the start.
 COME_LATER = {("baton_refusals", "reason")}

@@ -69,8 +69,8 @@ def run_role(role: Role, file: Path, sets: Sequence[str], worker_id: str, log_fi
 
 def role_factories() -> dict[Role, RoleFactory]:
     """Return the factories of both roles. No other module imports both."""
-    from decode_workers.main import HostedDecode
-    from prefill_workers.main import HostedPrefill
+    from decode_workers.worker import HostedDecode
+    from prefill_workers.worker import HostedPrefill
 
     return {Role.PREFILL: HostedPrefill, Role.DECODE: HostedDecode}
 

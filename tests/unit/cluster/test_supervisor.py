@@ -297,7 +297,7 @@ def test_a_router_serves_when_it_is_connected_to_all_workers(connected, serves):
     async def ask():
         metrics = Metrics("c", "1")
         metrics.watch_blocks(lambda: {Role.PREFILL: [BlockCounts(1)], Role.DECODE: [BlockCounts(1)] * (connected - 1)})
-        server = MetricsServer(metrics)
+        server = MetricsServer(metrics.registry)
         address = await server.start("127.0.0.1:0")
         try:
             return await asyncio.to_thread(launcher.router_serves, address, 2)
