@@ -149,9 +149,7 @@ class Reservations:
 
     @contextlib.contextmanager
     def writing(self, handoff: HandoffId, sender: WorkerRef) -> Iterator[Sequence[int]]:
-        """Yield the blocks of all positions; `fence` and `take` wait until exit. Blocks of skipped positions are shared
-        and must not be written. Raises StaleAttempt.
-        """
+        """Yield the blocks of all positions. Blocks of skipped positions are shared and must not be written."""
         entry = self._entry(handoff)
         with entry.lock:
             entry.require(State.RECEIVING, sender)
@@ -183,14 +181,12 @@ class Reservations:
         self._on_fetch(PushJob(handoff, sender, end, begin, verify=verify))
 
     def aborted(self, handoff: HandoffId, sender: WorkerRef) -> None:
-        """Fence a handoff that the prefill worker aborted, unless it is committed."""
         with self._lock:
             entry = self._entries.get(handoff)
         if entry is not None:
             self._give_up(entry, sender)
 
     def lost(self, sender: WorkerRef) -> None:
-        """Fence the uncommitted handoffs from `sender`, because its channel is closed."""
         for entry in self.entries():
             self._give_up(entry, sender)
 

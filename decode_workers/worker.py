@@ -161,7 +161,6 @@ class DecodeWorker(HandoffRole[DecodeJob]):
         self._decodes(handoff, spec, job)
 
     def _decodes(self, handoff: HandoffId, spec: SequenceSpec, job: DecodeJob) -> None:
-        """Record that the engine runs the sequence."""
         job.adopted = True
         self.detached.begin(handoff, spec)
         self._records.note(handoff, job.session.router_id, RecordState.COMMITTED, self.detached.name(handoff))

@@ -206,18 +206,15 @@ class Fetches:
         self._on_end(handoff)
 
     def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int, *, verify: bool = False) -> None:
-        """Refuse, because prefill workers serve no fetches."""
         raise OfferRefused("a prefill worker sends no cached KV")
 
     def aborted(self, handoff: HandoffId, sender: WorkerRef) -> None:
-        """End a fetch that its source aborted."""
         with self._lock:
             fetch = self._fetches.get(handoff)
         if fetch is not None and fetch.source == sender and not fetch.over:
             self._on_end(handoff)
 
     def lost(self, sender: WorkerRef) -> None:
-        """End all accepted fetches from a source with a closed channel."""
         with self._lock:
             found = [handoff for handoff, fetch in self._fetches.items() if fetch.source == sender and fetch.accepted]
         for handoff in found:

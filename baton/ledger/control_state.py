@@ -152,7 +152,8 @@ class ControlState:
         """Return the reports that routers sent within their lease, by id."""
         answer = await self._connection.call("SMEMBERS", self._connection.key("routers"))
         found = []
-        for router_id in sorted(name.decode() for name in _bytes(answer)):
+        names = [name.decode() for name in answer if isinstance(name, bytes)] if isinstance(answer, list) else []
+        for router_id in sorted(names):
             report = await self._get(RouterReport.model_validate_json, "router", router_id)
             if report is None:
                 await self._connection.call("SREM", self._connection.key("routers"), router_id)
@@ -184,7 +185,3 @@ class ControlState:
             wrong = "; ".join(".".join(map(str, item["loc"])) for item in error.errors(include_input=False))
             log.warning("board_row_refused", key=":".join(key), wrong=wrong)
             return None
-
-
-def _bytes(answer: object) -> list[bytes]:
-    return [item for item in answer if isinstance(item, bytes)] if isinstance(answer, (list, set, tuple)) else []

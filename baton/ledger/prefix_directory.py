@@ -140,7 +140,6 @@ def _holder(worker_id: bytes, incarnation: bytes) -> Holder:
 
 @contextlib.contextmanager
 def _damage(worker_id: bytes | str) -> Iterator[None]:
-    """Log and skip unreadable data."""
     try:
         yield
     except (KeyError, ValueError) as error:

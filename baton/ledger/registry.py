@@ -128,20 +128,21 @@ end
 """
 
 
-def _decision(text: str) -> Script:
-    return Script(_EPOCH + text)
-
-
 # KEYS 4: place (of an empty id if the caller has none). Returns the ms to wait, or 0 and the counter.
-MINT = _decision("""
+MINT = Script(
+    _EPOCH
+    + """
 if epoch == 0 then begin() end
 local wait = redis.call('PTTL', KEYS[3])
 if wait > 0 and redis.call('EXISTS', KEYS[4]) == 0 then return {epoch, wait, 0} end
 return {epoch, 0, redis.call('INCR', KEYS[2])}
-""")
+"""
+)
 
 # KEYS 4-6: place, worker, workers. ARGV 5-9: epoch, counter, worker id, info, place TTL ms.
-REGISTER = _decision("""
+REGISTER = Script(
+    _EPOCH
+    + """
 local place = redis.call('GET', KEYS[4])
 local e, c = string.match(place or '', '^(%d+)%.(%d+)$')
 local mine, my_epoch = ARGV[5] .. '.' .. ARGV[6], tonumber(ARGV[5])
@@ -155,27 +156,36 @@ redis.call('SET', KEYS[4], mine, 'PX', ARGV[9])
 redis.call('SADD', KEYS[6], ARGV[7])
 redis.call('PEXPIRE', KEYS[6], ARGV[9])
 return {epoch, 1}
-""")
+"""
+)
 
 # KEYS 4-6: place, worker, workers. ARGV 5-7: incarnation, progress, place TTL ms.
-RENEW = _decision("""
+RENEW = Script(
+    _EPOCH
+    + """
 if redis.call('HGET', KEYS[5], 'incarnation') ~= ARGV[5] then return {epoch, 0} end
 redis.call('HSET', KEYS[5], 'progress', ARGV[6])
 redis.call('PEXPIRE', KEYS[5], ARGV[4])
 redis.call('PEXPIRE', KEYS[4], ARGV[7])
 redis.call('PEXPIRE', KEYS[6], ARGV[7])
 return {epoch, 1}
-""")
+"""
+)
 
 # KEYS 4-6: place, worker, workers. ARGV 5-6: incarnation, worker id.
-DEREGISTER = _decision("""
+DEREGISTER = Script(
+    _EPOCH
+    + """
 if redis.call('HGET', KEYS[5], 'incarnation') ~= ARGV[5] then return {epoch, 0} end
 redis.call('SREM', KEYS[6], ARGV[6])
 return {epoch, redis.call('DEL', KEYS[5])}
-""")
+"""
+)
 
 # KEYS 4: workers. ARGV 5: the prefix of the workers' keys. Ids without a key are removed.
-WORKERS = _decision("""
+WORKERS = Script(
+    _EPOCH
+    + """
 local rows = {}
 for _, id in ipairs(redis.call('SMEMBERS', KEYS[4])) do
   local row = redis.pcall('HMGET', ARGV[5] .. id, 'incarnation', 'info')
@@ -184,7 +194,8 @@ for _, id in ipairs(redis.call('SMEMBERS', KEYS[4])) do
   else rows[#rows + 1] = {id, row[1], row[2]} end
 end
 return {epoch, rows}
-""")
+"""
+)
 
 
 log = structlog.get_logger(__name__)

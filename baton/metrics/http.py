@@ -109,6 +109,5 @@ def _state(problem: str, fine: str) -> tuple[HTTPStatus, str, bytes]:
 
 
 def _accepted(headers: Sequence[str]) -> str:
-    """Return the value of `Accept`."""
     pairs = (header.partition(":") for header in headers)
     return ",".join(value for name, _, value in pairs if name.strip().lower() == "accept")

@@ -53,9 +53,7 @@ class RpcFailure(Protocol):
     """The methods of a failed call, sync or aio. `grpc.RpcError` itself guarantees none."""
 
     def code(self) -> grpc.StatusCode: ...
-
     def details(self) -> str | None: ...
-
     def trailing_metadata(self) -> Any: ...
 
 

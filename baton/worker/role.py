@@ -48,7 +48,6 @@ class WorkerRole(RoleBehaviour, Protocol):
     counts: Counts
 
     def stepped(self, result: StepResult) -> None: ...
-
     def tick(self) -> None: ...
 
     def load(self, load: Load) -> Load:
@@ -155,7 +154,6 @@ class HandoffRole(ABC, Generic[JobT]):
         """Forget a handoff in any state and free its blocks."""
 
     def _give_up(self, handoff: HandoffId, event: worker_pb2.WorkerEvent) -> None:
-        """Drop a handoff and notify its router."""
         job = self._work.get(handoff)
         self._drop(handoff)
         if job is not None:
@@ -203,13 +201,9 @@ class Pusher(Protocol):
     """The part of `kvtransfer.sender.Sender` that the roles use."""
 
     def begin(self, job: PushJob) -> None: ...
-
     def computed(self, handoff: HandoffId, blocks: Sequence[int], layers: int, end: int) -> None: ...
-
     def withdraw(self, handoff: HandoffId) -> None: ...
-
     def finish(self, handoff: HandoffId, end: PushEnd) -> None: ...
-
     def abort(self, handoff: HandoffId) -> None: ...
 
 
@@ -224,12 +218,12 @@ class Transfers:
         on_unfetched: Callable[[HandoffId], None] = lambda handoff: None,
     ) -> None:
         info, kv, settings = parts.info, parts.engine.kv, parts.settings.transfer
-        grpc = GrpcTransport(info.ref.address, parts.wire.sync)
-        transports = make_transports(settings, kv.device, grpc=grpc)
+        over_grpc = GrpcTransport(info.ref.address, parts.wire.sync)
+        transports = make_transports(settings, kv.device, grpc=over_grpc)
         ends = (kv, info.ref, info.fingerprint, settings)
         connect = partial(GrpcPeerStream, dial=parts.wire.sync)
         self.sender = Sender(*ends, transports, on_done, on_unfetched=on_unfetched, connect=connect)
-        self._peers = PeerService(*ends, table, transports, grpc)
+        self._peers = PeerService(*ends, table, transports, over_grpc)
         peer_pb2_grpc.add_PeerServicer_to_server(self._peers, parts.server)
         self._directory = PrefixPublisher(parts.ledger, info.ref)
         parts.engine.pool.on_index = self._directory.note
