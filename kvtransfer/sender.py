@@ -257,7 +257,7 @@ class SendChannel:
         transport, ring = self.queue.welcome()
         channel = self._open(transport, ring)
         leaving.callback(channel.close)
-        self.queue.changes.express = channel.express
+        self.queue.express = channel.express
         if channel.express is None:
             self.queue.window.batch = max(1, ring.slots // 2)
         probed = self._probe(channel, ring)
@@ -325,7 +325,7 @@ class SendChannel:
                 channel.finish(number - ring.slots)  # returns immediately: the slot was credited, so the frame has left
 
     def _put(self, command: pb.PeerCommand) -> None:
-        express = self.queue.changes.express
+        express = self.queue.express
         if express is not None and (
             command.HasField("frame") or (command.HasField("commit") and express.takes(command.ByteSize()))
         ):
