@@ -142,7 +142,8 @@ async def test_the_queue_is_bounded_and_what_is_held_is_written_after_the_return
 
 
 async def test_one_bad_record_does_not_hold_up_the_others(log, stub):
-    answers, good = [LedgerError("bad"), 1], []
+    answers: list[int | LedgerError] = [LedgerError("bad"), 1]
+    good: list[str] = []
 
     async def run_many(script: Any, calls: Sequence[Any]) -> list[int | LedgerError]:
         good.extend(keys[0] for keys, _ in calls if keys[0] != "req:bad")
