@@ -225,9 +225,7 @@ class PeerService(PeerServicer):
             session.end(None)
 
     async def Data(
-        self,
-        request_iterator: AsyncIterator[pb.DataChunk],
-        context: grpc.aio.ServicerContext[pb.DataChunk, pb.DataEnd],
+        self, request_iterator: AsyncIterator[pb.DataChunk], context: grpc.aio.ServicerContext[pb.DataChunk, pb.DataEnd]
     ) -> pb.DataEnd:
         """Receive the bytes of one channel."""
         try:

@@ -22,7 +22,7 @@ from kvtransfer.handoff import CommitState, Offer
 _WEIGHT = 0.3  # of the newest sample
 _MEASURED_TOKENS = 32  # smallest step that counts as a sample of the compute cost
 _LEAST_S = 0.5  # shortest timeout of a fetch
-_SPARED = 6  # back-off after a timed-out fetch, in timeouts, because every timeout delays a prompt that long
+_BACKOFF = 6  # back-off after a timed-out fetch, in timeouts, because every timeout delays a prompt that long
 
 
 class CostModel:
@@ -91,7 +91,7 @@ class Fetches:
         self._on_end = on_end
         self._cost = CostModel()
         self._step_began: float | None = None
-        self._spared: dict[WorkerRef, float] = {}  # late sources, each with the end of its back-off
+        self._backoffs: dict[WorkerRef, float] = {}  # late sources, each with the end of its back-off
         self._lock = threading.Lock()
         self._fetches: dict[HandoffId, Fetch] = {}
 
@@ -109,7 +109,7 @@ class Fetches:
         missing = len(names) - begin
         if (
             not missing
-            or source in self._spared
+            or source in self._backoffs
             or not self._cost.worth(missing * size, missing * self._engine.layout.block_bytes)
         ):
             return None
@@ -152,11 +152,11 @@ class Fetches:
     def late(self) -> list[HandoffId]:
         """Return the fetches past their timeout, and start the back-off of their sources."""
         now = self._clock.monotonic()
-        self._spared = {source: until for source, until in self._spared.items() if until > now}
+        self._backoffs = {source: until for source, until in self._backoffs.items() if until > now}
         with self._lock:
             late = {handoff: fetch for handoff, fetch in self._fetches.items() if now - fetch.started >= fetch.within_s}
         for fetch in late.values():
-            self._spared[fetch.source] = max(self._spared.get(fetch.source, now), now + _SPARED * fetch.within_s)
+            self._backoffs[fetch.source] = max(self._backoffs.get(fetch.source, now), now + _BACKOFF * fetch.within_s)
         return list(late)
 
     def step_began(self) -> None:

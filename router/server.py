@@ -23,7 +23,7 @@ from baton.ledger.prefix_index import PrefixIndex
 from baton.metrics import MetricsServer
 from baton.metrics.http import Target, target
 from baton.rpc import channel
-from baton.rpc.channel import IN_THE_CLEAR
+from baton.rpc.channel import PLAINTEXT
 from baton.rpc.v1 import admin_pb2_grpc, inference_pb2_grpc
 from baton.tokenizer import Tokenizer
 from router.admin import Admin
@@ -147,7 +147,7 @@ class Router:
             self._watches.append(asyncio.create_task(demand.publish(self._demand, self._board), name="demand"))
         if self._gateway is not None:
             self.http = self._gateway.address
-            await self._gateway.start(inner, IN_THE_CLEAR)
+            await self._gateway.start(inner, PLAINTEXT)
         bound = {"grpc": self.grpc, "admin": self.admin, "metrics": self.metrics, "http": self.http}
         log.info("router_started", router_id=self.context.sinks.router_id, **bound)
 

@@ -16,7 +16,7 @@ from baton.client.types import ClusterStatus
 from baton.cluster.state_dir import ClusterState, StateFolder, running_clusters
 from baton.config import ClusterConfig, load_config
 from baton.errors import ConfigError, NoWorker
-from baton.rpc.channel import IN_THE_CLEAR, Wire, from_here
+from baton.rpc.channel import PLAINTEXT, Wire, from_here
 from baton.rpc.status import from_rpc_error
 from baton.rpc.v1.admin_pb2_grpc import AdminStub
 from router.auth.tokens import read_tokens
@@ -54,7 +54,7 @@ def check_tokens(config: ClusterConfig) -> None:
 class Credentials:
     """The certificates and the token for a cluster. The defaults are no encryption and no token."""
 
-    wire: Wire = IN_THE_CLEAR
+    wire: Wire = PLAINTEXT
     token: str | None = field(default=None, repr=False)
 
     @classmethod
@@ -68,7 +68,7 @@ class Credentials:
         file = StateFolder(cluster.name).config if cluster else None
         if tls is None and file is not None and file.exists():
             return cls.of(load_config(file))
-        return cls(Wire.of_path(tls) if tls else IN_THE_CLEAR, os.environ.get(TOKEN_VARIABLE) or None)
+        return cls(Wire.of_path(tls) if tls else PLAINTEXT, os.environ.get(TOKEN_VARIABLE) or None)
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:

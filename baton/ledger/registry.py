@@ -249,11 +249,9 @@ class Ledger:
         return bool((await self._decide(REGISTER, self._keys(info.ref), *args))[1])
 
     async def renew(self, ref: WorkerRef, progress: int) -> bool:
-        """Extend the lease by `lease_s` from now. `progress` is a step count, for operators.
-
-        Returns False if the lease has lapsed or another incarnation holds the place. A slow worker is then fenced and
-        must mint anew. A worker that saw Redis fail keeps its incarnation; `register` finds out whether the place was
-        taken.
+        """Extend the lease by `lease_s` from now. `progress` is a step count, for operators. Returns False if the lease
+        has lapsed or another incarnation holds the place: a slow worker is then fenced and must mint anew. A worker
+        that saw Redis fail keeps its incarnation; `register` finds out whether the place was taken.
         """
         args = (str(ref.incarnation), progress, self._place_ms)
         return bool((await self._decide(RENEW, self._keys(ref), *args))[1])

@@ -50,10 +50,7 @@ class Controlled:
         self._planned, self._slots = {}, ()
 
     def update(
-        self,
-        planned: Mapping[str, int],
-        slots: Sequence[tuple[str, str, int]],
-        decisions: Sequence[tuple[float, str]],
+        self, planned: Mapping[str, int], slots: Sequence[tuple[str, str, int]], decisions: Sequence[tuple[float, str]]
     ) -> None:
         """Store workers by role and slots (role, state, restarts). Count decisions after those of the first call."""
         self._planned, self._slots = planned, slots

@@ -33,7 +33,8 @@ class Counts:
         self._lock = threading.Lock()
         self.handoffs: Counter[str] = Counter(dict.fromkeys(HANDOFFS, 0))
         self.thought_chunks = self.thought_tokens = 0
-        self._moved: dict[tuple[str, str], tuple[float, float, float]] = {}
+        # Bytes, frames and seconds by direction and transport.
+        self.transfers: dict[tuple[str, str], tuple[float, float, float]] = {}
 
     def ended(self, outcome: str) -> None:
         """Count the end of a handoff at this worker."""
@@ -44,19 +45,14 @@ class Counts:
         """Count the transferred KV of a handoff."""
         key = direction, of(transport, TRANSPORTS, "unknown")
         with self._lock:
-            before = self._moved.get(key, (0.0, 0.0, 0.0))
-            self._moved[key] = before[0] + nbytes, before[1] + frames, before[2] + seconds
+            before = self.transfers.get(key, (0.0, 0.0, 0.0))
+            self.transfers[key] = before[0] + nbytes, before[1] + frames, before[2] + seconds
 
     def thought(self, thoughts: Iterable[Thought]) -> None:
         """Count thoughts about chunks; recomputed ones count again."""
         for thought in thoughts:
             self.thought_chunks += 1
             self.thought_tokens += len(thought.token_ids)
-
-    @property
-    def all_moved(self) -> list[tuple[tuple[str, str], tuple[float, float, float]]]:
-        """Bytes, frames and seconds by direction and transport."""
-        return list(self._moved.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +143,9 @@ def _computing(worker: str, load: Load) -> Iterable[Metric]:
 def _handing_over(worker: str, load: Load, counts: Counts) -> Iterable[Metric]:
     rows = [((worker, outcome), float(count)) for outcome, count in counts.handoffs.items()]
     yield counter("baton_handoffs", "Handoffs by outcome at this worker", ("worker", "outcome"), rows)
-    moved = counts.all_moved
+    transfers = list(counts.transfers.items())  # another thread may add one
     for index, (name, text) in enumerate(_MOVED):
-        of_it = [((worker, *key), values[index]) for key, values in moved]
+        of_it = [((worker, *key), values[index]) for key, values in transfers]
         yield counter(name, text, ("worker", "direction", "transport"), of_it)
     by_transport = Counter(of(channel.transport, TRANSPORTS, "unknown") for channel in load.channels)
     open_ = [((worker, transport), float(count)) for transport, count in by_transport.items()]

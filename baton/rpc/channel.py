@@ -15,7 +15,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from baton.config.schema import TlsConfig
 
 
-Options = list[tuple[str, int]]
+Options = list[tuple[str, Any]]
 Credentials: TypeAlias = "grpc.ChannelCredentials | None"  # None means plaintext
 _SOCKET_PATH_BYTES = 107  # of sockaddr_un
 
@@ -44,13 +44,14 @@ PUBLIC = Link(PUBLIC_RECEIVE_BYTES)
 INTERNAL = Link(INTERNAL_RECEIVE_BYTES)
 
 
-def channel_options(link: Link, *, proxy: bool = False) -> Options:
-    """Return the options of a client. `proxy`: use http_proxy of the environment."""
+def channel_options(link: Link, *, proxy: bool = False, name: str = "") -> Options:
+    """Return the options of a client. `proxy`: use http_proxy of the environment. `name`: as in `Wire`."""
     return [
         *_common_options(link),
         ("grpc.enable_http_proxy", int(proxy)),
         ("grpc.initial_reconnect_backoff_ms", 100),  # reconnect soon: the default waits up to 120 s
         ("grpc.max_reconnect_backoff_ms", 2000),
+        *([("grpc.ssl_target_name_override", name)] if name else []),
     ]
 
 
@@ -61,10 +62,6 @@ def server_options(link: Link, *, share_port: bool = False) -> Options:
         ("grpc.so_reuseport", int(share_port)),
         ("grpc.http2.min_ping_interval_without_data_ms", 200),
     ]
-
-
-def _named(name: str) -> list[tuple[str, str]]:
-    return [("grpc.ssl_target_name_override", name)] if name else []
 
 
 def _common_options(link: Link) -> Options:
@@ -82,7 +79,7 @@ def aio_channel(
     address: str, *, link: Link = INTERNAL, credentials: Credentials = None, proxy: bool = False, name: str = ""
 ) -> grpc.aio.Channel:
     """Return an asyncio channel to `host:port` for this loop; connects on first use. `name`: as in `Wire`."""
-    options = [*channel_options(link, proxy=proxy), *_named(name)]
+    options = channel_options(link, proxy=proxy, name=name)
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, credentials, options=options)
@@ -92,7 +89,7 @@ def sync_channel(
     address: str, *, link: Link = INTERNAL, credentials: Credentials = None, proxy: bool = False, name: str = ""
 ) -> grpc.Channel:
     """Return a thread-safe blocking channel to `host:port`; connects on first use. `name`: as in `Wire`."""
-    options = [*channel_options(link, proxy=proxy), *_named(name)]
+    options = channel_options(link, proxy=proxy, name=name)
     if credentials is None:
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, credentials, options=options)
@@ -207,7 +204,7 @@ class Wire:
         return sync_channel(address, link=link, credentials=self.credentials, name=self.name)
 
 
-IN_THE_CLEAR = Wire()
+PLAINTEXT = Wire()
 
 
 def _read(key: str, path: str) -> bytes:

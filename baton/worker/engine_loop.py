@@ -61,11 +61,7 @@ class Paces:
     def into(self, load: Load) -> Load:
         """Return `load` with these totals."""
         return replace(
-            load,
-            prefill_pace=self.prefill,
-            decode_pace=self.decode,
-            joint_pace=self.joint,
-            beside_pace=self.beside,
+            load, prefill_pace=self.prefill, decode_pace=self.decode, joint_pace=self.joint, beside_pace=self.beside
         )
 
 

@@ -78,10 +78,7 @@ def committed(handoff: HandoffId, commit: CommitState | None = None, spans: Span
     message = worker_pb2.Committed()
     if commit is not None:
         message = worker_pb2.Committed(
-            transfer_s=commit.transfer_s,
-            commit_s=commit.commit_s,
-            kv_bytes=commit.kv_bytes,
-            transport=commit.transport,
+            transfer_s=commit.transfer_s, commit_s=commit.commit_s, kv_bytes=commit.kv_bytes, transport=commit.transport
         )
     return Event(handoff=convert.handoff_to_pb(handoff), committed=message, spans=spans)
 

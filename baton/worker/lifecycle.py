@@ -131,8 +131,8 @@ def watched(info: WorkerInfo, lease: Lease, stepping: _Stepping, service: Worker
 Ready = Callable[[WorkerRef], None]
 SHUTDOWN_GRACE_S = 2.0
 LEAVE_S = 1.0
-_LOOK_S = 0.01
-_DRAIN_LOOK_S = 0.1
+_POLL_S = 0.01
+_DRAIN_POLL_S = 0.1
 
 
 class _Stepping:
@@ -178,10 +178,9 @@ async def run_incarnation(
         leaving.push_async_callback(ledger.close)
         address = channel.bind(server, settings.listen, wire.private)
         metrics, metrics_address = await measured(settings, leaving)
-        info = _info(settings, engine, await ledger.mint(settings.worker_id), address, metrics_address)
-        history = History.open(
-            settings.history, clock, settings.role.value, settings.worker_id, str(info.ref.incarnation)
-        )
+        incarnation = await ledger.mint(settings.worker_id)
+        info = _info(settings, engine, incarnation, address, metrics_address)
+        history = History.open(settings.history, clock, settings.role.value, settings.worker_id, str(incarnation))
         engine.pool.history = leaving.enter_context(history)
         loop = EngineLoop(engine, clock=clock)
         role = factory(RoleDeps(settings, info, engine, loop, ledger, server, clock, wire))
@@ -272,7 +271,7 @@ class Beats:
         while not (stop.is_set() or over or self._clock.monotonic() >= until):
             over = drained()
             await self._beat()
-            await _wait(stop, min(self._every_s, _DRAIN_LOOK_S))
+            await _wait(stop, min(self._every_s, _DRAIN_POLL_S))
 
     async def _beat(self) -> None:
         if self._loop.failure is not None:
@@ -305,7 +304,7 @@ async def _leave(loop: EngineLoop, role: WorkerRole) -> None:
         async with asyncio.timeout(LEAVE_S):
             await asyncio.shield(left)  # a late engine thread still hands its work over
             while role.busy:  # noqa: ASYNC110  (the engine thread signals no event)
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
 
 
 async def _stop_serving(

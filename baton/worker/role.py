@@ -25,7 +25,7 @@ from baton.ledger.prefix_directory import PrefixPublisher
 from baton.ledger.registry import Ledger
 from baton.metrics.worker import Counts
 from baton.rpc import convert
-from baton.rpc.channel import IN_THE_CLEAR, Wire
+from baton.rpc.channel import PLAINTEXT, Wire
 from baton.rpc.v1 import peer_pb2_grpc, worker_pb2
 from baton.worker import events
 from baton.worker.block_census import Holding
@@ -82,7 +82,7 @@ class RoleDeps:
     ledger: Ledger
     server: grpc.aio.Server
     clock: Clock
-    wire: Wire = IN_THE_CLEAR
+    wire: Wire = PLAINTEXT
 
 
 RoleFactory = Callable[[RoleDeps], WorkerRole]

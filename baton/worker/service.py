@@ -163,9 +163,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self.sessions: set[Session] = set()
 
     async def Connect(
-        self,
-        request_iterator: AsyncIterator[worker_pb2.RouterMessage],
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request_iterator: AsyncIterator[worker_pb2.RouterMessage], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[worker_pb2.WorkerMessage]:
         session = await self._greet(request_iterator, context)
         self.sessions.add(session)
@@ -187,9 +185,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await abort(context, error)
 
     async def _greet(
-        self,
-        requests: AsyncIterator[worker_pb2.RouterMessage],
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, requests: AsyncIterator[worker_pb2.RouterMessage], context: grpc.aio.ServicerContext[Any, Any]
     ) -> Session:
         first = None
         with contextlib.suppress(TimeoutError):

@@ -42,14 +42,14 @@ class CudaIpcTransport:
 
     def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> SocketEnd:
         """See `Transport`. No tensor of a slot may be used after the end was closed."""
-        self._free_what_is_proved()
+        self._free_proved()
         title, build = f"cuda_ipc channel {name}", self._take if side is Side.RECEIVER else self._give
         return translate_errors(f"{title}: not built", lambda: build(title, keys, ring, deadline_s))
 
     @property
     def quarantined(self) -> int:
         """Bytes of device memory of closed channels that the receiver may still have open."""
-        self._free_what_is_proved()
+        self._free_proved()
         return sum(ring.nbytes for _, ring, _ in self._quarantine)
 
     def _give(self, title: str, keys: KeyRelay, ring: Ring, deadline_s: float) -> SocketEnd:
@@ -90,9 +90,9 @@ class CudaIpcTransport:
             pair.socket.shutdown(socket.SHUT_WR)  # the receiver sees this and closes
         with self._lock:
             self._quarantine.append((address, ring, pair))
-        self._free_what_is_proved()
+        self._free_proved()
 
-    def _free_what_is_proved(self) -> None:
+    def _free_proved(self) -> None:
         with self._lock:
             proved = [entry for entry in self._quarantine if entry[2].gone]
             self._quarantine = [entry for entry in self._quarantine if entry not in proved]

@@ -224,7 +224,7 @@ def connect(keys: KeyRelay, deadline_s: float) -> UnixSocketPair:
         connected = failing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         connected.settimeout(deadline_s)
         connected.connect(name)
-        if not _mine(connected):
+        if not _same_user(connected):
             raise PermissionError("the peer belongs to another user")
         connected.send(secret)
         _, files, _, _ = socket.recv_fds(connected, 1, 1, socket.MSG_CMSG_CLOEXEC)
@@ -265,11 +265,11 @@ def _next(listener: socket.socket, secret: bytes, timeout_s: float) -> socket.so
 def _is_peer(connected: socket.socket, secret: bytes) -> bool:
     connected.settimeout(_GREETING_S)
     with suppress(OSError):
-        return _mine(connected) and hmac.compare_digest(connected.recv(_SECRET_BYTES + 1), secret)
+        return _same_user(connected) and hmac.compare_digest(connected.recv(_SECRET_BYTES + 1), secret)
     return False
 
 
-def _mine(connected: socket.socket) -> bool:
+def _same_user(connected: socket.socket) -> bool:
     """Whether the peer's process had this user when it connected or began to listen."""
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())

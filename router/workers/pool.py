@@ -17,7 +17,7 @@ from baton.core import BlockCounts, Channel, Incarnation, Load, Role, WorkerInfo
 from baton.errors import Violation
 from baton.ledger.control_state import RouterReport
 from baton.ledger.prefix_index import PrefixIndex
-from baton.rpc.channel import IN_THE_CLEAR, Wire
+from baton.rpc.channel import PLAINTEXT, Wire
 from router.placement.demand import TypicalRequest, expected
 from router.placement.fleet import Fleet
 from router.placement.policy import Alone, AlonePolicy, Policy, local_prefill, local_prefill_if_faster
@@ -63,7 +63,7 @@ class WorkerPool:
         router_id: str,
         silence_s: float,
         clock: Clock,
-        wire: Wire = IN_THE_CLEAR,
+        wire: Wire = PLAINTEXT,
         *,
         prefixes: PrefixIndex | None = None,
         options: PoolOptions = PoolOptions(),

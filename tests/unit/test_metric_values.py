@@ -172,4 +172,4 @@ async def test_counts_from_many_threads():
 
     await asyncio.gather(*(asyncio.to_thread(count) for _ in range(4)))
     assert counts.handoffs["committed"] == 8000
-    assert counts.all_moved == [(("received", "shm"), (8000, 8000, 0.0))]
+    assert counts.transfers == {("received", "shm"): (8000, 8000, 0.0)}
