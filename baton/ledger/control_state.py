@@ -152,7 +152,7 @@ class ControlState:
         """Return the reports that routers sent within their lease, by id."""
         answer = await self._connection.call("SMEMBERS", self._connection.key("routers"))
         found = []
-        names = [name.decode() for name in answer if isinstance(name, bytes)] if isinstance(answer, list) else []
+        names = [name.decode() for name in answer if isinstance(name, bytes)] if isinstance(answer, (list, set)) else []
         for router_id in sorted(names):
             report = await self._get(RouterReport.model_validate_json, "router", router_id)
             if report is None:
