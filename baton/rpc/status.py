@@ -7,6 +7,7 @@ becomes WorkerLost, an unreachable ledger NoWorker, everything else EngineFault 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol, TypeVar, cast, runtime_checkable
 
@@ -153,14 +154,7 @@ def _details(error: RpcFailure) -> Status | None:
 def _unpack(status: Status | None, kind: type[D]) -> D | None:
     found = kind()
     for detail in status.details if status else ():
-        if detail.Is(kind.DESCRIPTOR) and _parsed(detail.value, found):
-            return found
+        with suppress(DecodeError):
+            if detail.Unpack(found):
+                return found
     return None
-
-
-def _parsed(data: bytes, into: Message) -> bool:
-    try:
-        into.ParseFromString(data)
-    except DecodeError:
-        return False
-    return True
