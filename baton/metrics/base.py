@@ -35,9 +35,9 @@ FINISHES = tuple(reason.value for reason in FinishReason)
 SUCCESS = {"eos": "stop", "stop_token": "stop", "stop_string": "stop", "length": "length"}  # vLLM's names
 
 
-def of(value: str, allowed: tuple[str, ...], other: str) -> str:
-    """Return `value` if allowed, else `other`, because peers may send anything."""
-    return value if value in allowed else other
+def transport_label(transport: str) -> str:
+    """Return `transport` if it is known, else `unknown`, because peers may send anything."""
+    return transport if transport in TRANSPORTS else "unknown"
 
 
 Row = tuple[Sequence[str], float]

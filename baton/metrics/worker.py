@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import InfoMetricFamily, Metric, SummaryMetr
 
 from baton.core import Load, Thought, WorkerInfo
 from baton.metrics import vllm_names
-from baton.metrics.base import HANDOFFS, TRANSPORTS, Scraped, blocks, counter, gauge, new_registry, of, verifying
+from baton.metrics.base import HANDOFFS, Scraped, blocks, counter, gauge, new_registry, transport_label, verifying
 
 _LATE = 2 / 3  # share of the lease; unhealthy after that time without progress, before the worker is restarted
 _SHOWN = 12  # digits of the fingerprint
@@ -43,7 +43,7 @@ class Counts:
 
     def moved(self, direction: str, transport: str, nbytes: int, frames: int, seconds: float) -> None:
         """Count the transferred KV of a handoff."""
-        key = direction, of(transport, TRANSPORTS, "unknown")
+        key = direction, transport_label(transport)
         with self._lock:
             before = self.transfers.get(key, (0.0, 0.0, 0.0))
             self.transfers[key] = before[0] + nbytes, before[1] + frames, before[2] + seconds
@@ -147,6 +147,6 @@ def _handing_over(worker: str, load: Load, counts: Counts) -> Iterable[Metric]:
     for index, (name, text) in enumerate(_MOVED):
         of_it = [((worker, *key), values[index]) for key, values in transfers]
         yield counter(name, text, ("worker", "direction", "transport"), of_it)
-    by_transport = Counter(of(channel.transport, TRANSPORTS, "unknown") for channel in load.channels)
+    by_transport = Counter(transport_label(channel.transport) for channel in load.channels)
     open_ = [((worker, transport), float(count)) for transport, count in by_transport.items()]
     yield gauge("baton_channels", "Open data channels on which this worker sends", ("worker", "transport"), open_)

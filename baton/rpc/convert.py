@@ -61,12 +61,7 @@ def constraint_from_pb(message: inference.Constraint) -> Constraint:
     return Constraint(kind, (message.json_schema if kind == "json_schema" else message.regex,))
 
 
-_REASONS = {
-    FinishReason.EOS: common.FINISH_REASON_EOS,
-    FinishReason.STOP_TOKEN: common.FINISH_REASON_STOP_TOKEN,
-    FinishReason.STOP_STRING: common.FINISH_REASON_STOP_STRING,
-    FinishReason.LENGTH: common.FINISH_REASON_LENGTH,
-}
+_REASONS = {reason: common.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 _REASONS_BACK = {number: reason for reason, number in _REASONS.items()}
 _DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLING_LISTS = ("stop", "stop_token_ids", "logit_bias")
