@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import structlog
 
-from baton.clock import SystemClock
-from baton.core import Pace
+from baton.clock import Clock, SystemClock
+from baton.core import Load, Pace
 
 if TYPE_CHECKING:
-    from baton.clock import Clock
-    from baton.core import Load
     from baton.engine.engine import Engine
     from baton.engine.step_result import StepResult
 
