@@ -146,7 +146,7 @@ class PrefillWorker(HandoffRole[PrefillJob]):
         super().__init__(info, engine, loop, clock, {"prefill": self._prefill, "repush": self._repush})
         self._coalesce_below = coalesce_below
         self._attempts = Attempts()
-        self._pusher: Pusher | None = None
+        self._pusher: Pusher  # set by `attach`, before the first command
         self.fetches = Fetches(engine, clock, fetch_s, self.fetch_ended, thinks=info.thinking_chunk > 0)
         self.transfer_bytes, self.transport = 0, ""
 
@@ -198,9 +198,8 @@ class PrefillWorker(HandoffRole[PrefillJob]):
         if work is None or work.session is not session:
             raise StaleAttempt(f"no KV of {held} is held here")
         self._fetched(held)
-        if self._pusher is not None:
-            self._pusher.withdraw(held)
-            self._pusher.abort(held)
+        self._pusher.withdraw(held)
+        self._pusher.abort(held)
         self._engine.rename(held, handoff)
         self._history.step("repush", handoff, held=held.attempt)
         self._attempts.saw(handoff)
@@ -227,7 +226,6 @@ class PrefillWorker(HandoffRole[PrefillJob]):
         return (len(spec) - skip) * layout.layers * layout.layer_token_bytes > self._coalesce_below
 
     def _begin(self, job: PushJob) -> None:
-        assert self._pusher is not None
         try:
             self._pusher.begin(job)
         except (HandoffError, ValueError) as error:  # rejected, so nothing else reports its end
@@ -251,7 +249,7 @@ class PrefillWorker(HandoffRole[PrefillJob]):
     def _drop(self, handoff: HandoffId) -> None:
         """Abort a handoff and its push. The engine withdraws the push before it frees the blocks."""
         self.fetches.end(handoff)
-        if handoff in self._work and self._pusher is not None:
+        if handoff in self._work:
             self._pusher.abort(handoff)
         self._forget(handoff, "aborted")
 
@@ -275,7 +273,6 @@ class PrefillWorker(HandoffRole[PrefillJob]):
 
     def _layer_done(self, step: list[StepWork], layer: int) -> None:
         """Pass finished KV of one layer to the sender, in the middle of a step."""
-        assert self._pusher is not None
         self._loop.progressed()
         if layer == 0:
             self.fetches.step_began()
@@ -291,7 +288,7 @@ class PrefillWorker(HandoffRole[PrefillJob]):
 
     def _hand_over(self, item: SequenceOutput) -> None:
         work = self._work.get(item.key)
-        if work is None or self._pusher is None:
+        if work is None:
             return
         if item.finish is not None:
             self._drop(item.key)  # the first token ended the request: nothing to commit
@@ -300,7 +297,6 @@ class PrefillWorker(HandoffRole[PrefillJob]):
         self._finish(item.key, work)
 
     def _finish(self, handoff: HandoffId, work: PrefillJob) -> None:
-        assert self._pusher is not None
         blocks = self._engine.held(handoff).blocks
         self._pusher.computed(handoff, blocks, self._info.layout.layers, len(work.spec))
         self._pusher.finish(handoff, work.end(self._engine.thinking_state(handoff)))
