@@ -215,9 +215,9 @@ class ActivityRecorder:
     def recovered(self, name: str, attempt: Attempt) -> None:
         """Record that another attempt follows this one."""
         prefill, decode = attempt.workers
-        reason = attempt.handed_back
+        reason = attempt.retry_reason
         self.recent.count("recovered")
-        if attempt.fencing is not None and attempt.handed_back == "prefill_lost":
+        if attempt.fencing is not None and attempt.retry_reason == "prefill_lost":
             self.happenings.add("fenced", "its decode worker takes nothing of a lost attempt", name, decode)
         worker = prefill if reason.startswith(Role.PREFILL) else decode
         self.happenings.add("recovered", f"goes on with another attempt: {reason}", name, worker)

@@ -10,7 +10,7 @@ import structlog
 
 from baton import errors
 from baton.clock import Clock
-from baton.core import Finish, HandoffId, Token
+from baton.core import Finish, HandoffId, SequenceSpec, Token
 from baton.errors import BatonError, Cancelled, InvalidRequest
 from baton.event_journal import History
 from baton.limits import MAX_CLIENT_TAG_CHARS
@@ -122,7 +122,7 @@ class ChoiceObserver:
     """
 
     def __init__(
-        self, request: RequestObserver, choice: int, request_id: str, stream: str, prompt_tokens: int, received: int
+        self, request: RequestObserver, choice: int, request_id: str, stream: str, spec: SequenceSpec, received: int
     ) -> None:
         to = self._to = request.sinks
         self.track = Track(to.router_id, choice, to.clock, request.arrived)
@@ -133,7 +133,8 @@ class ChoiceObserver:
         self.is_accepted = False
         self.choice, self.request_id = choice, request_id
         self.placed: Placement | None = None
-        self._request, self._stream, self._prompt_tokens = request, stream, prompt_tokens
+        self.prompt_tokens, self.deterministic = len(spec.prompt), spec.deterministic
+        self._request, self._stream = request, stream
         self._first_token_at: float | None = None
         self._last_token_at: float | None = None
         request.trace.tracks.append(self.track)
@@ -165,12 +166,12 @@ class ChoiceObserver:
             "request_accepted",
             request_id=self.request_id,
             stream=self._stream,
-            prompt_tokens=self._prompt_tokens,
+            prompt_tokens=self.prompt_tokens,
             workers=attempt.workers,
             trace_id=self._request.trace.context.trace_id,
         )
         if self.choice == 0:
-            self.metrics.accepted(self._prompt_tokens)
+            self.metrics.accepted(self.prompt_tokens)
 
     def delivered(self, fresh: Sequence[Token]) -> None:
         """Record tokens that the client did not have yet."""
@@ -179,7 +180,7 @@ class ChoiceObserver:
         now = self._to.clock.monotonic()
         if self._last_token_at is None:
             self._first_token_at = now
-            prompt_tokens = 0 if self.choice else self._prompt_tokens
+            prompt_tokens = 0 if self.choice else self.prompt_tokens
             self._to.activity.recent.first_tokens(len(fresh), self.stages.age_s, prompt_tokens)
             log.debug("request_first_token", request_id=self.request_id, attempt=self.attempts)
             self.metrics.first(len(fresh))
@@ -189,14 +190,14 @@ class ChoiceObserver:
             self.metrics.gap(gap_s, len(fresh), self._request.exemplar)
         self._last_token_at = now
 
-    def handed_back(self, attempt: Attempt) -> None:
+    def unfinished(self, attempt: Attempt) -> None:
         """Record that the attempt ended without a finish."""
         error = {"error": type(attempt.lost).__name__} if attempt.lost else {}
-        self.stages.note(ended=attempt.handed_back, **error)
+        self.stages.note(ended=attempt.retry_reason, **error)
 
     def recovered(self, attempt: Attempt) -> None:
         """Record that another attempt follows."""
-        reason = attempt.handed_back
+        reason = attempt.retry_reason
         self.metrics.recovery(reason)
         self._to.activity.recovered(self._request.name, attempt)
         self.note("recovered", reason=reason)

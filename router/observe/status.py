@@ -25,7 +25,7 @@ from baton.rpc.v1 import admin_pb2
 from baton.stages import Stage
 from router.context import RouterSettings
 from router.observe.request_observer import ChoiceObserver, Sinks
-from router.request.client_request import ClientRequest, RunningRequests
+from router.request.client_request import ClientCall, RunningRequests
 from router.request.lifecycle import Dispatch
 from router.workers.pool import WorkerPool
 from router.workers.stream import WorkerStream
@@ -70,7 +70,7 @@ class Overview:
             queued_tokens=queue.waiting_tokens,
             drain_requests_per_s=queue.drain.requests_per_s,
             drain_tokens_per_s=queue.drain.tokens_per_s,
-            accepted=sinks.outcomes["accepted"] + sum(call.accepted for call in self._running),
+            accepted=sinks.outcomes["accepted"] + sum(call.observer.is_accepted for call in self._running),
             workers=[
                 _worker(link, self._pool.note(link))
                 for link in sorted(self._pool.links, key=lambda link: link.info.ref.worker_id)
@@ -229,7 +229,7 @@ class StatusBroadcaster:
                 self._activity.happenings.add("decision", f"{one.kind}: {text}", at=one.at)
 
 
-def _shown(call: ClientRequest, choice: ChoiceObserver) -> admin_pb2.RequestView:
+def _shown(call: ClientCall, choice: ChoiceObserver) -> admin_pb2.RequestView:
     stages, placed = choice.stages, choice.placed
     workers = {}
     if placed is not None and stages.stage not in _UNPLACED:
@@ -240,10 +240,10 @@ def _shown(call: ClientRequest, choice: ChoiceObserver) -> admin_pb2.RequestView
         request_id=call.name,
         choice=choice.choice,
         stage=stages.stage.value,
-        prompt_tokens=call.prompt_tokens,
+        prompt_tokens=choice.prompt_tokens,
         tokens=choice.tokens,
         age_s=stages.age_s,
         attempt=choice.attempts,
-        deterministic=call.deterministic,
+        deterministic=choice.deterministic,
         **workers,
     )

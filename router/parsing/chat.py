@@ -96,9 +96,6 @@ class Chats:
         return [Violation("chat.template_kwargs", f"{name!r} is not a variable to set: {has}") for name in wrong]
 
 
-NO_CHATS = Chats({}, {})
-
-
 def _violations(chat: pb.ChatMessages) -> Iterator[Violation]:
     """Yield the errors of a conversation that do not depend on the template."""
     if (size := chat.ByteSize()) > MAX_CHAT_BYTES:

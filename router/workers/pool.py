@@ -145,7 +145,7 @@ class WorkerPool:
         rows = [(link.view, facts) for link, facts in self._fleet.rows() if link.usable]
         return expected(self._router_id, rows, self._typical, self._options.chunk if self._options.colocated else None)
 
-    def claim_of(self, worker_id: str, incarnation: Incarnation) -> Placement | None:
+    def place_on(self, worker_id: str, incarnation: Incarnation) -> Placement | None:
         """Return a placement on a decode worker that already decodes the stream, or None if it is not connected."""
         link = self._link(worker_id, incarnation)
         if link is None or link.state != "connected" or link.info.role is not Role.DECODE:

@@ -11,9 +11,9 @@ from baton.errors import InvalidRequest
 from baton.limits import MAX_RENDERED_CHARS, MAX_TEMPLATE_CHARS
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.tokenizer import OracleTokenizer, Tokenizer
-from router.parsing.chat import NO_CHATS, Chats
+from router.parsing.chat import Chats
 from router.parsing.chat_template import Template, TemplateFailed
-from router.parsing.generate_request import encode_chat, parse
+from router.parsing.generate_request import RequestParser
 from tests.unit.test_tokenizer import save_bpe
 
 TEXTS = {path.stem: path.read_text() for path in (Path(__file__).parent / "templates").glob("*.jinja")}
@@ -89,24 +89,25 @@ async def test_prompts_equal_those_of_transformers(tmp_path, name, turns, tools,
     peer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), **special)
     assert await chats.prompt(asked) == peer.apply_chat_template(conversation, tokenize=False, **options)
     right = peer.apply_chat_template(conversation, tokenize=True, return_dict=False, **options)
-    assert await encode_chat(tokenizer, chats, asked) == right
+    assert await RequestParser(tokenizer, "m").encode(asked) == right
 
 
 async def test_special_tokens_are_not_added_twice(tmp_path):
     tokenizer = model(tmp_path, "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{{ pad_token }}")
-    ids = await encode_chat(tokenizer, Chats.of(tokenizer), chat(("user", "some")))
+    ids = await RequestParser(tokenizer, "m").encode(chat(("user", "some")))
     assert ids == [0, *tokenizer.encode("some")[1:], 1]
     assert tokenizer.encode("some")[0] == 0
 
 
 async def test_a_request_takes_a_conversation(tmp_path):
     tokenizer = model(tmp_path, "{{ messages | length }}{% if add_generation_prompt %}!{% endif %}")
-    spec = await parse(pb.GenerateRequest(chat=chat(*ASKED)), tokenizer, "m", 100, Chats.of(tokenizer), seed=1)
+    asked = pb.ResumeRequest(request=pb.GenerateRequest(chat=chat(*ASKED)))
+    spec = (await RequestParser(tokenizer, "m").parse(asked, "r", 100)).spec
     assert spec.sampling.max_tokens == 100 - len(spec.prompt), "an answer may be as long as fits"
     assert spec.prompt == tuple(tokenizer.encode_rendered("4!"))
     tokenizer = model(tmp_path, "{% for m in messages %}{% endfor %}")
     with pytest.raises(InvalidRequest, match="chat: must not be empty"):
-        await parse(pb.GenerateRequest(chat=chat(*ASKED)), tokenizer, "m", 100, Chats.of(tokenizer), seed=1)
+        await RequestParser(tokenizer, "m").parse(asked, "r", 100)
 
 
 async def test_json_that_is_no_text_is_refused(tmp_path):
@@ -114,7 +115,7 @@ async def test_json_that_is_no_text_is_refused(tmp_path):
     calling = pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(arguments='{"x": "\\ud800"}')])
     for asked in (chat(("user", "x"), tools='[{"x": "\\ud800"}]'), chat(("user", "x"), calling)):
         with pytest.raises(InvalidRequest, match="chat: JSON in it has half a surrogate pair"):
-            await encode_chat(tokenizer, Chats.of(tokenizer), asked)
+            await RequestParser(tokenizer, "m").encode(asked)
 
 
 async def test_the_oracle_has_a_plain_template_and_the_demo_model_reads_what_was_said():
@@ -147,7 +148,7 @@ async def test_of_several_templates_the_one_for_tools_is_taken(tmp_path):
     assert await chats.prompt(chat(*ASKED)) == "plain"
     assert await chats.prompt(chat(*ASKED, tools=json.dumps([WEATHER]))) == "1 tools<tool_call>"
     assert await chats.prompt(chat(*ASKED, tools="[]")) == "plain"
-    assert [each.tool_form for each in (chats, Chats.of(OracleTokenizer()), NO_CHATS)] == ["hermes", "", ""]
+    assert [each.tool_form for each in (chats, Chats.of(OracleTokenizer()), Chats({}, {}))] == ["hermes", "", ""]
 
 
 UNUSABLE = [

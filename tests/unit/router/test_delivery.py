@@ -50,7 +50,7 @@ def test_a_token_that_contradicts_one_that_came_before(before, index):
 def test_an_end_before_an_earlier_token_came():
     delivery = Delivery()
     delivery.merge([token(0), token(2)])
-    with pytest.raises(EngineFault, match="token 1 never came, token 2 did"):
+    with pytest.raises(EngineFault, match="token 1 is missing, but token 2 was received"):
         delivery.complete()
 
 

@@ -142,7 +142,7 @@ def test_happenings_name_a_request_as_its_client_does(clock):
     request = RequestObserver(sinks, "mine", resumes=True)
     life = ChoiceObserver(request, 0, "r9", "mine", 1, 0)
     for reason in ("decode_lost", "prefill_lost"):
-        attempt: Any = MagicMock(workers=("p-0", "d-0"), handed_back=reason, fencing=NoWorker("gone"))
+        attempt: Any = MagicMock(workers=("p-0", "d-0"), retry_reason=reason, fencing=NoWorker("gone"))
         life.recovered(attempt)
     life.is_accepted = True  # so its end is no refusal
     request.ended(pb.GenerateRequest(), NoWorker("gone"))
