@@ -20,11 +20,11 @@ from baton.rpc.v1.admin_pb2_grpc import AdminServicer
 from router.auth.interceptor import current_grant
 from router.auth.tokens import TokenFile
 from router.context import RouterSettings
-from router.observe.request_observer import Sinks
-from router.observe.status import Overview, StatusBroadcaster, plan_to_pb
 from router.request.client_request import RunningRequests
 from router.request.delivery import Context
 from router.request.lifecycle import Dispatch
+from router.request.observer import Sinks
+from router.status import Overview, StatusBroadcaster, plan_to_pb
 
 log = structlog.get_logger(__name__)
 

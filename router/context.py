@@ -16,13 +16,13 @@ from baton.event_journal import History
 from baton.ledger.prefix_index import PrefixIndex
 from baton.metrics import Metrics
 from baton.rpc.channel import Wire
+from router.activity import ActivityRecorder
 from router.admission.admission import Admission, QueueLimits
 from router.auth.tokens import TokenFile
-from router.observe.activity import ActivityRecorder
-from router.observe.request_observer import Sinks
 from router.placement.policy import ALONE, POLICIES
 from router.request.client_request import RunningRequests
 from router.request.lifecycle import Dispatch, StreamSource
+from router.request.observer import Sinks
 from router.request.traces import Traces
 from router.workers.placement import Placement
 from router.workers.pool import PoolOptions, WorkerPool, WorkerSource

@@ -30,17 +30,24 @@ from router.admin import Admin
 from router.auth.interceptor import Guard
 from router.context import RouterContext, RouterSettings, build_context
 from router.openai.loopback import LoopbackListener
-from router.placement import demand
 from router.placement.policy import POLICIES
 from router.request.lifecycle import StreamSource
 from router.service import Inference
+from router.status import ENDINGS
 from router.workers.pool import WorkerSource
 
 if TYPE_CHECKING:
     from router.openai.server import HttpServer
 
 
+log = structlog.get_logger(__name__)
+
+SERVICE = "baton.v1.Inference"
+_LOOK_S = 0.1
+_GOODBYE_S = 1.0
 _WITHIN_S = 1.0  # maximum wait of a scrape for the ledger
+_DEMAND_S = 1.0
+_DEMAND_LEASE_S = 5.0
 
 
 async def look(context: RouterContext, board: ControlState | None) -> None:
@@ -76,11 +83,38 @@ async def targets(
     return found + [target(address, name, "worker", worker_id) for worker_id, address in context.pool.told_metrics()]
 
 
-log = structlog.get_logger(__name__)
+def current_demand(context: RouterContext, metrics_at: str) -> RouterReport:
+    """Return the current load of the workers, the queue and the requests. `metrics_at` is the metrics' address."""
+    report, queue = context.pool.expected(), context.admission
+    running, outcomes = len(context.running), context.sinks.outcomes
+    return report.model_copy(
+        update={
+            "queued": queue.waiting,
+            "queued_tokens": queue.waiting_tokens,
+            "oldest_s": queue.oldest_s,
+            "queue_s": queue.wait_s,
+            "ttft_s": report.ttft_s and report.ttft_s + queue.wait_s,
+            "running": running,
+            "arrived": running + sum(outcomes[outcome] for outcome in ENDINGS),
+            "refused": outcomes["refused"],
+            "metrics": metrics_at,
+        }
+    )
 
-SERVICE = "baton.v1.Inference"
-_LOOK_S = 0.1
-_GOODBYE_S = 1.0
+
+async def publish_demand(current: Callable[[], RouterReport], board: ControlState) -> None:
+    """Publish the `current` load every second until cancelled. Ledger errors are only logged: no request needs this."""
+    published = True
+    while True:
+        before = published
+        try:
+            await board.put_router(current(), _DEMAND_LEASE_S)
+            published = True
+        except LedgerError as error:
+            published = False
+            if before:
+                log.warning("demand_not_told", error=str(error))
+        await asyncio.sleep(_DEMAND_S)
 
 
 class Router:
@@ -144,7 +178,8 @@ class Router:
         if self.context.tokens is not None:
             self._watches.append(asyncio.create_task(self.context.tokens.watch(), name="tokens"))
         if self._board is not None:
-            self._watches.append(asyncio.create_task(demand.publish(self._demand, self._board), name="demand"))
+            demand = publish_demand(lambda: current_demand(self.context, self.metrics_at), self._board)
+            self._watches.append(asyncio.create_task(demand, name="demand"))
         if self._gateway is not None:
             self.http = self._gateway.address
             await self._gateway.start(inner, PLAINTEXT)
@@ -185,11 +220,6 @@ class Router:
             await asyncio.to_thread(self.context.exporter.close)
         self.context.sinks.history.close()
         log.info("router_stopped", router_id=self.context.sinks.router_id)
-
-    def _demand(self) -> RouterReport:
-        context = self.context
-        report, count = context.pool.expected(), len(context.running)
-        return demand.current_demand(report, context.admission, count, context.sinks.outcomes, self.metrics_at)
 
     @property
     def _servers(self) -> tuple[grpc.aio.Server | LoopbackListener, ...]:

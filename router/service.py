@@ -21,11 +21,11 @@ from baton.tracing.trace import TRACEPARENT, TraceContext
 from router.auth.interceptor import current_grant
 from router.auth.limits import Concurrency, limited, may_cancel
 from router.context import RouterSettings
-from router.observe.request_observer import Sinks
 from router.parsing.generate_request import RequestParser, check_resumes, needs_thread, resumed_name
 from router.request.client_request import ClientCall, ClientRequest, RunningRequests
 from router.request.delivery import Context, EventStream, StallTimeout
 from router.request.lifecycle import Dispatch, serve_request
+from router.request.observer import Sinks
 
 log = structlog.get_logger(__name__)
 

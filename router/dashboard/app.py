@@ -27,12 +27,12 @@ from baton.errors import InvalidRequest, Unauthenticated
 from baton.rpc.v1 import admin_pb2
 from router.auth.interceptor import check
 from router.auth.tokens import TokenFile
-from router.observe.status import SingleFlight
 from router.openai.errors import JSON, HttpError
 from router.openai.responses import EVENT_STREAM, EventWriter, Stalled, as_json, run_until_disconnect
+from router.status import SingleFlight
 
 if TYPE_CHECKING:
-    from router.observe.status import StatusBroadcaster
+    from router.status import StatusBroadcaster
 
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _HEADERS = {

@@ -1,26 +1,15 @@
-"""Computes this router's load and predicted latencies and publishes them for the autoscaler."""
+"""The load of this router's workers, and the predicted latencies of a typical request, for the autoscaler."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
-
-import structlog
+from collections.abc import Iterable, Sequence
 
 from baton.core import Role
-from baton.errors import LedgerError
-from baton.ledger.control_state import ControlState, RouterReport, WorkerDemand
-from router.admission.admission import Admission
+from baton.ledger.control_state import RouterReport, WorkerDemand
 from router.placement.policy import chunked_s
 from router.placement.snapshot import Facts, WorkerView
 
-log = structlog.get_logger(__name__)
-
-_EVERY_S = 1.0
-_LEASE_S = 5.0
 _NEW = 0.05  # weight of a new prompt in the mean
-_ENDED = ("finished", "cancelled", "failed", "refused")
 
 
 class TypicalRequest:
@@ -64,42 +53,6 @@ def expected(
         itl_alone_s=itl_alone_s,
         workers={view.info.ref.worker_id: _worker(view, at) for view, at in rows},
     )
-
-
-def current_demand(
-    report: RouterReport, waits: Admission[Any], running: int, outcomes: Mapping[str, int], metrics_at: str
-) -> RouterReport:
-    """Return the current load: that of the workers in `report`, the queue, and the requests. `metrics_at` is the
-    address of the router's metrics.
-    """
-    return report.model_copy(
-        update={
-            "queued": waits.waiting,
-            "queued_tokens": waits.waiting_tokens,
-            "oldest_s": waits.oldest_s,
-            "queue_s": waits.wait_s,
-            "ttft_s": report.ttft_s and report.ttft_s + waits.wait_s,
-            "running": running,
-            "arrived": running + sum(outcomes.get(outcome, 0) for outcome in _ENDED),
-            "refused": outcomes.get("refused", 0),
-            "metrics": metrics_at,
-        }
-    )
-
-
-async def publish(current: Callable[[], RouterReport], board: ControlState) -> None:
-    """Publish the `current` load every second until cancelled. Ledger errors are only logged: no request needs this."""
-    told = True
-    while True:
-        before = told
-        try:
-            await board.put_router(current(), _LEASE_S)
-            told = True
-        except LedgerError as error:
-            told = False
-            if before:
-                log.warning("demand_not_told", error=str(error))
-        await asyncio.sleep(_EVERY_S)
 
 
 def _least(offers: Iterable[tuple[float, float, float]]) -> tuple[float, float]:

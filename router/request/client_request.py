@@ -11,9 +11,9 @@ from itertools import count
 from baton.errors import BatonError, Cancelled
 from baton.tracing.trace import TraceContext
 from router.auth.tokens import Grant
-from router.observe.request_observer import RequestObserver, Sinks
 from router.parsing.generate_request import ParsedRequest
 from router.request.attempt import StreamRetention
+from router.request.observer import RequestObserver, Sinks
 
 
 class ClientCall:

@@ -18,11 +18,11 @@ from baton.rpc.v1 import inference_pb2 as pb
 from baton.stages import Stage
 from router.admission.admission import Admission, ticket_for
 from router.audit_digest import Delivered, audit_digest
-from router.observe.request_observer import ChoiceObserver
 from router.parsing.generate_request import seed_of
 from router.request.attempt import Attempt, TakeoverAttempt
 from router.request.client_request import ClientRequest
 from router.request.delivery import Delivery, EventStream, Thoughts
+from router.request.observer import ChoiceObserver
 from router.workers.placement import Placement, Requirements
 from router.workers.pool import WorkerPool
 from router.workers.stream import WorkerStream

@@ -11,16 +11,18 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from baton.core import Token
+from baton.core import Sampling, SequenceSpec, Token
 from baton.errors import NoWorker, Overloaded
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.testing import FakeClock
 from baton.tracing.trace import Ended, TraceContext
-from router.observe.activity import KEPT, ActivityRecorder, EventFeed, LastMinute
-from router.observe.request_observer import ChoiceObserver, RequestObserver
-from router.observe.status import SingleFlight, StatusBroadcaster
+from router.activity import KEPT, ActivityRecorder, EventFeed, LastMinute
 from router.request.client_request import RunningRequests
+from router.request.observer import ChoiceObserver, RequestObserver
 from router.request.traces import Trace, Traces, Track
+from router.status import SingleFlight, StatusBroadcaster
+
+SPEC = SequenceSpec((0,) * 100, Sampling(max_tokens=9))
 
 
 @pytest.fixture
@@ -111,7 +113,7 @@ def test_happenings_are_bounded(clock):
 
 
 async def test_the_latest_happenings_are_known_though_nobody_has_watched(clock, monkeypatch):
-    monkeypatch.setattr("router.observe.status._LOOK_S", 0)
+    monkeypatch.setattr("router.status._LOOK_S", 0)
     sinks: Any = SimpleNamespace(activity=(seen := ActivityRecorder(clock)), clock=clock)
     pool: Any = SimpleNamespace(links=[])
     overview: Any = SimpleNamespace(look=None)
@@ -140,7 +142,7 @@ def test_happenings_name_a_request_as_its_client_does(clock):
     """One that was resumed has another name on the workers, under which nobody finds its trace."""
     sinks: Any = MagicMock(clock=clock, activity=(seen := ActivityRecorder(clock)))
     request = RequestObserver(sinks, "mine", resumes=True)
-    life = ChoiceObserver(request, 0, "r9", "mine", 1, 0)
+    life = ChoiceObserver(request, 0, "r9", "mine", SPEC, 0)
     for reason in ("decode_lost", "prefill_lost"):
         attempt: Any = MagicMock(workers=("p-0", "d-0"), retry_reason=reason, fencing=NoWorker("gone"))
         life.recovered(attempt)
@@ -154,7 +156,7 @@ def test_a_prompt_counts_once_however_many_choices_it_has(clock):
     sinks: Any = MagicMock(clock=clock, activity=(seen := ActivityRecorder(clock)))
     request = RequestObserver(sinks, "r")
     for choice in range(3):
-        ChoiceObserver(request, choice, f"r{choice}", f"r.{choice}", 100, 0).delivered([Token(0, 7, "")])
+        ChoiceObserver(request, choice, f"r{choice}", f"r.{choice}", SPEC, 0).delivered([Token(0, 7, "")])
     window = seen.recent.window()
     assert (window.prompt_tokens_per_s, window.tokens_per_s, window.ttft.count) == (100, 3, 3)
 

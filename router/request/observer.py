@@ -19,7 +19,7 @@ from baton.metrics.router import exemplar_of
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.stages import Timings
 from baton.tracing.trace import TraceContext
-from router.observe.activity import ActivityRecorder
+from router.activity import ActivityRecorder
 from router.request.attempt import Attempt
 from router.request.traces import Trace, Traces, Track
 from router.workers.placement import Placement
@@ -199,7 +199,8 @@ class ChoiceObserver:
         """Record that another attempt follows."""
         reason = attempt.retry_reason
         self.metrics.recovery(reason)
-        self._to.activity.recovered(self._request.name, attempt)
+        fenced = attempt.fencing is not None and reason == "prefill_lost"
+        self._to.activity.recovered(self._request.name, attempt.workers, reason, fenced=fenced)
         self.note("recovered", reason=reason)
         log.info("request_handed_back", handoff=attempt.handoff, reason=reason, workers=attempt.workers)
 

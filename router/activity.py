@@ -9,23 +9,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from baton import errors
 from baton.clock import Clock
-from baton.core import Role
+from baton.core import Incarnation, Role
 from baton.errors import BatonError
 from baton.rpc.v1 import admin_pb2
-
-if TYPE_CHECKING:
-    from router.request.attempt import Attempt
-    from router.workers.stream import WorkerStream
-
 
 KEPT = 200
 
@@ -201,6 +195,7 @@ def _quantile(ordered: Iterable[tuple[int, int]], rank: float) -> float:
     return _LOWEST_S * math.exp(_GROWTH * (at + 0.5))
 
 
+Worker = tuple[str, Incarnation]
 _OURS = (errors.Overloaded, errors.NoWorker, errors.WorkerLost, errors.DeadlineExceeded)  # no client text in them
 
 
@@ -210,17 +205,16 @@ class ActivityRecorder:
     def __init__(self, clock: Clock) -> None:
         self.recent = LastMinute(clock)
         self.happenings = EventFeed(clock)
-        self._workers: dict[tuple[str, str], Role] = {}  # connected workers by id and incarnation
+        self._connected: dict[Worker, Role] = {}
 
-    def recovered(self, name: str, attempt: Attempt) -> None:
-        """Record that another attempt follows this one."""
-        prefill, decode = attempt.workers
-        reason = attempt.retry_reason
+    def recovered(self, name: str, workers: tuple[str, str], reason: str, *, fenced: bool) -> None:
+        """Record that another attempt follows the one on `workers`, the ids of a prefill and a decode worker."""
+        prefill, decode = workers
         self.recent.count("recovered")
-        if attempt.fencing is not None and attempt.retry_reason == "prefill_lost":
-            self.happenings.add("fenced", "its decode worker takes nothing of a lost attempt", name, decode)
+        if fenced:
+            self.happenings.add("fenced", "the decode worker rejects the KV of the lost attempt", name, decode)
         worker = prefill if reason.startswith(Role.PREFILL) else decode
-        self.happenings.add("recovered", f"goes on with another attempt: {reason}", name, worker)
+        self.happenings.add("recovered", f"continues with another attempt: {reason}", name, worker)
 
     def ended(
         self, name: str, outcome: str, error: BatonError | None, age_s: float = 0.0, *, met_slo: bool | None = None
@@ -238,21 +232,16 @@ class ActivityRecorder:
             if met_slo:
                 self.recent.count("kept")
 
-    def look(self, links: Iterable[WorkerStream]) -> None:
-        """Record workers that joined or left. Call it every second."""
+    def look(self, connected: Mapping[Worker, Role]) -> None:
+        """Record workers that joined or left. Call it every second with the connected ones."""
         self.recent.second()
-        connected = {
-            (link.info.ref.worker_id, str(link.info.ref.incarnation)): link.info.role
-            for link in links
-            if link.state == "connected"
-        }
-        for one, role in self._workers.items():
-            if one not in connected:
-                self.happenings.add("left", f"a {role} worker is gone", worker_id=one[0])
-        for one, role in connected.items():
-            if one not in self._workers:
-                self.happenings.add("joined", f"a {role} worker is here", worker_id=one[0])
-        self._workers = connected
+        for worker, role in self._connected.items():
+            if worker not in connected:
+                self.happenings.add("left", f"a {role} worker left", worker_id=worker[0])
+        for worker, role in connected.items():
+            if worker not in self._connected:
+                self.happenings.add("joined", f"a {role} worker joined", worker_id=worker[0])
+        self._connected = dict(connected)
 
 
 def _shown(error: BatonError | None) -> str:

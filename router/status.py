@@ -24,13 +24,15 @@ from baton.rpc import convert
 from baton.rpc.v1 import admin_pb2
 from baton.stages import Stage
 from router.context import RouterSettings
-from router.observe.request_observer import ChoiceObserver, Sinks
 from router.request.client_request import ClientCall, RunningRequests
 from router.request.lifecycle import Dispatch
+from router.request.observer import ChoiceObserver, Sinks
 from router.workers.pool import WorkerPool
 from router.workers.stream import WorkerStream
 
 log = structlog.get_logger(__name__)
+
+ENDINGS = ("finished", "cancelled", "failed", "refused")
 
 
 class Overview:
@@ -58,7 +60,7 @@ class Overview:
     def known(self) -> admin_pb2.StatusReply:
         """Return the current status with the last known `control`."""
         settings, sinks, queue = self._settings, self._sinks, self._admission
-        ended = {outcome: sinks.outcomes[outcome] for outcome in ("finished", "cancelled", "failed", "refused")}
+        ended = {outcome: sinks.outcomes[outcome] for outcome in ENDINGS}
         return admin_pb2.StatusReply(
             name=settings.name,
             router_id=sinks.router_id,
@@ -170,9 +172,13 @@ class StatusBroadcaster:
     async def run(self) -> None:
         """Track worker arrivals and departures until cancelled, even without watchers."""
         while True:
-            self._activity.look(self._pool.links)
+            self._look_at_workers()
             self._activity.happenings.settle()
             await asyncio.sleep(_LOOK_S)
+
+    def _look_at_workers(self) -> None:
+        infos = [link.info for link in self._pool.links if link.state == "connected"]
+        self._activity.look({(info.ref.worker_id, info.ref.incarnation): info.role for info in infos})
 
     def close(self) -> None:
         """End all watches."""
@@ -208,7 +214,7 @@ class StatusBroadcaster:
     async def _make(self) -> admin_pb2.Live:
         seen = self._activity
         status = self._overview.known()
-        seen.look(self._pool.links)
+        self._look_at_workers()
         self._tell_decisions()
         newest = nlargest(MAX_SHOWN_REQUESTS, self._running, key=lambda call: call.arrival)
         seen.happenings.settle()
