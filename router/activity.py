@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
@@ -24,21 +24,14 @@ from baton.rpc.v1 import admin_pb2
 KEPT = 200
 
 
-@dataclass(slots=True)
-class _Pending:
-    at: float
-    text: str
-    request_id: str
-    times: int = 1
-
-
 class EventFeed:
     """The latest `KEPT` events, numbered from 1. Equal events between two `settle` calls are merged into one."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._kept: deque[admin_pb2.Happening] = deque(maxlen=KEPT)
-        self._pending: dict[tuple[str, str, str], _Pending] = {}
+        self._pending: dict[tuple[str, str, str], admin_pb2.Happening] = {}
+        self._repeats: Counter[tuple[str, str, str]] = Counter()  # of each pending event
         self.last = 0  # number of the latest event
 
     def add(
@@ -49,27 +42,27 @@ class EventFeed:
         worker_id: str = "",
         *,
         at: float | None = None,
-        alike: str = "",
+        group: str = "",
     ) -> None:
         """Add an event. `kind` is that of `Happening`; `text` contains nothing of a prompt or an answer. `at` is Unix
-        time, now by default. Events with equal `alike` are merged; the default is the text.
+        time, now by default. Events with equal `group` are merged; the default is the text.
         """
-        key = kind, alike or text, worker_id
-        found = self._pending.get(key)
-        if found is not None:
-            found.times += 1
+        key = kind, group or text, worker_id
+        if key in self._pending:
+            self._repeats[key] += 1
         elif len(self._pending) < KEPT:
             at = self._clock.wall() if at is None else at
-            self._pending[key] = _Pending(at, text, request_id)
+            event = admin_pb2.Happening(time_s=at, kind=kind, text=text, request_id=request_id, worker_id=worker_id)
+            self._pending[key] = event
 
     def settle(self) -> int:
         """Number the pending events and return the last number. Call it every second, with or without watchers."""
-        for (kind, _, worker_id), one in self._pending.items():
-            once = one.times == 1
-            text, request_id = (one.text, one.request_id) if once else (f"{one.text} ({one.times} times)", "")
-            told = admin_pb2.Happening(time_s=one.at, kind=kind, text=text, request_id=request_id, worker_id=worker_id)
-            self._kept.append(told)
+        for key, event in self._pending.items():
+            if repeats := self._repeats[key]:
+                event.text, event.request_id = f"{event.text} ({repeats + 1} times)", ""
+            self._kept.append(event)
             self.last += 1
+        self._repeats.clear()
         self._pending.clear()
         return self.last
 
@@ -83,26 +76,22 @@ _LOWEST_S = 1e-4
 _GROWTH = math.log(1.05)  # log of the factor between bucket bounds; a quantile is off by at most 2.5 %
 
 
+@dataclass(slots=True)
 class _Second:
     """Metrics of one second. Durations are counted by bucket number."""
 
-    __slots__ = ("at", "counts", "e2e", "gaps", "itl", "tokens", "ttft")
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-        self.tokens = 0
-        self.ttft: dict[int, int] = {}
-        self.gaps: list[float] = []  # not counted yet
-        self.itl: dict[int, int] = {}
-        self.e2e: dict[int, int] = {}
-        self.counts: Counter[str] = Counter()  # counts of things that happen once per request
+    at: int
+    tokens: int = 0
+    ttft: Counter[int] = field(default_factory=Counter)
+    itl: Counter[int] = field(default_factory=Counter)
+    e2e: Counter[int] = field(default_factory=Counter)
+    gaps: list[float] = field(default_factory=list)  # not counted in `itl` yet
+    counts: Counter[str] = field(default_factory=Counter)  # of what happens once per request
 
     def settle(self) -> None:
-        """Count the pending gaps."""
         if self.gaps:
             numbers = (np.log(np.maximum(self.gaps, _LOWEST_S) / _LOWEST_S) / _GROWTH).astype(int)
-            for at, count in zip(*np.unique(numbers, return_counts=True), strict=True):
-                self.itl[int(at)] = self.itl.get(int(at), 0) + int(count)
+            self.itl.update(numbers.tolist())
             self.gaps.clear()
 
 
@@ -123,15 +112,13 @@ class LastMinute:
 
     def first_tokens(self, count: int, ttft_s: float, prompt_tokens: int) -> None:
         """Count the first tokens of an answer, `ttft_s` after its request."""
-        second, at = self.second(), _number(ttft_s)
+        second = self.second()
         second.tokens += count
-        second.ttft[at] = second.ttft.get(at, 0) + 1
+        second.ttft[_bucket(ttft_s)] += 1
         second.counts["prompt_tokens"] += prompt_tokens
 
     def finished(self, e2e_s: float) -> None:
-        """Count a completely answered request."""
-        second, at = self.second(), _number(e2e_s)
-        second.e2e[at] = second.e2e.get(at, 0) + 1
+        self.second().e2e[_bucket(e2e_s)] += 1
 
     def count(self, what: str) -> None:
         """Count a request: ended | failed | refused | recovered | judged (against the SLO) | kept (the SLO)."""
@@ -170,29 +157,22 @@ class LastMinute:
         )
 
 
-def _number(seconds: float) -> int:
+def _bucket(seconds: float) -> int:
     return int(math.log(max(seconds, _LOWEST_S) / _LOWEST_S) / _GROWTH)
 
 
-def _quantiles(parts: Iterable[dict[int, int]]) -> admin_pb2.Quantiles:
+def _quantiles(parts: Iterable[Counter[int]]) -> admin_pb2.Quantiles:
+    """Return the quantiles of all durations, each as the midpoint of its bucket."""
     merged: Counter[int] = Counter()
     for part in parts:
         merged.update(part)
-    ordered, total = sorted(merged.items()), merged.total()
-    if not total:
+    if not (total := merged.total()):
         return admin_pb2.Quantiles()
-    p50, p90, p99 = (_quantile(ordered, share * total) for share in (0.5, 0.9, 0.99))
+    buckets = sorted(merged)
+    below = np.cumsum([merged[bucket] for bucket in buckets])
+    found = (buckets[place] for place in np.searchsorted(below, np.array((0.5, 0.9, 0.99)) * total))
+    p50, p90, p99 = (_LOWEST_S * math.exp(_GROWTH * (bucket + 0.5)) for bucket in found)
     return admin_pb2.Quantiles(count=total, p50=p50, p90=p90, p99=p99)
-
-
-def _quantile(ordered: Iterable[tuple[int, int]], rank: float) -> float:
-    """Return the midpoint of the bucket that contains this rank."""
-    passed = at = 0
-    for at, count in ordered:  # noqa: B007
-        passed += count
-        if passed >= rank:
-            break
-    return _LOWEST_S * math.exp(_GROWTH * (at + 0.5))
 
 
 Worker = tuple[str, Incarnation]
@@ -223,8 +203,8 @@ class ActivityRecorder:
         self.recent.count("ended")
         if outcome in {"failed", "refused"}:
             self.recent.count(outcome)
-            alike = type(error).__name__ if outcome == "refused" else ""  # the texts differ by their wait time
-            self.happenings.add(outcome, _shown(error), name, alike=alike)
+            group = type(error).__name__ if outcome == "refused" else ""  # the texts differ by their wait time
+            self.happenings.add(outcome, _shown(error), name, group=group)
         elif outcome == "finished":
             self.recent.finished(age_s)
         if met_slo is not None:

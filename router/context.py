@@ -82,10 +82,6 @@ def _exporter(settings: RouterSettings) -> Exporter | None:
     return Exporter(settings.otlp, settings.name, settings.version)
 
 
-async def _nowhere(name: str) -> None:
-    """Find no stream, without a ledger."""
-
-
 @dataclass(frozen=True, slots=True)
 class RouterContext:
     """The parts of a router, each complete. Parts with state of their own: the workers, the queue, the requests."""
@@ -111,6 +107,10 @@ def build_context(
     """Build the parts of a router. `prefixes` holds cached blocks, `streams` finds the decode worker of a stream.
     Raises ConfigError if certificates or tokens are unusable, or the exporter is not installed.
     """
+
+    async def no_streams(name: str) -> None:
+        """Find no stream, because there is no ledger."""
+
     wire = Wire.of(settings.tls)
     tokens = TokenFile(settings.tokens) if settings.tokens else None
     router_id = f"router-{secrets.token_hex(4)}"
@@ -118,24 +118,9 @@ def build_context(
     metrics = Metrics(settings.name, settings.version, settings.model)
     alone, local, colocated = ALONE[settings.policy], settings.local_prefill, settings.colocated
     options = PoolOptions(alone, settings.chunk, local, colocated, settings.slo_itl_s, metrics.ttft_predicted)
-    who = router_id, settings.worker_silence_s, clock, wire
-    pool = WorkerPool(workers, POLICIES[settings.policy], *who, prefixes=prefixes, options=options)
-    admission = _admission(settings, pool, clock)
-    pool.on_change = admission.changed
-    metrics.watch_blocks(pool.blocks)
-    metrics.watch_channels(pool.channels)
-    metrics.watch_verifying(pool.loads)
-    metrics.watch_queue(lambda: admission.waiting, lambda: admission.waiting_tokens)
-    exporter = _exporter(settings)
-    traces = Traces(settings.traces, settings.trace_sample, clock, exporter.put if exporter else None)
-    slo = settings.slo_ttft_s, settings.slo_itl_s
-    sinks = Sinks(router_id, clock, history, metrics, ActivityRecorder(clock), traces, *slo)
-    dispatch = Dispatch(admission, pool, streams or _nowhere, clock, settings.attempts)
-    return RouterContext(settings, wire, tokens, pool, admission, dispatch, RunningRequests(), sinks, exporter)
-
-
-def _admission(settings: RouterSettings, pool: WorkerPool, clock: Clock) -> Admission[Placement]:
-    return Admission(
+    policy, silence_s = POLICIES[settings.policy], settings.worker_silence_s
+    pool = WorkerPool(workers, policy, router_id, silence_s, clock, wire, prefixes=prefixes, options=options)
+    admission = Admission(
         pool.place,
         Placement.release,
         pool.can_serve,
@@ -145,3 +130,14 @@ def _admission(settings: RouterSettings, pool: WorkerPool, clock: Clock) -> Admi
         capability_of=attrgetter("capability"),
         why_not=pool.reasons_not_to_serve,
     )
+    pool.on_change = admission.changed
+    metrics.watch_blocks(pool.blocks)
+    metrics.watch_channels(pool.channels)
+    metrics.watch_verifying(pool.loads)
+    metrics.watch_queue(lambda: admission.waiting, lambda: admission.waiting_tokens)
+    exporter = _exporter(settings)
+    traces = Traces(settings.traces, settings.trace_sample, clock, exporter.put if exporter else None)
+    slo = settings.slo_ttft_s, settings.slo_itl_s
+    sinks = Sinks(router_id, clock, history, metrics, ActivityRecorder(clock), traces, *slo)
+    dispatch = Dispatch(admission, pool, streams or no_streams, clock, settings.attempts)
+    return RouterContext(settings, wire, tokens, pool, admission, dispatch, RunningRequests(), sinks, exporter)

@@ -20,12 +20,11 @@ from baton.tokenizer import Tokenizer
 from baton.tracing.trace import TRACEPARENT, TraceContext
 from router.auth.interceptor import current_grant
 from router.auth.limits import Concurrency, limited, may_cancel
-from router.context import RouterSettings
+from router.context import RouterContext
 from router.parsing.generate_request import RequestParser, check_resumes, needs_thread, resumed_name
-from router.request.client_request import ClientCall, ClientRequest, RunningRequests
+from router.request.client_request import ClientCall, ClientRequest
 from router.request.delivery import Context, EventStream, StallTimeout
-from router.request.lifecycle import Dispatch, serve_request
-from router.request.observer import Sinks
+from router.request.lifecycle import serve_request
 
 log = structlog.get_logger(__name__)
 
@@ -33,18 +32,9 @@ log = structlog.get_logger(__name__)
 class Inference(InferenceServicer):
     """Servicer of `baton.v1.Inference`. It registers each request in `running`."""
 
-    def __init__(
-        self,
-        settings: RouterSettings,
-        sinks: Sinks,
-        dispatch: Dispatch,
-        running: RunningRequests,
-        tokenizer: Tokenizer,
-    ) -> None:
-        self._settings = settings
-        self._dispatch = dispatch
-        self._running = running
-        self._sinks = sinks
+    def __init__(self, context: RouterContext, tokenizer: Tokenizer) -> None:
+        settings = self._settings = context.settings
+        self._dispatch, self._running, self._sinks = context.dispatch, context.running, context.sinks
         self._parser = RequestParser(
             tokenizer,
             settings.model,

@@ -18,16 +18,14 @@ import structlog
 from baton.clock import Clock
 from baton.control_plane import Plan
 from baton.errors import InvalidRequest, LedgerError, Overloaded
-from baton.ledger.control_state import ControlReport, ControlState
+from baton.ledger.control_state import ControlReport, ControlState, Decision
 from baton.limits import MAX_SHOWN_REQUESTS, MAX_WATCHERS
 from baton.rpc import convert
 from baton.rpc.v1 import admin_pb2
 from baton.stages import Stage
-from router.context import RouterSettings
-from router.request.client_request import ClientCall, RunningRequests
-from router.request.lifecycle import Dispatch
-from router.request.observer import ChoiceObserver, Sinks
-from router.workers.pool import WorkerPool
+from router.context import RouterContext
+from router.request.client_request import ClientCall
+from router.request.observer import ChoiceObserver
 from router.workers.stream import WorkerStream
 
 log = structlog.get_logger(__name__)
@@ -38,28 +36,20 @@ ENDINGS = ("finished", "cancelled", "failed", "refused")
 class Overview:
     """Status of this router. `control` is the controller's latest report, or None without a controller or Redis."""
 
-    def __init__(
-        self,
-        settings: RouterSettings,
-        sinks: Sinks,
-        dispatch: Dispatch,
-        running: RunningRequests,
-        board: ControlState | None,
-    ) -> None:
+    def __init__(self, context: RouterContext, control_state: ControlState | None) -> None:
         self.control: ControlReport | None = None
-        self._settings, self._sinks, self._running = settings, sinks, running
-        self._pool, self._admission = dispatch.pool, dispatch.admission
-        self._board = board
-        self._started = sinks.clock.monotonic()
+        self._context, self._control_state = context, control_state
+        self._started = context.sinks.clock.monotonic()
 
     async def status(self) -> admin_pb2.StatusReply:
         """Return the current status with a fresh `control`."""
         await self.look()
-        return self.known()
+        return self.current()
 
-    def known(self) -> admin_pb2.StatusReply:
-        """Return the current status with the last known `control`."""
-        settings, sinks, queue = self._settings, self._sinks, self._admission
+    def current(self) -> admin_pb2.StatusReply:
+        """Return the current status with the `control` that was read last."""
+        settings, sinks, queue = self._context.settings, self._context.sinks, self._context.admission
+        pool, running = self._context.pool, self._context.running
         ended = {outcome: sinks.outcomes[outcome] for outcome in ENDINGS}
         return admin_pb2.StatusReply(
             name=settings.name,
@@ -67,16 +57,13 @@ class Overview:
             version=settings.version,
             model=settings.model,
             uptime_s=sinks.clock.monotonic() - self._started,
-            running=len(self._running),
+            running=len(running),
             queued=queue.waiting,
             queued_tokens=queue.waiting_tokens,
             drain_requests_per_s=queue.drain.requests_per_s,
             drain_tokens_per_s=queue.drain.tokens_per_s,
-            accepted=sinks.outcomes["accepted"] + sum(call.observer.is_accepted for call in self._running),
-            workers=[
-                _worker(link, self._pool.note(link))
-                for link in sorted(self._pool.links, key=lambda link: link.info.ref.worker_id)
-            ],
+            accepted=sinks.outcomes["accepted"] + sum(call.observer.is_accepted for call in running),
+            workers=[_worker(link, pool.note(link)) for link in sorted(pool.links, key=_worker_id)],
             control=None if self.control is None else _report(self.control, sinks.clock.wall()),
             **ended,
         )
@@ -84,10 +71,14 @@ class Overview:
     async def look(self) -> None:
         """Read the controller's report: one Redis round trip, or its timeout if Redis is silent."""
         try:
-            self.control = await self._board.control() if self._board else None
+            self.control = await self._control_state.control() if self._control_state else None
         except LedgerError as error:
             log.warning("board_unreadable", error=str(error))
             self.control = None
+
+
+def _worker_id(link: WorkerStream) -> str:
+    return link.info.ref.worker_id
 
 
 def plan_to_pb(plan: Plan) -> admin_pb2.Plan:
@@ -100,12 +91,14 @@ def _report(report: ControlReport, wall: float) -> admin_pb2.Control:
         plan=plan_to_pb(report.plan),
         age_s=max(0.0, wall - report.at),
         slots=[admin_pb2.Slot(**asdict(slot)) for slot in report.slots],
-        decisions=[
-            admin_pb2.Decision(age_s=max(0.0, wall - one.at), kind=one.kind, text=one.text) for one in report.decisions
-        ],
+        decisions=[_decision(one, wall) for one in report.decisions],
         host=report.host,
         outlook=report.outlook,
     )
+
+
+def _decision(decision: Decision, wall: float) -> admin_pb2.Decision:
+    return admin_pb2.Decision(age_s=max(0.0, wall - decision.at), kind=decision.kind, text=decision.text)
 
 
 def _worker(link: WorkerStream, note: str) -> admin_pb2.WorkerStatus:
@@ -160,11 +153,10 @@ class StatusBroadcaster:
     `views` have no events, are shared by all watchers, and never change.
     """
 
-    def __init__(self, overview: Overview, sinks: Sinks, pool: WorkerPool, running: RunningRequests) -> None:
-        self._overview = overview
-        self._activity, self._clock = sinks.activity, sinks.clock
-        self._pool, self._running = pool, running
-        self.views = SingleFlight(overview.look, self._make, sinks.clock)
+    def __init__(self, overview: Overview, context: RouterContext) -> None:
+        self._overview, self._context = overview, context
+        self._activity = context.sinks.activity
+        self.views = SingleFlight(overview.look, self._make, context.sinks.clock)
         self._decided = 0.0  # time of the last controller decision that was added to the feed
         self._watchers = 0
         self._closed = asyncio.Event()
@@ -177,11 +169,10 @@ class StatusBroadcaster:
             await asyncio.sleep(_LOOK_S)
 
     def _look_at_workers(self) -> None:
-        infos = [link.info for link in self._pool.links if link.state == "connected"]
+        infos = [link.info for link in self._context.pool.connected]
         self._activity.look({(info.ref.worker_id, info.ref.incarnation): info.role for info in infos})
 
     def close(self) -> None:
-        """End all watches."""
         self._closed.set()
 
     async def watch(
@@ -196,15 +187,15 @@ class StatusBroadcaster:
         if not least <= interval_s <= most:
             raise InvalidRequest.of("interval_s", f"must be from {least:g} to {most:g} seconds, got {interval_s:g}")
         if self._watchers >= MAX_WATCHERS:
-            raise Overloaded(f"{MAX_WATCHERS} watch this router already, no more may", _RETRY_S)
+            raise Overloaded(f"{MAX_WATCHERS} clients watch this router already, no more are accepted", _RETRY_S)
         self._watchers += 1
         try:
-            known, happenings = 0, self._activity.happenings
+            sent, happenings = 0, self._activity.happenings
             while not self._closed.is_set():
                 if confirm is not None:
                     confirm()
                 view = await self.views.get()
-                before, known = known, happenings.last
+                before, sent = sent, happenings.last
                 yield view, happenings.since(before)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._closed.wait(), interval_s)
@@ -212,24 +203,23 @@ class StatusBroadcaster:
             self._watchers -= 1
 
     async def _make(self) -> admin_pb2.Live:
-        seen = self._activity
-        status = self._overview.known()
+        status = self._overview.current()
         self._look_at_workers()
-        self._tell_decisions()
-        newest = nlargest(MAX_SHOWN_REQUESTS, self._running, key=lambda call: call.arrival)
-        seen.happenings.settle()
+        self._add_decisions()
+        newest = nlargest(MAX_SHOWN_REQUESTS, self._context.running, key=lambda call: call.arrival)
+        self._activity.happenings.settle()
         return admin_pb2.Live(
-            time_s=self._clock.wall(),
+            time_s=self._context.sinks.clock.wall(),
             status=status,
             requests=[_shown(call, choice) for call in newest for choice in call.observer.choices][:MAX_SHOWN_REQUESTS],
-            window=seen.recent.window(),
-            lately=seen.recent.window(_LATELY_S),
+            window=self._activity.recent.window(),
+            lately=self._activity.recent.window(_LATELY_S),
         )
 
-    def _tell_decisions(self) -> None:
-        control, known = self._overview.control, self._decided
+    def _add_decisions(self) -> None:
+        control, before = self._overview.control, self._decided
         for one in control.decisions if control is not None else ():
-            if one.at > known:
+            if one.at > before:
                 self._decided = max(self._decided, one.at)
                 text = one.text.partition("\n")[0].rstrip(":")  # the last output of a process may follow
                 self._activity.happenings.add("decision", f"{one.kind}: {text}", at=one.at)

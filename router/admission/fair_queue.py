@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import count
 from typing import Any, Generic, TypeVar
 
 from baton.limits import MAX_PRIORITY
@@ -21,64 +23,51 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 class Heap(Generic[Item]):
-    """A binary heap of unique items by key, with removal of any item, which `heapq` lacks. O(log n) per operation."""
+    """Unique items by key, from which any item can be removed. The entry of a removed item stays in the `heapq` until
+    it comes up, or until such entries are more than half of all. O(log n) per operation on average.
+    """
 
     def __init__(self) -> None:
-        self._entries: list[tuple[Any, Item]] = []
-        self._at: dict[Item, int] = {}
+        self._entries: list[tuple[Any, int, Item]] = []
+        self._live: dict[Item, tuple[Any, int, Item]] = {}
+        self._numbers = count()  # break ties, because items have no order
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._live)
 
     def __contains__(self, item: Item) -> bool:
-        return item in self._at
+        return item in self._live
 
     @property
     def first(self) -> Item:
-        """The item with the smallest key. Raises IndexError if the heap is empty."""
-        return self._entries[0][1]
+        return self._least_entry()[2]
 
     @property
     def least(self) -> Any:
-        """The key of `first`."""
-        return self._entries[0][0]
+        return self._least_entry()[0]
 
     def put(self, item: Item, key: Any) -> None:
         """Add `item`, or change its key."""
-        at = self._at.setdefault(item, len(self._entries))
-        if at == len(self._entries):
-            self._entries.append((key, item))
-        self._settle(at, (key, item))
+        entry = self._live[item] = key, next(self._numbers), item
+        heappush(self._entries, entry)
+        self._clean()
 
     def remove(self, item: Item) -> Any:
         """Remove `item` and return its key. Raises KeyError."""
-        at = self._at.pop(item)
-        key, last = self._entries[at][0], self._entries.pop()
-        if at < len(self._entries):
-            self._settle(at, last)
+        key, _, _ = self._live.pop(item)
+        self._clean()
         return key
 
-    def _settle(self, at: int, entry: tuple[Any, Item]) -> None:
-        """Move `entry` up or down from the free place `at`."""
-        while at and entry[0] < self._entries[(at - 1) // 2][0]:
-            at = self._move((at - 1) // 2, at)
-        while (child := self._lesser_child(at)) and self._entries[child][0] < entry[0]:
-            at = self._move(child, at)
-        self._entries[at] = entry
-        self._at[entry[1]] = at
+    def _least_entry(self) -> tuple[Any, int, Item]:
+        """Return the entry of the item with the smallest key. Raises IndexError if the heap is empty."""
+        while self._live.get(self._entries[0][2]) is not self._entries[0]:
+            heappop(self._entries)
+        return self._entries[0]
 
-    def _move(self, source: int, to: int) -> int:
-        entry = self._entries[to] = self._entries[source]
-        self._at[entry[1]] = to
-        return source
-
-    def _lesser_child(self, at: int) -> int:
-        """Return the place of the smaller child, or 0 if there is none."""
-        left = 2 * at + 1
-        if left >= len(self._entries):
-            return 0
-        right = left + 1
-        return right if right < len(self._entries) and self._entries[right][0] < self._entries[left][0] else left
+    def _clean(self) -> None:
+        if len(self._entries) > 2 * len(self._live):
+            self._entries = list(self._live.values())
+            heapify(self._entries)
 
 
 class PrefixSums:
@@ -90,7 +79,6 @@ class PrefixSums:
         self._size = 1  # a power of two, not below any key
 
     def add(self, key: int, amount: int) -> None:
-        """Add `amount`, which may be negative, at `key`."""
         while self._size < key:
             self._size *= 2
             self._tree[self._size] = self.total
@@ -102,7 +90,6 @@ class PrefixSums:
             key += key & -key
 
     def below(self, key: int) -> int:
-        """Return the sum at all keys smaller than `key`."""
         key, found = min(key - 1, self._size), 0
         while key > 0:
             found += self._tree.get(key, 0)
@@ -182,11 +169,9 @@ class FairQueue(Generic[Waiter]):
 
     @property
     def first(self) -> Waiter | None:
-        """The head of the queue, or None."""
         return self._order.first.line.first if self._waiting else None  # type: ignore[return-value]
 
     def push(self, entry: Waiter) -> None:
-        """Add a request."""
         tenant = self._tenants.get(entry.tenant) or self._come(entry.tenant)
         tenant.line.put(entry, entry.ticket)
         self._count(tenant, entry, 1)

@@ -32,7 +32,7 @@ class Chats:
     def __init__(self, templates: dict[str, Template], special: dict[str, str], missing: str = "") -> None:
         self._templates = templates
         self._special = special
-        self._missing = missing or "the model has no chat template: send text or token_ids"
+        self._missing = missing or "the model has no chat template; send text or token_ids"
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> Chats:
@@ -78,22 +78,24 @@ class Chats:
             text = template.render(variables)
             text.encode()
         except TemplateFailed as error:
-            raise InvalidRequest.of("chat", f"the model's chat template refuses it: {error}") from error
+            raise InvalidRequest.of("chat", f"the model's chat template rejects it: {error}") from error
         except UnicodeEncodeError:
-            raise InvalidRequest.of("chat", "JSON in it has half a surrogate pair, which is no text") from None
+            raise InvalidRequest.of(
+                "chat", "its JSON contains half a surrogate pair, which is not valid text"
+            ) from None
         return text
 
     def _template(self, name: str) -> Template:
         found = self._templates.get(name) or self._templates.get("default")
         if found is None:
-            raise InvalidRequest.of("chat", "the model's chat template has no default: give tools, or send text")
+            raise InvalidRequest.of("chat", "the model's chat templates have no default; set tools, or send text")
         return found
 
     def _unknown(self, given: dict[str, object], template: Template) -> list[Violation]:
         own = template.variables - _GIVEN - self._special.keys()
-        has = f"the model's chat template has {', '.join(sorted(own)) or 'none'}"
+        text = f"is not a variable of the model's chat template; it has {', '.join(sorted(own)) or 'none'}"
         wrong = [name[:64] for name in given if name not in own]
-        return [Violation("chat.template_kwargs", f"{name!r} is not a variable to set: {has}") for name in wrong]
+        return [Violation("chat.template_kwargs", f"{name!r} {text}") for name in wrong]
 
 
 def _violations(chat: pb.ChatMessages) -> Iterator[Violation]:
@@ -102,7 +104,7 @@ def _violations(chat: pb.ChatMessages) -> Iterator[Violation]:
         yield Violation("chat", f"at most {MAX_CHAT_BYTES} bytes, got {size}")
         return
     if not 1 <= len(chat.messages) <= MAX_CHAT_MESSAGES:
-        yield Violation("chat.messages", f"there must be 1 to {MAX_CHAT_MESSAGES}, got {len(chat.messages)}")
+        yield Violation("chat.messages", f"must have 1 to {MAX_CHAT_MESSAGES} messages, got {len(chat.messages)}")
     tools = _tools(chat)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         yield Violation("chat.tools", "must be a JSON array of objects")
@@ -119,11 +121,11 @@ def _violations(chat: pb.ChatMessages) -> Iterator[Violation]:
 def _unplaced(chat: pb.ChatMessages, template: Template) -> Iterator[Violation]:
     """Yield the parts of a conversation that the template would drop."""
     if _tools(chat) and not template.mentions("tools"):
-        yield Violation("chat.tools", "the model's chat template has no tools")
+        yield Violation("chat.tools", "the model's chat template does not support tools")
     with_calls = [place for place, message in enumerate(chat.messages) if message.tool_calls]
     if with_calls and not template.mentions("tool_calls"):
-        why = "the model's chat template has no place for them"
-        yield Violation(f"chat.messages[{with_calls[0]}].tool_calls", why)
+        text = "the model's chat template does not support tool calls"
+        yield Violation(f"chat.messages[{with_calls[0]}].tool_calls", text)
 
 
 def _message(message: pb.ChatMessage) -> dict[str, object]:

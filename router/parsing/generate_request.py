@@ -151,13 +151,11 @@ class RequestParser:
         return self.tokenizer.decode(list(ids)) if few else await asyncio.to_thread(self.tokenizer.decode, list(ids))
 
     def check_tokenize(self, message: pb.TokenizeRequest) -> None:
-        """Check a text to tokenize. Raises InvalidRequest, UnknownModel."""
         check_model(message.model, self.model)
         if (size := len(message.text)) > limits.MAX_TEXT_CHARS:
             raise InvalidRequest.of("text", f"at most {limits.MAX_TEXT_CHARS} characters, got {size}")
 
     def check_detokenize(self, message: pb.DetokenizeRequest) -> None:
-        """Check the ids to detokenize. Raises InvalidRequest, UnknownModel."""
         check_model(message.model, self.model)
         violations = _outside("ids", message.ids, self.tokenizer.vocab_size)
         if (size := len(message.ids)) > limits.MAX_DETOKENIZE_IDS:

@@ -60,7 +60,6 @@ class Side:
         self.at: Facts[Column] = Facts(*self._table[:, :0])
 
     def __len__(self) -> int:
-        """Return the number of rows, including vacant ones."""
         return self._end
 
     def add(self) -> int:
@@ -76,19 +75,15 @@ class Side:
         return self._end - 1
 
     def put(self, row: int, facts: Facts[float]) -> None:
-        """Write the facts of a worker."""
         self._table[:, row] = facts
 
     def put_load(self, row: int, loaded: Loaded) -> None:
-        """Write the facts that change often."""
         self._table[: len(loaded), row] = loaded
 
     def facts(self, row: int) -> Facts[float]:
-        """Return the facts of one worker."""
         return Facts(*self._table[:, row].tolist())
 
     def drop(self, row: int) -> None:
-        """Free the row of a worker."""
         self.put(row, BLANK)
         self.slots[row] = self.bits[row] = 0
         self._vacant.append(row)

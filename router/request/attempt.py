@@ -87,9 +87,8 @@ class Attempt:
         self._spec: pb.SequenceSpec | None = None
         self._track, self._stages = track, track.stages
         self._metrics, self._retention = metrics, retention or StreamRetention()
-        self._mailbox = EventMailbox(
-            spec.sampling.max_tokens + most_events(spec, placement.decode.info) + _SPARE_EVENTS
-        )
+        events = spec.sampling.max_tokens + most_events(spec, placement.decode.info)
+        self._mailbox = EventMailbox(events + _SPARE_EVENTS)
         self.thoughts: list[Thought] = []  # received, not yet passed on
         self._tokens: list[Token] = []
         self._decoding = False
@@ -102,9 +101,8 @@ class Attempt:
     @property
     def workers(self) -> tuple[str, str]:
         """The worker ids of P and D. Without P, D's id is in both places."""
-        return (
-            self._placement.prefill or self._placement.decode
-        ).info.ref.worker_id, self._placement.decode.info.ref.worker_id
+        prefill = self._placement.prefill or self._placement.decode
+        return prefill.info.ref.worker_id, self._placement.decode.info.ref.worker_id
 
     @property
     def determinism(self) -> str:
@@ -136,8 +134,8 @@ class Attempt:
         if prefill is not None and not self.kept and (self._holds or not self._through):
             prefill.send(release=pb.Release(handoff=self._name))
         for link in self._links:
-            speaks = link is prefill and self._through and self._holds and not self.kept  # it will report its push
-            link.close(self.handoff, self._track.owe() if speaks else None)
+            reports = link is prefill and self._through and self._holds and not self.kept  # the result of its push
+            link.close(self.handoff, self._track.owe() if reports else None)
         self._placement.release()
 
     @property
@@ -146,26 +144,24 @@ class Attempt:
 
     async def reserve(self, deadline_s: float) -> bool:
         """Reserve capacity on D. Return False if D is full. Raises the error that ended the attempt."""
-        info = self._placement.decode.info
-        self._placement.decode.send(
-            reserve=pb.Reserve(
-                handoff=self._name,
-                fingerprint=info.fingerprint,
-                known_tokens=len(self.spec),
-                max_total=len(self.spec.prompt) + self.spec.sampling.max_tokens,
-                deadline_s=deadline_s,
-                prefix=block_hashes_of(
-                    self.spec, info.fingerprint, info.layout.block_size, thinks=info.thinking_chunk > 0
-                ),
-                resumable_s=self._retention.seconds,
-                stream=self._retention.stream,
-            )
+        decode, info = self._placement.decode, self._placement.decode.info
+        thinks = info.thinking_chunk > 0
+        message = pb.Reserve(
+            handoff=self._name,
+            fingerprint=info.fingerprint,
+            known_tokens=len(self.spec),
+            max_total=len(self.spec.prompt) + self.spec.sampling.max_tokens,
+            deadline_s=deadline_s,
+            prefix=block_hashes_of(self.spec, info.fingerprint, info.layout.block_size, thinks=thinks),
+            resumable_s=self._retention.seconds,
+            stream=self._retention.stream,
         )
+        decode.send(reserve=message)
         await asyncio.sleep(0)  # sends the Reserve; the rest is done while D answers
         self._spec = convert.spec_to_pb(self.spec)
         if self._placement.prefill is None:  # a Prefill sent after the answer would wait for one more step
             self.alone = True
-            self._placement.decode.send(prefill=pb.Prefill(handoff=self._name, spec=self._spec, deadline_s=deadline_s))
+            decode.send(prefill=pb.Prefill(handoff=self._name, spec=self._spec, deadline_s=deadline_s))
         return await self._granted()
 
     async def _granted(self) -> bool:
@@ -245,13 +241,14 @@ class Attempt:
 
     def _note(self, source: Role, event: pb.WorkerEvent) -> str | None:
         if (kind := event.WhichOneof("event")) != "tokens":
-            self._track.heard(source, self.workers[source is Role.DECODE], event)
+            self._track.add(source, self.workers[source is Role.DECODE], event)
             self._holds = self._holds and kind != "pushed"
         return kind
 
     def _computing(self, source: Role) -> bool:
-        alone = self._decoding or self.alone
-        return alone if source is Role.DECODE else self._holds and not (self._computed or self._retransfers)
+        if source is Role.DECODE:
+            return self._decoding or self.alone
+        return self._holds and not (self._computed or self._retransfers)
 
     def _on_output(self, source: Role, item: pb.WorkerEvent) -> None:
         if source is Role.PREFILL or (self.alone and not self._decoding):
@@ -264,7 +261,7 @@ class Attempt:
             else:
                 self._on_finish(source, convert.finish_from_pb(item.finish))
         except InvalidRequest as error:  # the worker's fault, not the client's
-            raise EngineFault(f"{self._worker(source)} sent what cannot be read: {error}") from error
+            raise EngineFault(f"{self._worker(source)} sent an invalid message: {error}") from error
 
     def _on_finish(self, source: Role, finish: Finish) -> None:
         self.finish, self._through = finish, source is Role.DECODE
@@ -343,7 +340,6 @@ class TakeoverAttempt(Attempt):
 
     @property
     def workers(self) -> tuple[str, str]:
-        """The worker ids: "" for P, and D's."""
         return "", self._placement.decode.info.ref.worker_id
 
     async def reserve(self, deadline_s: float) -> bool:

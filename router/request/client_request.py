@@ -69,7 +69,6 @@ class ClientRequest:
         self.determinism = parsed.determinism  # system fingerprint, also set by the first attempt if deterministic
 
     def retention(self, choice: int) -> StreamRetention:
-        """Return how long workers retain the stream of a choice."""
         if not self.parsed.resumable_s:
             return StreamRetention()
         return StreamRetention(self.parsed.resumable_s, self.call.stream(choice), lambda: self.call.handing_over)

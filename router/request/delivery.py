@@ -94,7 +94,6 @@ class Thoughts:
                 await client.thought(self._choice, thought, spell(thought.token_ids).strip())
 
     def merge(self, received: Iterable[Thought]) -> list[Thought]:
-        """Return the thoughts that are due, in order."""
         for thought in received:
             if self._anywhere:
                 self._due, self._anywhere = max(self._due, thought.chunk), False
@@ -189,7 +188,6 @@ class EventStream:
         self._begun = asyncio.ensure_future(call)
 
     async def _end(self) -> None:
-        """Wait for the call in progress. Raises its error."""
         self._open()
         if self._begun is not None:
             await asyncio.shield(self._begun)

@@ -25,7 +25,6 @@ from router.request.delivery import Delivery, EventStream, Thoughts
 from router.request.observer import ChoiceObserver
 from router.workers.placement import Placement, Requirements
 from router.workers.pool import WorkerPool
-from router.workers.stream import WorkerStream
 
 if TYPE_CHECKING:
     from baton.ledger.ownership import OwnershipRecord
@@ -132,15 +131,6 @@ async def serve_choice(run: ChoiceRun, client: EventStream) -> pb.Completed:
         return run.completed(attempt)
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """The KV of `spec`, which a prefill worker keeps after a lost attempt."""
-
-    link: WorkerStream
-    handoff: HandoffId
-    spec: SequenceSpec
-
-
 def fitted(spec: SequenceSpec, info: WorkerInfo) -> SequenceSpec:
     """Return `spec` for this worker. A model that does not think ignores the default of the cluster file."""
     if info.thinking_chunk or not spec.think_while_decoding:
@@ -171,7 +161,7 @@ class ChoiceRun:
         self._cached_tokens = 0  # P reports it with its first token; tokens cached on D are only not moved
         self._cached_known = False
         self._dispatch = dispatch
-        self._held: Held | None = None
+        self._held: Attempt | None = None  # a lost one, whose prefill worker keeps its KV
         self._detached: OwnershipRecord | None = None  # of a stream that continues on its decode worker
         self._waits_since: float | None = None  # for capacity; only a granted reservation ends the wait
 
@@ -188,7 +178,7 @@ class ChoiceRun:
         call, spec, accepted = self.request.call, self._next_spec(), self.request.call.observer.is_accepted
         self._waits_since = self._waits_since or self._dispatch.clock.monotonic()
         thinks = () if accepted else self.request.parsed.thinks  # an accepted request is never rejected for this
-        keep = self._held.link if self._held else None
+        keep = self._held.prefill_link if self._held else None
         return await self._dispatch.admission.admit(
             ticket_for(call.arrival, spec.priority),
             len(spec),
@@ -223,7 +213,7 @@ class ChoiceRun:
 
     def attempt(self, placement: Placement) -> Attempt:
         """Begin the next attempt. Held KV is released if the placement has another prefill worker."""
-        if self._held is not None and self._held.link is not placement.prefill:
+        if self._held is not None and self._held.prefill_link is not placement.prefill:
             self.release_held()
         self.observer.attempted(placement)
         info, detached, self._detached = placement.decode.info, self._detached, None
@@ -279,19 +269,17 @@ class ChoiceRun:
             raise attempt.lost
         if attempt.held:
             attempt.kept = True
-            self._held = Held(attempt.prefill_link, attempt.handoff, attempt.spec)
+            self._held = attempt
         self.observer.recovered(attempt)
         if attempt.lost is not None and self.observer.is_accepted:
             await client.recovered(self.observer.attempts + 1, attempt.retry_reason)
 
     def release_held(self) -> None:
-        """Release the KV held for another attempt, if any."""
         held, self._held = self._held, None
         if held is not None:
-            held.link.send(release=worker_pb2.Release(handoff=convert.handoff_to_pb(held.handoff)))
+            held.prefill_link.send(release=worker_pb2.Release(handoff=convert.handoff_to_pb(held.handoff)))
 
     def completed(self, attempt: Attempt) -> pb.Completed:
-        """Return the summary of the choice, at its end."""
         timings, (prefill, decode) = self.observer.finished(attempt.finish), attempt.workers
         usage = pb.Usage(
             prompt_tokens=len(self.spec.prompt),

@@ -117,8 +117,8 @@ class RequestObserver:
 
 
 class ChoiceObserver:
-    """The observer of one choice. `request_id` names it on workers, `stream` for the client, which has `received`
-    tokens of it from a lost router.
+    """The observer of one choice, with a method for each transition. `request_id` names the choice on workers, `stream`
+    names it for the client, which has `received` tokens of it from a lost router.
     """
 
     def __init__(
@@ -143,12 +143,10 @@ class ChoiceObserver:
         log.debug("request_arrived", request_id=request_id, known=received)
 
     def note(self, event: str, **facts: object) -> None:
-        """Record an event of the current or last attempt in the history."""
         if self._to.history.kept:
             self._to.history.note(event, HandoffId(self.request_id, self.attempts), **facts)
 
     def attempted(self, placement: Placement) -> None:
-        """Record that the next attempt begins."""
         self.attempts += 1
         self.placed = placement
         workers = {"prefill": placement.prefill, "decode": placement.decode}
@@ -159,7 +157,6 @@ class ChoiceObserver:
         log.debug("request_attempted", request_id=self.request_id, attempt=self.attempts, workers=[*refs.values()])
 
     def accepted(self, attempt: Attempt) -> None:
-        """Record, once, that decode capacity is reserved."""
         self.is_accepted = True
         self.note("accepted")
         log.info(
@@ -174,7 +171,6 @@ class ChoiceObserver:
             self.metrics.accepted(self.prompt_tokens)
 
     def delivered(self, fresh: Sequence[Token]) -> None:
-        """Record tokens that the client did not have yet."""
         self.note("delivered", first=fresh[0].index, count=len(fresh))
         self.tokens += len(fresh)
         now = self._to.clock.monotonic()
@@ -191,12 +187,10 @@ class ChoiceObserver:
         self._last_token_at = now
 
     def unfinished(self, attempt: Attempt) -> None:
-        """Record that the attempt ended without a finish."""
         error = {"error": type(attempt.lost).__name__} if attempt.lost else {}
         self.stages.note(ended=attempt.retry_reason, **error)
 
     def recovered(self, attempt: Attempt) -> None:
-        """Record that another attempt follows."""
         reason = attempt.retry_reason
         self.metrics.recovery(reason)
         fenced = attempt.fencing is not None and reason == "prefill_lost"
@@ -205,7 +199,6 @@ class ChoiceObserver:
         log.info("request_handed_back", handoff=attempt.handoff, reason=reason, workers=attempt.workers)
 
     def not_looked_for(self, error: BatonError) -> None:
-        """Record that the ledger could not find the decode worker of a stream."""
         log.warning("not_looked_for", request_id=self.request_id, stream=self._stream, error=str(error))
 
     def finished(self, finish: Finish | None) -> Timings:

@@ -125,7 +125,7 @@ async def router(board: ControlState, workers: list[FakeWorker]) -> AsyncIterato
 
     bounds = {Role.PREFILL: (1, 4096), Role.DECODE: (2, 4)}
     settings = RouterSettings("test", "oracle", grpc=ANY, metrics=ANY, scale=bounds, drain_s=7.0)
-    made = await serve(settings, source, OracleTokenizer(), board=board)
+    made = await serve(settings, source, OracleTokenizer(), control_state=board)
     await until(lambda: any(link.usable for link in made.context.pool.links), "connected")
     yield made
     await made.stop(0.0)
@@ -147,7 +147,7 @@ READY = Slot("prefill-0", Role.PREFILL, "ready", 0, 0, "")
 
 async def test_without_a_controller_nobody_is_told_that_something_happens(operator, board):
     for ask in (lambda: operator.scale({"decode": 2}), operator.restart, lambda: operator.drain("prefill-0")):
-        with pytest.raises(NoWorker, match="no controller is there"):
+        with pytest.raises(NoWorker, match="no controller is running"):
             await call(ask)
     assert await board.plan() is None
 

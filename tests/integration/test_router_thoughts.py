@@ -52,7 +52,7 @@ async def begun(cluster: InProcessCluster, **fields):
 
 async def test_a_model_that_does_not_think_refuses_by_name(cluster):
     for fields in (["thoughts"], ["think_while_decoding"], ["thoughts", "think_while_decoding"], BOTH):
-        with pytest.raises(InvalidRequest, match="the model that is served does not think") as caught:
+        with pytest.raises(InvalidRequest, match="the served model does not think") as caught:
             await cluster.generate(PROMPT, **dict.fromkeys(fields, True))
         assert [violation.field for violation in caught.value.violations] == fields
     assert ids_of(await cluster.generate(PROMPT, thoughts=False, think_while_decoding=False)) == ANSWER

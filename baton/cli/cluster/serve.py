@@ -101,7 +101,7 @@ async def _route(config: ClusterConfig, index: int) -> None:
         tokenizer,
         prefixes=directory.prefixes,
         streams=OwnershipStore(ledger.connection).find,
-        board=ControlState(ledger.connection),
+        control_state=ControlState(ledger.connection),
     )
     gc.collect()
     gc.freeze()  # objects that exist now stay, so collections may skip them

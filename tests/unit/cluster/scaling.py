@@ -15,8 +15,8 @@ from baton.config import ClusterConfig
 from baton.control_plane import Plan, pool_size
 from baton.core import BlockCounts, Incarnation, KVLayout, Load, Pace, Role, WorkerInfo, WorkerRef
 from baton.ledger.control_state import RouterReport
-from router.placement.demand import TypicalRequest, expected
 from router.placement.snapshot import BLANK, Facts, WorkerView
+from router.workers.pool import TypicalRequest, expected
 from tests.support.plans import first_plan
 
 TICK_S = 0.05
@@ -128,7 +128,7 @@ class Cluster:
             decode.reserved += request.blocks
             prefill = min(prefills, key=lambda one: sum(each.tokens for each in one.prompts))
             prefill.prompts.append(request)
-            self._typical.saw(request.tokens, 0)
+            self._typical.add(request.tokens, 0)
 
     def _prefill(self, worker: Worker) -> None:
         left = TICK_S

@@ -213,9 +213,9 @@ def test_it_waits_for_longer_than_newcomers_may_and_goes_before_them():
 @pytest.mark.parametrize(
     ("accepted", "deadline_s", "error", "ends_s"),
     [
-        (True, 50.5, DeadlineExceeded("while it waited for room"), 50.5),
-        (False, 5.5, DeadlineExceeded("while it waited for room"), 5.5),
-        (False, 1000.0, Overloaded("waited 8 s for room"), WAIT_S),
+        (True, 50.5, DeadlineExceeded("the request waited for capacity"), 50.5),
+        (False, 5.5, DeadlineExceeded("the request waited for capacity"), 5.5),
+        (False, 1000.0, Overloaded("waited 8 s for capacity"), WAIT_S),
     ],
 )
 def test_its_own_deadline_or_if_it_was_not_accepted_the_longest_wait_ends_it(accepted, deadline_s, error, ends_s):

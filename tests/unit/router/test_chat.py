@@ -114,7 +114,7 @@ async def test_json_that_is_no_text_is_refused(tmp_path):
     tokenizer = model(tmp_path, TEXTS["qwen"])
     calling = pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(arguments='{"x": "\\ud800"}')])
     for asked in (chat(("user", "x"), tools='[{"x": "\\ud800"}]'), chat(("user", "x"), calling)):
-        with pytest.raises(InvalidRequest, match="chat: JSON in it has half a surrogate pair"):
+        with pytest.raises(InvalidRequest, match="chat: its JSON contains half a surrogate pair"):
             await RequestParser(tokenizer, "m").encode(asked)
 
 
@@ -152,11 +152,11 @@ async def test_of_several_templates_the_one_for_tools_is_taken(tmp_path):
 
 
 UNUSABLE = [
-    (None, "the model has no chat template: send text or token_ids"),
+    (None, "the model has no chat template; send text or token_ids"),
     ("{% for %}", "cannot be used: TemplateSyntaxError"),
     ("x" * (MAX_TEMPLATE_CHARS + 1), "cannot be used: it has 262145 characters, of 262144 at most"),
     ([{"name": "default"}], "cannot be used: chat_template must be a text, or a list"),
-    ([{"name": "tool_use", "template": "x"}], "the model's chat template has no default"),
+    ([{"name": "tool_use", "template": "x"}], "the model's chat templates have no default"),
     (7, "chat_template must be a text"),
 ]
 
@@ -164,26 +164,30 @@ UNUSABLE = [
 DEEP = "[" * 100_000
 CALLS_NOTHING = chat(pb.ChatMessage(role="a", tool_calls=[CALL, pb.ToolCall(arguments="[]")]))
 WRONG_TURNS = [
-    (chat(), "chat.messages", "1 to 10000, got 0"),
+    (chat(), "chat.messages", "1 to 10000 messages, got 0"),
     (chat(("", "x")), "chat.messages[0].role", "1 to 64"),
     (chat(("user", ""), ("r" * 65, "x")), "chat.messages[1].role", "1 to 64"),
     (chat(("user", "x" * 1_000_001)), "chat", "at most 1000000 bytes"),
     (chat(("user", "x"), tools="{}"), "chat.tools", "JSON array"),
     (chat(("user", "x"), tools="[1]"), "chat.tools", "JSON array of objects"),
     (chat(("user", "x"), tools=DEEP), "chat.tools", "JSON array"),
-    (chat(("user", "x"), tools=json.dumps([WEATHER])), "chat.tools", "has no tools"),
+    (chat(("user", "x"), tools=json.dumps([WEATHER])), "chat.tools", "does not support tools"),
     (chat(("user", "x"), template_kwargs="[]"), "chat.template_kwargs", "JSON object"),
-    (chat(("user", "x"), template_kwargs='{"y": 1}'), "chat.template_kwargs", "set: the model's chat template has x"),
+    (
+        chat(("user", "x"), template_kwargs='{"y": 1}'),
+        "chat.template_kwargs",
+        "'y' is not a variable of the model's chat template; it has x",
+    ),
     (chat(("user", "x"), template_kwargs='{"messages": 1}'), "chat.template_kwargs", "'messages' is not"),
     (chat(("user", "x"), template_kwargs='{"bos_token": "x"}'), "chat.template_kwargs", "'bos_token' is not"),
     (chat(("user", "x"), template_kwargs='{"range": 1}'), "chat.template_kwargs", "'range' is not"),
-    (chat(pb.ChatMessage(role="a", tool_calls=[CALL])), "chat.messages[0].tool_calls", "no place"),
+    (chat(pb.ChatMessage(role="a", tool_calls=[CALL])), "chat.messages[0].tool_calls", "not support tool calls"),
     (CALLS_NOTHING, "chat.messages[0].tool_calls[1].arguments", "JSON object"),
 ]
 
 
 X_TIMES = "{{ bos_token }}{% for i in range(x or 1) %}{{ messages[i].content }}{% endfor %}"
-ALTERNATE = "the model's chat template refuses it: Conversation roles must alternate"
+ALTERNATE = "the model's chat template rejects it: Conversation roles must alternate"
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_any_order_and_any_number_of_witnesses_give_each_index_once(count, seed,
 def test_a_token_that_contradicts_one_that_came_before(before, index):
     delivery = Delivery()
     delivery.merge(before)
-    with pytest.raises(EngineFault, match=f"token {index}: {100 + index} and 7"):
+    with pytest.raises(EngineFault, match=f"index {index}: {100 + index} and 7"):
         delivery.merge([token(index, 7)])
 
 

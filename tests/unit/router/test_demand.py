@@ -11,9 +11,9 @@ from baton.core import BlockCounts, Role
 from baton.errors import LedgerError
 from baton.testing import FakeClock
 from router import server
-from router.placement.demand import TypicalRequest
 from router.placement.policy import itl_s, ttft_s
 from router.workers.placement import NO_REQUIREMENTS
+from router.workers.pool import TypicalRequest
 from tests.support.waiting import until
 from tests.unit.router import fakes
 from tests.unit.router.fakes import floor_of, pace, say
@@ -62,9 +62,9 @@ def test_nothing_is_predicted_of_workers_that_are_unknown_or_take_nothing_new():
 def test_a_typical_prompt_is_a_mean_of_the_last_and_what_was_cached_costs_nothing():
     typical = TypicalRequest()
     for _ in range(200):
-        typical.saw(1000, 0)
+        typical.add(1000, 0)
     for _ in range(200):
-        typical.saw(300, 260)
+        typical.add(300, 260)
     assert [typical.tokens, typical.cached] == pytest.approx([300, 260], abs=1)
     context = floor_of(*pair())
     context.pool._typical = typical

@@ -195,13 +195,13 @@ def test_steps_with_prompts_alone_tell_too():
     one = WorkerCostModel(Role.DECODE, CostModels())
     for number in range(1, 60):
         only = pace(number, 100, 5050, 0.009, 0.0003)
-        assert one.told(Load(step=20 * number, decode_pace=pace(10 * number, 4, 400, 0.004), prefill_pace=only))
+        assert one.update(Load(step=20 * number, decode_pace=pace(10 * number, 4, 400, 0.004), prefill_pace=only))
     assert one.prompts.of(100, 5050) == pytest.approx(0.039 - one.cost.step_s, rel=0.05)
 
 
 def test_a_prompt_costs_something_whatever_is_reported():
     """Steps with prompts that seem to be faster than those without."""
     one = WorkerCostModel(Role.DECODE, CostModels())
-    one.told(Load(step=10, decode_pace=pace(10, 4, 400, 0.01)))
-    one.told(Load(step=30, decode_pace=pace(10, 4, 400, 0.01), joint_pace=pace(10, 50, 1275, 0.001)))
+    one.update(Load(step=10, decode_pace=pace(10, 4, 400, 0.01)))
+    one.update(Load(step=30, decode_pace=pace(10, 4, 400, 0.01), joint_pace=pace(10, 50, 1275, 0.001)))
     assert one.prompts.known

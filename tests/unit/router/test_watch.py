@@ -17,7 +17,6 @@ from baton.rpc.v1 import inference_pb2 as pb
 from baton.testing import FakeClock
 from baton.tracing.trace import Ended, TraceContext
 from router.activity import KEPT, ActivityRecorder, EventFeed, LastMinute
-from router.request.client_request import RunningRequests
 from router.request.observer import ChoiceObserver, RequestObserver
 from router.request.traces import Trace, Traces, Track
 from router.status import SingleFlight, StatusBroadcaster
@@ -115,9 +114,9 @@ def test_happenings_are_bounded(clock):
 async def test_the_latest_happenings_are_known_though_nobody_has_watched(clock, monkeypatch):
     monkeypatch.setattr("router.status._LOOK_S", 0)
     sinks: Any = SimpleNamespace(activity=(seen := ActivityRecorder(clock)), clock=clock)
-    pool: Any = SimpleNamespace(links=[])
+    context: Any = SimpleNamespace(sinks=sinks, pool=SimpleNamespace(connected=[]))
     overview: Any = SimpleNamespace(look=None)
-    looking = asyncio.create_task(StatusBroadcaster(overview, sinks, pool, RunningRequests()).run())
+    looking = asyncio.create_task(StatusBroadcaster(overview, context).run())
     for when in ("early", "late"):
         for number in range(KEPT):
             seen.happenings.add("failed", f"{when} {number}")
@@ -213,9 +212,9 @@ async def test_a_decision_is_told_once_and_without_the_end_of_a_log(clock):
     decisions = [SimpleNamespace(at=at, kind="replace", text=text) for at, text in said]
     overview: Any = SimpleNamespace(look=None, control=SimpleNamespace(decisions=decisions))
     sinks: Any = SimpleNamespace(activity=(seen := ActivityRecorder(clock)), clock=clock)
-    live = StatusBroadcaster(overview, sinks, MagicMock(), RunningRequests())
+    live = StatusBroadcaster(overview, MagicMock(sinks=sinks))
     for _ in range(2):
-        live._tell_decisions()
+        live._add_decisions()
         assert seen.happenings.settle() == 3
     told = [(one.time_s, one.text) for one in seen.happenings.since(0)]
     assert told == [(1, "replace: started"), (2, "replace: ended"), (2, "replace: at the same time")]
