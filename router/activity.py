@@ -86,7 +86,7 @@ class _Second:
     itl: Counter[int] = field(default_factory=Counter)
     e2e: Counter[int] = field(default_factory=Counter)
     gaps: list[float] = field(default_factory=list)  # not counted in `itl` yet
-    counts: Counter[str] = field(default_factory=Counter)  # of what happens once per request
+    counts: Counter[str] = field(default_factory=Counter)  # events that happen once per request
 
     def settle(self) -> None:
         if self.gaps:

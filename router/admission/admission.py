@@ -1,13 +1,11 @@
 """Admission of requests: a queue for those that no pair of workers has capacity for, and its limits.
 
 `fair_queue` has the order. The head is served first, even if a smaller request behind it would fit. A request keeps its
-ticket for life. One that returns, because a decode worker ran full or preempted it, regains its place and is never
-rejected by a limit.
+ticket. One that returns, because a decode worker ran full or preempted it, regains its place and is never rejected.
 
-A new request is rejected if the queue holds too many requests or tokens, or if its predicted wait is too long. The
-prediction divides the work ahead of it by the queue's recent service rate.
-An accepted request is never rejected for lack of capacity. It waits until its deadline, or until no capable worker has
-been connected for `QueueLimits.wait_s`.
+A new request is rejected if the queue holds too many requests or tokens, or if its predicted wait is too long: the work
+ahead of it, divided by the queue's recent service rate. An accepted request is never rejected for lack of capacity. It
+waits until its deadline, or until no capable worker has been connected for `QueueLimits.wait_s`.
 
 Requests that need a capability no connected worker has wait aside, by capability. They keep their tickets and do not
 block the queue. A capable worker lets them queue; a head of the queue that no worker can serve any more leaves it.
@@ -43,8 +41,7 @@ class DrainRate:
     """
 
     def __init__(self, clock: Clock, longest_s: float) -> None:
-        self._clock = clock
-        self._longest_s = longest_s
+        self._clock, self._longest_s = clock, longest_s
         self._requests = self._tokens = self._busy_s = 0.0
         self._since: float | None = None  # the last sample while the queue is non-empty, else None
 
@@ -133,13 +130,9 @@ class Admission(Generic[PlacementT]):
         why_not: Callable[[Any], Sequence[Violation]] = lambda _: (),
     ) -> None:
         self.drain = DrainRate(clock, limits.wait_s)
-        self._place = place
-        self._release = release
-        self._can_serve = can_serve
-        self._clock = clock
-        self._limits = limits
-        self._capability_of = capability_of
-        self._why_not = why_not
+        self._place, self._release = place, release
+        self._can_serve, self._capability_of, self._why_not = can_serve, capability_of, why_not
+        self._clock, self._limits = clock, limits
         self._queue: FairQueue[_Waiter[PlacementT]] = FairQueue(weights or {})
         self._aside: dict[Hashable, dict[_Waiter[PlacementT], None]] = {}  # by capability
         self._serving = False
@@ -180,12 +173,10 @@ class Admission(Generic[PlacementT]):
         deadline_s: float = math.inf,
         since: float | None = None,
     ) -> PlacementT:
-        """Return a placement for a request of `tokens` known tokens. `requirements` is passed to `place`.
-
-        `accepted` means that the client has received Accepted for any choice; such a request never gets Overloaded.
-        `deadline_s` is the time left to the request, in seconds. `since` is the begin of its wait on the admission
-        clock, if an earlier placement failed. Raises Overloaded if the queue is full or the wait is too long, NoWorker
-        if no capable worker is connected, DeadlineExceeded, and InvalidRequest if no known worker is capable.
+        """Return a placement for a request of `tokens` known tokens. `accepted` means that its client has received
+        Accepted for any choice; such a request never gets Overloaded. `deadline_s` is the time left to it. `since` is
+        the begin of its wait on the admission clock, if an earlier placement failed. Raises Overloaded if the queue is
+        full or the wait too long, NoWorker, DeadlineExceeded, and InvalidRequest if no known worker is capable.
         """
         now = self._clock.monotonic()
         since = now if since is None else since
@@ -217,9 +208,7 @@ class Admission(Generic[PlacementT]):
         return placement
 
     def _enter(self, waiter: _Waiter[PlacementT]) -> PlacementT | None:
-        """Return a placement if there is one now, else have `waiter` wait in the queue, or aside for a capable worker.
-        Raises Overloaded, or InvalidRequest if no known worker is capable.
-        """
+        """Return a placement if there is one now, else let `waiter` wait in the queue, or aside. Raises as `admit`."""
         waiter.aside = self._lacks(waiter)
         waiter.reachable = not waiter.aside
         if waiter.accepted:

@@ -16,12 +16,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from baton import limits
-from baton.core import Constraint, Sampling, SequenceSpec
+from baton.core import Sampling, SequenceSpec
 from baton.errors import InvalidRequest, Overloaded, UnknownModel, Violation
 from baton.rpc import convert
+from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.structured_output import Grammars
 from baton.tokenizer import Tokenizer
@@ -31,6 +32,7 @@ DEFAULT_MAX_TOKENS = 16
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _THREAD_CHARS = 4096  # longer texts are tokenized in a thread, to keep the event loop free
 
+Converted = TypeVar("Converted")
 _Get = Callable[[pb.GenerateRequest], int]
 # Caps that are checked before anything is computed: field, size, maximum, unit.
 _CAPS: tuple[tuple[str, _Get, int, str], ...] = (
@@ -103,9 +105,13 @@ class RequestParser:
         """Return a complete spec: tokens within the vocabulary, all sampling set, output within the model's length."""
         check_model(message.model, self.model)
         violations = list(_violations(message))
-        sampling, wrong_sampling = _sampling(message)
-        constraint, wrong_constraint = _constraint(message)
-        violations += wrong_sampling + wrong_constraint
+        logprobs = message.logprobs if message.HasField("logprobs") else None
+        sampling = _converted(lambda: convert.sampling_from_pb(message.sampling, logprobs), violations)
+        constraint = None
+        if message.HasField("constraint"):
+            constraint = _converted(lambda: convert.constraint_from_pb(message.constraint), violations)
+        if constraint is not None:
+            violations += _against_constraint(message.sampling)
         if message.WhichOneof("prompt") is None:
             violations.append(Violation("prompt", "one of text, token_ids and chat must be set"))
         if sampling is None or violations:
@@ -119,7 +125,9 @@ class RequestParser:
             raise InvalidRequest(*violations)
         if sampling.seed is None:
             sampling = replace(sampling, seed=seed)
-        sampling = _completed(sampling, message, len(prompt), max_model_len)
+        if max_model_len is not None and not message.sampling.HasField("max_tokens"):
+            left = max_model_len - len(prompt)
+            sampling = replace(sampling, max_tokens=left if message.HasField("chat") else min(DEFAULT_MAX_TOKENS, left))
         thinks = self._thinks_by_default and not message.deterministic
         if message.HasField("think_while_decoding"):
             thinks = message.think_while_decoding
@@ -211,24 +219,19 @@ def check_model(name: str, served: str) -> None:
         raise UnknownModel(f"model {name[: limits.MAX_SHOWN_MODEL_CHARS]!r} is not served here; {served!r} is")
 
 
-def _sampling(message: pb.GenerateRequest) -> tuple[Sampling | None, list[Violation]]:
+def _converted(convert_it: Callable[[], Converted], violations: list[Violation]) -> Converted | None:
+    """Return a part of the message as a value, or add its violations and return None."""
     try:
-        logprobs = message.logprobs if message.HasField("logprobs") else None
-        return convert.sampling_from_pb(message.sampling, logprobs), []
+        return convert_it()
     except InvalidRequest as error:
-        return None, list(error.violations)
+        violations += error.violations
+        return None
 
 
-def _constraint(message: pb.GenerateRequest) -> tuple[Constraint | None, list[Violation]]:
-    if not message.HasField("constraint"):
-        return None, []
-    try:
-        constraint = convert.constraint_from_pb(message.constraint)
-    except InvalidRequest as error:
-        return None, list(error.violations)
-    asked = {"sampling.min_tokens": message.sampling.min_tokens, "sampling.ignore_eos": message.sampling.ignore_eos}
-    why = "cannot be used with a constraint, which decides where an answer ends"
-    return constraint, [Violation(field, why) for field, value in asked.items() if value]
+def _against_constraint(sampling: common_pb2.Sampling) -> list[Violation]:
+    fields = {"sampling.min_tokens": sampling.min_tokens, "sampling.ignore_eos": sampling.ignore_eos}
+    text = "cannot be used with a constraint, which decides where an answer ends"
+    return [Violation(field, text) for field, value in fields.items() if value]
 
 
 def _violations(message: pb.GenerateRequest) -> Iterator[Violation]:
@@ -271,13 +274,6 @@ def _does_not_fit(prompt: tuple[int, ...], message: pb.GenerateRequest, most: in
         text = f"{len(prompt)} prompt tokens + {asked} exceed the model's length of {most}"
         return [Violation("sampling.max_tokens", f"{text}: at most {most - len(prompt)}")]
     return []
-
-
-def _completed(sampling: Sampling, message: pb.GenerateRequest, prompt: int, most: int | None) -> Sampling:
-    if message.sampling.HasField("max_tokens") or most is None:
-        return sampling
-    room = most - prompt
-    return replace(sampling, max_tokens=room if message.HasField("chat") else min(DEFAULT_MAX_TOKENS, room))
 
 
 RETRY_S = 1.0

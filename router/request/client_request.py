@@ -37,9 +37,7 @@ class ClientCall:
         self.resumes = bool(name)  # another router began it
         self.grant = grant  # of its caller; None if no tokens are configured
         self.tenant = grant.tenant if grant is not None else ""
-        self.task = task
-        self.within_s = within_s
-        self.arrival = arrival
+        self.task, self.within_s, self.arrival = task, within_s, arrival
         self.observer = RequestObserver(sinks, self.name, trace_context, resumes=self.resumes)
         self.deadline = self.observer.arrived[0] + within_s  # counts from before a long prompt is parsed
         self.scope = asyncio.timeout(within_s)

@@ -21,9 +21,9 @@ _SOON_S = 0.01
 
 
 class Delivery:
-    """Merges tokens from several workers by index. Pure. `ids` are the delivered tokens; the list is append-only. Two
-    workers send token 0: the prefill worker first, then the decode worker in its first message. Each later attempt
-    repeats one token in the same way. In any order of arrival, a client sees each index once, in order and unchanged.
+    """Merges tokens from several workers by index, so that a client gets each index once, in order and unchanged. The
+    prefill worker sends token 0, and the decode worker repeats it. Each later attempt repeats one token, too. `ids` are
+    the delivered tokens; the list is append-only.
     """
 
     def __init__(self, received: Iterable[int] = (), *, keeps_logprobs: bool = False) -> None:
@@ -72,8 +72,7 @@ class Thoughts:
 
     def __init__(self, choice: int = 0, spell: Callable[[Sequence[int]], str] | None = None) -> None:
         self.tokens = 0  # of all delivered thoughts
-        self._choice = choice
-        self._spell = spell
+        self._choice, self._spell = choice, spell
         self._due = 0  # the next chunk number
         self._anywhere = False
         self._early: dict[int, Thought] = {}  # later chunks, held back until the earlier ones arrive
@@ -109,9 +108,8 @@ class Thoughts:
     def complete(self) -> None:
         """End the choice. Raises EngineFault if its client wants thoughts and an earlier one is missing."""
         if self._early and self._spell is not None:
-            raise EngineFault(
-                f"the thought about chunk {self._due} is missing, but one about chunk {min(self._early)} was received"
-            )
+            found = f"one about chunk {min(self._early)} was received"
+            raise EngineFault(f"the thought about chunk {self._due} is missing, but {found}")
         self.tokens += sum(len(thought.token_ids) for thought in self._early.values())
 
 
@@ -153,9 +151,7 @@ class EventStream:
         self, context: Context, request_id: str, stall: StallTimeout, give_up: Callable[[BatonError], None]
     ) -> None:
         self.give_up = give_up
-        self._context = context
-        self._request_id = request_id
-        self._stall = stall
+        self._context, self._request_id, self._stall = context, request_id, stall
         self._seq = 0
         self._lock = asyncio.Lock()  # choices write concurrently, a stream takes one message at a time
         self._begun: asyncio.Future[None] | None = None  # a gRPC call in progress that has not been awaited
@@ -195,9 +191,8 @@ class EventStream:
 
     async def accepted(self, prompt_tokens: int, cached_tokens: int, system_fingerprint: str = "") -> None:
         """Start to send Accepted. Returns without waiting for the write, unless the client does not read."""
-        event = pb.Accepted(
-            prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, system_fingerprint=system_fingerprint
-        )
+        event = pb.Accepted(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens)
+        event.system_fingerprint = system_fingerprint
         await self._write(begin=True, accepted=event)
 
     async def tokens(self, choice: int, tokens: list[Token]) -> None:

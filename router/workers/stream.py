@@ -3,9 +3,8 @@
 The reader puts each event into the mailbox of its handoff and never waits for a request. The end of a stream means that
 the worker is lost: its requests are notified, and the stream reconnects until it is stopped.
 
-`WakeupBatcher` saves messages to clients, because their cost hardly depends on the number of tokens. While the event
-loop is busy more than half of the time, requests are woken in rounds: a round's tokens leave in one message. Rounds are
-as short as that allows, and at most `LONGEST_S`. First tokens, ends and failures are never delayed.
+`WakeupBatcher` saves messages to clients. While the event loop is busy more than half of the time, requests are woken
+in rounds of at most `LONGEST_S`, and a round's tokens leave in one message. First tokens, ends and failures never wait.
 """
 
 from __future__ import annotations

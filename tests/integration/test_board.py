@@ -162,7 +162,7 @@ async def test_an_operator_scales_within_the_bounds_of_the_file(operator, board)
     with pytest.raises(InvalidRequest, match="decode: must be from 2 to 4, got 5") as refused:
         await call(operator.scale, {"prefill": 0, "decode": 5})
     assert "prefill: must be from 1" in str(refused.value)
-    with pytest.raises(InvalidRequest, match="say how many"):
+    with pytest.raises(InvalidRequest, match="set the number of prefill workers"):
         await call(operator.scale, {})
     assert (await board.plan()).number == 10
 
@@ -182,7 +182,7 @@ async def test_a_drain_is_an_order_to_the_process_that_is_there(operator, board,
     assert (order.drain, order.role, order.grace_s) == (True, Role.PREFILL, 7.0)
     assert order.wish, "the controller sees to it that another one is there first"
     for name in ("prefill-1", ""):
-        with pytest.raises(InvalidRequest, match="known are prefill-0"):
+        with pytest.raises(InvalidRequest, match="known workers: prefill-0"):
             await call(operator.drain, name)
 
 

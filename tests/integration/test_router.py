@@ -263,7 +263,7 @@ async def test_a_failure_waits_for_no_round(make, monkeypatch):
 @pytest.mark.parametrize(
     ("said", "times", "words"),
     [
-        ({"tokens": worker_pb2.OutputTokens(ids=[1, 2], texts=["x"])}, 1, "cannot be read"),
+        ({"tokens": worker_pb2.OutputTokens(ids=[1, 2], texts=["x"])}, 1, "sent an invalid message"),
         ({"pushed": worker_pb2.Pushed()}, 1000, "more than 24 messages"),
     ],
     ids=["unreadable", "more than a request can produce"],

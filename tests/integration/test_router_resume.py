@@ -16,7 +16,8 @@ from baton.errors import Cancelled, EngineFault, InvalidRequest, WorkerLost
 from baton.rpc.v1 import admin_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.admin_pb2_grpc import AdminStub
-from router.request.client_request import ClientCall, seed_of
+from router.parsing.generate_request import seed_of
+from router.request.client_request import ClientCall
 from tests.support.in_process_router import LAYOUT, at
 from tests.support.routers import PROMPT, asked, ids_of, kinds, recovered, right
 from tests.support.waiting import until
