@@ -212,7 +212,7 @@ class ActivityRecorder:
             if met_slo:
                 self.recent.count("kept")
 
-    def look(self, connected: Mapping[Worker, Role]) -> None:
+    def record_workers(self, connected: Mapping[Worker, Role]) -> None:
         """Record workers that joined or left. Call it every second with the connected ones."""
         self.recent.second()
         for worker, role in self._connected.items():

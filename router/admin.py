@@ -122,22 +122,21 @@ async def _typed_errors(context: Context) -> AsyncIterator[None]:
         await abort(context, error)
 
 
-def _sizes(wanted: admin_pb2.ScaleRequest, bounds: Mapping[Role, tuple[int, int]]) -> dict[Role, int]:
+def _sizes(wanted: admin_pb2.ScaleRequest, limits: Mapping[Role, tuple[int, int]]) -> dict[Role, int]:
     """Return the wanted pool sizes. Raises InvalidRequest if the cluster file does not allow a size or pool."""
     sizes: dict[Role, int] = {}
     wrong = []
-    for role in Role:
+    for role, size in ((Role.PREFILL, wanted.prefill), (Role.DECODE, wanted.decode)):
         if not wanted.HasField(role.value):
             continue
-        if role not in bounds:
+        sizes[role] = size
+        least, most = limits.get(role, (0, 0))
+        if role not in limits:
             text = f"mode: colocated has no {role.value} workers; set the number of decode workers"
             wrong.append(Violation(role.value, text))
-            continue
-        size, (least, most) = getattr(wanted, role.value), bounds[role]
-        sizes[role] = size
-        if not least <= size <= most:
+        elif not least <= size <= most:
             wrong.append(Violation(role.value, f"must be from {least} to {most}, got {size}"))
-    if not (sizes or wrong):
+    if not sizes:
         wrong.append(Violation("prefill", "set the number of prefill workers, of decode workers, or both"))
     if wrong:
         raise InvalidRequest(*wrong)

@@ -50,7 +50,7 @@ _DEMAND_S = 1.0
 _DEMAND_LEASE_S = 5.0
 
 
-async def look(context: RouterContext, control_state: ControlState | None) -> None:
+async def update_control_metrics(context: RouterContext, control_state: ControlState | None) -> None:
     """Update the controller's metrics before a scrape. Without the ledger, they keep their last values."""
     if control_state is None:
         return
@@ -131,7 +131,7 @@ class Router:
         self._public = channel.aio_server(link=channel.PUBLIC, interceptors=guards, share_port=share)
         self._private = channel.aio_server(link=channel.INTERNAL, interceptors=guards)
         self._inner = LoopbackListener(guards)
-        self._look = partial(look, context, control_state)
+        self._look = partial(update_control_metrics, context, control_state)
         self._metrics = MetricsServer(
             context.sinks.metrics.registry,
             ready=lambda: context.running.accepting and context.pool.can_serve(),

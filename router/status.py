@@ -43,7 +43,7 @@ class Overview:
 
     async def status(self) -> admin_pb2.StatusReply:
         """Return the current status with a fresh `control`."""
-        await self.look()
+        await self.refresh()
         return self.current()
 
     def current(self) -> admin_pb2.StatusReply:
@@ -68,7 +68,7 @@ class Overview:
             **ended,
         )
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Read the controller's report: one Redis round trip, or its timeout if Redis is silent."""
         try:
             self.control = await self._control_state.control() if self._control_state else None
@@ -156,7 +156,7 @@ class StatusBroadcaster:
     def __init__(self, overview: Overview, context: RouterContext) -> None:
         self._overview, self._context = overview, context
         self._activity = context.sinks.activity
-        self.views = SingleFlight(overview.look, self._make, context.sinks.clock)
+        self.views = SingleFlight(overview.refresh, self._make, context.sinks.clock)
         self._decided = 0.0  # time of the last controller decision that was added to the feed
         self._watchers = 0
         self._closed = asyncio.Event()
@@ -164,13 +164,13 @@ class StatusBroadcaster:
     async def run(self) -> None:
         """Track worker arrivals and departures until cancelled, even without watchers."""
         while True:
-            self._look_at_workers()
+            self._record_workers()
             self._activity.happenings.settle()
             await asyncio.sleep(_LOOK_S)
 
-    def _look_at_workers(self) -> None:
+    def _record_workers(self) -> None:
         infos = [link.info for link in self._context.pool.connected]
-        self._activity.look({(info.ref.worker_id, info.ref.incarnation): info.role for info in infos})
+        self._activity.record_workers({(info.ref.worker_id, info.ref.incarnation): info.role for info in infos})
 
     def close(self) -> None:
         self._closed.set()
@@ -204,7 +204,7 @@ class StatusBroadcaster:
 
     async def _make(self) -> admin_pb2.Live:
         status = self._overview.current()
-        self._look_at_workers()
+        self._record_workers()
         self._add_decisions()
         newest = nlargest(MAX_SHOWN_REQUESTS, self._context.running, key=lambda call: call.arrival)
         self._activity.happenings.settle()

@@ -28,7 +28,7 @@ __all__ = ["OVERTAKES", "Admission", "QueueLimits", "Ticket", "ticket_for"]
 PlacementT = TypeVar("PlacementT")
 
 _LEAST_RETRY_S = 0.5
-_LOOKS, _LOOK_S = 8, 1.0  # an accepted request looks for workers 8 times per `wait_s`, at least each second
+_CHECKS, _CHECK_S = 8, 1.0  # an accepted request checks for workers 8 times per `wait_s`, at least each second
 _RESERVE = 8  # 1/8 on top of a limit is reserved for tenants below their share
 _WINDOW_S = 5.0
 _WINDOW_REQUESTS = 32  # a longer window if this many requests take longer
@@ -106,7 +106,7 @@ class _Waiter(Entry, Generic[PlacementT]):
     deadline: float
     served: asyncio.Future[PlacementT]
     accepted: bool
-    bounded_from: float  # `since`, or if accepted the last time a capable worker was connected
+    counts_from: float  # `since`, or if accepted the last time a capable worker was connected
     reachable: bool = True
     aside: bool = False
 
@@ -191,7 +191,7 @@ class Admission(Generic[PlacementT]):
             deadline=now + deadline_s,
             served=asyncio.get_running_loop().create_future(),
             accepted=accepted,
-            bounded_from=since,
+            counts_from=since,
         )
         if not accepted and self._lacks(waiter) and (count := self.aside) >= self._limits.requests:
             text = f"{count} requests wait already for a worker that can compute them, no more are accepted"
@@ -199,7 +199,7 @@ class Admission(Generic[PlacementT]):
         placement = self._enter(waiter)
         return await self._wait(waiter) if placement is None else placement
 
-    def at_once(self, tokens: int, requirements: Any = None, *, returning: bool = False) -> PlacementT | None:
+    def admit_now(self, tokens: int, requirements: Any = None, *, returning: bool = False) -> PlacementT | None:
         """Return a placement like `admit`, or None if the queue is non-empty or there is no capacity."""
         if self.waiting or (placement := self._place(tokens, requirements)) is None:  # an empty queue needs no fairness
             return None
@@ -212,7 +212,7 @@ class Admission(Generic[PlacementT]):
         waiter.aside = self._lacks(waiter)
         waiter.reachable = not waiter.aside
         if waiter.accepted:
-            waiter.bounded_from = self._clock.monotonic()
+            waiter.counts_from = self._clock.monotonic()
         if not waiter.aside:
             return self._enter_queue(waiter)
         if wrong := self._why_not(waiter.requirements):
@@ -224,7 +224,7 @@ class Admission(Generic[PlacementT]):
     def _enter_queue(self, waiter: _Waiter[PlacementT]) -> PlacementT | None:
         """Return a placement if the queue is empty or `waiter` is its head, else queue it. Raises Overloaded."""
         tried = not self.waiting
-        placement = self.at_once(waiter.tokens, waiter.requirements, returning=waiter.returning)
+        placement = self.admit_now(waiter.tokens, waiter.requirements, returning=waiter.returning)
         if placement is not None:
             return placement
         self._queue.push(waiter)
@@ -276,7 +276,7 @@ class Admission(Generic[PlacementT]):
         try:
             async with asyncio.timeout(None if waiter.accepted else self._left_s(waiter)) as limit:
                 if waiter.accepted:
-                    self._look(waiter, limit)
+                    self._extend_wait(waiter, limit)
                 return await waiter.served
         except BaseException as error:
             self._leave(waiter)
@@ -296,17 +296,17 @@ class Admission(Generic[PlacementT]):
             if not self._aside[waiter.capability]:
                 del self._aside[waiter.capability]
 
-    def _look(self, waiter: _Waiter[PlacementT], limit: asyncio.Timeout) -> None:
+    def _extend_wait(self, waiter: _Waiter[PlacementT], limit: asyncio.Timeout) -> None:
         """Extend the wait of an accepted request while a worker that can serve it is connected, and repeat this."""
         if waiter.served.done():
             return
         serves = not waiter.aside and self._can_serve()
         if serves or waiter.reachable:
-            waiter.bounded_from = self._clock.monotonic()
+            waiter.counts_from = self._clock.monotonic()
         waiter.reachable = serves
         loop, left_s = asyncio.get_running_loop(), self._left_s(waiter)
         if left_s > 0:
-            loop.call_later(min(left_s, self._limits.wait_s / _LOOKS, _LOOK_S), self._look, waiter, limit)
+            loop.call_later(min(left_s, self._limits.wait_s / _CHECKS, _CHECK_S), self._extend_wait, waiter, limit)
         else:
             limit.reschedule(loop.time())
 
@@ -368,11 +368,11 @@ class Admission(Generic[PlacementT]):
         return max(requests / self.drain.requests_per_s, tokens / self.drain.tokens_per_s)
 
     def _left_s(self, waiter: _Waiter[PlacementT]) -> float:
-        return min(waiter.bounded_from + self._limits.wait_s, waiter.deadline) - self._clock.monotonic()
+        return min(waiter.counts_from + self._limits.wait_s, waiter.deadline) - self._clock.monotonic()
 
     def _timed_out(self, waiter: _Waiter[PlacementT]) -> BatonError:
         waited = f"waited {self._limits.wait_s:g} s"
-        if waiter.deadline < waiter.bounded_from + self._limits.wait_s:
+        if waiter.deadline < waiter.counts_from + self._limits.wait_s:
             what = f": {waiter.requirements.absence}" if waiter.aside else " for capacity"
             return DeadlineExceeded(f"the deadline passed while the request waited{what}")
         if waiter.aside:
@@ -388,8 +388,8 @@ class Admission(Generic[PlacementT]):
         return Overloaded(text, min(max(over / per_s if per_s else waited, _LEAST_RETRY_S), most_s))
 
 
-def _over(bound: int, waiting: int, own: int, adding: int, share: float) -> int:
+def _over(limit: int, waiting: int, own: int, adding: int, share: float) -> int:
     """Return the excess of `waiting` over the limit for a tenant that holds `own` of it, `adding` of them new."""
-    if own == adding or own <= bound * share:
-        bound += math.ceil(bound / _RESERVE)
-    return max(waiting - bound, 0)
+    if own == adding or own <= limit * share:
+        limit += math.ceil(limit / _RESERVE)
+    return max(waiting - limit, 0)

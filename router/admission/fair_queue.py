@@ -128,20 +128,20 @@ class _Tenant:
 
     def __init__(self, name: str, weight: float, start: float) -> None:
         self.name, self.weight, self.start = name, weight, start
-        self.line: Heap[Entry] = Heap()
-        self.owing = PrefixSums()  # tokens to charge, by ticket
+        self.queue: Heap[Entry] = Heap()
+        self.charges = PrefixSums()  # tokens to charge, by ticket
         self.tokens = 0
         self.returning = 0
 
     @property
     def rank(self) -> tuple[float, Ticket]:
-        return _AT_ONCE if self.returning else self.start, self.line.least
+        return _AT_ONCE if self.returning else self.start, self.queue.least
 
     def count(self, entry: Entry, sign: int) -> None:
         self.tokens += sign * entry.tokens
         self.returning += sign * entry.returning
         if not entry.returning:
-            self.owing.add(entry.key, sign * entry.tokens)
+            self.charges.add(entry.key, sign * entry.tokens)
 
 
 Waiter = TypeVar("Waiter", bound=Entry)
@@ -165,44 +165,44 @@ class FairQueue(Generic[Waiter]):
         return self._waiting
 
     def __contains__(self, entry: Waiter) -> bool:
-        return entry.tenant in self._tenants and entry in self._tenants[entry.tenant].line
+        return entry.tenant in self._tenants and entry in self._tenants[entry.tenant].queue
 
     @property
     def first(self) -> Waiter | None:
-        return self._order.first.line.first if self._waiting else None  # type: ignore[return-value]
+        return self._order.first.queue.first if self._waiting else None  # type: ignore[return-value]
 
     def push(self, entry: Waiter) -> None:
-        tenant = self._tenants.get(entry.tenant) or self._come(entry.tenant)
-        tenant.line.put(entry, entry.ticket)
+        tenant = self._tenants.get(entry.tenant) or self._join(entry.tenant)
+        tenant.queue.put(entry, entry.ticket)
         self._count(tenant, entry, 1)
         self._order.put(tenant, tenant.rank)
 
     def serve(self) -> None:
         """Remove the head and charge its tenant."""
         tenant = self._order.first
-        entry = tenant.line.first
+        entry = tenant.queue.first
         if not entry.returning:
             tenant.start += entry.tokens / tenant.weight
             self._now += entry.tokens / self._active
-        self._take(tenant, entry)
+        self._drop(tenant, entry)
 
     def remove(self, entry: Waiter) -> None:
         """Remove a request that is not served. Raises KeyError if it does not wait."""
-        self._take(self._tenants[entry.tenant], entry)
+        self._drop(self._tenants[entry.tenant], entry)
 
     def ahead(self, entry: Waiter) -> float:
         """Return roughly how many tokens will be served before `entry`, if no request comes or leaves. They are earlier
         ones of its tenant, and those that all other tenants get in that time, at most all they have.
         """
         tenant = self._tenants[entry.tenant]
-        until = max(tenant.start - self._now, 0.0) + tenant.owing.below(entry.key) / tenant.weight
+        until = max(tenant.start - self._now, 0.0) + tenant.charges.below(entry.key) / tenant.weight
         others = self.tokens - self._returning_tokens - entry.tokens
         return self._returning_tokens + min(until * self._active, max(others, 0))
 
     def held_by(self, tenant: str) -> tuple[int, int]:
         """Return the number of waiting requests of a tenant, and their tokens."""
         found = self._tenants.get(tenant)
-        return (len(found.line), found.tokens) if found else (0, 0)
+        return (len(found.queue), found.tokens) if found else (0, 0)
 
     def share_of(self, tenant: str) -> float:
         """Return the tenant's share of the queue if one more tenant of weight 1 joined."""
@@ -212,19 +212,19 @@ class FairQueue(Generic[Waiter]):
     def _weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)
 
-    def _come(self, name: str) -> _Tenant:
+    def _join(self, name: str) -> _Tenant:
         start = max(self._idle.remove(name), self._now) if name in self._idle else self._now
         tenant = self._tenants[name] = _Tenant(name, self._weight(name), start)
         self._active += tenant.weight
         return tenant
 
-    def _take(self, tenant: _Tenant, entry: Entry) -> None:
-        tenant.line.remove(entry)
+    def _drop(self, tenant: _Tenant, entry: Entry) -> None:
+        tenant.queue.remove(entry)
         self._count(tenant, entry, -1)
-        if tenant.line:
+        if tenant.queue:
             self._order.put(tenant, tenant.rank)
         else:
-            self._go(tenant)
+            self._leave(tenant)
         self._catch_up()
 
     def _count(self, tenant: _Tenant, entry: Entry, sign: int) -> None:
@@ -233,7 +233,7 @@ class FairQueue(Generic[Waiter]):
         self.tokens += sign * entry.tokens
         self._returning_tokens += sign * entry.tokens * entry.returning
 
-    def _go(self, tenant: _Tenant) -> None:
+    def _leave(self, tenant: _Tenant) -> None:
         del self._tenants[tenant.name]
         self._order.remove(tenant)
         self._active -= tenant.weight

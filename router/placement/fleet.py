@@ -205,8 +205,8 @@ def loaded(link: WorkerRow) -> Loaded:
     view, block_size = link.view, link.info.layout.block_size
     able, blocks = link.usable and not view.full, view.load.blocks
     busy = blocks.owned + blocks.reserved + view.pending_blocks
-    room = view.room * block_size if able else -1
-    return able, view.requests, view.dispatched, view.prefill_backlog, room, blocks.available, busy * block_size
+    capacity = view.capacity_blocks * block_size if able else -1
+    return able, view.requests, view.dispatched, view.prefill_backlog, capacity, blocks.available, busy * block_size
 
 
 def facts_of(

@@ -122,7 +122,7 @@ def local_prefill(snapshot: Snapshot, ask: Ask) -> Alone | None:
     itl = itl_s(snapshot, ask)
     first = chunked_s(snapshot.decode.at, ask.tokens, ask.decode_cached, snapshot.chunk)
     slow = np.maximum(itl - snapshot.slo_itl_s, 0.0)
-    able = (snapshot.decode.at.room > ask.tokens) & (slow == 0.0)
+    able = (snapshot.decode.at.capacity > ask.tokens) & (slow == 0.0)
     later = np.maximum(first - first[able].min(initial=np.inf) / _ABOUT, 0.0)
     found = _alone(snapshot, ask, lambda: slow, lambda: later)
     return None if found is None else found._replace(ttft_s=float(first[found.decode]))
@@ -143,12 +143,12 @@ def alone_prefix(snapshot: Snapshot, ask: Ask) -> Alone | None:
 
 def local_round_robin(snapshot: Snapshot, ask: Ask) -> Alone | None:
     """Choose workers in turn by worker id, among those with capacity."""
-    rows = _with_room(snapshot, ask)
+    rows = _with_capacity(snapshot, ask)
     return Alone(_in_turn(rows, snapshot.decode.at.order, ask.turn), 0.0) if rows.size else None
 
 
 def _alone(snapshot: Snapshot, ask: Ask, *columns: Callable[[], Column]) -> Alone | None:
-    rows, at = _with_room(snapshot, ask), snapshot.decode.at
+    rows, at = _with_capacity(snapshot, ask), snapshot.decode.at
     rest = (lambda: at.requests, lambda: -ask.decode_cached, lambda: -at.available, lambda: at.order)
     criteria: Criteria = [(Role.DECODE, column) for column in (*columns, *rest)]
     return Alone(_narrowed(rows, criteria, Role.DECODE), 0.0) if rows.size else None
@@ -163,8 +163,8 @@ def local_prefill_if_faster(snapshot: Snapshot, ask: Ask, pair: Pair) -> Alone |
     at, cached = snapshot.decode.at, ask.decode_cached
     rows = [pair.decode]
     if np.count_nonzero(cached):
-        most = int((cached * (at.room > ask.tokens) * (at.group == at.group[pair.decode])).argmax())
-        if cached[most] > cached[pair.decode] and at.room[most] > ask.tokens:
+        most = int((cached * (at.capacity > ask.tokens) * (at.group == at.group[pair.decode])).argmax())
+        if cached[most] > cached[pair.decode] and at.capacity[most] > ask.tokens:
             rows.append(most)
     offers = (alone_s(snapshot.decode.facts(row), ask.tokens, float(cached[row]), snapshot.slo_itl_s) for row in rows)
     ttft, row = min(zip(offers, rows, strict=True))
@@ -246,7 +246,7 @@ def _candidates(snapshot: Snapshot, ask: Ask) -> Iterator[tuple[Rows, Rows]]:
     left = prefill.able.nonzero()[0]
     if ask.keep is not None:
         left = left[left == ask.keep]
-    right = _with_room(snapshot, ask)
+    right = _with_capacity(snapshot, ask)
     if snapshot.groups <= 1 and ask.bits is None:
         if left.size and right.size:
             yield left, right
@@ -258,8 +258,8 @@ def _candidates(snapshot: Snapshot, ask: Ask) -> Iterator[tuple[Rows, Rows]]:
             yield ours, theirs
 
 
-def _with_room(snapshot: Snapshot, ask: Ask) -> Rows:
-    rows = (snapshot.decode.at.room > ask.tokens).nonzero()[0]  # one more than the known tokens
+def _with_capacity(snapshot: Snapshot, ask: Ask) -> Rows:
+    rows = (snapshot.decode.at.capacity > ask.tokens).nonzero()[0]  # one more than the known tokens
     return rows if ask.bits is None else rows[np.isin(snapshot.decode.bits[rows], ask.bits)]
 
 

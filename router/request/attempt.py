@@ -94,7 +94,7 @@ class Attempt:
         self._decoding = False
         self.alone = False  # D computes the prompt, too
         self._holds = False  # P has KV of this, or has the command to compute it, and has not reported its end
-        self._through = False  # D has reported that it holds nothing of this handoff
+        self._decode_ended = False  # D has reported that it holds nothing of this handoff
         self.fencing: BatonError | None = None  # P's failure while D is asked for a fence
         self._computed = self._retransfers = False  # P sent the first token; P retransfers held KV
 
@@ -129,13 +129,13 @@ class Attempt:
         for source, event in self._mailbox.left():  # these came while the last tokens were passed on
             self._note(source, event)
         parked = self._retention.parks() and self._decoding  # D continues when this router's stream ends
-        if not parked and (not self._through or self._retention.seconds):  # D keeps a resumable one after its end
+        if not parked and (not self._decode_ended or self._retention.seconds):  # D keeps a resumable one after its end
             decode.send(release=pb.Release(handoff=self._name))
-        if prefill is not None and not self.kept and (self._holds or not self._through):
+        if prefill is not None and not self.kept and (self._holds or not self._decode_ended):
             prefill.send(release=pb.Release(handoff=self._name))
         for link in self._links:
-            reports = link is prefill and self._through and self._holds and not self.kept  # the result of its push
-            link.close(self.handoff, self._track.owe() if reports else None)
+            reports = link is prefill and self._decode_ended and self._holds and not self.kept  # the result of its push
+            link.close(self.handoff, self._track.expect_report() if reports else None)
         self._placement.release()
 
     @property
@@ -230,7 +230,7 @@ class Attempt:
             case "committed":
                 self._on_committed(item.committed)
             case "preempted":
-                self.retry_reason, self._through = "preempted", True
+                self.retry_reason, self._decode_ended = "preempted", True
             case "refused":
                 self._on_refused(source, item.refused)
             case "failed":
@@ -264,7 +264,7 @@ class Attempt:
             raise EngineFault(f"{self._worker(source)} sent an invalid message: {error}") from error
 
     def _on_finish(self, source: Role, finish: Finish) -> None:
-        self.finish, self._through = finish, source is Role.DECODE
+        self.finish, self._decode_ended = finish, source is Role.DECODE
         if source is Role.PREFILL:
             self._stages.ended_at_first_token()
 
@@ -305,7 +305,7 @@ class Attempt:
         if failed.kind == "DigestMismatch":
             self._metrics.digest_mismatch()
         if failed.kind == "Cancelled":  # another router has attached and must keep the stream
-            self._through, self._retention = True, StreamRetention()
+            self._decode_ended, self._retention = True, StreamRetention()
         kind = FAILURES.get(failed.kind, WorkerLost)
         self._failed(source, kind(f"{self._worker(source)}: {failed.kind}: {failed.message}"), holds=failed.held)
 
@@ -357,6 +357,6 @@ class TakeoverAttempt(Attempt):
             self.cached_tokens, self._decoding = len(self.spec), True
             self._placement.prefill_done()
         elif isinstance(item, pb.WorkerEvent) and item.HasField("refused"):
-            self.retry_reason, self._through = "not_there", True
+            self.retry_reason, self._decode_ended = "not_there", True
         else:
             super()._take(source, item)

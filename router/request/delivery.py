@@ -126,17 +126,17 @@ class StallTimeout:
         """Start the timeout for writing one message. `ends` stops it."""
         self._writing[stream] = now = self._loop.time()
         if self._timer is None:
-            self._timer = self._loop.call_at(now + self.stall_s, self._look)
+            self._timer = self._loop.call_at(now + self.stall_s, self._check)
 
     def ends(self, stream: EventStream) -> None:
         self._writing.pop(stream, None)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._timer = None
         while self._writing:
             stream, since = next(iter(self._writing.items()))
             if since + self.stall_s > self._loop.time():
-                self._timer = self._loop.call_at(since + self.stall_s, self._look)
+                self._timer = self._loop.call_at(since + self.stall_s, self._check)
                 return
             del self._writing[stream]
             stream.give_up(Cancelled(f"the client did not read for {self.stall_s:g} s"))

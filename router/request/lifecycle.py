@@ -195,9 +195,9 @@ class ChoiceRun:
         try:
             self._detached = await self._dispatch.streams(self.request.call.stream(self.choice))
         except LedgerError as error:
-            self.observer.not_looked_for(error)
+            self.observer.lookup_failed(error)
         if self._detached is not None:
-            await self._dispatch.pool.wait_known(self._detached.worker_id, self._detached.incarnation)
+            await self._dispatch.pool.wait_connected(self._detached.worker_id, self._detached.incarnation)
 
     def place_detached(self) -> Placement | None:
         """Return a placement on the decode worker that continues the stream, or None. Returns it at most once."""

@@ -198,7 +198,7 @@ class ChoiceObserver:
         self.note("recovered", reason=reason)
         log.info("request_handed_back", handoff=attempt.handoff, reason=reason, workers=attempt.workers)
 
-    def not_looked_for(self, error: BatonError) -> None:
+    def lookup_failed(self, error: BatonError) -> None:
         log.warning("not_looked_for", request_id=self.request_id, stream=self._stream, error=str(error))
 
     def finished(self, finish: Finish | None) -> Timings:

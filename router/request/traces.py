@@ -23,8 +23,8 @@ _NS = 1e9
 _MOST_SPANS = 256  # per choice, of stages and of workers each
 _MOST_BYTES = 32 * 2**20  # of all kept traces
 _PASSAGE_BYTES = 300
-_OWED_S = 0.5  # a prefill worker reports the result of its push between two steps
-_LOOK_S = 0.005
+_REPORT_S = 0.5  # a prefill worker reports the result of its push between two steps
+_POLL_S = 0.005
 
 
 class Track:
@@ -32,7 +32,7 @@ class Track:
 
     def __init__(self, router_id: str, choice: int, clock: Clock, arrived: tuple[float, float] | None = None) -> None:
         self.stages = StageClock(clock, arrived)
-        self.owed = 0  # ended attempts with a prefill worker's report outstanding
+        self.outstanding = 0  # ended attempts with a prefill worker's report outstanding
         self._router_id, self._choice = router_id, choice
         self._reported = admin_pb2.TraceReply()
 
@@ -50,13 +50,13 @@ class Track:
                 kept.attempt = attempt or self.stages.attempt
                 self._reported.spans.append(kept)  # last, because the exporter reads from its own thread
 
-    def owe(self) -> Late:
+    def expect_report(self) -> Late:
         """End this attempt and return the callback for the prefill worker's last report of it."""
-        self.owed += 1
+        self.outstanding += 1
         return partial(self._late, self.stages.attempt)
 
     def _late(self, attempt: int, role: Role, worker_id: str, event: worker_pb2.WorkerEvent) -> None:
-        self.owed -= 1
+        self.outstanding -= 1
         self.add(role, worker_id, event, attempt)
 
     @property
@@ -103,11 +103,11 @@ class Trace:
         return admin_pb2.TraceReply(**named, spans=self.spans())
 
     async def settled(self, left_s: float) -> None:
-        """Wait for owed reports: at most 0.5 s, and at most half of `left_s`, the seconds until the deadline."""
-        for _ in range(round(min(_OWED_S, left_s / 2) / _LOOK_S)):
-            if not any(track.owed for track in self.tracks):
+        """Wait for outstanding reports: at most 0.5 s, and at most half of `left_s`, the seconds until the deadline."""
+        for _ in range(round(min(_REPORT_S, left_s / 2) / _POLL_S)):
+            if not any(track.outstanding for track in self.tracks):
                 return
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
 
 class Traces:

@@ -126,7 +126,7 @@ class WorkerPool:
         snapshot.chunk = self._options.chunk
         if requirements.capability is not None and not self.can_serve(requirements):
             return None
-        if not snapshot.has_room(tokens):
+        if not snapshot.has_capacity(tokens):
             return None
         kept = keep.info.ref if keep is not None and self._can_hand_over(keep, requirements) else None
         ask = self._fleet.ask(tokens, self._turn, kept, spec, determinism)
@@ -167,7 +167,7 @@ class WorkerPool:
             return None
         return Placement(None, link, 0, 0, self._fleet.mark, self.on_change)
 
-    async def wait_known(self, worker_id: str, incarnation: Incarnation) -> None:
+    async def wait_connected(self, worker_id: str, incarnation: Incarnation) -> None:
         """Wait, at most 2 s, for the first connect to this worker or its failure."""
         link = self._link(worker_id, incarnation)
         if link is not None:
@@ -183,7 +183,7 @@ class WorkerPool:
         if self._options.colocated:
             return False
         views = ([link.view for link in self._usable(role, requirements)] for role in (Role.PREFILL, Role.DECODE))
-        return has_pair(*views, alike=requirements.deterministic)
+        return has_pair(*views, bitwise=requirements.deterministic)
 
     def can_serve(self, requirements: Requirements = NO_REQUIREMENTS) -> bool:
         """Return whether a capable decode worker is connected, whatever its capacity and prefill workers."""

@@ -30,7 +30,7 @@ from router.placement.snapshot import WorkerView
 
 BUSY = 0.5  # share of the time
 SHORTEST_S, LONGEST_S = 0.001, 0.02
-_LOOK_S = 0.05  # minimum interval for measuring processor use
+_MEASURE_S = 0.05  # minimum interval for measuring processor use
 
 
 class WakeupBatcher:
@@ -41,13 +41,13 @@ class WakeupBatcher:
         self._cpu = cpu
         self._loop = loop
         self._held: dict[EventMailbox, None] = {}
-        self._looked = loop.time(), cpu()
+        self._measured = loop.time(), cpu()
         self._end = 0.0
 
     def holds(self) -> bool:
         """Return whether tokens that come now must wait for the end of the round (`later`). If not, a round begins."""
         now = self._loop.time()
-        self._look(now)
+        self._measure(now)
         if now < self._end:
             return True
         self._end = now + self.length_s
@@ -65,12 +65,12 @@ class WakeupBatcher:
         for mailbox in held:
             mailbox.wake()
 
-    def _look(self, now: float) -> None:
-        then, used = self._looked
-        if now - then < _LOOK_S:
+    def _measure(self, now: float) -> None:
+        then, used = self._measured
+        if now - then < _MEASURE_S:
             return
-        self._looked = now, self._cpu()
-        length_s = max(self.length_s, SHORTEST_S) * (self._looked[1] - used) / (now - then) / BUSY
+        self._measured = now, self._cpu()
+        length_s = max(self.length_s, SHORTEST_S) * (self._measured[1] - used) / (now - then) / BUSY
         self.length_s = min(length_s, LONGEST_S) if length_s > SHORTEST_S else 0.0
 
 

@@ -173,7 +173,7 @@ async def test_both_listeners_ask_the_controller_before_they_are_read(make, monk
         await scraped_look(context, cast("ControlState", FakeBoard()))
 
     scraped_look = server.look
-    monkeypatch.setattr("router.server.look", look)
+    monkeypatch.setattr("router.server.update_control_metrics", look)
     cluster = await make(http="127.0.0.1:0")
     _, _, body = await raw(cluster.router.http, "GET", "/metrics")
     assert b'baton_planned_workers{role="decode"} 2.0' in body

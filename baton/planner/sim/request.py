@@ -401,7 +401,7 @@ class Request:
         hashes = self._directory_hashes
         wanted = Requirements(link, _SHARED if hashes else None)
         requirements = SimRequirements(wanted, hashes, self._arrival.block_tokens)
-        placement = self._cluster.router.admission.at_once(known, requirements, returning=self.attempts > 0)
+        placement = self._cluster.router.admission.admit_now(known, requirements, returning=self.attempts > 0)
         if placement is None:
             self.kernel.spawn(self._wait(known, requirements, self._since))
         else:

@@ -112,9 +112,9 @@ async def test_the_urgent_overtake_only_so_many_arrivals(make):
 
 async def test_who_would_have_to_wait_gets_nothing_at_once(make):
     gate = make(3, by_tokens=True)
-    assert (gate.admission.at_once(4), gate.admission.at_once(1)) == (None, 1)
+    assert (gate.admission.admit_now(4), gate.admission.admit_now(1)) == (None, 1)
     task = await gate.enter(3)
-    assert (gate.admission.at_once(1), gate.admission.waiting, gate.room) == (None, 1, 2)
+    assert (gate.admission.admit_now(1), gate.admission.waiting, gate.room) == (None, 1, 2)
     gate.free()
     assert await task == 3
 

@@ -92,7 +92,7 @@ def test_who_is_chosen(policy, rows, facts, row):
 
 @pytest.mark.parametrize("policy", ALONE.values(), ids=ALONE)
 def test_of_what_nothing_is_known_requests_are_spread(policy):
-    rows = [BLANK._replace(able=1.0, room=1e6)] * 3
+    rows = [BLANK._replace(able=1.0, capacity=1e6)] * 3
     for turn in range(9):
         row = chosen(policy, *rows, turn=turn)
         rows[row] = rows[row]._replace(requests=rows[row].requests + 1)
@@ -105,7 +105,7 @@ rooms = st.lists(st.sampled_from([-1.0, 100.0, 600.0, 601.0, np.inf]), max_size=
 @pytest.mark.parametrize("policy", ALONE.values(), ids=ALONE)
 @given(rooms, st.integers(0, 9), st.sampled_from([np.inf, 64.0]), st.sampled_from([np.inf, 0.001]))
 def test_one_with_room_is_found_whenever_there_is_one(policy, drawn, turn, chunk, slo):
-    row = chosen(policy, *(BUSY._replace(room=room) for room in drawn), turn=turn, chunk=chunk, slo=slo)
+    row = chosen(policy, *(BUSY._replace(capacity=room) for room in drawn), turn=turn, chunk=chunk, slo=slo)
     able = [at for at, room in enumerate(drawn) if room > 600]
     assert (row in able) if able else row is None
 

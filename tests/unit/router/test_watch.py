@@ -115,7 +115,7 @@ async def test_the_latest_happenings_are_known_though_nobody_has_watched(clock, 
     monkeypatch.setattr("router.status._LOOK_S", 0)
     sinks: Any = SimpleNamespace(activity=(seen := ActivityRecorder(clock)), clock=clock)
     context: Any = SimpleNamespace(sinks=sinks, pool=SimpleNamespace(connected=[]))
-    overview: Any = SimpleNamespace(look=None)
+    overview: Any = SimpleNamespace(refresh=None)
     looking = asyncio.create_task(StatusBroadcaster(overview, context).run())
     for when in ("early", "late"):
         for number in range(KEPT):
@@ -178,7 +178,7 @@ def test_a_request_does_not_end_before_it_began_though_the_clock_was_set_back(cl
 
 @pytest.mark.parametrize("left_s", [-1, 0, 0.02])
 async def test_nothing_is_waited_for_that_would_make_an_answer_late(trace, left_s):
-    trace.tracks[0].owe()
+    trace.tracks[0].expect_report()
     async with asyncio.timeout(0.3):
         await trace.settled(left_s)
 
@@ -210,7 +210,7 @@ async def test_a_view_is_shown_for_as_long_as_its_making_is_worth_not_as_redis_i
 async def test_a_decision_is_told_once_and_without_the_end_of_a_log(clock):
     said = [(1.0, "started"), (2.0, 'ended:\n{"event": "loaded"}'), (2.0, "at the same time")]
     decisions = [SimpleNamespace(at=at, kind="replace", text=text) for at, text in said]
-    overview: Any = SimpleNamespace(look=None, control=SimpleNamespace(decisions=decisions))
+    overview: Any = SimpleNamespace(refresh=None, control=SimpleNamespace(decisions=decisions))
     sinks: Any = SimpleNamespace(activity=(seen := ActivityRecorder(clock)), clock=clock)
     live = StatusBroadcaster(overview, MagicMock(sinks=sinks))
     for _ in range(2):
