@@ -20,7 +20,7 @@ from baton.rpc.v1.admin_pb2_grpc import AdminServicer
 from router.auth.interceptor import current_grant
 from router.context import RouterContext
 from router.request.delivery import Context
-from router.status import Overview, StatusBroadcaster, plan_to_pb
+from router.status import RouterStatus, plan_to_pb
 
 log = structlog.get_logger(__name__)
 
@@ -32,11 +32,10 @@ class Admin(AdminServicer):
 
     def __init__(self, context: RouterContext, control_state: ControlState | None) -> None:
         self._context, self._control_state = context, control_state
-        self._overview = Overview(context, control_state)
-        self.live = StatusBroadcaster(self._overview, context)
+        self.live = RouterStatus(context, control_state)
 
     async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> admin_pb2.StatusReply:
-        return await self._overview.status()
+        return await self.live.status()
 
     async def Requests(self, request: admin_pb2.RequestsRequest, context: Context) -> admin_pb2.RequestsReply:
         ids = [choice.request_id for call in self._context.running for choice in call.observer.choices]

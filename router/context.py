@@ -104,9 +104,7 @@ def build_context(
     prefixes: PrefixIndex | None = None,
     streams: StreamSource | None = None,
 ) -> RouterContext:
-    """Build the parts of a router. `prefixes` holds cached blocks, `streams` finds the decode worker of a stream.
-    Raises ConfigError if certificates or tokens are unusable, or the exporter is not installed.
-    """
+    """Build the parts of a router; see `serve`. Raises ConfigError for unusable files or a missing exporter."""
 
     async def no_streams(name: str) -> None:
         """Find no stream, because there is no ledger."""

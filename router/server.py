@@ -69,9 +69,7 @@ async def update_control_metrics(context: RouterContext, control_state: ControlS
 async def targets(
     context: RouterContext, control_state: ControlState | None, metrics_at: Callable[[], str]
 ) -> Sequence[Target]:
-    """Return all known routers and workers as scrape targets. Without the ledger: this router and its workers.
-    `metrics_at` returns the address of this router's metrics.
-    """
+    """Return scrape targets: all routers of the ledger and this one at `metrics_at`, and this router's workers."""
     routers = {context.sinks.router_id: metrics_at()}
     if control_state is not None:
         with suppress(LedgerError, TimeoutError):
@@ -187,9 +185,7 @@ class Router:
         log.info("router_started", router_id=self.context.sinks.router_id, **bound)
 
     async def stop(self, grace_s: float = 30.0) -> None:
-        """Reject new requests, give running ones `grace_s` to finish, end the rest with NoWorker, and close. Decode
-        workers continue those that can be resumed.
-        """
+        """Reject new requests, give running ones `grace_s`, and close. Decode workers continue resumable ones."""
         self.context.running.accepting = False
         # Closes the listener and sends GOAWAY, so that new calls go to another router.
         closing = asyncio.create_task(self._public.stop(grace_s + 2 * _CLOSING_S))

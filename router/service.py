@@ -126,8 +126,8 @@ class Inference(InferenceServicer):
 
     @contextmanager
     def _text_call(self, request: pb.TokenizeRequest | pb.DetokenizeRequest) -> Iterator[None]:
-        """Count a call that needs a thread against `max_concurrent` of its token. Raises Overloaded. Generate calls are
-        counted separately, because the gateway makes text calls for its caller during an answer.
+        """Count a call that needs a thread against its token's `max_concurrent`, but apart from Generate calls, because
+        the gateway makes text calls during an answer. Raises Overloaded.
         """
         if not needs_thread(request, request.ByteSize()):
             yield

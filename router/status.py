@@ -1,8 +1,4 @@
-"""The router's status for operators, and its stream of views.
-
-`Overview` makes the status from the router's parts and the controller's report. `StatusBroadcaster` streams views to
-watchers; a `SingleFlight` makes each view once for all of them.
-"""
+"""The router's status for operators, and its stream of views, each made once for all watchers."""
 
 from __future__ import annotations
 
@@ -30,16 +26,57 @@ from router.workers.stream import WorkerStream
 
 log = structlog.get_logger(__name__)
 
+T = TypeVar("T")
+
 ENDINGS = ("finished", "cancelled", "failed", "refused")
+_FRESH_S = 0.09  # less than the shortest interval of a watcher
+_SHARE = 20  # a view is kept this many times its making time, so that thousands of workers do not fill the loop
+_STALE_S = 2.0  # maximum age: one making that waited for a core must not freeze the view
+_LOOK_S = 1.0
+_LATELY_S = 5
+_INTERVAL_S = (0.1, 60.0)
+_RETRY_S = 10.0
+_UNPLACED = (Stage.QUEUE, Stage.ROUTE)
 
 
-class Overview:
-    """Status of this router. `control` is the controller's latest report, or None without a controller or Redis."""
+class SingleFlight(Generic[T]):
+    """A single-flight cache: concurrent callers share one result of `make`, until it is too old. `first` is awaited
+    before, outside the measured time, so that a silent Redis does not age the result.
+    """
 
-    def __init__(self, context: RouterContext, control_state: ControlState | None) -> None:
+    def __init__(self, first: Callable[[], Awaitable[object]], make: Callable[[], Awaitable[T]], clock: Clock) -> None:
+        self._first, self._make, self._clock = first, make, clock
+        self._lock = asyncio.Lock()
+        self._made: list[T] = []
+        self._until = 0.0
+
+    async def get(self) -> T:
+        """Return the cached result or make a new one. Raises any error of `make`."""
+        async with self._lock:
+            if not self._made or self._clock.monotonic() >= self._until:
+                await self._first()
+                begun = self._clock.monotonic()
+                self._made = [await self._make()]
+                took_s = self._clock.monotonic() - begun
+                self._until = begun + min(max(_FRESH_S, _SHARE * took_s), max(_STALE_S, 2 * took_s))
+            return self._made[0]
+
+
+class RouterStatus:
+    """Status of this router, and the stream of its views for watchers. `control` is the controller's latest report, or
+    None without a controller or Redis. A watcher pulls, so a slow one skips views and delays no other. `views` have no
+    events, are shared by all watchers, and never change.
+    """
+
+    def __init__(self, context: RouterContext, control_state: ControlState | None = None) -> None:
         self.control: ControlReport | None = None
+        self.views = SingleFlight(self.refresh, self._make, context.sinks.clock)
         self._context, self._control_state = context, control_state
+        self._activity = context.sinks.activity
         self._started = context.sinks.clock.monotonic()
+        self._decided = 0.0  # time of the last controller decision that was added to the feed
+        self._watchers = 0
+        self._closed = asyncio.Event()
 
     async def status(self) -> admin_pb2.StatusReply:
         """Return the current status with a fresh `control`."""
@@ -75,91 +112,6 @@ class Overview:
         except LedgerError as error:
             log.warning("board_unreadable", error=str(error))
             self.control = None
-
-
-def _worker_id(link: WorkerStream) -> str:
-    return link.info.ref.worker_id
-
-
-def plan_to_pb(plan: Plan) -> admin_pb2.Plan:
-    """Return the plan as a protocol message."""
-    return admin_pb2.Plan(**asdict(plan))
-
-
-def _report(report: ControlReport, wall: float) -> admin_pb2.Control:
-    return admin_pb2.Control(
-        plan=plan_to_pb(report.plan),
-        age_s=max(0.0, wall - report.at),
-        slots=[admin_pb2.Slot(**asdict(slot)) for slot in report.slots],
-        decisions=[_decision(one, wall) for one in report.decisions],
-        host=report.host,
-        outlook=report.outlook,
-    )
-
-
-def _decision(decision: Decision, wall: float) -> admin_pb2.Decision:
-    return admin_pb2.Decision(age_s=max(0.0, wall - decision.at), kind=decision.kind, text=decision.text)
-
-
-def _worker(link: WorkerStream, note: str) -> admin_pb2.WorkerStatus:
-    return admin_pb2.WorkerStatus(
-        info=convert.info_to_pb(link.info),
-        load=convert.load_to_pb(link.view.load),
-        state=link.state,
-        dispatched=link.view.dispatched,
-        note=note,
-    )
-
-
-T = TypeVar("T")
-
-_FRESH_S = 0.09  # Less than the shortest interval of a watcher.
-_SHARE = 20  # A view is kept this many times its making time, so that thousands of workers do not fill the loop.
-_STALE_S = 2.0  # Maximum age: one making that waited for a core must not freeze the view.
-
-
-class SingleFlight(Generic[T]):
-    """A single-flight cache: concurrent callers share one result of `make`, until it is too old. `first` is awaited
-    before, outside the measured time, so that a silent Redis does not age the result.
-    """
-
-    def __init__(self, first: Callable[[], Awaitable[object]], make: Callable[[], Awaitable[T]], clock: Clock) -> None:
-        self._first, self._make, self._clock = first, make, clock
-        self._lock = asyncio.Lock()
-        self._made: list[T] = []
-        self._until = 0.0
-
-    async def get(self) -> T:
-        """Return the cached result or make a new one. Raises any error of `make`."""
-        async with self._lock:
-            if not self._made or self._clock.monotonic() >= self._until:
-                await self._first()
-                begun = self._clock.monotonic()
-                self._made = [await self._make()]
-                took_s = self._clock.monotonic() - begun
-                self._until = begun + min(max(_FRESH_S, _SHARE * took_s), max(_STALE_S, 2 * took_s))
-            return self._made[0]
-
-
-_LOOK_S = 1.0
-_LATELY_S = 5
-_INTERVAL_S = (0.1, 60.0)
-_RETRY_S = 10.0
-_UNPLACED = (Stage.QUEUE, Stage.ROUTE)
-
-
-class StatusBroadcaster:
-    """Stream of views for watchers; one per router. A watcher pulls, so a slow one skips views and delays no other.
-    `views` have no events, are shared by all watchers, and never change.
-    """
-
-    def __init__(self, overview: Overview, context: RouterContext) -> None:
-        self._overview, self._context = overview, context
-        self._activity = context.sinks.activity
-        self.views = SingleFlight(overview.refresh, self._make, context.sinks.clock)
-        self._decided = 0.0  # time of the last controller decision that was added to the feed
-        self._watchers = 0
-        self._closed = asyncio.Event()
 
     async def run(self) -> None:
         """Track worker arrivals and departures until cancelled, even without watchers."""
@@ -203,7 +155,7 @@ class StatusBroadcaster:
             self._watchers -= 1
 
     async def _make(self) -> admin_pb2.Live:
-        status = self._overview.current()
+        status = self.current()
         self._record_workers()
         self._add_decisions()
         newest = nlargest(MAX_SHOWN_REQUESTS, self._context.running, key=lambda call: call.arrival)
@@ -217,12 +169,46 @@ class StatusBroadcaster:
         )
 
     def _add_decisions(self) -> None:
-        control, before = self._overview.control, self._decided
+        control, before = self.control, self._decided
         for one in control.decisions if control is not None else ():
             if one.at > before:
                 self._decided = max(self._decided, one.at)
                 text = one.text.partition("\n")[0].rstrip(":")  # the last output of a process may follow
                 self._activity.happenings.add("decision", f"{one.kind}: {text}", at=one.at)
+
+
+def _worker_id(link: WorkerStream) -> str:
+    return link.info.ref.worker_id
+
+
+def plan_to_pb(plan: Plan) -> admin_pb2.Plan:
+    """Return the plan as a protocol message."""
+    return admin_pb2.Plan(**asdict(plan))
+
+
+def _report(report: ControlReport, wall: float) -> admin_pb2.Control:
+    return admin_pb2.Control(
+        plan=plan_to_pb(report.plan),
+        age_s=max(0.0, wall - report.at),
+        slots=[admin_pb2.Slot(**asdict(slot)) for slot in report.slots],
+        decisions=[_decision(one, wall) for one in report.decisions],
+        host=report.host,
+        outlook=report.outlook,
+    )
+
+
+def _decision(decision: Decision, wall: float) -> admin_pb2.Decision:
+    return admin_pb2.Decision(age_s=max(0.0, wall - decision.at), kind=decision.kind, text=decision.text)
+
+
+def _worker(link: WorkerStream, note: str) -> admin_pb2.WorkerStatus:
+    return admin_pb2.WorkerStatus(
+        info=convert.info_to_pb(link.info),
+        load=convert.load_to_pb(link.view.load),
+        state=link.state,
+        dispatched=link.view.dispatched,
+        note=note,
+    )
 
 
 def _shown(call: ClientCall, choice: ChoiceObserver) -> admin_pb2.RequestView:

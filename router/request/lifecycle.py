@@ -158,8 +158,7 @@ class ChoiceRun:
         self.delivery = Delivery(received, keeps_logprobs=self.spec.deterministic)
         self.thoughts = Thoughts(choice, parsed.spell)
         self._failures = self._deaths = 0
-        self._cached_tokens = 0  # P reports it with its first token; tokens cached on D are only not moved
-        self._cached_known = False
+        self._cached_tokens: int | None = None  # on P, which reports it with its first token
         self._dispatch = dispatch
         self._held: Attempt | None = None  # a lost one, whose prefill worker keeps its KV
         self._detached: OwnershipRecord | None = None  # of a stream that continues on its decode worker
@@ -241,7 +240,7 @@ class ChoiceRun:
         if attempt.spec.deterministic:
             self.request.determinism = attempt.determinism
         if self.choice == 0:
-            await client.accepted(len(self.spec.prompt), self._cached_tokens, attempt.determinism)
+            await client.accepted(len(self.spec.prompt), self._cached_tokens or 0, attempt.determinism)
 
     def deliver(self, tokens: list[Token]) -> list[Token]:
         """Return those of `tokens` that the client does not have yet, in order."""
@@ -253,9 +252,8 @@ class ChoiceRun:
 
     def note_cached(self, attempt: Attempt) -> None:
         """Record the cached tokens of the first attempt; a later one may find blocks of this very request."""
-        if not self._cached_known:
+        if self._cached_tokens is None:
             self._cached_tokens = attempt.prefill_cached
-        self._cached_known = True
 
     async def requeue(self, attempt: Attempt, client: EventStream) -> None:
         """Prepare another attempt. Raises the failure if no more attempts are allowed."""
@@ -283,7 +281,7 @@ class ChoiceRun:
         timings, (prefill, decode) = self.observer.finished(attempt.finish), attempt.workers
         usage = pb.Usage(
             prompt_tokens=len(self.spec.prompt),
-            cached_tokens=self._cached_tokens,
+            cached_tokens=self._cached_tokens or 0,
             completion_tokens=len(self.delivery.ids),
             thinking_tokens=self.thoughts.tokens,
         )

@@ -119,8 +119,8 @@ class WorkerPool:
         await asyncio.gather(*(link.stop() for link in self._links.values()))
 
     def place(self, tokens: int, requirements: Requirements = NO_REQUIREMENTS) -> Placement | None:
-        """Return a placement for a request of `tokens` known tokens, or None if no capable workers have capacity. If no
-        prefill worker is left, it is a decode worker alone.
+        """Return a placement for `tokens` known tokens, or None if no capable workers have capacity. Without a capable
+        prefill worker, it is a decode worker alone.
         """
         snapshot, (keep, spec, determinism, _) = self._fleet.snapshot(), requirements
         snapshot.chunk = self._options.chunk
@@ -318,9 +318,7 @@ def expected(
 
 
 def _least(workers: Sequence[Facts[float]], seconds_of: Callable[[Facts[float]], float]) -> tuple[float, float]:
-    """Return the least seconds of any worker, and of that worker without load. Workers that take no request count only
-    if all are so.
-    """
+    """Return the least seconds of any able worker, or else of any worker; and those of that worker without load."""
     offers = ((not at.able, seconds_of(at), seconds_of(_idle(at))) for at in workers)
     _, now, alone = min(offers, default=(True, 0.0, 0.0))
     return now, alone

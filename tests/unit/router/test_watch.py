@@ -6,20 +6,21 @@ import asyncio
 import math
 import random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
 
 from baton.core import Sampling, SequenceSpec, Token
 from baton.errors import NoWorker, Overloaded
+from baton.ledger.control_state import ControlReport
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.testing import FakeClock
 from baton.tracing.trace import Ended, TraceContext
 from router.activity import KEPT, ActivityRecorder, EventFeed, LastMinute
 from router.request.observer import ChoiceObserver, RequestObserver
 from router.request.traces import Trace, Traces, Track
-from router.status import SingleFlight, StatusBroadcaster
+from router.status import RouterStatus, SingleFlight
 
 SPEC = SequenceSpec((0,) * 100, Sampling(max_tokens=9))
 
@@ -115,8 +116,7 @@ async def test_the_latest_happenings_are_known_though_nobody_has_watched(clock, 
     monkeypatch.setattr("router.status._LOOK_S", 0)
     sinks: Any = SimpleNamespace(activity=(seen := ActivityRecorder(clock)), clock=clock)
     context: Any = SimpleNamespace(sinks=sinks, pool=SimpleNamespace(connected=[]))
-    overview: Any = SimpleNamespace(refresh=None)
-    looking = asyncio.create_task(StatusBroadcaster(overview, context).run())
+    looking = asyncio.create_task(RouterStatus(context).run())
     for when in ("early", "late"):
         for number in range(KEPT):
             seen.happenings.add("failed", f"{when} {number}")
@@ -210,9 +210,9 @@ async def test_a_view_is_shown_for_as_long_as_its_making_is_worth_not_as_redis_i
 async def test_a_decision_is_told_once_and_without_the_end_of_a_log(clock):
     said = [(1.0, "started"), (2.0, 'ended:\n{"event": "loaded"}'), (2.0, "at the same time")]
     decisions = [SimpleNamespace(at=at, kind="replace", text=text) for at, text in said]
-    overview: Any = SimpleNamespace(refresh=None, control=SimpleNamespace(decisions=decisions))
     sinks: Any = SimpleNamespace(activity=(seen := ActivityRecorder(clock)), clock=clock)
-    live = StatusBroadcaster(overview, MagicMock(sinks=sinks))
+    live = RouterStatus(MagicMock(sinks=sinks))
+    live.control = cast("ControlReport", SimpleNamespace(decisions=decisions))
     for _ in range(2):
         live._add_decisions()
         assert seen.happenings.settle() == 3
