@@ -66,7 +66,11 @@ class Inference(InferenceServicer):
             completed = await self._answer(message, call, context)
         except asyncio.CancelledError:
             late = context.time_remaining() == 0
-            ended = errors.DeadlineExceeded("of the caller") if late else Cancelled("by the caller")
+            ended = (
+                errors.DeadlineExceeded("the call's deadline passed")
+                if late
+                else Cancelled("the client cancelled the call")
+            )
             call.observer.ended(request, ended)
             raise
         except BatonError as error:
@@ -103,7 +107,7 @@ class Inference(InferenceServicer):
         asking, named = current_grant(), [call for call in self._running if call.name == request.request_id]
         found = [call for call in named if may_cancel(asking, call.grant)]
         for call in found:
-            call.end(Cancelled("by a Cancel call"))
+            call.end(Cancelled("a Cancel call ended the request"))
         return pb.CancelReply(found=bool(found))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeReply:

@@ -224,7 +224,11 @@ class FairQueue(Generic[Waiter]):
         if tenant.queue:
             self._order.put(tenant, tenant.rank)
         else:
-            self._leave(tenant)
+            del self._tenants[tenant.name]
+            self._order.remove(tenant)
+            self._active -= tenant.weight
+            if tenant.start > self._now:
+                self._idle.put(tenant.name, tenant.start)
         self._catch_up()
 
     def _count(self, tenant: _Tenant, entry: Entry, sign: int) -> None:
@@ -232,13 +236,6 @@ class FairQueue(Generic[Waiter]):
         self._waiting += sign
         self.tokens += sign * entry.tokens
         self._returning_tokens += sign * entry.tokens * entry.returning
-
-    def _leave(self, tenant: _Tenant) -> None:
-        del self._tenants[tenant.name]
-        self._order.remove(tenant)
-        self._active -= tenant.weight
-        if tenant.start > self._now:
-            self._idle.put(tenant.name, tenant.start)
 
     def _catch_up(self) -> None:
         """Advance the time to the smallest start. An empty queue resets all tenants."""

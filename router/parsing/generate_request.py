@@ -216,7 +216,9 @@ def _received(message: pb.ResumeRequest, spec: SequenceSpec, vocab_size: int) ->
 def check_model(name: str, served: str) -> None:
     """Check the requested model; "" means the served one. Raises UnknownModel with its name."""
     if name not in {"", served}:
-        raise UnknownModel(f"model {name[: limits.MAX_SHOWN_MODEL_CHARS]!r} is not served here; {served!r} is")
+        raise UnknownModel(
+            f"model {name[: limits.MAX_SHOWN_MODEL_CHARS]!r} is not served; this router serves {served!r}"
+        )
 
 
 def _converted(convert_it: Callable[[], Converted], violations: list[Violation]) -> Converted | None:

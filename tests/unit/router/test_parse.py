@@ -114,7 +114,7 @@ async def test_every_wrong_field_is_named_at_once():
 
 
 async def test_an_unknown_model_is_told_which_one_is_served():
-    with pytest.raises(UnknownModel, match="'other' is not served here; 'demo' is"):
+    with pytest.raises(UnknownModel, match="'other' is not served; this router serves 'demo'"):
         await parsed(message(model="other"))
     assert (await parsed(message(model="demo"))).prompt == tuple(b"Hello")
 
