@@ -65,7 +65,7 @@ class Heap(Generic[Item]):
         return self._entries[0]
 
     def _clean(self) -> None:
-        if len(self._entries) > 2 * len(self._live):
+        if 2 * len(self._live) < len(self._entries):
             self._entries = list(self._live.values())
             heapify(self._entries)
 
