@@ -354,7 +354,7 @@ async def test_no_worker(make):
 
 
 async def test_errors_are_named(cluster):
-    with pytest.raises(errors.UnknownModel, match="'oracle' is"):
+    with pytest.raises(errors.UnknownModel, match="this router serves 'oracle'"):
         await cluster.generate(model="gpt")
     with pytest.raises(errors.InvalidRequest, match="n: must be at least 1") as caught:
         await cluster.generate(n=0, priority=101, max_tokens=0)
