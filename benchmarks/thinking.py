@@ -2,7 +2,7 @@
 
     python benchmarks/thinking.py --quick           under 3 minutes on one core
     python benchmarks/thinking.py                   under 10: more prompts and rounds, and a sweep
-    python benchmarks/thinking.py --control FOLDER --write-docs   section and picture in docs/thinking.md from it
+    python benchmarks/thinking.py --control FOLDER --write-docs   fill docs/measurements/thinking.md
 
 One engine per mode of `thinking.prefill` runs the model of `--model` in this process, on one thread, greedily and
 without a prefix cache. Stories are new (`--seed`); the model was trained on at most 10 flips.
@@ -41,7 +41,7 @@ from benchmarks.lib.thinking_table import tables
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-NAME, PAGE, PICTURE = "thinking", "thinking.md", "thinking.svg"
+NAME, PAGE, PICTURE = "thinking", "measurements/thinking.md", "thinking.svg"
 QUICK, FULL = Plan(40, 100, 4, 3), Plan(200, 500, 5, 5, (4, 8, 16, 32, 64))
 LEAST = Plan(2, 4, 1, 1)
 
@@ -72,7 +72,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         default=41,
         help="of all stories and prompts; others than those of models/",
     )
-    parser.add_argument("--write-docs", action="store_true", help="put tables and picture into docs/thinking.md")
+    parser.add_argument(
+        "--write-docs", action="store_true", help="put tables and picture into docs/measurements/thinking.md"
+    )
     return parser.parse_args(argv)
 
 
@@ -89,7 +91,7 @@ def main(argv: list[str]) -> None:
     shown = "\n\n".join([" ".join(facts), tables(measured)])
     print(shown)
     if args.write_docs:
-        drawn = plot(measured, ROOT / "docs" / PICTURE)
+        drawn = plot(measured, ROOT / "docs/measurements" / PICTURE)
         told = [
             Path(word).name if Path(word) in {args.model, args.control} else word for word in argv
         ]  # no private paths

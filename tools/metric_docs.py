@@ -1,4 +1,4 @@
-"""Generates the tables of docs/metrics.md from the metrics that Baton's processes export.
+"""Generates the tables of docs/reference/metrics.md from the metrics that Baton's processes export.
 
 python -m tools.metric_docs [--check]
 """
@@ -34,7 +34,7 @@ from baton.stages import Timings
 from baton.testing import FakeClock
 from router.context import RouterSettings, build_context
 
-DOCS = Path(__file__).resolve().parent.parent / "docs/metrics.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs/reference/metrics.md"
 BEGIN, END = "<!-- made by tools/metric_docs.py: {} -->\n", "<!-- end -->\n"
 SUFFIXES = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "info": ["_info"], "gauge": [""]}
 SUFFIXES["summary"] = ["_sum", "_count"]

@@ -65,7 +65,7 @@ def test_troubleshooting_names_errors_events_and_keys_that_exist():
 
 
 def test_metric_names_exist():
-    metrics = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    metrics = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
     for page in ("docs/how-to/troubleshoot.md", "docs/how-to/from-vllm.md"):
         assert not [name for name in named(page, r"^baton_\w+$") if f"`{name}`" not in metrics]
     table = (ROOT / "docs/how-to/from-vllm.md").read_text(encoding="utf-8").split("\n## Metrics\n")[1].split("\n## ")[0]

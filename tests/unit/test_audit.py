@@ -118,7 +118,7 @@ def test_digests_of_requests_that_belong_together():
     assert (joined([]), joined([""]), joined([one, ""])) == ("", "", "")
 
 
-DOCUMENT = Path(__file__).parents[2] / "docs/determinism.md"
+DOCUMENT = Path(__file__).parents[2] / "docs/how-to/deterministic-requests.md"
 
 
 def test_the_document_says_what_the_code_does():

@@ -1,7 +1,7 @@
 """Optional parts of config.json: latent attention (DeepSeek-V2 and V3), mixture of experts, and thinking.
 
 Keys, defaults and quirks follow `transformers`. A setting that `transformers` ignores, but other code for the same
-checkpoints obeys, is rejected by name. Thinking States (arXiv 2602.08332, see docs/thinking.md) are configured by
+checkpoints obeys, is rejected by name. Thinking States (arXiv 2602.08332, docs/how-to/thinking.md) are configured by
 
     "thinking": {"chunk_size": 4, "input_layer": 1, "output_layer": 3, "max_thought_tokens": 4,
                  "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

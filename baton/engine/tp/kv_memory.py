@@ -8,7 +8,7 @@ On GPUs a rank frees its memory only after rank 0 has closed it, which precedes 
     rank 0                  CACHE    allocate, send handles    open   ...   close    CACHE or END
     rank r  (free the last)          allocate, send handles                          free
 
-Never run on GPUs, for lack of two. The order is tested with simulated devices (docs/gpu.md has the commands for two).
+Never run on GPUs, for lack of two. The order is tested with simulated devices (docs/how-to/gpu.md has the commands).
 """
 
 from __future__ import annotations

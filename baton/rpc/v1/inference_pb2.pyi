@@ -522,8 +522,9 @@ class Usage(_message.Message):
     """of them, those that were not computed anew"""
     completion_tokens: _builtins.int
     audit_digest: _builtins.str
-    """Of a deterministic request: hex SHA-256 of its prompt, parameters and answers (docs/determinism.md). Empty where the
-    router does not know all of that: a stream with logprobs that another router began.
+    """Audit digest of a deterministic request: hex SHA-256 of its prompt, parameters and answers
+    (docs/how-to/deterministic-requests.md). Empty if the router lacks a part of them, as for a stream with logprobs
+    that another router began.
     """
     thinking_tokens: _builtins.int
     """of thoughts, their end tokens not counted; not among the others"""

@@ -23,7 +23,7 @@ from router.placement.policy import POLICIES
 
 PROGRAMS = sorted((ROOT / "benchmarks").glob("*.py"))
 PAGES = {
-    "thinking.md": ("thinking",),
+    "measurements/thinking.md": ("thinking",),
     "measurements/engine.md": ("engine",),
     "measurements/transfer.md": ("transfer",),
     "measurements/router.md": ("router",),

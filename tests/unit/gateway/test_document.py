@@ -1,4 +1,4 @@
-"""docs/openai.md has each field that a body accepts, each field that is rejected by name, and each error code."""
+"""docs/reference/openai.md has each field that a body accepts, each field that is rejected by name, and each error code."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from router.openai import errors, parsing
 from router.openai.schema import ChatBody, CompletionBody, StreamOptions
 
 ROOT = Path(__file__).resolve().parents[3]
-TEXT = (ROOT / "docs/openai.md").read_text()
+TEXT = (ROOT / "docs/reference/openai.md").read_text()
 
 
 def first_cells(title: str) -> set[str]:

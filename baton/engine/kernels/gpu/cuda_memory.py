@@ -3,7 +3,7 @@
 Used by channels between workers (`kvtransfer.transports.cuda_ipc`) and ranks of a worker (`baton.engine.tp.kv_memory`).
 The owner frees memory once no other process can use it. torch's `_share_cuda_` is unsuitable: it counts users in a file
 of /dev/shm that a killed process leaves behind, and then never frees the memory.
-Written from CUDA's documentation and not yet run on a GPU. docs/gpu.md has the commands for that.
+Written from CUDA's documentation and not yet run on a GPU. docs/how-to/gpu.md has the commands for that.
 """
 
 from __future__ import annotations
