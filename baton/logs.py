@@ -1,5 +1,5 @@
-"""Logging: one event per line on stderr, as JSON unless stderr is a terminal or the config differs.
-See `docs/how-to/logs.md`. Library logs, warnings, and exceptions that end a thread or the process become such lines too.
+"""Logging: one event per line on stderr, as JSON unless stderr is a terminal or the config differs. Library logs,
+warnings, and exceptions that end a thread or the process become such lines too. See `docs/how-to/logs.md`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/reference/openai.md has each field that a body accepts, each field that is rejected by name, and each error code."""
+"""docs/reference/openai.md has each accepted field, each rejected field and each error code."""
 
 import re
 from pathlib import Path
