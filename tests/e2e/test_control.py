@@ -1,6 +1,6 @@
-"""A cluster of plain processes that operators change under load: no request fails of it.
+"""Operators change a cluster of plain processes under load, and no request fails.
 
-When it is down, the histories of all its processes are checked.
+When the cluster is down, the histories of all its processes are checked.
 """
 
 import random

@@ -32,7 +32,7 @@ KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and is
 
 
 def ended_by(error, monkeypatch):
-    """The exit code of a command that raises this."""
+    """Return the exit code of a command that raises this."""
 
     def fail():
         raise error
@@ -92,7 +92,7 @@ def zombie() -> Iterator[psutil.Process]:
 
 
 def test_a_zombie_has_ended_and_a_process_that_runs_on_is_returned(zombie):
-    """The timeout of the first is longer than a test may take."""
+    """The timeout of the first call is longer than a test."""
     assert wait_ended([zombie], 3600.0) == []
     running = psutil.Process(zombie.ppid())
     assert wait_ended([zombie, running], 0.3) == [running]
