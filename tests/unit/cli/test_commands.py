@@ -109,12 +109,12 @@ def test_a_wrong_cpu_level_is_refused_before_anything_starts(monkeypatch, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-# --- scale, drain and restart; tests/integration/test_board.py has what they ask a router
+# --- scale, drain and restart; tests/integration/test_board.py has their requests to a router
 
 
 @pytest.fixture
 def operator(monkeypatch):
-    """Stands in for the operator that commands find."""
+    """Replaces the operator that commands find."""
     made = Mock()
     made.find = lambda *_: made
     made.scale.side_effect = lambda sizes: admin_pb2.Plan(**{"prefill": 7, "decode": 8, **sizes}, number=3)

@@ -1,4 +1,4 @@
-"""`baton profile`: measures, keeps, reports; and says why when there is nothing to profile."""
+"""`baton profile`: measures, saves, reports, and explains if there is nothing to profile."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def cluster_file(tmp_path, monkeypatch):
 def test_every_shape_of_the_model_is_measured_and_kept(cluster_file, capsys):
     compiled_or_skip(lambda: load_library("f32"))
     command.profile(cluster_file, [], as_json=True)
-    (report,) = json.loads(capsys.readouterr().out)  # both pools have one thread: one profile
+    (report,) = json.loads(capsys.readouterr().out)  # both pools have one thread, so one profile
     shapes = {f"{p['width']}x{p['k']}" for p in report["points"]}
     assert shapes == set(report["choices"])
     assert len(shapes) == 5  # qkv, o, gate and up, down, head

@@ -1,4 +1,4 @@
-"""`baton plan`: what it prints and which mistakes it names; the simulation is arithmetic."""
+"""`baton plan`: its output and its errors. The simulation is fake."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_mistakes_are_named(fake, file, tmp_path, monkeypatch, args, says):
 
 
 def timed(path: Path, **more: object) -> Path:
-    """A trace of requests twice a second, all of them with more in it; None: without that."""
+    """Write a trace of two requests per second. `more` are fields of all; None omits one."""
     given: dict[str, object] = {"timestamp": 0, "max_tokens": 11, "prompt_tokens": 100} | more
     one = {key: value for key, value in given.items() if value is not None}
     lines = [one | ({"timestamp": 500 * number} if "timestamp" in one else {}) for number in range(40)]
@@ -177,7 +177,7 @@ def test_a_goodput_without_a_limit_is_not_compared():
     assert lines[3:] == ["disaggregation does not pay here: 2 GPUs against 1"]
 
 
-# --- what `--what-if` says
+# --- values of `--what-if`
 
 OWN = Shape(3, 2, 4, 1)
 

@@ -1,4 +1,4 @@
-"""Which rank holds, supplies and takes which heads, for all pairs of sizes: by counting (layer, head) one by one."""
+"""The heads that each rank holds, supplies and receives, for all pairs of sizes: counted by (layer, head)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cells(rectangle: Rectangle) -> set[tuple[int, int]]:
 
 
 def held_by_definition(kv_heads: int, size: int, rank: int) -> list[int]:
-    """Contiguous shares, or the one head at this rank's place among the ranks."""
+    """Return contiguous shares, or the one head at this rank's place among the ranks."""
     if kv_heads >= size:
         return [head for head in range(kv_heads) if head * size // kv_heads == rank]
     return [rank * kv_heads // size]
@@ -58,7 +58,7 @@ def test_each_head_of_each_layer_arrives_once_at_all_that_hold_it(sender, receiv
 @settings(max_examples=200)
 @given(sizes, sizes, st.integers(1, 40), st.sampled_from([LATENT, 2, 4, 8]))
 def test_a_head_of_a_layer_is_read_once_whoever_takes_it(sender, receiver, layers, kv_heads) -> None:
-    """The wire has it once: it is the composition of what the sender reads and of what the receiver writes."""
+    """The wire has each head once, so a transfer is the composition of the sender's reads and the receiver's writes."""
     reads, writes = rectangles(layers, kv_heads, sender, 1), rectangles(layers, kv_heads, 1, receiver)
     read = Counter(cell for move in reads for cell in cells(move))
     assert read == dict.fromkeys(itertools.product(range(layers), range(kv_heads)), 1)
