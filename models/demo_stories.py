@@ -92,7 +92,7 @@ def draw_fields(rng: random.Random) -> dict[str, str]:
 
 
 def reserved(prompt: str, fields: dict[str, str]) -> bool:
-    """Whether a combination in this prompt is reserved for the held-out file (about one in ten)."""
+    """Return whether a combination in this prompt is reserved for the held-out file (about one in ten)."""
     used = {name for _, name, _, _ in Formatter().parse(prompt) if name}
     present = [combination for combination in COMBINATIONS if set(combination) <= used]
     return any(hashlib.sha256("|".join(fields[f] for f in c).encode()).digest()[0] < 26 for c in present)

@@ -197,7 +197,7 @@ def test_exact_steps(exactly, alone, kind, repeats, rng):
 
 
 def test_workers_that_compute_prompts_in_chunks_beside_what_they_decode(module_home, alone, rng):
-    """Their fingerprint is the same, and therefore their bits."""
+    """Colocated workers have the same fingerprint, and therefore the same bits."""
     sets = (*MODEL, "mode=colocated", "decode.max_batched_tokens=64")
     with (
         module_home.cluster("configs/no-ray.yaml", *sets, name="together") as running,

@@ -69,12 +69,12 @@ def killed(field, life, victim):
 
 
 def stopped_briefly(field, life, victim):
-    """The worker usually survives, with its requests."""
+    """Leave the process stopped for less than a lease. It usually survives, with its requests."""
     lasts(BRIEF_S)
 
 
 def stopped_for_long(field, life, victim):
-    """Its lease lapses, so it drops everything and ends."""
+    """Leave the process stopped until its lease lapses. It then drops everything and ends."""
     until(f"the lease of {life} has lapsed", lambda: not field.has_lease(life))
     victim.go_on()
     until(f"{life} has ended", lambda: victim.ended)

@@ -73,7 +73,7 @@ def refused(error: InvalidRequest | UnknownModel) -> list[str]:
 
 
 def resumed(message: pb.ResumeRequest) -> None:
-    """The same, with the client's tokens."""
+    """Check a request like `requested`, with the client's tokens."""
     _, error = outcome(lambda: _received(message), InvalidRequest, UnknownModel)
     if error is not None:
         refused(error)

@@ -64,7 +64,7 @@ def stream(sender: Sender, job: PushJob, blocks: Sequence[int], layers: int, chu
 
 
 class Process:
-    """This program as a process."""
+    """A process that runs this program."""
 
     def __init__(self, role: str, *flags: str, layout: KVLayout = LAYOUT) -> None:
         command = [sys.executable, "-m", "tests.integration.kvtransfer_peer", role, "--layout"]

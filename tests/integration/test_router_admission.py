@@ -51,7 +51,7 @@ async def test_the_bound_in_tokens(make):
 
 
 async def test_choices_of_an_accepted_request_are_not_turned_away(make):
-    """Its client already has the first tokens of one choice."""
+    """The client already has the first tokens of one choice."""
     cluster = await make(blocks=1, queue_max_requests=1)
     events = await cluster.generate(n=4, max_tokens=4)
     assert sorted(event.finished.choice for event in events if event.HasField("finished")) == [0, 1, 2, 3]

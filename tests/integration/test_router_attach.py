@@ -151,7 +151,7 @@ async def test_another_worker_than_it_was_begun_with_does_not_go_on(make):
 
 @pytest.mark.parametrize("why", ["no record", "no ledger", "another worker", "refused", "not asked for"])
 async def test_else_it_is_computed_again(cluster, why):
-    """At the same index, and under a new name, because workers may have attempts of the old one."""
+    """The stream continues at the same index. Its name is new, because workers may have attempts of the old one."""
     name = await left(cluster, resumable())
     decode = cluster.decode[0]
     request = resumable(resumable_s=0.0) if why == "not asked for" else resumable()

@@ -133,7 +133,7 @@ async def test_thoughts_that_come_again_are_shown_once(world: World, server: Res
 
 
 async def test_a_thought_is_no_progress(world: World, server: Resumable):
-    """Each stream has one more thought than the one before, and no token."""
+    """Each resumed stream has one more thought than the one before, and no token."""
     server.cuts = [2, 3, 3]
     async with world.client(max_retries=1) as client, client.stream("x", thoughts=True) as stream:
         with pytest.raises(WorkerLost, match=DIED):

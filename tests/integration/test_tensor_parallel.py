@@ -106,7 +106,7 @@ def logits_of(backend, seed):
 
 @pytest.mark.skipif(not memory_is_ordered(), reason="gloo is all there is")
 def test_the_bits_do_not_depend_on_how_parts_travel(folder_of, ranks_of, seed):
-    """Nor on the run. They are close to the logits of one process, which begins with a cache of NaN."""
+    """Two runs give equal bits, close to the logits of one process, which begins with a cache of NaN."""
     memory, gloo = ranks_of("qwen3", 2), ranks_of("qwen3", 2, False)
     found = [logits_of(backend, seed) for backend in (memory, memory, gloo)]
     for rows in zip(*found, logits_of(load_model(folder_of("qwen3"), block_size=BLOCK), seed), strict=True):

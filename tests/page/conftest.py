@@ -21,7 +21,7 @@ from tests.support.time_factor import scaled
 from tools.browser import chromium, executable
 
 WITHIN_MS = 10_000
-EVERY_S = 20  # from one of a test's views to the next
+EVERY_S = 20  # seconds between two views of a test
 expect.set_options(timeout=WITHIN_MS)
 HARMLESS = ("Failed to load resource",)  # Chromium's message for a status above 399; the tests check these themselves
 

@@ -43,7 +43,7 @@ class PoisonedPool(BlockPool):
                 tensor[:, block] = POISON
 
     def untouched(self) -> bool:
-        """Whether no free block was written."""
+        """Return whether no free block was written."""
         assert self.kv is not None
         return all(bool((tensor[:, self._free] == POISON).all()) for tensor in self.kv.tensors)
 
@@ -51,7 +51,7 @@ class PoisonedPool(BlockPool):
         return self._holders[block] > 0
 
     def writable(self, block: int) -> bool:
-        """Whether the block has one reference and is not in the prefix cache."""
+        """Return whether the block has one reference and is not in the prefix cache."""
         return self._holders[block] == 1 and self._digest[block] is None
 
 

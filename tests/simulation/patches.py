@@ -57,7 +57,7 @@ def _unwatched(*_: object) -> None:
 
 
 async def _at_once(function: Callable[..., Any], *args: Any) -> Any:
-    """`asyncio.to_thread` with one thread."""
+    """Replace `asyncio.to_thread`, because there is only one thread."""
     return function(*args)
 
 

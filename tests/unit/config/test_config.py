@@ -227,7 +227,7 @@ def test_what_was_loaded_is_loaded_again_as_it_is(load):
 
 
 def test_where_the_other_pool_listens_is_nobodys_business(load):
-    """This holds also after a reload, when the prefill pool has the listeners of the decode pool."""
+    """A reload accepts the file too, although the prefill pool then has the listeners of the decode pool."""
     open_ = ["decode.listen=0.0.0.0:0", "decode.metrics=0.0.0.0:9101", "prefill.listen=0.0.0.0:1"]
     allowed = "security.allow_insecure=[decode.listen, decode.metrics, transfer.transport]"
     config = load(TWO_POOLS, "mode=colocated", *open_, allowed)

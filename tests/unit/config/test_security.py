@@ -25,7 +25,7 @@ def load(load):
 
 
 def expired(folder, other):
-    """An expired certificate of the same CA and key."""
+    """Return an expired certificate of the same CA and key."""
     signer = ["-CA", folder / "ca.pem", "-CAkey", folder / "ca-key.pem", "-set_serial", "7", "-days", "-1"]
     request = ["openssl", "req", "-new", "-key", folder / "key.pem", "-subj", "/CN=old", "-out", other / "request.pem"]
     subprocess.run(request, check=True, capture_output=True)

@@ -167,7 +167,7 @@ def test_a_constraint_that_leaves_nothing_ends_its_own_request_alone(backend):
 
 
 def test_rows_without_a_constraint_are_left_as_they_are():
-    """They are equal bit for bit, and the logits are not modified."""
+    """The samples are equal bit for bit, and the logits are not modified."""
     logits = torch.randn(3, 257, generator=torch.Generator().manual_seed(1))
     before, grammars = logits.clone(), Grammars(OracleTokenizer())
 

@@ -39,7 +39,7 @@ def from_nothing(work, tokens):
 @settings(max_examples=25)
 @given(st.integers(0, 2**32), st.booleans())
 def test_batches_of_an_engine_equal_those_built_from_nothing(number, staged):
-    """Its sequences arrive, grow, are computed in chunks, are preempted and end."""
+    """The engine's sequences arrive, grow, are computed in chunks, are preempted and end."""
     rng, own, build, found = random.Random(number), inputs_of(staged), Inputs.build, Streams()
 
     def checked(self, work, tokens, *args, **options):

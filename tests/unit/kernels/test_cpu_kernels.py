@@ -255,7 +255,7 @@ def test_what_is_not_a_number_is_never_hidden(kernels: CpuKernels, dtype, seed):
 @pytest.mark.parametrize("rows", [32, 64, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (128, 256))])
 @pytest.mark.parametrize("choice", [FLAT, TALL, Choice(0, tall=False)], ids=["flat", "tall", "torch"])
 def test_rows_of_fixed_forwards_do_not_depend_on_their_slot(dtype, normal, choice: Choice, rows: int):
-    """Rows of torch's product do not either, if their number is one of the fixed forwards'."""
+    """Torch's product has this property for the numbers of rows of fixed forwards."""
     kernels = CpuKernels(dtype, Profile(static=choice))
     for width, k in ((96, 64), (77, 300), (40, 4096)):
         layer, row, x, results = kernels.linear(normal(width, k)), normal(k), normal(rows, k), []
@@ -301,7 +301,7 @@ def test_there_are_at_most_so_many_splits_as_can_be_joined(by, fixed, splits):
 
 
 def test_partials_in_bfloat16_are_rounded_and_hide_nothing(seed, threads):
-    """This uses a float32 kernel, where the difference is visible."""
+    """The difference is visible in a float32 kernel."""
     data = case(seed, [(1, 700)], 2, 1, 32, 32, torch.float32)
     batch, query, keys, values = data
     results, library = [], compiled_or_skip(lambda: load_library("f32"))

@@ -110,7 +110,7 @@ def test_products_equal_transformers(case: str, experts: tuple[Any, Any], seed: 
 
 
 def test_a_row_is_what_it_is_in_other_company(experts: tuple[Any, Any], seed: int):
-    """If its experts have equally many rows, a row gets the same bits, whatever the other rows are."""
+    """A row gets the same bits whatever the other rows are, if its experts have equally many rows."""
     model, _ = experts
     chosen, generator = choices()["all to the same"], torch.Generator().manual_seed(seed)
     weights, results = torch.rand(chosen.shape, generator=generator), []

@@ -177,7 +177,7 @@ def test_blocks_that_hold_none_of_the_positions_need_not_be_there():
 
 @COPIES
 def test_rows_of_whole_cache_lines(copier: Copier):
-    """Such rows are written past the caches."""
+    """Rows of whole cache lines are written past the CPU's caches."""
     layout = KVLayout(layers=2, kv_heads=4, head_dim=64, block_size=16, dtype="bfloat16")
     source, target = numbered(layout, 9, copier()), KVCache(layout, 9, copy=copier())
     wire = gathered(source, range(2), [4, 8, 1, 2], 5, 60)

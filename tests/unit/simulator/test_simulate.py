@@ -145,7 +145,7 @@ def test_long_prompts_are_felt_by_those_who_decode_beside_them():
 
 
 def test_who_computes_a_long_prompt_is_known_to_be_busy():
-    """Its reports show it busy with the prompt before the prompt ends, so others do not queue behind it."""
+    """Reports during a long prompt show the worker busy, so that other prompts do not queue behind it."""
     pool = {"cost": Linear(line(0.01, 1e-3), DECODING), "max_batched_tokens": 1000}
     arrivals = [Arrival(0.0, 30_000, 2), *(Arrival(0.1 + 0.1 * n, 20, 2) for n in range(200))]
     report = simulate(scene(2, 2, pool=pool), arrivals)

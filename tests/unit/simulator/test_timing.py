@@ -1,4 +1,4 @@
-"""Interference of workers on one host: a step's time depends on the others' work at its begin."""
+"""Interference of workers on one host: a step's time depends on the others' work when it begins."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def wire_of(kv: torch.Tensor, layers: range, begin: int, end: int) -> torch.Tens
 
 
 def same(a: ShardedCache, b: ShardedCache) -> bool:
-    """Whether all ranks have the same bits everywhere, NaNs included."""
+    """Return whether all ranks have the same bits everywhere, NaNs included."""
     pairs = zip(a.ranks, b.ranks, strict=True)
     bits = (
         (x.view(torch.uint8), y.view(torch.uint8)) for p, q in pairs for x, y in zip(p.tensors, q.tensors, strict=True)

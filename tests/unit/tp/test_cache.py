@@ -58,7 +58,7 @@ def test_frames_between_workers_of_any_sizes(sender: int, receiver: int, layout:
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("layout", [replace(GQA, kv_heads=2), LATENT], ids=["gqa", "latent"])
 def test_replicas_that_do_not_supply_are_not_read(size: int, layout: KVLayout) -> None:
-    """Each layer of a head has one supplier. Other replicas' bytes are not sent."""
+    """Only one replica supplies each layer of a head. Other replicas' bytes are not sent."""
     kv, cache = whole(layout, 4, 1), poisoned(layout, size, 1)
     put(cache, [0], kv)
     heads = cache.layout.kv_heads
