@@ -63,8 +63,6 @@ class Process(Child):
 
 
 class Workers:
-    """The processes, by role."""
-
     def __init__(self, folder, redis):
         self.folder, self.redis = folder, redis
         (folder / "workers.yaml").write_text(CONFIG + f"redis: {{url: '{redis.url}'}}\n")
@@ -155,7 +153,7 @@ class Stream(sessions.FakeSession):
 
 
 class Router:
-    """Streams to both workers."""
+    """A router with streams to both workers."""
 
     def __init__(self, p, d, fingerprint):
         self.p, self.d, self.fingerprint = p, d, fingerprint

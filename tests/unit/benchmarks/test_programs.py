@@ -110,7 +110,7 @@ def test_engine_has_all_figures_and_puts_runs_of_a_size_each_together(tmp_path: 
 
 @slow
 def test_thinking_has_all_figures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(thinking, "configure_logging", lambda *_: None)  # this would change the logging of other tests
+    monkeypatch.setattr(thinking, "configure_logging", lambda *_: None)  # would change other tests' logs
     monkeypatch.setattr(thinking, "LEAST", Plan(1, 2, 1, 1))
     monkeypatch.setattr(thinking_measure, "LOADS", (Load(30, 1.0),))
     monkeypatch.setattr(thinking_measure, "FLIPS", (20, 60, 100))

@@ -102,7 +102,7 @@ def test_a_zombie_has_ended_and_a_process_that_runs_on_is_returned(zombie):
 def test_a_wrong_cpu_level_is_refused_before_anything_starts(monkeypatch, tmp_path, command):
     monkeypatch.setenv("BATON_HOME", str(tmp_path))
     monkeypatch.setenv("BATON_CPU_LEVEL", "avx9")
-    monkeypatch.setattr(demo, "configure_logging", lambda *_: None)  # it changes this process, in which others log
+    monkeypatch.setattr(demo, "configure_logging", lambda *_: None)  # would change other tests' logs
     done = CliRunner().invoke(app, [*command, "-c", "configs/no-ray.yaml"])
     assert isinstance(done.exception, ConfigError), done.output
     assert str(done.exception) == "BATON_CPU_LEVEL (environment): must be native or none, got 'avx9'"

@@ -34,7 +34,7 @@ def cluster_file(tmp_path, monkeypatch):
     monkeypatch.setenv("BATON_HOME", str(home))
     monkeypatch.setattr(command, "measure_linear", partial(measure_linear, rows=(1, 8)))
     monkeypatch.setattr(command, "measure_attention", partial(measure_attention, context=40))
-    monkeypatch.setattr(command, "configure_logging", lambda *_: None)  # it is the process's, and others log here too
+    monkeypatch.setattr(command, "configure_logging", lambda *_: None)  # would change other tests' logs
     before = torch.get_num_threads()
     file = tmp_path / "c.yaml"
     pool = "{threads: 1, max_running: 2}"

@@ -185,7 +185,7 @@ def test_rows_without_a_constraint_are_left_as_they_are():
     assert torch.equal(logits, before)
 
 
-# llguidance counts in 64-bit floats: beyond 2^53 it takes a neighbour.
+# llguidance counts in 64-bit floats: beyond 2^53 it uses a neighboring number.
 values = st.one_of(st.text(max_size=4), st.integers(-(2**53), 2**53), st.none())
 scalars = st.one_of(
     st.builds(integers, st.integers(-50, 50), st.integers(0, 99)),

@@ -27,7 +27,7 @@ LOAD = ("--rate", "20", "--prompt-tokens", "100", "--max-tokens", "11", "--arriv
 def fake(monkeypatch):
     found = Fake(10, 20, 4)
     monkeypatch.setattr(command, "simulate", found)
-    monkeypatch.setattr(command, "configure_logging", lambda *_: None)  # it is the process's, and others log here too
+    monkeypatch.setattr(command, "configure_logging", lambda *_: None)  # would change other tests' logs
     return found
 
 

@@ -156,7 +156,7 @@ def run(workers: int, requests: int, *, colocated: bool = False, seed: int = 0) 
 def test_a_thousand_workers_serve_all_that_comes_twice_alike(monkeypatch, capsys, seed):
     options = {"requests": REQUESTS, "workers": WORKERS, "seed": seed}
     monkeypatch.setattr(sys, "argv", ["simulator", *(f"--{name}={value}" for name, value in options.items())])
-    monkeypatch.setattr(program, "configure_logging", lambda *_: None)  # it is the process's, and others log here too
+    monkeypatch.setattr(program, "configure_logging", lambda *_: None)  # would change other tests' logs
     program.main()
     said, report = capsys.readouterr().out, run(WORKERS, REQUESTS, seed=seed)
     figures = json.loads(said.splitlines()[-1])
