@@ -89,7 +89,7 @@ class Proxy:
         self._ledger.close()
 
     def strike(self, links, *, silent):
-        """Reset these links; `silent`: hold all data on them instead, also on new ones, until `go_on`. Return their
+        """Reset these links, or, with `silent`, hold all data on them, also new ones, until `go_on`. Return their
         number.
         """
 

@@ -177,9 +177,7 @@ class Field:
 
     @contextmanager
     def caught(self, worker, state):
-        """Yield an incarnation of the worker and its process, stopped with a handoff in that state. Resume it
-        afterwards.
-        """
+        """Yield an incarnation of the worker and its process, stopped with a handoff in that state. Resume it then."""
         while True:
             life = until(f"{worker} is there", lambda: self.lives().get(worker))
             with Process(life.pid) as victim:

@@ -1,7 +1,4 @@
-"""Operators change a cluster of plain processes under load, and no request fails.
-
-When the cluster is down, the histories of all its processes are checked.
-"""
+"""Operators change a cluster under load, and no request fails. At the end all processes' histories are checked."""
 
 import random
 

@@ -126,9 +126,7 @@ DURING = (("prefill", "pushing"), ("decode", "reserved"), ("decode", "receiving"
 
 
 def test_the_link(home, tmp_path, seed):
-    """Connections of one worker to the other role are reset, or silent for less or more than a deadline. The router
-    learns of the failure from the workers only.
-    """
+    """Links of one worker to the other role are cut or silent. The router learns of that only from the workers."""
     redis, struck = KeptRedis(tmp_path / "redis"), 0
     sets = (f"redis.url={redis.url}", "transfer.transport=grpc", f"decode.advertise={HERE}")
     with (

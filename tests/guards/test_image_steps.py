@@ -1,7 +1,4 @@
-"""The steps of the Dockerfile, run in order below a folder that replaces the image's root.
-
-This omits the base image, and system.sh, which needs root and apt.
-"""
+"""The Dockerfile's steps, run below a folder that replaces the image's root, without system.sh (needs root and apt)."""
 
 from __future__ import annotations
 

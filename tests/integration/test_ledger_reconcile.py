@@ -37,9 +37,7 @@ def grace_ms(server: EmbeddedRedis, ledger: Ledger) -> int:
 
 @pytest.fixture
 def grace_ends(server, monkeypatch):
-    """A function that replaces a mint's sleep by `meanwhile` and the end of the grace. It returns each planned sleep
-    and the remaining grace, in ms.
-    """
+    """A function that replaces a mint's sleep by the end of the grace. Returns sleeps and remaining graces in ms."""
 
     def without_sleep(ledger: Ledger, meanwhile: Awaitable[Any] | None = None) -> list[tuple[float, int]]:
         slept: list[tuple[float, int]] = []

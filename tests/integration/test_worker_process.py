@@ -1,6 +1,4 @@
-"""One prefill and one decode worker as separate processes, and a real Redis. The router is a stream that can send
-invalid messages and disconnect at any time.
-"""
+"""A prefill and a decode worker as processes, a real Redis, and a stream that acts as a valid or invalid router."""
 
 from __future__ import annotations
 

@@ -32,9 +32,7 @@ _SOME = 2
 
 @dataclass(frozen=True)
 class Strike:
-    """Kills the attempt's worker of this role in a phase. Without a role, its prefill worker drops the last attempt's
-    KV.
-    """
+    """Kills the attempt's worker of this role in a phase. Without a role, its prefill worker drops the last KV."""
 
     attempt: int
     phase: Phase

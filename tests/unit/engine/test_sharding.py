@@ -1,7 +1,4 @@
-"""Tensor parallelism without processes: weight slices, errors, batches, and sums.
-
-Ranks are threads here, over the exchange that processes use.
-"""
+"""Tensor parallelism with threads as ranks, over the processes' exchange: weight slices, errors, batches, and sums."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A model that thinks on a GPU: `python -m pytest tests/unit/gpu/test_thinking.py` on a machine with one.
-
-Not run yet, because no GPU was available.
-"""
+"""A model that thinks on a GPU, not run yet: `python -m pytest tests/unit/gpu/test_thinking.py` on a GPU machine."""
 
 from pathlib import Path
 
