@@ -10,7 +10,6 @@ class Clock(Protocol):
     """A source of monotonic seconds (for durations and deadlines) and of wall seconds (for display and epochs)."""
 
     def monotonic(self) -> float: ...
-
     def wall(self) -> float: ...
 
 

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from baton.core import Role
 
+MAX_TEXT = 1024  # characters of a text in the control state
+
 
 class Limits:
     """Limits of a field in pydantic's terms, and its value in a row without it. The SDK works without pydantic."""
@@ -22,12 +24,13 @@ class Limits:
 
 Count: TypeAlias = Annotated[int, Limits(ge=0, le=2**53 - 1)]
 Number: TypeAlias = Annotated[float, Limits(ge=0, allow_inf_nan=False)]
-Text: TypeAlias = Annotated[str, Limits(max_length=1024)]
+Text: TypeAlias = Annotated[str, Limits(max_length=MAX_TEXT)]
 Id: TypeAlias = Annotated[str, Limits(min_length=1, max_length=256)]
 RoleName: TypeAlias = Annotated[str, Limits(pattern=f"^({'|'.join(Role)})$")]
 
 PlanAuthor: TypeAlias = Literal["file", "operator", "autoscaler"]
 SlotState: TypeAlias = Literal["starting", "ready", "turning", "draining", "failed"]
+DecisionKind: TypeAlias = Literal["plan", "start", "turn", "drain", "end", "replace", "give_up"]
 
 
 @dataclass(frozen=True, slots=True)

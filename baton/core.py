@@ -287,14 +287,9 @@ class KVLayout:
         return len(self.tensors) * self.kv_heads * self.head_dim * self.itemsize
 
     @property
-    def layer_block_bytes(self) -> int:
-        """Bytes of one block in one layer, all `tensors` together."""
-        return self.block_size * self.layer_token_bytes
-
-    @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers, all `tensors` together."""
-        return self.layers * self.layer_block_bytes
+        return self.layers * self.block_size * self.layer_token_bytes
 
     @property
     def wire(self) -> str:

@@ -1,28 +1,6 @@
-"""Every error that Baton raises on purpose, as one tree.
+"""Every error that Baton raises on purpose, as one tree below `BatonError`.
 
-    BatonError
-    ├── InvalidRequest        the request itself is wrong; names each field      INVALID_ARGUMENT
-    ├── UnknownModel          no such model is served here                      NOT_FOUND
-    ├── Unauthenticated       no or wrong credential                            UNAUTHENTICATED
-    ├── PermissionDenied      the credential does not allow this                PERMISSION_DENIED
-    ├── Unsupported           a method that this version does not offer         UNIMPLEMENTED
-    ├── Overloaded            queue full or wait too long; has retry_after_s    RESOURCE_EXHAUSTED
-    ├── DeadlineExceeded      the caller's deadline passed                      DEADLINE_EXCEEDED
-    ├── Cancelled             the caller, or an operator, cancelled it          CANCELLED
-    ├── NoWorker              no live worker can take this now                  UNAVAILABLE
-    ├── WorkerLost            a worker died while it served this request        UNAVAILABLE
-    ├── EngineFault           the engine failed on this request                 INTERNAL
-    │   └── RankLost          a process of a tensor-parallel worker is gone     INTERNAL
-    ├── ConfigError           cluster file, flag or environment is wrong        exit code 3
-    ├── CheckpointError       a model folder cannot be served                   exit code 3
-    ├── LedgerError           Redis returned an error or is unreachable         exit code 4
-    └── HandoffError          this handoff failed (never shown to clients)
-        ├── StaleAttempt      message of another attempt or incarnation
-        ├── OfferRefused      receiver does not match: version, fingerprint, layout, length
-        ├── DigestMismatch    received bytes differ from sent bytes
-        └── ChannelBroken     the channel failed; it is disposable and is rebuilt
-
-`baton.rpc.status` translates to gRPC status codes, `baton.cli` to exit codes.
+`baton.rpc.status` translates them to gRPC status codes, `baton.cli` to exit codes.
 """
 
 from __future__ import annotations

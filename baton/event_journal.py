@@ -10,18 +10,15 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Protocol, Self
 
 import structlog
 
 from baton.clock import Clock, SystemClock
+from baton.core import HandoffId, Token
 from baton.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from baton.core import HandoffId, Token
 
 log = structlog.get_logger(__name__)
 
@@ -144,5 +141,4 @@ class History:
         self.close(error)
 
 
-OFF = History()
-"""Notes nothing, for nothing."""
+OFF = History()  # keeps no events

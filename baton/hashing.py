@@ -6,18 +6,13 @@ use the encrypted transport against that. Content addresses use keyed blake3.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import blake3
 import xxhash
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
-    from typing_extensions import Buffer
-
-
-def frame_digest(data: Buffer) -> bytes:
+def frame_digest(data: bytes | memoryview) -> bytes:
     """Return 16 bytes over `data` in wire order."""
     return xxhash.xxh3_128_digest(data)
 

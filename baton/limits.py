@@ -39,6 +39,7 @@ SEND_BYTES = 64 * 2**20  # the receiver's limit decides
 MAX_READ_AT_ONCE = 256  # the default length of a queue
 MAX_READ_BYTES = 32 * 2**20  # eight of the largest messages
 
+# Trailers of a status have at most 8 KiB. Texts travel twice, and each non-ASCII byte takes three.
 MAX_STATUS_MESSAGE_BYTES = 600
 MAX_STATUS_VIOLATIONS = 8
 MAX_VIOLATION_BYTES = 200

@@ -14,10 +14,8 @@ IGNORED = ("*/*", "consolidated*")
 
 
 def model_folder(path: Path | str, *, weights: bool = True) -> Path:
-    """Return the folder of a `model.path`. For `hf:org/name[@revision]` it is the snapshot in the local cache.
-
-    Missing files are downloaded, without `weights` only the small ones, according to HF_HOME, HF_TOKEN, HF_ENDPOINT and
-    HF_HUB_OFFLINE. Raises CheckpointError with the cause and a remedy.
+    """Return the folder of a `model.path`. For `hf:org/name[@revision]` it is the snapshot in the local cache. Missing
+    files are downloaded, without `weights` only the small ones. Raises CheckpointError with the cause and a remedy.
     """
     try:
         name = parse_hub_name(str(path))
@@ -38,14 +36,12 @@ def pinned(path: str, folder: Path) -> str:
 
 
 def _snapshot(name: HubName, patterns: tuple[str, ...]) -> Path:
-    import huggingface_hub  # slow to import, and not needed for a folder
+    from huggingface_hub import snapshot_download  # slow to import, and not needed for a folder
 
     wanted, ignored = list(patterns), list(IGNORED)
     try:
         return Path(
-            huggingface_hub.snapshot_download(
-                name.repo, revision=name.revision, allow_patterns=wanted, ignore_patterns=ignored
-            )
+            snapshot_download(name.repo, revision=name.revision, allow_patterns=wanted, ignore_patterns=ignored)
         )
     except Exception as error:  # the library raises dozens of kinds, including those of its HTTP client
         revision = f"@{name.revision}" if name.revision else ""

@@ -55,8 +55,8 @@ def kv_host(listen: str, advertised: str, interface: str | None, key: str) -> st
     return advertised.strip("[]") if host in EVERYWHERE else host
 
 
-def called(address: str, advertise: str | None, interface: str | None, redis_url: str, key: str) -> str:
-    """Return a router's listen address for others; only wildcard addresses change. Raises ConfigError."""
+def reachable_address(address: str, advertise: str | None, interface: str | None, redis_url: str, key: str) -> str:
+    """Return the address under which others reach a listener; only wildcard addresses change. Raises ConfigError."""
     host, port = split_address(address)
     return f"{reachable_host(address, advertise, interface, redis_url, key)}:{port}" if host in EVERYWHERE else address
 

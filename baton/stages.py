@@ -27,9 +27,7 @@ class Stage(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds of one request by stage, without gaps; they sum to `e2e_s`. `ttft_s` is the time to the first token, or 0
-    if no token came.
-    """
+    """Seconds of one request by stage, without gaps; they sum to `e2e_s`. `ttft_s` is 0 if no token came."""
 
     queue_s: float
     route_s: float
@@ -61,46 +59,38 @@ class Passage:
 
 
 class StageClock:
-    """Divides the time of one request into stages, with all boundaries on one clock, from `queue` at its arrival.
-
-    It counts whole nanoseconds, so that sums do not drift. `passages` follow each other without a gap; a stage may
-    occur several times. `attempt` applies to the stages from now on. `arrived_s` is the arrival in Unix time.
+    """Divides the time of one request into stages, in whole nanoseconds, so that sums do not drift. `passages` follow
+    each other without a gap; a stage may occur several times. `attempt` applies to the stages from now on.
     """
 
     def __init__(self, clock: Clock, arrived: tuple[float, float] | None = None) -> None:
-        """`arrived` is the arrival by the monotonic and by the wall clock; None means now."""
+        """`arrived` is the arrival by the monotonic and by the wall clock (Unix time); None means now."""
         self._clock = clock
         monotonic, self.arrived_s = arrived or (clock.monotonic(), clock.wall())
         self._start = self._since = round(monotonic * _NS)
         self.passages: list[Passage] = []
         self.attempt = 0
         self._notes: dict[str, str] = {}  # of the current stage
-        self._stage = Stage.QUEUE
+        self.stage = Stage.QUEUE
         self._ttft: int | None = None
         self._over = False
 
     @property
-    def stage(self) -> Stage:
-        return self._stage
-
-    @property
     def age_s(self) -> float:
-        """Seconds since the arrival."""
         return (self._now() - self._start) / _NS
 
     def note(self, **facts: object) -> None:
-        """Add facts to the current stage."""
         self._notes |= {name: str(fact) for name, fact in facts.items()}
 
     def enter(self, stage: Stage) -> None:
         """End the current stage now and begin `stage`."""
         if not self._over:
             self._pass(self._now() - self._since)
-            self._stage = stage
+            self.stage = stage
 
     def end(self) -> None:
         """End the request; later time belongs to no stage."""
-        self.enter(self._stage)
+        self.enter(self.stage)
         self._over = True
 
     def so_far(self) -> list[Passage]:
@@ -108,7 +98,7 @@ class StageClock:
         if self._over:
             return self.passages
         since, now = self._since, self._now()
-        return [*self.passages, Passage(self._stage, since - self._start, now - since, self._of(), dict(self._notes))]
+        return [*self.passages, Passage(self.stage, since - self._start, now - since, self._of(), dict(self._notes))]
 
     def first_token(self) -> None:
         """Record the arrival of an attempt's first token: prefill ends, transfer begins."""
@@ -120,54 +110,52 @@ class StageClock:
         """Record the decode worker's first message. Time since the first token is transfer, except for the last
         `commit_s`, at most that time. A reported duration is used because clocks of hosts are not comparable.
         """
-        if self._stage is not Stage.TRANSFER:
+        if self.stage is not Stage.TRANSFER:
             self.first_token()  # it arrived before the prefill worker's message, or there is none
-            self._stage = Stage.DECODE
+            self.stage = Stage.DECODE
             return
-        self._ends_with(Stage.COMMIT, commit_s)
-        self._stage = Stage.DECODE
+        self._end_with(Stage.COMMIT, commit_s)
+        self.stage = Stage.DECODE
 
     def verified(self, verify_s: float) -> None:
         """Record the end of decoding. Its verify passes took `verify_s`, at most the time that passed."""
-        if self._stage is Stage.DECODE and verify_s:
-            self._ends_with(Stage.VERIFY, verify_s)
-            self._stage = Stage.DECODE
+        if self.stage is Stage.DECODE and verify_s:
+            self._end_with(Stage.VERIFY, verify_s)
+            self.stage = Stage.DECODE
 
     def ended_at_first_token(self) -> None:
         """Record an end without a handoff: the time since the first token belongs to prefill."""
-        self._stage = Stage.PREFILL
+        self.stage = Stage.PREFILL
 
     def timings(self) -> Timings:
-        """Return the time by stage until now."""
-        self.enter(self._stage)
+        self.enter(self.stage)
         spent = dict.fromkeys(Stage, 0)
         for passage in self.passages:
             spent[passage.stage] += passage.duration
         return timings_of({stage: duration / _NS for stage, duration in spent.items()}, (self._ttft or 0) / _NS)
 
-    def _ends_with(self, stage: Stage, seconds: float) -> None:
+    def _end_with(self, stage: Stage, seconds: float) -> None:
         """End the current stage now and count its last `seconds`, at most all of it, as `stage`."""
         passed = self._now() - self._since
-        said = seconds * _NS  # a huge value becomes inf
-        part = min(max(round(said), 0), passed) if math.isfinite(said) else 0
+        wanted = seconds * _NS  # a huge value becomes inf
+        part = min(max(round(wanted), 0), passed) if math.isfinite(wanted) else 0
         self._pass(passed - part)
-        self._stage = stage
+        self.stage = stage
         self._pass(part)
 
     def _pass(self, duration: int) -> None:
-        """Add `duration` to the current stage."""
         notes, self._notes = self._notes, {}
         attempt = self._of()
         last = self.passages[-1] if self.passages else None
-        if last is not None and (last.stage, last.attempt) == (self._stage, attempt):
+        if last is not None and (last.stage, last.attempt) == (self.stage, attempt):
             last.duration += duration
             last.notes |= notes
         elif duration or notes or not self.passages:
-            self.passages.append(Passage(self._stage, self._since - self._start, duration, attempt, notes))
+            self.passages.append(Passage(self.stage, self._since - self._start, duration, attempt, notes))
         self._since += duration
 
     def _of(self) -> int:
-        return 0 if self._stage is Stage.QUEUE else self.attempt
+        return 0 if self.stage is Stage.QUEUE else self.attempt
 
     def _now(self) -> int:
         return round(self._clock.monotonic() * _NS)

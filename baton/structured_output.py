@@ -7,7 +7,7 @@ constraint. No torch: the router uses this to reject constraints that a worker c
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 from functools import cached_property, lru_cache
 from math import lcm
@@ -31,30 +31,29 @@ COMPILED = 64  # grammars that are kept
 _WHITESPACE = " ?"
 _MAX_REASON_CHARS = 300
 _MAX_PLACES = 20
-_DATA = frozenset({"$defs", "definitions", "const", "enum", "default", "examples"})  # not subschemas that apply
-_BY_NAME = frozenset({"properties", "patternProperties"})
-_WORDS = frozenset({"pattern", "format"})
-_BASES = frozenset({"$id", "id"})  # with these, references do not start at the root
+_NO_SCHEMAS = frozenset(
+    {"$defs", "definitions", "const", "enum", "default", "examples"}
+)  # keywords without schemas that apply
+_NAMED_SCHEMAS = frozenset({"properties", "patternProperties"})
+_PATTERN_KEYS = frozenset({"pattern", "format"})
+_BASE_KEYS = frozenset({"$id", "id"})  # with these, references do not start at the root
 
 
 class Guide:
-    """State of one answer in its grammar. `complete` is True if nothing can follow. `broken` is True, and nothing is
-    allowed, after a disallowed token or a step that cost too much.
-    """
+    """State of one answer in its grammar. It is `broken` after a disallowed token or a step that cost too much."""
 
     def __init__(self, matcher: LLMatcher, words: int) -> None:
-        self._matcher = matcher
-        self.words = words
+        self._matcher, self.words = matcher, words
         self.broken = False
 
     def copy(self) -> Guide:
-        """Return an independent copy."""
         other = Guide(self._matcher.deep_copy(), self.words)
         other.broken = self.broken
         return other
 
     @property
     def complete(self) -> bool:
+        """Whether nothing can follow."""
         return not self.broken and self._matcher.is_stopped()
 
     def advance(self, token_id: int) -> None:
@@ -71,13 +70,11 @@ class Guide:
 
 
 class Grammars:
-    """Compiled grammars of one model's tokenizer; the most recently used are kept. Thread-safe, but a `Guide` belongs
-    to one thread. `vocab_size` is the number of logit columns, which may exceed the tokenizer's ids.
-    """
+    """Compiled grammars of one model's tokenizer; the most recently used are kept. Thread-safe, unlike a `Guide`."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int = 0) -> None:
         self._source = tokenizer
-        self._vocab_size = max(vocab_size, tokenizer.vocab_size)
+        self._vocab_size = max(vocab_size, tokenizer.vocab_size)  # logits may have more columns than there are ids
         self._compiled = lru_cache(COMPILED)(self._compile)
 
     def check(self, constraint: Constraint | None) -> None:
@@ -133,13 +130,12 @@ class _Bytes:
 
     bos_token_id = None
 
-    def __init__(self, tokens: Sequence[bytes], end: int, encode: Any) -> None:
+    def __init__(self, tokens: Sequence[bytes], end: int, encode: Callable[[str], list[int]]) -> None:
         self.tokens, self.eos_token_id, self.special_token_ids = tokens, end, [end]
         self._encode = encode
 
     def __call__(self, text: str | bytes) -> list[int]:
-        ids: list[int] = self._encode(text if isinstance(text, str) else text.decode(errors="replace"))
-        return ids
+        return self._encode(text if isinstance(text, str) else text.decode(errors="replace"))
 
 
 def _grammar(constraint: Constraint) -> str:
@@ -156,7 +152,7 @@ def _grammar(constraint: Constraint) -> str:
         schema = None
     if not isinstance(schema, dict):
         raise constraint.refused("must be a JSON object")
-    if _remainders(schema) > MAX_SCHEMA_MULTIPLE:
+    if _common_multiple(schema) > MAX_SCHEMA_MULTIPLE:
         raise constraint.refused(f"multipleOf: their least common multiple must be at most {MAX_SCHEMA_MULTIPLE}")
     _check_patterns(constraint, schema)
     try:
@@ -165,7 +161,7 @@ def _grammar(constraint: Constraint) -> str:
         raise constraint.refused(_reason(str(error))) from None
 
 
-def _remainders(schema: object) -> int:
+def _common_multiple(schema: object) -> int:
     """Return the least common multiple of all `multipleOf`, in units of their finest place: llguidance's states."""
     found, todo = set[Decimal](), [schema]
     while todo:
@@ -183,25 +179,23 @@ def _remainders(schema: object) -> int:
 def _check_patterns(constraint: Constraint, schema: dict[str, Any]) -> None:
     """Limit patterns that apply to one text: llguidance has no limit, and its time doubles with each."""
     try:
-        found = _meeting(schema)
+        found = _patterns_of_one_text(schema)
     except RecursionError:
         raise constraint.refused("recursion limit exceeded: its nesting or its references are too deep") from None
     if found > MAX_SCHEMA_PATTERNS:
-        raise constraint.refused(
-            f"pattern, format: at most {MAX_SCHEMA_PATTERNS} together may apply to one string, got {found}"
-        )
+        raise constraint.refused(f"pattern, format: at most {MAX_SCHEMA_PATTERNS} together for one string, got {found}")
 
 
-def _meeting(schema: dict[str, Any]) -> int:
+def _patterns_of_one_text(schema: dict[str, Any]) -> int:
     """Return how many patterns and formats a text must match at most; all of them if references may not resolve."""
     found, todo, plain = set[tuple[str, str]](), [schema], True
     while todo:
         item: Any = todo.pop()
         todo += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
-        given = {} if not isinstance(item, dict) else {k: v for k, v in item.items() if isinstance(v, str)}
-        found |= {(name, given[name]) for name in _WORDS & given.keys()}
-        plain = plain and (item is schema or not _BASES & given.keys())
-        plain = plain and (given.get("$ref", "#") == "#" or given["$ref"].startswith("#/"))
+        strings = {} if not isinstance(item, dict) else {k: v for k, v in item.items() if isinstance(v, str)}
+        found |= {(name, strings[name]) for name in _PATTERN_KEYS & strings.keys()}
+        plain = plain and (item is schema or not _BASE_KEYS & strings.keys())
+        plain = plain and (strings.get("$ref", "#") == "#" or strings["$ref"].startswith("#/"))
     return _patterns(schema, schema, {}) if plain and len(found) > MAX_SCHEMA_PATTERNS else len(found)
 
 
@@ -209,19 +203,18 @@ def _patterns(node: object, root: object, known: dict[str, int]) -> int:
     """Return that bound for `node`. `known` caches the results for references."""
     if not isinstance(node, dict):
         return 0
-    found = sum(isinstance(node.get(name), str) for name in _WORDS)
+    found = sum(isinstance(node.get(name), str) for name in _PATTERN_KEYS)
     found += _patterns_behind(node.get("$ref"), root, known)
     for name, value in node.items():
-        if name not in _DATA:
+        if name not in _NO_SCHEMAS:
             each = [_patterns(part, root, known) for part in _parts(name, value)]
             found += sum(each) if name == "allOf" else max(each, default=0)
     return found
 
 
 def _parts(name: str, value: object) -> Iterable[object]:
-    """Return the schemas under a keyword."""
     if isinstance(value, dict):
-        return value.values() if name in _BY_NAME else (value,)
+        return value.values() if name in _NAMED_SCHEMAS else (value,)
     return value if isinstance(value, list) else ()
 
 
@@ -248,5 +241,5 @@ def _target(reference: str, node: Any) -> Any:
 def _reason(text: str) -> str:
     """Return the first line with a parser's error, or else the first line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    found = next((line for line in lines if line.startswith("error:")), lines[0] if lines else "not understood")
+    found = next((line for line in lines if line.startswith("error:")), lines[0] if lines else "cannot be parsed")
     return found.removeprefix("error:").strip()[:_MAX_REASON_CHARS]

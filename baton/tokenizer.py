@@ -5,20 +5,17 @@ from __future__ import annotations
 import codecs
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import tokenizers
 
 from baton.errors import CheckpointError
 from baton.model_hub import model_folder
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    _Decode = Callable[[tuple[int, ...]], str]
-
+_Decode = Callable[[tuple[int, ...]], str]
 ORACLE_MODEL = "oracle"
 ORACLE_EOS = 256
 _CONTEXT_TOKENS = 8  # number of prompt tokens that can change the spelling of the first output tokens
@@ -136,8 +133,7 @@ class _FolderTokenizer(Tokenizer):
         return ids
 
     def vocabulary(self) -> str:
-        text: str = self._tokenizer.to_str()
-        return text
+        return str(self._tokenizer.to_str())
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str
@@ -198,5 +194,5 @@ def _read_object(path: Path) -> dict[str, object]:
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object")
+        raise CheckpointError(f"{path}: must be a JSON object")
     return value

@@ -3,7 +3,7 @@
     python benchmarks/determinism.py --quick                     under 5 minutes on one core
     python benchmarks/determinism.py --quick --lengths azure --trace FILE
     python benchmarks/determinism.py --trace FILE                under 20: both loads, and a sweep of verify passes
-    python benchmarks/determinism.py --trace FILE --write-docs   the section in docs/performance.md from it
+    python benchmarks/determinism.py --trace FILE --write-docs   the section in docs/measurements/determinism.md from it
 
 One engine runs in this process, on one thread, in bfloat16. Attention splits depend on load, so that candidates differ
 from verified tokens. `--splits load` has float32 partials, as on GPU servers. `load_bf16` rounds them to bfloat16, so
@@ -171,7 +171,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Lengths]:
     parser.add_argument("--size", choices=("S", "M", "L"), default="M")
     parser.add_argument("--tiny", action="store_true", help="a toy model: to try the program, not to measure")
     parser.add_argument("--cache", type=Path, default=home / "bench", help="folder for models")
-    parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/performance.md")
+    parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/measurements/")
     args = parser.parse_args(argv)
     if args.lengths == "azure" and not args.trace:
         parser.error("--lengths azure needs --trace FILE")

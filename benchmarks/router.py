@@ -2,7 +2,7 @@
 
     python benchmarks/router.py --quick         under 2 minutes on 2 cores
     python benchmarks/router.py                 longer phases
-    python benchmarks/router.py --write-docs    the section in docs/performance.md from it
+    python benchmarks/router.py --write-docs    the section in docs/measurements/router.md from it
 
 Real routers and workers run as plain processes on the oracle engine. *Added* is the TTFT through a router minus that of
 a client with a router's protocol on the same two workers (`lib/router_direct.py`), in turns. A router is called for
@@ -218,7 +218,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--quick", action="store_true", help="shorter phases: under 2 minutes")
     parser.add_argument("--routers", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4])
     parser.add_argument("--seconds", type=float, help="of each phase")
-    parser.add_argument("--write-docs", action="store_true", help="put the table into docs/performance.md")
+    parser.add_argument("--write-docs", action="store_true", help="put the table into docs/measurements/")
     parser.add_argument("--drive", help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=int, default=ANSWER, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

@@ -1,7 +1,7 @@
 """KV transfer speed as a share of this machine's limit, and the part that a request waits for.
 
     python benchmarks/transfer.py --quick         under 10 minutes on 2 cores
-    python benchmarks/transfer.py --write-docs    more rounds; the section and the pictures in docs/ from them
+    python benchmarks/transfer.py --write-docs    more rounds; section and pictures in docs/measurements/ from them
     python benchmarks/transfer.py --sweep         other frame sizes, slots and thresholds than the defaults as well
     python benchmarks/transfer.py --gpu           on a GPU machine: CUDA IPC (one GPU) and NCCL (two) instead
 
@@ -37,7 +37,7 @@ from benchmarks.lib.transfer_sweep import sweep_coalescing, sweep_frames
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-DOCS = ROOT / "docs"
+DOCS = ROOT / "docs" / "measurements"
 MIB = 1 << 20
 BUSY = 0.05  # runs with more other load are marked
 
@@ -56,7 +56,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="toy models: to try the program, not to measure")
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for raw results and logs")
     parser.add_argument("--cache", type=Path, default=home / "bench", help="folder for models")
-    parser.add_argument("--write-docs", action="store_true", help="put the tables and the pictures into docs/")
+    parser.add_argument("--write-docs", action="store_true", help="put tables and pictures into docs/measurements/")
     args = parser.parse_args(argv)
     args.cache, args.out = args.cache.absolute(), args.out.absolute()
     return args
@@ -145,7 +145,7 @@ def _facts(argv: list[str], args: argparse.Namespace, results: Results) -> dict[
 def _write_docs(text: str) -> None:
     titles = {"transfer.svg": "Speed, and what a request waits for", "transfer-timeline.svg": "Frames of one prompt"}
     links = "".join(f"![{title}]({name})\n\n" for name, title in titles.items() if (DOCS / name).exists())
-    page = DOCS / "performance.md"
+    page = DOCS / "transfer.md"
     page.write_text(fill(page.read_text(), links + text, "transfer"))
 
 

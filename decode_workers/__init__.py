@@ -1,6 +1,5 @@
 """Decode workers: receive the KV cache of a prompt and stream the remaining tokens.
 
-Start with `worker`, the role, and `reservations`, which decides which writes and commits count. `fetch_pins` pins
-blocks that prefill workers fetch. `detached_streams` keeps streams after their router died. `main` composes the role
-with its transfers.
+Start with `worker`, the role, and `reservations`, which decides which writes and commits count. `detached_streams`
+keeps streams after their router died.
 """

@@ -17,7 +17,7 @@ from baton.clock import Clock
 from baton.core import HandoffId, SequenceSpec
 from baton.rpc.convert import thoughts_from_pb
 from baton.rpc.v1 import worker_pb2 as pb
-from baton.worker.thought_log import Thoughts
+from baton.worker.events import Thoughts
 
 MOST_BYTES = 2**20  # per stream, for events (about 10,000 tokens without logprobs) and again for thoughts
 _REPLAYED = frozenset({"tokens", "finish", "preempted", "failed"})  # events that a router needs to continue
@@ -37,41 +37,41 @@ class NoRouter:
 
 @dataclass(slots=True)
 class _Stream:
-    """One stream. `ids` has all its output tokens, `said` its events from token `first` on, of `size` bytes."""
+    """One stream. `ids` has all its output tokens, `events` its events from token `first` on, of `size` bytes."""
 
     name: str
     resumable_s: float
     spec: SequenceSpec | None = None  # as decoding began here; None before that
     ids: list[int] = field(default_factory=list)
-    said: deque[pb.WorkerEvent] = field(default_factory=deque)
+    events: deque[pb.WorkerEvent] = field(default_factory=deque)
     thoughts: Thoughts = field(default_factory=lambda: Thoughts(MOST_BYTES))
     first: int = 0
     size: int = 0
     until: float | None = None  # end of the parking time, if parked
-    told: int = 0  # tokens sent to the router before it died
+    sent: int = 0  # tokens sent to the router before it died
 
     def add(self, event: pb.WorkerEvent) -> None:
         """Remember an event, and forget the oldest ones beyond `MOST_BYTES`."""
         if event.HasField("tokens"):
             begin = getattr(event.tokens, "from")  # `from` is a Python keyword
             self.ids[begin:] = event.tokens.ids
-        self.said.append(event)
+        self.events.append(event)
         self.size += event.ByteSize()
-        while self.size > MOST_BYTES and len(self.said) > 1:
-            oldest = self.said.popleft()
+        while self.size > MOST_BYTES and len(self.events) > 1:
+            oldest = self.events.popleft()
             self.size -= oldest.ByteSize()
             self.first = getattr(oldest.tokens, "from") + len(oldest.tokens.ids)
 
-    def is_of(self, asked: SequenceSpec) -> bool:
+    def matches(self, wanted: SequenceSpec) -> bool:
         """Whether this is the requested stream, and everything after the tokens known there is remembered."""
-        if self.spec is None or replace(self.spec, known=()) != replace(asked, known=()):
+        if self.spec is None or replace(self.spec, known=()) != replace(wanted, known=()):
             return False
-        known = len(asked.known)
-        return self.first <= known <= len(self.ids) and tuple(self.ids[:known]) == asked.known
+        known = len(wanted.known)
+        return self.first <= known <= len(self.ids) and tuple(self.ids[:known]) == wanted.known
 
     def after(self, known: int) -> list[pb.WorkerEvent]:
         """Return the events about all tokens except the first `known`."""
-        return [event for event in self.said if not event.HasField("tokens") or _end(event) > known]
+        return [event for event in self.events if not event.HasField("tokens") or _end(event) > known]
 
 
 def _end(event: pb.WorkerEvent) -> int:
@@ -113,7 +113,7 @@ class DetachedStreams:
             if event.HasField("thoughts"):
                 stream.thoughts.add(thoughts_from_pb(event.thoughts))
             elif event.WhichOneof("event") in _REPLAYED:
-                if not stream.said and event.HasField("tokens"):
+                if not stream.events and event.HasField("tokens"):
                     stream.first = getattr(event.tokens, "from")  # the commit repeats the first token
                 stream.add(event)
 
@@ -122,16 +122,16 @@ class DetachedStreams:
         stream = self._streams.get(handoff)
         if stream is None or stream.spec is None:
             return False
-        stream.until, stream.told = self._clock.monotonic() + stream.resumable_s, len(stream.ids)
+        stream.until, stream.sent = self._clock.monotonic() + stream.resumable_s, len(stream.ids)
         return True
 
-    def attach(self, handoff: HandoffId, asked: SequenceSpec) -> list[pb.WorkerEvent] | None:
-        """Return all thoughts, and the events after `asked.known`; None if they are not all remembered here."""
+    def attach(self, handoff: HandoffId, wanted: SequenceSpec) -> list[pb.WorkerEvent] | None:
+        """Return all thoughts, and the events after `wanted.known`; None if they are not all remembered here."""
         stream = self._streams.get(handoff)
-        if stream is None or not stream.is_of(asked):
+        if stream is None or not stream.matches(wanted):
             return None
         stream.until = None
-        return stream.thoughts.said(handoff) + stream.after(len(asked.known))
+        return stream.thoughts.events(handoff) + stream.after(len(wanted.known))
 
     def drop(self, handoff: HandoffId) -> None:
         """Forget a stream that no router will resume."""
@@ -143,5 +143,5 @@ class DetachedStreams:
         return [
             handoff
             for handoff, stream in self._streams.items()
-            if stream.until is not None and (stream.until <= now or stream.first > stream.told)
+            if stream.until is not None and (stream.until <= now or stream.first > stream.sent)
         ]

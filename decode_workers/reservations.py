@@ -15,18 +15,14 @@ import enum
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from baton.core import HandoffId, SequenceSpec, Token, WorkerRef
+from baton.engine.block_pool import Reservation
 from baton.errors import OfferRefused, StaleAttempt
 from baton.event_journal import OFF, History
 from baton.metrics.worker import Counts
 from baton.worker.service import Attempts
-from kvtransfer.handoff import PushJob
-
-if TYPE_CHECKING:
-    from baton.engine.block_pool import Reservation
-    from kvtransfer.handoff import CommitState, Offer
+from kvtransfer.handoff import CommitState, Offer, PushJob
 
 
 class State(enum.Enum):
@@ -153,9 +149,7 @@ class Reservations:
 
     @contextlib.contextmanager
     def writing(self, handoff: HandoffId, sender: WorkerRef) -> Iterator[Sequence[int]]:
-        """Yield the blocks of all positions; `fence` and `take` wait until exit. Blocks of skipped positions are shared
-        and must not be written. Raises StaleAttempt.
-        """
+        """Yield the blocks of all positions. Blocks of skipped positions are shared and must not be written."""
         entry = self._entry(handoff)
         with entry.lock:
             entry.require(State.RECEIVING, sender)
@@ -187,14 +181,12 @@ class Reservations:
         self._on_fetch(PushJob(handoff, sender, end, begin, verify=verify))
 
     def aborted(self, handoff: HandoffId, sender: WorkerRef) -> None:
-        """Fence a handoff that the prefill worker aborted, unless it is committed."""
         with self._lock:
             entry = self._entries.get(handoff)
         if entry is not None:
             self._give_up(entry, sender)
 
     def lost(self, sender: WorkerRef) -> None:
-        """Fence the uncommitted handoffs from `sender`, because its channel is closed."""
         for entry in self.entries():
             self._give_up(entry, sender)
 
@@ -221,6 +213,6 @@ class Reservations:
 def _check_first(spec: SequenceSpec, first: Sequence[Token]) -> None:
     """Raise OfferRefused unless the tokens sent to the router are those that decoding continues from."""
     known = spec.known
-    told = [(token.index, token.token_id) for token in first]
-    if not known or told != [(len(known) - 1, token_id) for token_id in known[-1:]]:
-        raise OfferRefused(f"first: the {len(told)} tokens are not the last of the {len(known)} known tokens")
+    sent = [(token.index, token.token_id) for token in first]
+    if not known or sent != [(len(known) - 1, token_id) for token_id in known[-1:]]:
+        raise OfferRefused(f"first: the {len(sent)} tokens are not the last of the {len(known)} known tokens")

@@ -1,77 +1,40 @@
 """The decode worker role: reserve capacity, adopt received KV and stream the remaining tokens, or prefill locally.
 
-Stateless functions come first: reservation checks, held blocks, events for routers. Then comes `DecodeWorker`. Every
-method runs on the engine thread except `committed`, which the reservation table calls from any thread.
+Events for routers come first, then `FetchPins`, then `DecodeWorker` and its composition with transfers. Every method of
+the role runs on the engine thread except `committed`, which the reservation table calls from any thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import structlog
 
-from baton.core import HandoffId, SequenceSpec, Thought, WorkerInfo
+from baton.clock import Clock
+from baton.core import HandoffId, Load, SequenceSpec, Thought, WorkerInfo
+from baton.engine.block_pool import Allocation, Reservation
+from baton.engine.engine import Engine
+from baton.engine.step_result import StepResult
 from baton.errors import Cancelled, DeadlineExceeded, HandoffError, InvalidRequest, StaleAttempt
-from baton.ledger.ownership import RecordState
+from baton.ledger.ownership import OwnershipLog, RecordState
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2
 from baton.worker import events
+from baton.worker.block_census import Holding
+from baton.worker.engine_loop import EngineLoop
 from baton.worker.handoff_timing import DecodeTimes
-from baton.worker.role import HandoffRole, Job
-from baton.worker.service import deadline_after
+from baton.worker.role import HandoffEvents, HandoffRole, Job, Pusher, RoleDeps, Transfers
+from baton.worker.service import Session, deadline_after
 from decode_workers.detached_streams import DetachedStreams
-from decode_workers.fetch_pins import FetchPins
 from decode_workers.reservations import Reservations, State
-
-if TYPE_CHECKING:
-    from baton.clock import Clock
-    from baton.engine.engine import Engine
-    from baton.engine.step_result import StepResult
-    from baton.ledger.ownership import OwnershipLog
-    from baton.worker.block_census import Holding
-    from baton.worker.engine_loop import EngineLoop
-    from baton.worker.kv_endpoints import Pusher
-    from baton.worker.role import HandoffEvents
-    from baton.worker.service import Session
-    from kvtransfer.handoff import CommitState
-
-
-def refusal_of(
-    message: worker_pb2.Reserve,
-    handoff: HandoffId,
-    info: WorkerInfo,
-    reservations: Reservations,
-    here: Container[HandoffId],
-) -> worker_pb2.WorkerEvent | None:
-    """Return the refusal if this can never be reserved here, else None. Raises StaleAttempt if it is not new. `here`
-    holds the handoffs under way.
-    """
-    if message.fingerprint != info.fingerprint:
-        text = f"fingerprint: {message.fingerprint} is requested, {info.fingerprint} is served here"
-        return events.refused(handoff, worker_pb2.REFUSAL_REASON_FINGERPRINT, text)
-    most = info.max_model_len
-    if not 1 <= message.known_tokens <= most or message.max_total > most:
-        text = f"{message.known_tokens} known tokens, at most {message.max_total} in total: the limit is {most}"
-        return events.refused(handoff, worker_pb2.REFUSAL_REASON_TOO_LONG, text)
-    if handoff in here:
-        raise StaleAttempt(f"{handoff} is already here")
-    reservations.check_new(handoff)
-    return None
+from kvtransfer.handoff import CommitState, PushEnd, PushJob, PushResult
 
 
 def adoption_events(handoff: HandoffId, commit: CommitState, times: DecodeTimes) -> list[worker_pb2.WorkerEvent]:
     """Return the commit event, then thoughts and first token again, because the prefill worker may have died."""
-    committed = events.committed(
-        handoff,
-        transfer_s=commit.transfer_s,
-        commit_s=commit.commit_s,
-        kv_bytes=commit.kv_bytes,
-        transport=commit.transport,
-        spans=times.taken_over(commit),
-    )
+    committed = events.committed(handoff, commit, times.taken_over(commit))
     made = commit.thinking.thoughts if commit.thinking is not None else ()
     thoughts = [Thought(chunk, token_ids) for chunk, token_ids in enumerate(made)]
     again = [events.thoughts(handoff, thoughts)] if thoughts else []
@@ -84,11 +47,11 @@ def stepped(result: StepResult, times: DecodeTimes) -> Iterator[HandoffEvents]:
     for key, thoughts in result.thoughts:
         yield key, [events.thoughts(key, thoughts)]
     for item in result.outputs:
-        said = events.output(item)
+        sent = events.output(item)
         if item.finish is not None:
-            said[-1].finish.verify_s = times.verify_s(item.key)
-            said[-1].spans.extend(times.ended(item.key))
-        yield item.key, said
+            sent[-1].finish.verify_s = times.verify_s(item.key)
+            sent[-1].spans.extend(times.ended(item.key))
+        yield item.key, sent
     for key in result.preempted:
         yield key, [events.preempted(key, "the KV pool is full", times.ended(key))]
     for key, error in result.failed:
@@ -103,6 +66,67 @@ def ended(result: StepResult) -> Iterator[tuple[HandoffId, str]]:
 
 
 log = structlog.get_logger(__name__)
+
+
+class FetchPins:
+    """Blocks that prefill workers fetch from here, pinned until the push has ended. Every method runs on the engine
+    thread, except `fetch` and `push_ended`. Fetches are ignored before `attach`.
+    """
+
+    def __init__(self, info: WorkerInfo, engine: Engine, loop: EngineLoop) -> None:
+        self._info = info
+        self._engine = engine
+        self._loop = loop
+        self._history = engine.pool.history
+        self._pins: dict[HandoffId, Allocation] = {}
+        self._pusher: Pusher | None = None
+        self._shared: Callable[[HandoffId], list[int]] = lambda handoff: []
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def attach(self, shared: Callable[[HandoffId], list[int]], pusher: Pusher) -> None:
+        """Set `shared`, which returns the blocks cached before a reservation, and `pusher`, which sends them."""
+        self._shared, self._pusher = shared, pusher
+
+    def holdings(self) -> Mapping[HandoffId, Allocation]:
+        """Return the blocks that are being fetched."""
+        return self._pins
+
+    def fetch(self, job: PushJob) -> None:
+        """Push cached blocks of a reservation to its prefill worker. Called from any thread."""
+        self._loop.submit(partial(self._push_back, job))
+
+    def _push_back(self, job: PushJob) -> None:
+        shared = self._shared(job.handoff)
+        if (
+            self._pusher is None
+            or job.handoff in self._pins
+            or len(shared) * self._info.layout.block_size < job.known_tokens
+            or not self._engine.pool.can_share(shared)
+        ):
+            return  # over, already requested, or invalidated by a failed step
+        pin = self._engine.pool.allocate(0, shared=shared)
+        assert pin is not None  # sharing needs no free blocks
+        self._pins[job.handoff] = pin
+        self._history.blocks("owned", job.handoff, pin, shared=len(pin), part="pin")
+        try:
+            self._pusher.begin(job)
+        except (HandoffError, ValueError) as error:
+            log.warning("fetch_refused", handoff=job.handoff, error=str(error))
+            self._unpin(job.handoff)
+            return
+        self._pusher.computed(job.handoff, pin.blocks, self._info.layout.layers, job.known_tokens)
+        self._pusher.finish(job.handoff, PushEnd())
+
+    def push_ended(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
+        """Unpin the blocks of an ended push. Called once per push, from a transfer thread."""
+        self._loop.submit(partial(self._unpin, handoff))
+
+    def _unpin(self, handoff: HandoffId) -> None:
+        if (pin := self._pins.pop(handoff, None)) is not None:
+            self._history.blocks("let_go", handoff, pin, part="pin")
+            pin.release()
 
 
 @dataclass(slots=True)
@@ -138,7 +162,7 @@ class DecodeWorker(HandoffRole[DecodeJob]):
         handoff = convert.handoff_from_pb(message.handoff)
         deadline = deadline_after(message.deadline_s, self._clock)
         deadline_after(message.resumable_s, self._clock, "resumable_s")  # checks the range
-        if (refusal := refusal_of(message, handoff, self._info, self.reservations, self._work)) is not None:
+        if (refusal := self._refusal(message, handoff)) is not None:
             session.emit([refusal])
             return
         # The known tokens may fill the model's context: the request has ended then, and only its finish is sent.
@@ -148,13 +172,31 @@ class DecodeWorker(HandoffRole[DecodeJob]):
             session.emit([events.stopping(handoff) if self.draining else events.no_room(handoff, message.known_tokens)])
             return
         self._history.blocks("reserved", handoff, reservation, shared=len(reservation.shared))
-        self.reservations.open(handoff, reservation, message.known_tokens, deadline)
+        try:
+            self.reservations.open(handoff, reservation, message.known_tokens, deadline)
+        except StaleAttempt:
+            self._free(handoff, reservation)
+            raise
         cached = reservation.cached_tokens
         log.debug("handoff_reserved", handoff=handoff, known_tokens=message.known_tokens, cached=cached)
         self.detached.open(handoff, message.stream, message.resumable_s)
         self._add(handoff, DecodeJob(session))
         self._records.note(handoff, session.router_id, RecordState.RESERVED)
         session.emit([events.reserved(handoff, cached)])
+
+    def _refusal(self, message: worker_pb2.Reserve, handoff: HandoffId) -> worker_pb2.WorkerEvent | None:
+        """Return the refusal if this can never be reserved here, else None. Raises StaleAttempt if it is not new."""
+        served, most = self._info.fingerprint, self._info.max_model_len
+        if message.fingerprint != served:
+            text = f"fingerprint: {message.fingerprint} is requested, {served} is served here"
+            return events.refused(handoff, worker_pb2.REFUSAL_REASON_FINGERPRINT, text)
+        if not 1 <= message.known_tokens <= most or message.max_total > most:
+            text = f"{message.known_tokens} known tokens, at most {message.max_total} in total: the limit is {most}"
+            return events.refused(handoff, worker_pb2.REFUSAL_REASON_TOO_LONG, text)
+        if handoff in self._work:
+            raise StaleAttempt(f"{handoff} is already here")
+        self.reservations.check_new(handoff)
+        return None
 
     def _compute(self, session: Session, command: worker_pb2.RouterCommand) -> None:
         """Run the prefill locally, in the capacity that was reserved for the handoff."""
@@ -169,8 +211,7 @@ class DecodeWorker(HandoffRole[DecodeJob]):
         reservation = self.reservations.take(handoff, alone=True) if mine else None
         if job is None or reservation is None:
             raise StaleAttempt(f"{handoff} has no reservation here")
-        self._history.blocks("let_go", handoff, reservation)
-        reservation.release()
+        self._free(handoff, reservation)
         self._history.step("computes", handoff)
         if finish is not None:
             self._forget(handoff, "finished")
@@ -180,7 +221,6 @@ class DecodeWorker(HandoffRole[DecodeJob]):
         self._decodes(handoff, spec, job)
 
     def _decodes(self, handoff: HandoffId, spec: SequenceSpec, job: DecodeJob) -> None:
-        """Record that the engine runs the sequence."""
         job.adopted = True
         self.detached.begin(handoff, spec)
         self._records.note(handoff, job.session.router_id, RecordState.COMMITTED, self.detached.name(handoff))
@@ -243,7 +283,6 @@ class DecodeWorker(HandoffRole[DecodeJob]):
             session.handoffs.discard(handoff)
 
     def holdings(self) -> Iterator[Holding]:
-        """See `RoleBehaviour.holdings`."""
         for entry in self.reservations.entries():
             yield self._holding(entry.handoff, entry.state.name.lower(), entry.reservation)
         for handoff, allocation in self._engine.holdings():
@@ -257,11 +296,14 @@ class DecodeWorker(HandoffRole[DecodeJob]):
             self._records.note(handoff, job.session.router_id, RecordState.ABORTED)
         reservation = self.reservations.take(handoff)
         if reservation is not None:
-            self._history.blocks("let_go", handoff, reservation)
-            reservation.release()
+            self._free(handoff, reservation)
         self._engine.release(handoff)
         self.detached.drop(handoff)
         self._forget(handoff)
+
+    def _free(self, handoff: HandoffId, reservation: Reservation) -> None:
+        self._history.blocks("let_go", handoff, reservation)
+        reservation.release()
 
     def _forget(self, handoff: HandoffId, how: str = "released") -> None:
         """Forget a handoff that holds nothing any more. A resumable stream is kept until its router releases it."""
@@ -286,26 +328,25 @@ class DecodeWorker(HandoffRole[DecodeJob]):
         try:
             tokens = self._engine.adopt(handoff, commit.spec, reservation, commit.thinking)
         except (InvalidRequest, ValueError) as error:
-            self._history.blocks("let_go", handoff, reservation)
-            reservation.release()
+            self._free(handoff, reservation)
             self.detached.drop(handoff)
             self._forget(handoff, "failed")
             job.session.emit([events.failed(handoff, HandoffError(str(error)))])
             return
         self._history.tokens("adopted", handoff, commit.first)
         self._decodes(handoff, commit.spec, job)
-        said = adoption_events(handoff, commit, self._times)
+        sent = adoption_events(handoff, commit, self._times)
         self._times.begin(handoff, tokens, alone=False)
-        self.detached.record(handoff, said)
-        job.session.emit(said)
+        self.detached.record(handoff, sent)
+        job.session.emit(sent)
         if self._leaving:
             self._hand_back(handoff)
 
     def _step_events(self, result: StepResult) -> Iterator[HandoffEvents]:
-        for key, said in stepped(result, self._times):
+        for key, sent in stepped(result, self._times):
             if key in self._work:
-                self.detached.record(key, said)
-                yield key, said
+                self.detached.record(key, sent)
+                yield key, sent
         for key, how in ended(result):
             self._forget(key, how)
 
@@ -318,3 +359,25 @@ class DecodeWorker(HandoffRole[DecodeJob]):
             if self.reservations.fence(handoff) is not State.COMMITTED:
                 error = DeadlineExceeded("the reservation expired before a commit")
                 self._give_up(handoff, events.failed(handoff, error))
+
+
+class HostedDecode(DecodeWorker):
+    """The role with its peer listener, the sender for fetched KV, and the writer of ownership records."""
+
+    def __init__(self, parts: RoleDeps) -> None:
+        self._log = OwnershipLog(parts.ledger, parts.info.ref)
+        super().__init__(parts.info, parts.engine, parts.loop, self._log, parts.clock)
+        self.counts = self.reservations.counts
+        self._transfers = Transfers(parts, self.reservations, self.push_ended)
+        self.attach(self._transfers.sender)
+
+    @property
+    def busy(self) -> bool:
+        return False
+
+    def load(self, load: Load) -> Load:
+        return replace(load, channels=self._transfers.sender.channels(), draining=self.draining)
+
+    async def close(self) -> None:
+        await self._transfers.close()
+        await self._log.close()

@@ -16,18 +16,15 @@ missing, repeated, changed or swapped does. It detects accidents, not attacks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
+from baton.core import KVLayout
 from baton.hashing import frame_digest
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from baton.core import KVLayout
-
-    Words = np.ndarray[Any, np.dtype[np.uint64]]
+Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # odd, like all factors here, so that no bits are lost
 _MIX2 = np.uint64(0xD6E8FEB86659FD93)

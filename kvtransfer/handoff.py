@@ -6,15 +6,13 @@ A push starts with a `PushJob`, is fed by `computed` calls, ends with a `PushEnd
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
-
-    from baton.core import HandoffId, SequenceSpec, ThinkingState, Token, WorkerRef
-    from baton.errors import HandoffError
+from baton.core import HandoffId, SequenceSpec, ThinkingState, Token, WorkerRef
+from baton.errors import HandoffError
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from baton.core import HandoffId, WorkerRef
 from baton.errors import DigestMismatch, HandoffError, OfferRefused, StaleAttempt
@@ -26,9 +26,6 @@ from kvtransfer.frames import Coverage, FrameSpec, KVDigest, wire_digest
 from kvtransfer.handoff import CommitState, HandoffTable, Offer, PushEnd
 from kvtransfer.transports.base import ChannelEnd, Endpoint, Express
 from kvtransfer.wire import FingerprintRefused, FrameRefused, end_of, frame_of, refusal_to_pb
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -86,8 +83,8 @@ class EndOfHandoff:
     after: int
 
 
+# An item for the receiving thread. Messages from the express are not checked yet. None ends the thread.
 Item = Frame | EndOfHandoff | pb.PeerCommand | None
-"""An item for the receiving thread. Messages from the express are not checked yet. None ends the thread."""
 
 
 class ReceiveQueue:

@@ -16,12 +16,14 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TypeVar
 
+import grpc
 import structlog
 from grpc import StatusCode as GrpcCode
 
 from baton.core import PROTOCOL_VERSION, HandoffId, WorkerRef
+from baton.engine.kv_cache import KVCache
 from baton.errors import BatonError, ChannelBroken, HandoffError, StaleAttempt
 from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
@@ -29,13 +31,8 @@ from baton.rpc.v1.peer_pb2_grpc import PeerServicer
 from kvtransfer.handoff import HandoffTable, TransferSettings
 from kvtransfer.receive_loop import EndOfHandoff, IncomingHandoff, ReceiveLoop, inbound_of
 from kvtransfer.transports.base import ChannelName, Endpoint, KeyRelay, Side, Transport
+from kvtransfer.transports.grpc import GrpcTransport
 from kvtransfer.wire import FingerprintRefused, FrameRefused, VersionRefused, refusal_to_pb
-
-if TYPE_CHECKING:
-    import grpc
-
-    from baton.engine.kv_cache import KVCache
-
 
 A = TypeVar("A")
 log = structlog.get_logger()
@@ -188,13 +185,6 @@ class Session:
             self._in_loop(self.end, ChannelBroken(f"channel {self._name}: {type(error).__name__} at the receiver"))
 
 
-class TakesData(Protocol):
-    """The part of the gRPC transport that receives the sender's bytes."""
-
-    async def take(self, requests: AsyncIterator[pb.DataChunk]) -> None:
-        """Take the chunks of one channel until they end. Raises ChannelBroken."""
-
-
 class PeerService(PeerServicer):
     """The Peer service for a worker's `grpc.aio` server; `await close()` after the server stopped. `transports` lists
     the usable ones, best first. `data` takes the bytes of channels over gRPC.
@@ -208,7 +198,7 @@ class PeerService(PeerServicer):
         settings: TransferSettings,
         table: HandoffTable,
         transports: Sequence[Transport],
-        data: TakesData | None = None,
+        data: GrpcTransport | None = None,
     ) -> None:
         self._end = Endpoint(kv, me, fingerprint, settings, tuple(transports))
         self._table = table
@@ -235,9 +225,7 @@ class PeerService(PeerServicer):
             session.end(None)
 
     async def Data(
-        self,
-        request_iterator: AsyncIterator[pb.DataChunk],
-        context: grpc.aio.ServicerContext[pb.DataChunk, pb.DataEnd],
+        self, request_iterator: AsyncIterator[pb.DataChunk], context: grpc.aio.ServicerContext[pb.DataChunk, pb.DataEnd]
     ) -> pb.DataEnd:
         """Receive the bytes of one channel."""
         try:
@@ -252,7 +240,8 @@ class PeerService(PeerServicer):
         """End all sessions and wait for their threads, at most for the deadline of the frames on the wire."""
         for session in self._sessions:
             session.end(ChannelBroken("the receiver is shutting down"))
-        await asyncio.to_thread(_join, self._sessions)
+        for session in self._sessions:
+            await asyncio.to_thread(session.join)
 
     async def _admit(self, commands: AsyncIterator[pb.PeerCommand]) -> Session:
         try:
@@ -280,11 +269,6 @@ class PeerService(PeerServicer):
         if idle is None:
             raise ChannelBroken(f"staging memory is used up by {len(running)} channels, and all of them are busy")
         idle.end(ChannelBroken("closed because it was idle and staging memory is used up"))
-
-
-def _join(sessions: list[Session]) -> None:
-    for session in sessions:
-        session.join()
 
 
 def _check_hello(end: Endpoint, hello: pb.PeerHello) -> tuple[WorkerRef, Transport]:

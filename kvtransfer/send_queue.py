@@ -19,52 +19,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from baton.core import HandoffId
+from baton.engine.kv_cache import Mark
 from baton.errors import BatonError, ChannelBroken, HandoffError, StaleAttempt
 from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import wire
-from kvtransfer.frames import FrameSpec, Progress
+from kvtransfer.frames import FrameSpec, KVDigest, Progress
 from kvtransfer.handoff import PushEnd, PushJob, PushResult, Reports
 from kvtransfer.transports.base import Endpoint, Express, KeyRelay, Ring
 from kvtransfer.wire import announcement, commit_of, offer_of, refusal_from_pb
-
-if TYPE_CHECKING:
-    from baton.engine.kv_cache import Mark
-    from kvtransfer.frames import KVDigest
-
-
-class ChangeSignal:
-    """Wake-up of the thread that waits on a channel. `changed` guards the state; the waiting thread sets `express`."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.express: Express | None = None
-        self._listens = False
-
-    def ring(self) -> None:
-        """Signal a change. Requires the lock."""
-        self.changed.notify_all()
-        if self._listens and self.express is not None:
-            self.express.wake()
-
-    def wait(self, timeout_s: float | None) -> bytes | None:
-        """Wait for a change, a packet, or the timeout; return the packet if there is one. Requires the lock, which is
-        released during the wait. Raises ChannelBroken if the peer is gone.
-        """
-        if self.express is None:
-            self.changed.wait(timeout_s)
-            return None
-        self._listens = True
-        self.changed.release()
-        try:
-            return self.express.receive(timeout_s)
-        finally:
-            self.changed.acquire()
-            self._listens = False
-
 
 NEVER = float("inf")
 
@@ -157,12 +123,13 @@ class SendQueue:
         self, end: Endpoint, title: str, enqueue: Callable[[pb.PeerCommand], None], keys: KeyRelay, reports: Reports
     ) -> None:
         self.window = FlowControl(enqueue)  # only the channel's thread announces
-        self.changes = ChangeSignal()
+        self.express: Express | None = None  # set by the channel's thread
         self._end, self._title = end, title
         self._enqueue, self._keys = enqueue, keys
         self._report, self._unfetched = reports.done, reports.unfetched
         self._deadline_s = end.settings.frame_deadline_s
-        self._changed = self.changes.changed
+        self._changed = threading.Condition()  # its lock guards the state
+        self._listens = False
         self._pushes: dict[HandoffId, Push] = {}
         self._reads: HandoffId | None = None  # the handoff with blocks that are being read
         self._error: HandoffError | None = None
@@ -191,15 +158,13 @@ class SendQueue:
             return True
 
     def computed(self, handoff: HandoffId, blocks: Sequence[int], layers: int, end: int) -> None:
-        """See `Sender.computed`."""
         with self._changed:
             if push := self._pushes.get(handoff):
                 push.blocks, push.mark = blocks, self._end.kv.mark()
                 push.progress.computed(layers, end)
-                self.changes.ring()
+                self._wake()
 
     def withdraw(self, handoff: HandoffId) -> None:
-        """See `Sender.withdraw`."""
         with self._changed:
             if push := self._pushes.get(handoff):
                 push.progress.withdrawn()
@@ -212,14 +177,13 @@ class SendQueue:
             if (push := self._pushes.get(handoff)) is None:
                 return False
             push.end, push.finished_at = end, time.monotonic()
-            self.changes.ring()
+            self._wake()
             return True
 
     def abort(self, handoff: HandoffId) -> None:
-        """See `Sender.abort`."""
         with self._changed:
             if push := self._pushes.get(handoff):
-                self._fail(push, StaleAttempt(f"push {handoff}: aborted"), tell=push.state is not State.WAITING)
+                self._fail(push, StaleAttempt(f"push {handoff}: aborted"), notify=push.state is not State.WAITING)
 
     def stop(self, error: HandoffError, *, after_s: float = 0.0) -> None:
         """Break the channel: end all pushes with `error`, or with an earlier one that arrives within `after_s`."""
@@ -230,7 +194,7 @@ class SendQueue:
             for push in self._pushes.values():
                 self._close(push, self._error)
             self._pushes.clear()
-            self.changes.ring()
+            self._wake()
 
     def retire(self) -> None:
         """Break the channel if it is idle; a push that is added later finds it broken."""
@@ -251,7 +215,7 @@ class SendQueue:
                 self._dispatch(reply)
             except BatonError as error:
                 self.stop(ChannelBroken(f"{self._title}: {error}"))
-            self.changes.ring()
+            self._wake()
 
     # From the channel's thread
 
@@ -291,7 +255,7 @@ class SendQueue:
                 push.reading, self._reads = False, None
                 if push.outcome is not None:
                     self._report(push.job.handoff, push.outcome)
-                self.changes.ring()
+                self._wake()
 
     def announce(self, push: Push | None, frame: FrameSpec) -> bool:
         """Announce `frame`, or return False if the push has ended. `push` is None for a frame of the probe."""
@@ -375,16 +339,16 @@ class SendQueue:
         if not refused.HasField("handoff"):
             self.stop(error)
         elif push := self._pushes.get(convert.handoff_from_pb(refused.handoff)):
-            self._fail(push, error, tell=push.state is not State.OFFERED)  # a refused offer needs no abort
+            self._fail(push, error, notify=push.state is not State.OFFERED)  # a refused offer needs no abort
 
     def _acknowledged(self, handoff: HandoffId) -> None:
         if (push := self._pushes.get(handoff)) and push.state is State.COMMITTED and self._welcome is not None:
             del self._pushes[handoff]
             self._report(handoff, push.result(self._welcome.transport))
 
-    def _fail(self, push: Push, error: HandoffError, *, tell: bool) -> None:
+    def _fail(self, push: Push, error: HandoffError, *, notify: bool) -> None:
         del self._pushes[push.job.handoff]
-        if tell:
+        if notify:
             self.window.flush()
             abort = pb.AbortHandoff(handoff=convert.handoff_to_pb(push.job.handoff))
             self._enqueue(pb.PeerCommand(abort=abort, after=self.window.number))
@@ -406,10 +370,29 @@ class SendQueue:
                 if (left := due - time.monotonic()) <= 0:
                     raise self._late(what)
                 self.window.flush()
-                packet = self.changes.wait(left if what else None)
+                packet = self._listen(left if what else None)
                 if packet is not None:
                     self.take(pb.PeerReply.FromString(packet))
             raise self._error
+
+    def _wake(self) -> None:
+        """Wake the channel's thread."""
+        self._changed.notify_all()
+        if self._listens and self.express is not None:
+            self.express.wake()
+
+    def _listen(self, timeout_s: float | None) -> bytes | None:
+        """Wait, without the lock, for a change, a packet or the timeout. Return the packet, if there is one."""
+        if self.express is None:
+            self._changed.wait(timeout_s)
+            return None
+        self._listens = True
+        self._changed.release()
+        try:
+            return self.express.receive(timeout_s)
+        finally:
+            self._changed.acquire()
+            self._listens = False
 
     def _late(self, what: str) -> ChannelBroken:
         return ChannelBroken(f"{self._title}: no {what} within {self._deadline_s} s")

@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import grpc
 import structlog
 
 from baton.core import PROTOCOL_VERSION, Channel, HandoffId, WorkerRef
+from baton.engine.kv_cache import KVCache
 from baton.errors import ChannelBroken, HandoffError
 from baton.rpc import convert
 from baton.rpc.channel import sync_channel
@@ -31,10 +32,6 @@ from kvtransfer.frames import FrameSpec, KVDigest, wire_digest
 from kvtransfer.handoff import PushEnd, PushJob, PushResult, Reports, TransferSettings
 from kvtransfer.send_queue import Push, SendQueue
 from kvtransfer.transports.base import ChannelEnd, ChannelName, Endpoint, KeyRelay, Ring, Side, Transport
-
-if TYPE_CHECKING:
-    from baton.engine.kv_cache import KVCache
-
 
 log = structlog.get_logger()
 
@@ -260,7 +257,7 @@ class SendChannel:
         transport, ring = self.queue.welcome()
         channel = self._open(transport, ring)
         leaving.callback(channel.close)
-        self.queue.changes.express = channel.express
+        self.queue.express = channel.express
         if channel.express is None:
             self.queue.window.batch = max(1, ring.slots // 2)
         probed = self._probe(channel, ring)
@@ -328,7 +325,7 @@ class SendChannel:
                 channel.finish(number - ring.slots)  # returns immediately: the slot was credited, so the frame has left
 
     def _put(self, command: pb.PeerCommand) -> None:
-        express = self.queue.changes.express
+        express = self.queue.express
         if express is not None and (
             command.HasField("frame") or (command.HasField("commit") and express.takes(command.ByteSize()))
         ):

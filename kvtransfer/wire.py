@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from baton.core import HandoffId
 from baton.errors import BatonError, ChannelBroken, DigestMismatch, HandoffError, OfferRefused, StaleAttempt
 from baton.rpc import convert
 from baton.rpc.convert import thinking_from_pb, thinking_to_pb
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.frames import FrameSpec
-from kvtransfer.handoff import PushEnd
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import Tensor
-
-    from baton.core import HandoffId
-    from kvtransfer.handoff import PushJob
-    from kvtransfer.transports.base import Ring
+from kvtransfer.handoff import PushEnd, PushJob
+from kvtransfer.transports.base import Ring
 
 
 class VersionRefused(OfferRefused):

@@ -10,22 +10,19 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from baton.clock import Clock
+from baton.core import HandoffId, SequenceSpec, WorkerRef
+from baton.engine.block_pool import Allocation
+from baton.engine.engine import Engine
 from baton.engine.prefix_cache import BlockHashChain, scope_key
 from baton.errors import OfferRefused, StaleAttempt
-
-if TYPE_CHECKING:
-    from baton.clock import Clock
-    from baton.core import HandoffId, SequenceSpec, WorkerRef
-    from baton.engine.block_pool import Allocation
-    from baton.engine.engine import Engine
-    from kvtransfer.handoff import CommitState, Offer
+from kvtransfer.handoff import CommitState, Offer
 
 _WEIGHT = 0.3  # of the newest sample
 _MEASURED_TOKENS = 32  # smallest step that counts as a sample of the compute cost
 _LEAST_S = 0.5  # shortest timeout of a fetch
-_SPARED = 6  # back-off after a timed-out fetch, in timeouts, because every timeout delays a prompt that long
+_BACKOFF = 6  # back-off after a timed-out fetch, in timeouts, because every timeout delays a prompt that long
 
 
 class CostModel:
@@ -38,7 +35,8 @@ class CostModel:
 
     def computed(self, tokens: int, seconds: float) -> None:
         """Record that a step with `tokens` prompt tokens took `seconds`."""
-        self._token_s = _smoothed(self._token_s, seconds / tokens)
+        sample_s = seconds / tokens
+        self._token_s = sample_s if self._token_s is None else self._token_s + _WEIGHT * (sample_s - self._token_s)
 
     def fetched(self, nbytes: int, seconds: float) -> None:
         """Record that a fetch of `nbytes` took `seconds`, from the request to the last block."""
@@ -53,10 +51,6 @@ class CostModel:
     def worth(self, tokens: int, nbytes: int) -> bool:
         """Whether fetching the KV of `tokens` is cheaper than computing it."""
         return self._fetch_s + nbytes * self._byte_s < self.computing_s(tokens)
-
-
-def _smoothed(old: float | None, new: float) -> float:
-    return new if old is None else old + _WEIGHT * (new - old)
 
 
 @dataclass(slots=True)
@@ -97,7 +91,7 @@ class Fetches:
         self._on_end = on_end
         self._cost = CostModel()
         self._step_began: float | None = None
-        self._spared: dict[WorkerRef, float] = {}  # late sources, each with the end of its back-off
+        self._backoffs: dict[WorkerRef, float] = {}  # late sources, each with the end of its back-off
         self._lock = threading.Lock()
         self._fetches: dict[HandoffId, Fetch] = {}
 
@@ -115,7 +109,7 @@ class Fetches:
         missing = len(names) - begin
         if (
             not missing
-            or source in self._spared
+            or source in self._backoffs
             or not self._cost.worth(missing * size, missing * self._engine.layout.block_bytes)
         ):
             return None
@@ -158,11 +152,11 @@ class Fetches:
     def late(self) -> list[HandoffId]:
         """Return the fetches past their timeout, and start the back-off of their sources."""
         now = self._clock.monotonic()
-        self._spared = {source: until for source, until in self._spared.items() if until > now}
+        self._backoffs = {source: until for source, until in self._backoffs.items() if until > now}
         with self._lock:
             late = {handoff: fetch for handoff, fetch in self._fetches.items() if now - fetch.started >= fetch.within_s}
         for fetch in late.values():
-            self._spared[fetch.source] = max(self._spared.get(fetch.source, now), now + _SPARED * fetch.within_s)
+            self._backoffs[fetch.source] = max(self._backoffs.get(fetch.source, now), now + _BACKOFF * fetch.within_s)
         return list(late)
 
     def step_began(self) -> None:
@@ -212,18 +206,15 @@ class Fetches:
         self._on_end(handoff)
 
     def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int, *, verify: bool = False) -> None:
-        """Refuse, because prefill workers serve no fetches."""
         raise OfferRefused("a prefill worker sends no cached KV")
 
     def aborted(self, handoff: HandoffId, sender: WorkerRef) -> None:
-        """End a fetch that its source aborted."""
         with self._lock:
             fetch = self._fetches.get(handoff)
         if fetch is not None and fetch.source == sender and not fetch.over:
             self._on_end(handoff)
 
     def lost(self, sender: WorkerRef) -> None:
-        """End all accepted fetches from a source with a closed channel."""
         with self._lock:
             found = [handoff for handoff, fetch in self._fetches.items() if fetch.source == sender and fetch.accepted]
         for handoff in found:

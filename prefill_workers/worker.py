@@ -1,45 +1,38 @@
 """The prefill worker role: compute a prompt and its first token, push the KV during the computation, then forget it.
 
-Events for routers come first, then `PrefillJob` and choices over all jobs, then `PrefillWorker`. Every method runs on
-the engine thread except `push_ended` and `fetch_ended`, which other threads call.
+Events for routers come first, then `PrefillJob` and choices over all jobs, then `PrefillWorker` and its composition
+with transfers. Every method of the role runs on the engine thread except `push_ended` and `fetch_ended`, which other
+threads call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import structlog
 
-from baton.core import HandoffId, SequenceSpec, WorkerInfo
+from baton.clock import Clock
+from baton.core import HandoffId, Load, SequenceSpec, ThinkingState, WorkerInfo
+from baton.engine.engine import Engine
+from baton.engine.sequence import ScheduledSequence as StepWork
+from baton.engine.step_result import SequenceOutput, StepResult
 from baton.errors import DeadlineExceeded, DigestMismatch, HandoffError, InvalidRequest, StaleAttempt
+from baton.metrics.worker import Counts
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2
 from baton.worker import events
+from baton.worker.block_census import Holding
+from baton.worker.engine_loop import EngineLoop
+from baton.worker.events import Thoughts
 from baton.worker.handoff_timing import PrefillTimes
-from baton.worker.role import HandoffRole, Job
-from baton.worker.service import Attempts, deadline_after
-from baton.worker.thought_log import Thoughts
+from baton.worker.role import HandoffEvents, HandoffRole, Job, Pusher, RoleDeps, Transfers
+from baton.worker.service import Attempts, Session, deadline_after
 from kvtransfer.handoff import PushEnd, PushJob, PushResult
 from prefill_workers.prefix_fetch import Fetches
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from baton.clock import Clock
-    from baton.core import ThinkingState
-    from baton.engine.engine import Engine
-    from baton.engine.sequence import ScheduledSequence as StepWork
-    from baton.engine.step_result import SequenceOutput, StepResult
-    from baton.worker.block_census import Holding
-    from baton.worker.engine_loop import EngineLoop
-    from baton.worker.kv_endpoints import Pusher
-    from baton.worker.role import HandoffEvents
-    from baton.worker.service import Session
-
-    Event = worker_pb2.WorkerEvent
+Event = worker_pb2.WorkerEvent
 
 
 def stepped(result: StepResult, works: Mapping[HandoffId, PrefillJob]) -> Iterator[HandoffEvents]:
@@ -53,34 +46,28 @@ def stepped(result: StepResult, works: Mapping[HandoffId, PrefillJob]) -> Iterat
             yield item.key, _output(item, work)
     for key, error in result.failed:
         if (work := works.get(key)) is not None:
-            yield key, [events.failed(key, error, spans=work.times.said())]
+            yield key, [events.failed(key, error, spans=work.times.take_spans())]
 
 
 def _output(item: SequenceOutput, work: PrefillJob) -> list[worker_pb2.WorkerEvent]:
-    said = events.output(item)
+    sent = events.output(item)
     work.times.computed(len(work.spec), item.cached_tokens)
     if item.finish is not None:
-        said[-1].spans.extend(work.times.said())
-    return said
+        sent[-1].spans.extend(work.times.take_spans())
+    return sent
 
 
 def pushed(handoff: HandoffId, outcome: PushResult | HandoffError, work: PrefillJob) -> Event:
     """Return the event for an ended push."""
     if isinstance(outcome, PushResult):
-        said = events.pushed(
-            handoff,
-            kv_bytes=outcome.nbytes,
-            exposed_s=outcome.exposed_s,
-            round_trip_s=outcome.round_trip_s,
-            frames=outcome.frames,
-        )
+        sent = events.pushed(handoff, outcome)
         figures = {"kv_bytes": outcome.nbytes, "frames": outcome.frames, "exposed_s": f"{outcome.exposed_s:.6f}"}
         work.times.pushed(**figures, transport=outcome.transport)
     else:
-        said = events.failed(handoff, outcome, held=work.waits)
+        sent = events.failed(handoff, outcome, held=work.waits)
         work.times.pushed(error=type(outcome).__name__)
-    said.spans.extend(work.times.said())
-    return said
+    sent.spans.extend(work.times.take_spans())
+    return sent
 
 
 @dataclass(slots=True)
@@ -95,10 +82,10 @@ class PrefillJob(Job):
     waits: bool = False  # its push failed, and its KV waits for a retransfer or a Release
     thoughts: Thoughts = field(default_factory=Thoughts)
 
-    def said(self, handoff: HandoffId) -> list[worker_pb2.WorkerEvent]:
+    def replay(self, handoff: HandoffId) -> list[worker_pb2.WorkerEvent]:
         """Repeat all events about the output under the new handoff, because the router may have left the old one."""
         first = events.output(replace(self.first, key=handoff)) if self.first is not None else []
-        return self.thoughts.said(handoff) + first
+        return self.thoughts.events(handoff) + first
 
     def end(self, thinking: ThinkingState | None) -> PushEnd:
         """Return the end of the push, which includes the sampled first token."""
@@ -159,7 +146,7 @@ class PrefillWorker(HandoffRole[PrefillJob]):
         super().__init__(info, engine, loop, clock, {"prefill": self._prefill, "repush": self._repush})
         self._coalesce_below = coalesce_below
         self._attempts = Attempts()
-        self._pusher: Pusher | None = None
+        self._pusher: Pusher  # set by `attach`, before the first command
         self.fetches = Fetches(engine, clock, fetch_s, self.fetch_ended, thinks=info.thinking_chunk > 0)
         self.transfer_bytes, self.transport = 0, ""
 
@@ -211,9 +198,8 @@ class PrefillWorker(HandoffRole[PrefillJob]):
         if work is None or work.session is not session:
             raise StaleAttempt(f"no KV of {held} is held here")
         self._fetched(held)
-        if self._pusher is not None:
-            self._pusher.withdraw(held)
-            self._pusher.abort(held)
+        self._pusher.withdraw(held)
+        self._pusher.abort(held)
         self._engine.rename(held, handoff)
         self._history.step("repush", handoff, held=held.attempt)
         self._attempts.saw(handoff)
@@ -224,7 +210,7 @@ class PrefillWorker(HandoffRole[PrefillJob]):
         self._begin(PushJob(handoff, to, len(work.spec), message.skip, verify=work.spec.deterministic))
         if work.first is not None:
             self._history.tokens("tokens", handoff, work.first.tokens)
-        session.emit(work.said(handoff))
+        session.emit(work.replay(handoff))
         if work.first is not None:
             self._finish(handoff, work)
 
@@ -240,7 +226,6 @@ class PrefillWorker(HandoffRole[PrefillJob]):
         return (len(spec) - skip) * layout.layers * layout.layer_token_bytes > self._coalesce_below
 
     def _begin(self, job: PushJob) -> None:
-        assert self._pusher is not None
         try:
             self._pusher.begin(job)
         except (HandoffError, ValueError) as error:  # rejected, so nothing else reports its end
@@ -255,7 +240,6 @@ class PrefillWorker(HandoffRole[PrefillJob]):
                 self._give_up(handoff, events.stopping(handoff))
 
     def holdings(self) -> Iterator[Holding]:
-        """See `RoleBehaviour.holdings`."""
         for handoff, fetch in self.fetches.holdings().items():
             yield self._holding(handoff, "fetching", fetch)
         for handoff, allocation in self._engine.holdings():
@@ -265,7 +249,7 @@ class PrefillWorker(HandoffRole[PrefillJob]):
     def _drop(self, handoff: HandoffId) -> None:
         """Abort a handoff and its push. The engine withdraws the push before it frees the blocks."""
         self.fetches.end(handoff)
-        if handoff in self._work and self._pusher is not None:
+        if handoff in self._work:
             self._pusher.abort(handoff)
         self._forget(handoff, "aborted")
 
@@ -289,7 +273,6 @@ class PrefillWorker(HandoffRole[PrefillJob]):
 
     def _layer_done(self, step: list[StepWork], layer: int) -> None:
         """Pass finished KV of one layer to the sender, in the middle of a step."""
-        assert self._pusher is not None
         self._loop.progressed()
         if layer == 0:
             self.fetches.step_began()
@@ -305,7 +288,7 @@ class PrefillWorker(HandoffRole[PrefillJob]):
 
     def _hand_over(self, item: SequenceOutput) -> None:
         work = self._work.get(item.key)
-        if work is None or self._pusher is None:
+        if work is None:
             return
         if item.finish is not None:
             self._drop(item.key)  # the first token ended the request: nothing to commit
@@ -314,7 +297,6 @@ class PrefillWorker(HandoffRole[PrefillJob]):
         self._finish(item.key, work)
 
     def _finish(self, handoff: HandoffId, work: PrefillJob) -> None:
-        assert self._pusher is not None
         blocks = self._engine.held(handoff).blocks
         self._pusher.computed(handoff, blocks, self._info.layout.layers, len(work.spec))
         self._pusher.finish(handoff, work.end(self._engine.thinking_state(handoff)))
@@ -349,3 +331,41 @@ class PrefillWorker(HandoffRole[PrefillJob]):
                 self._drop(handoff)
             else:
                 self._give_up(handoff, events.failed(handoff, DeadlineExceeded("the prompt was not computed in time")))
+
+
+class HostedPrefill(PrefillWorker):
+    """The role with its sender, and with the listener for KV that it fetches."""
+
+    def __init__(self, parts: RoleDeps) -> None:
+        self.counts = Counts()
+        transfer = parts.settings.transfer
+        less, fetch_s = transfer.coalesce_below, transfer.frame_deadline_s
+        super().__init__(parts.info, parts.engine, parts.loop, parts.clock, coalesce_below=less, fetch_s=fetch_s)
+        self._transfers = Transfers(parts, self.fetches, self.push_ended, self.fetch_ended)
+        self.attach(self._transfers.sender)
+
+    def push_ended(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
+        if isinstance(outcome, PushResult):
+            self.counts.ended("pushed")
+            self.counts.moved("sent", outcome.transport, outcome.nbytes, outcome.frames, outcome.exposed_s)
+        else:
+            self.counts.ended("aborted" if isinstance(outcome, StaleAttempt) else "failed")
+        super().push_ended(handoff, outcome)
+
+    @property
+    def busy(self) -> bool:
+        """See `WorkerRole.busy`: whether KV is being pushed."""
+        return any(not work.waits for work in list(self._work.values()))
+
+    def load(self, load: Load) -> Load:
+        return replace(
+            load,
+            transfer_bytes=self.transfer_bytes,
+            transport=self.transport,
+            fetched_tokens=self.fetches.fetched_tokens,
+            channels=self._transfers.sender.channels(),
+            draining=self.draining,
+        )
+
+    async def close(self) -> None:
+        await self._transfers.close()

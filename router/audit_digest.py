@@ -43,10 +43,7 @@ def audit_digest(prompt: Sequence[int], sampling: Sampling, answers: Sequence[De
 
 
 def joined(digests: Sequence[str]) -> str:
-    """Combine digests of related requests: SHA-256 of their 32 bytes each, in order. One digest is unchanged.
-
-    Return "" if there are none, or one is empty.
-    """
+    """Combine digests of related requests: SHA-256 of all in order, or "" if one is missing. One stays unchanged."""
     if not all(digests) or not digests[1:]:
         return digests[0] if len(digests) == 1 else ""
     return sha256(b"".join(map(bytes.fromhex, digests))).hexdigest()

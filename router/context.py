@@ -16,13 +16,13 @@ from baton.event_journal import History
 from baton.ledger.prefix_index import PrefixIndex
 from baton.metrics import Metrics
 from baton.rpc.channel import Wire
+from router.activity import ActivityRecorder
 from router.admission.admission import Admission, QueueLimits
 from router.auth.tokens import TokenFile
-from router.observe.activity import ActivityRecorder
-from router.observe.request_observer import Sinks
 from router.placement.policy import ALONE, POLICIES
 from router.request.client_request import RunningRequests
 from router.request.lifecycle import Dispatch, StreamSource
+from router.request.observer import Sinks
 from router.request.traces import Traces
 from router.workers.placement import Placement
 from router.workers.pool import PoolOptions, WorkerPool, WorkerSource
@@ -82,10 +82,6 @@ def _exporter(settings: RouterSettings) -> Exporter | None:
     return Exporter(settings.otlp, settings.name, settings.version)
 
 
-async def _nowhere(name: str) -> None:
-    """Find no stream, without a ledger."""
-
-
 @dataclass(frozen=True, slots=True)
 class RouterContext:
     """The parts of a router, each complete. Parts with state of their own: the workers, the queue, the requests."""
@@ -108,9 +104,11 @@ def build_context(
     prefixes: PrefixIndex | None = None,
     streams: StreamSource | None = None,
 ) -> RouterContext:
-    """Build the parts of a router. `prefixes` holds cached blocks, `streams` finds the decode worker of a stream.
-    Raises ConfigError if certificates or tokens are unusable, or the exporter is not installed.
-    """
+    """Build the parts of a router; see `serve`. Raises ConfigError for unusable files or a missing exporter."""
+
+    async def no_streams(name: str) -> None:
+        """Find no stream, because there is no ledger."""
+
     wire = Wire.of(settings.tls)
     tokens = TokenFile(settings.tokens) if settings.tokens else None
     router_id = f"router-{secrets.token_hex(4)}"
@@ -118,24 +116,9 @@ def build_context(
     metrics = Metrics(settings.name, settings.version, settings.model)
     alone, local, colocated = ALONE[settings.policy], settings.local_prefill, settings.colocated
     options = PoolOptions(alone, settings.chunk, local, colocated, settings.slo_itl_s, metrics.ttft_predicted)
-    who = router_id, settings.worker_silence_s, clock, wire
-    pool = WorkerPool(workers, POLICIES[settings.policy], *who, prefixes=prefixes, options=options)
-    admission = _admission(settings, pool, clock)
-    pool.on_change = admission.changed
-    metrics.watch_blocks(pool.blocks)
-    metrics.watch_channels(pool.channels)
-    metrics.watch_verifying(pool.loads)
-    metrics.watch_queue(lambda: admission.waiting, lambda: admission.waiting_tokens)
-    exporter = _exporter(settings)
-    traces = Traces(settings.traces, settings.trace_sample, clock, exporter.put if exporter else None)
-    slo = settings.slo_ttft_s, settings.slo_itl_s
-    sinks = Sinks(router_id, clock, history, metrics, ActivityRecorder(clock), traces, *slo)
-    dispatch = Dispatch(admission, pool, streams or _nowhere, clock, settings.attempts)
-    return RouterContext(settings, wire, tokens, pool, admission, dispatch, RunningRequests(), sinks, exporter)
-
-
-def _admission(settings: RouterSettings, pool: WorkerPool, clock: Clock) -> Admission[Placement]:
-    return Admission(
+    policy, silence_s = POLICIES[settings.policy], settings.worker_silence_s
+    pool = WorkerPool(workers, policy, router_id, silence_s, clock, wire, prefixes=prefixes, options=options)
+    admission = Admission(
         pool.place,
         Placement.release,
         pool.can_serve,
@@ -145,3 +128,14 @@ def _admission(settings: RouterSettings, pool: WorkerPool, clock: Clock) -> Admi
         capability_of=attrgetter("capability"),
         why_not=pool.reasons_not_to_serve,
     )
+    pool.on_change = admission.changed
+    metrics.watch_blocks(pool.blocks)
+    metrics.watch_channels(pool.channels)
+    metrics.watch_verifying(pool.loads)
+    metrics.watch_queue(lambda: admission.waiting, lambda: admission.waiting_tokens)
+    exporter = _exporter(settings)
+    traces = Traces(settings.traces, settings.trace_sample, clock, exporter.put if exporter else None)
+    slo = settings.slo_ttft_s, settings.slo_itl_s
+    sinks = Sinks(router_id, clock, history, metrics, ActivityRecorder(clock), traces, *slo)
+    dispatch = Dispatch(admission, pool, streams or no_streams, clock, settings.attempts)
+    return RouterContext(settings, wire, tokens, pool, admission, dispatch, RunningRequests(), sinks, exporter)

@@ -23,64 +23,97 @@ from baton.ledger.prefix_index import PrefixIndex
 from baton.metrics import MetricsServer
 from baton.metrics.http import Target, target
 from baton.rpc import channel
-from baton.rpc.channel import IN_THE_CLEAR
+from baton.rpc.channel import PLAINTEXT
 from baton.rpc.v1 import admin_pb2_grpc, inference_pb2_grpc
 from baton.tokenizer import Tokenizer
 from router.admin import Admin
 from router.auth.interceptor import Guard
 from router.context import RouterContext, RouterSettings, build_context
 from router.openai.loopback import LoopbackListener
-from router.placement import demand
 from router.placement.policy import POLICIES
 from router.request.lifecycle import StreamSource
 from router.service import Inference
+from router.status import ENDINGS
 from router.workers.pool import WorkerSource
 
 if TYPE_CHECKING:
     from router.openai.server import HttpServer
 
 
-_WITHIN_S = 1.0  # maximum wait of a scrape for the ledger
-
-
-async def look(context: RouterContext, board: ControlState | None) -> None:
-    """Update the controller's metrics before a scrape. Without the ledger, they keep their last values."""
-    if board is None:
-        return
-    with suppress(LedgerError, TimeoutError):
-        async with asyncio.timeout(_WITHIN_S):
-            report = await board.control()
-        if report is None:
-            context.sinks.metrics.control.clear()
-            return
-        context.sinks.metrics.control.update(
-            {role.value: pool_size(report.plan, role) for role in Role},
-            [(slot.role, slot.state, slot.restarts) for slot in report.slots],
-            [(decision.at, decision.kind) for decision in report.decisions],
-        )
-
-
-async def targets(
-    context: RouterContext, board: ControlState | None, metrics_at: Callable[[], str]
-) -> Sequence[Target]:
-    """Return all known routers and workers as scrape targets. Without the ledger: this router and its workers.
-    `metrics_at` returns the address of this router's metrics.
-    """
-    routers = {context.sinks.router_id: metrics_at()}
-    if board is not None:
-        with suppress(LedgerError, TimeoutError):
-            async with asyncio.timeout(_WITHIN_S):
-                routers |= {report.router_id: report.metrics for report in await board.routers() if report.metrics}
-    name = context.settings.name
-    found = [target(address, name, "router", router_id) for router_id, address in sorted(routers.items())]
-    return found + [target(address, name, "worker", worker_id) for worker_id, address in context.pool.told_metrics()]
-
-
 log = structlog.get_logger(__name__)
 
 SERVICE = "baton.v1.Inference"
-_LOOK_S = 0.1
-_GOODBYE_S = 1.0
+_HEALTH_S = 0.1
+_CLOSING_S = 1.0
+_WITHIN_S = 1.0  # maximum wait of a scrape for the ledger
+_DEMAND_S = 1.0
+_DEMAND_LEASE_S = 5.0
+
+
+async def update_control_metrics(context: RouterContext, control_state: ControlState | None) -> None:
+    """Update the controller's metrics before a scrape. Without the ledger, they keep their last values."""
+    if control_state is None:
+        return
+    metrics = context.sinks.metrics.control
+    with suppress(LedgerError, TimeoutError):
+        async with asyncio.timeout(_WITHIN_S):
+            report = await control_state.control()
+        if report is None:
+            metrics.clear()
+            return
+        slots = [(slot.role, slot.state, slot.restarts) for slot in report.slots]
+        decisions = [(decision.at, decision.kind) for decision in report.decisions]
+        metrics.update({role.value: pool_size(report.plan, role) for role in Role}, slots, decisions)
+
+
+async def targets(
+    context: RouterContext, control_state: ControlState | None, metrics_at: Callable[[], str]
+) -> Sequence[Target]:
+    """Return scrape targets: all routers of the ledger and this one at `metrics_at`, and this router's workers."""
+    routers = {context.sinks.router_id: metrics_at()}
+    if control_state is not None:
+        with suppress(LedgerError, TimeoutError):
+            async with asyncio.timeout(_WITHIN_S):
+                reports = await control_state.routers()
+                routers |= {report.router_id: report.metrics for report in reports if report.metrics}
+    name = context.settings.name
+    found = [target(address, name, "router", router_id) for router_id, address in sorted(routers.items())]
+    return found + [
+        target(address, name, "worker", worker_id) for worker_id, address in context.pool.metrics_addresses()
+    ]
+
+
+def current_demand(context: RouterContext, metrics_at: str) -> RouterReport:
+    """Return the current load of the workers, the queue and the requests. `metrics_at` is the metrics' address."""
+    report, queue = context.pool.expected(), context.admission
+    running, outcomes = len(context.running), context.sinks.outcomes
+    return report.model_copy(
+        update={
+            "queued": queue.waiting,
+            "queued_tokens": queue.waiting_tokens,
+            "oldest_s": queue.oldest_s,
+            "queue_s": queue.wait_s,
+            "ttft_s": report.ttft_s and report.ttft_s + queue.wait_s,
+            "running": running,
+            "arrived": running + sum(outcomes[outcome] for outcome in ENDINGS),
+            "refused": outcomes["refused"],
+            "metrics": metrics_at,
+        }
+    )
+
+
+async def publish_demand(current: Callable[[], RouterReport], control_state: ControlState) -> None:
+    """Publish the `current` load every second until cancelled. Ledger errors are only logged: no request needs this."""
+    failed = False
+    while True:
+        try:
+            await control_state.put_router(current(), _DEMAND_LEASE_S)
+            failed = False
+        except LedgerError as error:
+            if not failed:
+                log.warning("demand_not_told", error=str(error))
+            failed = True
+        await asyncio.sleep(_DEMAND_S)
 
 
 class Router:
@@ -88,7 +121,7 @@ class Router:
     `metrics_at` is the address of the metrics for other hosts; the owner may set it.
     """
 
-    def __init__(self, context: RouterContext, tokenizer: Tokenizer, board: ControlState | None = None) -> None:
+    def __init__(self, context: RouterContext, tokenizer: Tokenizer, control_state: ControlState | None = None) -> None:
         self.context = context
         self.grpc = self.admin = self.metrics = self.http = self.metrics_at = ""
         guards = [Guard(context.tokens)] if context.tokens else []
@@ -96,23 +129,22 @@ class Router:
         self._public = channel.aio_server(link=channel.PUBLIC, interceptors=guards, share_port=share)
         self._private = channel.aio_server(link=channel.INTERNAL, interceptors=guards)
         self._inner = LoopbackListener(guards)
-        self._look = partial(look, context, board)
+        self._look = partial(update_control_metrics, context, control_state)
         self._metrics = MetricsServer(
-            context.sinks.metrics,
+            context.sinks.metrics.registry,
             ready=lambda: context.running.accepting and context.pool.can_serve(),
             look=self._look,
-            targets=partial(targets, context, board, lambda: self.metrics_at),
+            targets=partial(targets, context, control_state, lambda: self.metrics_at),
         )
         self._health = health_aio.HealthServicer()
         self._gateway: HttpServer | None = None
-        self._board = board
+        self._control_state = control_state
         self._watches: list[asyncio.Task[None]] = []
-        parts = context.settings, context.sinks, context.dispatch, context.running
-        inference = Inference(*parts, tokenizer)
+        inference = Inference(context, tokenizer)
         for server in (self._public, self._inner.server):
             inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        self._admin = Admin(*parts, context.tokens, board)
+        self._admin = Admin(context, control_state)
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, self._private)
         names = (SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._public)
@@ -139,31 +171,30 @@ class Router:
         await asyncio.gather(self._public.start(), self._private.start())
         if inner:
             await self._inner.server.start()
-        self._watches.append(asyncio.create_task(self._tell_health(), name="health"))
-        self._watches.append(asyncio.create_task(self._admin.live.run(), name="live"))
+        watches = {"health": self._report_health(), "live": self._admin.live.run()}
         if self.context.tokens is not None:
-            self._watches.append(asyncio.create_task(self.context.tokens.watch(), name="tokens"))
-        if self._board is not None:
-            self._watches.append(asyncio.create_task(demand.publish(self._demand, self._board), name="demand"))
+            watches["tokens"] = self.context.tokens.watch()
+        if self._control_state is not None:
+            demand = publish_demand(lambda: current_demand(self.context, self.metrics_at), self._control_state)
+            watches["demand"] = demand
+        self._watches += [asyncio.create_task(watch, name=name) for name, watch in watches.items()]
         if self._gateway is not None:
             self.http = self._gateway.address
-            await self._gateway.start(inner, IN_THE_CLEAR)
+            await self._gateway.start(inner, PLAINTEXT)
         bound = {"grpc": self.grpc, "admin": self.admin, "metrics": self.metrics, "http": self.http}
         log.info("router_started", router_id=self.context.sinks.router_id, **bound)
 
     async def stop(self, grace_s: float = 30.0) -> None:
-        """Reject new requests, give running ones `grace_s` to finish, end the rest with NoWorker, and close. Decode
-        workers continue those that can be resumed.
-        """
+        """Reject new requests, give running ones `grace_s`, and close. Decode workers continue resumable ones."""
         self.context.running.accepting = False
         # Closes the listener and sends GOAWAY, so that new calls go to another router.
-        closing = asyncio.create_task(self._public.stop(grace_s + 2 * _GOODBYE_S))
+        closing = asyncio.create_task(self._public.stop(grace_s + 2 * _CLOSING_S))
         for watch in self._watches:
             watch.cancel()
         with suppress(TimeoutError):  # it waits for every watching client, and one may have stopped reading
             async with asyncio.timeout(1.0):
                 await self._health.enter_graceful_shutdown()
-        leaving = [asyncio.create_task(self._gateway.stop(grace_s + _GOODBYE_S))] if self._gateway is not None else []
+        leaving = [asyncio.create_task(self._gateway.stop(grace_s + _CLOSING_S))] if self._gateway is not None else []
         if self.context.running:
             await asyncio.wait([call.task for call in self.context.running], timeout=grace_s)
         for call in self.context.running:
@@ -171,14 +202,14 @@ class Router:
             call.end(NoWorker("this router is stopping"))
         self._admin.live.close()
         if leaving:  # HTTP answers end after their gRPC calls
-            await asyncio.wait(leaving, timeout=_GOODBYE_S)
+            await asyncio.wait(leaving, timeout=_CLOSING_S)
             leaving[0].cancel()
             await asyncio.gather(*leaving, return_exceptions=True)
-        await asyncio.gather(closing, *(server.stop(_GOODBYE_S) for server in self._servers))
-        if self._board is not None:
+        await asyncio.gather(closing, *(server.stop(_CLOSING_S) for server in self._servers))
+        if self._control_state is not None:
             with suppress(LedgerError, TimeoutError):
-                async with asyncio.timeout(_GOODBYE_S):
-                    await self._board.drop_router(self.context.sinks.router_id)
+                async with asyncio.timeout(_CLOSING_S):
+                    await self._control_state.drop_router(self.context.sinks.router_id)
         await self.context.pool.stop()
         await self._metrics.stop()
         if self.context.exporter is not None:
@@ -186,21 +217,16 @@ class Router:
         self.context.sinks.history.close()
         log.info("router_stopped", router_id=self.context.sinks.router_id)
 
-    def _demand(self) -> RouterReport:
-        context = self.context
-        report, count = context.pool.expected(), len(context.running)
-        return demand.current_demand(report, context.admission, count, context.sinks.outcomes, self.metrics_at)
-
     @property
     def _servers(self) -> tuple[grpc.aio.Server | LoopbackListener, ...]:
         return self._public, self._inner, self._private
 
-    async def _tell_health(self) -> None:
+    async def _report_health(self) -> None:
         """Report gRPC health: "" while the process serves, Inference while a decode worker is connected."""
         while True:
             status = "SERVING" if self.context.pool.can_serve() else "NOT_SERVING"
             await self._health.set(SERVICE, health_pb2.HealthCheckResponse.ServingStatus.Value(status))
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_HEALTH_S)
 
 
 def _gateway(context: RouterContext, admin: Admin, look: Callable[[], Awaitable[None]]) -> HttpServer:
@@ -231,14 +257,15 @@ async def serve(
     clock: Clock | None = None,
     prefixes: PrefixIndex | None = None,
     streams: StreamSource | None = None,
-    board: ControlState | None = None,
+    control_state: ControlState | None = None,
 ) -> Router:
     """Start a router and return it when its listeners are bound. Raises ConfigError, and then leaves nothing behind.
     `workers` lists the live workers (`Ledger.workers`), `prefixes` their cached blocks (from a `DirectoryView`).
-    `streams` finds the decode worker of a stream (`OwnershipStore.find`). `board` is the control state.
+    `streams` finds the decode worker of a stream (`OwnershipStore.find`). The controller also uses `control_state`.
     """
     if settings.policy not in POLICIES:
         raise ConfigError(f"router.policy: {settings.policy!r} is not one of {', '.join(sorted(POLICIES))}")
-    router = Router(build_context(settings, workers, clock or SystemClock(), prefixes, streams), tokenizer, board)
+    context = build_context(settings, workers, clock or SystemClock(), prefixes, streams)
+    router = Router(context, tokenizer, control_state)
     await router.start()
     return router

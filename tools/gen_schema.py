@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from baton.cli.config import schema_text
+from baton.cli.setup.config import schema_text
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMA = ROOT / "configs" / "schema.json"

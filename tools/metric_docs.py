@@ -5,18 +5,30 @@ python -m tools.metric_docs [--check]
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from baton import __version__
+from baton import __version__, errors
 from baton.core import BlockCounts, Channel, Incarnation, KVLayout, Load, Role, WorkerInfo, WorkerRef
-from baton.errors import Overloaded
+from baton.errors import BatonError, Overloaded
 from baton.metrics import Metrics
-from baton.metrics.base import LABELS, OF_METRIC, Values
+from baton.metrics.base import (
+    BLOCK_STATES,
+    DECISIONS,
+    FINISHES,
+    HANDOFFS,
+    OUTCOMES,
+    RECOVERIES,
+    SLOT_STATES,
+    STAGES,
+    SUCCESS,
+    TRANSPORTS,
+)
 from baton.metrics.worker import Counts, Watched, WorkerMetrics
 from baton.stages import Timings
 from baton.testing import FakeClock
@@ -36,6 +48,60 @@ INFO = WorkerInfo(
     total_blocks=8,
     layout=KVLayout(1, 1, 8, 16, "float32"),
 )
+
+
+def _classes(kind: type[BatonError]) -> Iterable[str]:
+    yield kind.__name__
+    for below in kind.__subclasses__():
+        if below.__module__ == errors.__name__:
+            yield from _classes(below)
+
+
+REFUSALS = tuple(sorted(set(_classes(BatonError))))
+
+# The allowed values, or a description if their number depends on workers or versions.
+Values = tuple[str, ...] | str
+# Labels that mean the same in every metric.
+LABELS: Mapping[str, Values] = {
+    "cluster": "the cluster file's `name`",
+    "version": "Baton's version",
+    "met": ("true", "false"),
+    "stage": STAGES,
+    "role": tuple(role.value for role in Role),
+    "transport": TRANSPORTS,
+    "direction": ("sent", "received"),
+    "worker": "a worker's id",
+    "peer": "a worker's id",
+    "model": "the name of the model that is served",
+    "model_name": "the name of the model that is served",
+    "fingerprint": "the first 12 digits of the fingerprint of the model that is served",
+    "engine": ("0",),
+    "finished_reason": tuple(dict.fromkeys(SUCCESS.values())),
+    "block_size": "tokens per KV block",
+    "num_gpu_blocks": "KV blocks of a worker, also without a GPU",
+    "le": "upper limit of a bucket",
+}
+# Labels that differ by metric; names without suffix.
+OF_METRIC: Mapping[str, Mapping[str, Values]] = {
+    "baton_requests": {"outcome": OUTCOMES},
+    "baton_deterministic_requests": {"outcome": OUTCOMES},
+    "baton_handoffs": {"outcome": HANDOFFS},
+    "baton_refusals": {"reason": REFUSALS},
+    "baton_recoveries": {"reason": RECOVERIES},
+    "baton_finished_choices": {"reason": FINISHES},
+    "baton_kv_blocks": {"state": BLOCK_STATES},
+    "baton_slots": {"state": SLOT_STATES},
+    "baton_step_seconds": {"kind": ("prefill", "decode", "mixed")},
+    "baton_computed_tokens": {"kind": ("prefill", "decode")},
+    "baton_decisions": {"kind": DECISIONS},
+}
+_SUFFIX = re.compile(r"_(total|created|bucket|sum|count|info)$")
+
+
+def values(metric: str, label: str) -> Values:
+    """Return the values of `label` in `metric`, which may be a sample's name. Raises KeyError if it has none."""
+    own = OF_METRIC.get(_SUFFIX.sub("", metric), {})
+    return own[label] if label in own else LABELS[label]
 
 
 @dataclass(slots=True)

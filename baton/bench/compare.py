@@ -20,11 +20,11 @@ RATES = {"requests_per_s": "requests/s", "tokens_per_s": "new tokens/s", "comple
 class Report:
     """The options and goals of a run, and its figures."""
 
-    asked: Mapping[str, Any]
+    options: Mapping[str, Any]
     figures: Mapping[str, float]
 
 
-def compare(first: Path, second: Path, *, as_json: bool) -> None:
+def print_comparison(first: Path, second: Path, *, as_json: bool) -> None:
     """Print each figure of both reports and their ratio B / A. Raises BadParameter if a file is not a report."""
     a, b = load(first), load(second)
     found = {"a": str(first), "b": str(second), "differs": differences(a, b), "figures": figures(a, b)}
@@ -49,8 +49,8 @@ def load(path: Path) -> Report:
 
 def differences(a: Report, b: Report) -> dict[str, list[Any]]:
     """Return the options and goals that differ, each with both values."""
-    names = list(dict.fromkeys([*a.asked, *b.asked]))
-    both = {name: [each.asked.get(name) for each in (a, b)] for name in names}
+    names = list(dict.fromkeys([*a.options, *b.options]))
+    both = {name: [each.options.get(name) for each in (a, b)] for name in names}
     return {name: values for name, values in both.items() if values[0] != values[1]}
 
 

@@ -6,8 +6,10 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from random import Random
+from typing import TypeVar
 
 from baton.errors import ConfigError
 
@@ -17,6 +19,7 @@ MOST_ZIPF = 1_000_000  # because each length takes memory
 LEAST_CV, MOST_CV = 1e-3, 1e3  # limits of a coefficient of variation
 BOUNDS = f"lengths from 1 to {LONGEST}, of zipf to {MOST_ZIPF}, CV from {LEAST_CV:g} to {MOST_CV:g}"
 Draw = Callable[[Random], int]
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ def _uniform(text: str) -> Draw:
 def _lognormal(text: str) -> Draw:
     """Parse the mean and coefficient of variation of the token counts. Larger values become MOST."""
     mean_text, cv_text, *most_texts = text.split(",")
-    mean, cv = _positive(mean_text, LONGEST), variation(cv_text)
+    mean, cv = _within(float(mean_text), sys.float_info.min, LONGEST), variation(cv_text)
     (most,) = map(_whole, most_texts or [str(LONGEST)])
     variance = math.log1p(cv**2)
     place, width = math.log(mean) - variance / 2, math.sqrt(variance)
@@ -79,36 +82,28 @@ def _lognormal(text: str) -> Draw:
 def _zipf(text: str) -> Draw:
     """Draw a length k with a probability proportional to k to the power of minus the exponent."""
     exponent_text, most_text = text.split(",")
-    exponent, most = _positive(exponent_text), _whole(most_text)
-    if most > MOST_ZIPF:
-        raise ValueError(most_text)
-    total, sums = 0.0, []
-    for length in range(1, most + 1):
-        total += length**-exponent
-        sums.append(total)
+    exponent = _within(float(exponent_text), sys.float_info.min, sys.float_info.max)
+    most = _within(int(most_text), 1, MOST_ZIPF)
     lengths = range(1, most + 1)
+    sums = list(accumulate(length**-exponent for length in lengths))
     return lambda draw: draw.choices(lengths, cum_weights=sums)[0]
 
 
 _MAKERS = {"fixed": _fixed, "uniform": _uniform, "lognormal": _lognormal, "zipf": _zipf}
 
 
-def _whole(text: str) -> int:
-    if not 1 <= (value := int(text)) <= LONGEST:
-        raise ValueError(text)
-    return value
-
-
 def variation(text: str) -> float:
     """Parse a coefficient of variation. Raises ValueError."""
-    if not LEAST_CV <= (value := float(text)) <= MOST_CV:
-        raise ValueError(text)
-    return value
+    return _within(float(text), LEAST_CV, MOST_CV)
 
 
-def _positive(text: str, most: float = sys.float_info.max) -> float:
-    if not 0 < (value := float(text)) <= most:
-        raise ValueError(text)
+def _whole(text: str) -> int:
+    return _within(int(text), 1, LONGEST)
+
+
+def _within(value: Number, least: float, most: float) -> Number:
+    if not least <= value <= most:
+        raise ValueError(value)
     return value
 
 

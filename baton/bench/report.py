@@ -18,6 +18,7 @@ PERCENTILES = (50, 90, 95, 99)
 COLUMNS = ("mean", *(f"p{percent}" for percent in PERCENTILES), "max")
 ROWS = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "end to end"}
 GOALS = {"ttft_ms": "TTFT", "itl_ms": "TPOT", "gap_ms": "each ITL", "e2e_ms": "end to end"}
+NOTES = {NOT_SENT: " (more than --max-in-flight would have been in flight)"}
 BUSY, LATE_MS = 0.8, 20.0  # share of a core, and lag of timers, above which the load generator may be too slow
 
 
@@ -32,7 +33,7 @@ class Generator:
     clipped: int = 0  # requests cut to the model's length
 
 
-def report(samples: Sequence[Sample], goals: Goals, plan: Mapping[str, Any], own: Generator) -> dict[str, Any]:
+def report(samples: Sequence[Sample], goals: Goals, plan: Mapping[str, Any], generator: Generator) -> dict[str, Any]:
     """Return all figures, for `--json`. A distribution without values is None."""
     good = [sample for sample in samples if not sample.error and sample.times]
     wall_s = max(sample.end for sample in samples) - min(sample.start for sample in samples)
@@ -42,11 +43,11 @@ def report(samples: Sequence[Sample], goals: Goals, plan: Mapping[str, Any], own
     return {
         "kind": KIND,
         "plan": dict(plan),
-        "began": own.began,
+        "began": generator.began,
         "seconds": wall_s,
         "completed": completed,
-        "unfinished": own.unfinished,
-        "clipped": own.clipped,
+        "unfinished": generator.unfinished,
+        "clipped": generator.clipped,
         "errors": dict(Counter(sample.error for sample in samples if sample.error)),
         "prompt_tokens": prompts,
         "completion_tokens": tokens,
@@ -60,9 +61,9 @@ def report(samples: Sequence[Sample], goals: Goals, plan: Mapping[str, Any], own
         "e2e_ms": distribution([sample.e2e_s for sample in good]),
         "goodput": goodput(good, goals, len(samples), wall_s),
         "generator": {
-            "cpu_share": own.cpu_share,
+            "cpu_share": generator.cpu_share,
             "late_p99_s": percentile(sorted(late_s) or [0.0], 99),
-            "lag_ms": distribution(own.lags_s),
+            "lag_ms": distribution(generator.lags_s),
         },
     }
 
@@ -99,7 +100,7 @@ def table(found: Mapping[str, Any]) -> str:
     failed = sum(found["errors"].values())
     unfinished = f", {found['unfinished']} not finished" if found["unfinished"] else ""
     lines = [f"{found['completed']} requests completed, {failed} failed{unfinished}, in {found['seconds']:.2f} s"]
-    lines += [f"  {count} {kind}{_why(kind)}" for kind, count in sorted(found["errors"].items())]
+    lines += [f"  {count} {kind}{NOTES.get(kind, '')}" for kind, count in sorted(found["errors"].items())]
     if found["clipped"]:
         lines.append(f"  {found['clipped']} were cut to the model's length")
     lines.append(
@@ -111,10 +112,6 @@ def table(found: Mapping[str, Any]) -> str:
     if found["goodput"]:
         lines += goal_lines(found["goodput"])
     return "\n".join([*lines, own_line(found["generator"])])
-
-
-def _why(kind: str) -> str:
-    return " (more than --max-in-flight would have been under way)" if kind == NOT_SENT else ""
 
 
 def _cells(values: Mapping[str, float] | None) -> str:

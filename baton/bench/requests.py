@@ -52,7 +52,7 @@ class BenchPlan:
     def is_open(self) -> bool:
         return self.rate is not None or self.arrivals is not None
 
-    def plain(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the options as JSON values."""
         return asdict(self) | {"trace": None if self.trace is None else str(self.trace)}
 
@@ -74,7 +74,7 @@ class BenchPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class BenchRequest:
     """One request, to be sent `at_s` seconds after the start."""
 
     prompt: Prompt
@@ -120,29 +120,26 @@ class Load:
             return itertools.takewhile(lambda one: one.at_s < until, found)
         return found
 
-    def asks(self, model: Model) -> Iterator[Ask]:
+    def requests(self, model: Model) -> Iterator[BenchRequest]:
         """Return all requests for `model`. Raises InvalidRequest immediately for lengths that do not fit the model."""
         checked = list(itertools.islice(self.arrivals(), CHECKED if self.count is None else None))
         _check(checked, model, clip=self.plan.clip)
-        return self._made(self.arrivals(), model, self.plan.seed)
+        return self._prepared(self.arrivals(), model, self.plan.seed)
 
-    def warmup(self, model: Model) -> Iterator[Ask]:
+    def warmup(self, model: Model) -> Iterator[BenchRequest]:
         """Yield requests of the same lengths that leave no useful prefixes in a cache."""
-        for one in self._made(itertools.islice(self._anonymous(), self.plan.warmup), model, self.plan.seed + 1):
+        load = (replace(one, prompt=None, prompt_tokens=one.prompt_tokens or 1, blocks=()) for one in self._endless())
+        for one in self._prepared(itertools.islice(load, self.plan.warmup), model, self.plan.seed + 1):
             yield replace(one, deterministic=False)
 
-    def _anonymous(self) -> Iterator[Arrival]:
-        for one in self._endless():
-            yield replace(one, prompt=None, prompt_tokens=one.prompt_tokens or 1, blocks=())
-
-    def _made(self, found: Iterator[Arrival], model: Model, seed: int) -> Iterator[Ask]:
+    def _prepared(self, found: Iterator[Arrival], model: Model, seed: int) -> Iterator[BenchRequest]:
         prompts = Prompts(self.plan.vocab_size or model.vocab_size or ANY_VOCABULARY, seed)
         draw = random.Random(f"{seed}/deterministic")
         for number, one in enumerate(found):
             fit = one.within(model.max_model_len) if model.max_model_len else one
             prompt = prompts.tokens(fit, number) if fit.prompt is None else fit.prompt
             is_deterministic = draw.random() < self.plan.deterministic_share
-            yield Ask(prompt, fit.max_tokens, fit.at_s, is_deterministic, fit is not one)
+            yield BenchRequest(prompt, fit.max_tokens, fit.at_s, is_deterministic, fit is not one)
 
 
 def _replayed(plan: BenchPlan, trace: Trace) -> Trace:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from baton.bench.report import Generator
-from baton.bench.requests import CONCURRENCY, Ask, Load, served
+from baton.bench.requests import CONCURRENCY, BenchRequest, Load, served
 from baton.bench.sample import NOT_SENT, Sample
 from baton.bench.targets import Server
 from baton.clock import Clock
@@ -27,7 +27,7 @@ class Run:
     def __init__(self, server: Server, load: Load, clock: Clock, show: Callable[[Run], None]) -> None:
         self.samples: list[Sample] = []
         self.failure: BatonError | None = None
-        self.under_way = self.clipped = 0
+        self.in_flight = self.clipped = 0
         self.began: float | None = None  # None until measured requests are sent
         self.load = load
         self.clock = clock
@@ -36,40 +36,39 @@ class Run:
         self._lags_s: list[float] = []
         self._cpu_s = 0.0
 
-    async def whole(self) -> None:
+    async def execute(self) -> None:
         """Run the whole load. Raises BatonError if it cannot be sent, for example because a prompt is too long."""
         try:
             found = served(await self._server.models(), self.load.plan.model)
-            rest = self.load.asks(found)
-            asks = itertools.chain(list(itertools.islice(rest, 1)), rest)  # made early, because it imports modules
+            rest = self.load.requests(found)
+            requests = itertools.chain(list(itertools.islice(rest, 1)), rest)  # made early, because it imports modules
             await self._warm(list(self.load.warmup(found)))
             watch = asyncio.create_task(self._watch())
             self.began, self._cpu_s = self.clock.monotonic(), time.process_time()
-            await (self._open(asks, self.began) if self.load.plan.is_open else self._closed(asks, self.began))
+            await (self._open(requests, self.began) if self.load.plan.is_open else self._closed(requests, self.began))
             watch.cancel()
         finally:
             await self._server.close()
 
-    def own(self) -> Generator:
-        """Return the load generator's own cost until now."""
+    def generator(self) -> Generator:
         wall_s = self.clock.monotonic() - (self.began or 0.0)
         cpu_s = time.process_time() - self._cpu_s
         began = self.clock.wall() - wall_s
-        return Generator(began, cpu_s / wall_s, self._lags_s, self.under_way, self.clipped)
+        return Generator(began, cpu_s / wall_s, self._lags_s, self.in_flight, self.clipped)
 
-    async def _warm(self, asks: list[Ask]) -> None:
+    async def _warm(self, requests: list[BenchRequest]) -> None:
         """Send warmup requests. Their results and failures do not count, because failures will recur in the run."""
-        waiting = iter(asks)
+        waiting = iter(requests)
 
         async def in_turn() -> None:
-            for ask in waiting:
+            for request in waiting:
                 try:
-                    await self._server.send(ask, Sample(0.0))
+                    await self._server.send(request, Sample(0.0))
                 except BatonError:
                     await asyncio.sleep(PAUSE_S)
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(len(asks), self.load.plan.concurrency or CONCURRENCY)):
+            for _ in range(min(len(requests), self.load.plan.concurrency or CONCURRENCY)):
                 group.create_task(in_turn())
 
     async def _watch(self) -> None:
@@ -80,35 +79,35 @@ class Run:
             self._lags_s.append(max(0.0, self.clock.monotonic() - due))
             self._show(self)
 
-    async def _closed(self, asks: Iterator[Ask], began: float) -> None:
+    async def _closed(self, requests: Iterator[BenchRequest], began: float) -> None:
         until = math.inf if self.load.plan.duration is None else began + self.load.plan.duration
 
         async def in_turn() -> None:
             pause_s = 0.0
-            for ask in asks:  # the pause applies only if a request follows
+            for request in requests:  # the pause applies only if a request follows
                 if self.clock.monotonic() + pause_s >= until:
                     return
                 await asyncio.sleep(pause_s)
                 if self.clock.monotonic() >= until:
                     return
-                self.under_way += 1
-                pause_s = await self._one(ask, self.clock.monotonic())
+                self.in_flight += 1
+                pause_s = await self._send(request, self.clock.monotonic())
 
         async with asyncio.TaskGroup() as group:
             for _ in range(self.load.plan.concurrency or CONCURRENCY):
                 group.create_task(in_turn())
 
-    async def _open(self, asks: Iterator[Ask], began: float) -> None:
+    async def _open(self, requests: Iterator[BenchRequest], began: float) -> None:
         """Send each request at its time, regardless of the others. The next request is made before it is due."""
         async with asyncio.TaskGroup() as group:
-            for ask in asks:
-                due = began + ask.at_s
+            for request in requests:
+                due = began + request.at_s
                 await self._sleep_until(due)
-                if self.under_way >= self.load.plan.max_in_flight:
+                if self.in_flight >= self.load.plan.max_in_flight:
                     self.samples.append(Sample(due, end=self.clock.monotonic(), error=NOT_SENT))
                     continue
-                self.under_way += 1
-                group.create_task(self._one(ask, due))
+                self.in_flight += 1
+                group.create_task(self._send(request, due))
 
     async def _sleep_until(self, due: float) -> None:
         """Sleep until `due`, but always yield. Timers count whole milliseconds, so one can fire slightly early."""
@@ -116,16 +115,16 @@ class Run:
         if (left := due - self.clock.monotonic()) > 0:
             await asyncio.sleep(left + MILLISECOND)
 
-    async def _one(self, ask: Ask, due: float) -> float:
+    async def _send(self, request: BenchRequest, due: float) -> float:
         """Send one request, record its sample, and return the seconds to wait before the next one."""
-        sample, wait = Sample(due, self.clock.monotonic(), deterministic=ask.deterministic), 0.0
+        sample, wait = Sample(due, self.clock.monotonic(), deterministic=request.deterministic), 0.0
         try:
-            await self._server.send(ask, sample)
+            await self._server.send(request, sample)
         except BatonError as error:
             self.failure, sample.error = error, type(error).__name__
             wait = min(MOST_PAUSE_S, error.retry_after_s) if isinstance(error, Overloaded) else PAUSE_S
         sample.end = self.clock.monotonic()
-        self.under_way -= 1
-        self.clipped += ask.clipped
+        self.in_flight -= 1
+        self.clipped += request.clipped
         self.samples.append(sample)
         return wait

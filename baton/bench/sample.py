@@ -45,12 +45,12 @@ class Sample:
     def gaps_s(self) -> list[float]:
         return [later - earlier for earlier, later in pairwise(self.times)]
 
-    def saw(self, time: float, tokens: int) -> None:
+    def record(self, time: float, tokens: int) -> None:
         """Record a message with `tokens` tokens."""
         self.times.append(time)
         self.counts.append(tokens)
 
-    def plain(self, origin: float) -> dict[str, Any]:
+    def as_dict(self, origin: float) -> dict[str, Any]:
         """Return JSON values: seconds, rounded to microseconds, `..._at_s` relative to `origin`, None if missing."""
         return {
             "intended_at_s": round(self.start - origin, 6),

@@ -1,7 +1,4 @@
-"""The servers that `baton bench` measures: a router over gRPC, or any server with OpenAI's HTTP API.
-
-The HTTP client streams `/v1/completions` as server-sent events.
-"""
+"""The servers that `baton bench` measures: a router over gRPC, or any server with OpenAI's HTTP API."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import httpx2
 import orjson
 
 from baton import errors
-from baton.bench.requests import Ask
+from baton.bench.requests import BenchRequest
 from baton.bench.sample import Sample
 from baton.client import AsyncClient, Model, Options
 from baton.clock import Clock
@@ -74,10 +71,10 @@ class HttpServer:
         except (ValueError, KeyError, TypeError) as error:
             raise errors.EngineFault(f"{self._http.base_url}models: not a list of models: {error!r}") from error
 
-    async def send(self, ask: Ask, sample: Sample) -> None:
-        body = {**self._body, "prompt": ask.prompt, "max_tokens": ask.max_tokens, "stream": True}
+    async def send(self, request: BenchRequest, sample: Sample) -> None:
+        body = {**self._body, "prompt": request.prompt, "max_tokens": request.max_tokens, "stream": True}
         body["stream_options"] = {"include_usage": True}
-        if ask.deterministic:
+        if request.deterministic:
             body["deterministic"] = True
         try:
             async with (
@@ -126,7 +123,7 @@ def _parsed(data: str) -> dict[str, Any]:
 
 def _note(chunk: dict[str, Any], now: float, sample: Sample) -> None:
     if any(choice.get("text") for choice in chunk.get("choices", ())):
-        sample.saw(now, 1)  # a chunk has no token count; one without text shows nothing
+        sample.record(now, 1)  # a chunk has no token count; one without text shows nothing
     if usage := chunk.get("usage"):
         sample.prompt_tokens, sample.tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
 
@@ -167,7 +164,7 @@ class Server(Protocol):
     async def models(self) -> list[Model]:
         """Return the served models. A length or size is 0 if the server does not report it."""
 
-    async def send(self, ask: Ask, sample: Sample) -> None:
+    async def send(self, request: BenchRequest, sample: Sample) -> None:
         """Wait for the whole answer, and record in `sample` when its parts came."""
 
     async def close(self) -> None: ...
@@ -184,12 +181,13 @@ class GrpcServer:
     async def models(self) -> list[Model]:
         return await self._client.models()
 
-    async def send(self, ask: Ask, sample: Sample) -> None:
-        options: Options = {**self._options, "max_tokens": ask.max_tokens, "deterministic": ask.deterministic or None}
-        async with self._client.stream(ask.prompt, **options) as stream:
+    async def send(self, request: BenchRequest, sample: Sample) -> None:
+        options: Options = {**self._options, "max_tokens": request.max_tokens}
+        options["deterministic"] = request.deterministic or None
+        async with self._client.stream(request.prompt, **options) as stream:
             async for delta in stream:
                 if delta.tokens:
-                    sample.saw(self._clock.monotonic(), len(delta.tokens))
+                    sample.record(self._clock.monotonic(), len(delta.tokens))
             done = await stream.collect()
         sample.prompt_tokens = done.usage.prompt_tokens
         sample.tokens = done.usage.completion_tokens

@@ -1,4 +1,4 @@
-"""Recorded requests: files of three formats, detected by their content, and statistics of a load.
+"""Recorded requests: files of three formats, detected by their content.
 
 Mooncake  JSON lines: timestamp (ms), input_length, output_length, hash_ids (one for each 512 tokens)
 Azure     CSV: TIMESTAMP, ContextTokens, GeneratedTokens
@@ -11,6 +11,7 @@ import csv
 import itertools
 import json
 import math
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -20,6 +21,12 @@ from typing import Any, TextIO
 
 from baton.bench.lengths import LONGEST
 from baton.errors import ConfigError
+
+MOONCAKE_BLOCK = 512
+AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+MOONCAKE = ("timestamp", "input_length", "output_length", "hash_ids")
+BATON = ("prompt", "prompt_tokens", "max_tokens", "timestamp")
+MOST_SHOWN = 60  # characters of a wrong value
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,49 +55,16 @@ class Arrival:
         return replace(self, prompt_tokens=min(self.prompt_tokens, tokens - answer), max_tokens=answer)
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """Totals of a load. `shared` is the share of prompt tokens that an unlimited prefix cache would hit."""
-
-    requests: int
-    span_s: float  # from the first to the last arrival
-    prompt_tokens: int
-    max_tokens: int
-    longest: int  # most tokens of a prompt and its answer
-    shared: float
-
-    @property
-    def rate(self) -> float:
-        """The requests per second, or 0 if all arrive at the same time."""
-        return (self.requests - 1) / self.span_s if self.span_s else 0.0
-
-
-def summary(load: Iterable[Arrival]) -> Summary:
-    """Summarize `load`, which is in arrival order. A request's blocks count as cached as soon as it arrives."""
-    count = prompts = answers = longest = found = 0
-    first = last = 0.0
+def cached_share(load: Iterable[Arrival]) -> float:
+    """Return the share of prompt tokens that an unlimited prefix cache would hit. `load` is in arrival order."""
+    prompts = found = 0
     seen: set[int] = set()
     for one in load:
-        first, last = (one.at_s if count == 0 else first), one.at_s
-        count += 1
         prompts += one.prompt_tokens
-        answers += one.max_tokens
-        longest = max(longest, one.total_tokens)
-        found += min(_known(one, seen) * one.block_tokens, one.prompt_tokens)
+        known = len(list(itertools.takewhile(seen.__contains__, one.blocks)))
+        found += min(known * one.block_tokens, one.prompt_tokens)
         seen.update(one.blocks)
-    return Summary(count, last - first, prompts, answers, longest, found / prompts if prompts else 0.0)
-
-
-def _known(one: Arrival, seen: set[int]) -> int:
-    """Return how many leading blocks are in `seen`."""
-    return next((place for place, block in enumerate(one.blocks) if block not in seen), len(one.blocks))
-
-
-MOONCAKE_BLOCK = 512
-AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-MOONCAKE = ("timestamp", "input_length", "output_length", "hash_ids")
-BATON = ("prompt", "prompt_tokens", "max_tokens", "timestamp")
-MOST_SHOWN = 60  # characters of a wrong value
+    return found / prompts if prompts else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,18 +110,11 @@ def read_trace(path: Path, *, scale: float = 1.0, limit: int | None = None) -> T
 
 
 def _scaled(one: Arrival, scale: float, at_s: float) -> Arrival:
-    def divided(tokens: int) -> int:
-        return max(1, round(tokens / scale)) if tokens else 0
-
     if one.prompt is not None:
         return replace(one, at_s=at_s)
-    return replace(
-        one,
-        at_s=at_s,
-        prompt_tokens=divided(one.prompt_tokens),
-        max_tokens=divided(one.max_tokens),
-        block_tokens=divided(one.block_tokens),
-    )
+    counts = (one.prompt_tokens, one.max_tokens, one.block_tokens)
+    prompt, answer, block = (max(1, round(count / scale)) if count else 0 for count in counts)
+    return replace(one, at_s=at_s, prompt_tokens=prompt, max_tokens=answer, block_tokens=block)
 
 
 def _arrivals(path: Path, file: TextIO) -> Iterator[Arrival]:
@@ -155,19 +122,16 @@ def _arrivals(path: Path, file: TextIO) -> Iterator[Arrival]:
     first = file.readline()
     file.seek(0)
     if set(AZURE) <= set(first.strip().split(",")):
-        yield from _table(path, csv.DictReader(file))
+        rows = csv.DictReader(file)
+        try:
+            for row in rows:
+                yield _azure(f"{path}:{rows.line_num}", row)
+        except csv.Error as error:
+            raise ConfigError(f"{path}:{rows.reader.line_num}: not CSV: {error}") from error
         return
     for number, text in enumerate(file, 1):
         if text.strip():
             yield _line(f"{path}:{number}", text)
-
-
-def _table(path: Path, rows: csv.DictReader[str]) -> Iterator[Arrival]:
-    try:
-        for row in rows:
-            yield _azure(f"{path}:{rows.line_num}", row)
-    except csv.Error as error:
-        raise ConfigError(f"{path}:{rows.reader.line_num}: not CSV: {error}") from error
 
 
 def _azure(where: str, row: dict[str, str | None]) -> Arrival:
@@ -181,13 +145,8 @@ def _azure(where: str, row: dict[str, str | None]) -> Arrival:
 
 
 def _number(text: str | None) -> object:
-    """Parse an int, or return the text unchanged for the error message."""
-    if text is None or not (text.isascii() and text.isdigit()):
-        return text
-    try:
-        return int(text)
-    except ValueError:  # more digits than Python parses
-        return text
+    """Parse an int, or return the text unchanged for the error message. Python parses at most 4300 digits."""
+    return int(text) if text is not None and re.fullmatch(r"[0-9]{1,4300}", text) else text
 
 
 def _line(where: str, text: str) -> Arrival:
@@ -239,7 +198,6 @@ def _tokens(where: str, name: str, value: object) -> int:
 
 
 def _shown(value: object) -> str:
-    """Return the value's text, shortened for an error message."""
     text = repr(value)
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 

@@ -1,7 +1,7 @@
 """The command line, and the composition root: only here do the cluster, the router and the worker roles meet.
 
-`main.py` maps errors to exit codes. `app.py` declares the commands; each imports its module when it runs, so that
-`--help` stays fast. Read `up.py` (start and stop a cluster) and `serve.py` (one role as a process) first. `target.py`
-and `credentials.py` find the router that a command calls. `operate.py`, `status.py`, `logs.py` and `top/` are for
-operators. `doctor.py`, `profile_*.py`, `plan.py` and `bench.py` check, measure and size a cluster.
+`main.py` maps errors to exit codes. `app.py` lists the commands. They are in five packages: `cluster` (run and change a
+cluster), `inspect` (show it), `requests` (use it), `setup` (prepare it) and `sizing` (measure and plan it). Modules
+with commands import grpc, pydantic, torch and ray only when a command runs, so that `--help` stays fast. `options.py`
+has their common options, and `target.py` the cluster that a command is for.
 """

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from baton.errors import (
-    BatonError,
-    Cancelled,
-    CheckpointError,
-    ConfigError,
-    InvalidRequest,
-    LedgerError,
-    NoWorker,
-    Overloaded,
-    UnknownModel,
-)
+from baton import errors
 
-EXIT_CODES: tuple[tuple[type[BatonError], int], ...] = (
-    (InvalidRequest, 2),
-    (UnknownModel, 2),
-    (ConfigError, 3),
-    (CheckpointError, 3),
-    (LedgerError, 4),
-    (NoWorker, 4),
-    (Overloaded, 5),
-    (Cancelled, 130),
-)
+EXIT_CODES: dict[int, tuple[type[errors.BatonError], ...]] = {
+    2: (errors.InvalidRequest, errors.UnknownModel),
+    3: (errors.ConfigError, errors.CheckpointError),
+    4: (errors.LedgerError, errors.NoWorker),
+    5: (errors.Overloaded,),
+    130: (errors.Cancelled,),
+}
 
 
-def exit_code(error: BatonError) -> int:
+def exit_code(error: errors.BatonError) -> int:
     """Return the exit code of an error, or 1 if the table has none."""
-    return next((code for kind, code in EXIT_CODES if isinstance(error, kind)), 1)
+    return next((code for code, kinds in EXIT_CODES.items() if isinstance(error, kinds)), 1)

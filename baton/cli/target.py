@@ -1,24 +1,123 @@
-"""The router that request commands call, with token and certificates."""
+"""The cluster that a command is for: its routers, and the certificates and tokens for them."""
 
 from __future__ import annotations
 
+import os
 import ssl
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
-from baton.cli.credentials import find_reach
-from baton.cli.up import find_cluster
+import grpc
+
 from baton.client import AsyncClient, Client
-from baton.errors import ConfigError
-from baton.rpc.channel import Wire, from_here
+from baton.client.types import ClusterStatus
+from baton.cluster.state_dir import ClusterState, StateFolder, running_clusters
+from baton.config import ClusterConfig, load_config
+from baton.errors import ConfigError, NoWorker
+from baton.rpc.channel import PLAINTEXT, Wire, from_here
+from baton.rpc.status import from_rpc_error
+from baton.rpc.v1.admin_pb2_grpc import AdminStub
+from router.auth.tokens import read_tokens
 
+TOKEN_VARIABLE = "BATON_TOKEN"  # not an option, because all users of a machine see command lines
 SYSTEM = Path("system")
+TIMEOUT_S = 10.0
+Reply = TypeVar("Reply")
+
+
+def find_cluster(name: str | None, *, starting: bool = False) -> ClusterState:
+    """Return the running cluster called `name`, or the only one. One that still starts counts only with `starting`.
+    Raises NoWorker (exit code 4) with the running clusters' names.
+    """
+    running = running_clusters()
+    chosen = [state for state in running if name in {None, state.name}]
+    if len(chosen) == 1:
+        if not (chosen[0].ready or starting):
+            raise NoWorker(f"cluster {chosen[0].name!r} is still starting")
+        return chosen[0]
+    if not running:
+        raise NoWorker("no cluster is running here; start one with: baton up -c configs/local.yaml --detach")
+    names = ", ".join(state.name for state in running)
+    problem = f"no cluster named {name!r} is running" if name else "several clusters are running"
+    raise NoWorker(f"{problem}; set --name to one of: {names}")
+
+
+def check_tokens(config: ClusterConfig) -> None:
+    """Check the tokens file before anything starts, because the router will read it. Raises ConfigError."""
+    if config.security.tokens is not None:
+        read_tokens(config.security.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """The certificates and the token for a cluster. The defaults are no encryption and no token."""
+
+    wire: Wire = PLAINTEXT
+    token: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, config: ClusterConfig) -> Credentials:
+        """Return the credentials for a cluster by its file. Raises ConfigError."""
+        return cls(Wire.of(config.security.tls), os.environ.get(TOKEN_VARIABLE) or None)
+
+    @classmethod
+    def find(cls, cluster: ClusterState | None, tls: Path | None) -> Credentials:
+        """Return those by `tls` (a folder of `baton certs`, or a CA file), or else of `cluster`. Raises ConfigError."""
+        file = StateFolder(cluster.name).config if cluster else None
+        if tls is None and file is not None and file.exists():
+            return cls.of(load_config(file))
+        return cls(Wire.of_path(tls) if tls else PLAINTEXT, os.environ.get(TOKEN_VARIABLE) or None)
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """The gRPC metadata of each call."""
+        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Admins:
+    """The admin addresses of a cluster's routers. An address is empty while its router starts."""
+
+    addresses: Sequence[str]
+    credentials: Credentials = Credentials()
+
+    @classmethod
+    def find(cls, name: str | None, target: str | None, tls: Path | None) -> Admins:
+        """Return `target` (an admin address), or the routers of the running cluster `name`. Raises NoWorker."""
+        running = None if target else find_cluster(name)
+        addresses = [running.admin, *running.admins[1:]] if running is not None else [str(target)]
+        return cls([from_here(address) for address in addresses], Credentials.find(running, tls))
+
+    @property
+    def started(self) -> list[str]:
+        """The addresses of routers that have started. Raises NoWorker if there are none."""
+        if not any(self.addresses):
+            raise NoWorker("the cluster is still starting")
+        return [address for address in self.addresses if address]
+
+    def call(self, address: str, method: Callable[..., Reply]) -> Reply:
+        """Return `method(stub, timeout=..., metadata=...)` for the router at `address`. Raises BatonError."""
+        with self.credentials.wire.sync(address) as channel:
+            try:
+                return method(AdminStub(channel), timeout=TIMEOUT_S, metadata=self.credentials.metadata)
+            except grpc.RpcError as error:
+                raise from_rpc_error(error, address) from None
+
+    def status(self, address: str, timeout_s: float = TIMEOUT_S) -> ClusterStatus:
+        """Return the cluster's status by the router at `address`. Raises BatonError."""
+        if not address:
+            raise NoWorker("the router is still starting")
+        token, tls = self.credentials.token, self.credentials.wire
+        with Client(address, admin=address, timeout=timeout_s, token=token, tls=tls) as client:
+            return client.cluster()
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A router at `target`, or of the running cluster `name`. `tls` is a CA file, a folder of `baton certs`, `system`
-    for this machine's authorities, or None for the running cluster's settings.
+    """A router for requests, at `target` or of the running cluster `name`. `tls` is a CA file, a folder of
+    `baton certs`, `system` for this machine's authorities, or None for the running cluster's settings.
     """
 
     name: str | None
@@ -42,11 +141,11 @@ class Router:
         if self.tls is None or self.tls == SYSTEM:
             return None
         try:
-            return ssl.create_default_context(cadata=find_reach(None, self.tls).wire.ca.decode())
+            return ssl.create_default_context(cadata=Wire.of_path(self.tls).ca.decode())
         except (ssl.SSLError, ValueError) as error:
             raise ConfigError(f"tls: {self.tls} has no certificate of an authority: {error}") from error
 
     def _reach(self) -> tuple[str, Wire | bool]:
         running = None if self.target else find_cluster(self.name)
         address = from_here(running.grpc) if running is not None else str(self.target)
-        return address, self.tls == SYSTEM or find_reach(running, self.tls).wire
+        return address, self.tls == SYSTEM or Credentials.find(running, self.tls).wire

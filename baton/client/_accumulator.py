@@ -22,7 +22,7 @@ class _ChoiceState:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     matched_stop: str = ""
-    ended_in: int = 0  # number of the stream that reported the end: 0, then one more per resume
+    ended_in: int = 0  # value of `resumed` when the end was reported
     tail: str = ""  # text that came without a token, since the last token
     repeated: str = ""  # part of the tail that a resumed stream will repeat
     thoughts: list[Thought] = field(default_factory=list)
@@ -74,7 +74,10 @@ class Fold:
     def _feed(self, event: inference.GenerateEvent) -> Delta | None:
         """Process the next event; return its text, tokens or thought, if any. Raises EngineFault."""
         self._check_order(event)
-        self._count(event)
+        self.resumed += self._started and not self._events
+        self._started = True
+        self.request_id = event.request_id
+        self._events += 1
         match event.WhichOneof("event"):
             case "tokens":
                 return self._tokens(event.tokens)
@@ -121,12 +124,6 @@ class Fold:
             raise self._broken(f"received event {event.seq}, expected {self._events}")
         if self._events and event.request_id != self.request_id:
             raise self._broken(f"received an event of request {event.request_id!r}")
-
-    def _count(self, event: inference.GenerateEvent) -> None:
-        self.resumed += self._started and not self._events
-        self._started = True
-        self.request_id = event.request_id
-        self._events += 1
 
     def _tokens(self, message: inference.Tokens) -> Delta | None:
         state = self._choices.setdefault(message.choice, _ChoiceState())

@@ -9,19 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 
-from baton.client.types import (
-    ChatMessage,
-    ClusterStatus,
-    Control,
-    Decision,
-    Model,
-    Options,
-    Plan,
-    Prompt,
-    Slot,
-    ToolCall,
-    WorkerStatus,
-)
+from baton.client import types
 from baton.errors import EngineFault, InvalidRequest
 from baton.rpc import convert
 from baton.rpc.v1 import admin_pb2 as admin
@@ -31,7 +19,7 @@ from baton.rpc.v1 import inference_pb2 as inference
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 Ids: TypeAlias = Sequence[int]
-Chat: TypeAlias = Sequence[ChatMessage | Mapping[str, Any]]
+Chat: TypeAlias = Sequence[types.ChatMessage | Mapping[str, Any]]
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
 _SAMPLING = frozenset(common.Sampling.DESCRIPTOR.fields_by_name)
@@ -39,7 +27,7 @@ _TURN = ("role", "content", "tool_calls", "tool_call_id")
 _CONSTRAINT = frozenset({"json_schema", "regex", "choices"})
 
 
-def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequest:
+def generate_request(prompt: types.Prompt, options: types.Options) -> inference.GenerateRequest:
     """Return the request. Raises TypeError for an unknown option, InvalidRequest if the wire cannot carry a value."""
     request = _options(options)
     if isinstance(prompt, str):
@@ -52,14 +40,14 @@ def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequ
     return request
 
 
-def chat_request(messages: Chat, options: Options, tools: Tools = ()) -> inference.GenerateRequest:
+def chat_request(messages: Chat, options: types.Options, tools: Tools = ()) -> inference.GenerateRequest:
     """Like `generate_request`, for a conversation and OpenAI's `tools`. Raises TypeError also for an unknown field."""
     request = _options(options)
     request.chat.SetInParent()
     if tools:
         request.chat.tools = _json(list(tools), "prompt.chat.tools")
     for number, message in enumerate(messages):
-        turn, where = message if isinstance(message, ChatMessage) else _turn(message), f"prompt.chat[{number}]."
+        turn, where = message if isinstance(message, types.ChatMessage) else _turn(message), f"prompt.chat[{number}]."
         added = request.chat.messages.add()
         for name, value in (("role", turn.role), ("content", turn.content), ("tool_call_id", turn.tool_call_id)):
             added.MergeFrom(_field(inference.ChatMessage, name, value, where))
@@ -79,23 +67,18 @@ def detokenize_request(ids: Ids, model: str) -> inference.DetokenizeRequest:
     return _field(inference.DetokenizeRequest, "ids", ids, "", model=model)
 
 
-def models(reply: inference.ListModelsReply) -> list[Model]:
-    """Return the models in the server's order."""
-    return [Model(**values(model)) for model in reply.models]
-
-
-def cluster_status(reply: admin.StatusReply) -> ClusterStatus:
+def cluster_status(reply: admin.StatusReply) -> types.ClusterStatus:
     """Return the status. Raises EngineFault for an invalid reply."""
     workers = tuple(trusted(_worker_status, each) for each in reply.workers)
     control = _control(reply.control) if reply.HasField("control") else None
-    return ClusterStatus(**values(reply) | {"workers": workers, "control": control})
+    return types.ClusterStatus(**values(reply) | {"workers": workers, "control": control})
 
 
-def _control(message: admin.Control) -> Control:
-    slots = tuple(Slot(**values(slot)) for slot in message.slots)
-    decisions = tuple(Decision(**values(decision)) for decision in message.decisions)
-    plan = Plan(**values(message.plan))
-    return Control(plan, message.age_s, slots, decisions, message.host, message.outlook)
+def _control(message: admin.Control) -> types.Control:
+    slots = tuple(types.Slot(**values(slot)) for slot in message.slots)
+    decisions = tuple(types.Decision(**values(decision)) for decision in message.decisions)
+    plan = types.Plan(**values(message.plan))
+    return types.Control(plan, message.age_s, slots, decisions, message.host, message.outlook)
 
 
 def values(message: Message) -> dict[str, Any]:
@@ -111,20 +94,15 @@ def trusted(read: Callable[[M], T], message: M) -> T:
         raise EngineFault(f"the server sent an invalid reply: {error}") from error
 
 
-def _worker_status(message: admin.WorkerStatus) -> WorkerStatus:
-    return WorkerStatus(
-        convert.info_from_pb(message.info),
-        convert.load_from_pb(message.load),
-        message.state,
-        message.dispatched,
-        message.note,
-    )
+def _worker_status(message: admin.WorkerStatus) -> types.WorkerStatus:
+    info, load = convert.info_from_pb(message.info), convert.load_from_pb(message.load)
+    return types.WorkerStatus(info, load, message.state, message.dispatched, message.note)
 
 
-def _options(options: Options) -> inference.GenerateRequest:
+def _options(options: types.Options) -> inference.GenerateRequest:
     request = inference.GenerateRequest()
     for name, value in options.items():
-        if name not in Options.__annotations__:
+        if name not in types.Options.__annotations__:
             raise _unknown(name)
         if value is not None:
             _set(request, name, value)
@@ -138,26 +116,24 @@ def _set(request: inference.GenerateRequest, name: str, value: Any) -> None:
     elif name == "choices":
         request.constraint.choices.MergeFrom(_field(inference.Choices, "texts", value, "constraint.choices."))
     elif name in _CONSTRAINT:
-        value = (
-            _json(value, "constraint.json_schema") if name == "json_schema" and isinstance(value, Mapping) else value
-        )
+        if name == "json_schema" and isinstance(value, Mapping):
+            value = _json(value, "constraint.json_schema")
         request.constraint.MergeFrom(_field(inference.Constraint, name, value, "constraint."))
     else:
         request.MergeFrom(_field(inference.GenerateRequest, name, value, ""))
 
 
-def _turn(message: Mapping[str, Any]) -> ChatMessage:
-    """Return a message in OpenAI's format as ChatMessage."""
+def _turn(message: Mapping[str, Any]) -> types.ChatMessage:
     unknown = [name for name, value in message.items() if name not in _TURN and value is not None]
     if unknown:
         raise TypeError(f"unknown field {unknown[0]!r} of a message; must be one of {', '.join(_TURN)}")
-    calls = tuple(call if isinstance(call, ToolCall) else _call(call) for call in message.get("tool_calls") or ())
+    calls = tuple(call if isinstance(call, types.ToolCall) else _call(call) for call in message.get("tool_calls") or ())
     content = message.get("content") or "" if calls else message["content"]
-    return ChatMessage(message["role"], content, calls, message.get("tool_call_id"))
+    return types.ChatMessage(message["role"], content, calls, message.get("tool_call_id"))
 
 
-def _call(call: Mapping[str, Any]) -> ToolCall:
-    return ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
+def _call(call: Mapping[str, Any]) -> types.ToolCall:
+    return types.ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
 
 
 def _json(value: object, field: str) -> str:
@@ -168,8 +144,8 @@ def _json(value: object, field: str) -> str:
 
 
 def _unknown(name: str) -> TypeError:
-    near = difflib.get_close_matches(name, Options.__annotations__, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"must be one of {', '.join(Options.__annotations__)}"
+    near = difflib.get_close_matches(name, types.Options.__annotations__, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"must be one of {', '.join(types.Options.__annotations__)}"
     return TypeError(f"unknown option {name!r}; {hint}")
 
 

@@ -9,25 +9,19 @@ from typing import TypeAlias
 
 import grpc
 
+from baton import errors
 from baton.clock import Clock, SystemClock
-from baton.errors import (
-    BatonError,
-    ConfigError,
-    InvalidRequest,
-    NoWorker,
-    Overloaded,
-    UnknownModel,
-    Unsupported,
-    WorkerLost,
-)
+from baton.errors import BatonError, ConfigError
 from baton.rpc.channel import Wire
 
+# CA certificates (PEM) as a path or bytes, True for those of the system, or None for no TLS. A folder of `baton certs`,
+# or a `Wire`, also has the cluster's own certificate, which `cluster` needs.
 Tls: TypeAlias = str | Path | bytes | bool | Wire | None
-"""CA certificates (PEM) as a path or bytes. True means those of the system, None means no TLS.
 
-A folder of `baton certs`, or a `Wire`, also has the cluster's own certificate, which `cluster` needs.
-"""
-
+RESUMABLE = "baton-resumable"  # key in a stream's initial metadata; "1" means that `Resume` can continue the stream.
+RESUMABLE_S = 30.0  # default time that a stream outlives its router, so that the client finds another one.
+# From a router that cannot resume, or not this request
+REFUSALS = (errors.Unsupported, errors.UnknownModel, errors.InvalidRequest)
 RETRY_BASE_S = 0.25
 RETRY_CAP_S = 5.0
 _LOOPBACK = ("127.", "localhost:", "[::1]", "unix:")
@@ -49,15 +43,14 @@ class Attempts:
         return None if self._deadline is None else max(0.0, self._deadline - self._clock.monotonic())
 
     def wait_after(self, error: BatonError, *, started: bool = False) -> float:
-        """Return the seconds until the next try. Raises `error` if no retry can help, is left, or fits the deadline.
-
-        The wait is the server's retry delay plus full jitter: uniform between 0 and a limit that doubles. `started`
-        means that an event of the stream has arrived, therefore the request must not be sent again.
+        """Return the seconds until the next try: the server's delay plus jitter, uniform up to a limit that doubles.
+        Raises `error` if no retry can help, is left, or fits the deadline. `started` means that an event of the stream
+        has arrived, so the request must not be sent again.
         """
         if started or not error.retryable or self._retries >= self._max_retries:
             raise error
         wait: float = self._draw() * min(RETRY_CAP_S, RETRY_BASE_S * 2**self._retries)
-        wait += error.retry_after_s if isinstance(error, Overloaded) else 0.0
+        wait += error.retry_after_s if isinstance(error, errors.Overloaded) else 0.0
         left = self.remaining()
         if left is not None and wait >= left:
             raise error
@@ -112,11 +105,6 @@ class ClientBase:
         self._target = self._targets[(self._targets.index(target) + 1) % len(self._targets)]
         return self._target
 
-    def _admin_target(self) -> str:
-        if self._admin is None:
-            raise ConfigError("admin: not set; create the client with admin='host:port' to see the cluster")
-        return self._admin
-
 
 def _targets(target: str) -> tuple[str, ...]:
     targets = (target,) if target.startswith(_LISTS) else tuple(part.strip() for part in target.split(","))
@@ -140,43 +128,31 @@ def _credentials(tls: Tls) -> grpc.ChannelCredentials | None:
     return Wire.of_path(tls).credentials
 
 
-RESUMABLE = "baton-resumable"
-"""Key in a stream's initial metadata; "1" means that `Resume` can continue the stream."""
-
-RESUMABLE_S = 30.0
-"""Default time in seconds that a stream outlives its router, in which the client finds another one."""
-
-REFUSALS = (Unsupported, UnknownModel, InvalidRequest)  # from a router that cannot resume, or not this request
-
-
 class Recovery:
-    """Breaks of one started stream. `targets` is the number of routers that may resume it.
-
-    Only a lost connection or worker is a break; any other failure ends the stream. The caller finally gets the loss as
-    the error, and not a router's rejection of the Resume.
+    """Breaks of one started stream, which is lost with its connection or worker; any other failure ends it. The caller
+    finally gets the loss as the error, and not a router's rejection of the Resume.
     """
 
     def __init__(self, targets: int) -> None:
         self.resumable = False
-        self._targets = targets
+        self._targets = targets  # routers that may resume the stream
         self._refused = 0
         self._lost: BatonError | None = None
 
     def progressed(self) -> None:
-        """Reset, because the answer has advanced."""
+        """Forget the breaks, because the answer has advanced."""
         self._refused, self._lost = 0, None
 
     def wait_after(self, error: BatonError, attempts: Attempts, *, answered: bool) -> float:
         """Return the seconds until a Resume. Raises the final error. `answered` means that the stream had events."""
         if self._lost is not None and not answered:
             return self._wait_after_resume(self._lost, error, attempts)
-        lost = self.resumable and isinstance(error, WorkerLost | NoWorker)
+        lost = self.resumable and isinstance(error, errors.WorkerLost | errors.NoWorker)
         if lost:
             self._lost = error
         return attempts.wait_after(error, started=not lost)
 
     def _wait_after_resume(self, lost: BatonError, error: BatonError, attempts: Attempts) -> float:
-        """Return the wait after a Resume without events."""
         if not isinstance(error, REFUSALS):
             return attempts.wait_after(error)
         self._refused += 1

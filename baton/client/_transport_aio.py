@@ -11,14 +11,13 @@ import grpc
 from baton.client._retry import here
 from baton.errors import Cancelled
 from baton.rpc import channel
-from baton.rpc.v1 import admin_pb2_grpc, inference_pb2_grpc
 from baton.rpc.v1 import inference_pb2 as inference
+from baton.rpc.v1 import inference_pb2_grpc
 
 Q = TypeVar("Q")
 R = TypeVar("R")
 Channel: TypeAlias = "grpc.aio.Channel"
 Stub: TypeAlias = "inference_pb2_grpc.InferenceAsyncStub"
-AdminStub: TypeAlias = "admin_pb2_grpc.AdminAsyncStub"
 Call: TypeAlias = "grpc.aio.UnaryStreamCall[inference.GenerateRequest, inference.GenerateEvent]"
 ResumeCall: TypeAlias = "grpc.aio.UnaryStreamCall[inference.ResumeRequest, inference.GenerateEvent]"
 Unary: TypeAlias = "grpc.aio.UnaryUnaryMultiCallable[Q, R]"
@@ -60,11 +59,6 @@ class Stubs:
             await made.close()
 
 
-def admin_stub(made: Channel) -> AdminStub:
-    """Return the stub of the service for operators."""
-    return admin_pb2_grpc.AdminStub(made)
-
-
 async def ask(method: Unary[Q, R], request: Q, timeout: float | None, metadata: Metadata) -> R:
     """Return the reply. Raises grpc.RpcError, or Cancelled if the client was closed during the call."""
     call = method(request, timeout=timeout, metadata=metadata)
@@ -83,11 +77,6 @@ async def read(call: Call | ResumeCall) -> inference.GenerateEvent | None:
         _raise_if_ended_here(call.cancelled())
         raise
     return event if isinstance(event, inference.GenerateEvent) else None  # EOF
-
-
-async def headers(call: Call | ResumeCall) -> dict[str, str | bytes]:
-    """Return the initial metadata of the stream."""
-    return dict(await call.initial_metadata())
 
 
 def _raise_if_ended_here(cancelled: bool) -> None:

@@ -12,14 +12,13 @@ import grpc
 from baton.client._retry import here
 from baton.errors import Cancelled
 from baton.rpc import channel
-from baton.rpc.v1 import admin_pb2_grpc, inference_pb2_grpc
 from baton.rpc.v1 import inference_pb2 as inference
+from baton.rpc.v1 import inference_pb2_grpc
 
 Q = TypeVar("Q")
 R = TypeVar("R")
 Channel: TypeAlias = "grpc.Channel"
 Stub: TypeAlias = "inference_pb2_grpc.InferenceStub"
-AdminStub: TypeAlias = "admin_pb2_grpc.AdminStub"
 Unary: TypeAlias = "grpc.UnaryUnaryMultiCallable[Q, R]"
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 Sleep: TypeAlias = Callable[[float], None]
@@ -75,11 +74,6 @@ class Stubs:
                 made.close()
 
 
-def admin_stub(made: Channel) -> AdminStub:
-    """Return the stub of the service for operators."""
-    return admin_pb2_grpc.AdminStub(made)
-
-
 def ask(method: Unary[Q, R], request: Q, timeout: float | None, metadata: Metadata) -> R:
     """Return the reply. Raises grpc.RpcError."""
     return method(request, timeout=timeout, metadata=metadata)
@@ -88,8 +82,3 @@ def ask(method: Unary[Q, R], request: Q, timeout: float | None, metadata: Metada
 def read(call: Call) -> inference.GenerateEvent | None:
     """Return the next event, None at the end. Raises grpc.RpcError."""
     return next(call, None)
-
-
-def headers(call: Call) -> dict[str, str | bytes]:
-    """Return the initial metadata of the stream."""
-    return dict(call.initial_metadata())

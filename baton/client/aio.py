@@ -1,7 +1,4 @@
-"""The asyncio client. `tools/gen_sync_client.py` generates `sync.py` from it; `make fmt` runs the tool.
-
-It only sends messages and waits. `_retry`, `_messages` and `_accumulator` make the decisions.
-"""
+"""The asyncio client, from which `tools/gen_sync_client.py` generates `sync.py`. It only sends messages and waits."""
 
 from __future__ import annotations
 
@@ -13,12 +10,14 @@ import grpc
 from baton.client import _messages
 from baton.client import _transport_aio as wire
 from baton.client._accumulator import Fold
+from baton.client._messages import Chat, Tools
 from baton.client._retry import RESUMABLE, RESUMABLE_S, ClientBase, Recovery
 from baton.client.types import ClusterStatus, Completion, Delta, Model, Options, Prompt
-from baton.errors import BatonError, Cancelled, NoWorker
+from baton.errors import BatonError, Cancelled, ConfigError, NoWorker
 from baton.rpc.status import from_rpc_error
 from baton.rpc.v1 import admin_pb2 as admin
 from baton.rpc.v1 import inference_pb2 as inference
+from baton.rpc.v1.admin_pb2_grpc import AdminStub
 
 
 class AsyncStream(Fold):
@@ -92,13 +91,9 @@ class AsyncStream(Fold):
         stub = client._stubs.of(self._target)
         if not self._started:
             return stub.Generate(self._request, timeout=left, metadata=client._metadata)
-        received = self._received(self._request.n)
-        request = inference.ResumeRequest(
-            request_id=self.request_id,
-            request=self._request,
-            received=received,
-            system_fingerprint=self.system_fingerprint,
-        )
+        request = inference.ResumeRequest(request_id=self.request_id, request=self._request)
+        request.received.extend(self._received(self._request.n))
+        request.system_fingerprint = self.system_fingerprint
         self._rewind()
         return stub.Resume(request, timeout=left, metadata=client._metadata)
 
@@ -108,28 +103,22 @@ class AsyncStream(Fold):
                 return await wire.read(self._call)
             except grpc.RpcError as failure:
                 error = from_rpc_error(failure, self._target, connected=self._started)
-            if await self._is_resumable() and self.usage is not None:
+            if self._started and not self._recovery.resumable:
+                headers = dict(await self._call.initial_metadata())
+                self._recovery.resumable = headers.get(RESUMABLE) == "1"
+            if self._recovery.resumable and self.usage is not None:
                 return None  # the answer is complete
-            await self._client._sleep(self._wait_after(error))
+            self._raise_if_closed()
+            if self._started:
+                wait = self._recovery.wait_after(error, self._attempts, answered=self._events > 0)
+            else:
+                wait = self._attempts.wait_after(error)
+            await self._client._sleep(wait)
             self._raise_if_closed()  # another task or thread may have closed the stream during the wait
             self._target = self._client._after(self._target)
             self._call = self._send()
             if self._closed:
                 self._call.cancel()
-
-    def _wait_after(self, error: BatonError) -> float:
-        """Return the seconds until the next try. Raises the error that ends the stream."""
-        self._raise_if_closed()
-        if not self._started:
-            return self._attempts.wait_after(error)
-        return self._recovery.wait_after(error, self._attempts, answered=self._events > 0)
-
-    async def _is_resumable(self) -> bool:
-        """Return True if the server announced it in the initial metadata."""
-        if self._started and not self._recovery.resumable:
-            headers = await wire.headers(self._call)
-            self._recovery.resumable = headers.get(RESUMABLE) == "1"
-        return self._recovery.resumable
 
     def _raise_if_closed(self) -> None:
         if self._closed:
@@ -188,34 +177,26 @@ class AsyncClient(ClientBase):
         return AsyncStream(self, _messages.generate_request(prompt, options), timeout)
 
     async def chat(
-        self,
-        messages: _messages.Chat,
-        *,
-        tools: _messages.Tools = (),
-        timeout: float | None = None,
-        **options: Unpack[Options],
+        self, messages: Chat, *, tools: Tools = (), timeout: float | None = None, **options: Unpack[Options]
     ) -> Completion:
         """Return the next turn. Messages and `tools` are as in OpenAI's API; tool calls stay text in the answer."""
         async with self.stream_chat(messages, tools=tools, timeout=timeout, **options) as stream:
             return await stream.collect()
 
     def stream_chat(
-        self,
-        messages: _messages.Chat,
-        *,
-        tools: _messages.Tools = (),
-        timeout: float | None = None,
-        **options: Unpack[Options],
+        self, messages: Chat, *, tools: Tools = (), timeout: float | None = None, **options: Unpack[Options]
     ) -> AsyncStream:
         """Send the request for the next turn of a conversation and return its stream."""
         return AsyncStream(self, _messages.chat_request(messages, options, tools), timeout)
 
     async def cancel(self, request_id: str) -> bool:
         """Cancel a running request of any client; return False if none of this client's routers runs it."""
+        request = inference.CancelRequest(request_id=request_id)
         unreachable: NoWorker | None = None
         for target in self._targets:
             try:
-                if await self._cancel_at(target, request_id):
+                reply = await self._call(lambda target: self._stubs.of(target).Cancel, request, target)
+                if reply.found:
                     return True
             except NoWorker as error:
                 unreachable = error
@@ -226,33 +207,25 @@ class AsyncClient(ClientBase):
     async def tokenize(self, text: str, model: str = "") -> list[int]:
         """Return the token ids of a text."""
         request = _messages.tokenize_request(text, model)
-        reply = await self._call(lambda target: self._stubs.of(target).Tokenize, request)
-        return list(reply.ids)
+        return list((await self._call(lambda target: self._stubs.of(target).Tokenize, request)).ids)
 
     async def detokenize(self, ids: _messages.Ids, model: str = "") -> str:
         """Return the text of token ids."""
         request = _messages.detokenize_request(ids, model)
-        reply = await self._call(lambda target: self._stubs.of(target).Detokenize, request)
-        return reply.text
+        return (await self._call(lambda target: self._stubs.of(target).Detokenize, request)).text
 
     async def models(self) -> list[Model]:
         """Return the served models."""
-        request = inference.ListModelsRequest()
-        reply = await self._call(lambda target: self._stubs.of(target).ListModels, request)
-        return _messages.models(reply)
+        reply = await self._call(lambda target: self._stubs.of(target).ListModels, inference.ListModelsRequest())
+        return [Model(**_messages.values(model)) for model in reply.models]
 
     async def cluster(self) -> ClusterStatus:
         """Return the workers and counts of this router. Raises ConfigError if the client was made without `admin`."""
-        target = self._admin_target()
+        if (target := self._admin) is None:
+            raise ConfigError("admin: not set; create the client with admin='host:port' to see the cluster")
         async with self._stubs.connect(target) as channel:
-            stub = wire.admin_stub(channel)
-            reply = await self._call(lambda _: stub.Status, admin.StatusRequest(), target)
-            return _messages.cluster_status(reply)
-
-    async def _cancel_at(self, target: str, request_id: str) -> bool:
-        request = inference.CancelRequest(request_id=request_id)
-        reply = await self._call(lambda target: self._stubs.of(target).Cancel, request, target)
-        return reply.found
+            stub = AdminStub(channel)
+            return _messages.cluster_status(await self._call(lambda _: stub.Status, admin.StatusRequest(), target))
 
     async def _call(self, method: Callable[[str], wire.Unary[Q, R]], request: Q, only: str = "") -> R:
         """Return the reply of the router `only`, or else of any router of this client."""

@@ -13,8 +13,7 @@ from baton.core import FinishReason, Load, TokenLogprobs, WorkerInfo
 from baton.stages import Timings as Timings
 from baton.tracing.trace import Span
 
-Prompt: TypeAlias = str | Sequence[int]
-"""Text, or token ids."""
+Prompt: TypeAlias = str | Sequence[int]  # text or token ids
 
 
 class Options(TypedDict, total=False):

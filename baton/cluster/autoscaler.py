@@ -11,11 +11,10 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from baton.config import ClusterConfig
 from baton.control_plane import Plan, next_plan, pool_size
-from baton.core import Role
+from baton.core import Role, WorkerInfo
 from baton.ledger.control_state import RouterReport, WorkerDemand
 
 _FULL = 0.9  # usable share of decode workers' KV blocks, because running sequences grow
@@ -98,20 +97,17 @@ class PoolLoads:
             _worst(self._first_token(report, blame) for report in routers),
             LoadMeasure(f"busy {share:.0%}", share / _SATURATED, presses=False),
         )
+        queue = f"queue {wait_s:.2f} s of {self._ttft_s:.2f} s" if wait_s else ""
+        decoding = (
+            prompts[0] if self._colocated else NOTHING,
+            _worst(self._next_token(report) for report in routers),
+            LoadMeasure(f"KV {used - blocked:.0%} of {_FULL:.0%}", (used - blocked) / _FULL),
+            LoadMeasure(f"{rows} of {most} rows", rows / most),
+            LoadMeasure(queue, wait_s / self._ttft_s),
+        )
         return {
             Role.PREFILL: PoolLoad(there[Role.PREFILL], (NOTHING,) if self._colocated else prompts),
-            Role.DECODE: PoolLoad(
-                there[Role.DECODE],
-                (
-                    prompts[0] if self._colocated else NOTHING,
-                    _worst(self._next_token(report) for report in routers),
-                    LoadMeasure(f"KV {used - blocked:.0%} of {_FULL:.0%}", (used - blocked) / _FULL),
-                    LoadMeasure(f"{rows} of {most} rows", rows / most),
-                    LoadMeasure(
-                        f"queue {wait_s:.2f} s of {self._ttft_s:.2f} s" if wait_s else "", wait_s / self._ttft_s
-                    ),
-                ),
-            ),
+            Role.DECODE: PoolLoad(there[Role.DECODE], decoding),
         }
 
     def _first_token(self, report: RouterReport, blame: float = 0.0) -> LoadMeasure:
@@ -160,14 +156,7 @@ def _mean(values: Sequence[float]) -> float:
 _ENOUGH = 0.6  # a smaller pool is enough if its load stays below this
 _SPARE = 0.8  # load limit of the remaining workers when others change role
 _LAPSE_S = 3.0  # longest time between two looks that counts
-_PATIENCE_S = 300.0  # missing workers are then ignored (models load for minutes)
-
-
-class Worker(Protocol):
-    """A worker that accepts requests."""
-
-    @property
-    def role(self) -> Role: ...
+_MISSING_TIMEOUT_S = 300.0  # missing workers are then ignored (models load for minutes)
 
 
 @dataclass(slots=True)
@@ -186,7 +175,7 @@ class Autoscaler:
         pools = {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
         self._bounds = {role: pool.bounds for role, pool in pools.items() if pool.autoscale}
         self._scaling = config.scaling
-        self._pressures = PoolLoads(config)
+        self._loads = PoolLoads(config)
         self._pools = {role: _Pool() for role in Role}
         self._last: float | None = None  # time of the last look
         self._number: int | None = None  # number of the last plan
@@ -194,7 +183,7 @@ class Autoscaler:
         self._missing_since: float | None = None
 
     def look(
-        self, plan: Plan, routers: Sequence[RouterReport], workers: Collection[Worker], now: float
+        self, plan: Plan, routers: Sequence[RouterReport], workers: Collection[WorkerInfo], now: float
     ) -> tuple[Plan | None, str]:
         """Return the next plan or None, and a text for `baton status`, which is empty if autoscaling is off. `workers`
         are those in the ledger. A plan that was not adopted is proposed again by the next look.
@@ -208,16 +197,16 @@ class Autoscaler:
         if not routers:
             self._pools = {role: _Pool() for role in Role}
             return None, "no router reports its load, so no decision is made"
-        pressures = self._pressures.look(routers, there, now)
+        loads = self._loads.look(routers, there, now)
         shown = [role for role in Role if pool_size(plan, role) or there[role]]
-        seen = "; ".join(f"{role} {there[role]}: {pressures[role]}" for role in shown)
+        seen = "; ".join(f"{role} {there[role]}: {loads[role]}" for role in shown)
         if why := self._changing(plan, there, last, now):
             self._pools = {role: _Pool() for role in Role}
             return None, f"{seen}; {why}"
         for role, (least, _) in self._bounds.items():
-            self._count(self._pools[role], pressures[role], pool_size(plan, role) - 1, least, min(now - last, _LAPSE_S))
-        new = self._grown(plan, pressures) or self._shrunk(plan, pressures)
-        return new, f"{seen}; {new.reason if new else self._outlook(plan, pressures)}"
+            self._count(self._pools[role], loads[role], pool_size(plan, role) - 1, least, min(now - last, _LAPSE_S))
+        new = self._grown(plan, loads) or self._shrunk(plan, loads)
+        return new, f"{seen}; {new.reason if new else self._outlook(plan, loads)}"
 
     def _bounded(self, plan: Plan) -> Plan | None:
         """Return the plan moved within the limits, or None if it is within them."""
@@ -235,69 +224,68 @@ class Autoscaler:
         sizes = ((role, pool_size(plan, role)) for role in Role)
         missing = [f"{role} {there[role]} to {size}" for role, size in sizes if there[role] != size]
         self._missing_since = None if not missing else now if self._missing_since is None else self._missing_since
-        if self._missing_since is not None and now - self._missing_since < _PATIENCE_S:
+        if self._missing_since is not None and now - self._missing_since < _MISSING_TIMEOUT_S:
             self._quiet_until = now + self._scaling.settle_s
             return f"changing: {', '.join(missing)}"
         left_s = self._quiet_until - now
         return f"settles for {left_s:.0f} s" if left_s > 0 else ""
 
-    def _count(self, pool: _Pool, pressure: PoolLoad, fewer: int, least: int, passed: float) -> None:
-        sign = 1 if pressure.now > 1 else -1
+    def _count(self, pool: _Pool, load: PoolLoad, fewer: int, least: int, passed: float) -> None:
+        sign = 1 if load.now > 1 else -1
         pool.over_s = min(max(pool.over_s + sign * passed, 0.0), self._scaling.up_after_s)
-        small = pressure.with_only(fewer) if fewer >= least else math.inf
+        small = load.with_only(fewer) if fewer >= least else math.inf
         pool.spare_s = pool.spare_s + passed if small < _SPARE else 0.0
         pool.enough_s = pool.enough_s + passed if small < _ENOUGH else 0.0
 
-    def _grown(self, plan: Plan, pressures: Mapping[Role, PoolLoad]) -> Plan | None:
+    def _grown(self, plan: Plan, loads: Mapping[Role, PoolLoad]) -> Plan | None:
         sizes: dict[Role, int] = {}
         why = []
-        for role in self._pressed():
-            count, worst = pool_size(plan, role), pressures[role].worst
+        for role in self._bounds:
+            if self._pools[role].over_s < self._scaling.up_after_s:
+                continue
+            count, worst = pool_size(plan, role), loads[role].worst
             goal = self._goal(role, count, worst.now)
             if goal == count:
                 continue
             text = f"{worst.text} for {self._scaling.up_after_s:g} s"
             other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
-            if turned := self._spared(other, plan, pressures[other], goal - count):
+            if turned := self._spared(other, plan, loads[other], goal - count):
                 sizes |= {role: count + turned, other: pool_size(plan, other) - turned}
-                left = f"{other} with {sizes[other]} is then at {pressures[other].with_only(sizes[other]):.0%}"
+                left = f"{other} with {sizes[other]} is then at {loads[other].with_only(sizes[other]):.0%}"
                 why.append(f"{turned} {other} to {role} ({count} to {sizes[role]}): {text}; {left} of its limits")
             else:
                 sizes[role] = goal
                 why.append(f"{role} {count} to {goal}: {text}")
         return next_plan(plan, sizes, "autoscaler", "; ".join(why)) if sizes else None
 
-    def _shrunk(self, plan: Plan, pressures: Mapping[Role, PoolLoad]) -> Plan | None:
+    def _shrunk(self, plan: Plan, loads: Mapping[Role, PoolLoad]) -> Plan | None:
         sizes, why = {}, []
         for role, (least, _) in self._bounds.items():
             count, after_s = pool_size(plan, role), self._scaling.down_after_s
             if self._pools[role].enough_s < after_s:
                 continue
             fewest = max(least, (count + 1) // 2)
-            sizes[role] = next(n for n in range(fewest, count) if pressures[role].with_only(n) < _ENOUGH)
-            left = f"with {sizes[role]} at {pressures[role].with_only(sizes[role]):.0%} of its limits"
+            sizes[role] = next(n for n in range(fewest, count) if loads[role].with_only(n) < _ENOUGH)
+            left = f"with {sizes[role]} at {loads[role].with_only(sizes[role]):.0%} of its limits"
             why.append(f"{role} {count} to {sizes[role]}: {left}, spare workers for {after_s:g} s")
         return next_plan(plan, sizes, "autoscaler", "; ".join(why)) if sizes else None
 
-    def _pressed(self) -> list[Role]:
-        return [role for role in self._bounds if self._pools[role].over_s >= self._scaling.up_after_s]
-
-    def _goal(self, role: Role, count: int, pressure: float) -> int:
+    def _goal(self, role: Role, count: int, load: float) -> int:
         """Return how many workers would carry the load, at most twice `count` and at most the pool's limit."""
-        return min(max(count + 1, min(math.ceil(count * pressure), 2 * count)), self._bounds[role][1])
+        return min(max(count + 1, min(math.ceil(count * load), 2 * count)), self._bounds[role][1])
 
-    def _spared(self, role: Role, plan: Plan, pressure: PoolLoad, most: int) -> int:
+    def _spared(self, role: Role, plan: Plan, load: PoolLoad, most: int) -> int:
         """Return how many workers, at most `most`, this pool can give to the other one."""
         if not self._scaling.turn or role not in self._bounds or self._pools[role].spare_s < self._scaling.up_after_s:
             return 0
         count, least = pool_size(plan, role), self._bounds[role][0]
-        able = (n for n in range(min(most, count - least), 0, -1) if pressure.with_only(count - n) < _SPARE)
+        able = (n for n in range(min(most, count - least), 0, -1) if load.with_only(count - n) < _SPARE)
         return next(able, 0)
 
-    def _outlook(self, plan: Plan, pressures: Mapping[Role, PoolLoad]) -> str:
+    def _outlook(self, plan: Plan, loads: Mapping[Role, PoolLoad]) -> str:
         parts = []
         for role, (_, most) in self._bounds.items():
-            pool, after, text = self._pools[role], self._scaling, pressures[role].worst.text
+            pool, after, text = self._pools[role], self._scaling, loads[role].worst.text
             if pool.over_s and pool_size(plan, role) >= most:
                 parts.append(f"{role} is overloaded ({text}) at its maximum of {most} workers")
             elif pool.over_s:

@@ -11,17 +11,20 @@ import ctypes
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import structlog
 
 from baton.clock import Clock, SystemClock
 from baton.cluster.interfaces import Seen
 from baton.cluster.signals import Stop
+from baton.cluster.state_dir import writing
 from baton.config.loading import ENV_PREFIX
 from baton.core import Role
 from baton.errors import BatonError, ConfigError, LedgerError
@@ -30,6 +33,7 @@ READY_FD = "BATON_READY_FD"
 PARENT = "BATON_PARENT_PID"
 PR_SET_PDEATHSIG = 1
 LOG_TAIL_LINES = 6
+FULL_BYTES = 4096  # a file system with less space is full
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 STABLE_S = 30.0
 START_TIMEOUT_S = 600.0  # a large model loads for minutes; death and stop are noticed immediately
@@ -92,23 +96,31 @@ class Child:
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def start(self) -> None:
-        """Start the process without waiting for it."""
+        """Start the process and do not wait. Raises ConfigError if its log cannot be written, or StartError."""
+        with writing(self.spec.log):
+            output = self.spec.log.open("ab")
+        try:
+            with output:
+                self._spawn(output)
+        except OSError as error:  # no such program, no memory or too many processes
+            raise StartError(f"{self.spec.name} was not started: {error}") from None
+
+    def _spawn(self, output: IO[bytes]) -> None:
         read_fd, write_fd = os.pipe()
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
         env = {**inherited, **self.spec.env, READY_FD: str(write_fd), PARENT: str(os.getpid())}
         try:
-            with self.spec.log.open("ab") as output:
-                self._process = subprocess.Popen(
-                    list(self.spec.argv),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env=env,
-                    pass_fds=(write_fd,),
-                    start_new_session=self.spec.new_session,
-                    # Ctrl-C reaches the supervisor alone, which stops its children in order.
-                    process_group=None if self.spec.new_session else 0,
-                )
+            self._process = subprocess.Popen(
+                list(self.spec.argv),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=env,
+                pass_fds=(write_fd,),
+                start_new_session=self.spec.new_session,
+                # Ctrl-C reaches the supervisor alone, which stops its children in order.
+                process_group=None if self.spec.new_session else 0,
+            )
         except BaseException:
             os.close(read_fd)
             raise
@@ -172,7 +184,7 @@ class Child:
             return False
         try:
             self.start()
-        except OSError as error:  # no log file or no memory, which may pass
+        except BatonError as error:  # no log file or no memory, which may pass
             log.warning("process_not_started", name=self.spec.name, error=str(error))
             self._born, self._retry_at = now, None  # as if it had died immediately
             return False
@@ -191,12 +203,10 @@ class Child:
             process.kill()
 
     def terminate(self) -> None:
-        """Send SIGTERM without waiting."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
 
     def kill(self) -> None:
-        """Send SIGKILL without waiting."""
         if self._process is not None:
             self._process.kill()
 
@@ -253,7 +263,10 @@ def tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
         return "    (no log)"
     last = text.strip().splitlines()[-lines:]
     words = [number for number, line in enumerate(last) if line.startswith("baton: ")]
-    return "\n".join(f"    {line}" for line in last[words[-1] if words else 0 :]) or "    (its log is empty)"
+    if not last:
+        full = shutil.disk_usage(path.parent).free < FULL_BYTES
+        return f"    (its log is empty{f', because the disk of {path} is full' if full else ''})"
+    return "\n".join(f"    {line}" for line in last[words[-1] if words else 0 :])
 
 
 def report_ready(facts: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> None:
@@ -285,8 +298,8 @@ class ProcessPlacement:
         self._children[worker_id] = Child(spec)
         try:
             self._children[worker_id].start()
-        except OSError as error:  # no file for its log, no memory
-            self._ended[worker_id] = Seen("ended", error=StartError(f"{worker_id} was not started: {error}"))
+        except BatonError as error:
+            self._ended[worker_id] = Seen("ended", error=error)
 
     def look(self) -> Mapping[str, Seen]:
         return {worker_id: self._look(worker_id, child) for worker_id, child in self._children.items()}

@@ -157,7 +157,7 @@ class RayPlacement:
         place: RayPlace,
         clock: Clock | None = None,
     ) -> None:
-        self._given = config
+        self._load_config = config
         self._actor = actor
         self._factories = factories
         self._connect = connect
@@ -170,7 +170,7 @@ class RayPlacement:
         self._workers: dict[str, _Worker] = {}
 
     def open(self) -> None:
-        self._config = self._given()
+        self._config = self._load_config()
         self._json = self._config.model_dump_json()
         self._ray = self._connect()
 

@@ -1,40 +1,38 @@
-"""The cluster controller: repeatedly brings the workers to the plan in the control state, and reports its decisions."""
+"""The cluster controller: repeatedly brings the workers to the plan in the control state, and reports its decisions.
+
+`LocalControl` runs it in the process and thread of its supervisor, for workers that do not outlive it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import socket
+from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
-from typing import Protocol
 
 import structlog
 
-from baton.clock import Clock
+from baton.clock import Clock, SystemClock
+from baton.cluster.autoscaler import Autoscaler
 from baton.cluster.backend_process import START_TIMEOUT_S, StartError
 from baton.cluster.interfaces import Placement
 from baton.cluster.reconcile import Step, WorkerState, free_id, reconcile_step
+from baton.cluster.signals import Stop
 from baton.cluster.worker_supervisor import DecisionLog, WorkerSupervisor
 from baton.config import ClusterConfig
 from baton.control_plane import Plan, Slot, pool_size
-from baton.core import Role, WorkerInfo, sizes_text
+from baton.core import Role, sizes_text
 from baton.errors import LedgerError
-from baton.ledger.control_state import ControlReport, ControlState, RouterReport
+from baton.ledger.control_state import ControlReport, ControlState
 from baton.ledger.registry import Ledger
 
 REPORT_S = 1.0
 REPORT_LEASE_S = 10.0
 LOOK_S = 1.0  # interval of autoscaler decisions
+READY_POLL_S = 0.05
 
 log = structlog.get_logger(__name__)
-
-
-class Autoscaler(Protocol):
-    """Proposes changed plans."""
-
-    def look(
-        self, plan: Plan, routers: list[RouterReport], workers: list[WorkerInfo], now: float
-    ) -> tuple[Plan | None, str]:
-        """Return the proposed plan, or None to keep this one, and a text for operators. Called once a second."""
 
 
 class Controller:
@@ -58,18 +56,18 @@ class Controller:
         self._scaling = config.scaling
         self._lease_grace_s = config.ledger.lease_s / 2
         self._journal = DecisionLog(clock)
-        self._keeper = WorkerSupervisor(placement, self._journal, self._lease_grace_s, config.scaling.drain_s)
-        self._units = self._keeper.units
+        self._supervisor = WorkerSupervisor(placement, self._journal, self._lease_grace_s, config.scaling.drain_s)
+        self._units = self._supervisor.units
         pools = {(pool.tensor_parallel, pool.device) for pool in (config.prefill, config.decode)}
         self._turns = config.scaling.turn and len(pools) == 1
         self._lease_s = config.ledger.lease_s
         self._away = False  # Redis does not answer
-        self._calm_until = 0.0  # until then, a missing lease is no reason to kill a worker
+        self._no_kills_until = 0.0  # until then, a missing lease is no reason to kill a worker
         self._ordered: set[str] = set()  # workers that may have a command in the control state
         self._looked_at = 0.0
         self._outlook = ""
         self._reported: ControlReport | None = None
-        ledger.follow(self._be_calm)
+        ledger.follow(self._suspend_kills)
 
     @property
     def ready(self) -> bool:
@@ -91,7 +89,7 @@ class Controller:
         for worker_id, role in found.items():
             self._take_over(worker_id, live[worker_id].role if worker_id in live else role, slots.get(worker_id))
         if found:
-            self._be_calm()
+            self._suspend_kills()
             self._journal.record("plan", f"took over {len(found)} workers of an earlier controller")
 
     def _begin_plan(self, stored: Plan | None, *, taken_over: bool) -> None:
@@ -120,9 +118,9 @@ class Controller:
         now = self._clock.monotonic()
         try:
             await self._look(now)
-            calm = now < self._calm_until
-            self._keeper.tend(self.plan.generation, now, calm=calm)
-            if not calm:
+            suspended = now < self._no_kills_until
+            self._supervisor.supervise(self.plan.generation, now, kill=not suspended)
+            if not suspended:
                 self._change(now)
             await self._put_orders()
             await self._scale(now)
@@ -132,7 +130,7 @@ class Controller:
             if not self._away:
                 log.warning("control_without_redis", error=str(error))
             self._away = True
-            self._be_calm()
+            self._suspend_kills()
 
     def check_start(self) -> None:
         """Raise the BatonError for which a worker ended, or StartError if one is silent. For use during a start."""
@@ -150,10 +148,10 @@ class Controller:
         """Remove this controller's report from the control state. Raises LedgerError."""
         await self._control_state.drop_control()
 
-    def _be_calm(self) -> None:
+    def _suspend_kills(self) -> None:
         """Suspend kills for missing leases: Redis was away or lost its data, so workers must register again first."""
         now = self._clock.monotonic()
-        self._calm_until = now + self._lease_s + self._lease_grace_s
+        self._no_kills_until = now + self._lease_s + self._lease_grace_s
         for unit in self._units.values():
             unit.missing_since = None
             unit.ordered_at = None if unit.ordered_at is None else now
@@ -165,7 +163,7 @@ class Controller:
         for worker_id, unit in self._units.items():
             unit.look(seen.get(worker_id), live.get(worker_id), now)
         if all(unit.info is not None for unit in self._units.values() if unit.seen and unit.seen.state == "ready"):
-            self._calm_until = 0.0
+            self._no_kills_until = 0.0
         stored = await self._control_state.plan()
         if stored is None or stored.number < self.plan.number:
             await self._control_state.put_plan(self.plan)
@@ -176,7 +174,7 @@ class Controller:
         self.plan = plan
         sizes = sizes_text(plan.prefill, plan.decode)
         self._journal.record("plan", f"{sizes}, generation {plan.generation}: {plan.reason or plan.by}")
-        self._keeper.retry(self._units.values(), self._clock.monotonic())
+        self._supervisor.retry(self._units.values(), self._clock.monotonic())
 
     def _change(self, now: float) -> None:
         """Start all changes that may start now. The others follow in later passes."""
@@ -188,13 +186,13 @@ class Controller:
                 step.unit.change_role(step.role, now)
                 self._journal.record("turn", f"{step.unit.worker_id} becomes {step.role.value}: {step.reason}")
             else:
-                self._keeper.leave(step.unit, step.reason, now)
+                self._supervisor.leave(step.unit, step.reason, now)
         for reason, group in groupby(started, key=lambda one: one[0]):
             self._journal.record("start", f"{', '.join(worker_id for _, worker_id in group)}: {reason}")
 
     def _start(self, step: Step, now: float) -> str:
         worker_id = free_id(step.role, self._units)
-        self._keeper.start(WorkerState(worker_id, step.role, self.plan.generation), now)
+        self._supervisor.start(WorkerState(worker_id, step.role, self.plan.generation), now)
         return worker_id
 
     async def _put_orders(self) -> None:
@@ -202,7 +200,7 @@ class Controller:
         now = self._clock.monotonic()
         for worker_id, unit in self._units.items():
             known = await self._control_state.order(unit.info.ref) if unit.info is not None else None
-            unit.obey(known, now)
+            unit.adopt_command(known, now)
             order = unit.order(self._scaling.drain_s)
             if known is not None or order is not None:
                 self._ordered.add(worker_id)
@@ -246,3 +244,66 @@ class Controller:
         if last is None or at - last.at >= REPORT_S or report != last.model_copy(update={"at": at}):
             await self._control_state.put_control(report, REPORT_LEASE_S)
             self._reported = report
+
+
+class LocalControl:
+    """A `Control` around a `Controller` in this process. Its event loop runs only within these calls."""
+
+    def __init__(self, config: ClusterConfig, placement: Placement) -> None:
+        self._config = config
+        self._placement = placement
+        self._runner = asyncio.Runner()
+        self._ledger: Ledger | None = None
+        self._controller: Controller | None = None
+
+    def start(self, redis_url: str) -> None:
+        self._placement.open()
+        self._runner.run(self._begin(redis_url))
+
+    async def _begin(self, redis_url: str) -> None:
+        config, clock = self._config, SystemClock()
+        self._ledger = await Ledger.connect(redis_url, f"baton:{config.name}", config.ledger.lease_s, clock)
+        control_state = ControlState(self._ledger.connection)
+        controller = Controller(config, self._placement, self._ledger, control_state, clock, Autoscaler(config))
+        await controller.begin()
+        await controller.poll()
+        self._controller = controller
+
+    @property
+    def _started(self) -> Controller:
+        assert self._controller is not None, "start comes first"
+        return self._controller
+
+    def wait_ready(self, stop: Stop) -> None:
+        while not self.ready():
+            self.poll()
+            stop.drain.wait(READY_POLL_S)
+            stop.check()
+
+    def ready(self) -> bool:
+        """Return whether as many workers are ready as planned. Raises the errors of `wait_ready`, except Cancelled."""
+        if not self._started.ready:
+            self._started.check_start()
+        return self._started.ready
+
+    def poll(self) -> None:
+        self._runner.run(self._started.poll())
+
+    def pids(self) -> dict[str, int]:
+        return {worker_id: seen.pid for worker_id, seen in self._placement.look().items() if seen.pid is not None}
+
+    @property
+    def size(self) -> int:
+        return self._started.plan.prefill + self._started.plan.decode
+
+    def stop(self, grace_s: float) -> None:
+        self._placement.stop(grace_s)
+        self._runner.run(self._end())
+        self._runner.close()
+
+    async def _end(self) -> None:
+        if self._controller is not None:
+            with suppress(LedgerError):
+                await self._controller.end()
+        if self._ledger is not None:
+            await self._ledger.close()

@@ -8,7 +8,6 @@ because a client is lost when the head restarts, and routers must go on. A child
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import threading
 import time
@@ -25,10 +24,10 @@ import structlog
 from baton.clock import Clock, SystemClock
 from baton.cluster.backend_process import BACKOFF_S, Child, ProcessSpec, StartError
 from baton.cluster.backend_ray import LONGEST, RayPlace, RayPlacement, check_reachable, connect, namespace, this_ray
-from baton.cluster.controller_local import LocalControl
-from baton.cluster.interfaces import Placement
+from baton.cluster.controller import LocalControl
 from baton.cluster.signals import Stop
 from baton.config import ClusterConfig, RouterConfig, config_from_json
+from baton.config.values import is_loopback_host
 from baton.core import Role
 from baton.errors import BatonError, ConfigError, LedgerError, NoWorker
 from baton.logs import configure_logging
@@ -42,15 +41,14 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Classes and functions of other packages that Ray imports by name on every host."""
+    """The worker's actor class and the role factories, which Ray imports by name on every host."""
 
     actor: type
     factories: Mapping[Role, object]
-    control: Callable[[ClusterConfig, Placement], LocalControl]
 
 
 @dataclass(frozen=True, slots=True)
-class ControlState:
+class ControllerProgress:
     """The progress of the controller. `error` is why a worker or the controller did not start; it keeps trying."""
 
     ready: bool
@@ -62,23 +60,23 @@ class ControllerActor:
     """The actor class. `config_json` is the `ClusterConfig` with password. `detached` workers outlive this process."""
 
     def __init__(self, config_json: str, parts: Parts, detached: bool) -> None:
-        self._given = config_json
+        self._config_json = config_json
         self._config = config_from_json(config_json)
         configure_logging(self._config.log.level, self._config.log.format, "controller")
         place = RayPlace(None, detached=detached)
-        self._placement = RayPlacement(lambda: self._config, parts.actor, parts.factories, this_ray, place)
-        self._control = parts.control(self._config, self._placement)
+        placement = RayPlacement(lambda: self._config, parts.actor, parts.factories, this_ray, place)
+        self._control = LocalControl(self._config, placement)
         self._stop = threading.Event()
         self._grace_s = 0.0
-        self._state = ControlState(ready=False, workers=0)
+        self._state = ControllerProgress(ready=False, workers=0)
         self._thread = threading.Thread(target=self._main, name="controller", daemon=True)
         self._thread.start()
 
     def serves(self, config_json: str) -> bool:
         """Return whether this controller was started with exactly this config."""
-        return config_json == self._given
+        return config_json == self._config_json
 
-    def state(self) -> ControlState:
+    def state(self) -> ControllerProgress:
         return self._state
 
     def pid(self) -> int:
@@ -107,7 +105,7 @@ class ControllerActor:
                 self._control.start(self._config.redis.url)
             except LedgerError as error:
                 log.warning("controller_without_redis", error=str(error))
-                self._state = ControlState(ready=False, workers=0, error=error)
+                self._state = ControllerProgress(ready=False, workers=0, error=error)
                 self._stop.wait(RETRY_S)
             else:
                 return True
@@ -121,7 +119,7 @@ class ControllerActor:
                 ready = self._control.ready()
             except BatonError as failure:
                 ready, error = False, failure
-            self._state = ControlState(ready, self._control.size, error)
+            self._state = ControllerProgress(ready, self._control.size, error)
 
 
 NAME = "controller"
@@ -133,18 +131,16 @@ ANSWER_S = 5.0
 CHILD_WAIT_S = 5.0  # for Ray; then the child ends and is restarted
 LOST_S = 20.0  # without an answer; Ray restarts a controller within seconds
 ENSURE_S = 60.0
-LET_GO_S = 10.0  # for a child to end when its controller is detached
+DETACH_S = 10.0  # for a child to end when its controller is detached
 UNBOUNDED = 10**9
 
 
 class RemoteControl:
-    """A `Control` by child processes. `command` is the argv of one that follows the controller, or, with `--stop`, ends
-    all.
-    """
+    """A `Control` by child processes. `command` is the argv of a child."""
 
     def __init__(self, config: ClusterConfig, command: Sequence[str], logs: Path) -> None:
         self._address = config.ray.address
-        self._size = config.prefill.replicas + config.decode.replicas
+        self.size = config.prefill.replicas + config.decode.replicas
         self._begun = False
         self._command = [*command, f"--wait={CHILD_WAIT_S:g}"]
         self._log = logs / f"{NAME}.log"
@@ -158,7 +154,7 @@ class RemoteControl:
         self._child.start()
 
     def wait_ready(self, stop: Stop) -> None:
-        self._size = int(str(self._child.wait_ready(stop)["workers"]))
+        self.size = int(str(self._child.wait_ready(stop)["workers"]))
 
     def poll(self) -> None:
         self._child.poll()
@@ -167,22 +163,21 @@ class RemoteControl:
         """Return the child's id. Workers run on other hosts."""
         return {} if self._child.pid is None else {NAME: self._child.pid}
 
-    @property
-    def size(self) -> int:
-        return self._size
-
     def stop(self, grace_s: float) -> None:
         if not self._begun:
             return
         if not self._bound:  # first, because a child without a controller would create a new one
-            self._let_go(LET_GO_S)
+            self._end_child(DETACH_S)
         ending = Child(ProcessSpec("stop", [*self._command, "--stop"], self._log))
-        ending.start()
+        try:
+            ending.start()
+        except BatonError as error:  # the child below must end all the same
+            log.warning("controller_did_not_stop", error=str(error))
         ending.wait(grace_s + STOP_S)
         if self._bound:  # last, because actors that are not detached end with the child
-            self._let_go(grace_s)
+            self._end_child(grace_s)
 
-    def _let_go(self, within_s: float) -> None:
+    def _end_child(self, within_s: float) -> None:
         self._child.terminate()
         self._child.wait(within_s)
 
@@ -190,7 +185,7 @@ class RemoteControl:
 def join(config: ClusterConfig, wait_s: float, stop: Stop, clock: Clock | None = None) -> Any:
     """Return `ray`, connected within `wait_s`. Raises NoWorker, Cancelled, ConfigError (address or `check_ledger`)."""
     if config.ray.address in {"local", "none"}:
-        raise ConfigError(f"ray.address: must be auto or an address for this, got {config.ray.address!r}")
+        raise ConfigError(f"ray.address: must be auto or the address of a Ray cluster, got {config.ray.address!r}")
     clock = clock or SystemClock()
     deadline = clock.monotonic() + wait_s
     while True:
@@ -262,7 +257,7 @@ def _end_former(ray: Any, config: ClusterConfig) -> None:
 
 
 def follow(
-    ray: Any, controller: Any, stop: Stop, ready: Callable[[ControlState], None], clock: Clock | None = None
+    ray: Any, controller: Any, stop: Stop, ready: Callable[[ControllerProgress], None], clock: Clock | None = None
 ) -> None:
     """Watch the controller until `stop`; call `ready` once. Raises start errors before that, NoWorker if it is lost."""
     clock, reported = clock or SystemClock(), False
@@ -301,15 +296,8 @@ def end(ray: Any, config: ClusterConfig, grace_s: float) -> None:
 def check_ledger(url: str, hosts: Sequence[str]) -> None:
     """Raise ConfigError if any of `hosts` cannot reach the ledger."""
     here = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
-    elsewhere = sorted(host for host in hosts if host not in here and not _is_loopback(host))
-    local = url == "embedded" or url.startswith("unix:") or _is_loopback(urlsplit(url).hostname or "localhost")
+    elsewhere = sorted(host for host in hosts if host not in here and not is_loopback_host(host))
+    local = url == "embedded" or url.startswith("unix:") or is_loopback_host(urlsplit(url).hostname or "localhost")
     if elsewhere and local:
         text = f"only this machine reaches it, but Ray has nodes at {', '.join(elsewhere[:4])}"
         raise ConfigError(f"redis.url: {text}; must be a Redis that all nodes reach, such as redis://HOST:6379")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

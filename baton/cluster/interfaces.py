@@ -22,9 +22,7 @@ class Control(Protocol):
         """
 
     def wait_ready(self, stop: Stop) -> None:
-        """Wait until all planned workers are ready. Raises Cancelled, or a worker's StartError, ConfigError,
-        LedgerError.
-        """
+        """Wait until all planned workers are ready. Raises Cancelled, or the error of a worker."""
 
     def poll(self) -> None:
         """Approach the plan, every 0.2 s or so. A failed replacement is reported and retried, and raises no error."""

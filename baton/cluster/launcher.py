@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
+import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
+from pathlib import Path
 
 import psutil
 import structlog
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.clock import SystemClock
+from baton.clock import Clock, SystemClock
 from baton.cluster.backend_process import Child, ProcessSpec, StartError, stop_all, tail
 from baton.cluster.interfaces import Control
-from baton.cluster.managed_redis import KeptRedis, check_redis
 from baton.cluster.signals import Stop
 from baton.cluster.state_dir import ClusterState, ProcessId, StateFolder
 from baton.config import ClusterConfig
-from baton.errors import BatonError, Cancelled
+from baton.errors import BatonError, Cancelled, ConfigError, LedgerError
+from baton.ledger.embedded_redis import EmbeddedRedis
+from baton.ledger.registry import Ledger
 
 POLL_S = 0.2
 READY_POLL_S = 0.02
@@ -28,8 +33,11 @@ SERVING_S = 30.0
 LISTENERS = ("grpc", "admin", "metrics", "http")
 MORE_S = 1.0  # beyond router.drain_s, for a router to end
 STOP_S = 5.0
+REDIS_RETRY_S = 1.0
+REDIS_GIVE_UP_S = 60.0  # until restarts of Redis are given up: another process may have taken the port
 
 log = structlog.get_logger(__name__)
+messages = logging.getLogger(__name__)
 
 
 def router_serves(metrics: str, workers: int) -> bool:
@@ -53,6 +61,67 @@ def _get(address: str, path: str) -> tuple[int, str]:
         connection.close()
 
 
+class SupervisedRedis:
+    """An embedded Redis that is restarted at the same address when it dies. Its data is lost then."""
+
+    def __init__(self, folder: Path, clock: Clock | None = None) -> None:
+        self._folder = folder
+        self._clock = clock or SystemClock()
+        self._died_at: float | None = None
+        self._retry_at = 0.0
+        self._password = secrets.token_urlsafe(24)
+        self._server = self._start()
+
+    def _start(self, port: int = 0) -> EmbeddedRedis:
+        try:
+            return EmbeddedRedis.start(self._folder, port=port, password=self._password)
+        except OSError as error:  # no memory or too many processes
+            raise LedgerError(f"embedded Redis was not started: {error}") from None
+
+    @property
+    def url(self) -> str:
+        return self._server.url
+
+    @property
+    def pid(self) -> int | None:
+        return self._server.pid if self._server.alive else None
+
+    def poll(self) -> None:
+        """Restart the server if it died. Raises LedgerError if that has failed for `REDIS_GIVE_UP_S`."""
+        if self._server.alive:
+            self._died_at = None
+            return
+        now = self._clock.monotonic()
+        if self._died_at is None:
+            self._died_at = self._retry_at = now
+            log.warning("redis_died", url=self._server.redacted)
+        if now < self._retry_at:
+            return
+        try:
+            self._server = self._start(self._server.port)
+        except LedgerError as error:
+            if now - self._died_at > REDIS_GIVE_UP_S:
+                raise
+            self._retry_at = now + REDIS_RETRY_S
+            log.warning("redis_not_back", error=str(error))
+
+    def stop(self) -> None:
+        self._server.stop()
+
+
+def check_redis(url: str, name: str) -> None:
+    """Check that the Redis at `url` can be used for cluster `name`. Raises LedgerError with host, port and cause."""
+
+    async def check() -> None:
+        ledger = await Ledger.connect(url, f"baton:{name}", 1.0, SystemClock())
+        try:
+            await ledger.workers()
+        finally:
+            await ledger.close()
+
+    asyncio.run(check())
+
+
 class Supervisor:
     """Runs one cluster in the calling thread. `router_command` is the argv of the router process."""
 
@@ -62,13 +131,15 @@ class Supervisor:
         self._config = config
         self._folder = folder
         self._control = control
-        self._redis: KeptRedis | None = None
+        self._redis: SupervisedRedis | None = None
         self._routers = [Child(ProcessSpec("router", router_command, folder.logs / "router.log"))]
         for index in range(1, config.router.replicas):
             name, argv = f"router-{index}", [*router_command, "--index", str(index)]
             self._routers.append(Child(ProcessSpec(name, argv, folder.logs / f"{name}.log")))
         self._router = self._routers[0]  # chooses ports that are not given; the others use the same
         self._redis_url = config.redis.url
+        self._recorded: dict[str, ProcessId] = {}  # processes in the state file
+        self._state_is_old = False  # the last write failed
 
     def run(self, stop: Stop, ready: Callable[[ClusterState], None]) -> None:
         """Run until `stop`; call `ready` once all serve. Raises Cancelled before that, BatonError if a part fails."""
@@ -92,8 +163,10 @@ class Supervisor:
             for other in self._routers[1:]:
                 other.wait_ready(stop)
                 self._wait_serving(stop, other)
-            self._folder.write_state(self._state())
-            ready(self._state())
+            state = self._state()
+            self._folder.write_state(state)
+            self._recorded = state.processes
+            ready(state)
             self._watch(stop)
 
     def _wait_serving(self, stop: Stop, router: Child) -> None:
@@ -112,7 +185,7 @@ class Supervisor:
         if self._config.redis.url != "embedded":
             check_redis(self._config.redis.url, self._config.name)
             return
-        self._redis = KeptRedis(self._folder.logs)
+        self._redis = SupervisedRedis(self._folder.logs)
         leaving.callback(self._redis.stop)
         self._redis_url = self._redis.url
 
@@ -125,7 +198,6 @@ class Supervisor:
         self._folder.write_private(self._folder.config, yaml.safe_dump(tree))
 
     def _watch(self, stop: Stop) -> None:
-        known = self._processes()
         while not stop.drain.wait(POLL_S):
             if self._redis is not None:
                 self._redis.poll()
@@ -134,9 +206,20 @@ class Supervisor:
                 if router.poll():
                     self._follow_router(router, stop)
             self._folder.bound_logs()
-            if (now := self._processes()) != known:
-                known = now
-                self._folder.write_state(self._state())
+            self._record_processes()
+
+    def _record_processes(self) -> None:
+        """Write the state file if processes have changed. The cluster runs on without it; the next poll tries again."""
+        if (state := self._state()).processes == self._recorded:
+            return
+        try:
+            self._folder.write_state(state)
+        except ConfigError as error:
+            if not self._state_is_old:
+                messages.warning("%s; `baton status` shows old process ids until it is written", error)
+            self._state_is_old = True
+        else:
+            self._recorded, self._state_is_old = state.processes, False
 
     def _follow_router(self, router: Child, stop: Stop) -> None:
         """Wait for a restarted router. One that fails is restarted again, up to its limit of consecutive deaths."""
@@ -171,17 +254,14 @@ class Supervisor:
 
     def _state(self) -> ClusterState:
         ready = self._router.ready
-        told = ready.get("told")
-        addresses = told if isinstance(told, dict) else ready
+        advertised = ready.get("advertised")
+        addresses = advertised if isinstance(advertised, dict) else ready
         return ClusterState(
             name=self._config.name,
             supervisor=ProcessId.of(os.getpid()),
-            grpc=str(addresses.get("grpc", "")),
-            admin=str(addresses.get("admin", "")),
-            metrics=str(addresses.get("metrics", "")),
             redis_url=self._redis_url,
             ray=self._config.ray.address,
             processes=self._processes(),
-            http=str(addresses.get("http", "")),
             admins=[str(router.ready.get("admin", "")) for router in self._routers],
+            **{listener: str(addresses.get(listener, "")) for listener in LISTENERS},
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from baton.cluster.interfaces import Seen
-from baton.control_plane import Plan, Slot, SlotState, pool_size
+from baton.control_plane import MAX_TEXT, Plan, Slot, SlotState, pool_size
 from baton.core import Role, WorkerInfo
 from baton.ledger.control_state import WorkerCommand
 
@@ -48,7 +48,8 @@ class WorkerState:
     @property
     def slot(self) -> Slot:
         """The worker's entry in the controller's report."""
-        return Slot(self.worker_id, self.role, self.state, self.generation, self.restarts, self.note)
+        note = self.note[:MAX_TEXT]
+        return Slot(self.worker_id, self.role, self.state, self.generation, self.restarts, note)
 
     def look(self, seen: Seen | None, info: WorkerInfo | None, now: float) -> None:
         """Update the observed state. A lease without a ready process belongs to the previous process and is ignored."""
@@ -70,7 +71,7 @@ class WorkerState:
         """Return whether another worker is to replace it."""
         return self.unwanted or self.generation < plan.generation
 
-    def obey(self, order: WorkerCommand | None, now: float) -> None:
+    def adopt_command(self, order: WorkerCommand | None, now: float) -> None:
         """Adopt a command for its live incarnation, written by an operator (`wish`) or by an earlier controller."""
         if order is None or self.info is None or self.leaving:
             return

@@ -10,16 +10,17 @@ NAME/scratch       a link to the temporary folder of a local Ray; leftovers of a
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import tempfile
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 import psutil
+from pydantic import TypeAdapter
 
 from baton.errors import ConfigError
 
@@ -29,6 +30,15 @@ LOG_BYTES = 64 * 2**20
 def baton_home() -> Path:
     """Return `$BATON_HOME`, or `~/.baton`."""
     return Path(os.environ.get("BATON_HOME") or Path.home() / ".baton").expanduser()
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an OSError of the block, which writes to `path`, into a ConfigError for the user."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"BATON_HOME: cannot write to {path}: {error.strerror or error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +82,12 @@ class ClusterState:
     def ready(self) -> bool:
         return bool(self.grpc)
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
 
-    @classmethod
-    def from_json(cls, text: str) -> ClusterState:
-        """Parse a state file. Raises ValueError, KeyError or TypeError if it is not one."""
-        data = json.loads(text)
-        data["supervisor"] = ProcessId(**data["supervisor"])
-        data["processes"] = {name: ProcessId(**value) for name, value in data["processes"].items()}
-        return cls(**data)
+_STATE = TypeAdapter(ClusterState)
 
 
 class StateFolder:
-    """The folder of one cluster name."""
+    """The folder of one cluster name. Methods that write raise ConfigError if they cannot, such as on a full disk."""
 
     def __init__(self, name: str, home: Path | None = None) -> None:
         self.name = name
@@ -98,24 +100,23 @@ class StateFolder:
 
     def acquire(self) -> None:
         """Lock the name for this process and remove a killed cluster's files. Raises ConfigError if it is in use."""
-        try:
+        with writing(self.path):
             self.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = (self.path / "lock").open("w", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"BATON_HOME: cannot write to {self.path}: {error.strerror}") from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            text = f"a cluster named {self.name!r} is running; `baton down --name {self.name}` stops it"
-            raise ConfigError(f"name: {text}, or use another name for a second cluster") from None
-        self._lock = lock
-        self._clear()
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.close()
+                text = f"a cluster named {self.name!r} is running; `baton down --name {self.name}` stops it"
+                raise ConfigError(f"name: {text}, or use another name for a second cluster") from None
+            self._lock = lock
+            self._clear()
 
     def start_logs(self) -> None:
         """Remove the logs of the previous cluster."""
-        for old in self.logs.glob("*.log*"):
-            old.unlink()
+        with writing(self.logs):
+            for old in self.logs.glob("*.log*"):
+                old.unlink()
 
     def bound_logs(self, most: int = LOG_BYTES) -> None:
         """Move a log of more than `most` bytes to FILE.log.1, replacing it, and truncate the log. It is not renamed,
@@ -129,7 +130,8 @@ class StateFolder:
 
     def release(self) -> None:
         """Unlock the name and remove the files that only a running cluster needs. The logs stay."""
-        self._clear()
+        with suppress(OSError):  # a read-only disk; the next `acquire` tries again
+            self._clear()
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -143,26 +145,35 @@ class StateFolder:
 
     def scratch(self) -> Path:
         """Create a temporary folder with a short path, which `release` removes."""
-        folder = Path(tempfile.mkdtemp(prefix="baton-ray-"))
-        self._scratch.symlink_to(folder)
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="baton-ray-"))
+        except OSError as error:
+            raise ConfigError(f"TMPDIR: cannot create {error.filename or 'a folder'}: {error.strerror}") from None
+        with writing(self._scratch):
+            self._scratch.symlink_to(folder)
         return folder
 
     def write_private(self, path: Path, text: str) -> None:
         """Write a file atomically, readable only by its owner."""
         draft = path.with_suffix(".new")
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        draft.replace(path)
+        try:
+            with writing(path):
+                descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                    file.write(text)
+                draft.replace(path)
+        finally:
+            with suppress(OSError):  # it exists after an error only, and takes space on a full disk
+                draft.unlink()
 
     def write_state(self, state: ClusterState) -> None:
-        self.write_private(self._state, state.to_json())
+        self.write_private(self._state, _STATE.dump_json(state, indent=1).decode())
 
     def read_state(self) -> ClusterState | None:
         """Return the state of the running cluster, or None. A file left by a killed cluster does not count."""
         try:
-            state = ClusterState.from_json(self._state.read_text(encoding="utf-8"))
-        except (OSError, ValueError, KeyError, TypeError):
+            state = _STATE.validate_json(self._state.read_bytes())
+        except (OSError, ValueError):
             return None
         return state if state.supervisor.process() else None
 

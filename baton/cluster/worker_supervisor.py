@@ -11,11 +11,11 @@ from baton.clock import Clock
 from baton.cluster.backend_process import BACKOFF_S, STABLE_S, START_TIMEOUT_S, StartError
 from baton.cluster.interfaces import Placement
 from baton.cluster.reconcile import MAX_IN_A_ROW, WorkerState
-from baton.ledger.control_state import DECISIONS, Decision, DecisionKind
+from baton.control_plane import MAX_TEXT, DecisionKind
+from baton.ledger.control_state import DECISIONS, Decision
 
 PAUSE_S = 60.0  # until another attempt after too many failures
 OVERTIME_S = 60.0  # beyond the drain grace period, until a worker that has not obeyed its command is killed
-MAX_TEXT = 1024  # limit of texts in the control state
 
 log = structlog.get_logger(__name__)
 
@@ -59,12 +59,12 @@ class WorkerSupervisor:
         if not drains:
             self._placement.kill(unit.worker_id)
 
-    def tend(self, generation: int, now: float, *, calm: bool) -> None:
-        """Restart ended workers with `generation`, and kill overdue ones unless `calm`."""
+    def supervise(self, generation: int, now: float, *, kill: bool) -> None:
+        """Restart ended workers with `generation`, and with `kill` end overdue ones."""
         for unit in list(self.units.values()):
             if unit.seen is None or unit.seen.state == "ended":
                 self._ended(unit, generation, now)
-            elif not (calm or unit.killed) and (reason := self._overdue(unit, now)):
+            elif kill and not unit.killed and (reason := self._overdue(unit, now)):
                 unit.killed, unit.note = True, reason
                 self._journal.record("replace", f"{unit.worker_id} {reason}; killing its process")
                 self._placement.kill(unit.worker_id)
@@ -92,12 +92,12 @@ class WorkerSupervisor:
         unit.info = None
         error = unit.seen.error if unit.seen else None
         why = unit.note if unit.killed else str(error or StartError("ended"))
-        hopeless = unit.in_a_row > MAX_IN_A_ROW
-        pause = PAUSE_S if hopeless else BACKOFF_S[min(unit.in_a_row, len(BACKOFF_S)) - 1]
-        unit.retry_at, unit.note = now + pause, why[:MAX_TEXT]
+        given_up = unit.in_a_row > MAX_IN_A_ROW
+        pause = PAUSE_S if given_up else BACKOFF_S[min(unit.in_a_row, len(BACKOFF_S)) - 1]
+        unit.retry_at, unit.note = now + pause, why
         if unit.in_a_row == MAX_IN_A_ROW + 1:
             self._journal.record("give_up", f"{unit.worker_id} died {unit.in_a_row} times in a row: {why}")
-        elif not hopeless and not unit.killed:
+        elif not given_up and not unit.killed:
             self._journal.record("replace", f"{unit.worker_id}, restart in {pause:g} s: {why}")
 
     def _overdue(self, unit: WorkerState, now: float) -> str:

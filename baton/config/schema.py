@@ -25,6 +25,7 @@ from pydantic import (
 from baton.config.values import (
     HUB_NAME,
     Address,
+    Auto,
     Host,
     Interface,
     Milliseconds,
@@ -68,11 +69,6 @@ def parse_allowed(value: object) -> bool | tuple[str, ...]:
     return tuple(value)
 
 
-def encrypts(transport: str, allowed: bool | tuple[str, ...]) -> bool:
-    """Return True if `transport` uses the encrypted one between machines, given certificates and no exception."""
-    return transport == "auto" and allowed is not True and "transfer.transport" not in (allowed or ())
-
-
 def unsafe(
     addresses: Mapping[str, str | None], given: Collection[str], allowed: bool | tuple[str, ...]
 ) -> Iterator[str]:
@@ -102,9 +98,7 @@ class TlsConfig(Section):
     key: str = Field(min_length=1, description="the certificate's private key, not encrypted")
     ca: str = Field(min_length=1, description="the signing CA; any holder of its certificates may call the workers")
     name: str | None = Field(
-        default=None,
-        min_length=1,
-        description="name that processes expect in each other's certificate; null means the host that is called",
+        default=None, min_length=1, description="name expected in certificates; null means the host that is called"
     )
 
     def files(self) -> dict[str, str]:
@@ -148,13 +142,10 @@ class AutoscaleConfig(Section):
 class ScalingConfig(Section):
     """Timing of size changes of pools, by the autoscaler or an operator, in seconds."""
 
-    turn: bool = Field(
-        default=True,
-        description="a surplus worker of one pool joins the other by a role change, with its model loaded",
-    )
+    turn: bool = Field(default=True, description="a surplus worker of one pool joins the other by a role change")
     drain_s: Seconds = Field(default=60.0, description="time for a draining worker's requests before they move away")
-    up_after_s: Seconds = Field(default=5.0, description="a pool is overloaded for so long before it grows")
-    down_after_s: Seconds = Field(default=120.0, description="a pool has spare workers for so long before it shrinks")
+    up_after_s: Seconds = Field(default=5.0, description="time of overload before a pool grows")
+    down_after_s: Seconds = Field(default=120.0, description="time with spare workers before a pool shrinks")
     settle_s: Seconds = Field(default=10.0, description="pause between a completed change and the next decision")
 
 
@@ -162,15 +153,12 @@ class PoolConfig(Section):
     """A pool of workers."""
 
     replicas: Processes = Field(default=1, description="workers at the start")
-    tensor_parallel: Processes = Field(
-        default=1,
-        description="processes that share the attention heads of one worker's model; so far only on CPUs",
-    )
+    tensor_parallel: Processes = Field(default=1, description="processes that share a worker's model; on CPUs only")
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")] = Field(
         default="auto",
         description="cpu, cuda (with Ray one GPU per worker) or cuda:N; auto means the first GPU, else the CPU",
     )
-    threads: Processes | Literal["auto"] = Field(
+    threads: Processes | Auto = Field(
         default="auto", description="threads per process of a worker; auto means all cores divided by tensor_parallel"
     )
     attention_splits: Literal["auto", "load", "load_bf16"] = Field(
@@ -181,26 +169,18 @@ class PoolConfig(Section):
     kv_memory: SizeOrAuto = Field(default="auto", description="KV cache of a worker, shared by all its processes")
     block_size: Tokens = Field(default=16, description="tokens per KV block")
     max_batched_tokens: Tokens = Field(
-        default=2048,
-        description="maximum tokens of one step: one per decoding request, then prompts, long ones in chunks",
+        default=2048, description="maximum tokens of a step: one per decoding request, then chunks of prompts"
     )
     max_running: Rows = Field(default=64, description="maximum requests that a worker computes at the same time")
-    prefix_cache: bool = Field(
-        default=True, description="keep computed KV while there is space, and reuse it for prompts with the same prefix"
-    )
+    prefix_cache: bool = Field(default=True, description="reuse computed KV for prompts with the same prefix")
     listen: Address = Field(default="127.0.0.1:0", description="address of each worker; port 0 means any free port")
-    metrics: Address | None = Field(
-        default="127.0.0.1:0", description="Prometheus address of each worker; port 0 means any, null disables it"
-    )
+    metrics: Address | None = Field(default="127.0.0.1:0", description="Prometheus address of a worker; null for none")
     advertise: Host | None = Field(default=None, description="host that a worker registers, with the listener's port")
     interface: Interface | None = Field(
-        default=None,
-        description="network interface for KV transfers; its address is also registered if `advertise` is not set",
+        default=None, description="network interface for KV transfers, and of the registered address without advertise"
     )
     node_labels: NodeLabels = Field(default_factory=dict, description="like ray.node_labels, for this pool only")
-    autoscale: AutoscaleConfig | None = Field(
-        default=None, description="null means that only replicas and operators set the size"
-    )
+    autoscale: AutoscaleConfig | None = Field(default=None, description="null means that only operators set the size")
 
     @model_validator(mode="after")
     def _within(self) -> PoolConfig:
@@ -254,16 +234,11 @@ class TracingConfig(Section):
         pattern=r"^https?://[^\s/]+:\d+$",
         description="an OpenTelemetry collector's gRPC address, such as http://127.0.0.1:4317; null exports nothing",
     )
-    sample: float = Field(
-        default=1.0, ge=0, le=1, description="share of exported requests; a caller's `traceparent` decides for its own"
-    )
-    keep: Annotated[int, Field(ge=0, le=10_000)] = Field(
-        default=512, description="number of ended requests whose spans each router keeps for `baton trace`"
-    )
+    sample: float = Field(default=1.0, ge=0, le=1, description="share of exported requests without a `traceparent`")
+    keep: int = Field(default=512, ge=0, le=10_000, description="ended requests that a router keeps for `baton trace`")
 
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
-Auto = Literal["auto"]
 Weight = Annotated[float, Field(ge=0.001, le=1000)]
 URLS = "redis://", "rediss://", "unix://"
 AUTO_PASS = 2, 32  # rows and window, equal to `baton.engine.determinism.shapes.FixedShapes`
@@ -324,7 +299,7 @@ class RayConfig(Section):
 class QueueConfig(Section):
     """Limits of the router's queue."""
 
-    max_requests: PositiveInt = Field(default=256, description="more are rejected, with a time for the next attempt")
+    max_requests: PositiveInt = Field(default=256, description="queued requests; more are rejected with a retry delay")
     max_tokens: PositiveInt = Field(default=1_000_000, description="maximum prompt tokens of all queued requests")
     max_wait_s: Seconds = Field(default=10.0, description="maximum wait; a request that would wait longer is rejected")
 
@@ -341,8 +316,7 @@ class RouterConfig(Section):
     advertise: Host | None = Field(default=None, description="host that is reported for listeners on all addresses")
     interface: Interface | None = Field(default=None, description="interface of that address if `advertise` is not set")
     policy: Literal["predicted", "least_loaded", "round_robin", "prefix"] = Field(
-        default="predicted",
-        description="how workers are chosen; predicted means the earliest first token, within slo.itl_ms if possible",
+        default="predicted", description="choice of workers; predicted means the earliest first token within slo.itl_ms"
     )
     local_prefill: Literal["never", "auto"] = Field(
         default="auto",
@@ -350,7 +324,7 @@ class RouterConfig(Section):
         " faster by prediction, in steps within slo.itl_ms; without prefill workers, decode workers always do",
     )
     drain_s: Seconds = Field(default=9.0, description="time for running requests to finish after a stop signal")
-    slow_reader_s: Seconds = Field(default=60.0, description="a client that reads nothing for so long is disconnected")
+    slow_reader_s: Seconds = Field(default=60.0, description="time without a read before a client is disconnected")
     queue: QueueConfig = QueueConfig()
     tenants: dict[str, Weight] = Field(
         default_factory=dict,
@@ -366,18 +340,15 @@ class TransferConfig(Section):
         default="auto", description="auto means the fastest that both ends have, encrypted between machines with TLS"
     )
     frame_size: Size = Field(default=4 * 2**20, description="maximum size of one frame, on each channel")
-    credits: Annotated[int, Field(ge=1, le=64)] = Field(
-        default=4, description="frames in flight on a channel, whose staging takes credits times frame_size at each end"
+    credits: int = Field(
+        default=4, ge=1, le=64, description="frames in flight on a channel, with staging for each at both ends"
     )
     coalesce_below: Size = Field(default=256 * 2**10, description="minimum KV in a frame while its prompt is computed")
-    frame_deadline_s: Seconds = Field(default=10.0, description="a frame that takes longer closes its channel")
+    frame_deadline_s: Seconds = Field(default=10.0, description="time limit of a frame, after which its channel closes")
     staging_memory: Size = Field(
-        default=2**30,
-        description="staging of all channels of a worker at each end; if full, the channel idle longest is closed",
+        default=2**30, description="staging of all channels of a worker, at each end; if full, an idle one is closed"
     )
-    verify: Literal["frames", "kv"] = Field(
-        default="frames", description="kv adds a digest of the whole KV to the digests of frames"
-    )
+    verify: Literal["frames", "kv"] = Field(default="frames", description="kv adds a digest of the whole KV")
 
 
 class LedgerConfig(Section):
@@ -394,7 +365,6 @@ class DeterminismConfig(Section):
     rows: Annotated[int, Field(ge=1, le=256)] | Auto = Field(
         default="auto", description="rows of a verify pass; rows times window is a multiple of 32"
     )
-
     verify: Literal["auto", "always"] = Field(
         default="auto", description="auto skips passes where steps are exact already; always verifies each token"
     )
@@ -418,14 +388,14 @@ class ThinkingConfig(Section):
     prefill: Annotated[
         Literal["auto", "fast", "sequential", "off"],
         BeforeValidator(parse_off, json_schema_input_type=Literal["auto", "fast", "sequential", "off", False]),
-    ] = Field(default="auto", description="how thoughts about a prompt are computed; off disables them")
+    ] = Field(default="auto", description="computation of thoughts about a prompt; off disables them")
 
 
 class SloConfig(Section):
     """Latency targets. `itl_ms` guides the choice of a decode worker; finished requests are counted against both."""
 
     ttft_ms: Milliseconds = Field(default=1000.0, description="target for the time to first token")
-    itl_ms: Milliseconds = Field(default=100.0, description="target for the time between tokens")
+    itl_ms: Milliseconds = Field(default=100.0, description="target for the time between two tokens")
 
 
 class RetryConfig(Section):
@@ -442,7 +412,7 @@ class LogConfig(Section):
 
 
 class ClusterConfig(Section):
-    """A cluster."""
+    """All settings of a cluster."""
 
     model_config = ConfigDict(json_schema_extra=NONE_IF_COLOCATED)
 
@@ -469,12 +439,10 @@ class ClusterConfig(Section):
     log: LogConfig = LogConfig()
     tracing: TracingConfig = TracingConfig()
     resumable_s: float = Field(
-        default=0.0, ge=0, le=MAX_RESUMABLE_S, description="how long a stream outlives its router by default"
+        default=0.0, ge=0, le=MAX_RESUMABLE_S, description="default time that a stream outlives its router, in seconds"
     )
     history: str | None = Field(
-        default=None,
-        min_length=1,
-        description="folder for each process's history of requests and blocks, for tools/check_history.py",
+        default=None, min_length=1, description="folder for histories of requests and blocks (tools/check_history.py)"
     )
 
     @model_validator(mode="after")
@@ -504,7 +472,9 @@ class ClusterConfig(Section):
     @property
     def kv_is_encrypted(self) -> bool:
         """True if `transfer.transport: auto` protects KV from other hosts by encryption."""
-        return encrypts(self.transfer.transport, self.security.allow_insecure) and self.security.tls is not None
+        allowed = self.security.allow_insecure
+        is_exception = allowed is True or "transfer.transport" in (allowed or ())
+        return self.transfer.transport == "auto" and not is_exception and self.security.tls is not None
 
     @model_validator(mode="after")
     def _listeners_are_safe(self) -> ClusterConfig:

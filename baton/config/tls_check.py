@@ -7,12 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from baton.config.schema import TlsConfig
 from baton.errors import ConfigError
-
-if TYPE_CHECKING:
-    from baton.config.schema import TlsConfig
 
 ROUNDS = 10  # rounds of messages; a handshake takes two
 

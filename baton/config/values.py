@@ -26,7 +26,7 @@ def parse_size(value: object) -> int:
     elif isinstance(value, str) and (match := SIZE.fullmatch(value.strip())) and match[2].upper() in UNITS:
         size = float(match[1]) * UNITS[match[2].upper()]
     if not 1 <= size <= MOST_BYTES:
-        raise ValueError("must be a size such as 256MiB or 2GiB (or a number of bytes above 0), and at most 1024TiB")
+        raise ValueError("must be a size such as 256MiB or a number of bytes, above 0 and at most 1024TiB")
     return int(size)
 
 
@@ -57,16 +57,15 @@ def split_address(text: str) -> tuple[str, int]:
     """Split `host:port` or `[v6]:port`. Raises ValueError."""
     host, separator, port = text.rpartition(":")
     if not separator or not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
-        raise ValueError("must be host:port, such as 127.0.0.1:50051 (port 0: any free port)")
+        raise ValueError("must be host:port, such as 127.0.0.1:50051; port 0 means any free port")
     return host.strip("[]"), int(port)
 
 
 def parse_address(value: object) -> str:
     """Return the address unchanged if it is valid. Raises ValueError."""
-    if not isinstance(value, str):
-        raise ValueError("must be host:port, such as 127.0.0.1:50051 (port 0: any free port)")
-    split_address(value)
-    return value
+    text = value if isinstance(value, str) else ""
+    split_address(text)
+    return text
 
 
 def parse_host(value: object) -> str:
@@ -78,7 +77,11 @@ def parse_host(value: object) -> str:
 
 def is_loopback(address: str) -> bool:
     """Return True if only this machine can reach the address."""
-    host, _ = split_address(address)
+    return is_loopback_host(split_address(address)[0])
+
+
+def is_loopback_host(host: str) -> bool:
+    """Return True if only this machine can reach the host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -95,11 +98,10 @@ _SIZES: list[dict[str, object]] = [
     {"type": "integer", "minimum": 1, "maximum": MOST_BYTES},
     {"type": "string", "pattern": r"^\s*[0-9]+(\.[0-9]+)?\s*([Bb]|[KkMmGg][Ii]?[Bb]|[Tt][Ii][Bb])?\s*$"},
 ]
+Auto = Literal["auto"]
 Size = Annotated[int, BeforeValidator(parse_size), WithJsonSchema({"anyOf": _SIZES})]
 SizeOrAuto = Annotated[
-    int | Literal["auto"],
-    BeforeValidator(parse_size_or_auto),
-    WithJsonSchema({"anyOf": [{"const": "auto"}, *_SIZES]}),
+    int | Auto, BeforeValidator(parse_size_or_auto), WithJsonSchema({"anyOf": [{"const": "auto"}, *_SIZES]})
 ]
 Address = Annotated[
     str, BeforeValidator(parse_address), WithJsonSchema({"type": "string", "pattern": "^.+:[0-9]{1,5}$"})

@@ -15,18 +15,12 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
 
-from baton.core import BlockCounts
-from baton.event_journal import OFF
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from baton.core import KVLayout
-    from baton.event_journal import History
+from baton.core import BlockCounts, KVLayout
+from baton.event_journal import OFF, History
 
 
 class BlockState(enum.Enum):
@@ -42,19 +36,15 @@ HOLDING = (BlockState.RESERVED, BlockState.OWNED)
 
 
 class Allocation:
-    """Blocks of one owner, in the order of the positions that they hold.
-
-    `generations[i]` distinguishes this use of `blocks[i]` from others; allocations that share a block share its
-    generation. Both lists are empty after `release`. Methods raise ValueError in states that the diagram above forbids.
+    """Blocks of one owner, in the order of the positions that they hold. `generations[i]` distinguishes this use of
+    `blocks[i]` from earlier and later ones. Methods raise ValueError in states that the diagram above forbids.
     """
 
     __slots__ = ("_pool", "blocks", "generations", "state")
 
     def __init__(self, pool: BlockPool, blocks: list[int], generations: list[int], state: BlockState) -> None:
-        self._pool = pool
-        self.blocks = blocks
-        self.generations = generations
-        self.state = state
+        self._pool, self.state = pool, state
+        self.blocks, self.generations = blocks, generations
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -77,9 +67,7 @@ class Allocation:
         head.blocks, head.generations, head.state = [], [], BlockState.RELEASED
 
     def publish(self, first: int, digests: Sequence[bytes]) -> None:
-        """Cache full blocks, from number `first` on, under these hashes. They must never change again. Raises
-        AssertionError if one is cached already, because it was written twice.
-        """
+        """Cache full blocks from number `first` on. Raises AssertionError if one is cached or shared already."""
         self._expect(BlockState.OWNED)
         self._pool._publish(self.blocks[first : first + len(digests)], digests)
 
@@ -89,7 +77,7 @@ class Allocation:
             self._pool._withdraw(block)
 
     def check_writable(self, first: int, end: int) -> None:
-        """Raise AssertionError if one of the blocks first..end-1 is cached or shared, so that others may read it."""
+        """Raise AssertionError if one of the blocks first..end-1 is cached or shared."""
         self._pool._check_writable(self.blocks[first:end])
 
     def release(self) -> None:
@@ -104,13 +92,9 @@ class Allocation:
         self._expect(*HOLDING)
         self._pool._quarantine(self)
 
-    def belongs_to(self, pool: BlockPool) -> bool:
-        """Return whether the blocks are those of `pool`."""
-        return self._pool is pool
-
     def _expect(self, *states: BlockState) -> None:
         if self.state not in states:
-            raise ValueError(f"allocation is {self.state.value}, not {' or '.join(s.value for s in states)}")
+            raise ValueError(f"the allocation is {self.state.value}, not {' or '.join(s.value for s in states)}")
 
 
 class BlockPool:
@@ -125,13 +109,13 @@ class BlockPool:
         self._free = list(range(total - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._generation = [0] * total
-        self._holders = [0] * total  # reference count: allocations in any state
-        self._isolated: Counter[int] = Counter()  # those in quarantine; no zeros
+        self._references = [0] * total  # allocations in any state
+        self._isolated: Counter[int] = Counter()  # references in quarantine; no zeros
         self._digest: list[bytes | None] = [None] * total
-        self._index: dict[bytes, int] = {}  # of blocks with equal content, the first one
+        self._index: dict[bytes, int] = {}  # for equal content, the first block
         self.on_index: Callable[[Sequence[bytes], Sequence[bytes]], None] = lambda added, removed: None
         self._held = dict.fromkeys(BlockState, 0)
-        self.history: History = OFF  # callers record it, because they have the request id
+        self.history: History = OFF  # written by the users of the pool, which have the request id
 
     @property
     def available(self) -> int:
@@ -165,12 +149,10 @@ class BlockPool:
     def allocate(
         self, n: int, *, reserved: bool = False, shared: Sequence[int] = (), spare: int = 0
     ) -> Allocation | None:
-        """Allocate the `shared` blocks (from `find`) and `n` more. Return None if fewer than `spare` would stay
-        available. A reservation shares nothing, because a peer may write into all of it.
-        """
+        """Allocate the `shared` blocks (from `find`) and `n` more. None if fewer than `spare` would remain."""
         if reserved and shared:
-            raise ValueError("reserved blocks are not shared")
-        if self.available < n + spare + sum(not self._holders[block] for block in shared):
+            raise ValueError("a reservation cannot share blocks, because a peer may write into all of it")
+        if self.available < n + spare + sum(not self._references[block] for block in shared):
             return None
         for block in shared:
             self._share(block)
@@ -181,15 +163,15 @@ class BlockPool:
 
     def unquarantine(self, allocation: Allocation) -> None:
         """Free quarantined blocks, after proof that no peer will access them. Raises ValueError in other states."""
-        if not allocation.belongs_to(self):
-            raise ValueError("allocation of another pool")
+        if allocation._pool is not self:
+            raise ValueError("the allocation belongs to another pool")
         allocation._expect(BlockState.QUARANTINED)
         self._let_go(allocation)
 
     def freed_by(self, allocations: Iterable[Allocation]) -> int:
         """Return how many more blocks would be available if all these allocations were released."""
-        named = Counter(chain.from_iterable(allocation.blocks for allocation in allocations))
-        return sum(self._holders[block] == holders for block, holders in named.items())
+        counts = Counter(chain.from_iterable(allocation.blocks for allocation in allocations))
+        return sum(self._references[block] == count for block, count in counts.items())
 
     def _grow(self, allocation: Allocation, n: int) -> bool:
         if n < 0:
@@ -210,16 +192,16 @@ class BlockPool:
             block, _ = self._cached.popitem(last=False)
             self._withdraw(block)
         self._generation[block] += 1
-        self._holders[block] = 1
+        self._references[block] = 1
         return block
 
     def _share(self, block: int) -> None:
         if self._digest[block] is None:
-            raise AssertionError(f"block {block} is not published")
-        if not self._holders[block]:
+            raise AssertionError(f"block {block} is not cached, so it cannot be shared")
+        if not self._references[block]:
             del self._cached[block]
             self._held[BlockState.OWNED] += 1
-        self._holders[block] += 1
+        self._references[block] += 1
 
     def _publish(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
         self._check_writable(blocks)
@@ -238,8 +220,8 @@ class BlockPool:
 
     def _check_writable(self, blocks: Iterable[int]) -> None:
         for block in blocks:
-            if self._digest[block] is not None or self._holders[block] != 1:
-                raise AssertionError(f"block {block} is published, or not one's own: it must not change")
+            if self._digest[block] is not None or self._references[block] != 1:
+                raise AssertionError(f"block {block} is cached or shared, so it must not change")
 
     def _activate(self, allocation: Allocation) -> None:
         self._held[BlockState.RESERVED] -= len(allocation)
@@ -269,8 +251,8 @@ class BlockPool:
         self.counts()
 
     def _drop(self, block: int, state: BlockState) -> None:
-        self._holders[block] -= 1
-        if not self._holders[block]:
+        self._references[block] -= 1
+        if not self._references[block]:
             self._held[state] -= 1
             self._retire(block)
 
@@ -309,10 +291,10 @@ class Reservation:
 
     @classmethod
     def of(
-        cls, pool: BlockPool, layout: KVLayout, positions: int, names: Iterable[bytes], spare: int
+        cls, pool: BlockPool, layout: KVLayout, positions: int, hashes: Iterable[bytes], spare: int
     ) -> Reservation | None:
-        """Reserve blocks for `positions`, sharing those with hashes `names`. None if fewer than `spare` would stay."""
-        shared = pool.allocate(0, shared=pool.find(names))
+        """Reserve blocks for `positions`, sharing those with `hashes`. None if fewer than `spare` would remain."""
+        shared = pool.allocate(0, shared=pool.find(hashes))
         assert shared is not None  # sharing needs no free blocks
         own = pool.allocate(layout.blocks_for(positions) - len(shared), reserved=True, spare=spare)
         if own is None:
@@ -322,18 +304,16 @@ class Reservation:
 
     @property
     def blocks(self) -> list[int]:
-        """All blocks, in the order of their positions."""
         return self.shared.blocks + self.own.blocks
 
     @property
     def generations(self) -> list[int]:
-        """Generations of `blocks`."""
         return self.shared.generations + self.own.generations
 
     def check(self, pool: BlockPool, blocks: int) -> None:
-        """Raise ValueError if the pool is another one, it has fewer than `blocks` blocks, or it is already used."""
-        if not self.own.belongs_to(pool) or len(self.blocks) < blocks:
-            raise ValueError(f"a reservation of {len(self.blocks)} blocks does not fit: {blocks} are needed")
+        """Raise ValueError if it is of another pool, has fewer than `blocks` blocks, or is already used."""
+        if self.own._pool is not pool or len(self.blocks) < blocks:
+            raise ValueError(f"the reservation has {len(self.blocks)} blocks; {blocks} of this pool are needed")
         if self.own.state is not BlockState.RESERVED:
             raise ValueError(f"the reservation is {self.own.state.value}, not reserved")
 
@@ -344,6 +324,5 @@ class Reservation:
         return self.own
 
     def release(self) -> None:
-        """Release all blocks. Idempotent."""
         self.own.release()
         self.shared.release()

@@ -11,40 +11,31 @@ step runs the ordinary batch, then at most one forward of a fixed shape for dete
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as TokenSequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import structlog
 
-from baton.engine.block_pool import BlockPool, Reservation
-from baton.engine.choice import OutputFactory
+from baton.core import Finish, HandoffId, Load, SequenceSpec, ThinkingState
+from baton.engine.block_pool import Allocation, BlockPool, Reservation
 from baton.engine.determinism.planner import split_exact
-from baton.engine.determinism.verifier import FixedForwards
-from baton.engine.model_runner import Inputs, OrdinaryForwards
-from baton.engine.request import RequestFactory
+from baton.engine.determinism.shapes import FixedShapes
+from baton.engine.determinism.verifier import FixedForwards, VerifiedTokens
+from baton.engine.model_backend import ModelBackend
+from baton.engine.model_runner import Inputs, OrdinaryForwards, SampledToken
+from baton.engine.request import Request, RequestFactory
+from baton.engine.sampling.output import OutputFactory
 from baton.engine.scheduler import Scheduler
-from baton.engine.step_result import Counters, SequenceOutput, StepResult, load_of
+from baton.engine.sequence import LayerListener, ScheduledSequence, Sequence, VerifyWork
+from baton.engine.step_result import Counters, SequenceOutput, StepResult
 from baton.engine.thinking.states import Thoughts
 from baton.errors import EngineFault, RankLost
+from baton.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from collections.abc import Sequence as TokenSequence
-
-    from baton.core import Finish, HandoffId, Load, SequenceSpec, ThinkingState
-    from baton.engine.block_pool import Allocation
-    from baton.engine.determinism.shapes import FixedShapes
-    from baton.engine.determinism.verifier import VerifiedTokens
-    from baton.engine.model_backend import ModelBackend
-    from baton.engine.model_runner import SampledToken
-    from baton.engine.request import Request
-    from baton.engine.sequence import ScheduledSequence, Sequence, VerifyWork
-    from baton.tokenizer import Tokenizer
-
-    LayerListener = Callable[[list[ScheduledSequence], int], None]  # work of a forward, written layer
-
-_Found = TypeVar("_Found")
-NO_TOKEN = "no token can be drawn: the best logit is not a finite number"
+_Result = TypeVar("_Result")
+NO_TOKEN = "no token can be sampled: the largest logit is not a finite number"
 log = structlog.get_logger()
 
 
@@ -72,7 +63,7 @@ class Engine:
     ) -> None:
         self.backend, self.layout, self.tokenizer = backend, backend.layout, tokenizer
         self.pool = BlockPool(total_blocks)
-        self.kv = backend.make_cache(total_blocks + bool(shapes))  # one for padding
+        self.kv = backend.make_cache(total_blocks + bool(shapes))  # the additional block is for padding
         self.counters, self._prefix_cache = Counters(), prefix_cache
         longest = min(backend.max_model_len, total_blocks * self.layout.block_size)
         self.max_model_len = min(longest, max_model_len or longest)
@@ -88,7 +79,8 @@ class Engine:
         self._ordinary = OrdinaryForwards(Inputs(backend, max_batched_tokens, max_running, max_blocks), self._thoughts)
         self._fixed = FixedForwards(backend, shapes, max_blocks, total_blocks, self._thoughts) if shapes else None
         choices = OutputFactory(tokenizer, backend.vocab_size, self.max_model_len)
-        self._beginnings = RequestFactory(backend, choices, self._fixed, self._thoughts, prefix_cache)
+        begin_fixed = None if self._fixed is None else self._fixed.begin
+        self._factory = RequestFactory(backend, choices, begin_fixed, self._thoughts, prefix_cache)
         self._exact_rows = shapes.exact_rows if shapes else 0
         self._requests: dict[HandoffId, Request] = {}
         self._ended: list[SequenceOutput] = []  # ended by known tokens; reported by the next step
@@ -102,11 +94,10 @@ class Engine:
 
     def reserve(self, tokens: int, prefix: TokenSequence[bytes] = ()) -> Reservation | None:
         """Reserve blocks for the KV of `tokens` positions and one more, or return None if they are not available now.
-        `prefix` has the first block hashes: cached blocks need no transfer, but the last position always does. Blocks
-        stay available for the running sequences, one each, and for the next waiting one.
+        `prefix` has the first block hashes. Cached blocks need no transfer, but the last position always does.
         """
-        names = prefix[: (tokens - 1) // self.layout.block_size] if self._prefix_cache else ()
-        return Reservation.of(self.pool, self.layout, tokens + 1, names, self._scheduler.watermark)
+        hashes = prefix[: (tokens - 1) // self.layout.block_size] if self._prefix_cache else ()
+        return Reservation.of(self.pool, self.layout, tokens + 1, hashes, self._scheduler.watermark)
 
     def submit(self, key: HandoffId, spec: SequenceSpec, *, hold: bool = False) -> TokenSequence[int]:
         """Compute `spec` from its first token. If `hold`, stop after one new token and keep the blocks for `held`.
@@ -114,7 +105,7 @@ class Engine:
         """
         self.validate(spec)
         self._check_new(key)
-        if (request := self._registered(self._beginnings.begin(key, spec, hold=hold))) is not None:
+        if (request := self._registered(self._factory.begin(key, spec, hold=hold))) is not None:
             self._scheduler.add(request.sequence)
         return request.choice.tokens if request is not None else ()
 
@@ -130,8 +121,8 @@ class Engine:
         self.validate(spec)
         reservation.check(self.pool, self.layout.blocks_for(len(spec) - 1))
         self._check_new(key)
-        begun = self._beginnings.adopt(key, spec, thinking)
-        request, allocation = self._registered(begun), reservation.activate()
+        created = self._factory.adopt(key, spec, thinking)
+        request, allocation = self._registered(created), reservation.activate()
         if request is None:
             self.pool.history.blocks("let_go", key, allocation)
             allocation.release()
@@ -143,7 +134,7 @@ class Engine:
     def rename(self, key: HandoffId, new: HandoffId) -> None:
         """Rename the request `key`, in any state. Raises KeyError if it is unknown, ValueError if `new` is in use."""
         if new in self._requests:
-            raise ValueError(f"handoff {new} is already here")
+            raise ValueError(f"handoff {new} is already in use")
         self._requests[new] = self._requests.pop(key)
         self._requests[new].sequence.key = new
 
@@ -171,19 +162,32 @@ class Engine:
     def finish_of(self, spec: SequenceSpec) -> Finish | None:
         """Return how `spec.known` already ends the request, or None. Raises InvalidRequest like `submit`."""
         self.validate(spec)
-        return self._beginnings.choices.start(spec).finish
+        return self._factory.choices.start(spec).finish
 
     def validate(self, spec: SequenceSpec) -> None:
         """Raise InvalidRequest, naming the field, if `spec` can never be computed here."""
-        self._beginnings.check(spec)
+        self._factory.check(spec)
 
     def has_work(self) -> bool:
         """Return whether a step could produce anything. Held sequences need no step."""
         return bool(self._scheduler.running or self._scheduler.waiting or self._ended)
 
     def load(self) -> Load:
-        """Return the engine's part of the worker's load report."""
-        return load_of(self._scheduler, self.counters)
+        running, counters = self._scheduler.running, self.counters
+        return Load(
+            step=counters.steps,
+            running=len(running),
+            waiting=len(self._scheduler.waiting),
+            queued_tokens=sum(max(0, s.prefill_end - s.computed) for s in running) + self._scheduler.waiting_tokens,
+            prefill_tokens=counters.prefill_tokens,
+            cached_tokens=counters.cached_tokens,
+            decode_steps=counters.decode_steps,
+            decode_tokens=counters.decode_tokens,
+            verify_passes=counters.verify_passes,
+            rollbacks=counters.rollbacks,
+            recomputed_tokens=counters.recomputed_tokens,
+            blocks=self.pool.counts(),
+        )
 
     def step(self) -> StepResult:
         """Schedule and compute one step, and return its results."""
@@ -210,33 +214,34 @@ class Engine:
         for part in split_exact(work, self._exact_rows):
             requests = [self._requests[item.sequence.key] for item in part.work]
             compute = partial(self._ordinary.compute, part, requests, self.backend, self.kv, self._on_layer)
-            sampled = self._tried(compute, [item.sequence for item in part.work], result)
+            sampled = self._compute(compute, [item.sequence for item in part.work], result)
             if sampled is not None:
                 done += part.work
                 drawn += sampled
         if done:
             self.counters.count(done, result)
             self._scheduler.commit_step(done)
-            result.tell_thoughts(item.sequence for item in done)
+            result.add_thoughts(item.sequence for item in done)
             for each in drawn:
                 self._deliver(each, result)
 
     def _run_fixed(self, fixed: FixedForwards, windows: list[VerifyWork], result: StepResult) -> None:
         requests = [self._requests[window.sequence.key] for window in windows]
         sequences = [request.sequence for request in requests]
-        drawn = self._tried(lambda: fixed.compute(windows, requests, self.kv, self._on_layer), sequences, result)
+        drawn = self._compute(lambda: fixed.compute(windows, requests, self.kv, self._on_layer), sequences, result)
         if drawn is not None:
             fixed.count(windows, result, self.counters)
-            result.tell_thoughts(sequences)
+            result.add_thoughts(sequences)
             for window, request, draws in zip(windows, requests, drawn, strict=bool(drawn)):
                 self._settle(request, fixed.take(window, request, draws, self.counters), result)
 
-    def _tried(self, compute: Callable[[], _Found], sequences: list[Sequence], result: StepResult) -> _Found | None:
+    def _compute(self, compute: Callable[[], _Result], sequences: list[Sequence], result: StepResult) -> _Result | None:
+        """Return the result of a forward, or None if it failed. Its requests then fail, but no others."""
         try:
             return compute()
         except RankLost:
-            raise  # without the rank no request can be computed
-        except Exception as error:  # a model's error must not end the other requests
+            raise  # without the rank, no request can be computed
+        except Exception as error:
             log.exception("engine_step_failed", sequences=len(sequences))
             for sequence in sequences:
                 self._fail(sequence.key, f"{type(error).__name__}: {error}", result)
@@ -253,11 +258,11 @@ class Engine:
         sequence.known = len(choice.tokens)
         if token is not None:
             request.confirm()
-        said = [] if token is None else [token]
-        result.outputs.append(SequenceOutput(sequence.key, said, choice.finish, sequence.cached or 0))
-        self._go_on(request)
+        tokens = [] if token is None else [token]
+        result.outputs.append(SequenceOutput(sequence.key, tokens, choice.finish, sequence.cached or 0))
+        self._hold_or_release(request)
 
-    def _go_on(self, request: Request) -> None:
+    def _hold_or_release(self, request: Request) -> None:
         """Hold a request that has a new token, or release it if it is finished."""
         if request.hold:
             request.held = True
@@ -266,14 +271,13 @@ class Engine:
             self.release(request.sequence.key)
 
     def _settle(self, request: Request, taken: VerifiedTokens | None, result: StepResult) -> None:
-        """Apply the result of a fixed forward to one request."""
         sequence, finish = request.sequence, request.choice.finish
         if taken is None:
             return self._fail(sequence.key, NO_TOKEN, result)
         self._scheduler.publish(sequence, taken.before)
         if taken.tokens or finish is not None:
             result.outputs.append(SequenceOutput(sequence.key, taken.tokens, finish, sequence.cached or 0))
-            self._go_on(request)
+            self._hold_or_release(request)
 
     def _fail(self, key: HandoffId, message: str, result: StepResult) -> None:
         if (allocation := self._requests[key].sequence.allocation) is not None:
@@ -283,11 +287,11 @@ class Engine:
 
     def _check_new(self, key: HandoffId) -> None:
         if key in self._requests or any(output.key == key for output in self._ended):
-            raise ValueError(f"handoff {key} is already here")
+            raise ValueError(f"handoff {key} is already in use")
 
-    def _registered(self, begun: Request | SequenceOutput) -> Request | None:
-        if isinstance(begun, SequenceOutput):
-            self._ended.append(begun)
+    def _registered(self, created: Request | SequenceOutput) -> Request | None:
+        if isinstance(created, SequenceOutput):
+            self._ended.append(created)
             return None
-        self._requests[begun.sequence.key] = begun
-        return begun
+        self._requests[created.sequence.key] = created
+        return created

@@ -1,27 +1,27 @@
-"""Paged KV cache of one worker, and its wire order."""
+"""Paged KV cache of one worker, its wire order, and its size according to the cluster file."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+import psutil
 import torch
+from torch import Tensor
 
+from baton.core import KVLayout
 from baton.engine.models.huge_pages import Arena
+from baton.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from baton.engine.kernels.cpu.ops import CompiledBlockCopy
 
-    from torch import Tensor
-
-    from baton.core import KVLayout
-    from baton.engine.kernels.base import BlockCopy
-
-DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CPU_SHARE, CPU_CAP_BYTES = 0.2, 4 << 30  # of available memory, per worker, because several share a machine
+GPU_SHARE = 0.9  # after activations (`claim_activations`); the rest is for graphs, sampling, transfers
+CGROUP = Path("/sys/fs/cgroup")
 
 
 class Mark(Protocol):
@@ -34,11 +34,9 @@ class Mark(Protocol):
 class KVCache:
     """Tensors of a KV layout, each `[layers, total_blocks, block_size, kv_heads, head_dim]`, on `device`.
 
-    Most models have `k` and `v`. Latent attention has only `k`, and `v` has no blocks. The order is block-major, so
-    that blocks of one layer are contiguous. The wire order of a rectangle (layers x positions) is, for each layer, K of
+    Latent attention has only `k`, and `v` has no blocks. The wire order of layers x positions is, for each layer, K of
     all positions, then V of all. It has no blocks, so each side has its own block size. Not thread-safe: the block pool
-    decides which component may access a block. `storage` are existing tensors to use. `copy` moves KV between
-    contiguous CPU tensors and a wire, faster than torch.
+    decides which component may access a block. `copy` replaces torch for contiguous CPU tensors.
     """
 
     def __init__(
@@ -47,15 +45,12 @@ class KVCache:
         total_blocks: int,
         device: torch.device | str = "cpu",
         storage: list[Tensor] | None = None,
-        copy: BlockCopy | None = None,
+        copy: CompiledBlockCopy | None = None,
     ) -> None:
         shape = (layout.layers, total_blocks, layout.block_size, layout.kv_heads, layout.head_dim)
-        self.layout = layout
-        self.total_blocks = total_blocks
-        self.device = torch.device(device)
+        self.layout, self.total_blocks, self.device = layout, total_blocks, torch.device(device)
         # Zeros, because a slot that was never written must be finite.
-        dtype = DTYPES[layout.dtype]
-        self.tensors = storage or [_zeros(shape, dtype, self.device) for _ in layout.tensors]
+        self.tensors = storage or [_zeros(shape, DTYPES[layout.dtype], self.device) for _ in layout.tensors]
         self.k = self.tensors[0]
         self.v = self.tensors[1] if len(self.tensors) > 1 else self.k[:, :0]
         self._copy = copy if all(t.is_contiguous() and t.device.type == "cpu" for t in self.tensors) else None
@@ -74,33 +69,27 @@ class KVCache:
             torch.cuda.current_stream(self.device).synchronize()
 
     def gather(self, layers: range, blocks: Sequence[int], begin: int, end: int, out: Tensor) -> None:
-        """Copy positions [begin, end) of a sequence that is in `blocks` into `out`, in wire order.
-
-        `out`: uint8 [layers * (end - begin) * layer_token_bytes], contiguous, aligned to the element size, on any
-        device. Raises ValueError if its size or dtype is wrong, IndexError if a layer, position or block is out of
-        range.
+        """Copy positions [begin, end) of a sequence that is in `blocks` into `out`, in wire order. `out` is uint8
+        [layers * (end - begin) * layer_token_bytes], contiguous and aligned to the element size, on any device.
         """
-        pieces = self._pieces(layers, end - begin, out)
-        self._validate(layers, blocks, begin, end)
-        if self._copy is not None and out.device.type == "cpu":
-            return self._copy(self.tensors, layers, blocks, range(begin, end), out, write=False)
-        spans = self._spans(blocks, begin, end)
-        for piece, layer in zip(pieces, layers, strict=True):
-            for part, source in zip(piece, self.tensors, strict=True):
-                for span in spans:
-                    span.read(source[layer], part)
+        self._transfer(layers, blocks, begin, end, out, write=False)
 
     def scatter(self, layers: range, blocks: Sequence[int], begin: int, end: int, data: Tensor) -> None:
         """Copy `data` into the cache: the inverse of `gather`, with the same conditions."""
-        pieces = self._pieces(layers, end - begin, data)
+        self._transfer(layers, blocks, begin, end, data, write=True)
+
+    def _transfer(
+        self, layers: range, blocks: Sequence[int], begin: int, end: int, wire: Tensor, *, write: bool
+    ) -> None:
+        pieces = self._pieces(layers, end - begin, wire)
         self._validate(layers, blocks, begin, end)
-        if self._copy is not None and data.device.type == "cpu":
-            return self._copy(self.tensors, layers, blocks, range(begin, end), data, write=True)
+        if self._copy is not None and wire.device.type == "cpu":
+            return self._copy(self.tensors, layers, blocks, range(begin, end), wire, write=write)
         spans = self._spans(blocks, begin, end)
         for piece, layer in zip(pieces, layers, strict=True):
-            for part, target in zip(piece, self.tensors, strict=True):
+            for part, tensor in zip(piece, self.tensors, strict=True):
                 for span in spans:
-                    span.write(target[layer], part)
+                    span.copy(tensor[layer], part, write=write)
 
     def _pieces(self, layers: range, tokens: int, data: Tensor) -> Tensor:
         """View `data` as [layers, tensors, tokens, kv_heads, head_dim]."""
@@ -144,11 +133,12 @@ class _Part:
     end: int
     at: int
 
-    def read(self, source: Tensor, out: Tensor) -> None:
-        out[self.at : self.at + self.end - self.begin].copy_(source[self.block, self.begin : self.end])
-
-    def write(self, target: Tensor, data: Tensor) -> None:
-        target[self.block, self.begin : self.end].copy_(data[self.at : self.at + self.end - self.begin])
+    def copy(self, layer: Tensor, wire: Tensor, *, write: bool) -> None:
+        cached, sent = layer[self.block, self.begin : self.end], wire[self.at : self.at + self.end - self.begin]
+        if write:
+            cached.copy_(sent)
+        else:
+            sent.copy_(cached)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,24 +149,18 @@ class _Whole:
     size: int
     at: int
 
-    def read(self, source: Tensor, out: Tensor) -> None:
-        part = self._of(out)
-        if out.device == source.device:
-            torch.index_select(source, 0, self.index, out=part)
-        else:
-            part.copy_(source.index_select(0, self.index))
-
-    def write(self, target: Tensor, data: Tensor) -> None:
-        part = self._of(data)
-        if target.device.type == "cpu" and target.is_contiguous():  # faster: torch copies elements, not rows of bytes
-            rows = target.view(torch.uint8).view(len(target), -1).numpy()
-            rows[self.index.numpy()] = part.view(torch.uint8).view(len(part), -1).numpy()
-        else:
-            target.index_copy_(0, self.index, part.to(target.device))
-
-    def _of(self, wire: Tensor) -> Tensor:
+    def copy(self, layer: Tensor, wire: Tensor, *, write: bool) -> None:
         n = len(self.index)
-        return wire[self.at : self.at + n * self.size].view(n, self.size, *wire.shape[1:])
+        sent = wire[self.at : self.at + n * self.size].view(n, self.size, *wire.shape[1:])
+        if not write and wire.device == layer.device:
+            torch.index_select(layer, 0, self.index, out=sent)
+        elif not write:
+            sent.copy_(layer.index_select(0, self.index))
+        elif layer.device.type == "cpu" and layer.is_contiguous():  # faster: torch copies elements, not rows of bytes
+            rows = layer.view(torch.uint8).view(len(layer), -1).numpy()
+            rows[self.index.numpy()] = sent.view(torch.uint8).view(n, -1).numpy()
+        else:
+            layer.index_copy_(0, self.index, sent.to(layer.device))
 
 
 _Span = _Part | _Whole
@@ -187,3 +171,76 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.zeros(shape, dtype=dtype, device=device)
     # Huge pages, because attention reads all over the cache; written now, so that no request waits for a page.
     return Arena().empty(shape, dtype).zero_()
+
+
+class Sizing(NamedTuple):
+    """Sizes that the engine is built with."""
+
+    total_blocks: int
+    max_model_len: int
+
+
+def size_kv(
+    layout: KVLayout,
+    *,
+    kv_memory: int | Literal["auto"],
+    max_model_len: int | Literal["auto"],
+    model_max_len: int,
+    device: torch.device,
+) -> Sizing:
+    """Return the blocks in `kv_memory` bytes, and the longest sequence. Raises ConfigError if either does not fit."""
+    budget, most = auto_kv_bytes(device) if kv_memory == "auto" else kv_memory, _total_bytes(device)
+    if budget > most:
+        raise ConfigError(f"kv_memory: {budget} bytes, but {device} has {most}; set fewer, or auto")
+    blocks = budget // layout.block_bytes
+    if blocks < 1:
+        raise ConfigError(f"kv_memory: {budget} bytes are less than one block of {layout.block_bytes} bytes")
+    capacity = blocks * layout.block_size
+    if max_model_len == "auto":
+        return Sizing(blocks, min(model_max_len, capacity))
+    if not 2 <= max_model_len <= model_max_len:
+        raise ConfigError(
+            f"model.max_model_len: must be between 2 and the model's {model_max_len}, got {max_model_len}"
+        )
+    if max_model_len > capacity:
+        need = layout.blocks_for(max_model_len) * layout.block_bytes
+        raise ConfigError(
+            f"kv_memory: {budget} bytes hold {capacity} tokens, fewer than model.max_model_len {max_model_len}; "
+            f"set at least {need} bytes, or lower model.max_model_len"
+        )
+    return Sizing(blocks, max_model_len)
+
+
+def auto_kv_bytes(device: torch.device) -> int:
+    """Return the share of the free memory of `device` that one worker uses for KV, in bytes."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * GPU_SHARE)
+    return min(int(available_bytes() * CPU_SHARE), CPU_CAP_BYTES)
+
+
+def _total_bytes(device: torch.device) -> int:
+    """Return all memory in bytes, used or not, because a container counts reclaimable file cache as used."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    machine, limit = int(psutil.virtual_memory().total), CGROUP / "memory.max"
+    text = limit.read_text().strip() if limit.exists() else ""
+    return min(machine, int(text)) if text.isdigit() else machine
+
+
+def available_bytes(cgroup: Path = CGROUP) -> int:
+    """Return the available main memory in bytes: the machine's, or the container's if that is less."""
+    machine = int(psutil.virtual_memory().available)
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text()) - _file_cache(cgroup)
+    except (OSError, ValueError):
+        return machine
+    return min(machine, max(0, int(limit) - used)) if limit.isdigit() else machine
+
+
+def _file_cache(cgroup: Path) -> int:
+    """Return the bytes of reclaimable file cache, which a container counts as used."""
+    stat = cgroup / "memory.stat"
+    lines = (line.split() for line in (stat.read_text() if stat.exists() else "").splitlines())
+    return sum(int(value) for name, value in lines if name in {"inactive_file", "active_file"})

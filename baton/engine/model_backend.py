@@ -1,63 +1,37 @@
-"""Interface between the engine and a model. The transformer and the oracle implement it."""
+"""Interface between the engine and a model, which the transformer and the oracle implement."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
+from baton.core import KVLayout
+from baton.engine.batch import Batch
+from baton.engine.kv_cache import KVCache
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-
-    from baton.core import KVLayout
-    from baton.engine.batch import Batch
-    from baton.engine.kv_cache import KVCache
     from baton.engine.models.thinking import Thinker
 
 
 class ModelBackend(Protocol):
-    """A model that keeps its state in paged KV and nowhere else. Used by one thread at a time.
+    """A model that keeps its state in paged KV and nowhere else. Used by one thread at a time."""
 
-    `nondeterminism` is the known reason why bits of its fixed forwards vary, in words, or "" if they do not.
-    `baton.engine.determinism.checks` tests this at startup. `thinker` is set if the model thinks about its prompts.
-    """
-
-    nondeterminism: str
-    thinker: Thinker | None
-
-    @property
-    def name(self) -> str:
-        """Model name, for people."""
-
-    @property
-    def layout(self) -> KVLayout:
-        """Shape of the KV cache that `forward` takes."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits; token ids are below it."""
-
-    @property
-    def max_model_len(self) -> int:
-        """Largest number of positions of a sequence, prompt and output together."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the KV cache and of a batch's tensors."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Fingerprint of weights, dtype and layout. Workers with equal ones can use each other's KV."""
+    name: str  # for people
+    layout: KVLayout  # of the cache that `forward` takes
+    vocab_size: int  # width of the logits
+    max_model_len: int  # limit of a sequence, prompt and output together
+    device: torch.device  # of the cache and of a batch's tensors
+    fingerprint: str  # of weights, dtype and layout; workers with equal ones can use each other's KV
+    nondeterminism: str  # known reason why bits of its fixed forwards vary, or ""
+    thinker: Thinker | None  # set if the model thinks about its prompts
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
-        """Return what else the bits of fixed forwards depend on: kernels used for each of `rows`, and number of ranks.
-        Not included are `fingerprint`, torch, threads and the device.
-        """
+        """Return what the bits of fixed forwards depend on: the kernels for each of `rows`, and the number of ranks."""
 
     def steady_rows(self) -> int:
-        """Return up to how many rows fixed forwards give a row the same bits in every shape, or 0. This follows from
-        how the kernels work; `baton.engine.determinism.checks` tests it.
-        """
+        """Return up to how many rows the kernels give a row the same bits in every fixed shape (tested at startup)."""
 
     def make_cache(self, total_blocks: int) -> KVCache:
         """Create the cache that `forward` takes, with finite values. The previous one must not be used again."""

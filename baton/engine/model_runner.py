@@ -1,46 +1,36 @@
 """Ordinary forwards: input tensors, the model's run, and the draws from its logits.
 
-`Inputs` keeps its tensors between steps and writes only changes. A row of the block table belongs to one allocation; it
-is rewritten for another one, and extended when it grows. While all sequences decode, the row layout is constant.
-
-On a CPU, the host buffers are the tensors of the batch. Elsewhere each buffer has a device copy and two stages (pinned
-for CUDA), used in turn. Copies are asynchronous, and a stage is rewritten only when its last copy is done.
+`Inputs` keeps its tensors between steps and writes only changes. On a CPU, the host buffers are the tensors of the
+batch. Elsewhere each buffer has a device copy and two stages (pinned for CUDA), used alternately. Copies are
+asynchronous, and a stage is rewritten only when its last copy is done.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from baton.engine.batch import Batch
-from baton.engine.sampling.sampler import Sampler
+from baton.engine.batch import Batch, Injection
+from baton.engine.block_pool import Allocation
+from baton.engine.determinism.planner import Part
+from baton.engine.kv_cache import KVCache
+from baton.engine.model_backend import ModelBackend
+from baton.engine.request import Request
+from baton.engine.sampling.sampler import Sampled, Sampler
+from baton.engine.sequence import LayerListener, ScheduledSequence
+from baton.engine.thinking.states import Thoughts
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from baton.engine.batch import Injection
-    from baton.engine.block_pool import Allocation
-    from baton.engine.determinism.planner import Part
-    from baton.engine.kv_cache import KVCache
-    from baton.engine.model_backend import ModelBackend
-    from baton.engine.request import Request
-    from baton.engine.sampling.sampler import Sampled
-    from baton.engine.sequence import ScheduledSequence
-    from baton.engine.thinking.states import Thoughts
-
-    Array = np.ndarray[Any, np.dtype[Any]]
-
+Array = np.ndarray[Any, np.dtype[Any]]
 STAGES = 2
 
 
 class Mirror:
-    """A buffer that is written on the host (`array`) and read on the device (result of `push`). `staged` copies through
-    stages, because the device has its own memory.
-    """
+    """A buffer that is written on the host (`array`) and read on the device (result of `push`)."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, staged: bool) -> None:
         self.device = torch.zeros(shape, dtype=dtype, device=device)
@@ -58,9 +48,7 @@ class Mirror:
 
 
 class Inputs:
-    """Builder of one engine's batches: at most `max_tokens` tokens of `max_rows` sequences of `max_blocks` blocks.
-    `staged` is as in `Mirror`; None means true unless the backend's device is the CPU.
-    """
+    """Builder of one engine's batches: at most `max_tokens` tokens of `max_rows` sequences of `max_blocks` blocks."""
 
     def __init__(
         self, backend: ModelBackend, max_tokens: int, max_rows: int, max_blocks: int, *, staged: bool | None = None
@@ -82,11 +70,8 @@ class Inputs:
         self._query_starts, self._kv_lens = mirror(torch.int32, max_rows + 1), mirror(torch.int32, max_rows)
         self._tables = mirror(torch.int32, max_rows, max_blocks)
         self._stage = 0
-        self._copied = (
-            [torch.cuda.Event() for _ in range(STAGES)]  # type: ignore[no-untyped-call]
-            if device.type == "cuda"
-            else []
-        )
+        stages = STAGES if device.type == "cuda" else 0
+        self._copied = [torch.cuda.Event() for _ in range(stages)]  # type: ignore[no-untyped-call]
 
     def build(
         self,
@@ -117,7 +102,7 @@ class Inputs:
             query_starts=self._starts_of_ones[: n + 1] if ones else self._query_starts.push(len(work) + 1, self._stage),
             kv_lens=self._kv_lens.push(len(work), self._stage),
             block_tables=tables,
-            logit_rows=self._rows_wanted(work, counts, ones),
+            logit_rows=self._wanted_rows(work, counts, ones),
             on_layer=on_layer,
             fixed=fixed,
             thinking=thinking,
@@ -134,8 +119,8 @@ class Inputs:
             if allocation is not self._allocations[row] or len(allocation.blocks) != self._lengths[row]:
                 self._write_row(row, allocation)
                 changed = True
-        known = self._tables.push(len(work), self._stage) if changed else self._tables.device[: len(work)]
-        return known[:, :width]
+        tables = self._tables.push(len(work), self._stage) if changed else self._tables.device[: len(work)]
+        return tables[:, :width]
 
     def _write_row(self, row: int, allocation: Allocation) -> None:
         table = self._tables.array[row]
@@ -164,7 +149,7 @@ class Inputs:
         self._query_starts.array[1 : len(counts) + 1] = ends
         return n
 
-    def _rows_wanted(self, work: Sequence[ScheduledSequence], counts: list[int], ones: bool) -> torch.Tensor:
+    def _wanted_rows(self, work: Sequence[ScheduledSequence], counts: list[int], ones: bool) -> torch.Tensor:
         wanted = [item.completes for item in work]
         if ones and all(wanted):
             return self._rows_of_ones[: len(work)]
@@ -189,18 +174,13 @@ class OrdinaryForwards:
 
     @torch.inference_mode()
     def compute(
-        self,
-        part: Part,
-        requests: Sequence[Request],
-        backend: ModelBackend,
-        kv: KVCache,
-        on_layer: Callable[[list[ScheduledSequence], int], None] | None,
+        self, part: Part, requests: list[Request], backend: ModelBackend, kv: KVCache, on_layer: LayerListener | None
     ) -> list[SampledToken]:
         """Run the model and draw where all known tokens are computed. A thought may lower the `count` of work."""
-        told = partial(on_layer, part.work) if on_layer is not None else None
+        listener = partial(on_layer, part.work) if on_layer is not None else None
         thinking = None if self._thoughts is None else self._thoughts.inject(part.work)
         tokens = [request.tokens for request in requests]
-        batch = self._inputs.build(part.work, tokens, told, fixed=part.exact, thinking=thinking)
+        batch = self._inputs.build(part.work, tokens, listener, fixed=part.exact, thinking=thinking)
         logits = backend.forward(batch, kv)
         if self._thoughts is not None and thinking is not None:
             wanted = [item for item in part.work if item.completes]

@@ -3,34 +3,30 @@
 Each position has a 64-bit state: a running hash of the tokens up to it. Its KV bytes, in every layer, are that state
 spread by invertible maps. A forward takes the state before a chunk from the KV of the previous position. It folds ALL
 KV up to the wanted position into the logits: a sum over 64-bit words, each times its own odd number. One changed word
-always changes the sum; swapped, torn or stale blocks do except for one chance in 2^64. `expected` computes the same
-from the tokens alone. The cluster file selects it by `model.path: oracle`.
+always changes the sum; swapped, torn or stale blocks do except for one chance in 2^64.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from baton.core import KVLayout
-from baton.engine.choice import OutputFactory
+from baton.core import KVLayout, SequenceSpec
+from baton.engine.batch import Batch
 from baton.engine.kv_cache import KVCache
 from baton.engine.sampling.noise import GOLDEN64, mix64, mix64_tensor, signed64
+from baton.engine.sampling.output import OutputFactory
 from baton.engine.sampling.sampler import Sampler
 from baton.errors import ConfigError, EngineFault
 from baton.hashing import fingerprint, keyed_digest
 from baton.tokenizer import OracleTokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from torch import Tensor
-
-    from baton.core import SequenceSpec
-    from baton.engine.batch import Batch
     from baton.engine.models.thinking import Thinker
 
 WORD_BYTES = 8
@@ -65,28 +61,26 @@ class OracleBackend:
         self, layout: KVLayout | None = None, *, max_model_len: int = 2048, seed: int = 0, device: str = "cpu"
     ) -> None:
         self.layout = layout or oracle_layout()
-        position_bytes = self.layout.layer_block_bytes // len(self.layout.tensors) // self.layout.block_size
+        position_bytes = self.layout.layer_token_bytes // len(self.layout.tensors)
         if position_bytes % WORD_BYTES:
-            raise ConfigError(f"the oracle needs K of a position to be whole 8-byte words, not {position_bytes} bytes")
-        self.name = "oracle"
+            raise ConfigError(f"the oracle needs whole 8-byte words for K of a position, got {position_bytes} bytes")
+        self.name, self.nondeterminism = "oracle", ""
         self.thinker: Thinker | None = None
-        self.nondeterminism = ""
         self.tokenizer = OracleTokenizer()
         self.vocab_size = self.tokenizer.vocab_size
-        self.max_model_len = max_model_len
-        self.device = torch.device(device)
+        self.max_model_len, self.device = max_model_len, torch.device(device)
         self.fingerprint = fingerprint(("oracle", str(seed), self.layout.wire))
         self._words = position_bytes // WORD_BYTES
         self._start = int.from_bytes(keyed_digest(bytes(32), b"baton oracle", str(seed).encode())[:8], "little")
         self._salt, self._odd, self._weights = self._constants()
-        self._bias = self._column_bias()
+        likely = [32 <= column < 127 or column in self.tokenizer.eos_ids for column in range(self.vocab_size)]
+        self._bias = torch.tensor([0.0 if common else RARE for common in likely], device=self.device)
         self._columns = torch.arange(1, self.vocab_size + 1, device=self.device) * signed64(GOLDEN64)
         self._seen: tuple[KVCache, list[Tensor]] | None = None
         self._scratch = _Scratch(self.device)
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
         """Return nothing, because integers are never rounded."""
-        del rows
         return ()
 
     def steady_rows(self) -> int:
@@ -94,7 +88,6 @@ class OracleBackend:
         return 1 << 30
 
     def make_cache(self, total_blocks: int) -> KVCache:
-        """Create a cache of this layout."""
         self._seen = None
         return KVCache(self.layout, total_blocks, self.device)
 
@@ -105,7 +98,6 @@ class OracleBackend:
         """Do nothing: no other process exists."""
 
     def forward(self, batch: Batch, kv: KVCache) -> Tensor:
-        """Write the batch's K and V, then return logits, float32 [L, vocab_size]."""
         views = self._views(kv)
         states = self._run(batch, views[0])
         written = self._spread(states)
@@ -126,12 +118,13 @@ class OracleBackend:
         sampler, state, folded, done, produced = Sampler(), self._start, 0, 0, list[int]()
         while choice.finish is None and (n is None or len(produced) < n):
             states = self._chain(state, choice.tokens[done:])
-            folded += self._fold_states(states, done)
+            weights = self._weights[:, :, done : done + len(states)]
+            folded += int((self._spread(self._tensor(states)) * weights).sum())
             state, done = states[-1], len(choice.tokens)
             logits = self._logits(self._tensor([state]), self._tensor([folded]))
             token_id = sampler.sample(logits, [choice.row])[0].token_id
             if token_id is None:
-                raise EngineFault("the oracle's logits are numbers")
+                raise EngineFault("the oracle computed a logit that is not a finite number")
             if choice.push(token_id) is not None:
                 produced.append(token_id)
         return produced
@@ -164,11 +157,6 @@ class OracleBackend:
         """Return the KV words of positions with these states: int64 [tensors, layers, N, words]."""
         return (states[:, None] ^ self._salt) * self._odd
 
-    def _fold_states(self, states: list[int], first: int) -> int:
-        """Return the result of `_fold` for positions from `first` on if their KV is right."""
-        weights = self._weights[:, :, first : first + len(states)]
-        return int((self._spread(self._tensor(states)) * weights).sum())
-
     def _fold(self, views: list[Tensor], tables: Tensor, positions: Tensor) -> Tensor:
         """Return the weighted sum of all KV words at positions 0..positions[i] through tables[i]: int64 [L]."""
         blocks = self.layout.blocks_for(int(positions.max()) + 1) if len(positions) else 0
@@ -187,15 +175,12 @@ class OracleBackend:
         return bits.float() * (LOGIT_RANGE / 2**24) + self._bias
 
     def _views(self, kv: KVCache) -> list[Tensor]:
+        """Return the tensors of a cache as int64 [layers, blocks, block_size, words]."""
         seen = self._seen
         if seen is None or seen[0] is not kv:
             with torch.inference_mode(False):  # as in `_Scratch`
-                self._seen = seen = kv, [self._as_words(tensor) for tensor in kv.tensors]
+                self._seen = seen = kv, [tensor.flatten(3).view(torch.int64) for tensor in kv.tensors]
         return seen[1]
-
-    def _as_words(self, tensor: Tensor) -> Tensor:
-        """View a tensor of the cache as int64 [layers, blocks, block_size, words]."""
-        return tensor.flatten(3).view(torch.int64)
 
     def _constants(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return salt, odd factor [tensors, layers, 1, words] and odd weight [tensors, layers, positions, words]."""
@@ -209,7 +194,3 @@ class OracleBackend:
         count = torch.Size(shape).numel()
         first = signed64(mix64(stream))
         return mix64_tensor(torch.arange(count, dtype=torch.int64, device=self.device) + first).view(shape)
-
-    def _column_bias(self) -> Tensor:
-        likely = [32 <= column < 127 or column in self.tokenizer.eos_ids for column in range(self.vocab_size)]
-        return torch.tensor([0.0 if common else RARE for common in likely], device=self.device)

@@ -1,38 +1,29 @@
 """Block hashes, so that equal beginnings of sequences are computed once.
 
 The KV of a block depends on all tokens up to its end, so its hash is a chain: digest(previous hash, its tokens). The
-digest has a key, made from the model and the request's cache scope. Thus another scope finds nothing, and a hash cannot
-be computed without the key.
+digest has a key, made from the model and the request's cache scope, so another scope finds nothing.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
+from baton.core import SequenceSpec
 from baton.hashing import keyed_digest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from baton.core import SequenceSpec
 
 _KEY = b"baton prefix cache, version 1".ljust(32)
 _START = b""
 
 
 def scope_key(fingerprint: str, scope: str, deterministic: bool = False) -> bytes:
-    """Return the 32-byte key of one cache scope of one model, equal in every process. Deterministic requests have their
-    own keys, because they can only use KV that was computed on the grid.
-    """
+    """Return the 32-byte key of a cache scope. Deterministic requests can only use KV that was computed on the grid."""
     return keyed_digest(_KEY, fingerprint.encode(), scope.encode(), *([b"deterministic"] * deterministic))
 
 
 def hashable_blocks(spec: SequenceSpec, block_size: int, *, thinks: bool = False) -> int:
-    """Return how many blocks of a new request have hashes: the full ones, but one token is left to compute.
-
-    For a deterministic request only the prompt counts, because verify passes set the bits of the rest. The same holds
-    if the model thinks about the prompt only, because KV behind it differs from that of a prompt with the same tokens.
+    """Return how many blocks of a new request have hashes: the full ones, but one token is left to compute. Only the
+    prompt counts if verify passes set the bits of the rest, or if the model thinks only about the prompt.
     """
     named = (len(spec) - 1) // block_size
     prompt_only = spec.deterministic or (thinks and not spec.think_while_decoding)
@@ -52,26 +43,21 @@ class BlockHashChain:
     __slots__ = ("_block_size", "_digests", "_key", "_tokens")
 
     def __init__(self, key: bytes, tokens: Sequence[int], block_size: int) -> None:
-        self._key = key
-        self._tokens = tokens
-        self._block_size = block_size
+        self._key, self._tokens, self._block_size = key, tokens, block_size
         self._digests: list[bytes] = []
 
     def digest(self, block: int) -> bytes:
         """Return the hash of block number `block`, from 0. Raises IndexError if its tokens are not known."""
-        while len(self._digests) <= block:
-            self._extend()
+        size = self._block_size
+        while (number := len(self._digests)) <= block:
+            tokens = self._tokens[number * size : (number + 1) * size]
+            if len(tokens) < size:
+                raise IndexError(f"block {number} is not full: {len(tokens)} of {size} tokens are known")
+            before = self._digests[-1] if self._digests else _START
+            self._digests.append(keyed_digest(self._key, before, struct.pack(f"<{size}i", *tokens)))
         return self._digests[block]
 
     def digests(self, first: int, end: int) -> list[bytes]:
         """Return the hashes of blocks first..end-1, at least one."""
         self.digest(end - 1)
         return self._digests[first:end]
-
-    def _extend(self) -> None:
-        start, size = len(self._digests) * self._block_size, self._block_size
-        tokens = self._tokens[start : start + size]
-        if len(tokens) < size:
-            raise IndexError(f"block {len(self._digests)} is not full: {len(tokens)} of {size} tokens are known")
-        before = self._digests[-1] if self._digests else _START
-        self._digests.append(keyed_digest(self._key, before, struct.pack(f"<{size}i", *tokens)))

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
 
+from baton.core import HandoffId, SequenceSpec, ThinkingState
+from baton.engine.determinism.planner import VerifiedProgress
 from baton.engine.determinism.shapes import CandidateTokens
+from baton.engine.model_backend import ModelBackend
 from baton.engine.prefix_cache import BlockHashChain, scope_key
+from baton.engine.sampling.logits import Row
+from baton.engine.sampling.output import OutputFactory, OutputState
 from baton.engine.sequence import Sequence
 from baton.engine.step_result import SequenceOutput
+from baton.engine.thinking.states import Thoughts
 from baton.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from baton.core import HandoffId, SequenceSpec, ThinkingState
-    from baton.engine.choice import OutputFactory, OutputState
-    from baton.engine.determinism.planner import VerifiedProgress
-    from baton.engine.model_backend import ModelBackend
-    from baton.engine.sampling.logits import Row
-    from baton.engine.thinking.states import Thoughts
 
 
 @dataclass(slots=True)
@@ -38,7 +36,6 @@ class Request:
 
     @property
     def row(self) -> Row:
-        """Sampling state of the next draw."""
         return self.choice.row if self.draft is None else self.draft.row
 
     def is_final(self, *, exact: bool) -> bool:
@@ -65,36 +62,29 @@ class Request:
             self.draft = CandidateTokens(self.choice)
 
 
-class Verification(Protocol):
-    """The part of `FixedForwards` that begins deterministic requests."""
-
-    def begin(self, request: Request, prompt: int) -> None:
-        """Give `request` its progress and draft. `prompt` is the length of its prompt in tokens."""
-
-
 @dataclass(slots=True)
 class RequestFactory:
-    """Factory that checks specs and creates requests. `verification` is for deterministic ones; None rejects them."""
+    """Factory that checks specs and creates requests."""
 
     backend: ModelBackend
     choices: OutputFactory
-    verification: Verification | None
+    begin_fixed: Callable[[Request, int], None] | None  # for deterministic ones, with the length of the prompt
     thoughts: Thoughts | None
     prefix_cache: bool
     arrivals: int = 0
 
     def check(self, spec: SequenceSpec) -> None:
         """Raise InvalidRequest, naming the field, if `spec` can never be computed here."""
-        if spec.deterministic and self.verification is None:
-            raise InvalidRequest.of("deterministic", f"not computed here. {self.backend.nondeterminism}".rstrip(". "))
+        if spec.deterministic and self.begin_fixed is None:
+            raise InvalidRequest.of("deterministic", f"not supported here. {self.backend.nondeterminism}".rstrip(". "))
         if spec.think_while_decoding and self.thoughts is None:
-            raise InvalidRequest.of("think_while_decoding", "this model does not think")
+            raise InvalidRequest.of("think_while_decoding", "the model does not think")
         if spec.think_while_decoding and spec.deterministic:
-            raise InvalidRequest.of("think_while_decoding", "not together with deterministic")
+            raise InvalidRequest.of("think_while_decoding", "cannot be combined with deterministic")
         self.choices.check(spec)
 
     def begin(self, key: HandoffId, spec: SequenceSpec, *, hold: bool) -> Request | SequenceOutput:
-        """Create a request that is computed from its first token, or just its end if known tokens end it."""
+        """Create a request that is computed from its first token, or return its end if known tokens end it."""
         policies = () if self.thoughts is None else (self.thoughts.begin(spec),)
         return self._begin(key, spec, Sequence(key, 0, len(spec), len(spec), policies=policies), hold=hold)
 
@@ -115,6 +105,6 @@ class RequestFactory:
             scope = scope_key(self.backend.fingerprint, spec.cache_scope, spec.deterministic)
             sequence.chain = BlockHashChain(scope, choice.tokens, self.backend.layout.block_size)
         request = Request(sequence, choice, hold)
-        if self.verification is not None and spec.deterministic:
-            self.verification.begin(request, len(spec.prompt))
+        if self.begin_fixed is not None and spec.deterministic:
+            self.begin_fixed(request, len(spec.prompt))
         return request

@@ -1,39 +1,27 @@
 """Choice of the work of the next step. Pure: token counts only, without tensors, clock or token ids.
 
 One pass in order of rank gives each decoding sequence its token. The rest of the token budget goes to prompt chunks,
-then to new sequences, which start after their cached full blocks. Sequences grow block by block. When the pool is full,
-the last in rank is preempted. If none ranks behind a sequence, it keeps its blocks and waits.
+then to new sequences, which start after their cached full blocks. When the pool is full, the last in rank is preempted.
+If none ranks behind a sequence, it keeps its blocks and waits.
 
-The rank is the step number at arrival, minus `patience` steps per priority level. So a sequence overtakes only those
-that arrived at most that many steps earlier. Later arrivals eventually rank behind it, and the first always proceeds,
-so none starves.
-
-Deterministic sequences add only single tokens to the ordinary batch. Their other work is at most one more forward per
-step, of a fixed shape (`baton.engine.determinism.planner`), which uses the same budget.
+The rank is the step number at arrival, minus `patience` steps per priority level. Later arrivals eventually rank behind
+a sequence, and the first always proceeds, so none starves.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
-from baton.engine.block_pool import BlockState
+from baton.engine.block_pool import BlockPool, BlockState
 from baton.engine.determinism.planner import WindowPlanner, begin
 from baton.engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from baton.engine.block_pool import BlockPool
 
 PATIENCE = 256  # steps of aging per priority level; some seconds of decoding
 
 
 class Scheduler:
-    """Continuous batching over one block pool. `max_batched_tokens` limits the tokens of a step, `max_running` its
-    sequences. A preempted sequence waits and starts over if `recompute_preempted`; else it is dropped, and the caller
-    of `plan` reports it.
-    """
+    """Continuous batching over one block pool. The parameters are those of `Engine`."""
 
     def __init__(
         self,
@@ -44,21 +32,18 @@ class Scheduler:
         max_running: int,
         recompute_preempted: bool = True,
         patience: int = PATIENCE,
-        windows: WindowPlanner | None = None,
     ) -> None:
         if min(block_size, max_batched_tokens, max_running) < 1:
             raise ValueError("block_size, max_batched_tokens and max_running must be at least 1")
-        self.pool = pool
-        self.block_size = block_size
-        self.max_batched_tokens = max_batched_tokens
-        self.max_running = max_running
+        self.pool, self.block_size = pool, block_size
+        self.max_batched_tokens, self.max_running = max_batched_tokens, max_running
         self.recompute_preempted = recompute_preempted
         self.running: list[Sequence] = []  # both in order of rank
         self.waiting: list[Sequence] = []
         self.waiting_tokens = 0
         self.on_free: Callable[[Sequence], None] = lambda sequence: None  # called before its blocks can be reused
         self._patience = patience
-        self._windows = windows or WindowPlanner()
+        self._windows = WindowPlanner()
         self._steps = 0
 
     @property
@@ -142,22 +127,22 @@ class Scheduler:
         """Return whether `sequence` fits without those behind it. Blocks that they share may stay in use."""
         behind = bisect_left(self.running, _rank(sequence), key=_rank)
         allocations = [other.allocation for other in self.running[behind:] if other.allocation is not None]
-        room = self.pool.available + self.pool.freed_by(allocations)
-        return behind < self.max_running and room >= self._blocks(sequence.known) + behind
+        capacity = self.pool.available + self.pool.freed_by(allocations)
+        return behind < self.max_running and capacity >= self._blocks(sequence.known) + behind
 
     def _continue_running(self, plan: SchedulerOutput, budget: int) -> int:
         """Give each running sequence its share, in order of rank. Return the budget that is left."""
         decodes = sum(sequence.known - sequence.computed == 1 for sequence in self.running)
-        turn = 0
-        while turn < len(self.running) and budget > 0 and len(plan.work) < self.max_running:
-            sequence = self.running[turn]
+        index = 0
+        while index < len(self.running) and budget > 0 and len(plan.work) < self.max_running:
+            sequence = self.running[index]
             pending = sequence.known - sequence.computed
             decodes -= pending == 1
-            share = min(sequence.most, max(budget - decodes, turn == 0))
-            turn += 1
-            if sequence.own_forwards and (not sequence.ordinary or sequence in plan.verified):
-                self._make_room(plan, sequence, pending, turn)  # the next verify pass writes up to there
-            elif share > 0 and self._make_room(plan, sequence, share, turn):
+            share = min(sequence.most, max(budget - decodes, index == 0))
+            index += 1
+            if sequence.own_forwards and (not sequence.ordinary or any(w.sequence is sequence for w in plan.windows)):
+                self._grow(plan, sequence, pending, index)  # the next verify pass writes up to there
+            elif share > 0 and self._grow(plan, sequence, share, index):
                 budget -= self._schedule(plan, sequence, share)
         return budget
 
@@ -168,7 +153,7 @@ class Scheduler:
         plan.work.append(ScheduledSequence(sequence, count))
         return count
 
-    def _make_room(self, plan: SchedulerOutput, sequence: Sequence, count: int, keep: int) -> bool:
+    def _grow(self, plan: SchedulerOutput, sequence: Sequence, count: int, keep: int) -> bool:
         """Allocate blocks for `count` more tokens, preempting the last sequences but not the first `keep`."""
         assert sequence.allocation is not None
         missing = self._blocks(sequence.computed + count) - len(sequence.allocation)
@@ -231,16 +216,16 @@ class Scheduler:
     def _has_blocks(self, sequence: Sequence) -> bool:
         return sequence.allocation is not None and len(sequence.allocation) >= self._blocks(sequence.known)
 
-    def _enter(self, line: list[Sequence], sequence: Sequence) -> None:
+    def _enter(self, queue: list[Sequence], sequence: Sequence) -> None:
         if sequence.rank is None:
             sequence.rank = (self._steps - sequence.priority * self._patience, sequence.arrival)
-        insort(line, sequence, key=_rank)
+        insort(queue, sequence, key=_rank)
 
-    def _leave(self, line: list[Sequence], sequence: Sequence) -> bool:
-        place = bisect_left(line, _rank(sequence), key=_rank)
-        found = place < len(line) and line[place] is sequence
+    def _leave(self, queue: list[Sequence], sequence: Sequence) -> bool:
+        place = bisect_left(queue, _rank(sequence), key=_rank)
+        found = place < len(queue) and queue[place] is sequence
         if found:
-            del line[place]
+            del queue[place]
         return found
 
     def _blocks(self, tokens: int) -> int:

@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from collections.abc import Sequence as ListOf
-
-    from baton.core import HandoffId, Thought
-    from baton.engine.block_pool import Allocation
-    from baton.engine.prefix_cache import BlockHashChain
+from baton.core import HandoffId, Thought
+from baton.engine.block_pool import Allocation
+from baton.engine.prefix_cache import BlockHashChain
 
 UNLIMITED = 2**31  # more than the tokens of any sequence
 Policy = TypeVar("Policy", bound="SequencePolicy")
@@ -66,26 +64,23 @@ class SequencePolicy:
     def published(self, hashes: ListOf[bytes], first: int, block_size: int) -> None:
         """Record that the blocks from number `first` on are cached under `hashes`."""
 
-    def news(self) -> list[Thought]:
+    def new_thoughts(self) -> list[Thought]:
         """Return thoughts that were not returned before."""
         return []
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Progress of one request: `known` tokens, of which the first `computed` have their KV in `allocation`. Tokens
-    before `prefill_end` are prefill when computed, later ones decode. `chain` hashes full blocks; None means no
-    caching.
-    """
+    """Progress of one request: `known` tokens, of which the first `computed` have their KV in `allocation`."""
 
     key: HandoffId
     arrival: int
     known: int
-    prefill_end: int
+    prefill_end: int  # earlier tokens are prefill when computed, later ones decode
     computed: int = 0
     allocation: Allocation | None = None
     priority: int = 0
-    chain: BlockHashChain | None = None
+    chain: BlockHashChain | None = None  # hashes of full blocks; None means no caching
     cached: int | None = None  # tokens found in the cache at its first admission
     rank: tuple[int, int] | None = None  # lower runs first; set once by the scheduler
     policies: tuple[SequencePolicy, ...] = ()  # of the features that the request uses
@@ -97,7 +92,6 @@ class Sequence:
 
     @property
     def most(self) -> int:
-        """Number of pending tokens that one forward may compute."""
         pending = self.known - self.computed
         if not self.policies:
             return pending
@@ -105,7 +99,6 @@ class Sequence:
 
     @property
     def ordinary(self) -> int:
-        """Number of pending tokens that the ordinary batch may compute."""
         pending = self.known - self.computed
         if not self.policies:
             return pending
@@ -113,7 +106,6 @@ class Sequence:
 
     @property
     def own_forwards(self) -> bool:
-        """Whether it has forwards of a fixed shape, in addition to the ordinary batch."""
         return bool(self.policies) and any(policy.own_forwards for policy in self.policies)
 
     @property
@@ -123,7 +115,6 @@ class Sequence:
 
     @property
     def shareable(self) -> int:
-        """Number of leading positions with KV that is right for any sequence with the same tokens."""
         if not self.policies:
             return self.computed
         return min(self.computed, *(policy.shareable for policy in self.policies))
@@ -134,7 +125,6 @@ class Sequence:
         return min((self.known - 1, *(policy.cacheable for policy in self.policies)))
 
     def policy(self, kind: type[Policy]) -> Policy | None:
-        """Return its policy of this class, or None."""
         return next((policy for policy in self.policies if isinstance(policy, kind)), None)
 
 
@@ -152,13 +142,15 @@ class ScheduledSequence:
 
     @property
     def prefill_tokens(self) -> int:
-        """Number of prefill tokens among the `count` tokens."""
         return min(self.count, max(0, self.sequence.prefill_end - self.sequence.computed))
 
     @property
     def context(self) -> int:
         """Number of positions that its tokens attend to, including themselves, summed over the tokens."""
         return self.count * self.sequence.computed + self.count * (self.count + 1) // 2
+
+
+LayerListener = Callable[[list[ScheduledSequence], int], None]  # receives the work of a forward, and a written layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +172,3 @@ class SchedulerOutput:
     preempted: list[Sequence] = field(default_factory=list)
     cached_tokens: int = 0
     windows: list[VerifyWork] = field(default_factory=list)  # work of the fixed forward
-
-    @property
-    def verified(self) -> list[Sequence]:
-        """Sequences of the windows."""
-        return [window.sequence for window in self.windows]

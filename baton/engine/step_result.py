@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from baton.core import Load
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from baton.core import Finish, HandoffId, Thought, Token
-    from baton.engine.determinism.planner import Verifying
-    from baton.engine.scheduler import Scheduler
-    from baton.engine.sequence import ScheduledSequence, Sequence
-    from baton.errors import EngineFault
+from baton.core import Finish, HandoffId, Thought, Token
+from baton.engine.determinism.planner import Verifying
+from baton.engine.sequence import ScheduledSequence, Sequence
+from baton.errors import EngineFault
 
 
 @dataclass(slots=True)  # not frozen, because that would double the cost per token
 class SequenceOutput:
-    """Output of one step for one request. The last output of a request has `finish` set. `cached_tokens` of its known
-    tokens were found in the cache at its admission.
-    """
+    """Output of one step for one request; its last one has `finish`. `cached_tokens` were cached at its admission."""
 
     key: HandoffId
     tokens: list[Token]
@@ -31,29 +23,24 @@ class SequenceOutput:
 
 @dataclass(slots=True)
 class StepResult:
-    """Result of one step. `computed` tokens went through the model; 0 means that nothing could be done now.
-
-    `context` sums the positions that these tokens attended to, `prefill_context` those of prompts. Requests in
-    `preempted` and `failed` are forgotten, their blocks free. `thoughts` are about consecutive chunks and precede
-    `outputs`.
-    """
+    """Result of one step. Requests in `preempted` and `failed` are forgotten, their blocks free."""
 
     outputs: list[SequenceOutput] = field(default_factory=list)
-    thoughts: list[tuple[HandoffId, list[Thought]]] = field(default_factory=list)
+    thoughts: list[tuple[HandoffId, list[Thought]]] = field(default_factory=list)  # they precede `outputs`
     preempted: list[HandoffId] = field(default_factory=list)
     failed: list[tuple[HandoffId, EngineFault]] = field(default_factory=list)
-    computed: int = 0
+    computed: int = 0  # tokens that went through the model; 0 means that nothing could be done now
     prefill: int = 0  # those of `computed` that are prefill
-    context: int = 0
+    context: int = 0  # sum of the positions that these tokens attended to
     prefill_context: int = 0
     verifying: list[tuple[HandoffId, Verifying]] = field(default_factory=list)  # live totals of the pass's sequences
 
-    def tell_thoughts(self, sequences: Iterable[Sequence]) -> None:
-        """Add the thoughts of these sequences that were not reported yet."""
+    def add_thoughts(self, sequences: Iterable[Sequence]) -> None:
+        """Add the thoughts of these sequences that were not reported before."""
         for sequence in sequences:
             for policy in sequence.policies:
-                if news := policy.news():
-                    self.thoughts.append((sequence.key, news))
+                if thoughts := policy.new_thoughts():
+                    self.thoughts.append((sequence.key, thoughts))
 
 
 @dataclass(slots=True)
@@ -71,7 +58,7 @@ class Counters:
     recomputed_tokens: int = 0  # rejected candidates and those behind them
 
     def count(self, work: list[ScheduledSequence], result: StepResult) -> None:
-        """Count an ordinary batch, before `Scheduler.advance`."""
+        """Count an ordinary batch, before `Scheduler.commit_step`."""
         result.computed = total = sum(item.count for item in work)
         result.prefill = prefill = sum(item.prefill_tokens for item in work)
         result.context = sum(item.context for item in work)
@@ -80,22 +67,3 @@ class Counters:
         self.prefill_tokens += prefill
         self.decode_tokens += total - prefill
         self.decode_steps += total > prefill
-
-
-def load_of(scheduler: Scheduler, counters: Counters) -> Load:
-    """Return the engine's part of the worker's load report."""
-    running = scheduler.running
-    return Load(
-        step=counters.steps,
-        running=len(running),
-        waiting=len(scheduler.waiting),
-        queued_tokens=sum(max(0, s.prefill_end - s.computed) for s in running) + scheduler.waiting_tokens,
-        prefill_tokens=counters.prefill_tokens,
-        cached_tokens=counters.cached_tokens,
-        decode_steps=counters.decode_steps,
-        decode_tokens=counters.decode_tokens,
-        verify_passes=counters.verify_passes,
-        rollbacks=counters.rollbacks,
-        recomputed_tokens=counters.recomputed_tokens,
-        blocks=scheduler.pool.counts(),
-    )

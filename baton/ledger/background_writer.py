@@ -52,14 +52,13 @@ class BackgroundWriter(ABC):
     def _repeat(self) -> None:
         """Queue everything that must be in the store. The lock is held."""
 
-    def _signal(self, delay_s: float = 0.0) -> None:
-        """Wake the task, after `delay_s` at the latest. The lock is held."""
+    def _signal(self) -> None:
+        """Wake the task. The lock is held."""
+        if self._signalled:
+            return
+        self._signalled = True
         with contextlib.suppress(RuntimeError):  # the loop is closed: the process is ending
-            if delay_s:
-                self._loop.call_soon_threadsafe(self._loop.call_later, delay_s, self._wake.set)
-            elif not self._signalled:
-                self._signalled = True
-                self._loop.call_soon_threadsafe(self._wake.set)
+            self._loop.call_soon_threadsafe(self._wake.set)
 
     def _refresh(self) -> None:
         with self._lock:

@@ -13,12 +13,12 @@ data has a plan again as soon as the controller or an operator writes one. Unkno
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeAlias, TypeVar
+from typing import TypeVar
 
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from baton.control_plane import Count, Id, Number, Plan, Slot, Text
+from baton.control_plane import Count, DecisionKind, Id, Number, Plan, Slot, Text
 from baton.core import Role, WorkerRef
 from baton.ledger.redis_client import Connection, Script
 
@@ -26,8 +26,6 @@ log = structlog.get_logger(__name__)
 
 KEPT_S = 7 * 86400  # plans and orders
 DECISIONS = 20  # in a controller's report
-
-DecisionKind: TypeAlias = Literal["plan", "start", "turn", "drain", "end", "replace", "give_up"]
 
 
 class _Record(BaseModel):
@@ -154,7 +152,8 @@ class ControlState:
         """Return the reports that routers sent within their lease, by id."""
         answer = await self._connection.call("SMEMBERS", self._connection.key("routers"))
         found = []
-        for router_id in sorted(name.decode() for name in _bytes(answer)):
+        names = [name.decode() for name in answer if isinstance(name, bytes)] if isinstance(answer, (list, set)) else []
+        for router_id in sorted(names):
             report = await self._get(RouterReport.model_validate_json, "router", router_id)
             if report is None:
                 await self._connection.call("SREM", self._connection.key("routers"), router_id)
@@ -186,7 +185,3 @@ class ControlState:
             wrong = "; ".join(".".join(map(str, item["loc"])) for item in error.errors(include_input=False))
             log.warning("board_row_refused", key=":".join(key), wrong=wrong)
             return None
-
-
-def _bytes(answer: object) -> list[bytes]:
-    return [item for item in answer if isinstance(item, bytes)] if isinstance(answer, (list, set, tuple)) else []

@@ -150,11 +150,7 @@ def _spawn(program: Path, configuration: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), str(program)]
     # Its own process group, because Ctrl-C must not stop Redis before the workers.
     process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        process_group=0,
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # it ended: `_wait_ready` reports why

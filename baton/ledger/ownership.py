@@ -1,21 +1,19 @@
 """Ownership records: which decode worker holds a request's KV. One record per request, one script per write.
 
-    attempt n     (none) ──> RESERVED ──> PREPARED ──> COMMITTED ──> ABORTED ──> RELEASED
+    attempt n     (none) ──> RESERVED ──> COMMITTED ──> ABORTED ──> RELEASED
     any state of attempt n ──> any state of attempt m > n, by any owner
 
 A record only moves along the arrows. States may be skipped, because the writer coalesces; a repeated write changes
 nothing. An earlier state or a lower attempt is rejected. So is every write by another worker or incarnation to the same
 attempt, and by an incarnation that was replaced at its place. So one incarnation at most ever writes to an attempt.
 
-RESERVED: the decode worker reserved blocks. PREPARED: all KV arrived, without a commit yet. COMMITTED: it decodes.
-ABORTED: it gave up the attempt before the end. RELEASED: its blocks are free; the record stays for a while as a
-tombstone, because a late write of an older attempt must not restore it.
+RESERVED: the decode worker reserved blocks. COMMITTED: it decodes. ABORTED: it gave up the attempt before the end.
+RELEASED: its blocks are free; the record stays for a while as a tombstone, because a late write of an older attempt
+must not restore it.
 
 In Redis, each with a TTL:
-    PREFIX:req:REQUEST_ID             hash {attempt, state, worker, incarnation, router, updated (ms)}
-    PREFIX:holds:WORKER:INCARNATION   sorted set, by time of the last write: requests that it holds or held lately
-    PREFIX:stream:NAME                the request id of the stream that its client calls NAME, if they differ
-The record decides: readers of the other two keys compare them with it.
+    PREFIX:req:REQUEST_ID   hash {attempt, state, worker, incarnation, router, updated (ms)}
+    PREFIX:stream:NAME      the request id of the stream that its client calls NAME, if they differ
 
 `OwnershipStore` has these rules in a script, and `OwnershipLog` is a decode worker's background writer.
 """
@@ -41,7 +39,6 @@ class RecordState(enum.IntEnum):
     """The state of an attempt, in the order of the transitions."""
 
     RESERVED = 10
-    PREPARED = 20
     COMMITTED = 30
     ABORTED = 40
     RELEASED = 50
@@ -65,9 +62,9 @@ class OwnershipRecord:
     updated_ms: int = 0
 
 
-# KEYS: record, place of the writer, its holds; optionally the stream. ARGV: attempt, state, worker id, incarnation,
-# router id, TTL ms: this state, TTL ms: a live record, request id, 1 if blocks are held in this state.
-# Returns 1 if written, 0 if rejected, -1 if the key has another type. A damaged record is overwritten.
+# KEYS: record, place of the writer; optionally the stream. ARGV: attempt, state, worker id, incarnation, router id,
+# TTL ms of this state, request id. Returns 1 if written, 0 if rejected, -1 if the key has another type. A damaged
+# record is overwritten.
 _WRITE = Script("""
 local place = redis.call('GET', KEYS[2])
 if place and place ~= ARGV[4] then return 0 end
@@ -87,10 +84,7 @@ if last ~= attempt or not reached then
   redis.call('HSET', KEYS[1], 'attempt', attempt, 'worker', ARGV[3], 'incarnation', ARGV[4], 'router', ARGV[5])
 end
 redis.call('PEXPIRE', KEYS[1], ARGV[6])
-if ARGV[9] == '1' then redis.call('ZADD', KEYS[3], ms, ARGV[8]) else redis.call('ZREM', KEYS[3], ARGV[8]) end
-if KEYS[4] then redis.call('SET', KEYS[4], ARGV[8], 'PX', ARGV[6]) end
-redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', ms - ARGV[7])
-redis.call('PEXPIRE', KEYS[3], ARGV[7])
+if KEYS[3] then redis.call('SET', KEYS[3], ARGV[7], 'PX', ARGV[6]) end
 return 1
 """)
 _FOREIGN = -1
@@ -117,16 +111,10 @@ class OwnershipStore:
         self._live_ms = round(live_s * 1000)
         self._released_ms = round(released_s * 1000)
 
-    async def write(self, handoff: HandoffId, owner: WorkerRef, router_id: str, state: RecordState) -> bool:
-        """Write one record. Returns False, without a change, if rejected. Raises LedgerError."""
-        answer = (await self.write_many([Write(handoff, owner, router_id, state)]))[0]
-        if isinstance(answer, LedgerError):
-            raise answer
-        return answer
-
     async def write_many(self, writes: Sequence[Write]) -> list[bool | LedgerError]:
-        """Write records in one round trip; answers in order. A LedgerError in the list: that write failed and may be
-        retried. Raises LedgerError if Redis cannot be reached; any of the writes may have been made.
+        """Write records in one round trip; answers in order, False for a rejected write. A LedgerError in the list:
+        that write failed and may be retried. Raises LedgerError if Redis cannot be reached; any of the writes may have
+        been made.
         """
         answers = await self._connection.run_many(_WRITE, [self._call(write) for write in writes])
         for write, answer in zip(writes, answers, strict=True):
@@ -136,34 +124,30 @@ class OwnershipStore:
 
     def _call(self, write: Write) -> tuple[Sequence[str], Sequence[Arg]]:
         key, owner = self._connection.key, write.owner
-        held = write.state is not RecordState.RELEASED
-        ttl_ms = self._live_ms if held else self._released_ms
-        who = (owner.worker_id, str(owner.incarnation), write.router_id)
         request_id, attempt = write.handoff.request_id, write.handoff.attempt
-        held_by = key("holds", owner.worker_id, str(owner.incarnation))
-        keys = [key("req", request_id), key("place", owner.worker_id), held_by]
+        ttl_ms = self._released_ms if write.state is RecordState.RELEASED else self._live_ms
+        keys = [key("req", request_id), key("place", owner.worker_id)]
         if write.stream not in {"", request_id}:
             keys.append(key("stream", write.stream))
-        return keys, (attempt, int(write.state), *who, ttl_ms, self._live_ms, request_id, int(held))
+        writer = (owner.worker_id, str(owner.incarnation), write.router_id)
+        return keys, (attempt, int(write.state), *writer, ttl_ms, request_id)
 
     async def read(self, request_id: str) -> OwnershipRecord | None:
         """Return the record, tombstones included. None if missing or damaged (logged). Raises LedgerError."""
         row = await self._connection.call("HMGET", self._connection.key("req", request_id), *_FIELDS)
-        return None if row == [None] * len(_FIELDS) else _parse_or_log(request_id, row)
+        if not isinstance(row, list) or row == [None] * len(_FIELDS):
+            return None
+        try:
+            return _parse(request_id, row)
+        except ValueError:
+            log.warning("ownership_record_damaged", request_id=request_id)
+            return None
 
     async def find(self, stream: str) -> OwnershipRecord | None:
         """Return the record of a stream that is or was decoded, by the client's name for it. Raises LedgerError."""
         found = await self._connection.call("GET", self._connection.key("stream", stream))
         record = await self.read(found.decode(errors="replace") if isinstance(found, bytes) else stream)
         return record if record is not None and record.state in _DECODED else None
-
-
-def _parse_or_log(request_id: str, row: object) -> OwnershipRecord | None:
-    try:
-        return _parse(request_id, row) if isinstance(row, list) else None
-    except ValueError:
-        log.warning("ownership_record_damaged", request_id=request_id)
-        return None
 
 
 def _parse(request_id: str, row: list[object]) -> OwnershipRecord:
@@ -179,27 +163,9 @@ def _parse(request_id: str, row: list[object]) -> OwnershipRecord:
     )
 
 
-__all__ = ["LogCounters", "OwnershipLog", "OwnershipRecord", "OwnershipStore", "RecordState", "Write"]
-
-
 BATCH = 128
 MOST_WRITES = 4  # per handoff; also its maximum of round trips.
-LINGER_S = 0.1  # a shorter PREPARED is not written by itself
 REPEAT_S = 1200.0  # a third of the life of a record
-
-
-@dataclass(slots=True)
-class LogCounters:
-    """Fates of the notes: noted + repeated = coalesced + written + refused + dropped + still pending."""
-
-    noted: int = 0
-    repeated: int = 0  # queued again: the store lost data, the queue was full, or the record would expire
-    coalesced: int = 0  # replaced by a later state before the write
-    written: int = 0
-    refused: int = 0  # stale: another attempt or incarnation owns the record
-    dropped: int = 0  # queue full while Redis was away, or not written at close
-    round_trips: int = 0
-    failures: int = 0  # round trips with an error
 
 
 @dataclass(slots=True)
@@ -220,7 +186,6 @@ class OwnershipLog(BackgroundWriter):
     """
 
     def __init__(self, ledger: Ledger, owner: WorkerRef, *, max_pending: int = 10_000) -> None:
-        self.counters = LogCounters()
         self._store = OwnershipStore(ledger.connection)
         self._owner = owner
         self._max_pending = max_pending
@@ -233,14 +198,9 @@ class OwnershipLog(BackgroundWriter):
     def note(self, handoff: HandoffId, router_id: str, state: RecordState, stream: str = "") -> None:
         """Queue a transition. From any thread; never blocks or raises. `stream`: as in `Write`, in any one state."""
         with self._lock:
-            self.counters.noted += 1
-            if self._closed:
-                self.counters.dropped += 1
-            elif not self._update(Write(handoff, self._owner, router_id, state, stream)):
-                self.counters.coalesced += 1
-            else:
+            if not self._closed and self._update(Write(handoff, self._owner, router_id, state, stream)):
                 self._enqueue(handoff.request_id)
-                self._signal(LINGER_S if state is RecordState.PREPARED else 0.0)
+                self._signal()
 
     def _update(self, new: Write) -> bool:
         """Merge a note. Returns False if no write is due: the note is late, or the next write must be the last."""
@@ -254,33 +214,27 @@ class OwnershipLog(BackgroundWriter):
         return entry.queued < MOST_WRITES - 1 or new.state is RecordState.RELEASED
 
     def _enqueue(self, request_id: str) -> None:
-        if request_id in self._pending:
-            self.counters.coalesced += 1
-            return
-        self._entries[request_id].queued += 1
-        self._pending[request_id] = None
-        self._bound()
+        if request_id not in self._pending:
+            self._entries[request_id].queued += 1
+            self._pending[request_id] = None
+            self._bound()
 
     def _bound(self) -> None:
         while len(self._pending) > self._max_pending:
             request_id = next(iter(self._pending))
             del self._pending[request_id]
-            self.counters.dropped += 1
             self._missing = True
             if self._entries[request_id].write.state is RecordState.RELEASED:
                 del self._entries[request_id]
 
     def _repeat(self) -> None:
-        again = [request_id for request_id in self._entries if request_id not in self._pending]
-        self._pending.update(dict.fromkeys(again))  # exceeds the limit: held requests use memory anyway
-        self.counters.repeated += len(again)
+        self._pending |= dict.fromkeys(self._entries)  # exceeds the limit: held requests use memory anyway
 
     def _left(self) -> int:
         return len(self._pending) + len(self._in_flight)
 
     async def _write(self) -> LedgerError | None:
         batch = self._take()
-        self.counters.round_trips += 1
         answers: Sequence[bool | LedgerError]
         try:
             answers = await self._store.write_many(batch)
@@ -297,7 +251,7 @@ class OwnershipLog(BackgroundWriter):
             return self._in_flight
 
     def _settle(self, batch: list[Write], answers: Sequence[bool | LedgerError]) -> LedgerError | None:
-        """Count accepted and rejected writes, and requeue failed ones at the front. Returns the last error, if any."""
+        """Forget decided writes, and requeue failed ones at the front. Returns the last error, if any."""
         error: LedgerError | None = None
         again: list[str] = []
         with self._lock:
@@ -306,38 +260,21 @@ class OwnershipLog(BackgroundWriter):
                     self._decided(write, answer)
                     continue
                 error = answer
-                if write.handoff.request_id in self._entries:
+                if write.handoff.request_id in self._entries:  # else a later note was dropped
                     again.append(write.handoff.request_id)
-                else:  # a later note was dropped
-                    self.counters.dropped += 1
             self._in_flight = []
-            self._requeue(again)
-            self.counters.failures += error is not None
+            self._pending = dict.fromkeys(again) | self._pending
+            self._bound()
             if error is None and self._missing:
                 self._missing = False
                 self._repeat()
         return error
 
     def _decided(self, write: Write, accepted: bool) -> None:
-        """Count a write. A released request, or one that another worker owns, is forgotten."""
-        if accepted:
-            self.counters.written += 1
-        else:
-            self.counters.refused += 1
+        """Forget a released request, and one that another worker owns."""
+        if not accepted:
             log.info("ownership_write_refused", handoff=write.handoff, state=write.state.name)
         request_id = write.handoff.request_id
         entry, over = self._entries.get(request_id), not accepted or write.state is RecordState.RELEASED
         if over and entry and entry.write == write and request_id not in self._pending:
             del self._entries[request_id]
-
-    def _requeue(self, requests: list[str]) -> None:
-        newer, self._pending = self._pending, dict.fromkeys(requests)
-        self.counters.coalesced += len(newer.keys() & self._pending.keys())
-        self._pending |= newer
-        self._bound()
-
-    async def close(self, timeout_s: float = 1.0) -> None:
-        """Write what is left, for `timeout_s` at most; the rest is dropped and counted."""
-        await super().close(timeout_s)
-        self.counters.dropped += self._left()
-        self._pending, self._in_flight = {}, []

@@ -140,7 +140,6 @@ def _holder(worker_id: bytes, incarnation: bytes) -> Holder:
 
 @contextlib.contextmanager
 def _damage(worker_id: bytes | str) -> Iterator[None]:
-    """Log and skip unreadable data."""
     try:
         yield
     except (KeyError, ValueError) as error:
@@ -162,7 +161,7 @@ class PrefixPublisher(BackgroundWriter):
         self._store = DirectoryStore(ledger.connection, ttl_s=ttl_s)
         self._holder = Holder(owner.worker_id, owner.incarnation)
         self._names: set[bytes] = set()
-        self._turned: dict[bytes, bool] = {}  # unsent changes: block hash to cached or not
+        self._unsent: dict[bytes, bool] = {}  # unsent changes: block hash to cached or not
         self._seq = 0
         self._reset = True  # the next write replaces everything
         self._touch = False  # write even without a change
@@ -175,27 +174,27 @@ class PrefixPublisher(BackgroundWriter):
             if self._closed:
                 return
             for digest in removed:
-                self._turn(digest[:NAME_BYTES], False)
+                self._record(digest[:NAME_BYTES], False)
             for digest in added:
-                self._turn(digest[:NAME_BYTES], True)
-            if self._turned:
+                self._record(digest[:NAME_BYTES], True)
+            if self._unsent:
                 self._signal()
 
-    def _turn(self, name: bytes, here: bool) -> None:
+    def _record(self, name: bytes, here: bool) -> None:
         if (name in self._names) is here:
             return
         if here:
             self._names.add(name)
         else:
             self._names.remove(name)
-        if self._turned.pop(name, None) is None:
-            self._turned[name] = here
+        if self._unsent.pop(name, None) is None:
+            self._unsent[name] = here
 
     def _repeat(self) -> None:
         self._touch = True
 
     def _left(self) -> int:
-        return len(self._turned) + self._touch + (self._in_flight is not None)
+        return len(self._unsent) + self._touch + (self._in_flight is not None)
 
     async def _write(self) -> LedgerError | None:
         try:
@@ -205,11 +204,11 @@ class PrefixPublisher(BackgroundWriter):
         with self._lock:
             self._in_flight = None
             if answer != DONE:
-                self._turned = dict.fromkeys(self._names, True)
+                self._unsent = dict.fromkeys(self._names, True)
                 self._reset = self._touch = True
         if answer == REFUSED:
             return LedgerError(f"the worker id {self._holder.worker_id} belongs to another incarnation")
-        if answer == DONE and len(self._turned) < BATCH:
+        if answer == DONE and len(self._unsent) < BATCH:
             await asyncio.sleep(INTERVAL_S)
         return None
 
@@ -217,10 +216,10 @@ class PrefixPublisher(BackgroundWriter):
         """Return the next change, or the last one again if its result is unknown."""
         with self._lock:
             if self._in_flight is None:
-                turned = {name: self._turned.pop(name) for name in list(islice(self._turned, BATCH))}
-                self._seq += self._reset or bool(turned)
-                added = [name for name, here in turned.items() if here]
-                removed = [name for name, here in turned.items() if not here]
+                changes = {name: self._unsent.pop(name) for name in list(islice(self._unsent, BATCH))}
+                self._seq += self._reset or bool(changes)
+                added = [name for name, here in changes.items() if here]
+                removed = [name for name, here in changes.items() if not here]
                 self._in_flight = Change(self._holder, self._seq, self._reset, added, removed)
                 self._reset = self._touch = False
             return self._in_flight
@@ -242,10 +241,6 @@ class PrefixReplica:
         self._compare_s = compare_s
         self.prefixes = PrefixIndex()
         self._last = ""  # id of the last event applied
-
-    def holders(self, digests: Sequence[bytes]) -> dict[Holder, int]:
-        """Return the number of leading cached blocks of this chain per worker, without workers that have none."""
-        return self.prefixes.holders(digests)
 
     async def run(self) -> None:
         """Follow the stream until cancelled."""

@@ -97,11 +97,6 @@ class PrefixIndex:
             found.append((alive, count))
         return found
 
-    def holders(self, digests: Iterable[bytes]) -> dict[Holder, int]:
-        """Return the number of leading cached blocks of this chain per worker, without workers that have none."""
-        levels = self.leading(digests)
-        return {holder: count for bits, count in levels for holder, slot in self._slots.items() if bits >> slot & 1}
-
     def _settle(self, holder: Holder) -> int:
         if holder not in self._slots:
             self._slots[holder] = self._vacant.pop() if self._vacant else len(self._slots) + 1

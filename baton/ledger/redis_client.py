@@ -7,8 +7,8 @@ It needs one server, Redis 6.2 or later. This user (`ACL SETUSER`, or `user` in 
 `COMMANDS`, on keys with its prefix:
 
     user baton on >PASSWORD resetchannels ~baton:NAME:* -@all +@connection +eval +evalsha +time +get +set +incr +del
-        +exists +pexpire +pttl +hget +hset +hmget +hdel +hkeys +sadd +srem +smembers +zadd +zrem +zrange
-        +zremrangebyscore +xadd +xread +xrevrange
+        +exists +pexpire +pttl +hget +hset +hmget +hdel +hkeys +sadd +srem +smembers +xadd +xread
+        +xrevrange
 
 Keys must never be evicted: Redis must run with `maxmemory-policy noeviction` (its default).
 """
@@ -33,8 +33,7 @@ from baton.network import redacted
 
 COMMANDS = (
     *("eval", "evalsha", "time", "get", "set", "incr", "del", "exists", "pexpire", "pttl"),
-    *("hget", "hset", "hmget", "hdel", "hkeys", "sadd", "srem", "smembers"),
-    *("zadd", "zrem", "zrange", "zremrangebyscore", "xadd", "xread", "xrevrange"),
+    *("hget", "hset", "hmget", "hdel", "hkeys", "sadd", "srem", "smembers", "xadd", "xread", "xrevrange"),
 )
 SOCKET_TIMEOUT_S = 2.0
 CONNECT_TIMEOUT_S = 5.0
@@ -72,15 +71,12 @@ class Connection:
             raise ConfigError(f"Redis key prefix {prefix!r}: letters, digits, '_', '.', '-', in parts joined by ':'")
         connection = cls(_client(url), address_of(url), prefix)
         try:
-            await connection._ping()
+            async with connection._errors(), asyncio.timeout(CONNECT_TIMEOUT_S):
+                await connection.call("PING")
         except BaseException:
             await connection.close()
             raise
         return connection
-
-    async def _ping(self) -> None:
-        async with self._errors(), asyncio.timeout(CONNECT_TIMEOUT_S):
-            await self.call("PING")
 
     def key(self, *parts: str) -> str:
         """Return `prefix:part:part`."""

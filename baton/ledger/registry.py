@@ -39,6 +39,7 @@ from baton.ledger.redis_client import Arg, Connection, Script
 from baton.limits import MAX_SYSTEM_FINGERPRINT_CHARS
 
 MAX_EPOCH = 2**53 - 1  # Lua counts in doubles
+MAX_REASON_CHARS = 1024  # of `WorkerInfo.nondeterminism`
 
 _Count = Annotated[int, Field(ge=0, le=MAX_EPOCH)]
 _Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -77,7 +78,7 @@ class _Worker(_Model):
     host: Annotated[str, Field(max_length=256)]
     protocol_version: _Size
     determinism: Annotated[str, Field(max_length=MAX_SYSTEM_FINGERPRINT_CHARS)] = ""  # missing from older workers
-    nondeterminism: Annotated[str, Field(max_length=1024)] = ""
+    nondeterminism: Annotated[str, Field(max_length=MAX_REASON_CHARS)] = ""
     thinking_chunk: _Count = 0
     metrics: Annotated[str, Field(max_length=256)] = ""
 
@@ -127,20 +128,21 @@ end
 """
 
 
-def _decision(text: str) -> Script:
-    return Script(_EPOCH + text)
-
-
 # KEYS 4: place (of an empty id if the caller has none). Returns the ms to wait, or 0 and the counter.
-MINT = _decision("""
+MINT = Script(
+    _EPOCH
+    + """
 if epoch == 0 then begin() end
 local wait = redis.call('PTTL', KEYS[3])
 if wait > 0 and redis.call('EXISTS', KEYS[4]) == 0 then return {epoch, wait, 0} end
 return {epoch, 0, redis.call('INCR', KEYS[2])}
-""")
+"""
+)
 
 # KEYS 4-6: place, worker, workers. ARGV 5-9: epoch, counter, worker id, info, place TTL ms.
-REGISTER = _decision("""
+REGISTER = Script(
+    _EPOCH
+    + """
 local place = redis.call('GET', KEYS[4])
 local e, c = string.match(place or '', '^(%d+)%.(%d+)$')
 local mine, my_epoch = ARGV[5] .. '.' .. ARGV[6], tonumber(ARGV[5])
@@ -154,27 +156,36 @@ redis.call('SET', KEYS[4], mine, 'PX', ARGV[9])
 redis.call('SADD', KEYS[6], ARGV[7])
 redis.call('PEXPIRE', KEYS[6], ARGV[9])
 return {epoch, 1}
-""")
+"""
+)
 
 # KEYS 4-6: place, worker, workers. ARGV 5-7: incarnation, progress, place TTL ms.
-RENEW = _decision("""
+RENEW = Script(
+    _EPOCH
+    + """
 if redis.call('HGET', KEYS[5], 'incarnation') ~= ARGV[5] then return {epoch, 0} end
 redis.call('HSET', KEYS[5], 'progress', ARGV[6])
 redis.call('PEXPIRE', KEYS[5], ARGV[4])
 redis.call('PEXPIRE', KEYS[4], ARGV[7])
 redis.call('PEXPIRE', KEYS[6], ARGV[7])
 return {epoch, 1}
-""")
+"""
+)
 
 # KEYS 4-6: place, worker, workers. ARGV 5-6: incarnation, worker id.
-DEREGISTER = _decision("""
+DEREGISTER = Script(
+    _EPOCH
+    + """
 if redis.call('HGET', KEYS[5], 'incarnation') ~= ARGV[5] then return {epoch, 0} end
 redis.call('SREM', KEYS[6], ARGV[6])
 return {epoch, redis.call('DEL', KEYS[5])}
-""")
+"""
+)
 
 # KEYS 4: workers. ARGV 5: the prefix of the workers' keys. Ids without a key are removed.
-WORKERS = _decision("""
+WORKERS = Script(
+    _EPOCH
+    + """
 local rows = {}
 for _, id in ipairs(redis.call('SMEMBERS', KEYS[4])) do
   local row = redis.pcall('HMGET', ARGV[5] .. id, 'incarnation', 'info')
@@ -183,7 +194,8 @@ for _, id in ipairs(redis.call('SMEMBERS', KEYS[4])) do
   else rows[#rows + 1] = {id, row[1], row[2]} end
 end
 return {epoch, rows}
-""")
+"""
+)
 
 
 log = structlog.get_logger(__name__)
@@ -237,11 +249,9 @@ class Ledger:
         return bool((await self._decide(REGISTER, self._keys(info.ref), *args))[1])
 
     async def renew(self, ref: WorkerRef, progress: int) -> bool:
-        """Extend the lease by `lease_s` from now. `progress` is a step count, for operators.
-
-        Returns False if the lease has lapsed or another incarnation holds the place. A slow worker is then fenced and
-        must mint anew. A worker that saw Redis fail keeps its incarnation; `register` finds out whether the place was
-        taken.
+        """Extend the lease by `lease_s` from now. `progress` is a step count, for operators. Returns False if the lease
+        has lapsed or another incarnation holds the place: a slow worker is then fenced and must mint anew. A worker
+        that saw Redis fail keeps its incarnation; `register` finds out whether the place was taken.
         """
         args = (str(ref.incarnation), progress, self._place_ms)
         return bool((await self._decide(RENEW, self._keys(ref), *args))[1])
@@ -262,9 +272,9 @@ class Ledger:
     async def _decide(self, script: Script, keys: Sequence[str], *args: Arg) -> list[Any]:
         """Run a script that compares epochs first. Returns its answer, which begins with the epoch."""
         key = self.connection.key
-        told = (*self._known, int(self._clock.wall() * 1e6), self._lease_ms)
+        caller = (*self._known, int(self._clock.wall() * 1e6), self._lease_ms)
         names = (key("epoch"), key("counter"), key("grace"), *keys)
-        answer = await self.connection.run(script, names, (*told, *args))
+        answer = await self.connection.run(script, names, (*caller, *args))
         assert isinstance(answer, list)
         self._saw(answer[0])
         return answer

@@ -1,16 +1,16 @@
-"""The label values of all metrics, and collectors that build metric families at each scrape.
+"""Label values with a fixed set, and collectors that build metric families at each scrape.
 
-Labels and values that are not listed are not exported. Families show the state at the scrape, so a worker that has left
-leaves no stale series.
+Families show the state at the scrape, so a worker that has left leaves no stale series. `tools/metric_docs.py` lists
+all labels with their values.
 """
 
 from __future__ import annotations
 
-import re
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Info
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -19,81 +19,25 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
-from baton import errors
+from baton.control_plane import DecisionKind, SlotState
 from baton.core import BlockCounts, FinishReason, Load, Role
-from baton.errors import BatonError
 from baton.stages import Stage
 
 OUTCOMES = ("finished", "cancelled", "failed", "refused")
 RECOVERIES = ("preempted", "no_room", "kv_dropped", "prefill_lost", "decode_lost", "not_there")
 TRANSPORTS = ("nccl", "gloo", "shm", "cuda_ipc", "grpc", "memory", "unknown")
 BLOCK_STATES = ("free", "owned", "cached", "reserved", "quarantined")
-STEP_KINDS = ("prefill", "decode", "mixed")
 HANDOFFS = ("pushed", "failed", "aborted", "committed", "fenced")
-SLOT_STATES = ("starting", "ready", "turning", "draining", "failed")
-DECISIONS = ("plan", "start", "turn", "drain", "end", "replace", "give_up")
+SLOT_STATES: tuple[str, ...] = get_args(SlotState)
+DECISIONS: tuple[str, ...] = get_args(DecisionKind)
 STAGES = tuple(stage.value for stage in Stage)
 FINISHES = tuple(reason.value for reason in FinishReason)
 SUCCESS = {"eos": "stop", "stop_token": "stop", "stop_string": "stop", "length": "length"}  # vLLM's names
 
 
-def _classes(kind: type[BatonError]) -> Iterable[str]:
-    yield kind.__name__
-    for below in kind.__subclasses__():
-        if below.__module__ == errors.__name__:
-            yield from _classes(below)
-
-
-REFUSALS = tuple(sorted(set(_classes(BatonError))))
-
-# The allowed values, or a description if their number depends on workers or versions.
-Values = tuple[str, ...] | str
-# Labels that mean the same in every metric.
-LABELS: Mapping[str, Values] = {
-    "cluster": "the cluster file's `name`",
-    "version": "Baton's version",
-    "met": ("true", "false"),
-    "stage": STAGES,
-    "role": tuple(role.value for role in Role),
-    "transport": TRANSPORTS,
-    "direction": ("sent", "received"),
-    "worker": "a worker's id",
-    "peer": "a worker's id",
-    "model": "the name of the model that is served",
-    "model_name": "the name of the model that is served",
-    "fingerprint": "the first 12 digits of the fingerprint of the model that is served",
-    "engine": ("0",),
-    "finished_reason": tuple(dict.fromkeys(SUCCESS.values())),
-    "block_size": "tokens per KV block",
-    "num_gpu_blocks": "KV blocks of a worker, also without a GPU",
-    "le": "upper limit of a bucket",
-}
-# Labels that differ by metric; names without suffix.
-OF_METRIC: Mapping[str, Mapping[str, Values]] = {
-    "baton_requests": {"outcome": OUTCOMES},
-    "baton_deterministic_requests": {"outcome": OUTCOMES},
-    "baton_handoffs": {"outcome": HANDOFFS},
-    "baton_refusals": {"reason": REFUSALS},
-    "baton_recoveries": {"reason": RECOVERIES},
-    "baton_finished_choices": {"reason": FINISHES},
-    "baton_kv_blocks": {"state": BLOCK_STATES},
-    "baton_slots": {"state": SLOT_STATES},
-    "baton_step_seconds": {"kind": STEP_KINDS},
-    "baton_computed_tokens": {"kind": ("prefill", "decode")},
-    "baton_decisions": {"kind": DECISIONS},
-}
-_SUFFIX = re.compile(r"_(total|created|bucket|sum|count|info)$")
-
-
-def values(metric: str, label: str) -> Values:
-    """Return the values of `label` in `metric`, which may be a sample's name. Raises KeyError if it has none."""
-    own = OF_METRIC.get(_SUFFIX.sub("", metric), {})
-    return own[label] if label in own else LABELS[label]
-
-
-def of(value: str, allowed: tuple[str, ...], other: str) -> str:
-    """Return `value` if allowed, else `other`, because peers may send anything."""
-    return value if value in allowed else other
+def transport_label(transport: str) -> str:
+    """Return `transport` if it is known, else `unknown`, because peers may send anything."""
+    return transport if transport in TRANSPORTS else "unknown"
 
 
 Row = tuple[Sequence[str], float]
@@ -153,13 +97,10 @@ def blocks(by_role: Mapping[Role, Iterable[BlockCounts]]) -> Metric:
     for role, workers in by_role.items():
         rows |= {(role.value, state): 0 for state in BLOCK_STATES}
         for counts in workers:
-            for state, value in zip(BLOCK_STATES, _in_states(counts), strict=True):
+            states = counts.free, counts.owned, counts.cached, counts.reserved, counts.quarantined
+            for state, value in zip(BLOCK_STATES, states, strict=True):
                 rows[role.value, state] += value
     return gauge("baton_kv_blocks", "KV blocks, of all workers or of this one", ("role", "state"), rows.items())
-
-
-def _in_states(counts: BlockCounts) -> tuple[int, ...]:
-    return counts.free, counts.owned, counts.cached, counts.reserved, counts.quarantined
 
 
 def verifying(loads: Iterable[tuple[str, Load]]) -> Iterable[Metric]:

@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -18,17 +17,6 @@ from baton.limits import MAX_METRICS_REQUEST_BYTES
 _PLAIN = "text/plain; charset=utf-8"
 _OPENMETRICS = "application/openmetrics-text"
 Target = dict[str, list[str] | dict[str, str]]
-
-
-class Measured(Protocol):
-    """The metrics of a process."""
-
-    @property
-    def registry(self) -> CollectorRegistry: ...
-
-
-async def _nothing() -> None:
-    """Do nothing before a scrape."""
 
 
 def target(address: str, cluster: str, component: str, process: str) -> Target:
@@ -54,14 +42,14 @@ class MetricsServer:
 
     def __init__(
         self,
-        metrics: Measured,
+        registry: CollectorRegistry,
         ready: Callable[[], bool] = lambda: True,
         *,
         trouble: Callable[[], str] = lambda: "",
-        look: Callable[[], Awaitable[None]] = _nothing,
+        look: Callable[[], Awaitable[None]] | None = None,
         targets: Callable[[], Awaitable[Sequence[Target]]] | None = None,
     ) -> None:
-        self._metrics = metrics
+        self._registry = registry
         self._ready, self._trouble = ready, trouble
         self._look, self._targets = look, targets
         self._server: asyncio.Server | None = None
@@ -102,8 +90,9 @@ class MetricsServer:
         if method != "GET":
             return HTTPStatus.METHOD_NOT_ALLOWED, _PLAIN, b"GET only\n"
         if path == "/metrics":
-            await self._look()
-            return HTTPStatus.OK, *render(self._metrics.registry, accept)
+            if self._look is not None:
+                await self._look()
+            return HTTPStatus.OK, *render(self._registry, accept)
         if path == "/health":
             return _state(self._trouble(), "ok")
         if path == "/ready":
@@ -120,6 +109,5 @@ def _state(problem: str, fine: str) -> tuple[HTTPStatus, str, bytes]:
 
 
 def _accepted(headers: Sequence[str]) -> str:
-    """Return the value of `Accept`."""
     pairs = (header.partition(":") for header in headers)
     return ",".join(value for name, _, value in pairs if name.strip().lower() == "accept")

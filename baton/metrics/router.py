@@ -11,28 +11,7 @@ from prometheus_client.metrics_core import Metric
 
 from baton.core import BlockCounts, Channel, Load, Role
 from baton.errors import BatonError
-from baton.metrics import vllm_names
-from baton.metrics.base import (
-    DECISIONS,
-    FINISHES,
-    LATENCY_S,
-    OUTCOMES,
-    RECOVERIES,
-    SLOT_STATES,
-    STAGE_S,
-    STAGES,
-    STEP_S,
-    TOKENS,
-    TRANSPORTS,
-    Gaps,
-    Scraped,
-    blocks,
-    counter,
-    gauge,
-    new_registry,
-    of,
-    verifying,
-)
+from baton.metrics import base, vllm_names
 from baton.stages import Timings
 
 
@@ -42,7 +21,7 @@ class Controlled:
     def __init__(self) -> None:
         self._planned: Mapping[str, int] = {}
         self._slots: Sequence[tuple[str, str, int]] = ()
-        self._decided: Counts[str] = Counts(dict.fromkeys(DECISIONS, 0))
+        self._decided: Counts[str] = Counts(dict.fromkeys(base.DECISIONS, 0))
         self._seen: float | None = None  # time of the last decision
 
     def clear(self) -> None:
@@ -50,10 +29,7 @@ class Controlled:
         self._planned, self._slots = {}, ()
 
     def update(
-        self,
-        planned: Mapping[str, int],
-        slots: Sequence[tuple[str, str, int]],
-        decisions: Sequence[tuple[float, str]],
+        self, planned: Mapping[str, int], slots: Sequence[tuple[str, str, int]], decisions: Sequence[tuple[float, str]]
     ) -> None:
         """Store workers by role and slots (role, state, restarts). Count decisions after those of the first call."""
         self._planned, self._slots = planned, slots
@@ -64,17 +40,19 @@ class Controlled:
 
     def collect(self) -> Iterable[Metric]:
         planned = [((role,), float(count)) for role, count in self._planned.items()]
-        yield gauge("baton_planned_workers", "Planned number of workers", ("role",), planned)
-        slots = {(role, state): 0.0 for role in self._planned for state in SLOT_STATES}
+        yield base.gauge("baton_planned_workers", "Planned number of workers", ("role",), planned)
+        slots = {(role, state): 0.0 for role in self._planned for state in base.SLOT_STATES}
         restarts = dict.fromkeys(((role,) for role in self._planned), 0.0)
         for role, state, count in self._slots:
             slots[role, state] = slots.get((role, state), 0.0) + 1
             restarts[(role,)] = restarts.get((role,), 0.0) + count
-        yield gauge("baton_slots", "Worker slots by their state at the controller", ("role", "state"), slots.items())
+        yield base.gauge(
+            "baton_slots", "Worker slots by their state at the controller", ("role", "state"), slots.items()
+        )
         text = "Restarts of workers in the present slots"
-        yield gauge("baton_slot_restarts", text, ("role",), restarts.items())
+        yield base.gauge("baton_slot_restarts", text, ("role",), restarts.items())
         rows = [((kind,), float(count)) for kind, count in self._decided.items()]
-        yield counter("baton_decisions", "Decisions of the controller since this router started", ("kind",), rows)
+        yield base.counter("baton_decisions", "Decisions of the controller since this router started", ("kind",), rows)
 
 
 _MAX_EXEMPLAR_CHARS = 128  # names and values together
@@ -92,27 +70,27 @@ class Metrics:
     """
 
     def __init__(self, cluster: str, version: str, model: str = "") -> None:
-        self.registry = new_registry(cluster, version)
+        self.registry = base.new_registry(cluster, version)
         self.control = Controlled()
-        self.registry.register(Scraped(self.control.collect))
-        self._requests = self._counter("requests", "Requests by outcome", "outcome", OUTCOMES)
+        self.registry.register(base.Scraped(self.control.collect))
+        self._requests = self._counter("requests", "Requests by outcome", "outcome", base.OUTCOMES)
         text = "Deterministic requests by outcome"
-        self._deterministic = self._counter("deterministic_requests", text, "outcome", OUTCOMES)
+        self._deterministic = self._counter("deterministic_requests", text, "outcome", base.OUTCOMES)
         self._refusals = self._counter("refusals", "Rejected requests by error class", "reason")
         text = "Finished requests by whether they met the SLO"
         self._slo = self._counter("slo", text, "met", ("true", "false"))
         text = "Attempts after the first, by the failure of the one before"
-        self._recoveries = self._counter("recoveries", text, "reason", RECOVERIES)
+        self._recoveries = self._counter("recoveries", text, "reason", base.RECOVERIES)
         self._fenced = self._counter("fenced", "Attempts fenced at a decode worker")
         self._mismatches = self._counter("digest_mismatch", "Handoffs whose bytes changed in transit")
         self._bytes = self._counter("transfer_bytes", "KV bytes of committed handoffs", "transport")
-        self._finished = Counts(dict.fromkeys(FINISHES, 0))
+        self._finished = Counts(dict.fromkeys(base.FINISHES, 0))
         self._prompts = self._counter("prompt_tokens", "Prompt tokens of requests that were placed on workers")
         self._cached = self._counter("cached_tokens", "Prompt tokens of finished requests found in a prefix cache")
         self._first_tokens = 0
         self._model = model
         self._make_histograms()
-        self.registry.register(Scraped(self._counted))
+        self.registry.register(base.Scraped(self._counted))
         if model:
             self._also_as_vllm()
 
@@ -133,26 +111,30 @@ class Metrics:
         text = "Time between the first token and its prediction, both counted from the choice of workers"
         self._prediction_error = self._histogram("ttft_prediction_error_seconds", text)
         self._generation = self._histogram("generation_seconds", "Time from first token at the router to the end")
-        self._tpot = self._histogram("tpot_seconds", "Time per output token after the first, mean of a request", STEP_S)
-        self._prompt_size = self._histogram("request_prompt_tokens", "Prompt tokens of finished requests", TOKENS)
-        self._output_size = self._histogram("request_output_tokens", "Output tokens of finished requests", TOKENS)
+        self._tpot = self._histogram(
+            "tpot_seconds", "Time per output token after the first, mean of a request", base.STEP_S
+        )
+        self._prompt_size = self._histogram("request_prompt_tokens", "Prompt tokens of finished requests", base.TOKENS)
+        self._output_size = self._histogram("request_output_tokens", "Output tokens of finished requests", base.TOKENS)
         text = "Time of finished requests in each stage"
-        stages = Histogram("baton_stage_seconds", text, ("stage",), buckets=STAGE_S, registry=self.registry)
-        self._stages = {stage: stages.labels(stage) for stage in STAGES}
-        self._itl = Gaps("baton_itl_seconds", "Time between two output tokens", STEP_S)
+        stages = Histogram("baton_stage_seconds", text, ("stage",), buckets=base.STAGE_S, registry=self.registry)
+        self._stages = {stage: stages.labels(stage) for stage in base.STAGES}
+        self._itl = base.Gaps("baton_itl_seconds", "Time between two output tokens", base.STEP_S)
         self.registry.register(self._itl)
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float] = LATENCY_S) -> Histogram:
+    def _histogram(self, name: str, text: str, buckets: Sequence[float] = base.LATENCY_S) -> Histogram:
         return Histogram(f"baton_{name}", text, buckets=buckets, registry=self.registry)
 
     def _counted(self) -> Iterable[Metric]:
         """Return counters that change too often for a counter with a lock."""
-        yield counter("baton_output_tokens", "Tokens sent to clients", (), [((), self._itl.count + self._first_tokens)])
+        yield base.counter(
+            "baton_output_tokens", "Tokens sent to clients", (), [((), self._itl.count + self._first_tokens)]
+        )
         rows = [((reason,), float(count)) for reason, count in self._finished.items()]
-        yield counter("baton_finished_choices", "Finished choices by reason", ("reason",), rows)
+        yield base.counter("baton_finished_choices", "Finished choices by reason", ("reason",), rows)
 
     def _also_as_vllm(self) -> None:
-        output = Scraped(lambda: [metric for metric in self._counted() if metric.name == "baton_output_tokens"])
+        output = base.Scraped(lambda: [metric for metric in self._counted() if metric.name == "baton_output_tokens"])
         sources = (
             ("time_to_first_token_seconds", self._ttft),
             ("inter_token_latency_seconds", self._itl),
@@ -168,7 +150,7 @@ class Metrics:
             ("generation_tokens", output),
         )
         self.registry.register(vllm_names.Renamed(self._model, sources))
-        self.registry.register(Scraped(lambda: [vllm_names.success(self._model, self._finished)]))
+        self.registry.register(base.Scraped(lambda: [vllm_names.success(self._model, self._finished)]))
 
     # --- read at a scrape ----------------------------------------------------------------------------------------
 
@@ -178,10 +160,10 @@ class Metrics:
         def families() -> Iterable[Metric]:
             by_role = {role: list(workers) for role, workers in read().items()}
             connected = [((role.value,), float(len(workers))) for role, workers in by_role.items()]
-            yield blocks(by_role)
-            yield gauge("baton_workers", "Workers connected to this router", ("role",), connected)
+            yield base.blocks(by_role)
+            yield base.gauge("baton_workers", "Workers connected to this router", ("role",), connected)
 
-        self.registry.register(Scraped(families))
+        self.registry.register(base.Scraped(families))
 
     def watch_channels(self, read: Callable[[], Iterable[tuple[str, Channel]]]) -> None:
         """Export `read()` at each scrape as `baton_channel_bytes_per_second{worker,peer,transport}`."""
@@ -190,15 +172,15 @@ class Metrics:
         def families() -> Iterable[Metric]:
             fastest: dict[tuple[str, str, str], float] = {}  # two may exist for a moment
             for worker, channel in read():
-                key = worker, channel.peer, of(channel.transport, TRANSPORTS, "unknown")
+                key = worker, channel.peer, base.transport_label(channel.transport)
                 fastest[key] = max(channel.bytes_per_s, fastest.get(key, 0.0))
-            yield gauge(name, text, ("worker", "peer", "transport"), fastest.items())
+            yield base.gauge(name, text, ("worker", "peer", "transport"), fastest.items())
 
-        self.registry.register(Scraped(families))
+        self.registry.register(base.Scraped(families))
 
     def watch_verifying(self, read: Callable[[], Iterable[tuple[str, Load]]]) -> None:
         """Export verify passes, rollbacks and recomputed tokens of `read()` at each scrape, with the label `worker`."""
-        self.registry.register(Scraped(lambda: verifying(read())))
+        self.registry.register(base.Scraped(lambda: base.verifying(read())))
 
     def watch_queue(self, requests: Callable[[], float], tokens: Callable[[], float]) -> None:
         """Export the queue at each scrape as `baton_queued_requests` and `baton_queued_tokens`."""
@@ -282,7 +264,7 @@ class Metrics:
     def handed_over(self, transfer_s: float, kv_bytes: int, transport: str) -> None:
         """Count a committed handoff. `transfer_s` is measured by the decode worker: first frame to last."""
         self._transfer.observe(transfer_s)
-        self._bytes.labels(of(transport, TRANSPORTS, "unknown")).inc(kv_bytes)
+        self._bytes.labels(base.transport_label(transport)).inc(kv_bytes)
 
     def recovery(self, reason: str) -> None:
         """Count another attempt; `reason` is from a fixed set."""

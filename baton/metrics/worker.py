@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import InfoMetricFamily, Metric, SummaryMetr
 
 from baton.core import Load, Thought, WorkerInfo
 from baton.metrics import vllm_names
-from baton.metrics.base import HANDOFFS, TRANSPORTS, Scraped, blocks, counter, gauge, new_registry, of, verifying
+from baton.metrics.base import HANDOFFS, Scraped, blocks, counter, gauge, new_registry, transport_label, verifying
 
 _LATE = 2 / 3  # share of the lease; unhealthy after that time without progress, before the worker is restarted
 _SHOWN = 12  # digits of the fingerprint
@@ -33,7 +33,8 @@ class Counts:
         self._lock = threading.Lock()
         self.handoffs: Counter[str] = Counter(dict.fromkeys(HANDOFFS, 0))
         self.thought_chunks = self.thought_tokens = 0
-        self._moved: dict[tuple[str, str], tuple[float, float, float]] = {}
+        # Bytes, frames and seconds by direction and transport.
+        self.transfers: dict[tuple[str, str], tuple[float, float, float]] = {}
 
     def ended(self, outcome: str) -> None:
         """Count the end of a handoff at this worker."""
@@ -42,21 +43,16 @@ class Counts:
 
     def moved(self, direction: str, transport: str, nbytes: int, frames: int, seconds: float) -> None:
         """Count the transferred KV of a handoff."""
-        key = direction, of(transport, TRANSPORTS, "unknown")
+        key = direction, transport_label(transport)
         with self._lock:
-            before = self._moved.get(key, (0.0, 0.0, 0.0))
-            self._moved[key] = before[0] + nbytes, before[1] + frames, before[2] + seconds
+            before = self.transfers.get(key, (0.0, 0.0, 0.0))
+            self.transfers[key] = before[0] + nbytes, before[1] + frames, before[2] + seconds
 
     def thought(self, thoughts: Iterable[Thought]) -> None:
         """Count thoughts about chunks; recomputed ones count again."""
         for thought in thoughts:
             self.thought_chunks += 1
             self.thought_tokens += len(thought.token_ids)
-
-    @property
-    def all_moved(self) -> list[tuple[tuple[str, str], tuple[float, float, float]]]:
-        """Bytes, frames and seconds by direction and transport."""
-        return list(self._moved.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +143,10 @@ def _computing(worker: str, load: Load) -> Iterable[Metric]:
 def _handing_over(worker: str, load: Load, counts: Counts) -> Iterable[Metric]:
     rows = [((worker, outcome), float(count)) for outcome, count in counts.handoffs.items()]
     yield counter("baton_handoffs", "Handoffs by outcome at this worker", ("worker", "outcome"), rows)
-    moved = counts.all_moved
+    transfers = list(counts.transfers.items())  # another thread may add one
     for index, (name, text) in enumerate(_MOVED):
-        of_it = [((worker, *key), values[index]) for key, values in moved]
+        of_it = [((worker, *key), values[index]) for key, values in transfers]
         yield counter(name, text, ("worker", "direction", "transport"), of_it)
-    by_transport = Counter(of(channel.transport, TRANSPORTS, "unknown") for channel in load.channels)
+    by_transport = Counter(transport_label(channel.transport) for channel in load.channels)
     open_ = [((worker, transport), float(count)) for transport, count in by_transport.items()]
     yield gauge("baton_channels", "Open data channels on which this worker sends", ("worker", "transport"), open_)

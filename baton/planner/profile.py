@@ -5,6 +5,7 @@ A profile is a JSON file. The profiles shipped with Baton are in `profiles/` and
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +13,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from baton.config.schema import Section
 from baton.errors import ConfigError
-from baton.planner.sim.scenario import Contention, Network, Overheads, Pool, Slowed
-from baton.planner.sim.step_cost import Linear, Piecewise, StepCost, line
+from baton.planner.sim.scenario import Contention, Linear, Network, Piecewise, Pool, Slowed, StepCost, line
 from router.placement.cost_model import Cost
 
 FOLDER = Path(__file__).parent / "profiles"
@@ -35,13 +35,6 @@ class Piece(Line):
     rows_below: Annotated[int, Field(gt=0)] | None = None
 
 
-class Busy(Section):
-    """Slowdown of decode steps while other workers of the host are busy: a factor, and the spread of step times."""
-
-    factor: Factor = 1.0
-    spread: tuple[Seconds, ...] = ()
-
-
 class Layout(Section):
     """Step costs of one worker with `tensor_parallel` devices on an idle host, and its KV capacity in tokens."""
 
@@ -53,8 +46,8 @@ class Layout(Section):
     spread: tuple[Seconds, ...] = ()  # equally likely factors of the step time; empty means no variation
     host_workers: Annotated[int, Field(gt=0)] = 1  # workers that share a host
     busy_prompt: Factor = 1.0  # factor of prompt steps while all others are busy
-    beside_prompts: Busy = Busy()  # of decode steps, while others compute prompts
-    beside_decode: Busy | None = None  # of decode steps, while others decode; None means as `beside_prompts`
+    beside_prompts: Slowed = Slowed()  # of decode steps, while others compute prompts
+    beside_decode: Slowed | None = None  # of decode steps, while others decode; None means as `beside_prompts`
 
     @field_validator("prompt")
     @classmethod
@@ -83,20 +76,16 @@ class Layout(Section):
         """Contention between the workers of a host, or None if the worker has its host to itself."""
         if self.host_workers == 1:
             return None
-        prompts = Slowed(self.beside_prompts.factor, self.beside_prompts.spread)
-        decode = self.beside_decode
-        beside = prompts if decode is None else Slowed(decode.factor, decode.spread)
-        return Contention(self.host_workers, self.busy_prompt, prompts, beside)
+        prompts = self.beside_prompts
+        return Contention(self.host_workers, self.busy_prompt, prompts, self.beside_decode or prompts)
 
     def cost(self) -> StepCost:
         """Return the step cost for the simulator, of a worker that has its host to itself."""
         prompt = _line(self.prompt)
-        lines = [Linear(prompt, _line(piece), self._joint(piece)) for piece in self.decode]
+        extra = self.joint_extra_s
+        lines = [Linear(prompt, _line(piece), None if extra is None else piece.step_s + extra) for piece in self.decode]
         pieces = [(piece.rows_below or 0, cost) for piece, cost in zip(self.decode[:-1], lines, strict=False)]
         return Piecewise(tuple(pieces), lines[-1]) if pieces else lines[-1]
-
-    def _joint(self, piece: Piece) -> float | None:
-        return None if self.joint_extra_s is None else piece.step_s + self.joint_extra_s
 
 
 class Link(Section):
@@ -106,7 +95,7 @@ class Link(Section):
     latency_s: Seconds = 0.0
 
 
-class Beside(Section):
+class RequestOverheads(Section):
     """Seconds of a request outside of steps and KV transfers. See `baton.planner.sim.scenario.Overheads`."""
 
     admit_s: Seconds = 0.0
@@ -125,7 +114,7 @@ class Profile(Section):
     token_bytes: Annotated[float, Field(ge=0)]
     layers: Annotated[int, Field(gt=0)]
     link: Link
-    overheads: Beside = Beside()
+    overheads: RequestOverheads = RequestOverheads()
     layouts: Annotated[tuple[Layout, ...], Field(min_length=1)]
 
     @field_validator("layouts")
@@ -133,7 +122,7 @@ class Profile(Section):
     def _differ(cls, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
         sizes = [layout.tensor_parallel for layout in layouts]
         if len(set(sizes)) < len(sizes):
-            raise ValueError(f"tensor_parallel must be another one in each, got {', '.join(map(str, sizes))}")
+            raise ValueError(f"tensor_parallel must differ between layouts, got {', '.join(map(str, sizes))}")
         return layouts
 
     @property
@@ -152,26 +141,18 @@ class Profile(Section):
     def pool(self, workers: int, tensor_parallel: int, like: Pool) -> Pool:
         """Return a pool of such workers. Settings missing in a profile, such as `max_running`, come from `like`."""
         layout = self.layout(tensor_parallel)
-        return Pool(
-            workers,
-            layout.cost(),
+        return replace(
+            like,
+            workers=workers,
+            cost=layout.cost(),
             kv_blocks=max(1, layout.kv_tokens // like.block_size),
-            block_size=like.block_size,
-            max_batched_tokens=like.max_batched_tokens,
-            max_running=like.max_running,
             tensor_parallel=tensor_parallel,
-            prefix_cache=like.prefix_cache,
             spread=layout.spread,
             contention=layout.contention,
         )
 
     def network(self) -> Network:
-        """Return the network between workers of this hardware."""
         return Network(self.link.bytes_per_s, self.link.latency_s, self.token_bytes, self.layers)
-
-    def beside(self) -> Overheads:
-        """Return the time that requests take outside of steps."""
-        return Overheads(**self.overheads.model_dump())
 
 
 def names() -> list[str]:
@@ -185,7 +166,7 @@ def load_profile(name: str) -> Profile:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        raise ConfigError(f"--profile: no file, and none of {', '.join(names())}: {name!r}") from None
+        raise ConfigError(f"--profile: must be a readable file or one of {', '.join(names())}, got {name!r}") from None
     try:
         return Profile.model_validate_json(text)
     except ValidationError as error:

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from baton.bench.lengths import Lengths
-from baton.bench.traces import Arrival, Trace, summary
+from baton.bench.traces import Arrival, Trace, cached_share
 from baton.bench.workload import Times, arrivals
 from baton.errors import ConfigError
 from baton.planner.profile import Profile
-from baton.planner.sim.scenario import Fault, Pool, Router, Scenario, Slo
+from baton.planner.sim.scenario import Fault, Overheads, Pool, Router, Scenario, Slo
 from baton.planner.sim.stats import Report
 
 SAMPLE = 2000  # requests from which the lengths are estimated
@@ -83,7 +83,7 @@ class Site:
             prefill if shape.prefill else Pool(0),
             "disaggregated" if shape.prefill else "colocated",
             self.profile.network(),
-            self.profile.beside(),
+            Overheads(**self.profile.overheads.model_dump()),
             self.router,
             self.slo,
             self.faults,
@@ -129,7 +129,7 @@ class Workload:
     @cached_property
     def shared(self) -> float:
         """Share of prompt tokens that a prefix cache can hold, or 0 without a trace."""
-        return summary(self.trace.arrivals).shared if self.trace is not None else 0.0
+        return cached_share(self.trace.arrivals) if self.trace is not None else 0.0
 
     @cached_property
     def _sample(self) -> list[Arrival]:
@@ -142,7 +142,6 @@ class Workload:
 
     @cached_property
     def mean(self) -> Means:
-        """Mean lengths of the sampled requests."""
         some = self._sample
         prompts = [one.prompt_tokens for one in some]
         return Means(
@@ -236,7 +235,7 @@ class Planner:
     attainment: float = 0.9  # least share of good requests
     gpus: int = 16
     near: float = 0.05  # largest relative error of a goodput, which is never too high
-    said: Callable[[Tried], None] = lambda tried: None
+    on_tried: Callable[[Tried], None] = lambda tried: None
     tried: dict[tuple[Shape, float, str], Tried] = field(default_factory=dict)
 
     def plan(self, rate: float, chunks: Iterable[int] = CHUNKS) -> Answer:
@@ -260,7 +259,7 @@ class Planner:
         if key not in self.tried:
             report = self._report(shape, rate, alone=why in PHASES)
             self.tried[key] = Tried(shape, rate, report, report.attainment >= self.attainment, why)
-            self.said(self.tried[key])
+            self.on_tried(self.tried[key])
         return self.tried[key]
 
     def _report(self, shape: Shape, rate: float, *, alone: bool) -> Report:
@@ -319,33 +318,31 @@ class Planner:
 
     def _prefill_least(self, rate: float, tp: int) -> int | None:
         """Return the least prefill workers that meet the TTFT goal with an ample decode pool."""
-        decode_tp = self._cheapest(lambda size: least_decode(self.site, self.workload, rate, size) * size)
-        decode = least_decode(self.site, self.workload, rate, decode_tp) * AMPLE
-        least = least_prefill(self.site, self.workload, rate, tp)
+        decode, decode_tp = self._ample(least_decode, rate)
 
         def met(workers: int) -> bool:
             tried = self.attempt(Shape(decode, workers, decode_tp, tp), rate, "prefill phase")
             return tried.report.ttft_attainment >= self.attainment
 
-        return _least(met, least, (self.gpus - 1) // tp)
+        return _least(met, least_prefill(self.site, self.workload, rate, tp), (self.gpus - 1) // tp)
 
     def _decode_least(self, rate: float, tp: int) -> int | None:
         """Return the least decode workers that meet the ITL goal with an ample prefill pool."""
-        prefill_tp = self._cheapest(lambda size: least_prefill(self.site, self.workload, rate, size) * size)
-        prefill = least_prefill(self.site, self.workload, rate, prefill_tp) * AMPLE
-        least = least_decode(self.site, self.workload, rate, tp)
+        prefill, prefill_tp = self._ample(least_prefill, rate)
 
         def met(workers: int) -> bool:
             tried = self.attempt(Shape(workers, prefill, tp, prefill_tp), rate, "decode phase")
             return tried.report.itl_attainment >= self.attainment
 
-        return _least(met, least, (self.gpus - 1) // tp)
+        return _least(met, least_decode(self.site, self.workload, rate, tp), (self.gpus - 1) // tp)
 
-    def _cheapest(self, gpus: Callable[[int], int]) -> int:
-        """Return the cheapest size that holds `attainment` of the requests, so that it does not reject them."""
-        tokens = self.workload.tokens(self.attainment)
-        roomy = [size for size in self.site.profile.sizes if self.site.room(size) >= tokens]
-        return min(roomy or self.site.profile.sizes, key=gpus)
+    def _ample(self, least: Callable[[Site, Workload, float, int], int], rate: float) -> tuple[int, int]:
+        """Return an ample pool (workers, tensor parallel) of the cheapest size that holds `attainment` of requests."""
+        tokens, sizes = self.workload.tokens(self.attainment), self.site.profile.sizes
+        large = [size for size in sizes if self.site.room(size) >= tokens]
+        workers = {size: least(self.site, self.workload, rate, size) for size in large or sizes}
+        tp = min(workers, key=lambda size: workers[size] * size)
+        return workers[tp] * AMPLE, tp
 
     def _colocated(self, rate: float, chunks: Iterable[int]) -> Tried | None:
         """Return the layout with the fewest GPUs over all chunk sizes. A tie goes to the highest attainment."""

@@ -37,7 +37,7 @@ def parse_what_if(text: str, like: Shape) -> WhatIf:
         else:
             numbers[key] = _whole(key, value)
     if "colocated" in numbers and numbers.keys() & {"prefill", "decode", "prefill_tp"}:
-        raise ConfigError("--what-if: colocated: there are no prefill and decode workers then")
+        raise ConfigError(f"--what-if: colocated: must be given without prefill, decode and prefill_tp, got {text!r}")
     shape = _shape(numbers, like)
     _check(numbers, shape)
     if "workers" not in numbers:

@@ -1,7 +1,7 @@
 """Channels and servers with the gRPC options and the TLS (`Wire`) that Baton relies on.
 
 A frozen peer is only detected with `grpc.http2.ping_timeout_ms`: the two usual keepalive options alone let a call hang.
-A listener does not share its port (`grpc.so_reuseport`) unless asked to, so a port in use is an error. `bind` reports
+A listener does not share its port (`grpc.so_reuseport`) by default, so a port in use is an error. `bind` reports
 the reason of a failure.
 
   client -> router.grpc                            the server has a certificate, the client a token
@@ -15,7 +15,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from baton.config.schema import TlsConfig
 
 
-Options = list[tuple[str, int]]
+Options = list[tuple[str, Any]]
+Credentials: TypeAlias = "grpc.ChannelCredentials | None"  # None means plaintext
 _SOCKET_PATH_BYTES = 107  # of sockaddr_un
 
 
@@ -43,13 +44,14 @@ PUBLIC = Link(PUBLIC_RECEIVE_BYTES)
 INTERNAL = Link(INTERNAL_RECEIVE_BYTES)
 
 
-def channel_options(link: Link, *, proxy: bool = False) -> Options:
-    """Return the options of a client. `proxy`: use http_proxy of the environment."""
+def channel_options(link: Link, *, proxy: bool = False, name: str = "") -> Options:
+    """Return the options of a client. `proxy`: use http_proxy of the environment. `name`: as in `Wire`."""
     return [
         *_common_options(link),
         ("grpc.enable_http_proxy", int(proxy)),
         ("grpc.initial_reconnect_backoff_ms", 100),  # reconnect soon: the default waits up to 120 s
         ("grpc.max_reconnect_backoff_ms", 2000),
+        *([("grpc.ssl_target_name_override", name)] if name else []),
     ]
 
 
@@ -60,10 +62,6 @@ def server_options(link: Link, *, share_port: bool = False) -> Options:
         ("grpc.so_reuseport", int(share_port)),
         ("grpc.http2.min_ping_interval_without_data_ms", 200),
     ]
-
-
-def _named(name: str) -> list[tuple[str, str]]:
-    return [("grpc.ssl_target_name_override", name)] if name else []
 
 
 def _common_options(link: Link) -> Options:
@@ -78,30 +76,20 @@ def _common_options(link: Link) -> Options:
 
 
 def aio_channel(
-    address: str,
-    *,
-    link: Link = INTERNAL,
-    credentials: grpc.ChannelCredentials | None = None,
-    proxy: bool = False,
-    name: str = "",
+    address: str, *, link: Link = INTERNAL, credentials: Credentials = None, proxy: bool = False, name: str = ""
 ) -> grpc.aio.Channel:
     """Return an asyncio channel to `host:port` for this loop; connects on first use. `name`: as in `Wire`."""
-    options = [*channel_options(link, proxy=proxy), *_named(name)]
+    options = channel_options(link, proxy=proxy, name=name)
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 def sync_channel(
-    address: str,
-    *,
-    link: Link = INTERNAL,
-    credentials: grpc.ChannelCredentials | None = None,
-    proxy: bool = False,
-    name: str = "",
+    address: str, *, link: Link = INTERNAL, credentials: Credentials = None, proxy: bool = False, name: str = ""
 ) -> grpc.Channel:
     """Return a thread-safe blocking channel to `host:port`; connects on first use. `name`: as in `Wire`."""
-    options = [*channel_options(link, proxy=proxy), *_named(name)]
+    options = channel_options(link, proxy=proxy, name=name)
     if credentials is None:
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, credentials, options=options)
@@ -124,7 +112,10 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
     if not host or not port.isdecimal() or int(port) > 65535:  # gRPC would wrap larger ports
         raise ConfigError(f"cannot listen on {address!r}: must be host:port, the port 0 to 65535")
     try:
-        bound = _add_port(server, address, credentials)
+        if credentials is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {address}: {_why(host, int(port))}") from error
     return f"{host}:{bound}"
@@ -147,12 +138,6 @@ def from_here(address: str) -> str:
     return {"0.0.0.0": f"127.0.0.1:{port}", "[::]": f"[::1]:{port}", "::": f"[::1]:{port}"}.get(host, address)
 
 
-def _add_port(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
-    if credentials is None:
-        return server.add_insecure_port(address)
-    return server.add_secure_port(address, credentials)
-
-
 def _why(host: str, port: int) -> str:
     """Return why a bind failed, by binding a plain socket, because gRPC does not report the reason."""
     try:
@@ -161,7 +146,7 @@ def _why(host: str, port: int) -> str:
             probe.bind(found[0][4])
     except (OSError, OverflowError) as error:
         return str(error)
-    return "gRPC refused it without saying why"
+    return "gRPC gave no reason"
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +177,8 @@ class Wire:
         return cls(ca, cert, key)
 
     @property
-    def credentials(self) -> grpc.ChannelCredentials | None:
-        """The credentials of a client, with its certificate if there is one. None means plaintext."""
+    def credentials(self) -> Credentials:
+        """The credentials of a client, with its certificate if there is one."""
         if not self.ca:
             return None
         return grpc.ssl_channel_credentials(self.ca, self.key or None, self.cert or None)
@@ -219,7 +204,7 @@ class Wire:
         return sync_channel(address, link=link, credentials=self.credentials, name=self.name)
 
 
-IN_THE_CLEAR = Wire()
+PLAINTEXT = Wire()
 
 
 def _read(key: str, path: str) -> bytes:

@@ -8,11 +8,10 @@ log-probabilities are 32 bit on the wire; all processes compute with the receive
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from itertools import count
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from baton.core import (
     BlockCounts,
@@ -42,9 +41,6 @@ from baton.rpc.v1 import inference_pb2 as inference
 from baton.rpc.v1 import worker_pb2 as worker
 from baton.tracing.trace import Span
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 
 def constraint_to_pb(value: Constraint | None) -> inference.Constraint | None:
     """Convert a constraint. None leaves the field unset."""
@@ -65,12 +61,7 @@ def constraint_from_pb(message: inference.Constraint) -> Constraint:
     return Constraint(kind, (message.json_schema if kind == "json_schema" else message.regex,))
 
 
-_REASONS = {
-    FinishReason.EOS: common.FINISH_REASON_EOS,
-    FinishReason.STOP_TOKEN: common.FINISH_REASON_STOP_TOKEN,
-    FinishReason.STOP_STRING: common.FINISH_REASON_STOP_STRING,
-    FinishReason.LENGTH: common.FINISH_REASON_LENGTH,
-}
+_REASONS = {reason: common.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 _REASONS_BACK = {number: reason for reason, number in _REASONS.items()}
 _DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLING_LISTS = ("stop", "stop_token_ids", "logit_bias")

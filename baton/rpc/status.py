@@ -1,12 +1,5 @@
 """The translation between `baton.errors` and gRPC statuses with google.rpc details, in both directions.
 
-    InvalidRequest    INVALID_ARGUMENT     + BadRequest, one violation per field
-    UnknownModel      NOT_FOUND            NoWorker, WorkerLost   UNAVAILABLE
-    Unauthenticated   UNAUTHENTICATED      DeadlineExceeded       DEADLINE_EXCEEDED
-    PermissionDenied  PERMISSION_DENIED    Cancelled              CANCELLED
-    Unsupported       UNIMPLEMENTED        EngineFault            INTERNAL
-    Overloaded        RESOURCE_EXHAUSTED   + RetryInfo
-
 Every status carries ErrorInfo(reason=class name, domain="baton"). Internal errors are replaced: a failed handoff
 becomes WorkerLost, an unreachable ledger NoWorker, everything else EngineFault without its text.
 """
@@ -14,10 +7,11 @@ becomes WorkerLost, an unreachable ledger NoWorker, everything else EngineFault 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any, NoReturn, Protocol, TypeVar, cast, runtime_checkable
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RequestInfo, RetryInfo
 from google.rpc.status_pb2 import Status
@@ -28,7 +22,6 @@ from baton.errors import BatonError, InvalidRequest, Overloaded, Violation
 from baton.limits import MAX_STATUS_MESSAGE_BYTES, MAX_STATUS_VIOLATIONS, MAX_VIOLATION_BYTES
 
 DOMAIN = "baton"
-# Trailers are limited to 8 KiB by default. Texts travel twice, and each non-ASCII byte takes three.
 
 CODES: Mapping[type[BatonError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -61,9 +54,7 @@ class RpcFailure(Protocol):
     """The methods of a failed call, sync or aio. `grpc.RpcError` itself guarantees none."""
 
     def code(self) -> grpc.StatusCode: ...
-
     def details(self) -> str | None: ...
-
     def trailing_metadata(self) -> Any: ...
 
 
@@ -76,7 +67,7 @@ def to_rpc_status(error: BaseException, request_id: str = "") -> Status:
     if isinstance(shown, InvalidRequest):
         details.append(_bad_request(shown))
     if isinstance(shown, Overloaded):
-        details.append(RetryInfo(retry_delay=_duration(shown.retry_after_s)))
+        details.append(RetryInfo(retry_delay=timedelta(seconds=shown.retry_after_s)))
     if request_id:
         details.append(RequestInfo(request_id=request_id))
     for detail in details:
@@ -101,8 +92,12 @@ def from_rpc_error(error: grpc.RpcError, address: str = "", *, connected: bool =
     info = _unpack(status, ErrorInfo)
     if info is not None and info.domain == DOMAIN and info.reason in _BY_NAME:
         return _build(_BY_NAME[info.reason], text, status)
-    if error.code() is grpc.StatusCode.UNAVAILABLE or _dropped(error, text):
-        return _away(text, address or "the server", connected)
+    # gRPC cancels, without a handler, a call that reached a server during its shutdown.
+    shut_down = error.code() is grpc.StatusCode.CANCELLED and text == "CANCELLED"
+    if error.code() is grpc.StatusCode.UNAVAILABLE or shut_down:
+        peer = address or "the server"
+        lost = errors.WorkerLost(f"the connection to {peer} was lost: {text}")
+        return lost if connected else errors.NoWorker(f"cannot reach {peer}: {text}")
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:
         return InvalidRequest.of("request", f"too large: {text}")  # text of gRPC; a retry cannot succeed
     return _build(_BY_CODE.get(error.code(), errors.EngineFault), text, status)
@@ -112,17 +107,6 @@ def request_id_of(error: grpc.RpcError) -> str:
     """Return the id of the failed request, or "". Read from the status, because grpc.aio may lose headers."""
     info = _unpack(_details(error), RequestInfo) if isinstance(error, RpcFailure) else None
     return info.request_id if info is not None else ""
-
-
-def _dropped(error: RpcFailure, text: str) -> bool:
-    """Whether gRPC rejected a call that reached a server during shutdown. No handler has run."""
-    return error.code() is grpc.StatusCode.CANCELLED and text == "CANCELLED"
-
-
-def _away(text: str, address: str, connected: bool) -> BatonError:
-    if connected:
-        return errors.WorkerLost(f"the connection to {address} was lost: {text}")
-    return errors.NoWorker(f"cannot reach {address}: {text}")
 
 
 def _build(kind: type[BatonError], text: str, status: Status | None) -> BatonError:
@@ -160,11 +144,6 @@ def _clip(text: str, limit: int) -> str:
     return data.decode() if len(data) <= limit else data[: limit - 3].decode("utf-8", "ignore") + "..."
 
 
-def _duration(seconds: float) -> Duration:
-    nanos = round(seconds * 1e9)
-    return Duration(seconds=nanos // 10**9, nanos=nanos % 10**9)
-
-
 def _details(error: RpcFailure) -> Status | None:
     try:
         return rpc_status.from_call(cast(grpc.Call, error))
@@ -175,14 +154,7 @@ def _details(error: RpcFailure) -> Status | None:
 def _unpack(status: Status | None, kind: type[D]) -> D | None:
     found = kind()
     for detail in status.details if status else ():
-        if detail.Is(kind.DESCRIPTOR) and _parsed(detail.value, found):
-            return found
+        with suppress(DecodeError):
+            if detail.Unpack(found):
+                return found
     return None
-
-
-def _parsed(data: bytes, into: Message) -> bool:
-    try:
-        into.ParseFromString(data)
-    except DecodeError:
-        return False
-    return True

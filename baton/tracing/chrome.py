@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from baton.tracing.trace import ROLES, Span, lanes, processes
 
 Event = dict[str, Any]
 _LANES = 100  # lane numbers per choice and attempt
+_row = attrgetter("choice", "attempt")
 
 
 def chrome_trace(spans: Sequence[Span], request_id: str = "", trace_id: str = "") -> dict[str, Any]:
@@ -47,10 +49,6 @@ def _threads(spans: Sequence[Span]) -> Iterator[tuple[int, str, list[Span]]]:
         title = f"attempt {attempt}" if attempt else "queue"
         for number, lane in enumerate(lanes(some), start=1):
             yield (choice * 1000 + attempt) * _LANES + number, f"choice {choice}, {title}" if choice else title, lane
-
-
-def _row(span: Span) -> tuple[int, int]:
-    return span.choice, span.attempt
 
 
 def _named(what: str, pid: int, tid: int, value: object, key: str = "name") -> Event:

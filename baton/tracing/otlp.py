@@ -69,19 +69,20 @@ class Exporter:
         self._exporter.shutdown()
 
     def _run(self) -> None:
-        told = 0
+        reported = 0
         while not (self._over.is_set() or (self._closing.is_set() and self._queue.empty())):
             batch: list[Ended] = []
             try:
                 batch = list(self._batch())
-                sent = not batch or self._sent(batch)
+                spans = [span for ended in batch for span in self._spans(ended)]
+                sent = not batch or self._exporter.export(spans) is SpanExportResult.SUCCESS
             except Exception:  # thread boundary: one bad trace must not stop the others
                 log.exception("trace_broke")
                 sent = False
             self._lost += 0 if sent else len(batch)
-            if self.dropped > told:
-                told = self.dropped
-                log.warning("traces_not_exported", collector=self._endpoint, dropped=told)
+            if self.dropped > reported:
+                reported = self.dropped
+                log.warning("traces_not_exported", collector=self._endpoint, dropped=reported)
 
     def _batch(self) -> Iterator[Ended]:
         """Yield requests that have lingered long enough, at least one if there is one soon."""
@@ -92,10 +93,6 @@ class Exporter:
                 return
             self._closing.wait(max(0.0, due - time.monotonic()))
             yield ended
-
-    def _sent(self, batch: list[Ended]) -> bool:
-        spans = [span for ended in batch for span in self._spans(ended)]
-        return self._exporter.export(spans) is SpanExportResult.SUCCESS
 
     def _spans(self, ended: Ended) -> Iterator[ReadableSpan]:
         """Yield the request's span, one child per attempt of each choice, and the spans of each attempt."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -76,17 +75,7 @@ async def take(
     loop: EngineLoop, worker: WorkerRef, holdings: Callable[[], Iterable[Holding]], *, within_s: float = 10.0
 ) -> Census:
     """Take a census between two steps. Raises DeadlineExceeded if the engine thread takes longer than `within_s`."""
-    answer: Future[Census] = Future()
-
-    def look() -> None:
-        if not answer.set_running_or_notify_cancel():
-            return  # the caller has given up
-        try:
-            answer.set_result(count(worker, loop.engine.pool.counts(), holdings()))
-        except Exception as error:  # noqa: BLE001  (the error belongs to the caller, not to the engine thread)
-            answer.set_exception(error)
-
-    loop.submit(look)
+    answer = loop.call(lambda: count(worker, loop.engine.pool.counts(), holdings()))
     try:
         async with asyncio.timeout(within_s):
             return await asyncio.wrap_future(answer)

@@ -7,21 +7,23 @@ fills in the host's part of the settings: addresses, and the shape of verify pas
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 import structlog
 import torch
 
-from baton.core import HandoffId, Role, Sampling, SequenceSpec
-from baton.engine.determinism.checks import checked_shapes
-from baton.engine.determinism.tuning import WINDOW, load_passes
+from baton.core import Finish, HandoffId, Role, Sampling, SequenceSpec, Token
+from baton.engine.determinism.checks import WINDOW, checked_shapes, load_passes
 from baton.engine.engine import Engine
 from baton.engine.kernels.cpu.compiler import machine, state_folder
 from baton.engine.kernels.gpu.cuda_memory import claim_activations
-from baton.engine.kv_sizing import size_kv
+from baton.engine.kv_cache import size_kv
+from baton.engine.model_backend import ModelBackend
 from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.step_result import Counters
 from baton.errors import ConfigError, EngineFault
@@ -31,11 +33,6 @@ from baton.tokenizer import ORACLE_MODEL, load_tokenizer
 from baton.worker.settings import WorkerSettings, located
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from baton.core import Finish, Token
-    from baton.engine.model_backend import ModelBackend
     from baton.engine.models.checkpoint import LoadProgress
 
 
@@ -49,7 +46,7 @@ class Generation(NamedTuple):
 
 def generate(engine: Engine, spec: SequenceSpec) -> Generation:
     """Run `spec` to its end on an idle engine. Raises InvalidRequest if it can never be computed, or EngineFault."""
-    key, tokens = HandoffId("generate", 0), list["Token"]()
+    key, tokens = HandoffId("generate", 0), list[Token]()
     engine.submit(key, spec)
     while True:
         result = engine.step()

@@ -8,21 +8,21 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import structlog
 
-from baton.clock import SystemClock
-from baton.core import Pace
+from baton.clock import Clock, SystemClock
+from baton.core import Load, Pace
 
 if TYPE_CHECKING:
-    from baton.clock import Clock
-    from baton.core import Load
     from baton.engine.engine import Engine
     from baton.engine.step_result import StepResult
 
 Job = Callable[[], object]
+T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 
@@ -59,11 +59,7 @@ class Paces:
     def into(self, load: Load) -> Load:
         """Return `load` with these totals."""
         return replace(
-            load,
-            prefill_pace=self.prefill,
-            decode_pace=self.decode,
-            joint_pace=self.joint,
-            beside_pace=self.beside,
+            load, prefill_pace=self.prefill, decode_pace=self.decode, joint_pace=self.joint, beside_pace=self.beside
         )
 
 
@@ -78,7 +74,7 @@ class EngineLoop:
         self._clock = clock or SystemClock()
         self.iterations = 0
         self.step_began = 0.0  # monotonic seconds
-        self._telling_s = 0.0  # to deliver the outputs of the last step
+        self._delivery_s = 0.0  # to deliver the outputs of the last step
         self.failure: BaseException | None = None
         self._idle_s = idle_s
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
@@ -88,6 +84,21 @@ class EngineLoop:
     def submit(self, job: Job) -> None:
         """Run `job` on the engine thread, after earlier jobs. From any thread; never blocks."""
         self._jobs.put(job)
+
+    def call(self, job: Callable[[], T]) -> Future[T]:
+        """Run `job` as `submit` does. The future gets its result, or its error, which does not end the thread."""
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return  # the caller has given up
+            try:
+                answer.set_result(job())
+            except Exception as error:  # noqa: BLE001  (it belongs to the caller)
+                answer.set_exception(error)
+
+        self.submit(run)
+        return answer
 
     def progressed(self) -> None:
         """Count progress within a step, such as a finished layer. On the engine thread."""
@@ -125,9 +136,9 @@ class EngineLoop:
         self.step_began = self._clock.monotonic()
         result = self.engine.step()
         computed = self._clock.monotonic()
-        self.paces.note(result, computed - self.step_began + self._telling_s)
+        self.paces.note(result, computed - self.step_began + self._delivery_s)
         listener.stepped(result)
-        self._telling_s = self._clock.monotonic() - computed
+        self._delivery_s = self._clock.monotonic() - computed
         return bool(result.computed or result.outputs or result.preempted or result.failed)
 
     def _drain(self, *, wait: bool = False) -> None:

@@ -1,18 +1,20 @@
-"""Builders of the events that a worker sends to a router: one function per kind of `WorkerEvent`."""
+"""Builders of the events that a worker sends to a router: one function per kind of `WorkerEvent`.
+
+`Thoughts` keeps the thoughts of one sequence, to repeat them under another handoff id or to another router.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 from baton.core import Finish, HandoffId, Thought, Token
+from baton.engine.step_result import SequenceOutput
 from baton.errors import BatonError
 from baton.rpc import convert
 from baton.rpc.convert import thoughts_to_pb
 from baton.rpc.v1 import common_pb2, worker_pb2
-
-if TYPE_CHECKING:
-    from baton.engine.step_result import SequenceOutput
+from kvtransfer.handoff import CommitState, PushResult
 
 Event = worker_pb2.WorkerEvent
 Spans = Sequence[common_pb2.Span]
@@ -71,17 +73,13 @@ def reserved(handoff: HandoffId, cached_tokens: int) -> Event:
     return Event(handoff=convert.handoff_to_pb(handoff), reserved=worker_pb2.Reserved(cached_tokens=cached_tokens))
 
 
-def committed(
-    handoff: HandoffId,
-    *,
-    transfer_s: float = 0.0,
-    commit_s: float = 0.0,
-    kv_bytes: int = 0,
-    transport: str = "",
-    spans: Spans = (),
-) -> Event:
-    """Report that the one commit was accepted, with figures for the router."""
-    message = worker_pb2.Committed(transfer_s=transfer_s, commit_s=commit_s, kv_bytes=kv_bytes, transport=transport)
+def committed(handoff: HandoffId, commit: CommitState | None = None, spans: Spans = ()) -> Event:
+    """Report that the one commit was accepted, with the figures of `commit` for the router."""
+    message = worker_pb2.Committed()
+    if commit is not None:
+        message = worker_pb2.Committed(
+            transfer_s=commit.transfer_s, commit_s=commit.commit_s, kv_bytes=commit.kv_bytes, transport=commit.transport
+        )
     return Event(handoff=convert.handoff_to_pb(handoff), committed=message, spans=spans)
 
 
@@ -100,9 +98,43 @@ def preempted(handoff: HandoffId, reason: str, spans: Spans = ()) -> Event:
     return Event(handoff=convert.handoff_to_pb(handoff), preempted=worker_pb2.Preempted(reason=reason), spans=spans)
 
 
-def pushed(
-    handoff: HandoffId, *, kv_bytes: int, exposed_s: float = 0.0, round_trip_s: float = 0.0, frames: int = 0
-) -> Event:
+def pushed(handoff: HandoffId, push: PushResult) -> Event:
     """Report that the decode worker has acknowledged the commit."""
-    message = worker_pb2.Pushed(kv_bytes=kv_bytes, exposed_s=exposed_s, round_trip_s=round_trip_s, frames=frames)
+    message = worker_pb2.Pushed(
+        kv_bytes=push.nbytes, exposed_s=push.exposed_s, round_trip_s=push.round_trip_s, frames=push.frames
+    )
     return Event(handoff=convert.handoff_to_pb(handoff), pushed=message)
+
+
+class Thoughts:
+    """Thoughts about consecutive chunks. Beyond `most_bytes` (None: no limit) the oldest are dropped."""
+
+    def __init__(self, most_bytes: int | None = None) -> None:
+        self._most_bytes = most_bytes
+        self._nbytes = 0
+        self._kept: deque[Thought] = deque()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, thoughts: Iterable[Thought]) -> None:
+        """Append thoughts. One about an earlier chunk replaces that chunk and all later ones: it was recomputed."""
+        for thought in thoughts:
+            while self._kept and self._kept[-1].chunk != thought.chunk - 1:
+                self._forget(self._kept.pop())
+            self._kept.append(thought)
+            self._nbytes += _nbytes(thought)
+        while self._most_bytes is not None and self._nbytes > self._most_bytes:
+            self._forget(self._kept.popleft())
+
+    def events(self, handoff: HandoffId) -> list[Event]:
+        """Return all thoughts kept as one event, or no event."""
+        return [thoughts(handoff, self._kept)] if self._kept else []
+
+    def _forget(self, thought: Thought) -> None:
+        self._nbytes -= _nbytes(thought)
+
+
+def _nbytes(thought: Thought) -> int:
+    """Return the approximate size in a message, in bytes."""
+    return 4 + 4 * len(thought.token_ids)

@@ -5,19 +5,15 @@ Times are noted in monotonic seconds and converted to Unix time when a span is m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from baton.clock import Clock
+from baton.core import HandoffId
+from baton.engine.determinism.planner import Verifying
+from baton.engine.step_result import Counters, StepResult
 from baton.rpc.v1 import common_pb2
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from baton.clock import Clock
-    from baton.core import HandoffId
-    from baton.engine.determinism.planner import Verifying
-    from baton.engine.step_result import Counters, StepResult
-    from kvtransfer.handoff import CommitState
+from kvtransfer.handoff import CommitState
 
 
 def span(name: str, begin: float, end: float, clock: Clock, **figures: object) -> common_pb2.Span:
@@ -63,7 +59,7 @@ class PrefillTimes:
         if self._leaves is not None:
             self._spans.append(span("push", self._leaves, self._clock.monotonic(), self._clock, **figures))
 
-    def said(self) -> list[common_pb2.Span]:
+    def take_spans(self) -> list[common_pb2.Span]:
         spans, self._spans = self._spans, []
         return spans
 

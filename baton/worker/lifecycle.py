@@ -14,26 +14,28 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable
-from concurrent.futures import Future
+from contextlib import AsyncExitStack
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
 
+import grpc
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from baton import __version__
 from baton.clock import Clock, SystemClock
-from baton.core import Incarnation, WorkerInfo, WorkerRef
+from baton.core import Incarnation, Load, WorkerInfo, WorkerRef
 from baton.engine.determinism.checks import bits_fingerprint
+from baton.engine.engine import Engine
+from baton.engine.step_result import StepResult
 from baton.errors import EngineFault, LedgerError
 from baton.event_journal import OFF, History
 from baton.ledger.control_state import ControlState, WorkerCommand
-from baton.ledger.registry import Ledger
+from baton.ledger.registry import MAX_REASON_CHARS, Ledger
 from baton.metrics.http import MetricsServer
 from baton.metrics.worker import Watched, WorkerMetrics
-from baton.network import called
+from baton.network import reachable_address
 from baton.rpc import channel, convert
 from baton.rpc.channel import Wire
 from baton.rpc.v1 import worker_pb2_grpc
@@ -42,16 +44,6 @@ from baton.worker.engine_loop import EngineLoop, Paces
 from baton.worker.role import RoleDeps, RoleFactory, WorkerRole
 from baton.worker.service import WorkerService
 from baton.worker.settings import WorkerSettings
-
-if TYPE_CHECKING:
-    from contextlib import AsyncExitStack
-
-    import grpc
-
-    from baton.core import Load
-    from baton.engine.engine import Engine
-    from baton.engine.step_result import StepResult
-
 
 log = structlog.get_logger(__name__)
 
@@ -100,7 +92,7 @@ class Lease:
         Without Redis the worker goes on, because its streams are alive. A call times out after a third of the lease.
         """
         self.check()
-        asked = self._clock.monotonic()
+        called_at = self._clock.monotonic()
         self._history.note("beat", progress=progress)
         try:
             async with asyncio.timeout(self.lease_s / 3):
@@ -108,16 +100,7 @@ class Lease:
                     await self.take()
         except (LedgerError, TimeoutError) as error:
             log.warning("ledger_away", error=str(error) or "no answer in time")
-        self._kept = asked
-
-
-class Stepping(Protocol):
-    """The last reports of the engine thread."""
-
-    load: Load
-
-    @property
-    def preemptions(self) -> int: ...
+        self._kept = called_at
 
 
 async def measured(settings: WorkerSettings, leaving: AsyncExitStack) -> tuple[WorkerMetrics, str]:
@@ -125,14 +108,14 @@ async def measured(settings: WorkerSettings, leaving: AsyncExitStack) -> tuple[W
     metrics = WorkerMetrics(settings.cluster, __version__)
     if settings.metrics is None:
         return metrics, ""
-    server = MetricsServer(metrics, metrics.ready, trouble=metrics.trouble)
+    server = MetricsServer(metrics.registry, metrics.ready, trouble=metrics.trouble)
     bound = await server.start(settings.metrics)
     leaving.push_async_callback(server.stop)
     key = f"{settings.role.value}.interface"
-    return metrics, called(bound, settings.advertise, settings.interface, settings.redis_url, key)
+    return metrics, reachable_address(bound, settings.advertise, settings.interface, settings.redis_url, key)
 
 
-def watched(info: WorkerInfo, lease: Lease, stepping: Stepping, service: WorkerService, role: WorkerRole) -> Watched:
+def watched(info: WorkerInfo, lease: Lease, stepping: _Stepping, service: WorkerService, role: WorkerRole) -> Watched:
     """Return the view of an incarnation that its metrics read."""
     return Watched(
         info,
@@ -148,9 +131,8 @@ def watched(info: WorkerInfo, lease: Lease, stepping: Stepping, service: WorkerS
 Ready = Callable[[WorkerRef], None]
 SHUTDOWN_GRACE_S = 2.0
 LEAVE_S = 1.0
-_LOOK_S = 0.01
-_DRAIN_LOOK_S = 0.1
-_LONGEST_REASON = 1024  # characters, the limit of a registry record
+_POLL_S = 0.01
+_DRAIN_POLL_S = 0.1
 
 
 class _Stepping:
@@ -195,9 +177,10 @@ async def run_incarnation(
     async with contextlib.AsyncExitStack() as leaving:
         leaving.push_async_callback(ledger.close)
         address = channel.bind(server, settings.listen, wire.private)
-        metrics, told = await measured(settings, leaving)
-        info = _info(settings, engine, await ledger.mint(settings.worker_id), address, told)
-        history = _history(settings, info.ref, clock)
+        metrics, metrics_address = await measured(settings, leaving)
+        incarnation = await ledger.mint(settings.worker_id)
+        info = _info(settings, engine, incarnation, address, metrics_address)
+        history = History.open(settings.history, clock, settings.role.value, settings.worker_id, str(incarnation))
         engine.pool.history = leaving.enter_context(history)
         loop = EngineLoop(engine, clock=clock)
         role = factory(RoleDeps(settings, info, engine, loop, ledger, server, clock, wire))
@@ -209,7 +192,7 @@ async def run_incarnation(
         leaving.push_async_callback(role.close)  # after loop.stop, to write the last records
         leaving.push_async_callback(asyncio.to_thread, loop.stop)
         leaving.callback(service.close)
-        await health.tell(serving=False)
+        await health.report(serving=False)
         await server.start()
         leaving.push_async_exit(partial(_stop_serving, server))
         lease = Lease(ledger, info, settings.lease_s, clock, history)
@@ -219,12 +202,12 @@ async def run_incarnation(
         leaving.push_async_callback(_deregister, ledger, info.ref)
         leaving.callback(log.info, "worker_stops", worker=info.ref)
         log.info("worker_ready", worker=info.ref, role=info.role.value, address=address, fingerprint=info.fingerprint)
-        await health.tell(serving=True)
+        await health.report(serving=True)
         ready(info.ref)
         beats = Beats(info, lease, loop, service, ControlState(ledger.connection), settings, clock)
         order = await beats.run(stop)
         if order is not None:
-            await health.tell(serving=False)
+            await health.report(serving=False)
             await beats.drain(stop, order.grace_s, role, lambda: stepping.drained)
         await _deregister(ledger, info.ref)  # routers stop choosing it
         await _leave(loop, role)
@@ -242,7 +225,7 @@ class _Health:
         self._servicer = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
-    async def tell(self, *, serving: bool) -> None:
+    async def report(self, *, serving: bool) -> None:
         self._metrics.serving = serving
         status = health_pb2.HealthCheckResponse
         await self._servicer.set("", status.SERVING if serving else status.NOT_SERVING)
@@ -257,7 +240,7 @@ class Beats:
         lease: Lease,
         loop: EngineLoop,
         service: WorkerService,
-        board: ControlState,
+        control: ControlState,
         settings: WorkerSettings,
         clock: Clock,
     ) -> None:
@@ -265,7 +248,7 @@ class Beats:
         self._lease = lease
         self._loop = loop
         self._service = service
-        self._board = board
+        self._control = control
         self._every_s, self._ask_s = settings.heartbeat_s, settings.lease_s / 6
         self._clock = clock
         self._seen = -1
@@ -288,7 +271,7 @@ class Beats:
         while not (stop.is_set() or over or self._clock.monotonic() >= until):
             over = drained()
             await self._beat()
-            await _wait(stop, min(self._every_s, _DRAIN_LOOK_S))
+            await _wait(stop, min(self._every_s, _DRAIN_POLL_S))
 
     async def _beat(self) -> None:
         if self._loop.failure is not None:
@@ -303,7 +286,7 @@ class Beats:
         """Read the order. Returns None, too, after a timeout: a sixth of the lease, which must not lapse."""
         try:
             async with asyncio.timeout(self._ask_s):
-                return await self._board.order(self._info.ref)
+                return await self._control.order(self._info.ref)
         except (LedgerError, TimeoutError) as error:
             log.warning("orders_unread", error=str(error) or "no answer in time")
             return None
@@ -315,14 +298,13 @@ async def _wait(stop: asyncio.Event, seconds: float) -> None:
 
 
 async def _leave(loop: EngineLoop, role: WorkerRole) -> None:
-    """Hand over running work, and give pushes that are nearly done at most `LEAVE_S`."""
-    left: Future[None] = Future()
-    loop.submit(lambda: left.set_result(role.leave()))  # type: ignore[func-returns-value]
+    """Hand over running work, and give pushes that are nearly done at most `LEAVE_S`. Raises an error of the role."""
+    left = asyncio.wrap_future(loop.call(role.leave))
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LEAVE_S):
-            await asyncio.wrap_future(left)
+            await asyncio.shield(left)  # a late engine thread still hands its work over
             while role.busy:  # noqa: ASYNC110  (the engine thread signals no event)
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
 
 
 async def _stop_serving(
@@ -335,10 +317,6 @@ async def _stop_serving(
 async def _deregister(ledger: Ledger, ref: WorkerRef) -> None:
     with contextlib.suppress(LedgerError):
         await ledger.deregister(ref)
-
-
-def _history(settings: WorkerSettings, ref: WorkerRef, clock: Clock) -> History:
-    return History.open(settings.history, clock, settings.role.value, ref.worker_id, str(ref.incarnation))
 
 
 def _info(settings: WorkerSettings, engine: Engine, incarnation: Incarnation, address: str, metrics: str) -> WorkerInfo:
@@ -356,7 +334,7 @@ def _info(settings: WorkerSettings, engine: Engine, incarnation: Incarnation, ad
         pid=os.getpid(),
         host=socket.gethostname(),
         determinism="" if why_not else bits_fingerprint(engine.backend, settings.shapes),
-        nondeterminism=why_not[:_LONGEST_REASON],
+        nondeterminism=why_not[:MAX_REASON_CHARS],
         thinking_chunk=thinking_chunk(engine.backend),
         metrics=metrics,
     )

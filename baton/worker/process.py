@@ -14,26 +14,20 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 import structlog
 
 from baton import __version__
 from baton.config import config_from_json
 from baton.core import Role, WorkerRef
+from baton.engine.engine import Engine
+from baton.engine.model_backend import ModelBackend
 from baton.errors import BatonError, Cancelled
 from baton.logs import configure_logging, redirect_output
 from baton.worker.engine_factory import build_engine, free_memory, load_backend, settled, use_threads
 from baton.worker.lifecycle import Ready, run_incarnation
-from baton.worker.role import RoleFactory
-from baton.worker.settings import of_both_roles
-
-if TYPE_CHECKING:
-    from baton.engine.engine import Engine
-    from baton.engine.model_backend import ModelBackend
-    from baton.worker.role import Factories
-    from baton.worker.settings import WorkerSettings
-
+from baton.worker.role import Factories, RoleFactory
+from baton.worker.settings import WorkerSettings, of_both_roles
 
 log = structlog.get_logger(__name__)
 _LOADED = ("device", "dtype", "threads", "tensor_parallel", "block_size", "attention_splits", "thinking_prefill")

@@ -1,37 +1,42 @@
-"""The interface between a role and its host, and `HandoffRole`, the common part of both roles.
+"""The interface between a role and its host, and the common parts of both roles: `HandoffRole` and `Transfers`.
 
 The host imports no role: it gets a factory for each.
 """
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from functools import partial
+from typing import Generic, Protocol, TypeVar
 
-from baton.core import HandoffId
-from baton.errors import InvalidRequest, StaleAttempt
+import grpc
+
+from baton.clock import Clock
+from baton.core import HandoffId, Load, Role, WorkerInfo
+from baton.engine.engine import Engine
+from baton.engine.step_result import StepResult
+from baton.errors import HandoffError, InvalidRequest, StaleAttempt
+from baton.event_journal import Blocks
+from baton.ledger.prefix_directory import PrefixPublisher
+from baton.ledger.registry import Ledger
+from baton.metrics.worker import Counts
 from baton.rpc import convert
-from baton.rpc.channel import IN_THE_CLEAR, Wire
-from baton.rpc.v1 import worker_pb2
+from baton.rpc.channel import PLAINTEXT, Wire
+from baton.rpc.v1 import peer_pb2_grpc, worker_pb2
 from baton.worker import events
 from baton.worker.block_census import Holding
+from baton.worker.engine_loop import EngineLoop
 from baton.worker.service import RoleBehaviour, Session, not_taken
-
-if TYPE_CHECKING:
-    import grpc
-
-    from baton.clock import Clock
-    from baton.core import Load, Role, WorkerInfo
-    from baton.engine.engine import Engine
-    from baton.engine.step_result import StepResult
-    from baton.event_journal import Blocks
-    from baton.ledger.registry import Ledger
-    from baton.metrics.worker import Counts
-    from baton.worker.engine_loop import EngineLoop
-    from baton.worker.settings import WorkerSettings
+from baton.worker.settings import WorkerSettings
+from kvtransfer.handoff import HandoffTable, PushEnd, PushJob, PushResult
+from kvtransfer.receiver import PeerService
+from kvtransfer.sender import GrpcPeerStream, Sender
+from kvtransfer.transports.grpc import GrpcTransport
+from kvtransfer.transports.select import make_transports
 
 Handler = Callable[[Session, worker_pb2.RouterCommand], None]
 HandoffEvents = tuple[HandoffId, list[worker_pb2.WorkerEvent]]
@@ -43,7 +48,6 @@ class WorkerRole(RoleBehaviour, Protocol):
     counts: Counts
 
     def stepped(self, result: StepResult) -> None: ...
-
     def tick(self) -> None: ...
 
     def load(self, load: Load) -> Load:
@@ -78,7 +82,7 @@ class RoleDeps:
     ledger: Ledger
     server: grpc.aio.Server
     clock: Clock
-    wire: Wire = IN_THE_CLEAR
+    wire: Wire = PLAINTEXT
 
 
 RoleFactory = Callable[[RoleDeps], WorkerRole]
@@ -150,7 +154,6 @@ class HandoffRole(ABC, Generic[JobT]):
         """Forget a handoff in any state and free its blocks."""
 
     def _give_up(self, handoff: HandoffId, event: worker_pb2.WorkerEvent) -> None:
-        """Drop a handoff and notify its router."""
         job = self._work.get(handoff)
         self._drop(handoff)
         if job is not None:
@@ -164,17 +167,14 @@ class HandoffRole(ABC, Generic[JobT]):
         return job
 
     def gone(self, session: Session) -> None:
-        """See `RoleBehaviour.gone`."""
         for handoff in list(session.handoffs):
             self._drop(handoff)
 
     def drain(self) -> None:
-        """See `WorkerRole.drain`."""
         self.draining = True
 
     @property
     def idle(self) -> bool:
-        """See `WorkerRole.idle`."""
         return not self._work
 
     def _holding(self, handoff: HandoffId, state: str, held: Blocks | None) -> Holding:
@@ -195,3 +195,41 @@ class HandoffRole(ABC, Generic[JobT]):
     @abstractmethod
     def _step_events(self, result: StepResult) -> Iterator[HandoffEvents]:
         """Yield the events of jobs here in the order for routers, then forget the handoffs that ended in the step."""
+
+
+class Pusher(Protocol):
+    """The part of `kvtransfer.sender.Sender` that the roles use."""
+
+    def begin(self, job: PushJob) -> None: ...
+    def computed(self, handoff: HandoffId, blocks: Sequence[int], layers: int, end: int) -> None: ...
+    def withdraw(self, handoff: HandoffId) -> None: ...
+    def finish(self, handoff: HandoffId, end: PushEnd) -> None: ...
+    def abort(self, handoff: HandoffId) -> None: ...
+
+
+class Transfers:
+    """`sender` pushes KV; `table` accepts or rejects pushes to here. Raises ConfigError if the transport is missing."""
+
+    def __init__(
+        self,
+        parts: RoleDeps,
+        table: HandoffTable,
+        on_done: Callable[[HandoffId, PushResult | HandoffError], None],
+        on_unfetched: Callable[[HandoffId], None] = lambda handoff: None,
+    ) -> None:
+        info, kv, settings = parts.info, parts.engine.kv, parts.settings.transfer
+        over_grpc = GrpcTransport(info.ref.address, parts.wire.sync)
+        transports = make_transports(settings, kv.device, grpc=over_grpc)
+        ends = (kv, info.ref, info.fingerprint, settings)
+        connect = partial(GrpcPeerStream, dial=parts.wire.sync)
+        self.sender = Sender(*ends, transports, on_done, on_unfetched=on_unfetched, connect=connect)
+        self._peers = PeerService(*ends, table, transports, over_grpc)
+        peer_pb2_grpc.add_PeerServicer_to_server(self._peers, parts.server)
+        self._directory = PrefixPublisher(parts.ledger, info.ref)
+        parts.engine.pool.on_index = self._directory.note
+
+    async def close(self) -> None:
+        """Close all channels, end every push, and stop publishing."""
+        await asyncio.to_thread(self.sender.close)
+        await self._peers.close()
+        await self._directory.close()

@@ -14,11 +14,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import grpc
 import structlog
 
+from baton.clock import Clock
 from baton.core import PROTOCOL_VERSION, HandoffId, WorkerInfo
 from baton.errors import BatonError, InvalidRequest, StaleAttempt
 from baton.rpc import convert
@@ -27,10 +28,6 @@ from baton.rpc.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.worker import block_census
 from baton.worker.block_census import Holding
 from baton.worker.engine_loop import EngineLoop
-
-if TYPE_CHECKING:
-    from baton.clock import Clock
-
 
 REMEMBERED = 65536
 
@@ -69,21 +66,9 @@ def not_taken(
     reason: worker_pb2.RefusalReason.ValueType = worker_pb2.REFUSAL_REASON_INVALID,
 ) -> list[worker_pb2.WorkerEvent]:
     """Build the refusal of a command, with the handoff id of the command. A Release is never answered."""
-    match command.WhichOneof("command"):
-        case "reserve":
-            handoff = command.reserve.handoff
-        case "prefill":
-            handoff = command.prefill.handoff
-        case "repush":
-            handoff = command.repush.handoff
-        case "fence":
-            handoff = command.fence.handoff
-        case "attach":
-            handoff = command.attach.handoff
-        case _:
-            return []
+    answered = [value for field, value in command.ListFields() if field.name not in {"hello", "release"}]
     refused = worker_pb2.Refused(reason=reason, detail=detail)
-    return [worker_pb2.WorkerEvent(handoff=handoff, refused=refused)]
+    return [worker_pb2.WorkerEvent(handoff=message.handoff, refused=refused) for message in answered]
 
 
 LoadSource = Callable[[], common_pb2.Load]
@@ -178,9 +163,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self.sessions: set[Session] = set()
 
     async def Connect(
-        self,
-        request_iterator: AsyncIterator[worker_pb2.RouterMessage],
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request_iterator: AsyncIterator[worker_pb2.RouterMessage], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[worker_pb2.WorkerMessage]:
         session = await self._greet(request_iterator, context)
         self.sessions.add(session)
@@ -202,9 +185,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await abort(context, error)
 
     async def _greet(
-        self,
-        requests: AsyncIterator[worker_pb2.RouterMessage],
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, requests: AsyncIterator[worker_pb2.RouterMessage], context: grpc.aio.ServicerContext[Any, Any]
     ) -> Session:
         first = None
         with contextlib.suppress(TimeoutError):

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from baton.config import ClusterConfig, PoolConfig
+from baton.config.schema import TlsConfig
 from baton.core import Role
 from baton.engine.determinism.shapes import FixedShapes
 from baton.network import kv_host, reachable_host
 from kvtransfer.handoff import TransferSettings
-
-if TYPE_CHECKING:
-    from baton.config import ClusterConfig, PoolConfig
-    from baton.config.schema import TlsConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", type=Path, help="a folder; default: 125 M parameters, random weights")
     parser.add_argument("--cache", type=Path, default=default_cache(), help="folder for models")
-    parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/performance.md")
+    parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/measurements/")
 
 
 def default_cache() -> Path:

@@ -10,11 +10,12 @@ import torch
 from baton.core import KVLayout
 from baton.engine.kernels.select import choose_kernels
 from baton.engine.kv_cache import DTYPES
+from baton.engine.models.checkpoint import Weights
 from baton.engine.models.config import parse_config
 from baton.engine.models.json_fields import Fields
-from baton.engine.models.llama import Llama, Parts
+from baton.engine.models.llama import Llama, Parts, SelfAttention, Variant
 from baton.engine.models.loading import TransformerBackend
-from baton.engine.models.weights import Weights
+from baton.engine.models.moe import feed_forward
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -63,7 +64,8 @@ def random_model(
     missing = ("lm_head.weight",) if config.tied else ()
     checkpoint = cast("Checkpoint", RandomCheckpoint(device, seed, missing))
     chosen = kernels or choose_kernels(device, DTYPES[dtype])
-    model = Llama(config, Parts(Weights(checkpoint, DTYPES[dtype], device), chosen))
+    parts = Parts(Weights(checkpoint, DTYPES[dtype], device), chosen)
+    model = Llama(config, parts, Variant(SelfAttention, feed_forward))
     return TransformerBackend(
         name="random",
         layout=KVLayout(config.layers, config.kv_heads, config.head_dim, block_size, dtype),

@@ -1,4 +1,4 @@
-"""Markdown tables of results, and the sections of docs/performance.md with them."""
+"""Markdown tables of results, and the sections of docs/measurements/ with them."""
 
 from __future__ import annotations
 
@@ -93,12 +93,12 @@ def finish(
     write_docs: bool,
 ) -> None:
     """Print the results of `benchmarks/{name}.py`, with `write_docs` put them into section `name` of
-    docs/performance.md, and print ratios and figures as the last line. None means not measured. `load`: the machine's
-    load before the run.
+    docs/measurements/{name}.md, and print ratios and figures as the last line. None means not measured. `load`: the
+    machine's load before the run.
     """
     print(shown)
     if write_docs:
-        write_section("performance.md", name, argv, load, shown)
+        write_section(f"measurements/{name}.md", name, argv, load, shown)
     print(json.dumps({"benchmark": name, "ratios": ratios, **({"figures": figures} if figures else {})}))
 
 

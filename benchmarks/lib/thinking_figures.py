@@ -20,7 +20,7 @@ SEQUENTIAL: Final = "sequential"
 FAST: Final = "fast"
 AUTO: Final = "auto"
 NONE: Final = "off"
-ALONE, TOGETHER = "alone", "at once"
+ALONE, TOGETHER = "alone", "together"
 KEYS = {THINKS: "accuracy", OFF: "control_accuracy", WITHOUT: "trained_without_accuracy"}
 
 

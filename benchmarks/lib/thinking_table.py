@@ -18,7 +18,7 @@ def tables(measured: Measured) -> str:
         "Right answers": accuracy(measured),
         "Tokens and thoughts as in mode sequential": agreements(measured),
         "Forwards until the first token, each prompt alone": rounds(measured),
-        "Time until the first token (all of them, where prompts came at once)": speed(measured),
+        "Time until the first token (all of them, where prompts arrived together)": speed(measured),
     }
     if len(measured.swept) > 1:
         parts[

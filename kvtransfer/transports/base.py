@@ -18,22 +18,17 @@ from __future__ import annotations
 import enum
 import queue
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
+from baton.core import Incarnation, WorkerRef
+from baton.engine.kv_cache import KVCache
 from baton.errors import ChannelBroken
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from baton.core import Incarnation, WorkerRef
-    from baton.engine.kv_cache import KVCache
-    from kvtransfer.handoff import TransferSettings
-
+from kvtransfer.handoff import TransferSettings
 
 MAX_KEYS = 64
 MAX_KEY_BYTES = 256
@@ -106,17 +101,9 @@ class ChannelEnd(Protocol):
 class Transport(Protocol):
     """A kind of channel. Two ends can use it if their `name` and `reach` are equal."""
 
-    @property
-    def name(self) -> str:
-        """The name in the cluster file and in PeerHello."""
-
-    @property
-    def reach(self) -> str:
-        """Where it works: a value shared by all ends that can meet, such as a host name. Empty means everywhere."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of staging memory."""
+    name: str  # in the cluster file and in PeerHello
+    reach: str  # a value shared by all ends that can meet, such as a host name; empty means everywhere
+    device: torch.device  # of staging memory
 
     def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> ChannelEnd:
         """Build this end, exchanging `keys`. `deadline_s` limits each step, then each frame. Raises ChannelBroken."""
@@ -145,6 +132,15 @@ class KeyRelay:
             return self._arrived.get(timeout=timeout_s)
         except queue.Empty:
             return None
+
+    def expect(self, key: str, deadline_s: float) -> bytes:
+        """Return the value of `key`, the peer's next key. Raises TimeoutError, or ConnectionError for another key."""
+        arrived = self.receive(deadline_s)
+        if arrived is None:
+            raise TimeoutError(f"the peer did not send {key!r} within {deadline_s} s")
+        if arrived[0] != key:
+            raise ConnectionError(f"the peer sent {arrived[0]!r} instead of {key!r}")
+        return arrived[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +197,6 @@ class RingEnd(ABC):
         return self._staging[number % len(self._staging)]
 
     def start(self, number: int, nbytes: int) -> None:
-        """See `ChannelEnd`."""
         size = self.slot(number).numel()
         if not 0 < nbytes <= size:
             self.close()
@@ -209,12 +204,10 @@ class RingEnd(ABC):
         self._guard(lambda: self._start(number, nbytes))
 
     def finish(self, number: int) -> None:
-        """See `ChannelEnd`."""
         self.slot(number)
         self._guard(lambda: self._finish(number))
 
     def close(self) -> None:
-        """See `ChannelEnd`."""
         if self._staging is not None:
             self._staging = None
             self._release()
@@ -231,13 +224,13 @@ class RingEnd(ABC):
 
     def _guard(self, call: Callable[[], None]) -> None:
         try:
-            told(self._title, call)
+            translate_errors(self._title, call)
         except ChannelBroken:
             self.close()
             raise
 
 
-def told(what: str, call: Callable[[], T]) -> T:
+def translate_errors(what: str, call: Callable[[], T]) -> T:
     """Return the result of `call`. Raises ChannelBroken with only the text of a library's error."""
     try:
         return call()

@@ -11,22 +11,16 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import TYPE_CHECKING
+
+import torch
 
 from baton.engine.kernels.gpu.cuda_memory import HANDLE_BYTES, CudaDevice, Device
 from kvtransfer.transports import unix_socket
-from kvtransfer.transports.base import Side, told
-from kvtransfer.transports.rendezvous import awaited_key, host_reach
-from kvtransfer.transports.unix_socket import SocketEnd, UnixSocketPair
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-
-    from kvtransfer.transports.base import ChannelName, KeyRelay, Ring
+from kvtransfer.transports.base import ChannelName, KeyRelay, Ring, Side, translate_errors
+from kvtransfer.transports.unix_socket import SocketEnd, UnixSocketPair, host_reach
 
 _POLL_S = 0.00002
 _RING = "cuda-ring"  # key with the handles of the memory and of one event per slot
@@ -48,14 +42,14 @@ class CudaIpcTransport:
 
     def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> SocketEnd:
         """See `Transport`. No tensor of a slot may be used after the end was closed."""
-        self._free_what_is_proved()
+        self._free_proved()
         title, build = f"cuda_ipc channel {name}", self._take if side is Side.RECEIVER else self._give
-        return told(f"{title}: not built", lambda: build(title, keys, ring, deadline_s))
+        return translate_errors(f"{title}: not built", lambda: build(title, keys, ring, deadline_s))
 
     @property
     def quarantined(self) -> int:
         """Bytes of device memory of closed channels that the receiver may still have open."""
-        self._free_what_is_proved()
+        self._free_proved()
         return sum(ring.nbytes for _, ring, _ in self._quarantine)
 
     def _give(self, title: str, keys: KeyRelay, ring: Ring, deadline_s: float) -> SocketEnd:
@@ -64,41 +58,41 @@ class CudaIpcTransport:
             undo.callback(self._gpu.free, address)
             pair = unix_socket.connect(keys, deadline_s)
             undo.pop_all()
-            let_go = partial(self._let_go, address, ring, pair)  # from here on, the receiver may have it open
-            undo.callback(let_go)
+            release = partial(self._retire, address, ring, pair)  # from here on, the receiver may have it open
+            undo.callback(release)
             events = [self._gpu.event() for _ in range(ring.slots)]
             keys.send(_RING, self._gpu.handle(address) + b"".join(handle for _, handle in events))
             pair.expect(0, ring.nbytes)
             staging = self._gpu.tensor(address, ring.nbytes).view(ring.slots, ring.size)
             undo.pop_all()
-        return SocketEnd(title, staging, pair, Side.SENDER, let_go, lambda n: events[n % ring.slots][0]())
+        return SocketEnd(title, staging, pair, Side.SENDER, release, lambda n: events[n % ring.slots][0]())
 
     def _take(self, title: str, keys: KeyRelay, ring: Ring, deadline_s: float) -> SocketEnd:
         with ExitStack() as held:
             pair = unix_socket.accept(keys, deadline_s)
             held.callback(pair.close)  # closed after the memory, as proof for the sender
-            said = awaited_key(keys, _RING, deadline_s)
-            if len(said) != (1 + ring.slots) * HANDLE_BYTES:
-                raise ConnectionError(f"{len(said)} bytes are not the handles of {ring.slots} slots")
-            handles = [said[at : at + HANDLE_BYTES] for at in range(0, len(said), HANDLE_BYTES)]
+            key = keys.expect(_RING, deadline_s)
+            if len(key) != (1 + ring.slots) * HANDLE_BYTES:
+                raise ConnectionError(f"{len(key)} bytes are not the handles of {ring.slots} slots")
+            handles = [key[at : at + HANDLE_BYTES] for at in range(0, len(key), HANDLE_BYTES)]
             address = self._gpu.open(handles[0])
             held.callback(self._gpu.close, address)
             events = [self._gpu.open_event(handle) for handle in handles[1:]]
             staging = self._gpu.tensor(address, ring.nbytes).view(ring.slots, ring.size)
-            pair.tell(0, ring.nbytes)  # all of it is mapped
-            let_go = held.pop_all().close
+            pair.notify(0, ring.nbytes)  # all of it is mapped
+            release = held.pop_all().close
         return SocketEnd(
-            title, staging, pair, Side.RECEIVER, let_go, lambda n: _wait(events[n % ring.slots], deadline_s)
+            title, staging, pair, Side.RECEIVER, release, lambda n: _wait(events[n % ring.slots], deadline_s)
         )
 
-    def _let_go(self, address: int, ring: Ring, pair: UnixSocketPair) -> None:
+    def _retire(self, address: int, ring: Ring, pair: UnixSocketPair) -> None:
         with suppress(OSError):
             pair.socket.shutdown(socket.SHUT_WR)  # the receiver sees this and closes
         with self._lock:
             self._quarantine.append((address, ring, pair))
-        self._free_what_is_proved()
+        self._free_proved()
 
-    def _free_what_is_proved(self) -> None:
+    def _free_proved(self) -> None:
         with self._lock:
             proved = [entry for entry in self._quarantine if entry[2].gone]
             self._quarantine = [entry for entry in self._quarantine if entry not in proved]

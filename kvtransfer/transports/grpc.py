@@ -23,8 +23,7 @@ from baton.errors import ChannelBroken
 from baton.rpc.channel import sync_channel
 from baton.rpc.v1 import peer_pb2 as pb
 from baton.rpc.v1.peer_pb2_grpc import PeerStub
-from kvtransfer.transports.base import ChannelName, KeyRelay, Ring, RingEnd, Side, local_ring, told
-from kvtransfer.transports.rendezvous import awaited_key
+from kvtransfer.transports.base import ChannelName, KeyRelay, Ring, RingEnd, Side, local_ring, translate_errors
 
 CHUNK_BYTES = 1 << 20
 _TICKET_S = 10.0  # seconds for the first chunk to arrive
@@ -46,10 +45,9 @@ class GrpcTransport:
         self._expected: dict[str, GrpcReceiver] = {}  # by ticket
 
     def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> RingEnd:
-        """See `Transport`."""
         build = self._receiver if side is Side.RECEIVER else self._sender
         title, staging = f"grpc channel {name}", local_ring(ring, self.device)
-        return told(f"{title}: not built", lambda: build(title, staging, keys, deadline_s))
+        return translate_errors(f"{title}: not built", lambda: build(title, staging, keys, deadline_s))
 
     async def take(self, requests: AsyncIterator[pb.DataChunk]) -> None:
         """Serve one Data call in the server's event loop until it ends. Raises ChannelBroken."""
@@ -75,10 +73,10 @@ class GrpcTransport:
         return end
 
     def _sender(self, title: str, staging: Tensor, keys: KeyRelay, deadline_s: float) -> RingEnd:
-        ticket, _, address = awaited_key(keys, _WHERE, deadline_s).decode(errors="replace").partition(" ")
+        ticket, _, address = keys.expect(_WHERE, deadline_s).decode(errors="replace").partition(" ")
         end = GrpcSender(title, staging, self._connect(address), ticket, deadline_s)
         try:
-            awaited_key(keys, _JOINED, deadline_s)
+            keys.expect(_JOINED, deadline_s)
         except OSError as error:
             end.close()
             raise ConnectionError(f"{error}; {end.over}") from None

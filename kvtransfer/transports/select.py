@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import structlog
+import torch
 
 from baton.errors import ConfigError
+from kvtransfer.handoff import TransferSettings
+from kvtransfer.transports.base import Transport
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
+from kvtransfer.transports.grpc import GrpcTransport
 from kvtransfer.transports.shm import ShmTransport
 from kvtransfer.transports.torch_dist import GlooTransport, NcclTransport
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-
-    from kvtransfer.handoff import TransferSettings
-    from kvtransfer.transports.base import Transport
-    from kvtransfer.transports.grpc import GrpcTransport
-
-    Makers = dict[str, Callable[[], Transport]]
+Makers = dict[str, Callable[[], Transport]]
 
 log = structlog.get_logger()
 
@@ -31,8 +26,7 @@ def make_transports(
     """Return the transports of `settings.transport` for KV on `device`, best first. `grpc` is the worker's own, if any.
 
     Raises ConfigError if a named transport is unavailable, and never replaces it. `auto` omits transports that this
-    machine lacks, and with `settings.encrypted` those that the network could read. `memory` is never made here, because
-    both workers of a process must share one `MemoryTransport`.
+    machine lacks, and with `settings.encrypted` those that the network could read.
     """
     makers: Makers = {
         "shm": ShmTransport,
@@ -40,7 +34,6 @@ def make_transports(
         "cuda_ipc": lambda: CudaIpcTransport(device),
         "nccl": lambda: NcclTransport(device, settings.interface),
         "grpc": lambda: _given(grpc),
-        "memory": _memory,
     }
     if settings.transport == "auto" and settings.encrypted:
         return *_available(["cuda_ipc" if device.type == "cuda" else "shm"], makers), _named("grpc", makers)
@@ -77,7 +70,3 @@ def _given(grpc: GrpcTransport | None) -> GrpcTransport:
     if grpc is None:
         raise ConfigError("this worker has no address that serves it")
     return grpc
-
-
-def _memory() -> Transport:
-    raise ConfigError("works only between workers of one process, which share an object")

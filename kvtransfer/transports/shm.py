@@ -11,20 +11,14 @@ import mmap
 import os
 import socket
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from baton.errors import ConfigError
 from kvtransfer.transports import unix_socket
-from kvtransfer.transports.base import Side, told
-from kvtransfer.transports.rendezvous import host_reach
-from kvtransfer.transports.unix_socket import SocketEnd, UnixSocketPair
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kvtransfer.transports.base import ChannelName, KeyRelay, Ring
+from kvtransfer.transports.base import ChannelName, KeyRelay, Ring, Side, translate_errors
+from kvtransfer.transports.unix_socket import SocketEnd, UnixSocketPair, host_reach
 
 
 class ShmTransport:
@@ -45,7 +39,7 @@ class ShmTransport:
         with its last tensor, so a slot that is still in use stays readable.
         """
         title, build = f"shm channel {name}", _give if side is Side.RECEIVER else _take
-        pair, staging = told(f"{title}: not built", lambda: build(name, keys, ring, deadline_s))
+        pair, staging = translate_errors(f"{title}: not built", lambda: build(name, keys, ring, deadline_s))
         return SocketEnd(title, staging, pair, side, pair.close)
 
 

@@ -9,27 +9,54 @@ with two GPUs was available.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from baton.errors import ConfigError
-from kvtransfer.transports.base import RingEnd, Side, local_ring, told
-from kvtransfer.transports.rendezvous import relayed_store
+from kvtransfer.transports.base import ChannelName, KeyRelay, Ring, RingEnd, Side, local_ring, translate_errors
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+Group: TypeAlias = "dist.ProcessGroupGloo | dist.ProcessGroupNCCL"  # torch may be built without NCCL
 
-    from torch import Tensor
 
-    from kvtransfer.transports.base import ChannelName, KeyRelay, Ring
+_KEY_POLL_S = 0.0003  # a HashStore cannot be watched, only listed; polled only while a pair is built
 
-    Group = dist.ProcessGroupGloo | dist.ProcessGroupNCCL
+
+@contextmanager
+def relayed_store(name: ChannelName, keys: KeyRelay) -> Iterator[Store]:
+    """Yield a store that exchanges its keys with the peer's store while the block runs."""
+    store, known, built = HashStore(), set[str](), threading.Event()
+
+    def send_new_keys() -> None:
+        for key in set(store.list_keys()) - known:
+            known.add(key)
+            keys.send(key, store.get(key))
+
+    def relay() -> None:
+        while not built.is_set():
+            send_new_keys()
+            if (arrived := keys.receive(_KEY_POLL_S)) is not None:
+                known.add(arrived[0])  # or it would be sent back
+                store.set(*arrived)  # type: ignore[arg-type]  # bytes are right, the stub has str
+
+    thread = threading.Thread(target=relay, name=f"kv-keys-{name}", daemon=True)
+    thread.start()
+    try:
+        yield PrefixStore(str(name), store)
+    finally:
+        built.set()
+        thread.join()
+        send_new_keys()
 
 
 class GroupEnd(RingEnd):
@@ -96,7 +123,7 @@ class GlooTransport:
     def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> GroupEnd:
         """See `Transport`. gloo closes a group with its last reference; abort() and shutdown() close nothing."""
         title, deadline = f"gloo channel {name}", timedelta(seconds=deadline_s)
-        group = told(f"{title}: not built", lambda: self._group(name, side, keys, deadline))
+        group = translate_errors(f"{title}: not built", lambda: self._group(name, side, keys, deadline))
         return GroupEnd(title, local_ring(ring, self.device), group, side, lambda work: work.wait(deadline))
 
     def _group(self, name: ChannelName, side: Side, keys: KeyRelay, deadline: timedelta) -> dist.ProcessGroupGloo:
@@ -136,7 +163,7 @@ class NcclTransport:
     def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> GroupEnd:
         """See `Transport`. An end uses its thread's current CUDA stream; abort() returns when no kernel runs."""
         title = f"nccl channel {name}"
-        return told(f"{title}: not built", lambda: self._end(title, name, side, keys, ring, deadline_s))
+        return translate_errors(f"{title}: not built", lambda: self._end(title, name, side, keys, ring, deadline_s))
 
     def _end(
         self, title: str, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float
@@ -149,14 +176,12 @@ class NcclTransport:
             group = dist.ProcessGroupNCCL(store, int(side), len(type(side)), options)
             # Make the communicator now, because later no relay carries its keys.
             group.eager_connect_single_device(self.device)
-            end = GroupEnd(title, staging, group, side, partial(_poll, deadline_s=deadline_s), _abort)
+            end = GroupEnd(
+                title, staging, group, side, partial(_poll, deadline_s=deadline_s), lambda group: group.abort()
+            )
             end.start(0, 1)  # the first operation of a pair is slow
             end.finish(0)
         return end
-
-
-def _abort(group: Group) -> None:
-    group.abort()
 
 
 def _poll(work: dist.Work, deadline_s: float) -> None:

@@ -18,21 +18,29 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from kvtransfer.transports.base import RingEnd, Side, told
-from kvtransfer.transports.rendezvous import awaited_key
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from kvtransfer.transports.base import KeyRelay
-
+from baton.errors import ConfigError
+from baton.hashing import fingerprint
+from kvtransfer.transports.base import KeyRelay, RingEnd, Side, translate_errors
 
 MAX_PACKET = 1 << 15
+
+
+def host_reach(*namespaces: str) -> str:
+    """Return a name that this user's processes share on this host, in the same network, user and given namespaces.
+    `namespaces` are names as in /proc/self/ns. Raises ConfigError without Linux's /proc.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        inodes = [str(Path(f"/proc/self/ns/{name}").stat().st_ino) for name in ("net", "user", *namespaces)]
+    except OSError as error:
+        raise ConfigError(f"works only on Linux, with /proc: {error}") from error
+    return fingerprint([boot, str(os.geteuid()), *inodes])
 
 
 class ControlSocket:
@@ -58,7 +66,7 @@ class ControlSocket:
 
     def send(self, packet: bytes) -> None:
         """Send a packet. Raises ChannelBroken."""
-        told(self._title, lambda: self._socket.send(packet))
+        translate_errors(self._title, lambda: self._socket.send(packet))
 
     @property
     def ready(self) -> bool:
@@ -67,7 +75,7 @@ class ControlSocket:
 
     def receive(self, timeout_s: float | None = None) -> bytes | None:
         """Return the next packet, or None after a wake or the timeout. Raises ChannelBroken if the peer is gone."""
-        return told(self._title, lambda: self._receive(timeout_s))
+        return translate_errors(self._title, lambda: self._receive(timeout_s))
 
     def wake(self) -> None:
         """Make `receive` return, now or at its next call. No-op if closed."""
@@ -113,7 +121,7 @@ class UnixSocketPair:
         self.socket = connected
         self.express = express
 
-    def tell(self, number: int, nbytes: int) -> None:
+    def notify(self, number: int, nbytes: int) -> None:
         """Notify that frame `number` is filled. Blocks only if some 250 notices are unread, more than the credits."""
         self.socket.send(_NOTICE.pack(number, nbytes))
 
@@ -160,13 +168,13 @@ class SocketEnd(RingEnd):
         staging: Tensor,
         pair: UnixSocketPair,
         side: Side,
-        let_go: Callable[[], object],
+        free: Callable[[], object],
         mark: Callable[[int], object] = lambda number: None,
     ) -> None:
         super().__init__(title, staging)
         self._pair = pair
         self._side = side
-        self._let_go = let_go
+        self._free = free
         self._mark = mark
         self._expected: dict[int, int] = {}
         self.express = ControlSocket(title, pair.express)
@@ -174,7 +182,7 @@ class SocketEnd(RingEnd):
     def _start(self, number: int, nbytes: int) -> None:
         if self._side is Side.SENDER:
             self._mark(number)
-            self._pair.tell(number, nbytes)
+            self._pair.notify(number, nbytes)
         else:
             self._pair.check()
             self._expected[number] = nbytes
@@ -189,7 +197,7 @@ class SocketEnd(RingEnd):
     def _release(self) -> None:
         if self.express is not None:
             self.express.close()
-        self._let_go()
+        self._free()
 
 
 def accept(keys: KeyRelay, deadline_s: float) -> UnixSocketPair:
@@ -208,7 +216,7 @@ def accept(keys: KeyRelay, deadline_s: float) -> UnixSocketPair:
 
 def connect(keys: KeyRelay, deadline_s: float) -> UnixSocketPair:
     """Connect to the address that the peer sent. Raises OSError."""
-    value = awaited_key(keys, KEY, deadline_s)
+    value = keys.expect(KEY, deadline_s)
     secret, name = value[:_SECRET_BYTES], value[_SECRET_BYTES:]
     if not name.startswith(_PREFIX):
         raise ConnectionError(f"{name!r} is not the name of a channel")
@@ -216,7 +224,7 @@ def connect(keys: KeyRelay, deadline_s: float) -> UnixSocketPair:
         connected = failing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         connected.settimeout(deadline_s)
         connected.connect(name)
-        if not _mine(connected):
+        if not _same_user(connected):
             raise PermissionError("the peer belongs to another user")
         connected.send(secret)
         _, files, _, _ = socket.recv_fds(connected, 1, 1, socket.MSG_CMSG_CLOEXEC)
@@ -248,20 +256,20 @@ def _next(listener: socket.socket, secret: bytes, timeout_s: float) -> socket.so
     listener.settimeout(timeout_s)
     with suppress(TimeoutError):
         connected, _ = listener.accept()
-        if _knows(connected, secret):
+        if _is_peer(connected, secret):
             return connected
         connected.close()
     return None
 
 
-def _knows(connected: socket.socket, secret: bytes) -> bool:
+def _is_peer(connected: socket.socket, secret: bytes) -> bool:
     connected.settimeout(_GREETING_S)
     with suppress(OSError):
-        return _mine(connected) and hmac.compare_digest(connected.recv(_SECRET_BYTES + 1), secret)
+        return _same_user(connected) and hmac.compare_digest(connected.recv(_SECRET_BYTES + 1), secret)
     return False
 
 
-def _mine(connected: socket.socket) -> bool:
+def _same_user(connected: socket.socket) -> bool:
     """Whether the peer's process had this user when it connected or began to listen."""
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())

@@ -1,13 +1,11 @@
 """Admission of requests: a queue for those that no pair of workers has capacity for, and its limits.
 
 `fair_queue` has the order. The head is served first, even if a smaller request behind it would fit. A request keeps its
-ticket for life. One that returns, because a decode worker ran full or preempted it, regains its place and is never
-rejected by a limit.
+ticket. One that returns, because a decode worker ran full or preempted it, regains its place and is never rejected.
 
-A new request is rejected if the queue holds too many requests or tokens, or if its predicted wait is too long. The
-prediction divides the work ahead of it by the queue's recent service rate.
-An accepted request is never rejected for lack of capacity. It waits until its deadline, or until no capable worker has
-been connected for `QueueLimits.wait_s`.
+A new request is rejected if the queue holds too many requests or tokens, or if its predicted wait is too long: the work
+ahead of it, divided by the queue's recent service rate. An accepted request is never rejected for lack of capacity. It
+waits until its deadline, or until no capable worker has been connected for `QueueLimits.wait_s`.
 
 Requests that need a capability no connected worker has wait aside, by capability. They keep their tickets and do not
 block the queue. A capable worker lets them queue; a head of the queue that no worker can serve any more leaves it.
@@ -23,16 +21,72 @@ from typing import Any, Generic, TypeVar
 
 from baton.clock import Clock
 from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, NoWorker, Overloaded, Violation
-from router.admission.drain_rate import DrainRate
 from router.admission.fair_queue import OVERTAKES, Entry, FairQueue, Ticket, ticket_for
 
 __all__ = ["OVERTAKES", "Admission", "QueueLimits", "Ticket", "ticket_for"]
 
-Claim = TypeVar("Claim")
+PlacementT = TypeVar("PlacementT")
 
 _LEAST_RETRY_S = 0.5
-_LOOKS, _LOOK_S = 8, 1.0  # an accepted request looks for workers 8 times per `wait_s`, at least each second
+_CHECKS, _CHECK_S = 8, 1.0  # an accepted request checks for workers 8 times per `wait_s`, at least each second
 _RESERVE = 8  # 1/8 on top of a limit is reserved for tenants below their share
+_WINDOW_S = 5.0
+_WINDOW_REQUESTS = 32  # a longer window if this many requests take longer
+_ENOUGH = 8.0  # requests before the rate counts as measured
+
+
+class DrainRate:
+    """The service rate, exponentially weighted over the last 5 s, or the last 32 requests if those take longer. Only
+    samples taken while the queue is non-empty count. A gap counts as `longest_s` at most: no request waits longer.
+    """
+
+    def __init__(self, clock: Clock, longest_s: float) -> None:
+        self._clock, self._longest_s = clock, longest_s
+        self._requests = self._tokens = self._busy_s = 0.0
+        self._since: float | None = None  # the last sample while the queue is non-empty, else None
+
+    @property
+    def measured(self) -> bool:
+        return self._requests >= _ENOUGH
+
+    @property
+    def requests_per_s(self) -> float:
+        return self._per_s(self._requests)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self._per_s(self._tokens)
+
+    def watch(self, *, waiting: bool) -> None:
+        """Record whether the queue is non-empty. Call it after every possible change."""
+        if waiting and self._since is None:
+            self._since = self._clock.monotonic()
+        elif not waiting:
+            self._busy_s += self._lap()
+            self._since = None
+
+    def served(self, tokens: int) -> None:
+        """Record that a request of `tokens` tokens was served. Ignored while the queue is empty."""
+        if self._since is None:
+            return
+        gap = self._lap()
+        keep = max(1 - 1 / _WINDOW_REQUESTS, math.exp(-gap / _WINDOW_S))
+        self._requests = self._requests * keep + 1
+        self._tokens = self._tokens * keep + tokens
+        self._busy_s = self._busy_s * keep + gap
+
+    def _lap(self) -> float:
+        """Return the seconds since the last sample."""
+        if self._since is None:
+            return 0.0
+        now = self._clock.monotonic()
+        gap, self._since = min(now - self._since, self._longest_s), now
+        return gap
+
+    def _per_s(self, served: float) -> float:
+        """Return the rate, or 0 until it is `measured`."""
+        waited = 0.0 if self._since is None else self._clock.monotonic() - self._since
+        return served / max(self._busy_s + waited, 1e-6) if self.measured else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +99,19 @@ class QueueLimits:
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
-class _Waiter(Entry, Generic[Claim]):
+class _Waiter(Entry, Generic[PlacementT]):
     requirements: Any
     capability: Hashable | None
     since: float  # on the admission clock, like `deadline`
     deadline: float
-    served: asyncio.Future[Claim]
+    served: asyncio.Future[PlacementT]
     accepted: bool
-    bounded_from: float  # `since`, or if accepted the last time a capable worker was connected
+    counts_from: float  # `since`, or if accepted the last time a capable worker was connected
     reachable: bool = True
     aside: bool = False
 
 
-class Admission(Generic[Claim]):
+class Admission(Generic[PlacementT]):
     """Makes placements in queue order with `place(tokens, requirements)`. Call `changed` if capacity may have grown.
     `can_serve` returns whether a decode worker is connected, with requirements a capable one. `capability_of` returns
     the capability that a request needs, or None; `why_not` why no known worker has it, or [] if one may have it.
@@ -65,26 +119,22 @@ class Admission(Generic[Claim]):
 
     def __init__(
         self,
-        place: Callable[[int, Any], Claim | None],
-        give_back: Callable[[Claim], None],
+        place: Callable[[int, Any], PlacementT | None],
+        release: Callable[[PlacementT], None],
         can_serve: Callable[..., bool],
         clock: Clock,
-        bounds: QueueLimits,
+        limits: QueueLimits,
         weights: Mapping[str, float] | None = None,
         *,
         capability_of: Callable[[Any], Hashable | None] = lambda _: None,
         why_not: Callable[[Any], Sequence[Violation]] = lambda _: (),
     ) -> None:
-        self.drain = DrainRate(clock, bounds.wait_s)
-        self._place = place
-        self._give_back = give_back
-        self._can_serve = can_serve
-        self._clock = clock
-        self._bounds = bounds
-        self._capability_of = capability_of
-        self._why_not = why_not
-        self._queue: FairQueue[_Waiter[Claim]] = FairQueue(weights or {})
-        self._aside: dict[Hashable, dict[_Waiter[Claim], None]] = {}  # by capability
+        self.drain = DrainRate(clock, limits.wait_s)
+        self._place, self._release = place, release
+        self._can_serve, self._capability_of, self._why_not = can_serve, capability_of, why_not
+        self._clock, self._limits = clock, limits
+        self._queue: FairQueue[_Waiter[PlacementT]] = FairQueue(weights or {})
+        self._aside: dict[Hashable, dict[_Waiter[PlacementT], None]] = {}  # by capability
         self._serving = False
 
     @property
@@ -120,19 +170,17 @@ class Admission(Generic[Claim]):
         returning: bool = False,
         accepted: bool = False,
         tenant: str = "",
-        deadline_s: float | None = None,
+        deadline_s: float = math.inf,
         since: float | None = None,
-    ) -> Claim:
-        """Return a placement for a request of `tokens` known tokens. `requirements` is passed to `place`.
-
-        `accepted` means that the client has received Accepted for any choice; such a request never gets Overloaded.
-        `deadline_s` is the time left to the request, in seconds. `since` is the begin of its wait on the admission
-        clock, if an earlier placement failed. Raises Overloaded if the queue is full or the wait is too long, NoWorker
-        if no capable worker is connected, DeadlineExceeded, and InvalidRequest if no known worker is capable.
+    ) -> PlacementT:
+        """Return a placement for a request of `tokens` known tokens. `accepted` means that its client has received
+        Accepted for any choice; such a request never gets Overloaded. `deadline_s` is the time left to it. `since` is
+        the begin of its wait on the admission clock, if an earlier placement failed. Raises Overloaded if the queue is
+        full or the wait too long, NoWorker, DeadlineExceeded, and InvalidRequest if no known worker is capable.
         """
         now = self._clock.monotonic()
         since = now if since is None else since
-        waiter: _Waiter[Claim] = _Waiter(
+        waiter: _Waiter[PlacementT] = _Waiter(
             ticket,
             tokens,
             tenant,
@@ -140,31 +188,31 @@ class Admission(Generic[Claim]):
             requirements=requirements,
             capability=self._capability_of(requirements),
             since=since,
-            deadline=math.inf if deadline_s is None else now + deadline_s,
+            deadline=now + deadline_s,
             served=asyncio.get_running_loop().create_future(),
             accepted=accepted,
-            bounded_from=since,
+            counts_from=since,
         )
-        if not accepted and self._lacks(waiter):
-            self._check_aside(requirements)
+        if not accepted and self._lacks(waiter) and (count := self.aside) >= self._limits.requests:
+            text = f"{count} requests wait already for a worker that can compute them, no more are accepted"
+            raise Overloaded(text, self._limits.wait_s)
         placement = self._enter(waiter)
         return await self._wait(waiter) if placement is None else placement
 
-    def at_once(self, tokens: int, requirements: Any = None, *, returning: bool = False) -> Claim | None:
+    def admit_now(self, tokens: int, requirements: Any = None, *, returning: bool = False) -> PlacementT | None:
         """Return a placement like `admit`, or None if the queue is non-empty or there is no capacity."""
         if self.waiting or (placement := self._place(tokens, requirements)) is None:  # an empty queue needs no fairness
             return None
-        self._served(tokens, returning=returning)
+        if not returning:  # a returning request was counted before
+            self.drain.served(tokens)
         return placement
 
-    def _enter(self, waiter: _Waiter[Claim]) -> Claim | None:
-        """Return a placement if there is one now, else have `waiter` wait in the queue, or aside for a capable worker.
-        Raises Overloaded, or InvalidRequest if no known worker is capable.
-        """
+    def _enter(self, waiter: _Waiter[PlacementT]) -> PlacementT | None:
+        """Return a placement if there is one now, else let `waiter` wait in the queue, or aside. Raises as `admit`."""
         waiter.aside = self._lacks(waiter)
         waiter.reachable = not waiter.aside
         if waiter.accepted:
-            waiter.bounded_from = self._clock.monotonic()
+            waiter.counts_from = self._clock.monotonic()
         if not waiter.aside:
             return self._enter_queue(waiter)
         if wrong := self._why_not(waiter.requirements):
@@ -173,10 +221,10 @@ class Admission(Generic[Claim]):
         self._aside.setdefault(waiter.capability, {})[waiter] = None
         return None
 
-    def _enter_queue(self, waiter: _Waiter[Claim]) -> Claim | None:
+    def _enter_queue(self, waiter: _Waiter[PlacementT]) -> PlacementT | None:
         """Return a placement if the queue is empty or `waiter` is its head, else queue it. Raises Overloaded."""
         tried = not self.waiting
-        placement = self.at_once(waiter.tokens, waiter.requirements, returning=waiter.returning)
+        placement = self.admit_now(waiter.tokens, waiter.requirements, returning=waiter.returning)
         if placement is not None:
             return placement
         self._queue.push(waiter)
@@ -189,7 +237,7 @@ class Admission(Generic[Claim]):
         self.drain.watch(waiting=True)
         return None
 
-    def _enter_again(self, waiter: _Waiter[Claim]) -> None:
+    def _enter_again(self, waiter: _Waiter[PlacementT]) -> None:
         """Enter with a waiter that has left the queue, or its place aside."""
         if waiter.served.done():  # cancelled, but its task has not run since
             return
@@ -211,45 +259,36 @@ class Admission(Generic[Claim]):
                     waiter.aside = False
                     self._enter_again(waiter)
 
-    def _lacks(self, waiter: _Waiter[Claim]) -> bool:
+    def _lacks(self, waiter: _Waiter[PlacementT]) -> bool:
         """Return whether `waiter` needs a capability that no connected worker has."""
         return waiter.capability is not None and not self._can_serve(waiter.requirements)
 
-    def _check_aside(self, requirements: Any) -> None:
-        if (count := self.aside) >= self._bounds.requests:
-            what = "deterministic requests" if requirements.deterministic else "requests"
-            text = f"{count} {what} wait already for a worker that computes them, no more are taken"
-            raise Overloaded(text, self._bounds.wait_s)
-
-    def _serve(self, first: _Waiter[Claim]) -> Claim | None:
+    def _serve(self, first: _Waiter[PlacementT]) -> PlacementT | None:
         """Return a placement for the head of the queue, which then leaves it, or None."""
         placement = self._place(first.tokens, first.requirements)
         if placement is not None:
             self._queue.serve()
-            self._served(first.tokens, returning=first.returning)
+            if not first.returning:
+                self.drain.served(first.tokens)
         return placement
 
-    def _served(self, tokens: int, *, returning: bool) -> None:
-        if not returning:  # a returning request was counted before
-            self.drain.served(tokens)
-
-    async def _wait(self, waiter: _Waiter[Claim]) -> Claim:
+    async def _wait(self, waiter: _Waiter[PlacementT]) -> PlacementT:
         try:
             async with asyncio.timeout(None if waiter.accepted else self._left_s(waiter)) as limit:
                 if waiter.accepted:
-                    self._look(waiter, limit)
+                    self._extend_wait(waiter, limit)
                 return await waiter.served
         except BaseException as error:
             self._leave(waiter)
             served = waiter.served
             if served.done() and not served.cancelled() and served.exception() is None:
-                self._give_back(served.result())  # served and cancelled at the same time
+                self._release(served.result())  # served and cancelled at the same time
             self.changed()  # the next one may fit
             if isinstance(error, TimeoutError):
-                raise self._gave_up(waiter) from None
+                raise self._timed_out(waiter) from None
             raise
 
-    def _leave(self, waiter: _Waiter[Claim]) -> None:
+    def _leave(self, waiter: _Waiter[PlacementT]) -> None:
         if waiter in self._queue:
             self._queue.remove(waiter)
         elif waiter.aside:
@@ -257,34 +296,34 @@ class Admission(Generic[Claim]):
             if not self._aside[waiter.capability]:
                 del self._aside[waiter.capability]
 
-    def _look(self, waiter: _Waiter[Claim], limit: asyncio.Timeout) -> None:
+    def _extend_wait(self, waiter: _Waiter[PlacementT], limit: asyncio.Timeout) -> None:
         """Extend the wait of an accepted request while a worker that can serve it is connected, and repeat this."""
         if waiter.served.done():
             return
         serves = not waiter.aside and self._can_serve()
         if serves or waiter.reachable:
-            waiter.bounded_from = self._clock.monotonic()
+            waiter.counts_from = self._clock.monotonic()
         waiter.reachable = serves
         loop, left_s = asyncio.get_running_loop(), self._left_s(waiter)
         if left_s > 0:
-            loop.call_later(min(left_s, self._bounds.wait_s / _LOOKS, _LOOK_S), self._look, waiter, limit)
+            loop.call_later(min(left_s, self._limits.wait_s / _CHECKS, _CHECK_S), self._extend_wait, waiter, limit)
         else:
             limit.reschedule(loop.time())
 
     def changed(self) -> None:
         """Recall requests with a capable worker, then serve from the head of the queue while there is capacity."""
         if self._serving:
-            return  # giving a placement back calls this again; the running loop continues anyway
+            return  # releasing a placement calls this again; the running loop continues anyway
         self._serving = True
         try:
             self._recall()
-            while (first := self._queue.first) is not None and self._let_in(first):
+            while (first := self._queue.first) is not None and self._admit_first(first):
                 pass
         finally:
             self._serving = False
             self.drain.watch(waiting=self.waiting > 0)
 
-    def _let_in(self, first: _Waiter[Claim]) -> bool:
+    def _admit_first(self, first: _Waiter[PlacementT]) -> bool:
         """Return whether `first` has left the queue, so that the next request may try."""
         if first.served.done():  # cancelled, but its task has not run since
             self._queue.remove(first)
@@ -298,29 +337,26 @@ class Admission(Generic[Claim]):
         first.served.set_result(placement)
         return True
 
-    def _full(self, waiter: _Waiter[Claim]) -> Overloaded | None:
-        """Return the rejection of `waiter`, the newest request, if it exceeds a limit."""
+    def _full(self, waiter: _Waiter[PlacementT]) -> Overloaded | None:
         (requests, tokens), share = self._queue.held_by(waiter.tenant), self._queue.share_of(waiter.tenant)
-        if over := _over(self._bounds.requests, self.waiting, requests, 1, share):
-            text = f"{self.waiting - 1} requests wait already, no more are taken"
+        if over := _over(self._limits.requests, self.waiting, requests, 1, share):
+            text = f"{self.waiting - 1} requests wait already, no more are accepted"
             return self._refusal(text, over, self.drain.requests_per_s)
-        alone = self.waiting == 1  # even the longest prompt may wait alone
-        over = _over(self._bounds.tokens, self.waiting_tokens, tokens, waiter.tokens, share)
-        if alone or not over:
+        over = _over(self._limits.tokens, self.waiting_tokens, tokens, waiter.tokens, share)
+        if self.waiting == 1 or not over:  # even the longest prompt may wait alone
             return None
-        text = f"{self.waiting_tokens - waiter.tokens} tokens wait already, there is no place for {waiter.tokens} more"
+        text = f"{self.waiting_tokens - waiter.tokens} tokens wait already, {waiter.tokens} more exceed the limit"
         return self._refusal(text, over, self.drain.tokens_per_s)
 
-    def _too_long(self, waiter: _Waiter[Claim]) -> Overloaded | None:
+    def _too_long(self, waiter: _Waiter[PlacementT]) -> Overloaded | None:
         """Return the rejection of `waiter` if its predicted wait is too long. Without a worker the rate is ignored."""
         predicted, most = self._predicted_s(waiter), self._left_s(waiter)
         if predicted <= max(most, 0.0) or not self._can_serve():
             return None
-        return self._refusal(
-            f"it would wait for about {predicted:.3g} s, and {most:.3g} s are left", predicted - most, 1.0
-        )
+        text = f"the predicted wait is {predicted:.3g} s, but only {most:.3g} s are left"
+        return self._refusal(text, predicted - most, 1.0)
 
-    def _predicted_s(self, waiter: _Waiter[Claim]) -> float:
+    def _predicted_s(self, waiter: _Waiter[PlacementT]) -> float:
         """Return the predicted wait, or 0 if the rate is unknown."""
         requests, tokens = self.waiting - 1, self.waiting_tokens - waiter.tokens
         return self._all_s(requests, tokens) * self._queue.ahead(waiter) / tokens if tokens else 0.0
@@ -331,31 +367,29 @@ class Admission(Generic[Claim]):
             return 0.0
         return max(requests / self.drain.requests_per_s, tokens / self.drain.tokens_per_s)
 
-    def _left_s(self, waiter: _Waiter[Claim]) -> float:
-        """Return the seconds that `waiter` may still wait."""
-        return min(waiter.bounded_from + self._bounds.wait_s, waiter.deadline) - self._clock.monotonic()
+    def _left_s(self, waiter: _Waiter[PlacementT]) -> float:
+        return min(waiter.counts_from + self._limits.wait_s, waiter.deadline) - self._clock.monotonic()
 
-    def _gave_up(self, waiter: _Waiter[Claim]) -> BatonError:
-        waited = f"waited {self._bounds.wait_s:g} s"
-        if waiter.deadline < waiter.bounded_from + self._bounds.wait_s:
-            what = f": {waiter.requirements.absence}" if waiter.aside else " for room"
-            return DeadlineExceeded(f"its deadline came while it waited{what}")
+    def _timed_out(self, waiter: _Waiter[PlacementT]) -> BatonError:
+        waited = f"waited {self._limits.wait_s:g} s"
+        if waiter.deadline < waiter.counts_from + self._limits.wait_s:
+            what = f": {waiter.requirements.absence}" if waiter.aside else " for capacity"
+            return DeadlineExceeded(f"the deadline passed while the request waited{what}")
         if waiter.aside:
             return NoWorker(f"{waited}: {waiter.requirements.absence}")
         if self._can_serve() and not waiter.accepted:
-            return self._refusal(f"{waited} for room on a decode worker", self.waiting, self.drain.requests_per_s)
+            return self._refusal(f"{waited} for capacity on a decode worker", self.waiting, self.drain.requests_per_s)
         return NoWorker(f"{waited}: no decode worker is connected, and prefill workers do not decode")
 
     def _refusal(self, text: str, over: float, per_s: float) -> Overloaded:
         """Return Overloaded. The retry delay is the time to serve `over`, or without a rate the wait of the head."""
-        first = self._queue.first
-        waited = self._clock.monotonic() - first.since if first else self._bounds.wait_s
-        most_s = max(self._bounds.wait_s, _LEAST_RETRY_S)
+        waited = self.oldest_s if self.waiting else self._limits.wait_s
+        most_s = max(self._limits.wait_s, _LEAST_RETRY_S)
         return Overloaded(text, min(max(over / per_s if per_s else waited, _LEAST_RETRY_S), most_s))
 
 
-def _over(bound: int, waiting: int, own: int, adding: int, share: float) -> int:
+def _over(limit: int, waiting: int, own: int, adding: int, share: float) -> int:
     """Return the excess of `waiting` over the limit for a tenant that holds `own` of it, `adding` of them new."""
-    if own == adding or own <= bound * share:
-        bound += math.ceil(bound / _RESERVE)
-    return max(waiting - bound, 0)
+    if own == adding or own <= limit * share:
+        limit += math.ceil(limit / _RESERVE)
+    return max(waiting - limit, 0)

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import count
 from typing import Any, Generic, TypeVar
 
 from baton.limits import MAX_PRIORITY
@@ -21,64 +23,51 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 class Heap(Generic[Item]):
-    """A binary heap of unique items by key, with removal of any item, which `heapq` lacks. O(log n) per operation."""
+    """Unique items by key, from which any item can be removed. The entry of a removed item stays in the `heapq` until
+    it comes up, or until such entries are more than half of all. O(log n) per operation on average.
+    """
 
     def __init__(self) -> None:
-        self._entries: list[tuple[Any, Item]] = []
-        self._at: dict[Item, int] = {}
+        self._entries: list[tuple[Any, int, Item]] = []
+        self._live: dict[Item, tuple[Any, int, Item]] = {}
+        self._numbers = count()  # break ties, because items have no order
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._live)
 
     def __contains__(self, item: Item) -> bool:
-        return item in self._at
+        return item in self._live
 
     @property
     def first(self) -> Item:
-        """The item with the smallest key. Raises IndexError if the heap is empty."""
-        return self._entries[0][1]
+        return self._least_entry()[2]
 
     @property
     def least(self) -> Any:
-        """The key of `first`."""
-        return self._entries[0][0]
+        return self._least_entry()[0]
 
     def put(self, item: Item, key: Any) -> None:
         """Add `item`, or change its key."""
-        at = self._at.setdefault(item, len(self._entries))
-        if at == len(self._entries):
-            self._entries.append((key, item))
-        self._settle(at, (key, item))
+        entry = self._live[item] = key, next(self._numbers), item
+        heappush(self._entries, entry)
+        self._clean()
 
     def remove(self, item: Item) -> Any:
         """Remove `item` and return its key. Raises KeyError."""
-        at = self._at.pop(item)
-        key, last = self._entries[at][0], self._entries.pop()
-        if at < len(self._entries):
-            self._settle(at, last)
+        key, _, _ = self._live.pop(item)
+        self._clean()
         return key
 
-    def _settle(self, at: int, entry: tuple[Any, Item]) -> None:
-        """Move `entry` up or down from the free place `at`."""
-        while at and entry[0] < self._entries[(at - 1) // 2][0]:
-            at = self._move((at - 1) // 2, at)
-        while (child := self._lesser_child(at)) and self._entries[child][0] < entry[0]:
-            at = self._move(child, at)
-        self._entries[at] = entry
-        self._at[entry[1]] = at
+    def _least_entry(self) -> tuple[Any, int, Item]:
+        """Return the entry of the item with the smallest key. Raises IndexError if the heap is empty."""
+        while self._live.get(self._entries[0][2]) is not self._entries[0]:
+            heappop(self._entries)
+        return self._entries[0]
 
-    def _move(self, source: int, to: int) -> int:
-        entry = self._entries[to] = self._entries[source]
-        self._at[entry[1]] = to
-        return source
-
-    def _lesser_child(self, at: int) -> int:
-        """Return the place of the smaller child, or 0 if there is none."""
-        left = 2 * at + 1
-        if left >= len(self._entries):
-            return 0
-        right = left + 1
-        return right if right < len(self._entries) and self._entries[right][0] < self._entries[left][0] else left
+    def _clean(self) -> None:
+        if 2 * len(self._live) < len(self._entries):
+            self._entries = list(self._live.values())
+            heapify(self._entries)
 
 
 class PrefixSums:
@@ -90,7 +79,6 @@ class PrefixSums:
         self._size = 1  # a power of two, not below any key
 
     def add(self, key: int, amount: int) -> None:
-        """Add `amount`, which may be negative, at `key`."""
         while self._size < key:
             self._size *= 2
             self._tree[self._size] = self.total
@@ -102,7 +90,6 @@ class PrefixSums:
             key += key & -key
 
     def below(self, key: int) -> int:
-        """Return the sum at all keys smaller than `key`."""
         key, found = min(key - 1, self._size), 0
         while key > 0:
             found += self._tree.get(key, 0)
@@ -141,20 +128,20 @@ class _Tenant:
 
     def __init__(self, name: str, weight: float, start: float) -> None:
         self.name, self.weight, self.start = name, weight, start
-        self.line: Heap[Entry] = Heap()
-        self.owing = PrefixSums()  # tokens to charge, by ticket
+        self.queue: Heap[Entry] = Heap()
+        self.charges = PrefixSums()  # tokens to charge, by ticket
         self.tokens = 0
         self.returning = 0
 
     @property
     def rank(self) -> tuple[float, Ticket]:
-        return _AT_ONCE if self.returning else self.start, self.line.least
+        return _AT_ONCE if self.returning else self.start, self.queue.least
 
     def count(self, entry: Entry, sign: int) -> None:
         self.tokens += sign * entry.tokens
         self.returning += sign * entry.returning
         if not entry.returning:
-            self.owing.add(entry.key, sign * entry.tokens)
+            self.charges.add(entry.key, sign * entry.tokens)
 
 
 Waiter = TypeVar("Waiter", bound=Entry)
@@ -178,46 +165,44 @@ class FairQueue(Generic[Waiter]):
         return self._waiting
 
     def __contains__(self, entry: Waiter) -> bool:
-        return entry.tenant in self._tenants and entry in self._tenants[entry.tenant].line
+        return entry.tenant in self._tenants and entry in self._tenants[entry.tenant].queue
 
     @property
     def first(self) -> Waiter | None:
-        """The head of the queue, or None."""
-        return self._order.first.line.first if self._waiting else None  # type: ignore[return-value]
+        return self._order.first.queue.first if self._waiting else None  # type: ignore[return-value]
 
     def push(self, entry: Waiter) -> None:
-        """Add a request."""
-        tenant = self._tenants.get(entry.tenant) or self._come(entry.tenant)
-        tenant.line.put(entry, entry.ticket)
+        tenant = self._tenants.get(entry.tenant) or self._join(entry.tenant)
+        tenant.queue.put(entry, entry.ticket)
         self._count(tenant, entry, 1)
         self._order.put(tenant, tenant.rank)
 
     def serve(self) -> None:
         """Remove the head and charge its tenant."""
         tenant = self._order.first
-        entry = tenant.line.first
+        entry = tenant.queue.first
         if not entry.returning:
             tenant.start += entry.tokens / tenant.weight
             self._now += entry.tokens / self._active
-        self._take(tenant, entry)
+        self._drop(tenant, entry)
 
     def remove(self, entry: Waiter) -> None:
         """Remove a request that is not served. Raises KeyError if it does not wait."""
-        self._take(self._tenants[entry.tenant], entry)
+        self._drop(self._tenants[entry.tenant], entry)
 
     def ahead(self, entry: Waiter) -> float:
         """Return roughly how many tokens will be served before `entry`, if no request comes or leaves. They are earlier
         ones of its tenant, and those that all other tenants get in that time, at most all they have.
         """
         tenant = self._tenants[entry.tenant]
-        until = max(tenant.start - self._now, 0.0) + tenant.owing.below(entry.key) / tenant.weight
+        until = max(tenant.start - self._now, 0.0) + tenant.charges.below(entry.key) / tenant.weight
         others = self.tokens - self._returning_tokens - entry.tokens
         return self._returning_tokens + min(until * self._active, max(others, 0))
 
     def held_by(self, tenant: str) -> tuple[int, int]:
         """Return the number of waiting requests of a tenant, and their tokens."""
         found = self._tenants.get(tenant)
-        return (len(found.line), found.tokens) if found else (0, 0)
+        return (len(found.queue), found.tokens) if found else (0, 0)
 
     def share_of(self, tenant: str) -> float:
         """Return the tenant's share of the queue if one more tenant of weight 1 joined."""
@@ -227,19 +212,23 @@ class FairQueue(Generic[Waiter]):
     def _weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)
 
-    def _come(self, name: str) -> _Tenant:
+    def _join(self, name: str) -> _Tenant:
         start = max(self._idle.remove(name), self._now) if name in self._idle else self._now
         tenant = self._tenants[name] = _Tenant(name, self._weight(name), start)
         self._active += tenant.weight
         return tenant
 
-    def _take(self, tenant: _Tenant, entry: Entry) -> None:
-        tenant.line.remove(entry)
+    def _drop(self, tenant: _Tenant, entry: Entry) -> None:
+        tenant.queue.remove(entry)
         self._count(tenant, entry, -1)
-        if tenant.line:
+        if tenant.queue:
             self._order.put(tenant, tenant.rank)
         else:
-            self._go(tenant)
+            del self._tenants[tenant.name]
+            self._order.remove(tenant)
+            self._active -= tenant.weight
+            if tenant.start > self._now:
+                self._idle.put(tenant.name, tenant.start)
         self._catch_up()
 
     def _count(self, tenant: _Tenant, entry: Entry, sign: int) -> None:
@@ -247,13 +236,6 @@ class FairQueue(Generic[Waiter]):
         self._waiting += sign
         self.tokens += sign * entry.tokens
         self._returning_tokens += sign * entry.tokens * entry.returning
-
-    def _go(self, tenant: _Tenant) -> None:
-        del self._tenants[tenant.name]
-        self._order.remove(tenant)
-        self._active -= tenant.weight
-        if tenant.start > self._now:
-            self._idle.put(tenant.name, tenant.start)
 
     def _catch_up(self) -> None:
         """Advance the time to the smallest start. An empty queue resets all tenants."""

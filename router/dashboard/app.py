@@ -27,12 +27,12 @@ from baton.errors import InvalidRequest, Unauthenticated
 from baton.rpc.v1 import admin_pb2
 from router.auth.interceptor import check
 from router.auth.tokens import TokenFile
-from router.observe.status import SingleFlight
 from router.openai.errors import JSON, HttpError
 from router.openai.responses import EVENT_STREAM, EventWriter, Stalled, as_json, run_until_disconnect
+from router.status import SingleFlight
 
 if TYPE_CHECKING:
-    from router.observe.status import StatusBroadcaster
+    from router.status import RouterStatus
 
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _HEADERS = {
@@ -51,7 +51,7 @@ _EVENT_HEADERS = {"content-type": EVENT_STREAM, "cache-control": "no-store", "x-
 class LiveData:
     """Data of this process's router. `tokens` None means open access; `trace` returns None for an unknown request."""
 
-    live: StatusBroadcaster
+    live: RouterStatus
     tokens: TokenFile | None
     trace: Callable[[str], admin_pb2.TraceReply | None]
 
@@ -82,7 +82,7 @@ class LivePaths:
         return Response(content, headers=_HEADERS, media_type=kind)
 
     async def live(self, request: Request) -> Response:
-        """Return a stream with an event for each view of `StatusBroadcaster`, every `interval_s` seconds."""
+        """Return a stream with an event for each view of `RouterStatus`, every `interval_s` seconds."""
         data = self._allowed(request, "Watch")
         if request.method == "HEAD":  # the stream is endless, and HEAD needs no body
             return Response(headers=_EVENT_HEADERS)

@@ -12,7 +12,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.errors import BatonError, EngineFault, InvalidRequest, Unauthenticated, Violation
-from baton.rpc.channel import IN_THE_CLEAR, Wire
+from baton.rpc.channel import PLAINTEXT, Wire
 from baton.rpc.status import from_rpc_error, request_id_of
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
@@ -49,7 +49,7 @@ def metadata_of(authorization: str | None, traceparent: str | None = None) -> Me
 class Upstream:
     """One router at "host:port", reached over `wire`. Create it in the loop that uses it."""
 
-    def __init__(self, target: str, wire: Wire = IN_THE_CLEAR) -> None:
+    def __init__(self, target: str, wire: Wire = PLAINTEXT) -> None:
         self.target = target
         self._channel = wire.aio(target)
         self.stub = InferenceStub(self._channel)

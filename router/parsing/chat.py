@@ -30,9 +30,8 @@ class Chats:
     """The chat templates of one model, named `default` and optionally `tool_use`, or the reason why it has none."""
 
     def __init__(self, templates: dict[str, Template], special: dict[str, str], missing: str = "") -> None:
-        self._templates = templates
-        self._special = special
-        self._missing = missing or "the model has no chat template: send text or token_ids"
+        self._templates, self._special = templates, special
+        self._missing = missing or "the model has no chat template; send text or token_ids"
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> Chats:
@@ -63,13 +62,14 @@ class Chats:
     def _prompt(self, chat: pb.ChatMessages) -> str:
         if not self._templates:
             raise InvalidRequest.of("chat", self._missing)
-        violations = list(_violations(chat))
-        if violations:
+        if (size := chat.ByteSize()) > MAX_CHAT_BYTES:
+            raise InvalidRequest.of("chat", f"at most {MAX_CHAT_BYTES} bytes, got {size}")
+        tools = _loads(chat.tools) if chat.HasField("tools") else []
+        given = cast("dict[str, object]", _loads(chat.template_kwargs) if chat.HasField("template_kwargs") else {})
+        if violations := list(_violations(chat, tools, given)):
             raise InvalidRequest(*violations)
-        tools, given = _tools(chat), cast("dict[str, object]", _kwargs(chat))
         template = self._template("tool_use" if tools else "default")
-        violations = [*_unplaced(chat, template), *self._unknown(given, template)]
-        if violations:
+        if violations := [*_unsupported(chat, tools, template), *self._unknown(given, template)]:
             raise InvalidRequest(*violations)
         wanted = not chat.HasField("add_generation_prompt") or chat.add_generation_prompt
         variables = self._special | given | {"tools": tools or None, "documents": None, "add_generation_prompt": wanted}
@@ -78,38 +78,33 @@ class Chats:
             text = template.render(variables)
             text.encode()
         except TemplateFailed as error:
-            raise InvalidRequest.of("chat", f"the model's chat template refuses it: {error}") from error
+            raise InvalidRequest.of("chat", f"the model's chat template rejects it: {error}") from error
         except UnicodeEncodeError:
-            raise InvalidRequest.of("chat", "JSON in it has half a surrogate pair, which is no text") from None
+            raise InvalidRequest.of(
+                "chat", "its JSON contains half a surrogate pair, which is not valid text"
+            ) from None
         return text
 
     def _template(self, name: str) -> Template:
         found = self._templates.get(name) or self._templates.get("default")
         if found is None:
-            raise InvalidRequest.of("chat", "the model's chat template has no default: give tools, or send text")
+            raise InvalidRequest.of("chat", "the model's chat templates have no default; set tools, or send text")
         return found
 
     def _unknown(self, given: dict[str, object], template: Template) -> list[Violation]:
         own = template.variables - _GIVEN - self._special.keys()
-        has = f"the model's chat template has {', '.join(sorted(own)) or 'none'}"
+        text = f"is not a variable of the model's chat template; it has {', '.join(sorted(own)) or 'none'}"
         wrong = [name[:64] for name in given if name not in own]
-        return [Violation("chat.template_kwargs", f"{name!r} is not a variable to set: {has}") for name in wrong]
+        return [Violation("chat.template_kwargs", f"{name!r} {text}") for name in wrong]
 
 
-NO_CHATS = Chats({}, {})
-
-
-def _violations(chat: pb.ChatMessages) -> Iterator[Violation]:
+def _violations(chat: pb.ChatMessages, tools: object, given: object) -> Iterator[Violation]:
     """Yield the errors of a conversation that do not depend on the template."""
-    if (size := chat.ByteSize()) > MAX_CHAT_BYTES:
-        yield Violation("chat", f"at most {MAX_CHAT_BYTES} bytes, got {size}")
-        return
     if not 1 <= len(chat.messages) <= MAX_CHAT_MESSAGES:
-        yield Violation("chat.messages", f"there must be 1 to {MAX_CHAT_MESSAGES}, got {len(chat.messages)}")
-    tools = _tools(chat)
+        yield Violation("chat.messages", f"must have 1 to {MAX_CHAT_MESSAGES} messages, got {len(chat.messages)}")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         yield Violation("chat.tools", "must be a JSON array of objects")
-    if not isinstance(_kwargs(chat), dict):
+    if not isinstance(given, dict):
         yield Violation("chat.template_kwargs", "must be a JSON object")
     for place, message in enumerate(chat.messages[:MAX_CHAT_MESSAGES]):
         if not 1 <= len(message.role) <= MAX_ROLE_CHARS:
@@ -119,14 +114,14 @@ def _violations(chat: pb.ChatMessages) -> Iterator[Violation]:
                 yield Violation(f"chat.messages[{place}].tool_calls[{number}].arguments", "must be a JSON object")
 
 
-def _unplaced(chat: pb.ChatMessages, template: Template) -> Iterator[Violation]:
+def _unsupported(chat: pb.ChatMessages, tools: object, template: Template) -> Iterator[Violation]:
     """Yield the parts of a conversation that the template would drop."""
-    if _tools(chat) and not template.mentions("tools"):
-        yield Violation("chat.tools", "the model's chat template has no tools")
+    if tools and not template.mentions("tools"):
+        yield Violation("chat.tools", "the model's chat template does not support tools")
     with_calls = [place for place, message in enumerate(chat.messages) if message.tool_calls]
     if with_calls and not template.mentions("tool_calls"):
-        why = "the model's chat template has no place for them"
-        yield Violation(f"chat.messages[{with_calls[0]}].tool_calls", why)
+        text = "the model's chat template does not support tool calls"
+        yield Violation(f"chat.messages[{with_calls[0]}].tool_calls", text)
 
 
 def _message(message: pb.ChatMessage) -> dict[str, object]:
@@ -144,14 +139,6 @@ def _message(message: pb.ChatMessage) -> dict[str, object]:
 def _call(call: pb.ToolCall) -> dict[str, object]:
     function = {"name": call.name, "arguments": _loads(call.arguments or "{}")}
     return {"id": call.id, "type": "function", "function": function}
-
-
-def _tools(chat: pb.ChatMessages) -> object:
-    return _loads(chat.tools) if chat.HasField("tools") else []
-
-
-def _kwargs(chat: pb.ChatMessages) -> object:
-    return _loads(chat.template_kwargs) if chat.HasField("template_kwargs") else {}
 
 
 def _loads(text: str) -> object:

@@ -1,11 +1,11 @@
-"""Parses a `GenerateRequest` into a `SequenceSpec`, or rejects it with the name of every wrong field.
+"""Parses a client's request into a complete `ParsedRequest`, or rejects it with the name of every wrong field.
 
 Defaults of unset fields:
 - `max_tokens`: the rest of the model's length, but at most 16 unless the prompt is a chat. A set value that exceeds the
   model's length is rejected with both numbers, never clipped.
-- `seed`: the argument of `parse`, so that all workers of the request have the same one.
-- `think_while_decoding`: as in the cluster file, but off for deterministic requests. `thoughts.fitted` turns it off for
-  a model that does not think.
+- `seed`: derived from the idempotency key or the request's name, so that all workers of the request have the same one.
+- `think_while_decoding`: as in the cluster file, but off for deterministic requests. `fitted` turns it off for a model
+  that does not think.
 """
 
 from __future__ import annotations
@@ -14,96 +14,167 @@ import asyncio
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import TypeAlias, TypeVar
 
-from baton.core import Constraint, Sampling, SequenceSpec
+from baton import limits
+from baton.core import Sampling, SequenceSpec
 from baton.errors import InvalidRequest, Overloaded, UnknownModel, Violation
-from baton.limits import (
-    MAX_CACHE_SCOPE_CHARS,
-    MAX_CHOICES,
-    MAX_CLIENT_TAG_CHARS,
-    MAX_IDEMPOTENCY_KEY_CHARS,
-    MAX_PRIORITY,
-    MAX_PROMPT_IDS,
-    MAX_READ_AT_ONCE,
-    MAX_READ_BYTES,
-    MAX_RESUMABLE_S,
-    MAX_SHOWN_MODEL_CHARS,
-    MAX_STOP_TOKEN_IDS,
-    MAX_SYSTEM_FINGERPRINT_CHARS,
-    MAX_TEXT_CHARS,
-)
 from baton.rpc import convert
-from baton.rpc.convert import constraint_from_pb
+from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.structured_output import Grammars
 from baton.tokenizer import Tokenizer
-from router.parsing.chat import NO_CHATS, Chats
+from router.parsing.chat import Chats
 
 DEFAULT_MAX_TOKENS = 16
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _THREAD_CHARS = 4096  # longer texts are tokenized in a thread, to keep the event loop free
 
+Converted = TypeVar("Converted")
 _Get = Callable[[pb.GenerateRequest], int]
 # Caps that are checked before anything is computed: field, size, maximum, unit.
 _CAPS: tuple[tuple[str, _Get, int, str], ...] = (
-    ("text", lambda m: len(m.text), MAX_TEXT_CHARS, "characters"),
-    ("token_ids", lambda m: len(m.token_ids.ids), MAX_PROMPT_IDS, "tokens"),
-    ("client_tag", lambda m: len(m.client_tag), MAX_CLIENT_TAG_CHARS, "characters"),
-    ("idempotency_key", lambda m: len(m.idempotency_key), MAX_IDEMPOTENCY_KEY_CHARS, "characters"),
-    ("n", lambda m: m.n, MAX_CHOICES, "choices"),
-    ("cache_scope", lambda m: len(m.cache_scope), MAX_CACHE_SCOPE_CHARS, "characters"),
-    ("sampling.stop_token_ids", lambda m: len(m.sampling.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids"),
+    ("text", lambda m: len(m.text), limits.MAX_TEXT_CHARS, "characters"),
+    ("token_ids", lambda m: len(m.token_ids.ids), limits.MAX_PROMPT_IDS, "tokens"),
+    ("client_tag", lambda m: len(m.client_tag), limits.MAX_CLIENT_TAG_CHARS, "characters"),
+    ("idempotency_key", lambda m: len(m.idempotency_key), limits.MAX_IDEMPOTENCY_KEY_CHARS, "characters"),
+    ("n", lambda m: m.n, limits.MAX_CHOICES, "choices"),
+    ("cache_scope", lambda m: len(m.cache_scope), limits.MAX_CACHE_SCOPE_CHARS, "characters"),
+    ("sampling.stop_token_ids", lambda m: len(m.sampling.stop_token_ids), limits.MAX_STOP_TOKEN_IDS, "ids"),
 )
 
 
-async def parse(
-    message: pb.GenerateRequest,
-    tokenizer: Tokenizer,
-    model: str,
-    max_model_len: int | None,
-    chats: Chats = NO_CHATS,
-    grammars: Grammars | None = None,
-    *,
-    seed: int,
-    while_decoding: bool = False,
-) -> SequenceSpec:
-    """Return a complete spec: tokens within the vocabulary, all sampling set, output within the model's length.
-    `model` is the served model. `max_model_len` is None until a worker reports it; until then workers reject long
-    requests. `seed` and `while_decoding` are the defaults of unset fields. `chats` renders conversations, `grammars`
-    checks constraints. Raises UnknownModel, or InvalidRequest with every wrong field.
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """A complete, checked request. `received` has the client's tokens of each choice; they are empty in a new request.
+    `spell` decodes thoughts, and is None if the client does not want them.
     """
-    check_model(message.model, model)
-    sampling, violations = _sampling(message)
-    constraint, wrong = _constraint(message)
-    violations = [
-        *_choices(message),
-        *_priority(message),
-        *_lasting(message),
-        *_bits_or_thoughts(message),
-        *_too_large(message),
-        *violations,
-        *wrong,
-    ]
-    if message.WhichOneof("prompt") is None:
-        violations.append(Violation("prompt", "one of text, token_ids and chat must be set"))
-    if sampling is None or violations:
-        raise InvalidRequest(*violations)
-    if constraint is not None:
-        await asyncio.to_thread((grammars or Grammars(tokenizer)).check, constraint)
-    prompt = await _prompt(message, tokenizer, chats)
-    wrong = [
-        *_outside_vocabulary(prompt, sampling, tokenizer.vocab_size),
-        *_does_not_fit(prompt, message, max_model_len),
-    ]
-    if wrong:
-        raise InvalidRequest(*wrong)
-    if sampling.seed is None:
-        sampling = replace(sampling, seed=seed)
-    sampling = _completed(sampling, message, len(prompt), max_model_len)
-    rest = (constraint, message.deterministic, _thinks_on(message, while_decoding))
-    return SequenceSpec(prompt, sampling, (), message.priority, message.cache_scope, *rest)
+
+    spec: SequenceSpec
+    received: tuple[tuple[int, ...], ...]
+    determinism: str  # system fingerprint of the deterministic stream to resume, else ""
+    resumable_s: float  # how long decode workers continue it without a router
+    thinks: tuple[str, ...]  # set fields that need a model that thinks
+    spell: Callable[[Sequence[int]], str] | None
+    wants_spans: bool
+
+
+class RequestParser:
+    """Parses the requests to `model`. `think_while_decoding` and `resumable_s` are defaults of unset fields."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, model: str, *, think_while_decoding: bool = False, resumable_s: float = 0.0
+    ) -> None:
+        self.tokenizer, self.model = tokenizer, model
+        self.chats = Chats.of(tokenizer)
+        self.limiter = ParseLimiter()
+        self._grammars = Grammars(tokenizer)
+        self._thinks_by_default, self._resumable_s = think_while_decoding, resumable_s
+
+    async def parse(
+        self,
+        message: pb.ResumeRequest,
+        name: str,
+        max_model_len: int | None,
+        limited: Callable[[SequenceSpec], SequenceSpec] = lambda spec: spec,
+    ) -> ParsedRequest:
+        """Return the complete request. `name` is its id; `limited` applies the limits of the caller's token.
+        `max_model_len` is None until a worker reports it; until then workers reject long requests. Raises UnknownModel,
+        Overloaded, or InvalidRequest with every wrong field.
+        """
+        request = message.request
+        with self.limiter.one_more(message):
+            spec = limited(await self._spec(request, max_model_len, seed_of(request.idempotency_key or name)))
+            received = _received(message, spec, self.tokenizer.vocab_size)
+            if spec.constraint is not None and any(received):
+                await asyncio.to_thread(self._grammars.check_known, spec.constraint, received)
+        thinking_fields = ("thoughts", request.thoughts), ("think_while_decoding", request.think_while_decoding)
+        return ParsedRequest(
+            spec,
+            tuple(received),
+            determinism=message.system_fingerprint if spec.deterministic else "",
+            resumable_s=request.resumable_s if request.HasField("resumable_s") else self._resumable_s,
+            thinks=tuple(field for field, value in thinking_fields if value),
+            spell=self.tokenizer.decode if request.thoughts else None,
+            wants_spans=request.trace,
+        )
+
+    async def _spec(self, message: pb.GenerateRequest, max_model_len: int | None, seed: int) -> SequenceSpec:
+        """Return a complete spec: tokens within the vocabulary, all sampling set, output within the model's length."""
+        check_model(message.model, self.model)
+        violations = list(_violations(message))
+        logprobs = message.logprobs if message.HasField("logprobs") else None
+        sampling = _converted(lambda: convert.sampling_from_pb(message.sampling, logprobs), violations)
+        constraint = None
+        if message.HasField("constraint"):
+            constraint = _converted(lambda: convert.constraint_from_pb(message.constraint), violations)
+        if constraint is not None:
+            violations += _against_constraint(message.sampling)
+        if message.WhichOneof("prompt") is None:
+            violations.append(Violation("prompt", "one of text, token_ids and chat must be set"))
+        if sampling is None or violations:
+            raise InvalidRequest(*violations)
+        if constraint is not None:
+            await asyncio.to_thread(self._grammars.check, constraint)
+        prompt = await self._prompt(message)
+        violations += _outside_vocabulary(prompt, sampling, self.tokenizer.vocab_size)
+        violations += _does_not_fit(prompt, message, max_model_len)
+        if violations:
+            raise InvalidRequest(*violations)
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=seed)
+        if max_model_len is not None and not message.sampling.HasField("max_tokens"):
+            left = max_model_len - len(prompt)
+            sampling = replace(sampling, max_tokens=left if message.HasField("chat") else min(DEFAULT_MAX_TOKENS, left))
+        thinks = self._thinks_by_default and not message.deterministic
+        if message.HasField("think_while_decoding"):
+            thinks = message.think_while_decoding
+        rest = constraint, message.deterministic, thinks
+        return SequenceSpec(prompt, sampling, (), message.priority, message.cache_scope, *rest)
+
+    async def _prompt(self, message: pb.GenerateRequest) -> tuple[int, ...]:
+        field = message.WhichOneof("prompt")
+        if field == "token_ids":
+            prompt = tuple(message.token_ids.ids)
+        else:
+            prompt = tuple(await self.encode(message.chat if field == "chat" else message.text))
+        if not prompt:
+            raise InvalidRequest.of(field or "prompt", "must not be empty")
+        return prompt
+
+    async def encode(self, source: str | pb.ChatMessages) -> list[int]:
+        """Return the token ids of a text or a conversation, computed in a thread if it is long. Raises InvalidRequest
+        like `Chats.prompt`.
+        """
+        text, encode = source, self.tokenizer.encode
+        if isinstance(text, pb.ChatMessages):
+            text, encode = await self.chats.prompt(text), self.tokenizer.encode_rendered
+        return encode(text) if len(text) <= _THREAD_CHARS else await asyncio.to_thread(encode, text)
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`, computed in a thread if there are many."""
+        few = len(ids) <= _THREAD_CHARS
+        return self.tokenizer.decode(list(ids)) if few else await asyncio.to_thread(self.tokenizer.decode, list(ids))
+
+    def check_tokenize(self, message: pb.TokenizeRequest) -> None:
+        check_model(message.model, self.model)
+        if (size := len(message.text)) > limits.MAX_TEXT_CHARS:
+            raise InvalidRequest.of("text", f"at most {limits.MAX_TEXT_CHARS} characters, got {size}")
+
+    def check_detokenize(self, message: pb.DetokenizeRequest) -> None:
+        check_model(message.model, self.model)
+        violations = _outside("ids", message.ids, self.tokenizer.vocab_size)
+        if (size := len(message.ids)) > limits.MAX_DETOKENIZE_IDS:
+            violations.append(Violation("ids", f"at most {limits.MAX_DETOKENIZE_IDS} tokens, got {size}"))
+        if violations:
+            raise InvalidRequest(*violations)
+
+
+def seed_of(text: str) -> int:
+    """Return 63 bits that depend only on `text`, so that a request resumed or sent again with its key has the same."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
 def resumed_name(message: pb.ResumeRequest) -> str:
@@ -115,143 +186,80 @@ def check_resumes(message: pb.ResumeRequest) -> None:
     """Check that a Resume has a valid stream name and the original request. Raises InvalidRequest."""
     wrong = []
     if not _REQUEST_ID.fullmatch(message.request_id):
-        wrong.append(Violation("request_id", "must be that of the stream: 1 to 64 of the characters A-Z a-z 0-9 _ -"))
+        wrong.append(Violation("request_id", "must be the id of the stream: 1 to 64 of the characters A-Z a-z 0-9 _ -"))
     if not message.HasField("request"):
-        wrong.append(Violation("request", "must be the original one"))
-    if len(message.system_fingerprint) > MAX_SYSTEM_FINGERPRINT_CHARS:
-        text = f"at most {MAX_SYSTEM_FINGERPRINT_CHARS} characters, got {len(message.system_fingerprint)}"
+        wrong.append(Violation("request", "must be the request that began the stream"))
+    if len(message.system_fingerprint) > limits.MAX_SYSTEM_FINGERPRINT_CHARS:
+        text = f"at most {limits.MAX_SYSTEM_FINGERPRINT_CHARS} characters, got {len(message.system_fingerprint)}"
         wrong.append(Violation("system_fingerprint", text))
     if message.request.deterministic and any(one.ids for one in message.received) and not message.system_fingerprint:
-        text = "must be that of the stream: a deterministic request goes on only where its bits are the same"
+        text = "must be that of the stream, because only workers with this fingerprint continue it with equal results"
         wrong.append(Violation("system_fingerprint", text))
     if wrong:
         raise InvalidRequest(*wrong)
 
 
-def received_of(message: pb.ResumeRequest, spec: SequenceSpec, vocab_size: int) -> list[tuple[int, ...]]:
+def _received(message: pb.ResumeRequest, spec: SequenceSpec, vocab_size: int) -> list[tuple[int, ...]]:
     """Return the client's tokens of each choice. Raises InvalidRequest if they cannot belong to the request."""
     found = [tuple(ids.ids) for ids in message.received]
-    choices, most = choices_of(message.request), spec.sampling.max_tokens
-    wrong = [violation for ids in found for violation in outside("received", ids, vocab_size)]
+    choices, most = message.request.n if message.request.HasField("n") else 1, spec.sampling.max_tokens
+    wrong = [violation for ids in found for violation in _outside("received", ids, vocab_size)]
     if len(found) > choices:
-        wrong.append(Violation("received", f"of {choices} choices at most, got {len(found)}"))
+        wrong.append(Violation("received", f"at most {choices} choices, got {len(found)}"))
     if any(len(ids) > most for ids in found):
-        wrong.append(Violation("received", f"at most max_tokens ({most}) of each choice"))
+        wrong.append(Violation("received", f"at most max_tokens ({most}) for each choice"))
     if wrong:
         raise InvalidRequest(*wrong)
     return found + [()] * (choices - len(found))
 
 
-async def check_received(grammars: Grammars, spec: SequenceSpec, received: list[tuple[int, ...]]) -> None:
-    """Check received tokens against the constraint. Raises InvalidRequest."""
-    if spec.constraint is not None and any(received):
-        await asyncio.to_thread(grammars.check_known, spec.constraint, received)
-
-
-def choices_of(message: pb.GenerateRequest) -> int:
-    """Return the number of choices; 1 if unset."""
-    return message.n if message.HasField("n") else 1
-
-
 def check_model(name: str, served: str) -> None:
     """Check the requested model; "" means the served one. Raises UnknownModel with its name."""
     if name not in {"", served}:
-        raise UnknownModel(f"model {name[:MAX_SHOWN_MODEL_CHARS]!r} is not served here; {served!r} is")
+        raise UnknownModel(
+            f"model {name[: limits.MAX_SHOWN_MODEL_CHARS]!r} is not served; this router serves {served!r}"
+        )
 
 
-def check_text(text: str) -> None:
-    """Check the length of a text to tokenize. Raises InvalidRequest."""
-    if len(text) > MAX_TEXT_CHARS:
-        raise InvalidRequest.of("text", f"at most {MAX_TEXT_CHARS} characters, got {len(text)}")
-
-
-async def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the token ids of `text`. Long texts are tokenized in a thread."""
-    return tokenizer.encode(text) if len(text) <= _THREAD_CHARS else await asyncio.to_thread(tokenizer.encode, text)
-
-
-async def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Return the text of `ids`. Many ids are decoded in a thread."""
-    few = len(ids) <= _THREAD_CHARS
-    return tokenizer.decode(list(ids)) if few else await asyncio.to_thread(tokenizer.decode, list(ids))
-
-
-async def encode_chat(tokenizer: Tokenizer, chats: Chats, chat: pb.ChatMessages) -> list[int]:
-    """Return the token ids of a conversation. Raises InvalidRequest like `Chats.prompt`."""
-    text = await chats.prompt(chat)
-    if len(text) <= _THREAD_CHARS:
-        return tokenizer.encode_rendered(text)
-    return await asyncio.to_thread(tokenizer.encode_rendered, text)
-
-
-def _sampling(message: pb.GenerateRequest) -> tuple[Sampling | None, list[Violation]]:
+def _converted(convert_it: Callable[[], Converted], violations: list[Violation]) -> Converted | None:
+    """Return a part of the message as a value, or add its violations and return None."""
     try:
-        logprobs = message.logprobs if message.HasField("logprobs") else None
-        return convert.sampling_from_pb(message.sampling, logprobs), []
+        return convert_it()
     except InvalidRequest as error:
-        return None, list(error.violations)
+        violations += error.violations
+        return None
 
 
-def _constraint(message: pb.GenerateRequest) -> tuple[Constraint | None, list[Violation]]:
-    if not message.HasField("constraint"):
-        return None, []
-    try:
-        constraint = constraint_from_pb(message.constraint)
-    except InvalidRequest as error:
-        return None, list(error.violations)
-    asked = {"sampling.min_tokens": message.sampling.min_tokens, "sampling.ignore_eos": message.sampling.ignore_eos}
-    why = "cannot go with a constraint, which says where an answer ends"
-    return constraint, [Violation(field, why) for field, value in asked.items() if value]
+def _against_constraint(sampling: common_pb2.Sampling) -> list[Violation]:
+    fields = {"sampling.min_tokens": sampling.min_tokens, "sampling.ignore_eos": sampling.ignore_eos}
+    text = "cannot be used with a constraint, which decides where an answer ends"
+    return [Violation(field, text) for field, value in fields.items() if value]
 
 
-def _choices(message: pb.GenerateRequest) -> list[Violation]:
-    return [Violation("n", "must be at least 1, got 0")] * (message.HasField("n") and not message.n)
-
-
-def _priority(message: pb.GenerateRequest) -> list[Violation]:
-    text = f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}, got {message.priority}"
-    return [Violation("priority", text)] * (abs(message.priority) > MAX_PRIORITY)
-
-
-def _lasting(message: pb.GenerateRequest) -> list[Violation]:
-    text = f"must be between 0 and {MAX_RESUMABLE_S} seconds, got {message.resumable_s}"
-    return [] if 0 <= message.resumable_s <= MAX_RESUMABLE_S else [Violation("resumable_s", text)]  # rejects NaN, too
-
-
-def _bits_or_thoughts(message: pb.GenerateRequest) -> list[Violation]:
-    asked = message.deterministic and message.think_while_decoding
-    return [Violation("think_while_decoding", "not together with deterministic")] * asked
-
-
-def _thinks_on(message: pb.GenerateRequest, default: bool) -> bool:
-    if message.HasField("think_while_decoding"):
-        return message.think_while_decoding
-    return default and not message.deterministic
-
-
-def _too_large(message: pb.GenerateRequest) -> list[Violation]:
-    sizes = ((field, size(message), most, unit) for field, size, most, unit in _CAPS)
-    return [Violation(field, f"at most {most} {unit}, got {size}") for field, size, most, unit in sizes if size > most]
-
-
-async def _prompt(message: pb.GenerateRequest, tokenizer: Tokenizer, chats: Chats) -> tuple[int, ...]:
-    field = message.WhichOneof("prompt")
-    if field == "chat":
-        prompt = tuple(await encode_chat(tokenizer, chats, message.chat))
-    else:
-        prompt = tuple(message.token_ids.ids if field == "token_ids" else await encode(tokenizer, message.text))
-    if not prompt:
-        raise InvalidRequest.of(field or "prompt", "must not be empty")
-    return prompt
+def _violations(message: pb.GenerateRequest) -> Iterator[Violation]:
+    """Yield the wrong fields that can be found without the model."""
+    if message.HasField("n") and not message.n:
+        yield Violation("n", "must be at least 1, got 0")
+    if abs(message.priority) > limits.MAX_PRIORITY:
+        text = f"must be between -{limits.MAX_PRIORITY} and {limits.MAX_PRIORITY}, got {message.priority}"
+        yield Violation("priority", text)
+    if not 0 <= message.resumable_s <= limits.MAX_RESUMABLE_S:  # rejects NaN, too
+        text = f"must be between 0 and {limits.MAX_RESUMABLE_S} seconds, got {message.resumable_s}"
+        yield Violation("resumable_s", text)
+    if message.deterministic and message.think_while_decoding:
+        yield Violation("think_while_decoding", "cannot be combined with deterministic")
+    for field, size_of, most, unit in _CAPS:
+        if (size := size_of(message)) > most:
+            yield Violation(field, f"at most {most} {unit}, got {size}")
 
 
 def _outside_vocabulary(prompt: tuple[int, ...], sampling: Sampling, vocab_size: int) -> list[Violation]:
     biased = [token_id for token_id, _ in sampling.logit_bias]
     groups = {"token_ids": prompt, "sampling.stop_token_ids": sampling.stop_token_ids, "sampling.logit_bias": biased}
-    return [violation for field, ids in groups.items() for violation in outside(field, ids, vocab_size)]
+    return [violation for field, ids in groups.items() for violation in _outside(field, ids, vocab_size)]
 
 
-def outside(field: str, ids: Collection[int], vocab_size: int) -> list[Violation]:
+def _outside(field: str, ids: Collection[int], vocab_size: int) -> list[Violation]:
     """Return at most one violation: the largest token id of `field`, if it is outside the vocabulary."""
     worst = max(ids, default=0)
     return [Violation(field, f"token id {worst} is outside the vocabulary of {vocab_size}")] * (worst >= vocab_size)
@@ -270,13 +278,6 @@ def _does_not_fit(prompt: tuple[int, ...], message: pb.GenerateRequest, most: in
     return []
 
 
-def _completed(sampling: Sampling, message: pb.GenerateRequest, prompt: int, most: int | None) -> Sampling:
-    if message.sampling.HasField("max_tokens") or most is None:
-        return sampling
-    room = most - prompt
-    return replace(sampling, max_tokens=room if message.HasField("chat") else min(DEFAULT_MAX_TOKENS, room))
-
-
 RETRY_S = 1.0
 SMALL_BYTES = 4096  # smaller messages are parsed on the event loop, so never concurrently
 
@@ -288,7 +289,7 @@ class ParseLimiter:
     always pass, so the gateway can convert tokens to text during an answer.
     """
 
-    def __init__(self, at_once: int = MAX_READ_AT_ONCE, most_bytes: int = MAX_READ_BYTES) -> None:
+    def __init__(self, at_once: int = limits.MAX_READ_AT_ONCE, most_bytes: int = limits.MAX_READ_BYTES) -> None:
         self._at_once, self._most_bytes = at_once, most_bytes
         self._requests = self._bytes = 0
 
@@ -300,7 +301,7 @@ class ParseLimiter:
             yield
             return
         if self._requests >= self._at_once or (self._requests and self._bytes + size > self._most_bytes):
-            raise Overloaded(f"{self._requests} requests are being read, of {self._bytes} bytes", RETRY_S)
+            raise Overloaded(f"{self._requests} requests of {self._bytes} bytes are being parsed", RETRY_S)
         self._requests += 1
         self._bytes += size
         try:

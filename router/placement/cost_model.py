@@ -50,7 +50,6 @@ class Cost(NamedTuple):
         return self.step_s + self.token_s + self.context_s > 0
 
     def of(self, tokens: float, context: float) -> float:
-        """Return the seconds of a step."""
         return self.step_s + self.token_s * tokens + self.context_s * context
 
 
@@ -151,12 +150,11 @@ class CostModels:
 
 
 class WorkerCostModel:
-    """The cost model of one worker. Until it has enough reports, `like`, the model of similar workers, is used."""
+    """The cost model of one worker. Until it has enough reports, `similar`, the model of similar workers, is used."""
 
-    def __init__(self, role: Role, like: CostModels) -> None:
+    def __init__(self, role: Role, similar: CostModels) -> None:
         self._role = role
-        self._like = like.steps[role]
-        self._prompts_like = like.prompts
+        self._similar, self._similar_prompts = similar.steps[role], similar.prompts
         self._last = Load()
         self._seen = self._last  # the last report learned from
         self.fit = StepCostFit()
@@ -165,14 +163,13 @@ class WorkerCostModel:
     @property
     def cost(self) -> Cost:
         """Cost of the worker's own kind of steps."""
-        return self.fit.cost(self._like)
+        return self.fit.cost(self._similar)
 
     @property
     def prompts(self) -> Cost:
-        """Cost of prompts on a decode worker, on top of its decode steps."""
-        return self.prompts_fit.cost(self._prompts_like)
+        return self.prompts_fit.cost(self._similar_prompts)
 
-    def told(self, load: Load) -> bool:
+    def update(self, load: Load) -> bool:
         """Process a report. Return whether the model learned from it."""
         if load is self._last:
             return False
@@ -191,18 +188,18 @@ class WorkerCostModel:
     def _learn(self, news: Pace) -> None:
         if news.steps > 0:
             self.fit.observe(news)
-            self._like.observe(news)
-            self._like.cost()
+            self._similar.observe(news)
+            self._similar.cost()
         else:
             self.fit.idle()
-        self.fit.cost(self._like)  # solved now, so that no request waits for it
+        self.fit.cost(self._similar)  # solved now, so that no request waits for it
 
     def _learn_prompts(self, load: Load, before: Load) -> None:
         """Learn from how much longer decode steps take with prompts in them."""
         joint, only = load.joint_pace.since(before.joint_pace), load.prefill_pace.since(before.prefill_pace)
         beside, cost = load.beside_pace.since(before.beside_pace), self.cost
         steps, seconds = joint.steps + only.steps, joint.seconds + only.seconds
-        fits = (self.prompts_fit, self._prompts_like)
+        fits = (self.prompts_fit, self._similar_prompts)
         if steps > 0 and cost.known:
             usual = steps * cost.step_s + beside.tokens * cost.token_s + beside.context * cost.context_s
             for fit in fits:
@@ -210,5 +207,5 @@ class WorkerCostModel:
         else:
             for fit in fits:
                 fit.idle(_SELDOM)
-        self._prompts_like.cost()
-        self.prompts_fit.cost(self._prompts_like)
+        self._similar_prompts.cost()
+        self.prompts_fit.cost(self._similar_prompts)

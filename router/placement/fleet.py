@@ -18,8 +18,7 @@ from router.placement.cost_model import UNKNOWN, Cost, CostModels, WorkerCostMod
 from router.placement.snapshot import Ask, Column, Facts, Loaded, Side, Snapshot, WorkerView, spread
 
 _NEW_SPEED = 0.1  # weight of the latest report of channel speeds
-Kind = tuple[str, int, bool]
-"""What the names of blocks depend on beside the request: fingerprint, block size, and whether the model thinks."""
+Kind = tuple[str, int, bool]  # block hashes depend on it: fingerprint, block size, and whether the model thinks
 
 
 class WorkerRow(Protocol):
@@ -44,7 +43,7 @@ class _Member:
     channels: tuple[Channel, ...] = ()
     order: int = 0
     group: int = 0
-    anew: bool = True  # more than the load has changed
+    rewrite: bool = True  # more than the load has changed
 
 
 class Prompt:
@@ -52,14 +51,14 @@ class Prompt:
 
     def __init__(self, spec: SequenceSpec, kind: Kind) -> None:
         fingerprint, block_size, thinks = kind
-        self._left = block_hashes_of(spec, fingerprint, block_size, thinks=thinks)
-        self._names: list[bytes] = []
+        self._rest = block_hashes_of(spec, fingerprint, block_size, thinks=thinks)
+        self._computed: list[bytes] = []
 
     def __iter__(self) -> Iterator[bytes]:
-        yield from self._names
-        for name in self._left:
-            self._names.append(name[:NAME_BYTES])
-            yield self._names[-1]
+        yield from self._computed
+        for digest in self._rest:
+            self._computed.append(digest[:NAME_BYTES])
+            yield self._computed[-1]
 
 
 class Fleet:
@@ -75,22 +74,20 @@ class Fleet:
         self._stale: set[_Member] = set()  # their rows must be written
         self._kinds: dict[Kind, None] = {}
         self._bits: dict[tuple[str, str], int] = {}  # numbers from 1 by fingerprint and determinism
-        self._likes: dict[str, CostModels] = {}  # by fingerprint
+        self._models: dict[str, CostModels] = {}  # by fingerprint
         self._byte_s: float | None = None
         self._prompts: tuple[SequenceSpec | None, dict[Kind, Prompt]] = (None, {})  # of the last request
 
     def add(self, link: WorkerRow) -> None:
-        """Add a worker."""
         role = link.info.role
         side = self._snapshot.prefill if role is Role.PREFILL else self._snapshot.decode
-        learned = WorkerCostModel(role, self._likes.setdefault(link.info.fingerprint, CostModels()))
+        learned = WorkerCostModel(role, self._models.setdefault(link.info.fingerprint, CostModels()))
         member = self._members[_holder(link.info.ref)] = _Member(link, side, side.add(), learned)
         self._owners[role, member.row] = link.info.ref
         self._changed = True
         self.touch(link.info.ref)
 
     def drop(self, ref: WorkerRef) -> None:
-        """Remove a worker."""
         member = self._members.pop(_holder(ref))
         self._stale.discard(member)
         member.side.drop(member.row)
@@ -103,8 +100,8 @@ class Fleet:
         if member is None:
             return
         load = member.link.view.load
-        if member.learned.told(load):
-            member.anew = True
+        if member.learned.update(load):
+            member.rewrite = True
             if load.channels is not member.channels:
                 member.channels = load.channels
                 self._speed(channel.bytes_per_s for channel in load.channels)
@@ -151,7 +148,7 @@ class Fleet:
         ask = Ask(tokens, snapshot.prefill.cached(by_slot), snapshot.decode.cached(by_slot), turn, row)
         if spec is None or not spec.deterministic:
             return ask
-        bits = [number for (_, said), number in self._bits.items() if determinism in {"", said}]
+        bits = [number for (_, reported), number in self._bits.items() if determinism in {"", reported}]
         others = ~np.isin(snapshot.decode.bits[: len(ask.decode_cached)], bits)
         return replace(ask, bits=bits, decode_cached=np.where(others, 0.0, ask.decode_cached))
 
@@ -173,18 +170,17 @@ class Fleet:
             member = self._members[holder]
             member.order, member.group = order, groups.setdefault(member.link.info.fingerprint, len(groups))
         infos = [member.link.info for member in self._members.values()]
-        self._kinds = dict.fromkeys(
-            (info.fingerprint, info.layout.block_size, info.thinking_chunk > 0) for info in infos
-        )
+        kinds = ((info.fingerprint, info.layout.block_size, info.thinking_chunk > 0) for info in infos)
+        self._kinds = dict.fromkeys(kinds)
         self._prompts = (None, {})
-        self._likes = {fingerprint: like for fingerprint, like in self._likes.items() if fingerprint in groups}
+        self._models = {fingerprint: models for fingerprint, models in self._models.items() if fingerprint in groups}
         self._snapshot.groups = len(groups)
-        kinds = dict.fromkeys((info.fingerprint, info.determinism) for info in infos if info.determinism)
-        self._bits = {kind: number for number, kind in enumerate(kinds, 1)}
+        compatible = dict.fromkeys((info.fingerprint, info.determinism) for info in infos if info.determinism)
+        self._bits = {key: number for number, key in enumerate(compatible, 1)}
         for member in self._members.values():
             info = member.link.info
             member.side.bits[member.row] = self._bits.get((info.fingerprint, info.determinism), 0)
-            member.anew = True
+            member.rewrite = True
             self._write(member)
 
     def _speed(self, channels: Iterable[float]) -> None:
@@ -196,10 +192,10 @@ class Fleet:
             self._snapshot.byte_s = self._byte_s
 
     def _write(self, member: _Member) -> None:
-        if not member.anew:
+        if not member.rewrite:
             member.side.put_load(member.row, loaded(member.link))
             return
-        member.anew, learned = False, member.learned
+        member.rewrite, learned = False, member.learned
         prompts = learned.prompts if member.side is self._snapshot.decode else UNKNOWN
         member.side.put(member.row, facts_of(member.link, member.order, member.group, learned.cost, prompts))
 
@@ -209,8 +205,8 @@ def loaded(link: WorkerRow) -> Loaded:
     view, block_size = link.view, link.info.layout.block_size
     able, blocks = link.usable and not view.full, view.load.blocks
     busy = blocks.owned + blocks.reserved + view.pending_blocks
-    room = view.room * block_size if able else -1
-    return able, view.requests, view.dispatched, view.prefill_backlog, room, blocks.available, busy * block_size
+    capacity = view.capacity_blocks * block_size if able else -1
+    return able, view.requests, view.dispatched, view.prefill_backlog, capacity, blocks.available, busy * block_size
 
 
 def facts_of(

@@ -48,18 +48,15 @@ _CROWD = 4.0  # requests beyond twice the least busy worker's: no cached prefix 
 def least_loaded(snapshot: Snapshot, ask: Ask) -> Pair | None:
     """Choose the decode worker with the fewest requests and the prefill worker with the shortest backlog."""
     prefill, decode = snapshot.prefill.at, snapshot.decode.at
-    return _least(
-        snapshot,
-        ask,
-        [
-            (Role.DECODE, lambda: decode.requests),
-            (Role.DECODE, lambda: -decode.available),
-            (Role.DECODE, lambda: decode.order),
-            (Role.PREFILL, lambda: prefill.backlog),
-            (Role.PREFILL, lambda: prefill.dispatched),
-            (Role.PREFILL, lambda: prefill.order),
-        ],
-    )
+    criteria: Criteria = [
+        (Role.DECODE, lambda: decode.requests),
+        (Role.DECODE, lambda: -decode.available),
+        (Role.DECODE, lambda: decode.order),
+        (Role.PREFILL, lambda: prefill.backlog),
+        (Role.PREFILL, lambda: prefill.dispatched),
+        (Role.PREFILL, lambda: prefill.order),
+    ]
+    return _least(snapshot, ask, criteria)
 
 
 def round_robin(snapshot: Snapshot, ask: Ask) -> Pair | None:
@@ -79,20 +76,17 @@ def prefix(snapshot: Snapshot, ask: Ask) -> Pair | None:
     prefill, decode = snapshot.prefill.at, snapshot.decode.at
     requests = decode.requests
     least = requests[decode.able > 0].min(initial=np.inf)
-    return _least(
-        snapshot,
-        ask,
-        [
-            (Role.PREFILL, lambda: prefill.backlog - ask.prefill_cached),
-            (Role.DECODE, lambda: np.maximum(requests - (2.0 * least + _CROWD), 0.0)),
-            (Role.DECODE, lambda: -ask.decode_cached),
-            (Role.PREFILL, lambda: prefill.dispatched),
-            (Role.DECODE, lambda: requests),
-            (Role.DECODE, lambda: -decode.available),
-            (Role.PREFILL, lambda: prefill.order),
-            (Role.DECODE, lambda: decode.order),
-        ],
-    )
+    criteria: Criteria = [
+        (Role.PREFILL, lambda: prefill.backlog - ask.prefill_cached),
+        (Role.DECODE, lambda: np.maximum(requests - (2.0 * least + _CROWD), 0.0)),
+        (Role.DECODE, lambda: -ask.decode_cached),
+        (Role.PREFILL, lambda: prefill.dispatched),
+        (Role.DECODE, lambda: requests),
+        (Role.DECODE, lambda: -decode.available),
+        (Role.PREFILL, lambda: prefill.order),
+        (Role.DECODE, lambda: decode.order),
+    ]
+    return _least(snapshot, ask, criteria)
 
 
 def predicted(snapshot: Snapshot, ask: Ask) -> Pair | None:
@@ -106,21 +100,18 @@ def predicted(snapshot: Snapshot, ask: Ask) -> Pair | None:
         move = (ask.tokens - ask.decode_cached) * decode.token_bytes * snapshot.byte_s
         return (move + itl + decode.backlog * decode.queued_s) * (itl > 0.0)
 
-    pair = _least(
-        snapshot,
-        ask,
-        [
-            (Role.DECODE, lambda: np.maximum(itl - snapshot.slo_itl_s, 0.0)),
-            (Role.PREFILL, lambda: ttft),
-            (Role.DECODE, second),
-            (Role.DECODE, lambda: decode.requests),
-            (Role.DECODE, lambda: -decode.available),
-            (Role.DECODE, lambda: decode.order),
-            (Role.PREFILL, lambda: prefill.backlog - ask.prefill_cached),
-            (Role.PREFILL, lambda: prefill.dispatched),
-            (Role.PREFILL, lambda: prefill.order),
-        ],
-    )
+    criteria: Criteria = [
+        (Role.DECODE, lambda: np.maximum(itl - snapshot.slo_itl_s, 0.0)),
+        (Role.PREFILL, lambda: ttft),
+        (Role.DECODE, second),
+        (Role.DECODE, lambda: decode.requests),
+        (Role.DECODE, lambda: -decode.available),
+        (Role.DECODE, lambda: decode.order),
+        (Role.PREFILL, lambda: prefill.backlog - ask.prefill_cached),
+        (Role.PREFILL, lambda: prefill.dispatched),
+        (Role.PREFILL, lambda: prefill.order),
+    ]
+    pair = _least(snapshot, ask, criteria)
     return None if pair is None else pair._replace(ttft_s=float(ttft[pair.prefill]))
 
 
@@ -128,9 +119,10 @@ def local_prefill(snapshot: Snapshot, ask: Ask) -> Alone | None:
     """Choose a decode worker to run prefill locally: the lowest predicted TTFT among workers with capacity and, if
     possible, an ITL within the SLO. Near-ties go to the fewest requests. Unknown costs count as 0.
     """
-    itl, first = itl_s(snapshot, ask), alone_ttft_s(snapshot, ask)
+    itl = itl_s(snapshot, ask)
+    first = chunked_s(snapshot.decode.at, ask.tokens, ask.decode_cached, snapshot.chunk)
     slow = np.maximum(itl - snapshot.slo_itl_s, 0.0)
-    able = (snapshot.decode.at.room > ask.tokens) & (slow == 0.0)
+    able = (snapshot.decode.at.capacity > ask.tokens) & (slow == 0.0)
     later = np.maximum(first - first[able].min(initial=np.inf) / _ABOUT, 0.0)
     found = _alone(snapshot, ask, lambda: slow, lambda: later)
     return None if found is None else found._replace(ttft_s=float(first[found.decode]))
@@ -151,12 +143,12 @@ def alone_prefix(snapshot: Snapshot, ask: Ask) -> Alone | None:
 
 def local_round_robin(snapshot: Snapshot, ask: Ask) -> Alone | None:
     """Choose workers in turn by worker id, among those with capacity."""
-    rows = _with_room(snapshot, ask)
+    rows = _with_capacity(snapshot, ask)
     return Alone(_in_turn(rows, snapshot.decode.at.order, ask.turn), 0.0) if rows.size else None
 
 
 def _alone(snapshot: Snapshot, ask: Ask, *columns: Callable[[], Column]) -> Alone | None:
-    rows, at = _with_room(snapshot, ask), snapshot.decode.at
+    rows, at = _with_capacity(snapshot, ask), snapshot.decode.at
     rest = (lambda: at.requests, lambda: -ask.decode_cached, lambda: -at.available, lambda: at.order)
     criteria: Criteria = [(Role.DECODE, column) for column in (*columns, *rest)]
     return Alone(_narrowed(rows, criteria, Role.DECODE), 0.0) if rows.size else None
@@ -171,8 +163,8 @@ def local_prefill_if_faster(snapshot: Snapshot, ask: Ask, pair: Pair) -> Alone |
     at, cached = snapshot.decode.at, ask.decode_cached
     rows = [pair.decode]
     if np.count_nonzero(cached):
-        most = int((cached * (at.room > ask.tokens) * (at.group == at.group[pair.decode])).argmax())
-        if cached[most] > cached[pair.decode] and at.room[most] > ask.tokens:
+        most = int((cached * (at.capacity > ask.tokens) * (at.group == at.group[pair.decode])).argmax())
+        if cached[most] > cached[pair.decode] and at.capacity[most] > ask.tokens:
             rows.append(most)
     offers = (alone_s(snapshot.decode.facts(row), ask.tokens, float(cached[row]), snapshot.slo_itl_s) for row in rows)
     ttft, row = min(zip(offers, rows, strict=True))
@@ -188,7 +180,7 @@ def alone_s(decode: Facts[float], tokens: int, cached: float, slo_itl_s: float =
     if not decode.prompt_step_s + decode.prompt_token_s + decode.prompt_context_s:
         return np.inf
     new = tokens - cached
-    usual = decode.step_s + decode.token_s * (decode.requests + 1.0) + decode.context_s * (decode.kv_tokens + tokens)
+    usual = decode_step_s(decode, tokens)
     prompts = decode.prompt_step_s + decode.prompt_token_s * new + decode.backlog * decode.queued_s
     joint = usual + prompts + decode.prompt_context_s * new * (cached + (new + 1.0) * 0.5)
     if joint > slo_itl_s:
@@ -211,23 +203,28 @@ ALONE: dict[str, AlonePolicy] = {
 
 
 def ttft_s(snapshot: Snapshot, ask: Ask) -> Column:
-    """Return the predicted TTFT per prefill row: the backlog, then the uncached part of the prompt. 0 means unknown."""
-    at, cached = snapshot.prefill.at, ask.prefill_cached
-    new = ask.tokens - cached
-    context = new * (cached + (new + 1.0) * 0.5)
-    steps = at.step_s * (1.0 + (at.backlog > 0.0))  # a waiting prompt waits for the running step, too
-    return at.backlog * at.queued_s + steps + at.token_s * new + at.context_s * context
+    """Return the predicted TTFT per prefill row. 0 means unknown."""
+    return prefill_s(snapshot.prefill.at, ask.tokens, ask.prefill_cached)
 
 
 def itl_s(snapshot: Snapshot, ask: Ask) -> Column:
     """Return the predicted ITL per decode row, with this request in the step. 0 means unknown."""
-    at = snapshot.decode.at
-    return at.step_s + at.token_s * (at.requests + 1.0) + at.context_s * (at.kv_tokens + ask.tokens)
+    return decode_step_s(snapshot.decode.at, ask.tokens)
 
 
-def alone_ttft_s(snapshot: Snapshot, ask: Ask) -> Column:
-    """Return the predicted seconds per decode row to prefill the uncached part of the prompt. 0 means unknown."""
-    return chunked_s(snapshot.decode.at, ask.tokens, ask.decode_cached, snapshot.chunk)
+def prefill_s(at: Facts[Value], tokens: float, cached: Value | float) -> Value:
+    """Return the predicted seconds of the backlog and of the uncached part of a prompt on prefill workers."""
+    new = tokens - cached
+    context = new * (cached + (new + 1.0) * 0.5)
+    steps = at.step_s * (1.0 + (at.backlog > 0.0))  # a waiting prompt waits for the running step, too
+    seconds: Value = at.backlog * at.queued_s + steps + at.token_s * new + at.context_s * context
+    return seconds
+
+
+def decode_step_s(at: Facts[Value], tokens: float, more: float = 1.0) -> Value:
+    """Return the predicted seconds of a decode step with `more` requests, of `tokens` tokens together."""
+    seconds: Value = at.step_s + at.token_s * (at.requests + more) + at.context_s * (at.kv_tokens + tokens)
+    return seconds
 
 
 def chunked_s(at: Facts[Value], tokens: float, cached: Value, chunk: float) -> Value:
@@ -237,7 +234,7 @@ def chunked_s(at: Facts[Value], tokens: float, cached: Value, chunk: float) -> V
     new = tokens - cached
     own: Value = np.maximum(np.ceil((at.backlog + new) / np.maximum(chunk - at.requests, 1.0)), 1.0)
     steps = own + (at.requests > 0.0)
-    usual = at.step_s + at.token_s * (at.requests + 1.0) + at.context_s * (at.kv_tokens + tokens)
+    usual = decode_step_s(at, tokens)
     prompts = at.prompt_step_s * steps + at.prompt_token_s * new + at.backlog * at.queued_s
     seconds: Value = usual * steps + prompts + at.prompt_context_s * new * (cached + (new + 1.0) * 0.5)
     return seconds
@@ -249,7 +246,7 @@ def _candidates(snapshot: Snapshot, ask: Ask) -> Iterator[tuple[Rows, Rows]]:
     left = prefill.able.nonzero()[0]
     if ask.keep is not None:
         left = left[left == ask.keep]
-    right = _with_room(snapshot, ask)
+    right = _with_capacity(snapshot, ask)
     if snapshot.groups <= 1 and ask.bits is None:
         if left.size and right.size:
             yield left, right
@@ -261,8 +258,8 @@ def _candidates(snapshot: Snapshot, ask: Ask) -> Iterator[tuple[Rows, Rows]]:
             yield ours, theirs
 
 
-def _with_room(snapshot: Snapshot, ask: Ask) -> Rows:
-    rows = (snapshot.decode.at.room > ask.tokens).nonzero()[0]  # one more than the known tokens
+def _with_capacity(snapshot: Snapshot, ask: Ask) -> Rows:
+    rows = (snapshot.decode.at.capacity > ask.tokens).nonzero()[0]  # one more than the known tokens
     return rows if ask.bits is None else rows[np.isin(snapshot.decode.bits[rows], ask.bits)]
 
 

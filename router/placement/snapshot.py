@@ -27,7 +27,7 @@ class Facts(NamedTuple, Generic[Value]):
     requests: Value  # the larger of the worker's report (all routers) and what this router sent
     dispatched: Value  # by this router
     backlog: Value  # prompt tokens ahead of a new request
-    room: Value  # decode: positions for a new request; inf: always asked; -1: not able
+    capacity: Value  # decode: positions for a new request; inf: always asked; -1: not able
     available: Value  # free or cached blocks
     kv_tokens: Value  # decode: positions held by running or reserved requests
     group: Value  # number of its fingerprint, from 0
@@ -60,7 +60,6 @@ class Side:
         self.at: Facts[Column] = Facts(*self._table[:, :0])
 
     def __len__(self) -> int:
-        """Return the number of rows, including vacant ones."""
         return self._end
 
     def add(self) -> int:
@@ -76,19 +75,15 @@ class Side:
         return self._end - 1
 
     def put(self, row: int, facts: Facts[float]) -> None:
-        """Write the facts of a worker."""
         self._table[:, row] = facts
 
     def put_load(self, row: int, loaded: Loaded) -> None:
-        """Write the facts that change often."""
         self._table[: len(loaded), row] = loaded
 
     def facts(self, row: int) -> Facts[float]:
-        """Return the facts of one worker."""
         return Facts(*self._table[:, row].tolist())
 
     def drop(self, row: int) -> None:
-        """Free the row of a worker."""
         self.put(row, BLANK)
         self.slots[row] = self.bits[row] = 0
         self._vacant.append(row)
@@ -111,9 +106,9 @@ class Snapshot:
     slo_itl_s: float = np.inf
     chunk: float = np.inf  # tokens that a decode worker computes per step
 
-    def has_room(self, tokens: int) -> bool:
+    def has_capacity(self, tokens: int) -> bool:
         """Return whether any decode worker has capacity for `tokens`. If none has, no policy needs to run."""
-        return bool(np.count_nonzero(self.decode.at.room > tokens))
+        return bool(np.count_nonzero(self.decode.at.capacity > tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +168,7 @@ class WorkerView:
         return max(self.load.running + self.load.waiting, self.dispatched)
 
     @property
-    def room(self) -> float:
+    def capacity_blocks(self) -> float:
         """Blocks available to a new request, less one per running request to grow. Infinity if this router has no
         request there: then the worker's own answer counts, also "this can never fit".
         """
@@ -186,10 +181,10 @@ class WorkerView:
         return self.info.layout.blocks_for(tokens + 1)
 
 
-def has_pair(prefill: Sequence[WorkerView], decode: Sequence[WorkerView], *, alike: bool = False) -> bool:
-    """Return whether any two can hand over, whatever their capacity. `alike` requires bitwise compatible results."""
+def has_pair(prefill: Sequence[WorkerView], decode: Sequence[WorkerView], *, bitwise: bool = False) -> bool:
+    """Return whether any two can hand over, whatever their capacity. `bitwise` requires bitwise compatible results."""
     left, right = (
-        {(view.info.fingerprint, alike and view.info.determinism) for view in views} for views in (prefill, decode)
+        {(view.info.fingerprint, bitwise and view.info.determinism) for view in views} for views in (prefill, decode)
     )
     return bool(left & right)
 

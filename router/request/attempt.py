@@ -22,14 +22,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from baton.core import Finish, HandoffId, Role, SequenceSpec, Thought, Token
+from baton.core import Finish, HandoffId, Role, SequenceSpec, Thought, Token, WorkerInfo
 from baton.engine.prefix_cache import block_hashes_of
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, EngineFault, InvalidRequest, NoWorker, WorkerLost
 from baton.metrics import Metrics
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.stages import Stage
-from router.request.thoughts import most_events
 from router.request.traces import Track
 from router.workers.placement import Placement
 from router.workers.stream import EventMailbox, Item, WorkerStream
@@ -73,13 +72,13 @@ class Attempt:
         spec: SequenceSpec,
         track: Track,
         metrics: Metrics,
-        lasting: StreamRetention | None = None,
+        retention: StreamRetention | None = None,
     ) -> None:
         self.cached_tokens: int | None = None  # on D; None until reserved
         self.prefill_cached = 0  # tokens that P did not have to compute
         self.committed: pb.Committed | None = None
         self.finish: Finish | None = None
-        self.handed_back = ""  # the reason if another attempt is needed
+        self.retry_reason = ""  # the reason if another attempt is needed
         self.lost: BatonError | None = None
         self.kept = False  # whether P keeps its KV for the next attempt
         self.died = False  # whether a worker process that computed this request was lost
@@ -87,25 +86,23 @@ class Attempt:
         self._placement, self.spec = placement, spec
         self._spec: pb.SequenceSpec | None = None
         self._track, self._stages = track, track.stages
-        self._metrics, self._lasting = metrics, lasting or StreamRetention()
-        self._mailbox = EventMailbox(
-            spec.sampling.max_tokens + most_events(spec, placement.decode.info) + _SPARE_EVENTS
-        )
+        self._metrics, self._retention = metrics, retention or StreamRetention()
+        events = spec.sampling.max_tokens + most_events(spec, placement.decode.info)
+        self._mailbox = EventMailbox(events + _SPARE_EVENTS)
         self.thoughts: list[Thought] = []  # received, not yet passed on
         self._tokens: list[Token] = []
         self._decoding = False
         self.alone = False  # D computes the prompt, too
         self._holds = False  # P has KV of this, or has the command to compute it, and has not reported its end
-        self._through = False  # D has reported that it holds nothing of this handoff
+        self._decode_ended = False  # D has reported that it holds nothing of this handoff
         self.fencing: BatonError | None = None  # P's failure while D is asked for a fence
-        self._computed = self._repushes = False  # P sent the first token; P retransfers held KV
+        self._computed = self._retransfers = False  # P sent the first token; P retransfers held KV
 
     @property
     def workers(self) -> tuple[str, str]:
         """The worker ids of P and D. Without P, D's id is in both places."""
-        return (
-            self._placement.prefill or self._placement.decode
-        ).info.ref.worker_id, self._placement.decode.info.ref.worker_id
+        prefill = self._placement.prefill or self._placement.decode
+        return prefill.info.ref.worker_id, self._placement.decode.info.ref.worker_id
 
     @property
     def determinism(self) -> str:
@@ -131,14 +128,14 @@ class Attempt:
         prefill, decode = self._placement.prefill, self._placement.decode
         for source, event in self._mailbox.left():  # these came while the last tokens were passed on
             self._note(source, event)
-        parked = self._lasting.parks() and self._decoding  # D continues when this router's stream ends
-        if not parked and (not self._through or self._lasting.seconds):  # D remembers a resumable stream after its end
+        parked = self._retention.parks() and self._decoding  # D continues when this router's stream ends
+        if not parked and (not self._decode_ended or self._retention.seconds):  # D keeps a resumable one after its end
             decode.send(release=pb.Release(handoff=self._name))
-        if prefill is not None and not self.kept and (self._holds or not self._through):
+        if prefill is not None and not self.kept and (self._holds or not self._decode_ended):
             prefill.send(release=pb.Release(handoff=self._name))
         for link in self._links:
-            speaks = link is prefill and self._through and self._holds and not self.kept  # it will report its push
-            link.close(self.handoff, self._track.owe() if speaks else None)
+            reports = link is prefill and self._decode_ended and self._holds and not self.kept  # the result of its push
+            link.close(self.handoff, self._track.expect_report() if reports else None)
         self._placement.release()
 
     @property
@@ -147,38 +144,36 @@ class Attempt:
 
     async def reserve(self, deadline_s: float) -> bool:
         """Reserve capacity on D. Return False if D is full. Raises the error that ended the attempt."""
-        info = self._placement.decode.info
-        self._placement.decode.send(
-            reserve=pb.Reserve(
-                handoff=self._name,
-                fingerprint=info.fingerprint,
-                known_tokens=len(self.spec),
-                max_total=len(self.spec.prompt) + self.spec.sampling.max_tokens,
-                deadline_s=deadline_s,
-                prefix=block_hashes_of(
-                    self.spec, info.fingerprint, info.layout.block_size, thinks=info.thinking_chunk > 0
-                ),
-                resumable_s=self._lasting.seconds,
-                stream=self._lasting.stream,
-            )
+        decode, info = self._placement.decode, self._placement.decode.info
+        thinks = info.thinking_chunk > 0
+        message = pb.Reserve(
+            handoff=self._name,
+            fingerprint=info.fingerprint,
+            known_tokens=len(self.spec),
+            max_total=len(self.spec.prompt) + self.spec.sampling.max_tokens,
+            deadline_s=deadline_s,
+            prefix=block_hashes_of(self.spec, info.fingerprint, info.layout.block_size, thinks=thinks),
+            resumable_s=self._retention.seconds,
+            stream=self._retention.stream,
         )
+        decode.send(reserve=message)
         await asyncio.sleep(0)  # sends the Reserve; the rest is done while D answers
         self._spec = convert.spec_to_pb(self.spec)
         if self._placement.prefill is None:  # a Prefill sent after the answer would wait for one more step
             self.alone = True
-            self._placement.decode.send(prefill=pb.Prefill(handoff=self._name, spec=self._spec, deadline_s=deadline_s))
+            decode.send(prefill=pb.Prefill(handoff=self._name, spec=self._spec, deadline_s=deadline_s))
         return await self._granted()
 
     async def _granted(self) -> bool:
-        while self.cached_tokens is None and not self.handed_back:
-            for source, item in await self._heard(_ANSWER_S):
+        while self.cached_tokens is None and not self.retry_reason:
+            for source, item in await self._received(_ANSWER_S):
                 if isinstance(item, BatonError):  # from P too: nothing is computed yet, so no fence is needed
                     self.died = self.alone and self._placement.decode.state != "connected"  # D may compute already
                     self._lose(source, item)
                 else:
                     self._take(source, item)
         self._placement.reserved()
-        return not self.handed_back
+        return not self.retry_reason
 
     def prefill(self, deadline_s: float) -> None:
         """Have P compute the known tokens, send the first token and hand over to D."""
@@ -189,28 +184,28 @@ class Attempt:
         message.skip, self._holds = self.cached_tokens or 0, True
         self.prefill_link.send(prefill=message)
 
-    def repush(self, held: HandoffId, deadline_s: float) -> None:
+    def retransfer(self, held: HandoffId, deadline_s: float) -> None:
         """Have P retransfer to D the KV that it holds of the lost attempt `held`."""
         to = convert.ref_to_pb(self._placement.decode.info.ref)
         message = pb.Repush(held=convert.handoff_to_pb(held), handoff=self._name, to=to, deadline_s=deadline_s)
-        message.skip, self._holds, self._repushes = self.cached_tokens or 0, True, True
+        message.skip, self._holds, self._retransfers = self.cached_tokens or 0, True, True
         self.prefill_link.send(repush=message)
 
     async def outputs(self) -> AsyncIterator[list[Token]]:
-        """Yield new tokens, or [] for new `thoughts`, until `finish` or `handed_back` is set. Raises a failure."""
+        """Yield new tokens, or [] for new `thoughts`, until `finish` or `retry_reason` is set. Raises a failure."""
         while True:
             tokens, self._tokens = self._tokens, []
             if tokens or self.thoughts:
                 yield tokens
-            if self.finish is not None or self.handed_back:
+            if self.finish is not None or self.retry_reason:
                 return
-            for source, item in await self._heard(_ANSWER_S if self.fencing else None):
+            for source, item in await self._received(_ANSWER_S if self.fencing else None):
                 if self._tokens and isinstance(item, pb.WorkerEvent) and item.HasField("thoughts"):
                     tokens, self._tokens = self._tokens, []
                     yield tokens  # before the thoughts about them
                 self._take(source, item)
 
-    async def _heard(self, timeout_s: float | None) -> list[tuple[Role, Item]]:
+    async def _received(self, timeout_s: float | None) -> list[tuple[Role, Item]]:
         """Return received items. D counts as lost if none arrives within `timeout_s`."""
         if timeout_s is None:
             return await self._mailbox.drain()
@@ -235,7 +230,7 @@ class Attempt:
             case "committed":
                 self._on_committed(item.committed)
             case "preempted":
-                self.handed_back, self._through = "preempted", True
+                self.retry_reason, self._decode_ended = "preempted", True
             case "refused":
                 self._on_refused(source, item.refused)
             case "failed":
@@ -246,13 +241,14 @@ class Attempt:
 
     def _note(self, source: Role, event: pb.WorkerEvent) -> str | None:
         if (kind := event.WhichOneof("event")) != "tokens":
-            self._track.heard(source, self.workers[source is Role.DECODE], event)
+            self._track.add(source, self.workers[source is Role.DECODE], event)
             self._holds = self._holds and kind != "pushed"
         return kind
 
     def _computing(self, source: Role) -> bool:
-        alone = self._decoding or self.alone
-        return alone if source is Role.DECODE else self._holds and not (self._computed or self._repushes)
+        if source is Role.DECODE:
+            return self._decoding or self.alone
+        return self._holds and not (self._computed or self._retransfers)
 
     def _on_output(self, source: Role, item: pb.WorkerEvent) -> None:
         if source is Role.PREFILL or (self.alone and not self._decoding):
@@ -265,10 +261,10 @@ class Attempt:
             else:
                 self._on_finish(source, convert.finish_from_pb(item.finish))
         except InvalidRequest as error:  # the worker's fault, not the client's
-            raise EngineFault(f"{self._worker(source)} sent what cannot be read: {error}") from error
+            raise EngineFault(f"{self._worker(source)} sent an invalid message: {error}") from error
 
     def _on_finish(self, source: Role, finish: Finish) -> None:
-        self.finish, self._through = finish, source is Role.DECODE
+        self.finish, self._decode_ended = finish, source is Role.DECODE
         if source is Role.PREFILL:
             self._stages.ended_at_first_token()
 
@@ -293,15 +289,15 @@ class Attempt:
 
     def _on_refused(self, source: Role, refused: pb.Refused) -> None:
         self._holds = self._holds and source is Role.DECODE
-        if self.handed_back:
+        if self.retry_reason:
             return  # a lone D refuses the Prefill too, after it refused the Reserve
         text = f"{self._worker(source)} refused the request: {refused.detail}"
         if refused.reason in RETRY_LATER:
-            self.handed_back = "no_room"
+            self.retry_reason = "no_room"
         elif refused.reason == pb.REFUSAL_REASON_TOO_LONG:
             raise InvalidRequest.of("prompt", text)
-        elif self._repushes and source is Role.PREFILL and refused.reason == pb.REFUSAL_REASON_STALE:
-            self.handed_back = "kv_dropped"  # P freed the KV for other prompts: not a failure, it is computed again
+        elif self._retransfers and source is Role.PREFILL and refused.reason == pb.REFUSAL_REASON_STALE:
+            self.retry_reason = "kv_dropped"  # P freed the KV for other prompts: not a failure, it is computed again
         else:
             self._lose(source, REFUSALS.get(refused.reason, EngineFault)(text))
 
@@ -309,7 +305,7 @@ class Attempt:
         if failed.kind == "DigestMismatch":
             self._metrics.digest_mismatch()
         if failed.kind == "Cancelled":  # another router has attached and must keep the stream
-            self._through, self._lasting = True, StreamRetention()
+            self._decode_ended, self._retention = True, StreamRetention()
         kind = FAILURES.get(failed.kind, WorkerLost)
         self._failed(source, kind(f"{self._worker(source)}: {failed.kind}: {failed.message}"), holds=failed.held)
 
@@ -326,10 +322,17 @@ class Attempt:
         """End the attempt for a retry. Raises `error` if a retry would repeat it."""
         if not isinstance(error, RETRYABLE):
             raise error
-        self.lost, self.handed_back = error, f"{source}_lost"
+        self.lost, self.retry_reason = error, f"{source}_lost"
 
     def _worker(self, source: Role) -> str:
         return f"the {source} worker {self.workers[source is Role.DECODE]}"
+
+
+def most_events(spec: SequenceSpec, info: WorkerInfo) -> int:
+    """Return the most messages with thoughts in one attempt. Both workers may send each chunk separately."""
+    if not info.thinking_chunk:
+        return 0
+    return 2 * ((len(spec.prompt) + spec.sampling.max_tokens) // info.thinking_chunk)
 
 
 class TakeoverAttempt(Attempt):
@@ -337,7 +340,6 @@ class TakeoverAttempt(Attempt):
 
     @property
     def workers(self) -> tuple[str, str]:
-        """The worker ids: "" for P, and D's."""
         return "", self._placement.decode.info.ref.worker_id
 
     async def reserve(self, deadline_s: float) -> bool:
@@ -355,6 +357,6 @@ class TakeoverAttempt(Attempt):
             self.cached_tokens, self._decoding = len(self.spec), True
             self._placement.prefill_done()
         elif isinstance(item, pb.WorkerEvent) and item.HasField("refused"):
-            self.handed_back, self._through = "not_there", True
+            self.retry_reason, self._decode_ended = "not_there", True
         else:
             super()._take(source, item)

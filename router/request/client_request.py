@@ -1,4 +1,4 @@
-"""One client request: its name, its deadline and its end. And the running requests of a router."""
+"""A client's call, its parsed request, and the running calls of a router."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from hashlib import blake2b
 from itertools import count
 
 from baton.errors import BatonError, Cancelled
 from baton.tracing.trace import TraceContext
 from router.auth.tokens import Grant
-from router.observe.request_observer import RequestObserver, Sinks
+from router.parsing.generate_request import ParsedRequest
 from router.request.attempt import StreamRetention
-from router.request.thoughts import Asked
+from router.request.observer import RequestObserver, Sinks
 
 
-class ClientRequest:
-    """One request of a client. It ends after `within_s` seconds at the latest. `name` is the client's request id; a
-    resumed request keeps the id of its stream. `arrival` is its number in the order of arrival. `task` runs in `scope`,
-    and `end` makes it leave with `reason`. `trace_context` is the trace that the request belongs to.
+class ClientCall:
+    """One Generate or Resume call. It ends after `within_s` seconds at the latest. `name` is the client's request id; a
+    Resume keeps the id of its stream. `arrival` is its number in the order of arrival. `task` runs in `scope`, and
+    `end` makes it leave with `reason`. `trace_context` is the trace that the call belongs to.
     """
 
     def __init__(
@@ -37,22 +36,15 @@ class ClientRequest:
         self.name = name or self._own
         self.resumes = bool(name)  # another router began it
         self.grant = grant  # of its caller; None if no tokens are configured
-        self.task = task
-        self.within_s = within_s
-        self.arrival = arrival
+        self.tenant = grant.tenant if grant is not None else ""
+        self.task, self.within_s, self.arrival = task, within_s, arrival
         self.observer = RequestObserver(sinks, self.name, trace_context, resumes=self.resumes)
         self.deadline = self.observer.arrived[0] + within_s  # counts from before a long prompt is parsed
         self.scope = asyncio.timeout(within_s)
         self.reason: BatonError | None = None
-        self.resumable_s = 0.0  # how long it continues without a router
         self.handing_over = False  # set when another router is to continue it
-        self.prompt_tokens = 0  # set by `serve_request`, like `deterministic`
-        self.deterministic = False
-        self.traced = False  # whether the client wants all spans
-        self.asked = Asked()
-        self.determinism = ""  # determinism fingerprint of a deterministic request, from its first attempt on
 
-    def life_id(self, choice: int) -> str:
+    def worker_name(self, choice: int) -> str:
         """Return a choice's id on workers. A resumed name is never used: workers may have attempts of it."""
         return f"{self._own}.{choice}" if choice else self._own
 
@@ -60,44 +52,43 @@ class ClientRequest:
         """Return the client's name for a choice. It is the same on every router."""
         return f"{self.name}.{choice}" if choice else self.name
 
-    def lasting(self, choice: int) -> StreamRetention:
-        """Return how long workers retain the stream of a choice."""
-        if not self.resumable_s:
-            return StreamRetention()
-        return StreamRetention(self.resumable_s, self.stream(choice), lambda: self.handing_over)
-
     def end(self, reason: BatonError) -> None:
-        """End the request with `reason` and release its workers. Only the first reason counts."""
+        """End the call with `reason` and release its workers. Only the first reason counts."""
         if self.reason is None and not self.scope.expired():
             self.reason = reason
             self.scope.reschedule(asyncio.get_running_loop().time())
 
-    @property
-    def tenant(self) -> str:
-        return self.grant.tenant if self.grant is not None else ""
 
-    @property
-    def accepted(self) -> bool:
-        return self.observer.is_accepted
+class ClientRequest:
+    """The parsed request of a call, which all its choices share."""
+
+    def __init__(self, call: ClientCall, parsed: ParsedRequest) -> None:
+        self.call, self.parsed = call, parsed
+        self.determinism = parsed.determinism  # system fingerprint, also set by the first attempt if deterministic
+
+    def retention(self, choice: int) -> StreamRetention:
+        if not self.parsed.resumable_s:
+            return StreamRetention()
+        return StreamRetention(self.parsed.resumable_s, self.call.stream(choice), lambda: self.call.handing_over)
 
 
 class RunningRequests:
-    """The running requests of a router. `accepting` is False while it stops. `arrivals` numbers the requests."""
+    """The running calls of a router. `accepting` is False while it stops. `arrivals` numbers the calls."""
 
     def __init__(self) -> None:
         self.accepting = True
         self.arrivals = count()
-        self._running: set[ClientRequest] = set()
-        self._named: dict[tuple[str, str], ClientRequest] = {}  # by tenant, and request id or idempotency key
+        self._running: set[ClientCall] = set()
+        self._named: dict[tuple[str, str], ClientCall] = {}  # by tenant, and request id or idempotency key
 
     def __len__(self) -> int:
         return len(self._running)
 
-    def __iter__(self) -> Iterator[ClientRequest]:
+    def __iter__(self) -> Iterator[ClientCall]:
         return iter(self._running)
 
     @asynccontextmanager
-    async def registered(self, call: ClientRequest, key: str) -> AsyncIterator[None]:
+    async def registered(self, call: ClientCall, key: str) -> AsyncIterator[None]:
         """Register `call` by name and key until it ends. A call of its tenant that has one of them is cancelled."""
         names = [(call.tenant, call.name), (call.tenant, f"key {key}")][: 1 + bool(key)]
         for name in names:
@@ -112,8 +103,3 @@ class RunningRequests:
             for name in names:
                 if self._named.get(name) is call:  # not if another call has taken over
                     del self._named[name]
-
-
-def seed_of(text: str) -> int:
-    """Return 63 bits that depend only on `text`, so that a request resumed or sent again with its key has the same."""
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 1

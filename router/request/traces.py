@@ -23,8 +23,8 @@ _NS = 1e9
 _MOST_SPANS = 256  # per choice, of stages and of workers each
 _MOST_BYTES = 32 * 2**20  # of all kept traces
 _PASSAGE_BYTES = 300
-_OWED_S = 0.5  # a prefill worker reports the result of its push between two steps
-_LOOK_S = 0.005
+_REPORT_S = 0.5  # a prefill worker reports the result of its push between two steps
+_POLL_S = 0.005
 
 
 class Track:
@@ -32,41 +32,40 @@ class Track:
 
     def __init__(self, router_id: str, choice: int, clock: Clock, arrived: tuple[float, float] | None = None) -> None:
         self.stages = StageClock(clock, arrived)
-        self.owed = 0  # ended attempts with a prefill worker's report outstanding
+        self.outstanding = 0  # ended attempts with a prefill worker's report outstanding
         self._router_id, self._choice = router_id, choice
-        self._heard = admin_pb2.TraceReply()
+        self._reported = admin_pb2.TraceReply()
 
-    def heard(self, role: Role, worker_id: str, event: worker_pb2.WorkerEvent, attempt: int = 0) -> None:
+    def add(self, role: Role, worker_id: str, event: worker_pb2.WorkerEvent, attempt: int = 0) -> None:
         """Add the spans of an event. `attempt` 0 means the current one. Invalid spans are dropped."""
         if not event.spans and not event.finish.verify_s:
             return
         verify_s = event.finish.verify_s or sum(span.duration_s for span in event.spans if span.name == Stage.VERIFY)
         self.stages.verified(verify_s)
         for span in event.spans:
-            if len(self._heard.spans) < _MOST_SPANS and _is_time(span.start_s) and _is_time(span.duration_s):
+            if len(self._reported.spans) < _MOST_SPANS and _is_time(span.start_s) and _is_time(span.duration_s):
                 kept = common_pb2.Span()
                 kept.CopyFrom(span)  # a reference would keep the whole message alive
                 kept.role, kept.process, kept.choice = role.value, worker_id, self._choice
                 kept.attempt = attempt or self.stages.attempt
-                self._heard.spans.append(kept)  # appended when complete, because the exporter reads from its own thread
+                self._reported.spans.append(kept)  # last, because the exporter reads from its own thread
 
-    def owe(self) -> Late:
+    def expect_report(self) -> Late:
         """End this attempt and return the callback for the prefill worker's last report of it."""
-        self.owed += 1
+        self.outstanding += 1
         return partial(self._late, self.stages.attempt)
 
     def _late(self, attempt: int, role: Role, worker_id: str, event: worker_pb2.WorkerEvent) -> None:
-        self.owed -= 1
-        self.heard(role, worker_id, event, attempt)
+        self.outstanding -= 1
+        self.add(role, worker_id, event, attempt)
 
     @property
     def size(self) -> int:
-        """Approximate bytes."""
-        return _PASSAGE_BYTES * len(self.stages.passages) + 4 * self._heard.ByteSize()
+        return _PASSAGE_BYTES * len(self.stages.passages) + 4 * self._reported.ByteSize()
 
     def spans(self) -> Iterator[common_pb2.Span]:
         yield from map(self._stage, self.stages.so_far()[:_MOST_SPANS])
-        yield from self._heard.spans
+        yield from self._reported.spans
 
     def _stage(self, passage: Passage) -> common_pb2.Span:
         return common_pb2.Span(
@@ -104,11 +103,11 @@ class Trace:
         return admin_pb2.TraceReply(**named, spans=self.spans())
 
     async def settled(self, left_s: float) -> None:
-        """Wait for owed reports: at most 0.5 s, and at most half of `left_s`, the seconds until the deadline."""
-        for _ in range(round(min(_OWED_S, left_s / 2) / _LOOK_S)):
-            if not any(track.owed for track in self.tracks):
+        """Wait for outstanding reports: at most 0.5 s, and at most half of `left_s`, the seconds until the deadline."""
+        for _ in range(round(min(_REPORT_S, left_s / 2) / _POLL_S)):
+            if not any(track.outstanding for track in self.tracks):
                 return
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
 
 class Traces:
@@ -135,7 +134,9 @@ class Traces:
         while len(self._kept) > self._keep or (self._bytes > _MOST_BYTES and self._kept):
             self._drop(next(iter(self._kept)))
         if self._export is not None and trace.context.exported(self._sample):
-            self._export(_ended(trace))
+            begin, end = trace.began_s, trace.ended_s
+            names = trace.request_id, trace.router_id, trace.context
+            self._export(Ended(*names, begin, end, outcome, error, lambda: list(map(span_from_pb, trace.spans()))))
 
     def find(self, request_id: str) -> Trace | None:
         """Return a kept trace, or None. An empty id finds the trace that ended last."""
@@ -144,19 +145,6 @@ class Traces:
 
     def _drop(self, name: str) -> None:
         self._bytes -= self._kept.pop(name, (None, 0))[1]
-
-
-def _ended(trace: Trace) -> Ended:
-    return Ended(
-        trace.request_id,
-        trace.router_id,
-        trace.context,
-        trace.began_s,
-        trace.ended_s,
-        trace.outcome,
-        trace.error,
-        lambda: [span_from_pb(span) for span in trace.spans()],
-    )
 
 
 def _is_time(seconds: float) -> bool:

@@ -30,9 +30,9 @@ class Requirements(NamedTuple):
     @property
     def absence(self) -> str:
         """Text for an error: no capable worker is connected."""
-        whose = f"with the system fingerprint {self.determinism} " if self.determinism else ""
-        what = f"{whose}that computes deterministic requests " if self.deterministic else ""
-        return f"no decode worker {what}is connected"
+        fingerprint = f"with the system fingerprint {self.determinism} " if self.determinism else ""
+        kind = f"{fingerprint}that computes deterministic requests " if self.deterministic else ""
+        return f"no decode worker {kind}is connected"
 
     @property
     def deterministic(self) -> bool:
@@ -64,11 +64,9 @@ class Placement:
         on_change: Callable[[WorkerRef], None],
         on_release: Callable[[], None],
     ) -> None:
-        self.prefill = prefill
-        self.decode = decode
+        self.prefill, self.decode = prefill, decode
         self.on_first: Callable[[], None] = lambda: None
-        self._on_change = on_change
-        self._on_release = on_release
+        self._on_change, self._on_release = on_change, on_release
         self._computes = prefill or decode
         self._views = (self._computes.view, decode.view)  # kept, because a reconnected stream has a new view
         self._tokens = tokens - cached
@@ -78,25 +76,28 @@ class Placement:
         self._views[0].queued_tokens += self._tokens
         decode.view.dispatched += 1
         decode.view.pending_blocks += self._blocks
-        self._tell(self._computes, decode)
+        self._notify(self._computes, decode)
 
     @property
     def determinism(self) -> str:
         """The determinism fingerprint of both workers, or "" if they differ."""
-        said = {self._computes.info.determinism, self.decode.info.determinism}
-        return said.pop() if len(said) == 1 else ""
+        determinism = self.decode.info.determinism
+        return determinism if self._computes.info.determinism == determinism else ""
 
     def reserved(self) -> None:
         """End the count of pending blocks, because the decode worker's own reports contain them from now on."""
         if self._blocks:
             self._views[1].pending_blocks -= self._blocks
             self._blocks = 0
-            self._tell(self.decode)
+            self._notify(self.decode)
 
     def computed(self) -> None:
         """End the backlog of the prompt, at its first token."""
         on_first, self.on_first = self.on_first, lambda: None
-        self._no_backlog()
+        if self._tokens:
+            self._views[0].queued_tokens -= self._tokens
+            self._tokens = 0
+            self._notify(self._computes)
         on_first()
 
     def prefill_done(self) -> None:
@@ -105,7 +106,7 @@ class Placement:
         if self._on_prefill:
             self._views[0].dispatched -= self._on_prefill
             self._on_prefill = 0
-            self._tell(self._computes)
+            self._notify(self._computes)
 
     def release(self) -> None:
         """End all counts: the request has left both workers."""
@@ -113,15 +114,9 @@ class Placement:
         self.reserved()
         self.prefill_done()
         self._views[1].dispatched -= 1
-        self._tell(self.decode)
+        self._notify(self.decode)
         self._on_release()
 
-    def _no_backlog(self) -> None:
-        if self._tokens:
-            self._views[0].queued_tokens -= self._tokens
-            self._tokens = 0
-            self._tell(self._computes)
-
-    def _tell(self, *links: WorkerStream) -> None:
+    def _notify(self, *links: WorkerStream) -> None:
         for link in links:
             self._on_change(link.info.ref)

@@ -1,4 +1,4 @@
-"""The pool of workers in the ledger, and placements on them."""
+"""The pool of workers in the ledger, placements on them, and the latencies that a typical request may expect."""
 
 from __future__ import annotations
 
@@ -15,24 +15,32 @@ import structlog
 from baton.clock import Clock
 from baton.core import BlockCounts, Channel, Incarnation, Load, Role, WorkerInfo, WorkerRef
 from baton.errors import Violation
-from baton.ledger.control_state import RouterReport
+from baton.ledger.control_state import RouterReport, WorkerDemand
 from baton.ledger.prefix_index import PrefixIndex
-from baton.rpc.channel import IN_THE_CLEAR, Wire
-from router.placement.demand import TypicalRequest, expected
+from baton.rpc.channel import PLAINTEXT, Wire
 from router.placement.fleet import Fleet
-from router.placement.policy import Alone, AlonePolicy, Policy, local_prefill, local_prefill_if_faster
-from router.placement.snapshot import Ask, has_pair, misfit
+from router.placement.policy import (
+    AlonePolicy,
+    Policy,
+    chunked_s,
+    decode_step_s,
+    local_prefill,
+    local_prefill_if_faster,
+    prefill_s,
+)
+from router.placement.snapshot import Ask, Facts, WorkerView, has_pair, misfit
 from router.workers.placement import NO_REQUIREMENTS, Placement, Requirements
 from router.workers.stream import WorkerStream
 
 log = structlog.get_logger(__name__)
 
+# Returns the workers with a live lease: `Ledger.workers`, or a fixed list in tests. If it raises, nothing changes.
 WorkerSource = Callable[[], Awaitable[Sequence[WorkerInfo]]]
-"""The workers with a live lease: `Ledger.workers`, or a fixed list in tests. May fail: then nothing changes."""
 
 _POLL_S = 0.5
-_HURRY_S = 0.1  # while no request can be served
+_FAST_POLL_S = 0.1  # while no request can be served
 _SETTLE_S = 2.0
+_NEW = 0.05  # weight of a new prompt in the mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,18 @@ class PoolOptions:
     on_predicted: Callable[[float], None] = lambda off_s: None
 
 
+class TypicalRequest:
+    """A running mean of prompts: their known tokens, and how many of those were cached on the chosen worker."""
+
+    def __init__(self) -> None:
+        self.tokens = self.cached = 0.0
+
+    def add(self, tokens: int, cached: int) -> None:
+        new = _NEW if self.tokens else 1.0
+        self.tokens += new * (tokens - self.tokens)
+        self.cached += new * (cached - self.cached)
+
+
 class WorkerPool:
     """One stream for each live incarnation in the ledger, and the placements on them. `on_change` is called when
     capacity may have grown; the queue, which needs the pool, sets it. A stream is closed after `silence_s` without a
@@ -63,19 +83,15 @@ class WorkerPool:
         router_id: str,
         silence_s: float,
         clock: Clock,
-        wire: Wire = IN_THE_CLEAR,
+        wire: Wire = PLAINTEXT,
         *,
         prefixes: PrefixIndex | None = None,
         options: PoolOptions = PoolOptions(),
     ) -> None:
         self.on_change: Callable[[], None] = lambda: None
-        self._options = options
-        self._source = source
-        self._policy = policy
-        self._router_id = router_id
-        self._silence_s = silence_s
-        self._clock = clock
-        self._wire = wire
+        self._source, self._policy, self._options = source, policy, options
+        self._router_id, self._silence_s = router_id, silence_s
+        self._clock, self._wire = clock, wire
         self._fleet = Fleet(prefixes, options.slo_itl_s)
         self._links: dict[WorkerRef, WorkerStream] = {}
         self._seen: dict[WorkerRef, float] = {}
@@ -87,57 +103,56 @@ class WorkerPool:
     def links(self) -> list[WorkerStream]:
         return list(self._links.values())
 
+    @property
+    def connected(self) -> list[WorkerStream]:
+        return [link for link in self._links.values() if link.state == "connected"]
+
     async def start(self) -> None:
         """Read the ledger once, then poll it in the background."""
         await self._follow()
         self._task = asyncio.create_task(self._run(), name="worker pool")
 
     async def stop(self) -> None:
-        """Close all streams."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
         await asyncio.gather(*(link.stop() for link in self._links.values()))
 
     def place(self, tokens: int, requirements: Requirements = NO_REQUIREMENTS) -> Placement | None:
-        """Return a placement for a request of `tokens` known tokens, or None if no capable workers have capacity. If no
-        prefill worker is left, it is a decode worker alone.
+        """Return a placement for `tokens` known tokens, or None if no capable workers have capacity. Without a capable
+        prefill worker, it is a decode worker alone.
         """
         snapshot, (keep, spec, determinism, _) = self._fleet.snapshot(), requirements
         snapshot.chunk = self._options.chunk
         if requirements.capability is not None and not self.can_serve(requirements):
             return None
-        if not snapshot.has_room(tokens):
+        if not snapshot.has_capacity(tokens):
             return None
         kept = keep.info.ref if keep is not None and self._can_hand_over(keep, requirements) else None
         ask = self._fleet.ask(tokens, self._turn, kept, spec, determinism)
         pair = None if self._options.colocated else self._policy(snapshot, ask)
         if pair is None:
-            found = None if self.has_pair(requirements) else self._options.alone(snapshot, ask)
-            return None if found is None else self._alone(tokens, found, ask)
-        if self._options.local_prefill and (sooner := local_prefill_if_faster(snapshot, ask, pair)) is not None:
-            return self._alone(tokens, sooner, ask)
-        self._turn += 1
-        prefill = self._links[self._fleet.ref(Role.PREFILL, pair.prefill)]
-        decode = self._links[self._fleet.ref(Role.DECODE, pair.decode)]
-        cached = int(ask.prefill_cached[pair.prefill])
-        self._typical.saw(tokens, cached)
-        placement = Placement(prefill, decode, tokens, cached, self._fleet.mark, self.on_change)
-        return self._predict(placement, pair.ttft_s if kept is None else 0.0)
+            alone = None if self.has_pair(requirements) else self._options.alone(snapshot, ask)
+            return None if alone is None else self._placed(ask, None, *alone)
+        if self._options.local_prefill and (faster := local_prefill_if_faster(snapshot, ask, pair)) is not None:
+            return self._placed(ask, None, *faster)
+        return self._placed(ask, pair.prefill, pair.decode, pair.ttft_s if kept is None else 0.0)
 
-    def _predict(self, placement: Placement, ttft_s: float) -> Placement:
-        """Compare the predicted TTFT in seconds with the real one later, unless it is 0, which means unknown."""
+    def _placed(self, ask: Ask, prefill_row: int | None, decode_row: int, ttft_s: float) -> Placement:
+        """Return the placement on these rows. Its TTFT is compared with the predicted `ttft_s`, unless that is 0."""
+        self._turn += 1
+        prefill, cached = None, ask.decode_cached[decode_row]
+        if prefill_row is not None:
+            prefill, cached = self._links[self._fleet.ref(Role.PREFILL, prefill_row)], ask.prefill_cached[prefill_row]
+        decode = self._links[self._fleet.ref(Role.DECODE, decode_row)]
+        self._typical.add(ask.tokens, int(cached))
+        placement = Placement(prefill, decode, ask.tokens, int(cached), self._fleet.mark, self.on_change)
         if ttft_s:
             placement.on_first = partial(self._compare, ttft_s, self._clock.monotonic())
         return placement
 
-    def _alone(self, tokens: int, found: Alone, ask: Ask) -> Placement:
-        self._turn += 1
-        row = found.decode
-        decode, cached = self._links[self._fleet.ref(Role.DECODE, row)], int(ask.decode_cached[row])
-        self._typical.saw(tokens, cached)
-        placement = Placement(None, decode, tokens, cached, self._fleet.mark, self.on_change)
-        return self._predict(placement, found.ttft_s)
+    def _compare(self, predicted_s: float, since: float) -> None:
+        self._options.on_predicted(abs(self._clock.monotonic() - since - predicted_s))
 
     def expected(self) -> RouterReport:
         """Return the load of its workers and the predicted latencies of a typical request, without the queue."""
@@ -145,14 +160,14 @@ class WorkerPool:
         rows = [(link.view, facts) for link, facts in self._fleet.rows() if link.usable]
         return expected(self._router_id, rows, self._typical, self._options.chunk if self._options.colocated else None)
 
-    def claim_of(self, worker_id: str, incarnation: Incarnation) -> Placement | None:
+    def place_on(self, worker_id: str, incarnation: Incarnation) -> Placement | None:
         """Return a placement on a decode worker that already decodes the stream, or None if it is not connected."""
         link = self._link(worker_id, incarnation)
         if link is None or link.state != "connected" or link.info.role is not Role.DECODE:
             return None
         return Placement(None, link, 0, 0, self._fleet.mark, self.on_change)
 
-    async def wait_known(self, worker_id: str, incarnation: Incarnation) -> None:
+    async def wait_connected(self, worker_id: str, incarnation: Incarnation) -> None:
         """Wait, at most 2 s, for the first connect to this worker or its failure."""
         link = self._link(worker_id, incarnation)
         if link is not None:
@@ -160,18 +175,15 @@ class WorkerPool:
                 await asyncio.wait_for(link.settled.wait(), _SETTLE_S)
 
     def _link(self, worker_id: str, incarnation: Incarnation) -> WorkerStream | None:
-        found = [ref for ref in self._links if (ref.worker_id, ref.incarnation) == (worker_id, incarnation)]
-        return self._links[found[0]] if found else None
-
-    def _compare(self, predicted_s: float, since: float) -> None:
-        self._options.on_predicted(abs(self._clock.monotonic() - since - predicted_s))
+        wanted = worker_id, incarnation
+        return next((self._links[ref] for ref in self._links if (ref.worker_id, ref.incarnation) == wanted), None)
 
     def has_pair(self, requirements: Requirements = NO_REQUIREMENTS) -> bool:
         """Return whether two live workers can hand over such requests, whatever their capacity."""
         if self._options.colocated:
             return False
         views = ([link.view for link in self._usable(role, requirements)] for role in (Role.PREFILL, Role.DECODE))
-        return has_pair(*views, alike=requirements.deterministic)
+        return has_pair(*views, bitwise=requirements.deterministic)
 
     def can_serve(self, requirements: Requirements = NO_REQUIREMENTS) -> bool:
         """Return whether a capable decode worker is connected, whatever its capacity and prefill workers."""
@@ -179,10 +191,10 @@ class WorkerPool:
 
     def reasons_not_to_serve(self, requirements: Requirements) -> list[Violation]:
         """Return why no known worker is capable. Empty if one may be, or if none is known."""
-        wrong = [Violation(field, "the model that is served does not think") for field in requirements.thinks]
+        wrong = [Violation(field, "the served model does not think") for field in requirements.thinks]
         wrong = wrong if self.thinking_chunk() == 0 else []
         if requirements.deterministic and not requirements.determinism and (reason := self.nondeterminism()):
-            wrong.append(Violation("deterministic", f"no worker computes such requests: {reason}"))
+            wrong.append(Violation("deterministic", f"no worker can compute such requests: {reason}"))
         return wrong
 
     def nondeterminism(self) -> str:
@@ -190,7 +202,7 @@ class WorkerPool:
         infos = [link.info for link in self._links.values() if not link.retired]
         if any(info.determinism for info in infos):
             return ""
-        return "; ".join(dict.fromkeys(info.nondeterminism or "they do not say why" for info in infos))
+        return "; ".join(dict.fromkeys(info.nondeterminism or "no reason reported" for info in infos))
 
     def max_model_len(self) -> int | None:
         """Return the smallest maximum length of the workers, or None while no worker is known."""
@@ -201,35 +213,27 @@ class WorkerPool:
         return min((link.info.thinking_chunk for link in self._links.values() if not link.retired), default=None)
 
     def blocks(self) -> dict[Role, list[BlockCounts]]:
-        """Return the block counts of connected workers, as last reported."""
-        connected = [link for link in self._links.values() if link.state == "connected"]
-        return {role: [link.view.load.blocks for link in connected if link.info.role is role] for role in Role}
+        return {role: [link.view.load.blocks for link in self.connected if link.info.role is role] for role in Role}
 
     def channels(self) -> list[tuple[str, Channel]]:
-        """Return the open data channels of connected workers, each with its worker's id."""
-        connected = [link for link in self._links.values() if link.state == "connected"]
-        return [(link.info.ref.worker_id, channel) for link in connected for channel in link.view.load.channels]
+        return [(worker_id, channel) for worker_id, load in self.loads() for channel in load.channels]
 
     def loads(self) -> list[tuple[str, Load]]:
-        """Return the last reports of connected workers, each with its worker's id."""
-        links = self._links.values()
-        return [(link.info.ref.worker_id, link.view.load) for link in links if link.state == "connected"]
+        return [(link.info.ref.worker_id, link.view.load) for link in self.connected]
 
-    def told_metrics(self) -> list[tuple[str, str]]:
-        """Return the ids of workers and the addresses of their metrics."""
+    def metrics_addresses(self) -> list[tuple[str, str]]:
         infos = [link.info for link in self._links.values()]
         return [(info.ref.worker_id, info.metrics) for info in infos if info.metrics]
 
     def misfit(self, link: WorkerStream) -> str:
-        """Return why a worker fits none of the others. "" if it fits one or is alone."""
+        """Return why a worker is compatible with none of the others. "" if it is with one, or is alone."""
         return misfit(link.info, [other.info for other in self._links.values() if other.usable])
 
     def note(self, link: WorkerStream) -> str:
-        """Return a note on a worker for operators, or ""."""
         if link.info.role is Role.DECODE and not (self._options.colocated or self._usable(Role.PREFILL)):
-            return "no prefill worker is there: it computes prompts itself"
+            return "no prefill worker is connected: it computes prompts itself"
         reason = self.misfit(link)
-        return f"fits no other worker: {reason}" if reason else ""
+        return f"is compatible with no other worker: {reason}" if reason else ""
 
     def _can_hand_over(self, keep: WorkerStream, requirements: Requirements) -> bool:
         """Return whether `keep` and a decode worker for its KV are connected. Otherwise waiting for them is useless."""
@@ -242,11 +246,9 @@ class WorkerPool:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep((_POLL_S if self._complete() else _HURRY_S) * random.uniform(0.8, 1.2))
+            complete = self.can_serve() if self._options.colocated else self.has_pair()
+            await asyncio.sleep((_POLL_S if complete else _FAST_POLL_S) * random.uniform(0.8, 1.2))
             await self._follow()
-
-    def _complete(self) -> bool:
-        return self.can_serve() if self._options.colocated else self.has_pair()
 
     async def _follow(self) -> None:
         try:
@@ -259,10 +261,9 @@ class WorkerPool:
         for info in infos:
             self._seen[info.ref] = now
             if info.ref not in self._links:
-                self._add(
-                    WorkerStream(info, self._router_id, self._silence_s, partial(self._changed, info.ref), self._wire)
-                )
-                link = self._links[info.ref]
+                on_change = partial(self._changed, info.ref)
+                link = WorkerStream(info, self._router_id, self._silence_s, on_change, self._wire)
+                self._add(link)
                 if reason := self.misfit(link):
                     log.warning("worker_does_not_fit", worker=info.ref, reason=reason)
         for ref, link in list(self._links.items()):
@@ -288,3 +289,55 @@ class WorkerPool:
             del self._links[ref], self._seen[ref]
             self._fleet.drop(ref)
             await link.stop()
+
+
+def expected(
+    router_id: str, rows: Sequence[tuple[WorkerView, Facts[float]]], typical: TypicalRequest, chunk: float | None = None
+) -> RouterReport:
+    """Return the load of these workers, and the predicted latencies of a typical prompt. TTFT is that of prefill
+    workers even if local prefill would be faster, because a prefill pool that needs this help is too small. If `chunk`
+    is set, the decode workers are colocated ones, and compute so many tokens a step.
+    """
+    if chunk is None:
+        prefills = [at for view, at in rows if view.info.role is Role.PREFILL]
+        ttft_s, ttft_alone_s = _least(prefills, lambda at: prefill_s(at, typical.tokens, typical.cached))
+    else:
+        workers = [at for _, at in rows]
+        ttft_s, ttft_alone_s = _least(workers, lambda at: chunked_s(at, typical.tokens, typical.cached, chunk))
+    decodes = [at for view, at in rows if view.info.role is Role.DECODE]
+    itl_s, itl_alone_s = _least(decodes, lambda at: decode_step_s(at, typical.tokens))
+    return RouterReport(
+        router_id=router_id,
+        prompt_tokens=typical.tokens,
+        ttft_s=ttft_s,
+        ttft_alone_s=ttft_alone_s,
+        itl_s=itl_s,
+        itl_alone_s=itl_alone_s,
+        workers={view.info.ref.worker_id: _worker(view, at) for view, at in rows},
+    )
+
+
+def _least(workers: Sequence[Facts[float]], seconds_of: Callable[[Facts[float]], float]) -> tuple[float, float]:
+    """Return the least seconds of any able worker, or else of any worker; and those of that worker without load."""
+    offers = ((not at.able, seconds_of(at), seconds_of(_idle(at))) for at in workers)
+    _, now, alone = min(offers, default=(True, 0.0, 0.0))
+    return now, alone
+
+
+def _idle(at: Facts[float]) -> Facts[float]:
+    return at._replace(requests=0.0, backlog=0.0, kv_tokens=0.0)
+
+
+def _worker(view: WorkerView, at: Facts[float]) -> WorkerDemand:
+    load, prefills = view.load, view.info.role is Role.PREFILL
+    total = load.blocks.total or 1
+    return WorkerDemand(
+        role=view.info.role,
+        running=load.running,
+        waiting=load.waiting,
+        queued_tokens=view.prefill_backlog,
+        used=(load.blocks.owned + load.blocks.reserved) / total,
+        reserved=load.blocks.reserved / total,
+        step_s=0.0 if prefills or not at.requests else decode_step_s(at, 0.0, more=0.0),
+        busy_s=load.prefill_pace.seconds if prefills else 0.0,
+    )

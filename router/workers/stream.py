@@ -1,11 +1,10 @@
 """Worker streams: one gRPC stream to each worker, with commands down and events up, shared by all requests.
 
 The reader puts each event into the mailbox of its handoff and never waits for a request. The end of a stream means that
-the worker is lost. Its requests are notified, and the stream reconnects until it is stopped.
+the worker is lost: its requests are notified, and the stream reconnects until it is stopped.
 
-`WakeupBatcher` saves messages to clients, because their cost hardly depends on the number of tokens. While the event
-loop is busy more than half of the time, requests are woken in rounds: a round's tokens leave in one message. Rounds are
-as short as that allows, and at most `LONGEST_S`. First tokens, ends and failures are never delayed.
+`WakeupBatcher` saves messages to clients. While the event loop is busy more than half of the time, requests are woken
+in rounds of at most `LONGEST_S`, and a round's tokens leave in one message. First tokens, ends and failures never wait.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from router.placement.snapshot import WorkerView
 
 BUSY = 0.5  # share of the time
 SHORTEST_S, LONGEST_S = 0.001, 0.02
-_LOOK_S = 0.05  # minimum interval for measuring processor use
+_MEASURE_S = 0.05  # minimum interval for measuring processor use
 
 
 class WakeupBatcher:
@@ -42,13 +41,13 @@ class WakeupBatcher:
         self._cpu = cpu
         self._loop = loop
         self._held: dict[EventMailbox, None] = {}
-        self._looked = loop.time(), cpu()
+        self._measured = loop.time(), cpu()
         self._end = 0.0
 
     def holds(self) -> bool:
         """Return whether tokens that come now must wait for the end of the round (`later`). If not, a round begins."""
         now = self._loop.time()
-        self._look(now)
+        self._measure(now)
         if now < self._end:
             return True
         self._end = now + self.length_s
@@ -66,12 +65,12 @@ class WakeupBatcher:
         for mailbox in held:
             mailbox.wake()
 
-    def _look(self, now: float) -> None:
-        then, used = self._looked
-        if now - then < _LOOK_S:
+    def _measure(self, now: float) -> None:
+        then, used = self._measured
+        if now - then < _MEASURE_S:
             return
-        self._looked = now, self._cpu()
-        length_s = max(self.length_s, SHORTEST_S) * (self._looked[1] - used) / (now - then) / BUSY
+        self._measured = now, self._cpu()
+        length_s = max(self.length_s, SHORTEST_S) * (self._measured[1] - used) / (now - then) / BUSY
         self.length_s = min(length_s, LONGEST_S) if length_s > SHORTEST_S else 0.0
 
 
@@ -81,10 +80,8 @@ _Call = aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]
 _MOST_LATE = 1024  # ended attempts with an outstanding report
 _LAST = ("pushed", "failed", "refused", "finish")  # the last event of a handoff from a prefill worker
 _BACKOFF_S = (0.1, 3.0)  # first and longest pause between connects, with jitter
-Item = pb.WorkerEvent | BatonError
-"""What a mailbox holds: a worker's words, or what happened to it."""
-Late = Callable[[Role, str, pb.WorkerEvent], None]
-"""Takes what a worker of this role and id says."""
+Item = pb.WorkerEvent | BatonError  # an event of a worker, or the error that ended its stream
+Late = Callable[[Role, str, pb.WorkerEvent], None]  # receives an event with the role and the id of its worker
 
 
 class EventMailbox:
@@ -100,7 +97,6 @@ class EventMailbox:
         self._loop = asyncio.get_running_loop()  # cached, because looking it up is a system call
 
     def put(self, source: Role, item: Item) -> None:
-        """Add an item and wake the reader. Never blocks."""
         self.add(source, item)
         self.wake()
 
@@ -117,7 +113,6 @@ class EventMailbox:
         self._items.append((source, item))
 
     def wake(self) -> None:
-        """Wake the reader if there are items."""
         self._woken = bool(self._items)
         if self._woken and self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
@@ -143,16 +138,14 @@ class WorkerStream:
         self.state = "connecting"  # connecting | connected | lost
         self.retired = False  # no longer in the ledger: takes no new requests
         self.settled = asyncio.Event()  # set after the first connect or failure
-        self._router_id = router_id
-        self._silence_s = silence_s
-        self._on_change = on_change
-        self._wire = wire
+        self._router_id, self._silence_s = router_id, silence_s
+        self._on_change, self._wire = on_change, wire
         self._mailboxes: dict[HandoffId, EventMailbox] = {}
         self._late: dict[HandoffId, Late] = {}
         self._commands: list[pb.RouterCommand] = []
         self._wake = asyncio.Event()
         self._report: common_pb2.Load | None = None  # the last one not read yet
-        self._settling = False
+        self._updating = False
         self._fault: InvalidRequest | None = None  # an invalid message of the worker
         self._loop = asyncio.get_running_loop()
         self._rounds = WakeupBatcher(self._loop)
@@ -164,7 +157,6 @@ class WorkerStream:
 
     @property
     def usable(self) -> bool:
-        """Whether it may get a new request."""
         return self.state == "connected" and not self.retired and not self.view.load.draining
 
     async def stop(self) -> None:
@@ -225,13 +217,12 @@ class WorkerStream:
             await self._listen(call)
 
     async def _listen(self, call: _Call) -> NoReturn:
-        loop = asyncio.get_running_loop()
         async with asyncio.timeout(self._silence_s) as silence:
-            self._welcomed(await self._read(call))
+            self._on_welcome(await self._read(call))
             writer = asyncio.create_task(self._write(call), name=f"write {self.info.ref}")
             try:
                 while True:
-                    silence.reschedule(loop.time() + self._silence_s)
+                    silence.reschedule(self._loop.time() + self._silence_s)
                     self._dispatch(await self._read(call))
             finally:
                 writer.cancel()
@@ -255,12 +246,12 @@ class WorkerStream:
         finally:
             call.cancel()  # a stream needs a writer
 
-    def _welcomed(self, message: pb.WorkerMessage) -> None:
+    def _on_welcome(self, message: pb.WorkerMessage) -> None:
         if not message.events or message.events[0].WhichOneof("event") != "welcome":
-            raise InvalidRequest.of("welcome", "must be a worker's first message")
-        info, known = convert.info_from_pb(message.events[0].welcome), self.info
-        if (str(info.ref), info.role) != (str(known.ref), known.role):  # the address may differ
-            raise InvalidRequest.of("welcome.info", f"{info.role} {info.ref} answers in place of {known.ref}")
+            raise InvalidRequest.of("welcome", "must be the first message of a worker")
+        info, expected = convert.info_from_pb(message.events[0].welcome), self.info
+        if (str(info.ref), info.role) != (str(expected.ref), expected.role):  # the address may differ
+            raise InvalidRequest.of("welcome.info", f"is that of {info.role} {info.ref}, must be of {expected.ref}")
         self.view = WorkerView(info)
         self.state = "connected"
         self.settled.set()
@@ -277,17 +268,18 @@ class WorkerStream:
             name = HandoffId(handoff.request_id, handoff.attempt)
             mailbox = self._mailboxes.get(name)
             if mailbox is not None:
-                self._hand_on(event, mailbox, holds)
+                self._deliver(event, mailbox, holds)
             elif name in self._late and event.WhichOneof("event") in _LAST:
                 self._late.pop(name)(self.info.role, self.info.ref.worker_id, event)
             if event.HasField("refused"):
-                self._refused(event.refused.reason)
-        if not self._settling:
-            self._settling = True
-            self._loop.call_soon(self._loop.call_soon, self._settle)
+                self.view.full = self.view.full or event.refused.reason == pb.REFUSAL_REASON_NO_ROOM
+                self.retired = self.retired or event.refused.reason == pb.REFUSAL_REASON_DRAINING
+        if not self._updating:
+            self._updating = True
+            self._loop.call_soon(self._loop.call_soon, self._update_load)
 
-    def _settle(self) -> None:
-        self._settling = False
+    def _update_load(self) -> None:
+        self._updating = False
         report, self._report = self._report, None
         try:
             if report is not None:
@@ -297,16 +289,12 @@ class WorkerStream:
             self._wake.set()
         self._on_change()
 
-    def _hand_on(self, event: pb.WorkerEvent, mailbox: EventMailbox, holds: bool) -> None:
+    def _deliver(self, event: pb.WorkerEvent, mailbox: EventMailbox, holds: bool) -> None:
         if holds and getattr(event.tokens, "from"):  # only tokens after the first one are delayed
             mailbox.add(self.info.role, event)
             self._rounds.later(mailbox)
         else:
             mailbox.put(self.info.role, event)
-
-    def _refused(self, reason: pb.RefusalReason.ValueType) -> None:
-        self.view.full = self.view.full or reason == pb.REFUSAL_REASON_NO_ROOM
-        self.retired = self.retired or reason == pb.REFUSAL_REASON_DRAINING
 
     def _lost(self, what: str) -> WorkerLost:
         return WorkerLost(f"the {self.info.role} worker {self.info.ref.worker_id} {what}")

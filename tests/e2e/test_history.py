@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from baton.cli.block_census import look
+from baton.cli.inspect.block_census import look
+from baton.cli.target import Admins
 from tests.support.cluster_process import HANDED_OVER
 from tests.support.load import Load, Streams, draw_jobs
 from tests.support.waiting import eventually
@@ -19,7 +20,7 @@ def under_load(cluster):
     """Start twelve long streams and return them with the census's problems. Tries again if the streams ended before."""
     for _ in range(5):
         streams = Streams(cluster, [f"{number % 3} {'word ' * 40} {number}" for number in range(12)], **LONG)
-        censuses, problems = look(cluster.state().admin)
+        censuses, problems = look(Admins([cluster.state().admin]))
         if sum(len(census.held) for census in censuses) > 4:
             return streams, problems
         streams.join()

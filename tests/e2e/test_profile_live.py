@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from baton.planner.fit import FACTORS
+from baton.planner.live_fit import FACTORS
 from baton.planner.profile import load_profile
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from grpc import StatusCode
 
 from baton import Client, errors
-from baton.cli.certs import certs
+from baton.cli.setup.certs import certs
 from baton.core import Role
 from baton.rpc.channel import Wire
 from tests.integration.access_support import TOKENS, WRONG_TOKEN, ask, bearer, methods_of, token_file

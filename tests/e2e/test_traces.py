@@ -101,4 +101,4 @@ def test_the_commands_show_it_and_write_files(cluster, tmp_path):
     assert (last["request_id"], last["outcome"]) == (answer["request_id"], "finished")
     unknown = cluster.home.baton("trace", "nobody", "--name", cluster.name)
     assert unknown.returncode == 2
-    assert "'nobody' is not among the last" in unknown.stderr
+    assert "'nobody' is neither running nor among the last" in unknown.stderr

@@ -53,6 +53,10 @@ class Document:
             yield from (self.said(line.start(), line[0].replace("\\\n", " ")) for line in lines)
         yield from (self.said(span.start(), span[2].replace("\n", " ")) for span in SPAN.finditer(self.prose))
 
+    def fences(self) -> Iterator[tuple[str, str]]:
+        """Language and text of each fence, in order."""
+        yield from ((fence[1], fence[2]) for fence in FENCE.finditer(self.text))
+
     def links(self) -> Iterator[Said]:
         text = SPAN.sub(_blank, self.prose)
         for found in (*LINK.finditer(text), *REFERENCE.finditer(text)):

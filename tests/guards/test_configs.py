@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 import yaml
 
-from baton.cli.certs import certs
+from baton.cli.setup.certs import certs
 from baton.config import load_config
 from baton.config.loading import known_keys
 from baton.errors import ConfigError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from baton.cli.certs import certs
+from baton.cli.setup.certs import certs
 from baton.config import ClusterConfig, load_config
 from tests.helm.checks import FROM_SECRET, Object, pods
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import promql_parser as promql
 
-from baton.metrics.base import values
 from tests.helm.schemas import ROOT
-from tools.metric_docs import exported
+from tools.metric_docs import exported, values
 
 BOARDS = ROOT / "helm/baton/dashboards"
 # Grafana's substitutions in a query before Prometheus receives it.

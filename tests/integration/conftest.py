@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.cli.certs import certs
+from baton.cli.setup.certs import certs
 from baton.clock import Clock, SystemClock
 from baton.ledger import prefix_directory
 from baton.ledger.embedded_redis import EmbeddedRedis

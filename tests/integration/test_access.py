@@ -13,7 +13,7 @@ import structlog
 from grpc import aio
 from structlog.testing import capture_logs
 
-from baton.cli.certs import certs
+from baton.cli.setup.certs import certs
 from baton.core import Role
 from baton.errors import ConfigError, InvalidRequest, Overloaded
 from baton.rpc.channel import Wire

@@ -131,8 +131,8 @@ async def test_progress_is_shown_on_terminals_only(server: Talking, monkeypatch:
     assert (await run(*args)).stderr == ""
     monkeypatch.setenv("FORCE_COLOR", "1")
     done = await run(*args)
-    assert "under way, 0 failed" in done.stderr
-    assert "under way" not in done.stdout
+    assert "in flight, 0 failed" in done.stderr
+    assert "in flight" not in done.stdout
 
 
 async def bench_http(address: str, *args: object, scheme: str = "http") -> Any:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from baton.cli.credentials import NO_REACH
-from baton.cli.operate import Operator
+from baton.cli.cluster.operator import Operator
+from baton.cli.target import Admins
 from baton.clock import SystemClock
 from baton.control_plane import Slot
 from baton.core import Incarnation, Role, WorkerInfo, WorkerRef
@@ -125,7 +125,7 @@ async def router(board: ControlState, workers: list[FakeWorker]) -> AsyncIterato
 
     bounds = {Role.PREFILL: (1, 4096), Role.DECODE: (2, 4)}
     settings = RouterSettings("test", "oracle", grpc=ANY, metrics=ANY, scale=bounds, drain_s=7.0)
-    made = await serve(settings, source, OracleTokenizer(), board=board)
+    made = await serve(settings, source, OracleTokenizer(), control_state=board)
     await until(lambda: any(link.usable for link in made.context.pool.links), "connected")
     yield made
     await made.stop(0.0)
@@ -133,7 +133,7 @@ async def router(board: ControlState, workers: list[FakeWorker]) -> AsyncIterato
 
 @pytest.fixture
 def operator(router: Router) -> Operator:
-    return Operator([router.admin], NO_REACH)
+    return Operator(Admins([router.admin]))
 
 
 async def controlled(board: ControlState, *slots: Slot, **plan: Any) -> None:
@@ -147,7 +147,7 @@ READY = Slot("prefill-0", Role.PREFILL, "ready", 0, 0, "")
 
 async def test_without_a_controller_nobody_is_told_that_something_happens(operator, board):
     for ask in (lambda: operator.scale({"decode": 2}), operator.restart, lambda: operator.drain("prefill-0")):
-        with pytest.raises(NoWorker, match="no controller is there"):
+        with pytest.raises(NoWorker, match="no controller is running"):
             await call(ask)
     assert await board.plan() is None
 
@@ -162,7 +162,7 @@ async def test_an_operator_scales_within_the_bounds_of_the_file(operator, board)
     with pytest.raises(InvalidRequest, match="decode: must be from 2 to 4, got 5") as refused:
         await call(operator.scale, {"prefill": 0, "decode": 5})
     assert "prefill: must be from 1" in str(refused.value)
-    with pytest.raises(InvalidRequest, match="say how many"):
+    with pytest.raises(InvalidRequest, match="set the number of prefill workers"):
         await call(operator.scale, {})
     assert (await board.plan()).number == 10
 
@@ -182,7 +182,7 @@ async def test_a_drain_is_an_order_to_the_process_that_is_there(operator, board,
     assert (order.drain, order.role, order.grace_s) == (True, Role.PREFILL, 7.0)
     assert order.wish, "the controller sees to it that another one is there first"
     for name in ("prefill-1", ""):
-        with pytest.raises(InvalidRequest, match="known are prefill-0"):
+        with pytest.raises(InvalidRequest, match="known workers: prefill-0"):
             await call(operator.drain, name)
 
 
@@ -236,7 +236,7 @@ async def test_a_redis_that_never_answers_holds_no_router_up(router, monkeypatch
 
 async def test_another_router_is_asked_when_one_is_away(router, board):
     await controlled(board)
-    operator = Operator(["127.0.0.1:1", router.admin], NO_REACH)
+    operator = Operator(Admins(["127.0.0.1:1", router.admin]))
     assert (await call(operator.restart)).generation == 1
     with pytest.raises(NoWorker):
-        await call(Operator(["127.0.0.1:1"], NO_REACH).restart)
+        await call(Operator(Admins(["127.0.0.1:1"])).restart)

@@ -228,7 +228,7 @@ async def test_all_mistakes_at_once(gateway):
 
 
 async def test_unknown_model(gateway):
-    found = await refused(openai.NotFoundError, gateway.complete(model="gpt-5"), "'oracle' is")
+    found = await refused(openai.NotFoundError, gateway.complete(model="gpt-5"), "this router serves 'oracle'")
     assert found.code == "model_not_found"
 
 

@@ -122,7 +122,7 @@ def test_a_reply_that_no_stream_takes_ends_the_channel(receiver: Receiver) -> No
 
 def test_a_receiver_killed_mid_push_and_its_successor(start, prefills) -> None:
     wide = prefills(WIDE, deadline_s=FOREVER_S)
-    receiver = start(Receiver, "--frame-size", str(WIDE.layer_block_bytes), layout=WIDE)
+    receiver = start(Receiver, "--frame-size", str(WIDE.block_size * WIDE.layer_token_bytes), layout=WIDE)
     receiver.ask(reserve={f"r{n}": list(range(60)) for n in range(20)})
     handoffs = [wide.push(f"r{n}", 60 * 16, range(60), receiver.ref, chunk=256) for n in range(20)]
     wide.reports.done(handoffs[0])  # the others are running
@@ -151,7 +151,7 @@ async def test_a_sender_killed_mid_push(start) -> None:
     table, before = RecordingTable(WIDE), set(threading.enumerate())
     server = aio_server()
     me = WorkerRef("decode-0", Incarnation(7, 2), bind(server, "127.0.0.1:0"))
-    settings = TransferSettings("gloo", WIDE.layer_block_bytes)
+    settings = TransferSettings("gloo", WIDE.block_size * WIDE.layer_token_bytes)
     transports = [GlooTransport(settings.bind_host)]
     service = PeerService(make_kv(None, 64, WIDE), me, FINGERPRINT, settings, table, transports)
     add_PeerServicer_to_server(service, server)

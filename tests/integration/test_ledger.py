@@ -29,12 +29,12 @@ from baton.ledger.ownership import OwnershipLog, OwnershipRecord, OwnershipStore
 from baton.ledger.redis_client import Connection
 from baton.ledger.registry import Ledger
 from baton.testing import FakeClock
-from tests.support.ownership_records import OwnershipTable, owned_by
+from tests.support.ownership_records import OwnershipTable, owned_by, write_record
 from tests.support.redis_ledger import LONG_LEASE_S, PREFIXES, info_of, order, password_of, raw, registered
 from tests.support.time_factor import scaled
 from tests.support.waiting import until
 
-RESERVED, PREPARED, COMMITTED, ABORTED, RELEASED = RecordState
+RESERVED, COMMITTED, ABORTED, RELEASED = RecordState
 
 
 async def test_minted_incarnations_are_unique_and_rise_over_many_clients(connect):
@@ -185,7 +185,6 @@ async def test_a_lost_redis_is_a_ledger_error_and_its_return_is_noticed(tmp_path
         store = OwnershipStore(ledger.connection)
         states = [record.state for n in range(300) if (record := await store.read(f"r{n}"))]
         assert states == [RESERVED] * 300
-        assert (log.counters.dropped, log.counters.written) == (0, 300)
         assert not await ledger.renew(info.ref, 1)
         assert await ledger.register(info)
         await log.close()
@@ -238,8 +237,8 @@ async def read(store: OwnershipStore, request: str) -> OwnershipRecord:
 async def test_a_record_says_who_where_and_when(ledger):
     info, store = await registered(ledger), OwnershipStore(ledger.connection)
     assert await store.read("r") is None
-    assert await store.write(HandoffId("r", 3), info.ref, "router-a", RESERVED)
-    assert await store.write(HandoffId("r", 3), info.ref, "router-b", COMMITTED)
+    assert await write_record(store, HandoffId("r", 3), info.ref, "router-a", RESERVED)
+    assert await write_record(store, HandoffId("r", 3), info.ref, "router-b", COMMITTED)
     record = await read(store, "r")
     assert (record.handoff, record.state, record.router_id) == (HandoffId("r", 3), COMMITTED, "router-a")
     assert owned_by(record, info.ref)
@@ -275,8 +274,8 @@ async def test_records_and_tombstones_expire(ledger):
     async def gone() -> bool:
         return await store.read("live") is None and await store.read("done") is None
 
-    await store.write(HandoffId("live", 1), info.ref, "router", RESERVED)
-    await store.write(HandoffId("done", 1), info.ref, "router", RELEASED)
+    await write_record(store, HandoffId("live", 1), info.ref, "router", RESERVED)
+    await write_record(store, HandoffId("done", 1), info.ref, "router", RELEASED)
     await until(gone)
 
 
@@ -285,8 +284,8 @@ async def test_damaged_records_are_overwritten_and_foreign_keys_are_left_alone(l
     client.hset(ledger.connection.key("req", "damaged"), mapping={"attempt": "x", "state": b"\xff"})
     client.set(ledger.connection.key("req", "foreign"), "a string")
     assert await store.read("damaged") is None
-    assert await store.write(HandoffId("damaged", 1), info.ref, "router", RESERVED)
-    assert not await store.write(HandoffId("foreign", 1), info.ref, "router", RESERVED)
+    assert await write_record(store, HandoffId("damaged", 1), info.ref, "router", RESERVED)
+    assert not await write_record(store, HandoffId("foreign", 1), info.ref, "router", RESERVED)
     assert client.get(ledger.connection.key("req", "foreign")) == b"a string"
 
 
@@ -313,7 +312,7 @@ class TwoTables(RuleBasedStateMachine):
     @rule(handoff=handoffs, owner=st.sampled_from(WORKERS), state=st.sampled_from(RecordState))
     def write(self, handoff: HandoffId, owner: WorkerRef, state: RecordState) -> None:
         expected = self.table.write(handoff, owner, f"router-of-{owner.worker_id}", state)
-        done = self.runner.run(self.store.write(handoff, owner, f"router-of-{owner.worker_id}", state))
+        done = self.runner.run(write_record(self.store, handoff, owner, f"router-of-{owner.worker_id}", state))
         assert done is expected
         if done:
             assert self.owners.setdefault(handoff, owner) == owner
@@ -369,7 +368,7 @@ async def test_a_handoff_waits_for_redis_not_once_and_costs_four_round_trips_at_
         """Return the calls of so many handoffs when their states are noted together."""
         before = calls()
         for n in range(count):
-            for state in (RESERVED, PREPARED, COMMITTED, RELEASED):
+            for state in (RESERVED, COMMITTED, RELEASED):
                 log.note(HandoffId(f"{count}-{n}", 1), "router", state)
         assert calls() == before  # the event loop has not run: no call was sent or waited for
         await log.flush()
@@ -377,14 +376,12 @@ async def test_a_handoff_waits_for_redis_not_once_and_costs_four_round_trips_at_
 
     assert await costs(1) == 1
     assert await costs(100) == 100
-    assert log.counters.round_trips == 3
     before = calls()
     for n in range(10):
         for state in RecordState:
             log.note(HandoffId(f"slow-{n}", 1), "router", state)
             await log.flush()
     assert calls() - before == 40
-    assert log.counters.round_trips == 3 + 40
     for name in ("1-0", "100-99", "slow-9"):
         assert (await read(store, name)).state is RELEASED
     await log.close()

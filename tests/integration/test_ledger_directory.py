@@ -22,6 +22,7 @@ from baton.ledger.embedded_redis import EmbeddedRedis
 from baton.ledger.prefix_directory import DONE, GAP, REFUSED, DirectoryStore, PrefixPublisher, PrefixReplica
 from baton.ledger.prefix_index import Change, Holder
 from baton.ledger.registry import Ledger
+from tests.support.prefixes import holders
 from tests.support.redis_ledger import LONG_LEASE_S, password_of, raw, registered
 from tests.support.waiting import until
 
@@ -53,7 +54,7 @@ async def written(ledger):
     log.note(DIGESTS[:3])
     await log.flush()
     await view.compare()
-    assert view.holders(DIGESTS) == {holder_of(info): 3}
+    assert holders(view.prefixes, DIGESTS) == {holder_of(info): 3}
     yield info, log, view
     await log.close()
 
@@ -67,19 +68,19 @@ async def test_a_router_that_starts_late_knows_all_and_one_that_follows_is_told(
         await log.flush()
     view = PrefixReplica(ledger.connection, compare_s=3600)
     await view.compare()
-    assert view.holders(DIGESTS) == {holder_of(one): 5000, holder_of(two): 10}
+    assert holders(view.prefixes, DIGESTS) == {holder_of(one): 5000, holder_of(two): 10}
     async with following(view):
         logs[1].note(DIGESTS[10:20])
-        await until(lambda: view.holders(DIGESTS) == {holder_of(one): 5000, holder_of(two): 20})
+        await until(lambda: holders(view.prefixes, DIGESTS) == {holder_of(one): 5000, holder_of(two): 20})
         logs[0].note([], DIGESTS[100:])
-        await until(lambda: view.holders(DIGESTS) == {holder_of(one): 100, holder_of(two): 20})
+        await until(lambda: holders(view.prefixes, DIGESTS) == {holder_of(one): 100, holder_of(two): 20})
         replaced = await registered(ledger, "prefill-1")
         newer = PrefixPublisher(ledger, replaced.ref)
         newer.note(DIGESTS[:3])
         await newer.flush()
-        await until(lambda: view.holders(DIGESTS).get(holder_of(replaced)) == 3)
+        await until(lambda: holders(view.prefixes, DIGESTS).get(holder_of(replaced)) == 3)
     await view.compare()
-    assert view.holders(DIGESTS) == {holder_of(one): 100, holder_of(replaced): 3}
+    assert holders(view.prefixes, DIGESTS) == {holder_of(one): 100, holder_of(replaced): 3}
     for log in (*logs, newer):
         await log.close()
 
@@ -134,7 +135,7 @@ async def test_the_stream_is_bounded_and_a_reader_that_was_away_longer_reads_the
         await log.flush()
     assert raw(server).xlen(ledger.connection.key("block-events")) < 300
     await view.compare()
-    assert view.holders(DIGESTS) == {holder_of(info): 500}
+    assert holders(view.prefixes, DIGESTS) == {holder_of(info): 500}
 
 
 async def test_a_dead_workers_blocks_expire_and_a_live_ones_do_not(ledger, server):
@@ -146,11 +147,11 @@ async def test_a_dead_workers_blocks_expire_and_a_live_ones_do_not(ledger, serve
     await last.close()  # sends no more updates
     view = PrefixReplica(ledger.connection)
     await view.compare()
-    assert set(view.holders(DIGESTS)) == {holder_of(dead), holder_of(live)}
+    assert set(holders(view.prefixes, DIGESTS)) == {holder_of(dead), holder_of(live)}
 
     async def gone() -> bool:
         await view.compare()
-        return set(view.holders(DIGESTS)) == {holder_of(live)}
+        return set(holders(view.prefixes, DIGESTS)) == {holder_of(live)}
 
     await until(gone)
     assert not raw(server).exists(ledger.connection.key("blocks", "prefill-0"))
@@ -161,7 +162,7 @@ async def test_a_worker_without_a_lease_is_forgotten(ledger, written):
     info, _, view = written
     await ledger.deregister(info.ref)
     await view.compare()
-    assert view.holders(DIGESTS) == {}
+    assert holders(view.prefixes, DIGESTS) == {}
 
 
 async def test_damaged_and_foreign_events_and_sets_are_passed_over(ledger, server, written):
@@ -182,7 +183,7 @@ async def test_damaged_and_foreign_events_and_sets_are_passed_over(ledger, serve
         await view.compare()
     assert [entry["event"] for entry in logged] == ["directory_damaged"] * 5
     assert await DirectoryStore(ledger.connection).read("other") is None
-    assert view.holders(DIGESTS) == {holder_of(info): 5}
+    assert holders(view.prefixes, DIGESTS) == {holder_of(info): 5}
 
 
 async def test_a_store_that_begins_anew_with_its_clock_behind_is_followed(ledger, server, written):
@@ -195,7 +196,7 @@ async def test_a_store_that_begins_anew_with_its_clock_behind_is_followed(ledger
     log.note(DIGESTS[3:4])
     await log.flush()
     assert await view._advance()
-    assert view.holders(DIGESTS) == {holder_of(info): 4}
+    assert holders(view.prefixes, DIGESTS) == {holder_of(info): 4}
 
 
 async def test_a_redis_that_is_killed_and_comes_back_empty(tmp_path, monkeypatch):
@@ -207,18 +208,18 @@ async def test_a_redis_that_is_killed_and_comes_back_empty(tmp_path, monkeypatch
     log.note(DIGESTS[:100])
     await log.flush()
     async with following(view):
-        await until(lambda: view.holders(DIGESTS) == {holder_of(info): 100})
+        await until(lambda: holders(view.prefixes, DIGESTS) == {holder_of(info): 100})
         os.kill(server.pid, signal.SIGKILL)
         server.stop()
         log.note(DIGESTS[100:110], DIGESTS[90:100])
         log.note(DIGESTS[90:100])
         with pytest.raises(LedgerError, match="prefix blocks not written"):
             await log.flush(0.1)
-        assert view.holders(DIGESTS) == {holder_of(info): 100}  # its last known state
+        assert holders(view.prefixes, DIGESTS) == {holder_of(info): 100}  # its last known state
         with EmbeddedRedis.start(tmp_path, port=server.port, password=password_of(server)):
             assert await ledger.register(info)
             await log.flush()
-            await until(lambda: view.holders(DIGESTS) == {holder_of(info): 110})
+            await until(lambda: holders(view.prefixes, DIGESTS) == {holder_of(info): 110})
             await log.close()
     await ledger.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,17 +12,16 @@ import structlog
 
 from baton.clock import SystemClock
 from baton.core import HandoffId
-from baton.errors import LedgerError
 from baton.ledger.embedded_redis import EmbeddedRedis
 from baton.ledger.ownership import OwnershipLog, OwnershipStore, RecordState
 from baton.ledger.prefix_directory import PrefixPublisher
 from baton.ledger.registry import Ledger
 from baton.worker.lifecycle import Lease
 from tests.support import redis_ledger as support
-from tests.support.ownership_records import owned_by, records_of
+from tests.support.ownership_records import owned_by
 from tests.support.redis_ledger import LONG_LEASE_S, info_of, order, raw, registered
 
-RESERVED, PREPARED, COMMITTED, ABORTED, RELEASED = RecordState
+RESERVED, COMMITTED, ABORTED, RELEASED = RecordState
 
 
 def wipe(server: EmbeddedRedis, ledger: Ledger) -> None:
@@ -163,7 +161,7 @@ async def test_records_and_blocks_of_the_living_are_back_after_a_kill(tmp_path):
     await lease.take()
     records, blocks = OwnershipLog(ledger, info.ref), PrefixPublisher(ledger, info.ref)
     store = OwnershipStore(ledger.connection)
-    live = {"reserved": RESERVED, "prepared": PREPARED, "committed": COMMITTED}
+    live = {"reserved": RESERVED, "committed": COMMITTED}
     for request, state in {**live, "released": RELEASED}.items():
         records.note(HandoffId(request, 2), "router", state)
     digests = [bytes([n]) * 32 for n in range(8)]
@@ -189,52 +187,6 @@ async def test_records_and_blocks_of_the_living_are_back_after_a_kill(tmp_path):
     server.stop()
 
 
-async def test_records_of_a_worker_are_those_that_it_holds_now(ledger, server):
-    one, other = await registered(ledger, "decode-0"), await registered(ledger, "decode-1")
-    store = OwnershipStore(ledger.connection)
-
-    async def held(info) -> dict[str, RecordState]:
-        records = await records_of(ledger.connection, info.ref)
-        assert all(owned_by(record, info.ref) for record in records)
-        return {record.handoff.request_id: record.state for record in records}
-
-    assert await held(one) == {}
-    for request in ("a", "b", "c", "d"):
-        assert await store.write(HandoffId(request, 1), one.ref, "router", RESERVED)
-    assert await store.write(HandoffId("a", 1), one.ref, "router", COMMITTED)
-    assert await store.write(HandoffId("b", 1), one.ref, "router", RELEASED)
-    assert await store.write(HandoffId("c", 2), other.ref, "router", RESERVED)  # the next attempt is elsewhere
-    assert await held(one) == {"a": COMMITTED, "d": RESERVED}
-    assert await held(other) == {"c": RESERVED}
-    assert len(await records_of(ledger.connection, one.ref, most=1)) == 1
-    raw(server).delete(ledger.connection.key("req", "d"))  # as if it had expired
-    assert await held(one) == {"a": COMMITTED}
-    assert raw(server).zrange(ledger.connection.key("holds", "decode-0", str(one.ref.incarnation)), 0, -1) == [b"a"]
-    replaced = await registered(ledger, "decode-0")
-    assert await held(one) == {"a": COMMITTED}  # records of the dead incarnation stay until they are reclaimed
-    assert await held(replaced) == {}
-
-
-async def test_nobody_is_told_what_a_worker_holds_while_the_grace_lasts(ledger, server):
-    info = await registered(ledger)
-    wipe(server, ledger)
-    assert await ledger.register(info)
-    with pytest.raises(LedgerError, match="try again in"):
-        await records_of(ledger.connection, info.ref)
-    raw(server).delete(ledger.connection.key("grace"))
-    assert await records_of(ledger.connection, info.ref) == []
-
-
-async def test_what_a_worker_holds_does_not_grow_with_what_expired(ledger, server):
-    info = await registered(ledger)
-    store, key = OwnershipStore(ledger.connection), ledger.connection.key
-    held = key("holds", "decode-0", str(info.ref.incarnation))
-    now_ms = time.time() * 1000
-    raw(server).zadd(held, {"expired": now_ms - 3601_000, "an hour is not over": now_ms - 3500_000})
-    assert await store.write(HandoffId("new", 1), info.ref, "router", RESERVED)
-    assert raw(server).zrange(held, 0, -1) == [b"an hour is not over", b"new"]
-
-
 async def test_every_key_has_a_time_to_live_but_the_two_that_carry_the_order(ledger, server):
     """The epoch and the counter never expire, because without them a store could mint an incarnation twice."""
     info, client = await registered(ledger), raw(server)
@@ -256,7 +208,7 @@ async def test_every_key_has_a_time_to_live_but_the_two_that_carry_the_order(led
     ttl_ms = {name.removeprefix(prefix): client.pttl(name) for name in names}
     assert set(ttl_ms) == {
         *("epoch", "counter", "grace", "workers", "worker:decode-0", "place:decode-0"),
-        *("blocks:decode-0", "block-events", f"holds:decode-0:{info.ref.incarnation}"),
+        *("blocks:decode-0", "block-events"),
         *(f"req:{state.name}" for state in RecordState),
     }
     assert {name for name, ttl in ttl_ms.items() if ttl < 0} == {"epoch", "counter"}

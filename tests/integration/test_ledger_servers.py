@@ -23,7 +23,8 @@ from baton.ledger.prefix_directory import PrefixPublisher, PrefixReplica
 from baton.ledger.redis_client import COMMANDS, Connection
 from baton.ledger.registry import Ledger
 from tests.support import redis_ledger as support
-from tests.support.ownership_records import records_of
+from tests.support.ownership_records import owned_by, write_record
+from tests.support.prefixes import holders
 from tests.support.redis_ledger import info_of, password_of, raw, registered
 from tests.support.waiting import until
 
@@ -68,7 +69,7 @@ async def everything(url: str, prefix: str) -> None:
             await writer.flush()
 
     async def seen() -> bool:
-        return view.holders(DIGESTS) == {("decode-0", info.ref.incarnation): len(DIGESTS)}
+        return holders(view.prefixes, DIGESTS) == {("decode-0", info.ref.incarnation): len(DIGESTS)}
 
     for state in RecordState:
         for request in ("live", "over") if state <= RecordState.COMMITTED else ("over",):
@@ -87,8 +88,9 @@ async def everything(url: str, prefix: str) -> None:
     await told()
     await until(seen)
     assert (await router.mint("prefill-0")).epoch > info.ref.incarnation.epoch  # after the grace
-    held = await records_of(worker.connection, info.ref)
-    assert [(record.handoff, record.state) for record in held] == [(HandoffId("live", 1), RecordState.COMMITTED)]
+    live = await store.read("live")
+    assert live is not None
+    assert (live.state, owned_by(live, info.ref)) == (RecordState.COMMITTED, True)
     following.cancel()
     await asyncio.wait([following])
     for closing in (records, blocks):
@@ -123,8 +125,7 @@ async def test_with_a_user_limited_to_the_prefix_and_the_listed_commands(server)
         foreign.mint(),
         foreign.register(info),
         foreign.workers(),
-        store.write(HandoffId("r", 1), info.ref, "router", RecordState.RESERVED),
-        records_of(foreign.connection, info.ref),
+        write_record(store, HandoffId("r", 1), info.ref, "router", RecordState.RESERVED),
         PrefixReplica(foreign.connection).compare(),
         foreign.connection.call("FLUSHALL"),
         foreign.connection.call("KEYS", "*"),

@@ -17,11 +17,11 @@ from baton.control_plane import Slot
 from baton.core import Role
 from baton.errors import BatonError
 from baton.ledger.control_state import ControlReport, ControlState, Decision, RouterReport
-from baton.metrics.base import LABELS, values
 from baton.rpc.v1 import inference_pb2 as pb
 from router import server
 from tests.integration.gateway_support import raw
 from tests.support.plans import first_plan
+from tools.metric_docs import LABELS, values
 
 TEXT = "zebra"  # part of every text from clients
 
@@ -160,11 +160,11 @@ async def test_other_routers_and_the_controller_are_asked_for_at_a_scrape(make):
     found = await server.targets(context, asked, lambda: router.metrics_at)
     assert sorted(str(target["targets"]) for target in found) == ["['10.0.0.8:9100']", f"['{router.metrics_at}']"]
     read = context.sinks.metrics.registry.get_sample_value
-    await server.look(context, asked)
+    await server.update_control_metrics(context, asked)
     assert read("baton_slots", {"role": "decode", "state": "failed"}) == 1
     assert read("baton_slot_restarts", {"role": "decode"}) == 4
     board.report = None
-    await server.look(context, asked)
+    await server.update_control_metrics(context, asked)
     assert read("baton_slots", {"role": "decode", "state": "failed"}) is None
 
 
@@ -172,8 +172,8 @@ async def test_both_listeners_ask_the_controller_before_they_are_read(make, monk
     async def look(context, board):
         await scraped_look(context, cast("ControlState", FakeBoard()))
 
-    scraped_look = server.look
-    monkeypatch.setattr("router.server.look", look)
+    scraped_look = server.update_control_metrics
+    monkeypatch.setattr("router.server.update_control_metrics", look)
     cluster = await make(http="127.0.0.1:0")
     _, _, body = await raw(cluster.router.http, "GET", "/metrics")
     assert b'baton_planned_workers{role="decode"} 2.0' in body

@@ -40,7 +40,7 @@ async def test_a_refusal_says_over_grpc_when_to_come_back(make):
 async def test_the_bound_in_tokens(make):
     cluster = await make(blocks=1, queue_max_tokens=100)
     await at(cluster, "queued")
-    with pytest.raises(Overloaded, match="3 tokens wait already, there is no place for 98 more"):
+    with pytest.raises(Overloaded, match="3 tokens wait already, 98 more exceed the limit"):
         await cluster.generate([1] * 98)
     await waits(cluster, prompt=[1] * 97)
     status = await cluster.status()
@@ -83,6 +83,6 @@ async def test_waiting_again_after_no_room_is_the_same_wait(make):
     """A worker that repeatedly reports free capacity and then rejects does not block a request forever."""
     cluster = await make(queue_max_wait_s=0.4)
     cluster.decode[0].refuse_once = [worker_pb2.REFUSAL_REASON_NO_ROOM] * 100_000
-    with pytest.raises(Overloaded, match=r"waited 0\.4 s for room"):
+    with pytest.raises(Overloaded, match=r"waited 0\.4 s for capacity"):
         await asyncio.wait_for(cluster.generate(), 10)
     await cluster.nothing_is_left()

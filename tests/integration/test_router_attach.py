@@ -180,7 +180,7 @@ async def test_the_worker_dies_after_all(make):
     name, first = await left(cluster, resumable()), cluster.decode[0]
     async with Second(cluster, {name: record(cluster, name)}) as second:
         resumed = asyncio.create_task(second.resume(name, resumable(), ANSWER[:SEEN]))
-        await until(lambda: any(call.accepted for call in second.router.context.running), "attached")
+        await until(lambda: any(call.observer.is_accepted for call in second.router.context.running), "attached")
         await first.kill()
         events = await resumed
     assert ids_of(events, SEEN) == ANSWER[SEEN:]

@@ -86,7 +86,7 @@ async def test_a_token_has_so_many_texts_at_once_beside_its_requests(tokenizer, 
     await until(lambda: tokenizer.begun == 1, "the request is being read")
     text = asyncio.ensure_future(_end(stub.Tokenize(HELD, **alice)))
     await until(lambda: tokenizer.begun == 2, "and a text beside it")
-    assert "1 requests of this token" in await refused(stub.Tokenize(HELD, **alice))
+    assert "at most 1 concurrent requests" in await refused(stub.Tokenize(HELD, **alice))
     assert (await stub.Detokenize(pb.DetokenizeRequest(ids=[104]), **alice)).text == "h"
     others = asyncio.ensure_future(_end(stub.Tokenize(HELD, metadata=bearer("bob"))))
     await until(lambda: tokenizer.begun == 3, "one of another tenant")

@@ -16,7 +16,8 @@ from baton.errors import Cancelled, EngineFault, InvalidRequest, WorkerLost
 from baton.rpc.v1 import admin_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.admin_pb2_grpc import AdminStub
-from router.request.client_request import ClientRequest, seed_of
+from router.parsing.generate_request import seed_of
+from router.request.client_request import ClientCall
 from tests.support.in_process_router import LAYOUT, at
 from tests.support.routers import PROMPT, asked, ids_of, kinds, recovered, right
 from tests.support.waiting import until
@@ -99,7 +100,7 @@ async def test_a_resumed_stream_is_cancelled_by_the_name_that_the_client_knows(c
     [
         ([[300]], "received: token id 300 is outside the vocabulary"),
         ([[1] * (MOST + 1)], rf"received: at most max_tokens \({MOST}\)"),
-        ([[1], [2]], "received: of 1 choices at most, got 2"),
+        ([[1], [2]], "received: at most 1 choices, got 2"),
     ],
 )
 async def test_what_cannot_be_of_this_request(cluster, received, words):
@@ -110,7 +111,7 @@ async def test_what_cannot_be_of_this_request(cluster, received, words):
 
 @pytest.mark.parametrize("name", ["", "a b", "\x00", "\u00fc", "x" * 65, "x" * 100_000, "a\n"], ids=range(7))
 async def test_a_name_that_is_none(cluster, name):
-    with capture_logs() as lines, pytest.raises(InvalidRequest, match="request_id: must be that of the stream"):
+    with capture_logs() as lines, pytest.raises(InvalidRequest, match="request_id: must be the id of the stream"):
         await cluster.resume(asked(max_tokens=MOST), name=name)
     assert (await cluster.status()).refused == 1
     (kept,) = cluster.router.context.sinks.traces._kept
@@ -173,7 +174,7 @@ async def test_who_takes_over_may_be_gone_first(make):
     context = (await make()).router.context
     task = asyncio.current_task()
     assert task is not None
-    older, newer = (ClientRequest(context.sinks, number, task, 60.0) for number in range(2))
+    older, newer = (ClientCall(context.sinks, number, task, 60.0) for number in range(2))
 
     async def take_over() -> None:
         async with older.scope, context.running.registered(older, "k"):

@@ -52,7 +52,7 @@ async def begun(cluster: InProcessCluster, **fields):
 
 async def test_a_model_that_does_not_think_refuses_by_name(cluster):
     for fields in (["thoughts"], ["think_while_decoding"], ["thoughts", "think_while_decoding"], BOTH):
-        with pytest.raises(InvalidRequest, match="the model that is served does not think") as caught:
+        with pytest.raises(InvalidRequest, match="the served model does not think") as caught:
             await cluster.generate(PROMPT, **dict.fromkeys(fields, True))
         assert [violation.field for violation in caught.value.violations] == fields
     assert ids_of(await cluster.generate(PROMPT, thoughts=False, think_while_decoding=False)) == ANSWER
@@ -176,7 +176,7 @@ async def test_one_that_never_came_is_a_fault_for_whoever_asked(make):
     cluster = await make(thinks=C)
     for worker in cluster.workers:
         worker._think = lambda *_: None
-    with pytest.raises(EngineFault, match="no thought about chunk 0 came, one about chunk 3 did"):
+    with pytest.raises(EngineFault, match="the thought about chunk 0 is missing, but one about chunk 3 was received"):
         await ask(cluster, think_while_decoding=True)
     events = await cluster.generate(PROMPT, think_while_decoding=True)
     assert events[-1].completed.usage.thinking_tokens == counted(3, 4)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from baton.testing import FakeClock
-from router.parsing.generate_request import parse
+from router.parsing.generate_request import RequestParser
 from tests.support.in_process_router import FakeWorker
 from tests.support.waiting import until
 
@@ -42,13 +42,15 @@ async def test_stages_are_the_time_that_the_client_waited_for_each(make, monkeyp
     """Each hold begins after the stage has visibly begun, and ends before anything can end the stage."""
     clock, reading, read = FakeClock(), asyncio.Event(), asyncio.Event()
 
+    parse = RequestParser.parse
+
     async def held_back(*args, **options):
         reading.set()
         await read.wait()
         return await parse(*args, **options)
 
     monkeypatch.setattr("router.server.SystemClock", lambda: clock)
-    monkeypatch.setattr("router.service.parse", held_back)
+    monkeypatch.setattr(RequestParser, "parse", held_back)
     cluster = await make()
     prefill, decode = cluster.prefill[0], cluster.decode[0]
     gates = [prefill.gates["first"], prefill.gates["commit"], decode.gates["reserve"], decode.gates["hold"]]

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.cli.serve import role_factories
+from baton.cli.cluster.serve import role_factories
 from baton.clock import SystemClock
 from baton.config import load_config
 from baton.core import Role, WorkerRef

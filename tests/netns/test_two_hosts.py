@@ -37,7 +37,7 @@ def cluster(network, tmp_path_factory):
 def test_each_is_told_by_the_address_of_its_host(network, cluster):
     a, b = network["a"].address, network["b"].address
     assert cluster.router.said["grpc"] == "0.0.0.0:50051"
-    assert cluster.router.said["told"]["grpc"] == f"{a}:50051"
+    assert cluster.router.said["advertised"]["grpc"] == f"{a}:50051"
     assert cluster.workers["prefill-0"].said["address"].rpartition(":")[0] == a, "by its interface"
     assert cluster.workers["decode-0"].said["address"].rpartition(":")[0] == b, "by its way to Redis"
 

@@ -34,7 +34,7 @@ def test_it_shows_the_workers_and_that_their_blocks_add_up(page, cluster):
         card = page.get_by_role("article", name=f"{worker.role} worker {worker.info.ref.worker_id}")
         expect(card).to_contain_text("connected")
     expect(page.locator(".pool p.right")).to_have_count(2)
-    expect(page.locator("#happenings")).to_contain_text("a prefill worker is here prefill-0")
+    expect(page.locator("#happenings")).to_contain_text("a prefill worker joined prefill-0")
     assert page.title() == "test: 0 running"
 
 

@@ -34,9 +34,7 @@ class RouterHost:
 
     def _build(self) -> None:
         self.context = build_context(self._settings, self._ledger.workers, LoopClock(), streams=self._ledger.find)
-        self.inference = Inference(
-            self._settings, self.context.sinks, self.context.dispatch, self.context.running, BACKEND.tokenizer
-        )
+        self.inference = Inference(self.context, BACKEND.tokenizer)
         self.process.start(self.context.pool.start(), "start")
 
     def leftovers(self) -> list[str]:

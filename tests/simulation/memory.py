@@ -48,11 +48,11 @@ class PoisonedPool(BlockPool):
         return all(bool((tensor[:, self._free] == POISON).all()) for tensor in self.kv.tensors)
 
     def held(self, block: int) -> bool:
-        return self._holders[block] > 0
+        return self._references[block] > 0
 
     def writable(self, block: int) -> bool:
         """Return whether the block has one reference and is not in the prefix cache."""
-        return self._holders[block] == 1 and self._digest[block] is None
+        return self._references[block] == 1 and self._digest[block] is None
 
 
 Fine = Callable[[PoisonedPool, int], bool]

@@ -31,5 +31,5 @@ async def test_a_fence_that_meets_a_handoff_which_has_ended_is_no_failure(last):
         attempt._mailbox.put(Role.DECODE, event)
     assert [tokens async for tokens in heard] == [[FIRST, SECOND]]
     assert attempt.lost is None
-    ended = (attempt.finish is not None, attempt.handed_back)
+    ended = (attempt.finish is not None, attempt.retry_reason)
     assert ended == ((True, "") if last == "finish" else (False, "preempted"))

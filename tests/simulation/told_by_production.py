@@ -145,7 +145,7 @@ async def _told(case: Case, patch: pytest.MonkeyPatch) -> Story:
 
 def _watch(patch: pytest.MonkeyPatch, story: Story, cluster: StillCluster, world: StillWorld) -> None:
     """Record the router's commands to workers, and its decision at the end of an attempt."""
-    send, attempt, handed_back = WorkerStream.send, ChoiceRun.attempt, ChoiceRun.handed_back
+    send, attempt, requeue = WorkerStream.send, ChoiceRun.attempt, ChoiceRun.requeue
 
     def leg_of(handoff: Any) -> Any:
         return story.leg(world.number(handoff.request_id), handoff.attempt)
@@ -156,19 +156,19 @@ def _watch(patch: pytest.MonkeyPatch, story: Story, cluster: StillCluster, world
             leg_of(message.handoff).commands.append(kind)
         send(link, **command)
 
-    def begun(life: ChoiceRun, *args: Any) -> Any:
-        made = attempt(life, *args)
+    def begun(run: ChoiceRun, *args: Any) -> Any:
+        made = attempt(run, *args)
         leg_of(made.handoff).knows(len(made.spec.known))
-        if world.number(life.request_id) == 1:
-            cluster.placed[life.observer.attempts] = (made.handoff, *made.workers)
+        if world.number(run.request_id) == 1:
+            cluster.placed[run.observer.attempts] = (made.handoff, *made.workers)
         return made
 
-    async def over(life: ChoiceRun, made: Any, client: Any) -> None:
+    async def over(run: ChoiceRun, made: Any, client: Any) -> None:
         leg = leg_of(made.handoff)
-        leg.ended, leg.failed, leg.died, leg.held = made.handed_back, made.lost is not None, made.died, made.held
-        await handed_back(life, made, client)
-        story.recoveries[made.handed_back] += 1  # no error was raised
+        leg.ended, leg.failed, leg.died, leg.held = made.retry_reason, made.lost is not None, made.died, made.held
+        await requeue(run, made, client)
+        story.recoveries[made.retry_reason] += 1  # no error was raised
 
     patch.setattr(WorkerStream, "send", sent)
     patch.setattr(ChoiceRun, "attempt", begun)
-    patch.setattr(ChoiceRun, "handed_back", over)
+    patch.setattr(ChoiceRun, "requeue", over)

@@ -10,12 +10,9 @@ import pytest
 from baton.bench.traces import Arrival
 from baton.core import Role
 from baton.planner.sim.cluster import Cluster
-from baton.planner.sim.decode import DecodeWorker
-from baton.planner.sim.prefill import PrefillWorker
-from baton.planner.sim.request import Attempt, Life
-from baton.planner.sim.scenario import Death, Network, Pool, Router, Scenario
-from baton.planner.sim.step_cost import Linear, line
-from baton.planner.sim.worker import Worker
+from baton.planner.sim.request import Attempt, Request
+from baton.planner.sim.scenario import Death, Linear, Network, Pool, Router, Scenario, line
+from baton.planner.sim.worker import DecodeWorker, PrefillWorker, Worker
 from tests.simulation.stories import BACK_S, BLOCK, BLOCKS, PROMPT, TOKENS, Case, Phase, Story, Strike, Striker
 
 COST = Linear(line(0.03), line(0.02))
@@ -67,21 +64,21 @@ class _Watch:
             self.cluster._kill(Death(self.cluster.kernel.now, worker.name, BACK_S, noticed_s))
 
     def reached(self, attempt: Attempt, phase: Phase | None) -> None:
-        if phase and attempt.life.number == 1:
+        if phase and attempt.request.number == 1:
             self.cluster.kernel.after(_LATER_S.get(phase, 0.0), self.striker.reached, attempt.handoff.attempt, phase)
 
     def _told(self, attempt: Attempt, kind: str) -> None:
-        leg = self.story.leg(attempt.life.number, attempt.handoff.attempt)
+        leg = self.story.leg(attempt.request.number, attempt.handoff.attempt)
         if kind == "reserve":
             leg.knows(attempt.before)
-            if attempt.life.number == 1:
+            if attempt.request.number == 1:
                 self.attempts[attempt.handoff.attempt] = attempt
         if kind != "release":
             leg.commands.append(kind)
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
         """Record the router's commands, its decision at the end of an attempt, and the workers' events."""
-        send, first, adopted, end = Attempt._send, Attempt.first, Attempt.adopted, Life.over
+        send, first, adopted, end = Attempt._send, Attempt.first, Attempt.adopted, Request.over
 
         def sent(attempt: Attempt, worker: Any, act: Any, *facts: Any) -> None:
             kind = "prefill" if act.__name__ == "compute" else act.__name__
@@ -100,23 +97,23 @@ class _Watch:
             if attempt.prefill is None:
                 self.reached(attempt, Phase.DECODING)
 
-        def over(life: Life, attempt: Attempt, reason: str) -> None:
-            leg = self.story.leg(life.number, life.attempts)
+        def over(request: Request, attempt: Attempt, reason: str) -> None:
+            leg = self.story.leg(request.number, request.attempts)
             leg.ended, leg.failed, leg.died = reason, attempt.failed, attempt.died
             leg.held = attempt.failed and attempt.held
-            end(life, attempt, reason)
+            end(request, attempt, reason)
 
         def told(worker: PrefillWorker, act: Any, *facts: Any) -> None:
-            Worker.tell(worker, act, *facts)
+            Worker.stream(worker, act, *facts)
             self.reached(act.__self__, Phase.PUSHING if act.__name__ == "first" else None)
 
         def said(worker: DecodeWorker, act: Any, *facts: Any) -> None:
-            Worker.say(worker, act, *facts)
+            Worker.send(worker, act, *facts)
             self.reached(act.__self__, _PHASES.get(act.__name__))
 
         patch.setattr(Attempt, "_send", sent)
         patch.setattr(Attempt, "adopted", decodes)
         patch.setattr(Attempt, "first", has_first)
-        patch.setattr(Life, "over", over)
-        patch.setattr(PrefillWorker, "tell", told)
-        patch.setattr(DecodeWorker, "say", said)
+        patch.setattr(Request, "over", over)
+        patch.setattr(PrefillWorker, "stream", told)
+        patch.setattr(DecodeWorker, "send", said)

@@ -188,7 +188,7 @@ class SimLink(SendChannel):
         transport, ring = queue.welcome()
         channel = self._open(transport, ring)
         leaving.callback(channel.close)
-        queue.changes.express = channel.express
+        queue.express = channel.express
         if channel.express is not None:
             cast("SimExpress", channel.express).changed = _condition(queue)
         else:
@@ -232,7 +232,7 @@ class SimLink(SendChannel):
 
 async def _until(queue: SendQueue, ready: Callable[[], Any], within_s: float | None) -> None:
     """Wait for the change that the queue waits for; its own waiting then returns or raises immediately."""
-    clock, express = asyncio.get_running_loop().time, cast("SimExpress | None", queue.changes.express)
+    clock, express = asyncio.get_running_loop().time, cast("SimExpress | None", queue.express)
     due = None if within_s is None else clock() + within_s
 
     def heard() -> bool:

@@ -14,7 +14,7 @@ from baton.errors import EngineFault, LedgerError
 from baton.ledger.ownership import RecordState
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2
-from baton.worker.lifecycle import _DRAIN_LOOK_S, LEAVE_S, Lease
+from baton.worker.lifecycle import _DRAIN_POLL_S, LEAVE_S, Lease
 from baton.worker.service import Session, WorkerService
 from decode_workers.worker import DecodeWorker
 from kvtransfer.handoff import CommitState, TransferSettings
@@ -224,7 +224,7 @@ class WorkerHost:
         while not over:
             over = self.drained
             self.service.beat()
-            await asyncio.sleep(_DRAIN_LOOK_S)
+            await asyncio.sleep(_DRAIN_POLL_S)
         self.loop.submit(self.role.leave)
         await self.service.finish(LEAVE_S)
         await asyncio.sleep(LEAVE_S)  # the last messages arrive

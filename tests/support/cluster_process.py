@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 
 from baton import Client
-from baton.cli.block_census import look
+from baton.cli.inspect.block_census import look
+from baton.cli.target import Admins
 from baton.cluster.state_dir import ClusterState, StateFolder
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
@@ -163,7 +164,7 @@ class ClusterProcess:
 
     def nothing_is_held(self, workers: int) -> bool:
         """Whether so many workers take part in a census in which nothing is held, and nothing is wrong."""
-        censuses, problems = look(self.state().admin)
+        censuses, problems = look(Admins([self.state().admin]))
         return len(censuses) == workers and not problems and not any(census.held for census in censuses)
 
     def status(self) -> dict:

@@ -142,7 +142,7 @@ class FakePusher:
 
     def _send(self, push, frame, table, kv):
         used = push.blocks[: self.engine.layout.blocks_for(frame.end)]
-        assert all(self.engine.pool._holders[block] for block in used), "reads blocks without an owner"
+        assert all(self.engine.pool._references[block] for block in used), "reads blocks without an owner"
         data = torch.empty(frame.nbytes, dtype=torch.uint8)
         self.engine.kv.gather(frame.layers, used, frame.begin, frame.end, data)
         with table.writing(push.job.handoff, P) as blocks:

@@ -31,7 +31,7 @@ from baton.core import (
 )
 from baton.errors import LedgerError
 from baton.rpc import convert
-from baton.rpc.channel import IN_THE_CLEAR, Wire, aio_channel, aio_server, bind
+from baton.rpc.channel import PLAINTEXT, Wire, aio_channel, aio_server, bind
 from baton.rpc.status import from_rpc_error
 from baton.rpc.v1 import admin_pb2, common_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
@@ -100,7 +100,7 @@ class FakeWorker(WorkerServicer):
         self._tasks: dict[HandoffId, asyncio.Task[None]] = {}
         self._queue: asyncio.Queue[list[Event]] = asyncio.Queue()
         self._server = aio_server()
-        self.wire = IN_THE_CLEAR
+        self.wire = PLAINTEXT
 
     def says(self, determinism: str) -> None:
         """Of its bits, from its start on."""

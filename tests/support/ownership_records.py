@@ -1,4 +1,4 @@
-"""The rules of ownership records in memory, and the records that a worker holds, as an arbiter would read them."""
+"""The rules of ownership records in memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from baton.core import HandoffId, Incarnation, WorkerRef
 from baton.errors import LedgerError
-from baton.ledger.ownership import _FIELDS, OwnershipRecord, RecordState, _parse_or_log
-from baton.ledger.redis_client import Connection, Script
+from baton.ledger.ownership import OwnershipRecord, OwnershipStore, RecordState, Write
 
 
 def owned_by(record: OwnershipRecord, owner: WorkerRef) -> bool:
@@ -53,29 +52,11 @@ class OwnershipTable:
         self._records.pop(request_id, None)
 
 
-# KEYS: holds of a worker, grace. ARGV: prefix of records, worker id, incarnation, maximum count, fields of a record.
-# Returns pairs (request id, record), or the ms of grace left. Removes entries that the worker does not hold.
-_HOLDS = Script("""
-local wait = redis.call('PTTL', KEYS[2])
-if wait > 0 then return wait end
-local rows = {}
-for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, ARGV[4] - 1)) do
-  local row = redis.pcall('HMGET', ARGV[1] .. id, unpack(ARGV, 5))
-  if row.err or row[3] ~= ARGV[2] or row[4] ~= ARGV[3] then redis.call('ZREM', KEYS[1], id)
-  else rows[#rows + 1] = {id, row} end
-end
-return rows
-""")
-
-
-async def records_of(connection: Connection, owner: WorkerRef, most: int = 10_000) -> list[OwnershipRecord]:
-    """At most `most`, oldest write first, in one round trip. Raises LedgerError also during the store's grace, when
-    records may be missing.
-    """
-    key, incarnation = connection.key, str(owner.incarnation)
-    args = (key("req", ""), owner.worker_id, incarnation, most, *_FIELDS)
-    answer = await connection.run(_HOLDS, (key("holds", owner.worker_id, incarnation), key("grace")), args)
-    if not isinstance(answer, list):
-        raise LedgerError(f"the ledger lost its data: try again in {answer} ms, when workers have entered theirs")
-    rows = (_parse_or_log(request_id.decode(errors="replace"), row) for request_id, row in answer)
-    return [record for record in rows if record is not None]
+async def write_record(
+    store: OwnershipStore, handoff: HandoffId, owner: WorkerRef, router_id: str, state: RecordState
+) -> bool:
+    """Write one record. Returns False, without a change, if rejected. Raises LedgerError."""
+    answer = (await store.write_many([Write(handoff, owner, router_id, state)]))[0]
+    if isinstance(answer, LedgerError):
+        raise answer
+    return answer

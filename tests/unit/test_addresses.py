@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from baton.errors import ConfigError
-from baton.network import called, interface_address, kv_host, reachable_host
+from baton.network import interface_address, kv_host, reachable_address, reachable_host
 
 V4, V6 = socket.AF_INET, socket.AF_INET6
 INTERFACES = {
@@ -103,4 +103,4 @@ def test_an_interface_without_an_address_to_call(name, v6, kind):
     [("0.0.0.0:80", "10.0.0.5:80"), ("127.0.0.1:80", "127.0.0.1:80"), ("[::]:80", "10.0.0.5:80")],
 )
 def test_a_router_is_told_by_the_host_only_where_it_listens_everywhere(address, there):
-    assert called(address, None, "eth0", HERE, "router.interface") == there
+    assert reachable_address(address, None, "eth0", HERE, "router.interface") == there

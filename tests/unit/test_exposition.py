@@ -8,12 +8,12 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from baton.errors import EngineFault
 from baton.metrics import Metrics, MetricsServer
-from baton.metrics.base import values
 from baton.metrics.http import render
 from baton.metrics.router import exemplar_of
 from baton.stages import Timings
 from tests.unit.test_telemetry import ask
 from tools import metric_docs
+from tools.metric_docs import values
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.2"
 # interfaces.md: the labels, by name
@@ -130,7 +130,7 @@ def test_what_is_too_long_for_an_exemplar_is_not_named():
 
 
 async def test_openmetrics_by_the_header():
-    server = MetricsServer(ended({"request_id": "r"}))
+    server = MetricsServer(ended({"request_id": "r"}).registry)
     address = await server.start("127.0.0.1:0")
     request = b"GET /metrics HTTP/1.1\r\nHost: x\r\nACCEPT: " + OPENMETRICS.encode() + b"\r\n\r\n"
     answer = await ask(address, request)

@@ -6,8 +6,8 @@ from collections import defaultdict
 
 import pytest
 
-from baton.metrics.base import LABELS, OF_METRIC, values
 from tools import metric_docs
+from tools.metric_docs import LABELS, OF_METRIC, values
 
 # A rejection's series starts with the first of its kind; all others exist from the start.
 COME_LATER = {("baton_refusals", "reason")}

@@ -8,11 +8,11 @@ from dataclasses import replace
 from baton import __version__
 from baton.core import BlockCounts, Channel, Load, Pace, Thought
 from baton.metrics import Metrics, MetricsServer
-from baton.metrics.base import LABELS
 from baton.metrics.worker import Counts, Watched, WorkerMetrics
 from baton.stages import Timings
 from tests.unit.test_telemetry import ask
 from tools import metric_docs
+from tools.metric_docs import LABELS
 
 
 def value(registry, name, **labels):
@@ -144,7 +144,7 @@ def test_a_worker_says_what_it_does():
 
 async def test_health_looks_beyond_the_loop():
     worker = Worker()
-    server = MetricsServer(worker.metrics, worker.metrics.ready, trouble=worker.metrics.trouble)
+    server = MetricsServer(worker.metrics.registry, worker.metrics.ready, trouble=worker.metrics.trouble)
     address = await server.start("127.0.0.1:0")
 
     async def says(path):
@@ -172,4 +172,4 @@ async def test_counts_from_many_threads():
 
     await asyncio.gather(*(asyncio.to_thread(count) for _ in range(4)))
     assert counts.handoffs["committed"] == 8000
-    assert counts.all_moved == [(("received", "shm"), (8000, 8000, 0.0))]
+    assert counts.transfers == {("received", "shm"): (8000, 8000, 0.0)}

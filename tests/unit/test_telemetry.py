@@ -116,7 +116,7 @@ async def ask(address: str, request: bytes) -> str:
     ],
 )
 async def test_the_http_endpoint(request_line, status, body):
-    server = MetricsServer(Metrics("x", ""), ready=lambda: False)
+    server = MetricsServer(Metrics("x", "").registry, ready=lambda: False)
     address = await server.start("127.0.0.1:0")
     answer = await ask(address, request_line + b"\r\nHost: x\r\n\r\n")
     assert answer.startswith(f"HTTP/1.1 {status}\r\n")
@@ -126,7 +126,7 @@ async def test_the_http_endpoint(request_line, status, body):
 
 
 async def test_a_request_that_never_ends_or_is_too_long_gets_no_answer():
-    server = MetricsServer(Metrics("x", ""))
+    server = MetricsServer(Metrics("x", "").registry)
     address = await server.start("127.0.0.1:0")
     assert not await ask(address, b"GET /" + b"x" * 20_000 + b"\r\n\r\n")
     assert "200 OK" in await ask(address, b"GET /ready HTTP/1.1\r\n\r\n")
@@ -134,9 +134,9 @@ async def test_a_request_that_never_ends_or_is_too_long_gets_no_answer():
 
 
 async def test_an_address_that_cannot_be_had():
-    server = MetricsServer(Metrics("x", ""))
+    server = MetricsServer(Metrics("x", "").registry)
     address = await server.start("127.0.0.1:0")
     for wrong in (address, "127.0.0.1:x"):
         with pytest.raises(ConfigError, match="cannot listen for metrics"):
-            await MetricsServer(Metrics("y", "")).start(wrong)
+            await MetricsServer(Metrics("y", "").registry).start(wrong)
     await server.stop()

@@ -66,7 +66,7 @@ def _default(each: Any) -> str:
 
 def exit_codes() -> str:
     """Return the table of exit codes."""
-    named = {number: [kind.__name__ for kind, code_of in EXIT_CODES if code_of == number] for _, number in EXIT_CODES}
+    named = {number: [kind.__name__ for kind in kinds] for number, kinds in EXIT_CODES.items()}
     rows = [
         ("0", "success"),
         ("1", "any other error"),

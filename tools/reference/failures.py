@@ -32,6 +32,6 @@ def _row(kind: type[BatonError]) -> tuple[str, ...]:
     """Return the row of an error. A subclass is sent as its base, where it has no status of its own."""
     sent = next((each for each in kind.__mro__ if each in CODES), None)
     answer = f"{ANSWERS[sent][0]} {code(ANSWERS[sent][2])}" if sent else ""
-    exit_code = next((number for each, number in EXIT_CODES if issubclass(kind, each)), 1)
+    exit_code = next((number for number, kinds in EXIT_CODES.items() if issubclass(kind, kinds)), 1)
     text, rpc = " ".join((kind.__doc__ or "").split()), CODES[sent].name if sent else ""
     return code(kind.__name__), text, rpc, answer, "yes" if kind.retryable else "no", str(exit_code)

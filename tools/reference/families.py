@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from baton.engine.models.config import DENSE, FAMILIES, Family
+from baton.engine.models.config import FAMILIES, Family
+from baton.engine.models.config_variants import DENSE
 from tools.reference.pages import Page, code, table
 
 HEAD = ("`model_type`", "`architectures`", "biases", "default `max_position_embeddings`", "sliding window", "thinking")

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from baton.cli.config import schema_text
+from pydantic import BaseModel
+
+from baton.cli.setup.config import schema_text
 from router.openai.schema import ChatBody, CompletionBody
 from tools.reference.pages import Page, code, table
 
@@ -43,7 +45,7 @@ def config_page() -> Page:
 
 def http_page() -> Page:
     """Return the page of the HTTP bodies."""
-    bodies = {"completions": CompletionBody, "chat-completions": ChatBody}
+    bodies: dict[str, type[BaseModel]] = {"completions": CompletionBody, "chat-completions": ChatBody}
     return Page("http.md", {part: _fields(Tree(body.model_json_schema())) for part, body in bodies.items()})
 
 

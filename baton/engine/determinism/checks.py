@@ -1,43 +1,49 @@
-"""Startup checks of a loaded model's fixed forwards, and the fingerprint of all that their bits depend on.
+"""Measurements of a loaded model's fixed forwards: startup checks, the fingerprint of their bits, times of passes.
 
 The checks compute the same tokens in every way that the engine may meet them, and compare all bits of KV and logits.
-Prompt chunks get other padding. Verify passes begin at other offsets, in other rows, next to other sequences of other
-lengths. Nothing is assumed about a kernel, so one that varies is found.
+Nothing is assumed about a kernel, so one that varies is found. `baton profile` measures the times. They set the size of
+verify passes if the cluster file leaves it open: a small pass reads all weights for few tokens, a large one waits for
+sequences to fill it.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 import torch
+from torch import Tensor
 
 from baton.clock import SystemClock
+from baton.core import KVLayout
 from baton.engine.batch import Batch
-from baton.engine.determinism.shapes import SHORT, SHORT_UNTIL
+from baton.engine.determinism.shapes import SHORT, SHORT_UNTIL, FixedShapes
 from baton.engine.kernels.cpu.compiler import machine
+from baton.engine.kernels.cpu.tuning import alternate
+from baton.engine.kv_cache import KVCache
+from baton.engine.model_backend import ModelBackend
 from baton.engine.sampling.noise import mix64
 from baton.hashing import fingerprint
 
-if TYPE_CHECKING:
-    from torch import Tensor
+WINDOW = FixedShapes().tokens  # of the passes whose times are measured
+TOTALS = (32, 64, 128, 256, 512)  # tokens of a pass: rows times WINDOW
+CLOSE = 1.15  # factor of the best time per token that is still good
+CONTEXT = 256  # tokens before a row's window
 
-    from baton.core import KVLayout
-    from baton.engine.determinism.shapes import FixedShapes
-    from baton.engine.model_backend import ModelBackend
+log = structlog.get_logger(__name__)
 
 
 def bits_fingerprint(backend: ModelBackend, shapes: FixedShapes) -> str:
-    """Return 24 hex digits. If they are equal on two workers, fixed forwards of `shapes` give equal bits.
-
-    It hashes weights and dtype, kernels and which of them these shapes use, torch and its threads. It also hashes the
-    number of ranks, the processor or the GPU and its driver, the shapes and the grid.
-    """
+    """Return 24 hex digits. If they are equal on two workers, fixed forwards of `shapes` give equal bits."""
     grid = SHORT, SHORT_UNTIL
-    # 1, because only the last row of a prompt needs logits.
-    rows = sorted({1, *grid, shapes.rows * shapes.tokens})
+    rows = sorted({1, *grid, shapes.rows * shapes.tokens})  # 1, because only the last row of a prompt needs logits
     return fingerprint(
         (
             backend.fingerprint,
@@ -61,9 +67,6 @@ def device_facts(device: torch.device, layout: KVLayout) -> tuple[str, ...]:
     return (found.name, capability, f"driver {driver}", f"CUDA {torch.version.cuda}", f"blocks of {layout.block_size}")
 
 
-log = structlog.get_logger(__name__)
-
-
 class FixedRow(NamedTuple):
     """Tokens of one sequence from position `start` on, and the blocks with its KV."""
 
@@ -73,8 +76,8 @@ class FixedRow(NamedTuple):
 
 
 def checked_shapes(backend: ModelBackend, shapes: FixedShapes) -> FixedShapes | None:
-    """Return `shapes` with the `exact_rows` that hold here. Return None, and set `nondeterminism`, if bits vary. Logs
-    the result. No cache of the backend may be in use.
+    """Return `shapes` with the `exact_rows` that hold here, or set `nondeterminism` and return None if bits vary. Makes
+    caches, so the backend's previous one must not be used again.
     """
     clock = SystemClock()
     began = clock.monotonic()
@@ -90,26 +93,24 @@ def checked_shapes(backend: ModelBackend, shapes: FixedShapes) -> FixedShapes | 
 
 
 def check_fixed(backend: ModelBackend, shapes: FixedShapes) -> str:
-    """Return in words what varied, or "". Makes a cache, so the backend's previous one must not be used again."""
-    looker = _Looker(backend, shapes)
-    return looker.chunks() or looker.passes()
+    """Return a description of the bits that vary, or ""."""
+    checker = _Checker(backend, shapes)
+    return checker.chunks() or checker.passes()
 
 
 def exact_rows(backend: ModelBackend, shapes: FixedShapes) -> int:
-    """Return up to how many rows, at most `shapes.exact_rows`, a decode step gives the bits of a verify pass, or 0. It
-    needs kernels with `steady_rows`, and checks them nevertheless. Makes a cache, like `check_fixed`.
-    """
+    """Return up to how many rows, at most `shapes.exact_rows`, a decode step gives the bits of a verify pass, or 0."""
     steady = backend.steady_rows()
     most = min(shapes.exact_rows, steady, 2 * shapes.tokens)
     if most < 1 or steady < shapes.rows * shapes.tokens:
         return 0
-    found = _Looker(backend, shapes).steps(most)
+    found = _Checker(backend, shapes).steps(most)
     if found:
         log.warning("decode_steps_vary", reason=found)
     return 0 if found else most
 
 
-class _Looker:
+class _Checker:
     def __init__(self, backend: ModelBackend, shapes: FixedShapes) -> None:
         self._backend, self._shapes = backend, shapes
         self._from = max(1, min(SHORT, backend.max_model_len - 2 * shapes.tokens))  # where verify passes begin
@@ -132,15 +133,13 @@ class _Looker:
                 logits = self._forward([FixedRow(tokens, start, blocks)], [real - 1])
                 found.append((logits, self._kv_of(blocks, start, real)))
             if not all(map(torch.equal, *found)):
-                return f"tokens in a chunk of {len(span)} have other bits when other padding follows them"
+                return f"the bits of a chunk of {len(span)} tokens depend on the padding behind it"
         return ""
 
     def passes(self) -> str:
         """Compare the same tokens in verify passes that begin elsewhere."""
         width, first = self._shapes.tokens, self._from
-        self._forward([FixedRow(self._tokens(0, 0, SHORT), 0, self._blocks)], [])
-        logits = torch.cat([self._verify(0, start, start) for start in (first, first + width)])
-        cache = self._kv_of(self._blocks, first, 2 * width)
+        logits, cache = self._reference()
         last = self._shapes.rows - 1
         for slot, offset in ((last, 0), (last // 2, 1), (last, width // 2), (0, width - 1)):
             found = self._verify(slot, first + offset, 7 * offset + slot)
@@ -153,9 +152,7 @@ class _Looker:
     def steps(self, most: int) -> str:
         """Compare those tokens in decode steps of one to `most` rows, each token in its own row."""
         width, first = self._shapes.tokens, self._from
-        self._forward([FixedRow(self._tokens(0, 0, SHORT), 0, self._blocks)], [])
-        logits = torch.cat([self._verify(0, start, start) for start in (first, first + width)])
-        cache = self._kv_of(self._blocks, first, 2 * width)
+        logits, cache = self._reference()
         for count in sorted({*range(1, min(8, most) + 1), *range(8, most, 8), most}):
             offsets = [offset for _, offset in sorted((mix64(count << 32 | i), i) for i in range(2 * width))][:count]
             rows = [FixedRow(self._tokens(0, first + offset, 1), first + offset, self._blocks) for offset in offsets]
@@ -163,6 +160,13 @@ class _Looker:
             if not same or not torch.equal(self._kv_of(self._blocks, first, 2 * width), cache):
                 return f"tokens have other {'KV' if same else 'logits'} in a decode step of {count} rows"
         return ""
+
+    def _reference(self) -> tuple[Tensor, Tensor]:
+        """Return logits and KV of the checked tokens from two verify passes, one after the other."""
+        width, first = self._shapes.tokens, self._from
+        self._forward([FixedRow(self._tokens(0, 0, SHORT), 0, self._blocks)], [])
+        logits = torch.cat([self._verify(0, start, start) for start in (first, first + width)])
+        return logits, self._kv_of(self._blocks, first, 2 * width)
 
     def _verify(self, slot: int, start: int, salt: int) -> Tensor:
         """Return logits as int32 [W, vocab] of the checked sequence in one slot. `salt` varies the other rows."""
@@ -213,3 +217,61 @@ def fixed_batch(rows: list[FixedRow], wanted: list[int], block_size: int, device
             logit_rows=torch.tensor(wanted, dtype=torch.int64),
             fixed=True,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyShapeTimes:
+    """Seconds of a verify pass by its tokens. Up to `steady` tokens, decode steps can be exact; 0 means never."""
+
+    seconds: Mapping[int, float]
+    steady: int = 0
+
+    def best(self, *, exact: bool) -> int:
+        """Return the best size. If `exact`, keep decode steps exact if possible, because each saves a whole pass."""
+        steady = {total: seconds for total, seconds in self.seconds.items() if exact and total <= self.steady}
+        each = {total: seconds / total for total, seconds in (steady or self.seconds).items()}
+        return min(total for total, seconds in each.items() if seconds <= CLOSE * min(each.values()))
+
+
+def measure_passes(backend: ModelBackend, max_rows: int) -> VerifyShapeTimes:
+    """Measure passes of up to `max_rows` rows. Makes a cache: the backend's previous one must not be used again."""
+    start = max(0, min(CONTEXT, backend.max_model_len - WINDOW))
+    totals = [total for total in TOTALS if total // WINDOW <= max(1, max_rows)]
+    each = backend.layout.blocks_for(start + WINDOW)
+    rows = [FixedRow([0] * WINDOW, start, list(range(at, at + each))) for at in range(0, totals[-1] * each, each)]
+    kv = backend.make_cache(totals[-1] // WINDOW * each)
+    size, device = backend.layout.block_size, backend.device
+    batches = [fixed_batch(rows[: total // WINDOW], list(range(total)), size, device) for total in totals]
+    seconds = alternate([partial(_forward, backend, kv, batch) for batch in batches])
+    return VerifyShapeTimes(dict(zip(totals, seconds, strict=True)), backend.steady_rows())
+
+
+@torch.inference_mode()
+def _forward(backend: ModelBackend, kv: KVCache, batch: Batch) -> None:
+    backend.forward(batch, kv)
+    if backend.device.type == "cuda":
+        torch.cuda.synchronize(backend.device)
+
+
+def load_passes(path: Path) -> VerifyShapeTimes | None:
+    """Return stored measurements, or None if there are none or the file is damaged."""
+    try:
+        stored = json.loads(path.read_text())
+        seconds = {int(total): float(taken) for total, taken in stored["seconds"].items()}
+        whole = seconds and all(t >= WINDOW and t % WINDOW == 0 and 0 < s < math.inf for t, s in seconds.items())
+        if not whole:
+            raise ValueError("it has no valid times of verify passes")
+        return VerifyShapeTimes(seconds, int(stored["steady"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("profile_unreadable", path=str(path), error=str(error))
+        return None
+
+
+def save_passes(path: Path, passes: VerifyShapeTimes) -> None:
+    """Write the measurements atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(".part")
+    scratch.write_text(json.dumps(asdict(passes), indent=1))
+    scratch.replace(path)

@@ -1,23 +1,17 @@
 """Planner of fixed forwards: the part of a deterministic sequence that is computed next. Pure, like the scheduler.
 
-Such a sequence has candidates behind its verified tokens. The ordinary batch continues as if they were right, and a
-verify pass checks them. A sequence is *due*, and waits for a pass, if it has `W - 1` candidates or one that ends it. A
-pass takes sequences that are due; spare rows go to others with candidates. Each step has at most one pass, so that
-other sequences wait for no more than one.
+A sequence is *due*, and waits for a verify pass, if it has `W - 1` candidates or one that ends it. Spare rows of a pass
+go to others with candidates. Each step has at most one pass, so that other sequences wait for no more than one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
-from baton.engine.sequence import UNLIMITED, SequencePolicy, VerifyWork
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from baton.engine.determinism.shapes import FixedShapes
-    from baton.engine.sequence import ScheduledSequence, Sequence
+from baton.engine.determinism.shapes import FixedShapes
+from baton.engine.sequence import UNLIMITED, ScheduledSequence, Sequence, SequencePolicy, VerifyWork
 
 PATIENCE = 4  # steps that a due sequence waits for others to join
 
@@ -33,9 +27,7 @@ class Verifying:
 
 @dataclass(slots=True, eq=False)
 class VerifiedProgress(SequencePolicy):
-    """Final part of a deterministic sequence: `verified` tokens, and the KV of its first `final` positions. KV behind
-    `final` is that of candidates. The ordinary batch writes it, and a verify pass writes it again.
-    """
+    """Final part of a deterministic sequence: `verified` tokens, and the KV of its first `final` positions."""
 
     shapes: FixedShapes
     prompt: int  # length; its positions are computed on the grid, all others in verify passes
@@ -63,10 +55,10 @@ class VerifiedProgress(SequencePolicy):
 
     def due(self, known: int) -> bool:
         """Return whether only a verify pass can continue it, with `known` tokens including candidates."""
+        if self.on_grid:
+            return False
         replays = self.verified - self.final > 1  # delivered tokens without KV here
-        return not self.on_grid and (
-            replays or self.ended or self.holds or known - self.verified >= self.shapes.tokens - 1
-        )
+        return replays or self.ended or self.holds or known - self.verified >= self.shapes.tokens - 1
 
     def ordinary(self, known: int) -> int:
         return 0 if self.on_grid or self.due(known) else UNLIMITED
@@ -102,9 +94,7 @@ class WindowPlanner:
         self._grid_was_last = False
 
     def next(self, running: Iterable[Sequence], ready: Callable[[Sequence], bool]) -> list[VerifyWork]:
-        """Return the windows of one forward: one on the grid, or some to verify, or none if no forward is worth it.
-        `running` is in order of rank; `ready` tests whether a sequence has blocks for all known tokens.
-        """
+        """Return the windows of one forward, or none. `ready` tests whether a sequence has blocks for all tokens."""
         fixed = [sequence for sequence in running if sequence.own_forwards and ready(sequence)]
         if not fixed:
             return []
@@ -157,8 +147,8 @@ class Part(NamedTuple):
 
 
 def split_exact(work: list[ScheduledSequence], rows: int) -> list[Part]:
-    """Return the forwards of an ordinary batch: one, or more if it is not exact and a sequence needs that. Other decode
-    sequences fill exact ones up to `rows`. Prompts and the remaining sequences share one more forward.
+    """Return the forwards of an ordinary batch: exact ones for sequences that need that, filled up to `rows` with other
+    decode sequences, and one more for the rest.
     """
     needing = [item for item in work if rows and _final(item)]
     if not needing:

@@ -1,13 +1,9 @@
-"""Shapes of the forwards for deterministic requests, so that no result depends on other work.
+"""Shapes of the forwards for deterministic requests (docs/design/determinism.md).
 
-A row has the same bits in every slot of one fixed shape, whatever the other rows are. Its bits may differ between
-shapes. So prompts are computed on a grid, each chunk in its own forward. Output tokens are drawn from verify passes of
-exactly `rows` x `tokens`. All this is a function of positions alone. Tokens that the ordinary batch drew are candidates
-until a verify pass has drawn them again.
-
-Some kernels give a row the same bits in every shape up to `exact_rows` rows (`checks.py` tests it). There a decode step
-can be *exact*: it reads and writes final KV, so its token is already final and needs no verification. A sequence that
-has candidates nevertheless, or tokens to replay, continues by verify passes.
+A row has the same bits in every slot of one fixed shape, whatever the other rows are. So prompts are computed on a
+grid, each chunk in its own forward, and output tokens are drawn from verify passes of exactly `rows` x `tokens`. Tokens
+that the ordinary batch drew are candidates until then. Some kernels give a row the same bits in every shape up to
+`exact_rows` rows. There a decode step with final KV is *exact*: its token needs no verification.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from baton.engine.choice import OutputState
+    from baton.engine.sampling.output import OutputState
 
 
 SHORT, SHORT_UNTIL = 64, 256  # short chunks first, because a prompt is padded to whole chunks
@@ -33,7 +29,7 @@ class FixedShapes:
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.tokens < 2 or self.rows * self.tokens % 32:
-            text = "verify passes need 1 row, 2 tokens, and a multiple of 32 tokens in all"
+            text = "a verify pass needs at least 1 row and 2 tokens, and a multiple of 32 tokens in total"
             raise ValueError(f"{text}, got {self.rows} x {self.tokens}")
 
     @property
@@ -50,10 +46,8 @@ class FixedShapes:
 
 
 class CandidateTokens:
-    """Prompt, verified output and candidates (`tokens`) of one request.
-
-    `ended` means that no candidate can follow: the next token is an end or cannot be drawn (`stopped`), or output is
-    full. Stop strings are left to the choice, so that text is made once; candidates behind one are wasted.
+    """Prompt, verified output and candidates (`tokens`) of one request. It is `stopped` if the next token is an end or
+    cannot be drawn. Stop strings are left to `OutputState`; candidates behind one are wasted.
     """
 
     def __init__(self, choice: OutputState) -> None:
@@ -64,6 +58,7 @@ class CandidateTokens:
 
     @property
     def ended(self) -> bool:
+        """Whether no candidate can follow."""
         guide = self.row.guide
         full = self.row.produced >= self._choice.max_output or (guide is not None and (guide.complete or guide.broken))
         return self.stopped or full

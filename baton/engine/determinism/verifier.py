@@ -1,44 +1,34 @@
 """Fixed forwards: prompts of deterministic requests on the grid, and verify passes over their candidates.
 
 A verify pass computes the last verified token and the candidates behind it. It overwrites the ordinary batch's KV and
-draws each next token again. Its draws are final: equal candidates stay, the first different one is replaced, later ones
-are dropped. So a pass adds at least one token, and `W` tokens if all `W - 1` candidates are right.
-
-Tensors and rows always have the sizes of the shape. Padding fills them; its results are never read. It writes behind
-the known tokens, or to one spare block of the cache.
+draws each next token again: equal candidates stay, the first different one is replaced, later ones are dropped. Padding
+fills the shape; its results are never read. It writes behind the known tokens, or to one spare block of the cache.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from baton.core import Token
 from baton.engine.batch import Batch
 from baton.engine.determinism.planner import VerifiedProgress, progress_of
-from baton.engine.determinism.shapes import CandidateTokens
+from baton.engine.determinism.shapes import CandidateTokens, FixedShapes
+from baton.engine.kv_cache import KVCache
+from baton.engine.model_backend import ModelBackend
 from baton.engine.model_runner import Mirror
-from baton.engine.sampling.sampler import Sampler
-from baton.engine.sequence import ScheduledSequence
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from baton.engine.choice import OutputState
-    from baton.engine.determinism.shapes import FixedShapes
-    from baton.engine.kv_cache import KVCache
-    from baton.engine.model_backend import ModelBackend
-    from baton.engine.request import Request
-    from baton.engine.sampling.sampler import Sampled
-    from baton.engine.sequence import VerifyWork
-    from baton.engine.step_result import Counters, StepResult
-    from baton.engine.thinking.states import Thoughts
+from baton.engine.request import Request
+from baton.engine.sampling.output import OutputState
+from baton.engine.sampling.sampler import Sampled, Sampler
+from baton.engine.sequence import LayerListener, ScheduledSequence, VerifyWork
+from baton.engine.step_result import Counters, StepResult
+from baton.engine.thinking.states import Thoughts
 
 
 class VerifiedTokens(NamedTuple):
@@ -74,8 +64,7 @@ class FixedInputs:
         """Build the batch of one pass's windows; `tokens[i]` are those of its i-th sequence. Valid until the next
         build. Logits are wanted for the last token of a prompt that ends here, or for all rows of a verify pass.
         """
-        size = windows[0].size
-        on_grid = windows[0].on_grid
+        size, on_grid = windows[0].size, windows[0].on_grid
         rows = 1 if on_grid else self._shapes.rows
         n = rows * size
         contexts = [window.start + size for window in windows] + [size] * (rows - len(windows))
@@ -87,7 +76,12 @@ class FixedInputs:
             self._write(row, window, known)
         self._starts.array[: rows + 1] = np.arange(rows + 1) * size
         self._lens.array[:rows] = contexts
-        wanted = self._wanted_of(windows[0], n, on_grid=on_grid)
+        wanted = n
+        if on_grid:
+            self._wanted.array[0] = windows[0].count - 1
+            wanted = int(windows[0].start + windows[0].count == progress_of(windows[0].sequence).verified)
+        else:
+            self._wanted.array[:n] = np.arange(n)
         return Batch(
             token_ids=self._token_ids.push(n, 0),
             positions=self._positions.push(n, 0),
@@ -117,24 +111,12 @@ class FixedInputs:
         self._slots.array[own] = table[places // self._block_size].astype(np.int64) * self._block_size
         self._slots.array[own] += places % self._block_size
 
-    def _wanted_of(self, window: VerifyWork, n: int, *, on_grid: bool) -> int:
-        if not on_grid:
-            self._wanted.array[:n] = np.arange(n)
-            return n
-        self._wanted.array[0] = window.count - 1
-        return int(window.start + window.count == progress_of(window.sequence).verified)
-
 
 class FixedForwards:
     """Fixed forwards of one engine: their building, computation and evaluation."""
 
     def __init__(
-        self,
-        backend: ModelBackend,
-        shapes: FixedShapes,
-        max_blocks: int,
-        spare: int,
-        thoughts: Thoughts | None = None,
+        self, backend: ModelBackend, shapes: FixedShapes, max_blocks: int, spare: int, thoughts: Thoughts | None = None
     ) -> None:
         self._backend, self._shapes, self._thoughts = backend, shapes, thoughts
         self._inputs = FixedInputs(backend, shapes, max_blocks, spare)
@@ -142,7 +124,6 @@ class FixedForwards:
         self._began = 0.0  # start of the last forward
 
     def begin(self, request: Request, prompt: int) -> None:
-        """Prepare a deterministic request with a prompt of `prompt` tokens."""
         sequence = request.sequence
         progress = VerifiedProgress(self._shapes, prompt, sequence.known, sequence.computed, holds=request.hold)
         sequence.policies = (*sequence.policies, progress)
@@ -150,17 +131,13 @@ class FixedForwards:
 
     @torch.inference_mode()
     def compute(
-        self,
-        windows: Sequence[VerifyWork],
-        requests: Sequence[Request],
-        kv: KVCache,
-        on_layer: Callable[[list[ScheduledSequence], int], None] | None,
+        self, windows: Sequence[VerifyWork], requests: Sequence[Request], kv: KVCache, on_layer: LayerListener | None
     ) -> list[VerifySamples]:
         """Run the model and return draws per window; none if a new thought makes a grid chunk run again."""
         self._began = time.monotonic()
         work = [ScheduledSequence(window.sequence, window.count) for window in windows]
-        told = partial(on_layer, work) if on_layer is not None else None
-        batch = self._inputs.build(windows, [request.tokens for request in requests], told, self._thoughts)
+        listener = partial(on_layer, work) if on_layer is not None else None
+        batch = self._inputs.build(windows, [request.tokens for request in requests], listener, self._thoughts)
         logits = self._backend.forward(batch, kv)
         thoughts, injected = self._thoughts, batch.thinking
         if thoughts is not None and injected is not None and not thoughts.settle_fixed(windows[0], injected):
@@ -177,9 +154,7 @@ class FixedForwards:
         result.context += context
         result.prefill_context += context * on_grid
         counters.steps += result.computed == tokens  # unless the ordinary batch counted it
-        counters.prefill_tokens += sum(
-            ScheduledSequence(window.sequence, window.count).prefill_tokens for window in windows
-        )
+        counters.prefill_tokens += sum(ScheduledSequence(w.sequence, w.count).prefill_tokens for w in windows)
         counters.verify_passes += not on_grid
         for window in () if on_grid else windows:
             verifying = progress_of(window.sequence).verifying
@@ -189,9 +164,7 @@ class FixedForwards:
 
     def _draws(self, windows: Sequence[VerifyWork], requests: Sequence[Request], logits: Tensor) -> list[VerifySamples]:
         """Return draws for each window. Rows with a state that follows from the position alone are drawn together."""
-        found = [
-            VerifySamples(self._sampler, window, request) for window, request in zip(windows, requests, strict=True)
-        ]
+        found = [VerifySamples(self._sampler, *each) for each in zip(windows, requests, strict=True)]
         rows, places = [], list[int]()
         for number, draws in enumerate(found):
             at = number * windows[0].size if len(logits) > 1 else -draws.first
@@ -241,8 +214,7 @@ class VerifySamples:
 
     def __init__(self, sampler: Sampler, window: VerifyWork, request: Request) -> None:
         self.first = min(progress_of(window.sequence).verified - 1 - window.start, window.count)
-        self.last = window.count
-        self.row = request.choice.row
+        self.last, self.row = window.count, request.choice.row
         self.plain = self.row.seen is None and self.row.guide is None
         self.ready: list[Sampled] = []
         self.logits: Tensor

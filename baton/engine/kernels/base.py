@@ -6,21 +6,18 @@ tensors that the caller owns (`out`), so that a forward in steady state allocate
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from baton.engine.batch import Batch
-
+from baton.engine.batch import Batch
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 Splits = Literal["auto", "load", "load_bf16"]
-"""Into how many pieces the context of a decode row is cut: auto: what is fastest; load: more, the fewer rows there are,
-as servers on GPUs do it; load_bf16: so, and what the pieces leave is rounded to bfloat16.
+"""How decode attention splits contexts. `auto` keeps all threads busy. `load` makes more splits for fewer sequences, as
+GPU servers do, and `load_bf16` also rounds their results to bfloat16.
 """
 
 
@@ -37,18 +34,6 @@ class Rotation(NamedTuple):
 
     cos: Tensor
     sin: Tensor
-
-
-class BlockCopy(Protocol):
-    """A copy of KV between the blocks of a cache and wire order."""
-
-    def __call__(
-        self, planes: Sequence[Tensor], layers: range, blocks: Sequence[int], span: range, wire: Tensor, *, write: bool
-    ) -> None:
-        """Copy positions `span` of the sequence in `blocks` to `wire`, uint8 [nbytes], or from it if `write`.
-
-        Copies `layers` of all `planes`, each [layers, total_blocks, block_size, kv_heads, head_dim]. Checks nothing.
-        """
 
 
 class Linear(Protocol):
@@ -93,13 +78,7 @@ class Kernels(Protocol):
         """Add delta to x in place, then write `rms_norm` of x to `out`."""
 
     def rotate_and_store(
-        self,
-        qkv: Tensor,
-        rotation: Rotation,
-        norms: HeadNorms | None,
-        slots: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        self, qkv: Tensor, rotation: Rotation, norms: HeadNorms | None, slots: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         """Rotate queries and keys, write keys and values to the cache, and return the queries [N, heads, head_dim].
 
@@ -110,23 +89,17 @@ class Kernels(Protocol):
     def gate(self, gate_up: Tensor, activation: str, out: Tensor) -> Tensor:
         """Write activation(gate) * up to out [N, I], for gate_up [N, 2 I] and one of ACTIVATIONS."""
 
-    def gated(self, gate_up: Linear, x: Tensor, activation: str, room: Tensor, out: Tensor) -> Tensor:
-        """Write `gate` of gate_up(x), for x [N, K] and width 2 I, to out [N, I]. `room` [N, 2 I] is scratch."""
+    def gated(self, gate_up: Linear, x: Tensor, activation: str, scratch: Tensor, out: Tensor) -> Tensor:
+        """Write `gate` of gate_up(x), for x [N, K] and width 2 I, to out [N, I]. `scratch` is [N, 2 I]."""
 
     def by_row(self, layer: Linear) -> Linear | None:
         """Return the layer with bits of a row independent of the number of rows, for fixed forwards, or None."""
 
     def steady_rows(self, heads: Sequence[int]) -> int:
-        """Return the most rows for which the bits of a row do not depend on their number, or 0 for no guarantee.
-
-        Covers the layers made so far and fixed attention over heads of these sizes.
-        """
+        """Return the most rows for which a row's bits do not depend on their number, with these head sizes, or 0."""
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
-        """Return facts that determine the bits of fixed forwards if layers multiply so many rows.
-
-        Excludes torch, the number of threads and the device. Called after all layers are made.
-        """
+        """Return the facts behind the bits of fixed forwards of so many rows, except torch, threads and device."""
 
     def attention(self, batch: Batch, block_size: int, window: int | None, scale: float) -> Attention:
         """Return attention for this batch. A `window` limits a token to itself and window - 1 positions before it.
@@ -147,11 +120,8 @@ class Scratch:
         """Return the contiguous [rows, width] of `name`, in `dtype` or else the model's. Its content is undefined."""
         view = self._views.get(name)
         if view is None or view.shape != (rows, width):
-            view = self._views[name] = self._grown(name, rows * width, dtype or self.dtype).view(rows, width)
+            size, storage = rows * width, self._storage.get(name)
+            if storage is None or len(storage) < size:
+                storage = self._storage[name] = torch.empty(size, dtype=dtype or self.dtype, device=self.device)
+            view = self._views[name] = storage[:size].view(rows, width)
         return view
-
-    def _grown(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
-        storage = self._storage.get(name)
-        if storage is None or len(storage) < size:
-            storage = self._storage[name] = torch.empty(size, dtype=dtype, device=self.device)
-        return storage[:size]

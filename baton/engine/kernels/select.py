@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import structlog
 import torch
 
+from baton.engine.kernels.base import Kernels, Splits
 from baton.engine.kernels.cpu.compiler import Unavailable
 from baton.engine.kernels.cpu.kernel_choice import load_profile, profile_path
 from baton.engine.kernels.cpu.ops import ELEMENTS, CompiledBlockCopy, CpuKernels
 from baton.engine.kernels.torch_reference import TorchKernels
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from baton.engine.kernels.base import BlockCopy, Kernels, Splits
 
 log = structlog.get_logger()
 
@@ -28,7 +24,7 @@ def profile_of(dtype: torch.dtype) -> Path:
     return profile_path(ELEMENTS[dtype], torch.get_num_threads(), torch.__version__)
 
 
-def block_copy(kernels: Kernels) -> BlockCopy | None:
+def block_copy(kernels: Kernels) -> CompiledBlockCopy | None:
     """Return the compiled copy of KV that belongs to these kernels, or None if torch must do it."""
     return CompiledBlockCopy(kernels.library, kernels.element) if isinstance(kernels, CpuKernels) else None
 

@@ -11,20 +11,16 @@ Chunks are added to a running maximum and sums in float32. A chunk invisible to 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from baton.engine.batch import Batch
-
+from baton.engine.batch import Batch
 
 TILE_ROWS = 256  # limits the mask of a chunk to TILE_ROWS x context
 GROUP_SLOTS = 65536  # limits the copy of KV for one group of decode sequences
@@ -61,10 +57,8 @@ class PagedAttention:
     """Implementation of `baton.engine.kernels.base.Attention` for any device and dtype."""
 
     def __init__(self, batch: Batch, block_size: int, window: int | None, scale: float) -> None:
-        self._scale = scale
+        self._scale, self._block_size, self._window = scale, block_size, window
         self._tables = batch.block_tables.to(torch.int64)
-        self._block_size = block_size
-        self._window = window
         starts = accumulate(batch.query_lens, initial=0)
         rows = list(zip(starts, batch.query_lens, batch.context_lens, strict=False))
         self._chunks = [self._chunk(i, *row) for i, row in enumerate(rows) if row[1] > 1]
@@ -172,12 +166,8 @@ CHUNK = 64
 ALIGNED = 16  # elements; libraries round rows of a product differently if not all rows begin at a multiple
 
 
-@dataclass(frozen=True, slots=True)
-class _FixedChunk:
-    """Slots int64 [CHUNK] of consecutive positions, and a mask [tokens, CHUNK], True if hidden from the new token."""
-
-    slots: Tensor
-    hidden: Tensor
+# Slots int64 [CHUNK] of consecutive positions, and a mask [tokens, CHUNK], True if hidden from the new token.
+_FixedChunk = tuple[Tensor, Tensor]
 
 
 class _Sums(NamedTuple):
@@ -208,14 +198,14 @@ class SteadyAttention:
 
     def _cut(self, table: Tensor, tokens: int, context: int) -> list[_FixedChunk]:
         own = torch.arange(context - tokens, context, device=table.device)[:, None]
-        low = 0 if self._window is None else max(0, context - tokens - self._window + 1)
+        low = _first_seen(context - tokens, self._window)
         return [self._chunk(table, own, at, context) for at in range(low // CHUNK * CHUNK, context, CHUNK)]
 
     def _chunk(self, table: Tensor, own: Tensor, at: int, context: int) -> _FixedChunk:
         span = torch.arange(at, at + CHUNK, device=table.device)
         hidden = span > own if self._window is None else (span > own) | (span <= own - self._window)
         there = span.clamp(max=context - 1)  # positions after the end were never written
-        return _FixedChunk(table[there // self._block_size] * self._block_size + there % self._block_size, hidden)
+        return table[there // self._block_size] * self._block_size + there % self._block_size, hidden
 
     def _attend(self, query: Tensor, chunks: list[_FixedChunk], keys: Tensor, values: Tensor) -> Tensor:
         """Attend with query [tokens, heads, dim] over keys [slots, kv_heads, dim]: [tokens, heads, value_dim]."""
@@ -226,10 +216,10 @@ class SteadyAttention:
         nothing = q.new_zeros(*q.shape[:2], 1)
         spare = -value_dim % ALIGNED
         sums = _Sums(nothing - torch.inf, nothing, q.new_zeros(*q.shape[:2], value_dim + spare))
-        for chunk in chunks:
-            k, v = (cache.index_select(0, chunk.slots).transpose(0, 1).float() for cache in (keys, values))
+        for slots, hidden in chunks:
+            k, v = (cache.index_select(0, slots).transpose(0, 1).float() for cache in (keys, values))
             scores = torch.bmm(q, k.transpose(1, 2)).mul_(self._scale).view(kv_heads, -1, tokens, CHUNK)
-            scores = scores.masked_fill_(chunk.hidden, -torch.inf).flatten(1, 2)
+            scores = scores.masked_fill_(hidden, -torch.inf).flatten(1, 2)
             sums = _taken_in(sums, scores, pad(v, (0, spare)))
         result = sums.values[..., :value_dim] / sums.total
         return result.reshape(kv_heads, -1, tokens, value_dim).permute(2, 0, 1, 3).flatten(1, 2).to(query.dtype)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
+from baton.engine.batch import Batch
+from baton.engine.kernels.base import Attention, HeadNorms, Linear, Rotation
 from baton.engine.kernels.torch_attention import PagedAttention, SteadyAttention
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from baton.engine.batch import Batch
-    from baton.engine.kernels.base import Attention, HeadNorms, Linear, Rotation
 
 ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -38,8 +33,7 @@ class TorchLinear:
         return len(self.weight)
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        # F.linear has better kernels for bfloat16 on a CPU than torch.mm(out=), but no `out`.
-        if out.dtype is not x.dtype:
+        if out.dtype is not x.dtype:  # only F.linear, because `out` of torch.mm must have the dtype of x
             return out.copy_(F.linear(x, self.weight, self.bias))
         if self.bias is None:
             return torch.mm(x, self.weight.t(), out=out)
@@ -66,13 +60,7 @@ class TorchKernels:
         return self.rms_norm(x.add_(delta), weight, eps, out)
 
     def rotate_and_store(
-        self,
-        qkv: Tensor,
-        rotation: Rotation,
-        norms: HeadNorms | None,
-        slots: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        self, qkv: Tensor, rotation: Rotation, norms: HeadNorms | None, slots: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         kv_heads = keys.shape[-2]
         query, key, value = qkv.tensor_split((qkv.shape[1] - 2 * kv_heads, qkv.shape[1] - kv_heads), dim=1)
@@ -88,11 +76,11 @@ class TorchKernels:
         gate, up = gate_up.chunk(2, dim=-1)
         return torch.mul(ACTIVATE[activation](gate), up, out=out)
 
-    def gated(self, gate_up: Linear, x: Tensor, activation: str, room: Tensor, out: Tensor) -> Tensor:
-        return self.gate(gate_up(x, room), activation, out)
+    def gated(self, gate_up: Linear, x: Tensor, activation: str, scratch: Tensor, out: Tensor) -> Tensor:
+        return self.gate(gate_up(x, scratch), activation, out)
 
     def by_row(self, layer: Linear) -> None:
-        del layer  # torch chooses its product by the number of rows
+        del layer  # torch and cuBLAS choose their products by the number of rows
 
     def steady_rows(self, heads: Sequence[int]) -> int:
         del heads

@@ -1,24 +1,25 @@
-"""Tensors from the safetensors files of a checkpoint. Other formats are rejected, so nothing is unpickled."""
+"""Tensors from the safetensors files of a checkpoint, and the weights of a model in their final memory.
+
+Other formats are rejected, so nothing is unpickled. Weights are read without a second copy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from baton.clock import SystemClock
 from baton.engine.models.config import REFUSED, quantised_as
-from baton.engine.models.huge_pages import drop_pages
+from baton.engine.models.huge_pages import Arena, drop_pages
 from baton.engine.models.json_fields import Fields, read_json_object
 from baton.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -46,32 +47,24 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if not index.is_file():
         raise _no_weights(folder)
-    files = [_shard(index, name) for name in sorted(set(_weight_map(index).values()))]
-    for file in files:
-        if not file.is_file():
-            raise CheckpointError(f"{index}: names shard {file.name}, which is not there")
-    return files
-
-
-def _weight_map(index: Path) -> dict[str, str]:
     fields = Fields(str(index), read_json_object(index)).section("weight_map")
     if not fields.values:
         raise CheckpointError(f"{index}: weight_map is missing or empty")
-    return {tensor: fields.text(tensor) for tensor in fields.values}
-
-
-def _shard(index: Path, name: str) -> Path:
-    # The index is untrusted, so a shard must be in its folder.
-    if Path(name).name != name or not name.endswith(".safetensors"):
-        raise CheckpointError(f"{index}: {name!r} is not the name of a safetensors file in this folder")
-    return index.parent / name
+    names = sorted({fields.text(tensor) for tensor in fields.values})
+    for name in names:
+        # The index is untrusted, so a shard must be in its folder.
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{index}: {name!r} is not the name of a safetensors file in this folder")
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{index}: lists shard {name}, which does not exist")
+    return [folder / name for name in names]
 
 
 def _no_weights(folder: Path) -> CheckpointError:
     others = sorted(file.name for file in folder.iterdir() if file.suffix in OTHER_FORMATS)
     if others:
-        kind = " (GGUF: most are quantised as well)" if others[0].endswith(".gguf") else ""
-        return CheckpointError(f"{folder / others[0]}: only safetensors are loaded{kind}; convert it to {SINGLE}")
+        kind = " (most GGUF files are also quantised)" if others[0].endswith(".gguf") else ""
+        return CheckpointError(f"{folder / others[0]}: only safetensors are supported{kind}; convert it to {SINGLE}")
     return CheckpointError(f"{folder}: no {SINGLE} and no {INDEX}")
 
 
@@ -83,9 +76,7 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path, progress: Progress | None = None, *, digests: bool = True) -> None:
-        self.folder = folder
-        self._digest = _digest if digests else _no_digest
-        self._progress = progress
+        self.folder, self._progress, self._with_digests = folder, progress, digests
         self._clock = SystemClock()
         self._began = self._clock.monotonic()
         self._files: dict[str, Path] = {}
@@ -97,7 +88,9 @@ class Checkpoint:
         self._bytes_total = sum(file.stat().st_size for file in files)
         for file in files:
             self._list(file)
-        self._refuse_quantised()
+        if found := quantised_as(self._dtypes):
+            name, method = found
+            raise CheckpointError(f"{self._files[name]}: {name} ({self._dtypes[name]}) is {method}: {REFUSED}")
         self._report()
 
     def __contains__(self, name: str) -> bool:
@@ -119,7 +112,7 @@ class Checkpoint:
             raise CheckpointError(f"{file}: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
         if self._dtypes[name] not in FLOATS:
             raise CheckpointError(f"{file}: {name} has dtype {tensor.dtype}, expected a float type")
-        self._digests[name] = self._digest(tensor)
+        self._digests[name] = _digest(tensor) if self._with_digests else ""
         return tensor
 
     def release(self, taken: Tensor) -> None:
@@ -146,15 +139,9 @@ class Checkpoint:
         mapped = self._mapped[file]
         for name in mapped.keys():  # noqa: SIM118  (not a mapping: it has no iterator)
             if name in self._files:
-                raise CheckpointError(f"{file}: tensor {name} is in {self._files[name].name} as well")
+                raise CheckpointError(f"{file}: tensor {name} is also in {self._files[name].name}")
             self._files[name] = file
             self._dtypes[name] = str(mapped.get_slice(name).get_dtype())
-
-    def _refuse_quantised(self) -> None:
-        found = quantised_as(self._dtypes)
-        if found is not None:
-            name, method = found
-            raise CheckpointError(f"{self._files[name]}: {name} ({self._dtypes[name]}) is {method}: {REFUSED}")
 
     def _file(self, name: str) -> Path:
         if name not in self._files:
@@ -171,12 +158,70 @@ def _digest(tensor: Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _no_digest(_: Tensor) -> str:
-    return ""
-
-
 def _opened(file: Path) -> safe_open:
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file}: not a whole safetensors file: {error}") from error
+        raise CheckpointError(f"{file}: not a complete safetensors file: {error}") from error
+
+
+PIECE = 8 * 2**20  # elements per copy; limits the temporary that a copy to another dtype on another device needs
+
+
+class Weights:
+    """Tensors of a checkpoint in the model's dtype, on its device. All methods raise like `Checkpoint.take`."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+        self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
+        self._arena = Arena()
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """Return one tensor of this shape."""
+        place = self._place(shape)
+        self._fill(place, name)
+        return place
+
+    def matrix(self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int) -> Tensor:
+        """Return tensors [outs[i], n_in] as one [sum(outs), n_in], so that projections of one input are one product."""
+        return self._stacked(names, outs, (n_in,))
+
+    def stack(self, names: Sequence[tuple[str, ...]], outs: tuple[int, ...], n_in: int) -> Tensor:
+        """Return a `matrix` for each entry of `names` as one tensor: [len(names), sum(outs), n_in]."""
+        place = self._place((len(names), sum(outs), n_in))
+        for matrix, parts in zip(place, names, strict=True):
+            self._fill_parts(matrix, parts, outs)
+        return place
+
+    def float32(self, name: str, *shape: int) -> Tensor:
+        """Return one tensor of this shape in float32."""
+        place = torch.empty(shape, dtype=torch.float32, device=self.device)
+        self._fill(place, name)
+        return place
+
+    def vector(self, names: tuple[str, ...], outs: tuple[int, ...]) -> Tensor:
+        """Return the biases `names` as one vector [sum(outs)], like `matrix`."""
+        return self._stacked(names, outs, ())
+
+    def _stacked(self, names: tuple[str, ...], outs: tuple[int, ...], rest: tuple[int, ...]) -> Tensor:
+        place = self._place((sum(outs), *rest))
+        self._fill_parts(place, names, outs)
+        return place
+
+    def _fill_parts(self, place: Tensor, names: tuple[str, ...], outs: tuple[int, ...]) -> None:
+        for name, part in zip(names, torch.split(place, list(outs)), strict=True):
+            self._fill(part, name)
+
+    def _place(self, shape: tuple[int, ...]) -> Tensor:
+        if self.device.type == "cpu":
+            return self._arena.empty(shape, self.dtype)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def _fill(self, place: Tensor, name: str) -> None:
+        stored = self.checkpoint.take(name, tuple(place.shape))
+        self._copy(place.view(-1), stored.view(-1))
+        self.checkpoint.release(stored)
+
+    def _copy(self, place: Tensor, source: Tensor) -> None:
+        rows = max(1, PIECE * len(place) // max(1, place.numel()))
+        for target, piece in zip(torch.split(place, rows), torch.split(source, rows), strict=True):
+            target.copy_(piece)

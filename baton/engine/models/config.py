@@ -6,27 +6,17 @@ never ignored. Quantised checkpoints are detected from their config or tensors a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import Literal
 
-from baton.engine.models.config_variants import (
-    ExpertsConfig,
-    LatentConfig,
-    ThinkingConfig,
-    parse_experts,
-    parse_latent,
-    parse_thinking,
-)
+from baton.engine.models import config_variants
 from baton.engine.models.json_fields import Fields, read_json_object
 from baton.engine.models.rope import RopeConfig, parse_rope
 from baton.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-
-REFUSED = "quantised weights are not supported; take the original checkpoint, in float32, bfloat16 or float16"
+REFUSED = "quantised weights are not supported; use the original checkpoint in float32, bfloat16 or float16"
 CONFIG_KEYS = ("quantization_config", "compression_config")
 
 # Method by suffix of a tensor's name. The first entry that matches any tensor of a checkpoint applies.
@@ -72,7 +62,8 @@ def quantised_as(dtypes: Mapping[str, str]) -> tuple[str, str] | None:
     return (scale, "compressed-tensors or ModelOpt") if scale else None
 
 
-ACTIVATION_NAMES = ("silu", "swish", "gelu", "gelu_pytorch_tanh")
+# Names of activations in config.json, and in kernels.
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 MAX_LAYERS = 4096  # far above any model; limits the work that a hostile config can cause
 
 
@@ -110,7 +101,6 @@ FAMILIES = {
     "deepseek_v2": Family("DeepseekV2ForCausalLM", 2048, qkv_bias=None, o_bias=None, mlp_bias=None),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", 4096, qkv_bias=None, o_bias=None),
 }
-DENSE = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +129,9 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     rope: RopeConfig
     dtype: str | None  # as spelt in config.json, None if absent
-    experts: ExpertsConfig | None = None
-    latent: LatentConfig | None = None
-    thinking: ThinkingConfig | None = None
+    experts: config_variants.ExpertsConfig | None = None
+    latent: config_variants.LatentConfig | None = None
+    thinking: config_variants.ThinkingConfig | None = None
     unread_layers: int = 0  # layers for multi-token prediction, which a checkpoint may have beyond `layers`
 
     @property
@@ -163,10 +153,11 @@ def parse_config(fields: Fields) -> ModelConfig:
     family = FAMILIES[name]
     heads = fields.integer("num_attention_heads", high=2**16)
     layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
-    latent = parse_latent(fields, name, heads)
+    latent = config_variants.parse_latent(fields, name, heads)
     head_dim = latent.width if latent else _head_dim(fields, heads, family)
     attention_bias = fields.flag("attention_bias", False)
     max_positions = fields.integer("max_position_embeddings", family.max_positions)
+    unread = fields.integer("num_nextn_predict_layers", 1, low=0, high=MAX_LAYERS) if name == "deepseek_v3" else 0
     return ModelConfig(
         family=name,
         vocab_size=fields.integer("vocab_size"),
@@ -187,12 +178,10 @@ def parse_config(fields: Fields) -> ModelConfig:
         windows=_windows(fields, name, layers),
         rope=parse_rope(fields, max_positions, latent.rope_dim if latent else head_dim, family.rope_theta),
         dtype=_dtype(fields),
-        experts=parse_experts(fields, name, layers),
+        experts=config_variants.parse_experts(fields, name, layers),
         latent=latent,
-        thinking=parse_thinking(fields, name, layers, dense=name in DENSE),
-        unread_layers=fields.integer("num_nextn_predict_layers", 1, low=0, high=MAX_LAYERS)
-        if name == "deepseek_v3"
-        else 0,
+        thinking=config_variants.parse_thinking(fields, name, layers),
+        unread_layers=unread,
     )
 
 
@@ -233,8 +222,8 @@ def _kv_heads(fields: Fields, heads: int, family: Family) -> int:
 
 def _activation(fields: Fields) -> str:
     name = fields.text("hidden_act", "silu")
-    if name not in ACTIVATION_NAMES:
-        raise fields.error("hidden_act", f"{name!r} is not supported (supported: {', '.join(ACTIVATION_NAMES)})")
+    if name not in ACTIVATIONS:
+        raise fields.error("hidden_act", f"{name!r} is not supported (supported: {', '.join(ACTIVATIONS)})")
     return name
 
 
@@ -255,7 +244,7 @@ def _windows(fields: Fields, name: str, layers: int) -> tuple[int | None, ...]:
     window = _window(fields, family) if on else None
     types = _layer_types(fields, name, layers, slides=window is not None)
     if window is None and "sliding_attention" in types:
-        raise fields.error("layer_types", "names sliding_attention, but no sliding window is set")
+        raise fields.error("layer_types", "contains sliding_attention, but no sliding window is set")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
@@ -271,12 +260,12 @@ def _layer_types(fields: Fields, name: str, layers: int, *, slides: bool) -> tup
     default = tuple("sliding_attention" if slides and i >= first_sliding else "full_attention" for i in range(layers))
     types = fields.texts("layer_types") or default
     if len(types) != layers:
-        raise fields.error("layer_types", f"must name {layers} layers, got {len(types)}")
+        raise fields.error("layer_types", f"must have {layers} entries, one per layer, got {len(types)}")
     unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
     if unknown:
         raise fields.error("layer_types", f"{unknown[0]!r} is not supported")
     if not by_layer and types != default:
-        raise fields.error("layer_types", f"must be all {default[0]} for {name} here")
+        raise fields.error("layer_types", f"must be {default[0]} in all {name} layers")
     return types
 
 

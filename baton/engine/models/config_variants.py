@@ -9,14 +9,11 @@ checkpoints obeys, is rejected by name. Thinking States (arXiv 2602.08332, see d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from baton.engine.models.json_fields import Fields
-
+from baton.engine.models.json_fields import Fields
 
 MAX_DIM = 2**16
 
@@ -122,18 +119,10 @@ def _deepseek_v2(fields: Fields, layers: int) -> ExpertsConfig:
     count = _count(fields, ("n_routed_experts", "num_experts"), 64)
     inner, shared = fields.integer("moe_intermediate_size", 1407), fields.integer("n_shared_experts", 2)
     groups, best = (1, 1) if method == "greedy" else _groups(fields, None, None, count)
-    return ExpertsConfig(
-        count,
-        _per_token(fields, None, count // groups * best),
-        inner,
-        _after_dense(fields, 0, layers),
-        normalised=False,
-        scaling=fields.number("routed_scaling_factor", 1.0),
-        shared_inner=shared * inner,
-        groups=groups,
-        best_groups=best,
-        float32_router=True,
-    )
+    per_token, sparse = _per_token(fields, None, count // groups * best), _after_dense(fields, 0, layers)
+    found = ExpertsConfig(count, per_token, inner, sparse, normalised=False, float32_router=True)
+    scaling = fields.number("routed_scaling_factor", 1.0)
+    return replace(found, scaling=scaling, shared_inner=shared * inner, groups=groups, best_groups=best)
 
 
 def _deepseek_v3(fields: Fields, layers: int) -> ExpertsConfig:
@@ -142,19 +131,10 @@ def _deepseek_v3(fields: Fields, layers: int) -> ExpertsConfig:
     count = _count(fields, ("n_routed_experts", "num_local_experts"), 256)
     inner, shared = fields.integer("moe_intermediate_size", 2048), fields.integer("n_shared_experts", 1)
     groups, best = _groups(fields, 8, 4, count)
-    return ExpertsConfig(
-        count,
-        _per_token(fields, 8, count // groups * best),
-        inner,
-        _after_dense(fields, 3, layers),
-        normalised=fields.flag("norm_topk_prob", True),
-        scaling=fields.number("routed_scaling_factor", 2.5),
-        shared_inner=shared * inner,
-        groups=groups,
-        best_groups=best,
-        sigmoid=True,
-        float32_router=True,
-    )
+    per_token, sparse = _per_token(fields, 8, count // groups * best), _after_dense(fields, 3, layers)
+    normalised, scaling = fields.flag("norm_topk_prob", True), fields.number("routed_scaling_factor", 2.5)
+    found = ExpertsConfig(count, per_token, inner, sparse, normalised, scaling, sigmoid=True, float32_router=True)
+    return replace(found, shared_inner=shared * inner, groups=groups, best_groups=best)
 
 
 _PARSERS: dict[str, Callable[[Fields, int], ExpertsConfig]] = {
@@ -197,19 +177,12 @@ def _after_dense(fields: Fields, dense: int, layers: int) -> tuple[bool, ...]:
 
 def _expect(fields: Fields, key: str, value: Any) -> None:
     if fields.has(key) and fields.values[key] != value:
-        raise fields.error(key, f"must be {value!r} here, got {fields.values[key]!r:.60}")
+        raise fields.error(key, f"must be {value!r} for this model, got {fields.values[key]!r:.60}")
 
 
+DENSE = ("llama", "mistral", "qwen2", "qwen3")
 MAX_CHUNK, MAX_THOUGHT = 1024, 1024
-KEYS = (
-    "chunk_size",
-    "input_layer",
-    "output_layer",
-    "max_thought_tokens",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-)
+KEYS = "chunk_size input_layer output_layer max_thought_tokens bos_token_id eos_token_id pad_token_id".split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,15 +203,15 @@ class ThinkingConfig:
     pad: int
 
 
-def parse_thinking(fields: Fields, family: str, layers: int, *, dense: bool) -> ThinkingConfig | None:
+def parse_thinking(fields: Fields, family: str, layers: int) -> ThinkingConfig | None:
     """Return the checked section `thinking`, or None if absent. Raises CheckpointError with the key."""
     if not fields.has("thinking"):
         return None
-    if not dense:
-        raise fields.error("thinking", f"is served with dense models with K and V in their cache, not with {family}")
+    if family not in DENSE:
+        raise fields.error("thinking", f"is supported only for dense models ({', '.join(DENSE)}), not for {family}")
     found = fields.section("thinking")
     if unknown := sorted(found.values.keys() - set(KEYS)):
-        raise found.error(unknown[0], f"is not known (known: {', '.join(KEYS)})")
+        raise found.error(unknown[0], f"is not supported (supported: {', '.join(KEYS)})")
     top = fields.integer("vocab_size") - 1
     input_layer = found.integer("input_layer", high=layers)
     return ThinkingConfig(

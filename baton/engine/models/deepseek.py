@@ -13,22 +13,17 @@ k_c and v (`_absorbed`). Computing k_c and v is less work if the forward holds i
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from baton.engine.models.llama import Llama, Step, Variant
+from baton.engine.batch import Batch
+from baton.engine.kernels.base import Linear, Rotation
+from baton.engine.models.config import ModelConfig
+from baton.engine.models.config_variants import LatentConfig
+from baton.engine.models.llama import Llama, Parts, RMSNorm, Step, Variant
 from baton.engine.models.moe import feed_forward
 from baton.engine.models.rope import Rotary
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from baton.engine.batch import Batch
-    from baton.engine.kernels.base import Linear, Rotation
-    from baton.engine.models.config import ModelConfig
-    from baton.engine.models.config_variants import LatentConfig
-    from baton.engine.models.llama import Parts, RMSNorm
 
 LOW_RANK_EPS = 1e-6  # independent of rms_norm_eps
 

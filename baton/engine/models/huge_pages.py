@@ -6,12 +6,9 @@ import ctypes
 import math
 import mmap
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 HUGE_PAGE = 2 * 2**20
 CACHE_LINE = 64
@@ -37,13 +34,12 @@ class Arena:
         size = math.prod(shape) * dtype.itemsize
         if size < SMALL:
             return torch.empty(shape, dtype=dtype)
-        return (_mapped(size) if size >= CHUNK // 2 else self._cut(size)).view(dtype).view(shape)
-
-    def _cut(self, size: int) -> Tensor:
+        if size >= CHUNK // 2:
+            return _mapped(size).view(dtype).view(shape)
         if size > len(self._rest):
             self._rest = _mapped(CHUNK)
         place, self._rest = self._rest[:size], self._rest[math.ceil(size / CACHE_LINE) * CACHE_LINE :]
-        return place
+        return place.view(dtype).view(shape)
 
 
 def _mapped(size: int) -> Tensor:

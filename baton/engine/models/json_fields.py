@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from baton.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MAX_INT = 2**31 - 1
 
@@ -49,49 +47,49 @@ class Fields:
         """Return a whole number from `low` to `high`."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.error(key, f"must be a whole number from {low} to {high}, got {_shown(value)}")
+            raise self.error(key, f"must be a whole number from {low} to {high}, got {value!r:.60}")
         return value
 
     def number(self, key: str, default: float | None = None, *, above: float = 0.0, below: float = math.inf) -> float:
         """Return a finite number between `above` and `below`, both excluded."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < below:
-            raise self.error(key, f"must be a number between {above:g} and {below:g}, got {_shown(value)}")
+            raise self.error(key, f"must be a number between {above:g} and {below:g}, got {value!r:.60}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         """Return a boolean."""
         value = self._get(key, default)
         if not isinstance(value, bool):
-            raise self.error(key, f"must be true or false, got {_shown(value)}")
+            raise self.error(key, f"must be true or false, got {value!r:.60}")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
         """Return a string."""
         value = self._get(key, default)
         if not isinstance(value, str):
-            raise self.error(key, f"must be a string, got {_shown(value)}")
+            raise self.error(key, f"must be a string, got {value!r:.60}")
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
         """Return a list of strings, empty if the key is absent."""
         value = self._get(key, [])
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.error(key, f"must be a list of strings, got {_shown(value)}")
+            raise self.error(key, f"must be a list of strings, got {value!r:.60}")
         return tuple(value)
 
     def integers(self, key: str) -> tuple[int, ...]:
         """Return a list of whole numbers, empty if the key is absent."""
         value = self._get(key, [])
         if not isinstance(value, list) or not all(type(item) is int for item in value):
-            raise self.error(key, f"must be a list of whole numbers, got {_shown(value)}")
+            raise self.error(key, f"must be a list of whole numbers, got {value!r:.60}")
         return tuple(value)
 
     def section(self, key: str) -> Fields:
         """Return a nested object, empty if the key is absent."""
         value = self._get(key, {})
         if not isinstance(value, dict):
-            raise self.error(key, f"must be an object, got {_shown(value)}")
+            raise self.error(key, f"must be an object, got {value!r:.60}")
         return Fields(f"{self.where}: {key}", value)
 
     def _get(self, key: str, default: Any) -> Any:
@@ -99,8 +97,3 @@ class Fields:
         if value is None and default is None:
             raise self.error(key, "is missing")
         return default if value is None else value
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -11,28 +11,19 @@ distinguishes sequences. `Weights` supplies each tensor and checks its name and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from baton.engine.kernels.base import HeadNorms, Scratch
+from baton.engine.batch import Batch, Injection
+from baton.engine.kernels.base import Attention, HeadNorms, Kernels, Linear, Rotation, Scratch
+from baton.engine.kv_cache import KVCache
+from baton.engine.models.checkpoint import Weights
+from baton.engine.models.config import ACTIVATIONS, ModelConfig
 from baton.engine.models.rope import Rotary
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from baton.engine.batch import Batch, Injection
-    from baton.engine.kernels.base import Attention, Kernels, Linear, Rotation
-    from baton.engine.kv_cache import KVCache
-    from baton.engine.models.config import ModelConfig
-    from baton.engine.models.weights import Weights
-
-
-# Activation names of config.json, and the names that kernels use.
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,14 +96,15 @@ class SelfAttention:
     """Self-attention: project, rotate, write K and V to the cache, attend, project back."""
 
     def __init__(self, config: ModelConfig, parts: Parts, name: str, window: int | None) -> None:
-        self.window = window
-        self.kernels = parts.kernels
-        self.head_dim = config.head_dim
+        self.window, self.kernels, self.head_dim = window, parts.kernels, config.head_dim
         q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
         names = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
         self.qkv = parts.linear(names, (q, kv, kv), config.hidden_size, bias=config.qkv_bias)
         self.o = parts.summed(f"{name}.o_proj", config.hidden_size, q, bias=config.o_bias)
-        self.norms = _head_norms(config, parts, name) if config.qk_norm else None
+        self.norms: HeadNorms | None = None
+        if config.qk_norm:
+            query, key = (parts.weights.tensor(f"{name}.{part}_norm.weight", config.head_dim) for part in ("q", "k"))
+            self.norms = HeadNorms(query, key, config.norm_eps)
 
     def __call__(self, x: Tensor, step: Step, keys: Tensor, values: Tensor) -> Tensor:
         rows, take = len(x), step.scratch.take
@@ -120,11 +112,6 @@ class SelfAttention:
         query = self.kernels.rotate_and_store(qkv, step.rotation, self.norms, step.slots, keys, values)
         attended = take("attended", rows, query.shape[1] * self.head_dim)
         return self.o(step.attend[self.window](query, keys, values, attended), take("delta", rows, self.o.width))
-
-
-def _head_norms(config: ModelConfig, parts: Parts, name: str) -> HeadNorms:
-    query, key = (parts.weights.tensor(f"{name}.{part}_norm.weight", config.head_dim) for part in ("q", "k"))
-    return HeadNorms(query, key, config.norm_eps)
 
 
 class MLP:
@@ -153,15 +140,6 @@ class Variant(NamedTuple):
     feed_forward: Callable[[ModelConfig, Parts, str, int], Callable[[Tensor, Step], Tensor]]
 
 
-def dense(config: ModelConfig, parts: Parts, layer: str, index: int) -> MLP:
-    """Return the feed-forward network of a dense model, the same kind in all layers."""
-    del index
-    return MLP(config, parts, f"{layer}.mlp", config.intermediate_size)
-
-
-LLAMA = Variant(SelfAttention, dense)
-
-
 class Layer:
     """One pre-norm block. It adds the previous block's delta to the residual stream and returns the next delta."""
 
@@ -181,7 +159,7 @@ class Layer:
 class Llama:
     """The whole model: token ids in, logits out."""
 
-    def __init__(self, config: ModelConfig, parts: Parts, variant: Variant = LLAMA) -> None:
+    def __init__(self, config: ModelConfig, parts: Parts, variant: Variant) -> None:
         self.config, self.kernels, weights = config, parts.kernels, parts.weights
         self.embed = weights.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.layers = [Layer(config, parts, variant, index) for index in range(config.layers)]
@@ -217,10 +195,8 @@ class Llama:
             thinking.hidden = x[thinking.rows] + delta[thinking.rows]
 
     def _step(self, batch: Batch, block_size: int) -> Step:
-        scale = self.config.head_dim**-0.5
-        attend = {
-            window: self.kernels.attention(batch, block_size, window, scale) for window in set(self.config.windows)
-        }
+        scale, windows = self.config.head_dim**-0.5, set(self.config.windows)
+        attend = {window: self.kernels.attention(batch, block_size, window, scale) for window in windows}
         return Step(self.rotary(batch.positions), batch.slot_mapping, attend, self.scratch, fixed=batch.fixed)
 
     def _logits(self, x: Tensor, rows: Tensor) -> Tensor:

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from baton.core import KVLayout
+from baton.engine.batch import Batch
 from baton.engine.determinism.shapes import SHORT
+from baton.engine.kernels.base import Kernels, Splits
 from baton.engine.kernels.select import block_copy, choose_kernels
 from baton.engine.kv_cache import DTYPES, KVCache
-from baton.engine.models.checkpoint import Checkpoint
-from baton.engine.models.config import chosen_dtype, read_config
+from baton.engine.models.checkpoint import Checkpoint, Progress, Weights
+from baton.engine.models.config import ModelConfig, chosen_dtype, read_config
 from baton.engine.models.deepseek import DeepSeek
 from baton.engine.models.llama import Llama, Parts, SelfAttention, Variant
 from baton.engine.models.moe import feed_forward
 from baton.engine.models.thinking import Mode, Thinker
-from baton.engine.models.weights import Weights
 from baton.errors import CheckpointError, ConfigError
 from baton.hashing import fingerprint
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from baton.engine.batch import Batch
-    from baton.engine.kernels.base import Kernels, Splits
-    from baton.engine.models.checkpoint import Progress
-    from baton.engine.models.config import ModelConfig
 
 DTYPE_CHOICES = ("auto", "float32", "bfloat16")
 
@@ -48,11 +42,9 @@ class TransformerBackend:
     thinker: Thinker | None = None
 
     def forward(self, batch: Batch, kv: KVCache) -> torch.Tensor:
-        """Write the batch's K and V, then return logits, float32 [L, vocab_size]."""
         return self.model.forward(batch, kv)
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
-        """Return the facts of its kernels."""
         return self.model.kernels.facts(rows)
 
     def steady_rows(self) -> int:
@@ -63,7 +55,6 @@ class TransformerBackend:
         return self.model.kernels.steady_rows([config.head_dim])
 
     def make_cache(self, total_blocks: int) -> KVCache:
-        """Return a new cache of this layout."""
         return KVCache(self.layout, total_blocks, self.device, copy=block_copy(self.model.kernels))
 
     def check(self) -> None:
@@ -99,33 +90,33 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
     attention_splits: Splits = "auto",
     thinking: Mode = "auto",
 ) -> TransformerBackend:
-    """Load a Hugging Face checkpoint.
+    """Load a Hugging Face checkpoint. `split` loads one rank's part, with layout and fingerprint of the whole model.
 
-    `dtype` is auto, float32 or bfloat16; auto means the checkpoint's dtype, or float32 for float16 (`chosen_dtype`).
-    `max_model_len` None means max_position_embeddings. `split` loads one rank's part, with layout and fingerprint of
-    the whole model. `attention_splits` is passed to `choose_kernels`, `thinking` to the `Thinker` of a model that
-    thinks. Raises CheckpointError with the file, key or tensor if the folder cannot be served, and ConfigError if
-    `dtype` or `max_model_len` is invalid.
+    `dtype` auto means the checkpoint's dtype, or float32 for float16. `max_model_len` None means
+    max_position_embeddings. Raises CheckpointError with the file, key or tensor if the folder cannot be served, and
+    ConfigError if `dtype` or `max_model_len` is invalid.
     """
     if dtype not in DTYPE_CHOICES:
         raise ConfigError(f"model.dtype must be one of {', '.join(DTYPE_CHOICES)}, got {dtype!r}")
-    folder = Path(path)
+    folder, device = Path(path), torch.device(device)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
     config = read_config(folder)
     length = _max_model_len(config, max_model_len)
     checkpoint = Checkpoint(folder, progress, digests=split is None or split.names_the_model)
     dtype = chosen_dtype(config, dtype, checkpoint.stored_dtype("model.embed_tokens.weight"))
-    device = torch.device(device)
     kernels = choose_kernels(device, DTYPES[dtype], attention_splits)
     if split is None:
         part, parts = config, Parts(Weights(checkpoint, DTYPES[dtype], device), kernels)
     else:
         part, parts = split.config(config), split.parts(checkpoint, DTYPES[dtype], device, kernels)
     model = _model(part, parts)
-    thinker = _thinker(config, parts, model, thinking, whole=split is None)
+    if config.thinking is not None and split is not None:
+        raise ConfigError("tensor_parallel must be 1 for a model with thinking states")
+    thinker = None if config.thinking is None else Thinker(config, parts, model.embed, thinking)
     layout = KVLayout(config.layers, config.kv_heads, config.head_dim, block_size, dtype, config.kv_tensors)
-    name = fingerprint((checkpoint.finish(_unread(config)), dtype, layout.wire, repr(config)))
+    unread = tuple(f"model.layers.{config.layers + i}." for i in range(config.unread_layers))
+    name = fingerprint((checkpoint.finish(unread), dtype, layout.wire, repr(config)))
     return TransformerBackend(
         name=folder.resolve().name,
         layout=layout,
@@ -145,23 +136,11 @@ def _model(config: ModelConfig, parts: Parts) -> Llama:
     return Llama(config, parts, Variant(SelfAttention, feed_forward))
 
 
-def _thinker(config: ModelConfig, parts: Parts, model: Llama, mode: Mode, *, whole: bool) -> Thinker | None:
-    if config.thinking is None:
-        return None
-    if not whole:
-        raise ConfigError("tensor_parallel: a model that thinks is computed by one rank; tensor_parallel=1 serves it")
-    return Thinker(config, parts, model.embed, mode)
-
-
 def _nondeterminism(config: ModelConfig) -> str:
     """Return why determinism is unavailable, or "". The chunks of its grid must be whole chunks of a thinking model."""
     if config.thinking is None or SHORT % config.thinking.chunk_size == 0:
         return ""
-    return f"chunks of {config.thinking.chunk_size} tokens do not divide those of the grid, {SHORT}"
-
-
-def _unread(config: ModelConfig) -> tuple[str, ...]:
-    return tuple(f"model.layers.{config.layers + i}." for i in range(config.unread_layers))
+    return f"chunks of {config.thinking.chunk_size} tokens do not divide the grid of {SHORT} tokens"
 
 
 def _max_model_len(config: ModelConfig, wanted: int | None) -> int:
@@ -169,7 +148,7 @@ def _max_model_len(config: ModelConfig, wanted: int | None) -> int:
         return config.max_positions
     if 1 <= wanted <= config.rope.limit:
         return wanted
-    why = f"between 1 and {config.rope.limit}, for which this model's positions are right"
+    why = f"between 1 and {config.rope.limit}, the range of this model's position embeddings"
     if config.rope.kind == "dynamic":
-        why += " (dynamic RoPE scaling is served up to its original length: beyond it, cached keys would change)"
+        why += " (dynamic RoPE scaling ends at the original length, because cached keys would change beyond it)"
     raise ConfigError(f"model.max_model_len must be {why}; got {wanted}")

@@ -12,23 +12,16 @@ forward uses `Kernels.by_row` products instead; without them, each active expert
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import linear
 
-from baton.engine.models.llama import ACTIVATIONS, MLP
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from baton.engine.kernels.base import Kernels, Linear
-    from baton.engine.models.config import ModelConfig
-    from baton.engine.models.config_variants import ExpertsConfig
-    from baton.engine.models.llama import Parts, Step
-
-GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
-MIXTRAL = {GATE: "w1", UP: "w3", DOWN: "w2"}
+from baton.engine.kernels.base import Kernels, Linear
+from baton.engine.models.config import ACTIVATIONS, ModelConfig
+from baton.engine.models.config_variants import ExpertsConfig
+from baton.engine.models.llama import MLP, Parts, Step
 
 
 def feed_forward(config: ModelConfig, parts: Parts, layer: str, index: int) -> MLP | SparseMLP:
@@ -63,11 +56,10 @@ class Router:
         shape = experts.count, config.hidden_size
         # The precision of transformers, so that near ties have the same winner.
         self.dtype = torch.float32 if experts.float32_router else parts.weights.dtype
-        self.gate: Linear = (
-            Float32Linear(parts.weights.float32(f"{name}.weight", *shape))
-            if experts.float32_router
-            else parts.whole(name, *shape, bias=False)
-        )
+        if experts.float32_router:
+            self.gate: Linear = Float32Linear(parts.weights.float32(f"{name}.weight", *shape))
+        else:
+            self.gate = parts.whole(name, *shape, bias=False)
         bias = f"{name}.e_score_correction_bias"
         self.bias = parts.weights.float32(bias, experts.count) if experts.sigmoid else None
 
@@ -179,7 +171,8 @@ def _stacked(config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: st
     if f"{name}.gate_up_proj" in weights.checkpoint:  # written by transformers 5 without `save_original_format`
         gate_up = weights.tensor(f"{name}.gate_up_proj", count, 2 * inner, hidden)
         return gate_up, weights.tensor(f"{name}.down_proj", count, hidden, inner)
-    spelt = MIXTRAL if f"{name}.0.w1.weight" in weights.checkpoint else {}
-    gates, ups, downs = ([f"{name}.{i}.{spelt.get(p, p)}.weight" for i in range(count)] for p in (GATE, UP, DOWN))
+    in_mixtral = f"{name}.0.w1.weight" in weights.checkpoint
+    products = ("w1", "w3", "w2") if in_mixtral else ("gate_proj", "up_proj", "down_proj")
+    gates, ups, downs = ([f"{name}.{i}.{product}.weight" for i in range(count)] for product in products)
     gate_up = weights.stack(list(zip(gates, ups, strict=True)), (inner, inner), hidden)
     return gate_up, weights.stack([(down,) for down in downs], (hidden,), inner)

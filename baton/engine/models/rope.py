@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from baton.engine.kernels.base import Rotation
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from baton.engine.models.json_fields import Fields
+from baton.engine.models.json_fields import Fields
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 # Far beyond useful values. They protect float32 from overflow by an untrusted config.
@@ -47,7 +43,7 @@ def parse_rope(fields: Fields, max_positions: int, head_dim: int, default_theta:
     rope = fields.section("rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters")
     kind = rope.text("rope_type", rope.text("type", "default"))
     if any(isinstance(value, dict) for value in rope.values.values()):
-        raise rope.error("rope_type", "per layer type is not supported")
+        raise rope.error("rope_type", "for each layer type is not supported")
     if kind not in ROPE_TYPES:
         raise rope.error("rope_type", f"{kind!r} is not supported (supported: {', '.join(ROPE_TYPES)})")
     for owner in (rope, fields):
@@ -56,58 +52,45 @@ def parse_rope(fields: Fields, max_positions: int, head_dim: int, default_theta:
     # Above 1, because yarn divides by its logarithm and no trained model has less.
     theta = fields.number("rope_theta", default_theta, above=1.0, below=MAX_THETA)
     theta = rope.number("rope_theta", theta, above=1.0, below=MAX_THETA)
+    plain = RopeConfig(kind, theta, head_dim, max_positions)
     if kind == "default":
-        return RopeConfig(kind, theta, head_dim, max_positions)
-    config = _parse_scaled(rope, fields, RopeConfig(kind, theta, head_dim, max_positions))
-    mscale_all_dim = rope.number("mscale_all_dim", 0.0, above=-MIN_FACTOR, below=MAX_FACTOR)
+        return plain
+    config = _parse_scaled(rope, fields, plain)
+    mscale_all_dim = _factor(rope, "mscale_all_dim", 0.0, above=-MIN_FACTOR)
     return replace(config, softmax_factor=_mscale(config.factor, mscale_all_dim) ** 2) if mscale_all_dim else config
 
 
 def _parse_scaled(rope: Fields, fields: Fields, plain: RopeConfig) -> RopeConfig:
-    kind, theta, head_dim, max_positions = plain.kind, plain.theta, plain.head_dim, plain.limit
-    if kind == "dynamic":
+    if plain.kind == "dynamic":
         # No effect within the original length. Beyond it, a longer sequence would require cached keys to rotate again.
-        return RopeConfig("dynamic", theta, head_dim, max_positions, _factor(rope, "factor"), max_positions)
-    if kind == "linear":
+        return replace(plain, factor=_factor(rope, "factor"), original=plain.limit)
+    if plain.kind == "linear":
         factor = _factor(rope, "factor")
-        return RopeConfig("linear", theta, head_dim, max(max_positions, int(max_positions * factor)), factor)
+        return replace(plain, factor=factor, limit=max(plain.limit, int(plain.limit * factor)))
     # The top-level key has priority over the nested one, as in transformers.
-    original = rope.integer("original_max_position_embeddings", max_positions)
+    original = rope.integer("original_max_position_embeddings", plain.limit)
     original = fields.integer("original_max_position_embeddings", original)
-    if kind == "llama3":
-        return _parse_llama3(rope, theta, head_dim, max_positions, original)
-    return _parse_yarn(rope, theta, head_dim, max_positions, original)
+    parse = _parse_llama3 if plain.kind == "llama3" else _parse_yarn
+    return parse(rope, replace(plain, original=original))
 
 
-def _factor(rope: Fields, key: str, default: float | None = None) -> float:
-    return rope.number(key, default, above=MIN_FACTOR, below=MAX_FACTOR)
+def _factor(rope: Fields, key: str, default: float | None = None, above: float = MIN_FACTOR) -> float:
+    return rope.number(key, default, above=above, below=MAX_FACTOR)
 
 
-def _parse_llama3(rope: Fields, theta: float, head_dim: int, max_positions: int, original: int) -> RopeConfig:
+def _parse_llama3(rope: Fields, plain: RopeConfig) -> RopeConfig:
     low, high = (_factor(rope, f"{end}_freq_factor") for end in ("low", "high"))
     if low >= high:
         raise rope.error("high_freq_factor", f"must be above low_freq_factor ({low:g}), got {high:g}")
-    return RopeConfig(
-        "llama3",
-        theta,
-        head_dim,
-        max_positions,
-        factor=_factor(rope, "factor"),
-        original=original,
-        low_freq_factor=low,
-        high_freq_factor=high,
-    )
+    return replace(plain, factor=_factor(rope, "factor"), low_freq_factor=low, high_freq_factor=high)
 
 
-def _parse_yarn(rope: Fields, theta: float, head_dim: int, max_positions: int, original: int) -> RopeConfig:
-    factor = _factor(rope, "factor", max_positions / original)
-    return RopeConfig(
-        "yarn",
-        theta,
-        head_dim,
-        max(max_positions, int(original * factor)),
+def _parse_yarn(rope: Fields, plain: RopeConfig) -> RopeConfig:
+    factor = _factor(rope, "factor", plain.limit / plain.original)
+    return replace(
+        plain,
+        limit=max(plain.limit, int(plain.original * factor)),
         factor=factor,
-        original=original,
         beta_fast=_factor(rope, "beta_fast", 32.0),
         beta_slow=_factor(rope, "beta_slow", 1.0),
         truncate=rope.flag("truncate", True),
@@ -119,8 +102,7 @@ def _yarn_attention_factor(rope: Fields, factor: float) -> float:
     """Return the given factor, or the paper's formula. `mscale` and `mscale_all_dim` apply only together."""
     if rope.has("attention_factor"):
         return _factor(rope, "attention_factor")
-    mscale = rope.number("mscale", 0.0, above=-MIN_FACTOR, below=MAX_FACTOR)
-    mscale_all_dim = rope.number("mscale_all_dim", 0.0, above=-MIN_FACTOR, below=MAX_FACTOR)
+    mscale, mscale_all_dim = (_factor(rope, key, 0.0, above=-MIN_FACTOR) for key in ("mscale", "mscale_all_dim"))
     if mscale and mscale_all_dim:
         return _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
     return _mscale(factor, 1.0)
@@ -175,8 +157,7 @@ class Rotary:
 
     def __init__(self, rope: RopeConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._inv_freq = inverse_frequencies(rope).to(device)
-        self._scale = rope.attention_factor
-        self._dtype = dtype
+        self._scale, self._dtype = rope.attention_factor, dtype
 
     def __call__(self, positions: Tensor) -> Rotation:
         """Return the rotation of each row, for int64 positions [N]."""

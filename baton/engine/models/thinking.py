@@ -10,25 +10,21 @@ computed in one shape, so that their bits depend on the thought alone.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from baton.engine.kernels.base import Scratch
-from baton.engine.models.llama import LLAMA, Layer, Step
+from baton.engine.models.config import ModelConfig
+from baton.engine.models.config_variants import ThinkingConfig
+from baton.engine.models.llama import Layer, Parts, SelfAttention, Step, Variant
+from baton.engine.models.moe import feed_forward
 from baton.engine.models.rope import Rotary
 from baton.hashing import fingerprint
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from baton.engine.models.config import ModelConfig
-    from baton.engine.models.config_variants import ThinkingConfig
-    from baton.engine.models.llama import Parts
 
 Mode = Literal["auto", "fast", "sequential", "off"]
 KEPT_STATES = 1024
@@ -40,7 +36,8 @@ class Block:
     """One layer over independent short sequences of equal length."""
 
     def __init__(self, config: ModelConfig, parts: Parts, name: str) -> None:
-        self._layer = Layer(replace(config, windows=(None,)), parts, LLAMA, 0, name)
+        variant = Variant(SelfAttention, feed_forward)
+        self._layer = Layer(replace(config, windows=(None,)), parts, variant, 0, name)
         self._config, self._scratch = config, Scratch(parts.weights.dtype, parts.weights.device)
         self._rotary = Rotary(config.rope, parts.weights.dtype, parts.weights.device)
 

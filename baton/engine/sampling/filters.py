@@ -1,25 +1,21 @@
 """Filters of a draw: min-p, then top-k, then top-p. Among equal tokens at the edge, the lowest ids pass.
 
-Filters need only the logits, not their ids in order, because logits give the value at the edge. Mostly a few thousand
-columns suffice: `leaders` takes the groups of columns with the highest peaks. For each row, `kept_leaders` returns
-whether its result is certainly that of all columns.
+Mostly a few thousand columns suffice: `leaders` takes the groups of columns with the highest peaks. For each row,
+`kept_leaders` returns whether its result is certainly that of all columns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from baton.core import Sampling
+from baton.core import Sampling
 
 NEVER = float("-inf")
 LANES = 8  # columns of a group; column = lane * groups + group, which is fast to reduce
@@ -41,7 +37,6 @@ class Limits:
 
     @staticmethod
     def of(samplings: Sequence[Sampling], vocab: int, device: torch.device) -> Limits:
-        """Create the limits of these rows, in this order."""
         ks = [s.top_k if 0 < s.top_k < vocab else _OFF for s in samplings]
         ps = [s.top_p if s.top_p < 1 else float("inf") for s in samplings]
         bounded = [s.min_p > 0 or k < _OFF for s, k in zip(samplings, ks, strict=True)]
@@ -55,7 +50,6 @@ class Limits:
         )
 
     def part(self, rows: slice) -> Limits:
-        """Return the limits of some of these rows."""
         return replace(
             self, floor=self.floor[rows], top_k=self.top_k[rows], top_p=self.top_p[rows], bounded=self.bounded[rows]
         )
@@ -114,9 +108,7 @@ def kept(scaled: Tensor, limits: Limits) -> Tensor:
 
 
 def kept_leaders(found: Leaders, limits: Limits, total: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return `kept` for the columns in `found`, and bool `[rows]`: whether that is complete and certainly right.
-    `total` is the `mass` of all columns, needed only for top-p.
-    """
+    """Return `kept` for the columns in `found`, and whether each row is right. `total` is the `mass` of all columns."""
     ranked = descending(found.values)
     size = _first(ranked, limits)
     last = ranked.gather(-1, limits.top_k.clamp(max=ranked.shape[-1]) - 1)

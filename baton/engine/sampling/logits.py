@@ -4,25 +4,20 @@ Adjustments are sparse: the affected tokens of all rows are concatenated, so a s
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import embedding
 
+from baton.core import Sampling
 from baton.engine.sampling.noise import GOLDEN64, mix64, signed32
+from baton.structured_output import Guide
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from torch import Tensor
-
-    from baton.core import Sampling
-    from baton.structured_output import Guide
-
-    Array = np.ndarray[Any, np.dtype[Any]]
-
+Array = np.ndarray[Any, np.dtype[Any]]
 NEVER = float("-inf")
 FINITE = torch.finfo(torch.float32)
 
@@ -36,16 +31,14 @@ class Seen:
         self._counts = np.zeros(len(self._ids), dtype=np.float32)
 
     def add(self, token_id: int) -> None:
-        """Count one more output token."""
         place = self._places.setdefault(token_id, len(self._places))
         if place == len(self._ids):
-            room = np.zeros(place + 16, dtype=np.int64)
-            self._ids, self._counts = np.append(self._ids, room), np.append(self._counts, room.astype(np.float32))
+            more = np.zeros(place + 16, dtype=np.int64)
+            self._ids, self._counts = np.append(self._ids, more), np.append(self._counts, more.astype(np.float32))
         self._ids[place] = token_id
         self._counts[place] += 1
 
     def copy(self) -> Seen:
-        """Return an independent copy."""
         other = Seen(())
         other._places = dict(self._places)
         other._ids, other._counts = self._ids.copy(), self._counts.copy()
@@ -66,23 +59,15 @@ class Row:
     """Inputs of a sequence's next draw besides the logits: its parameters, and its tokens so far."""
 
     def __init__(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        end_ids: Iterable[int],
-        vocab_size: int,
-        guide: Guide | None = None,
+        self, prompt: Sequence[int], sampling: Sampling, end_ids: Iterable[int], vocab_size: int, guide: Guide | None
     ) -> None:
-        self.sampling = sampling
-        self.guide = guide
+        self.sampling, self.guide = sampling, guide
         self.end_ids = np.array(sorted({token for token in end_ids if token < vocab_size}), dtype=np.int64)
-        self.position = len(prompt)
-        self.produced = 0
+        self.position, self.produced = len(prompt), 0
         self.seen = Seen(prompt) if has_penalties(sampling) else None
         self._noise_start = mix64((sampling.seed or 0) + GOLDEN64)
 
     def advance(self, token_id: int) -> None:
-        """Record one more output token."""
         self.position += 1
         self.produced += 1
         if self.seen is not None:
@@ -91,7 +76,6 @@ class Row:
             self.guide.advance(token_id)
 
     def copy(self) -> Row:
-        """Return an independent copy."""
         other = self.at(0)
         other.seen = None if self.seen is None else self.seen.copy()
         other.guide = None if self.guide is None else self.guide.copy()
@@ -121,16 +105,9 @@ class Adjustments:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._penalised = [(i, row.seen, row.sampling) for i, row in enumerate(rows) if row.seen is not None]
-        self._rates = [
-            np.array(column, dtype=np.float32)
-            for column in zip(
-                *(
-                    (max(s.repetition_penalty, FINITE.tiny), s.frequency_penalty, s.presence_penalty)
-                    for _, _, s in self._penalised
-                ),
-                strict=True,
-            )
-        ]
+        samplings = [sampling for _, _, sampling in self._penalised]
+        rates = [(max(s.repetition_penalty, FINITE.tiny), s.frequency_penalty, s.presence_penalty) for s in samplings]
+        self._rates = np.array(rates, dtype=np.float32).T
         biases = [(i, *pair) for i, row in enumerate(rows) for pair in row.sampling.logit_bias]
         self._biases = [np.array(column) for column in zip(*biases, strict=True)]
         self._barring = [(i, row) for i, row in enumerate(rows) if row.produced < row.sampling.min_tokens]
@@ -160,9 +137,8 @@ class Adjustments:
         logits = flat.index_select(0, places)
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
         adjusted = repeated - frequency * counts - presence * (counts > 0)
-        flat.index_copy_(
-            0, places, adjusted.clamp_(FINITE.min, FINITE.max)
-        )  # a tiny penalty must not make a logit infinite
+        adjusted.clamp_(FINITE.min, FINITE.max)  # a tiny penalty must not make a logit infinite
+        flat.index_copy_(0, places, adjusted)
 
 
 def _on(like: Tensor, array: Array) -> Tensor:

@@ -31,24 +31,17 @@ def mix64(x: int) -> int:
 
 def mix64_tensor(x: Tensor) -> Tensor:
     """Return `mix64` of each element of an int64 tensor, with its bits read as unsigned."""
-    if x.device.type == "cpu":
-        return torch.from_numpy(_mix64_array(x.numpy().view(np.uint64)).view(np.int64))
-    return _mix64_tensor(x)
-
-
-def _mix64_array(x: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    x = x ^ (x >> np.uint64(30))
-    x *= np.uint64(_MUL_A)
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(_MUL_B)
-    x ^= x >> np.uint64(31)
-    return x
-
-
-def _mix64_tensor(x: Tensor) -> Tensor:
-    x = (x ^ _shift_right(x, 30)) * signed64(_MUL_A)
-    x = (x ^ _shift_right(x, 27)) * signed64(_MUL_B)
-    return x ^ _shift_right(x, 31)
+    if x.device.type != "cpu":
+        x = (x ^ _shift_right(x, 30)) * signed64(_MUL_A)
+        x = (x ^ _shift_right(x, 27)) * signed64(_MUL_B)
+        return x ^ _shift_right(x, 31)
+    bits = x.numpy().view(np.uint64)
+    bits = bits ^ (bits >> np.uint64(30))
+    bits *= np.uint64(_MUL_A)
+    bits ^= bits >> np.uint64(27)
+    bits *= np.uint64(_MUL_B)
+    bits ^= bits >> np.uint64(31)
+    return torch.from_numpy(bits.view(np.int64))
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
@@ -56,10 +49,8 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 
 def columns_hash(keys: Tensor, columns: Tensor) -> Tensor:
-    """Return 31 hash bits for each (row, column): int32 `[rows, n]` from int32 `keys` `[rows, 2]`.
-
-    `columns` int32 are `[n]` for all rows, or `[rows, n]`. Two rounds of murmur3's finaliser hash the column, one with
-    each half of the key. Integers have 32 bits, because vector units multiply those fast.
+    """Return 31 hash bits for each (row, column): int32 `[rows, n]`, from int32 `keys` `[rows, 2]` and `columns` `[n]`
+    or `[rows, n]`. Two rounds of murmur3's finaliser hash the column, one with each half of the key.
     """
     x = columns * signed32(_GOLDEN32) ^ keys[:, :1]
     if x.device.type == "cpu":  # numpy has unsigned integers: a third fewer operations
@@ -86,7 +77,6 @@ def _mix32(x: Tensor) -> Tensor:
 
 
 def _mix32_array(x: np.ndarray[Any, np.dtype[np.uint32]], spare: np.ndarray[Any, np.dtype[np.uint32]]) -> None:
-    """Apply murmur3's finaliser in place."""
     for shift, factor in _MURMUR:
         np.right_shift(x, shift, out=spare)
         np.bitwise_xor(x, spare, out=x)

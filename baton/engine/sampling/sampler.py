@@ -2,29 +2,23 @@
 
 First come repetition penalty (prompt and output), frequency and presence penalty (output), logit bias, and bans: end
 tokens before `min_tokens`, then tokens that a constraint disallows. Then the choice is greedy, or temperature, min-p,
-top-k, top-p and a draw. The draw is Gumbel-max with noise hashed from (seed, position in the sequence, column). So no
-generator state depends on other rows, and a sequence that continues elsewhere gets the same noise.
-
-Ties go to the lowest token id, in argmax and filters. Log-probabilities are the log-softmax of the original logits.
+top-k, top-p and a draw: Gumbel-max with noise hashed from (seed, position in the sequence, column). Ties go to the
+lowest token id, in argmax and filters. Log-probabilities are the log-softmax of the original logits.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from baton.core import TokenLogprobs
+from baton.core import Sampling, TokenLogprobs
 from baton.engine.sampling.filters import GROUPS, LANES, Limits, kept, kept_leaders, leaders, mass
 from baton.engine.sampling.logits import FINITE, NEVER, Adjustments, Masks, Row
 from baton.engine.sampling.noise import columns_hash
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from baton.core import Sampling
 
 NO_NUMBER, UNSURE = -1, -2  # in place of a token id
 CACHED_COLUMNS = 65536  # per part of the noise, so that its temporaries stay in the CPU cache
@@ -132,9 +126,8 @@ class _Group:
 
 
 def gumbel(keys: Tensor, columns: Tensor) -> Tensor:
-    """Return Gumbel noise, float32 `[rows, n]`, for int32 `keys` `[rows, 2]` and `columns` `[n]` or `[rows, n]`. A
-    winner has a small exponential, hence a small uniform variate. Floats are finest there, so 31 bits suffice.
-    """
+    """Return Gumbel noise, float32 `[rows, n]`, for int32 `keys` `[rows, 2]` and `columns` `[n]` or `[rows, n]`."""
+    # A winner has a small uniform variate. Floats are finest there, so 31 bits suffice.
     uniform = columns_hash(keys, columns).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
@@ -147,10 +140,8 @@ def _greedy(scores: Tensor) -> list[Sampled]:
     """Return the best token of each row. It uses numpy, because calls are most of a step's overhead."""
     array = scores.numpy()
     columns = array.argmax(axis=-1)
-    finite = np.isfinite(array[np.arange(len(array)), columns])
-    return [
-        Sampled(token if good else None, None) for token, good in zip(columns.tolist(), finite.tolist(), strict=True)
-    ]
+    finite = np.isfinite(array[np.arange(len(array)), columns]).tolist()
+    return [Sampled(token if good else None, None) for token, good in zip(columns.tolist(), finite, strict=True)]
 
 
 def _best(scores: Tensor) -> tuple[Tensor, Tensor]:

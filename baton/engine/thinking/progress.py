@@ -1,49 +1,44 @@
 """Thinking progress of one sequence: numbers and thoughts, without tensors except those that a handoff carries.
 
 A sequence is cut into chunks of `chunk_size` tokens. A thought follows each chunk, and determines the state for the
-next chunk; chunk 0 has none. Chunks that are not thought about count as empty thoughts. So a position depends only on
-the tokens before it and on thoughts.
+next chunk; chunk 0 has none. Chunks that are not thought about count as empty thoughts.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from baton.core import Thought
 from baton.engine.sequence import UNLIMITED, SequencePolicy
+from baton.engine.sequence import Sequence as Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
     from torch import Tensor
 
-    from baton.engine.sequence import Sequence as Progress
 
 ALL = UNLIMITED  # also more than the chunks of any sequence
 
 
 class Notes:
-    """Thoughts about the chunks of cached blocks, by block hash, for at most `most` blocks. A block without a note
-    counts as not cached, because no sequence could continue from its end.
-    """
+    """Thoughts about the chunks of at most `most` cached blocks. A block without a note counts as not cached."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._notes: OrderedDict[bytes, tuple[tuple[int, ...], ...]] = OrderedDict()
 
     def put(self, block_hash: bytes, thoughts: Sequence[tuple[int, ...]]) -> None:
-        """Note the thoughts about the chunks of one block."""
         self._notes[block_hash] = tuple(thoughts)
         self._notes.move_to_end(block_hash)
         if len(self._notes) > self._most:
             self._notes.popitem(last=False)
 
-    def known(self, names: Iterable[bytes]) -> Iterator[bytes]:
+    def known(self, hashes: Iterable[bytes]) -> Iterator[bytes]:
         """Return these hashes, up to the first without a note."""
-        return takewhile(self._notes.__contains__, names)
+        return takewhile(self._notes.__contains__, hashes)
 
     def thoughts(self, hashes: Iterable[bytes]) -> list[tuple[int, ...]]:
         """Return the thoughts about consecutive blocks that are `known`, and keep their notes for longer."""
@@ -56,21 +51,16 @@ class Notes:
 
 @dataclass(slots=True, eq=False)
 class Thinking(SequencePolicy):
-    """Thoughts about the first `until` chunks: those of the prompt, or all. `thoughts` are those made so far.
-
-    Other sequences with the same tokens may use the KV of the first `shared` tokens; later KV was computed without
-    thoughts. A forward goes up to `ahead` tokens beyond the open chunk, that of the next position. It assumes empty
-    thoughts for them. If set, `cheap` is the number of almost free rows, and `ahead` follows recent progress.
-    """
+    """Thoughts of one sequence. A forward assumes empty thoughts for up to `ahead` tokens beyond the open chunk."""
 
     notes: Notes
     chunk_size: int
-    until: int
-    shared: int
-    ahead: int = ALL
-    cheap: int | None = None
-    thoughts: list[tuple[int, ...]] = field(default_factory=list)
-    told: int = 0  # thoughts returned by `news`
+    until: int  # number of chunks that are thought about: those of the prompt, or ALL
+    shared: int  # leading tokens with KV that others may use; later KV was computed without thoughts
+    ahead: int = ALL  # the open chunk is that of the next position
+    cheap: int | None = None  # number of almost free rows; if set, `ahead` follows recent progress
+    thoughts: list[tuple[int, ...]] = field(default_factory=list)  # made so far
+    reported: int = 0  # thoughts that `new_thoughts` has returned
     rows: Tensor | None = None  # hidden rows of the open chunk so far, [offset, hidden_size], if it is thought about
     carried: tuple[int, Tensor] | None = None  # number and state of the open chunk at the handoff
 
@@ -97,8 +87,8 @@ class Thinking(SequencePolicy):
             return ALL
         return self.chunk_size - computed % self.chunk_size + self.ahead
 
-    def came(self, tokens: int, *, stopped: bool) -> None:
-        """Record that a forward computed `tokens` tokens. If `stopped`, a thought prevented more."""
+    def update_ahead(self, tokens: int, *, stopped: bool) -> None:
+        """Adapt `ahead` to a forward that computed `tokens` tokens. If `stopped`, a thought prevented more."""
         if self.cheap is not None:
             self.ahead = min(ALL, max(self.cheap, 2 * tokens if stopped else 2 * self.ahead))
 
@@ -117,9 +107,9 @@ class Thinking(SequencePolicy):
             # Chunks that are not thought about have no entry, so that all sequences note the same.
             self.notes.put(block_hash, self.thoughts[block * chunks : (block + 1) * chunks])
 
-    def news(self) -> list[Thought]:
-        found = [Thought(chunk, self.thoughts[chunk]) for chunk in range(self.told, len(self.thoughts))]
-        self.told = max(self.told, len(self.thoughts))
+    def new_thoughts(self) -> list[Thought]:
+        found = [Thought(chunk, self.thoughts[chunk]) for chunk in range(self.reported, len(self.thoughts))]
+        self.reported = max(self.reported, len(self.thoughts))
         return found
 
 

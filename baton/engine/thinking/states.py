@@ -1,30 +1,26 @@
-"""Thinking about prompts: states go into a forward, and thoughts come out of it.
+"""Thinking about prompts: states go into a forward, and thoughts come out of it (docs/design/thinking.md).
 
 A forward of many chunks assumes empty thoughts where none are made yet. Then the thinking block reads all whole chunks.
-All is right up to the first non-empty thought; the rest is computed again, with that thought's state. So a prompt takes
-one forward per such thought, and one more (Thinking States, algorithm 1). The result is as if chunks ran one by one.
+All is right up to the first non-empty thought; the rest is computed again, with that thought's state.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from baton.core import ThinkingState
+from baton.core import KVLayout, SequenceSpec, ThinkingState
 from baton.engine.batch import Injection
 from baton.engine.kv_cache import DTYPES
+from baton.engine.sequence import ScheduledSequence, VerifyWork
+from baton.engine.sequence import Sequence as Progress
 from baton.engine.thinking.progress import ALL, Notes, Thinking, thinking_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from baton.core import KVLayout, SequenceSpec
     from baton.engine.models.thinking import Thinker
-    from baton.engine.sequence import ScheduledSequence, VerifyWork
-    from baton.engine.sequence import Sequence as Progress
 
 
 class Thoughts:
@@ -39,8 +35,8 @@ class Thoughts:
         mode, prompt = self._thinker.mode, len(spec.prompt)
         if mode == "off":
             return Thinking(self._notes, self._size, 0, ALL)
-        goes_on = spec.think_while_decoding
-        until, shared = (ALL, ALL) if goes_on else (prompt // self._size, prompt)
+        continues = spec.think_while_decoding
+        until, shared = (ALL, ALL) if continues else (prompt // self._size, prompt)
         cheap = self._thinker.cheap_rows
         ahead = {"auto": cheap, "fast": ALL, "sequential": 0}[mode]
         return Thinking(self._notes, self._size, until, shared, ahead, cheap if mode == "auto" else None)
@@ -48,23 +44,23 @@ class Thoughts:
     def adopt(self, spec: SequenceSpec, carried: ThinkingState | None) -> Thinking:
         """Return progress with KV from elsewhere. Raises ValueError, naming the mismatch, if `carried` does not fit."""
         if carried is None:
-            raise ValueError("the model thinks, and KV came without a thinking state")
+            raise ValueError("the model thinks, but the KV was sent without a thinking state")
         thinking, end = self.begin(spec), len(spec) - 1
         chunk, offset = divmod(end, self._size)
-        goes_on = thinking.until > chunk
+        continues = thinking.until > chunk
         facts = {
             "thinker": (carried.thinker, self._thinker.fingerprint),
             "chunk": (carried.chunk, chunk),
             "offset": (carried.offset, offset),
             "state": (len(carried.state), self._bytes(self._size)),
-            "rows": (len(carried.rows), self._bytes(offset) if goes_on else 0),
+            "rows": (len(carried.rows), self._bytes(offset) if continues else 0),
             "thoughts": (len(carried.thoughts), min(chunk, thinking.until)),
         }
         if wrong := [f"{name} {given}, not {right}" for name, (given, right) in facts.items() if given != right]:
             raise ValueError(f"the thinking state does not fit: {'; '.join(wrong)}")
-        thinking.thoughts[:], thinking.told = carried.thoughts, len(carried.thoughts)
+        thinking.thoughts[:], thinking.reported = carried.thoughts, len(carried.thoughts)
         thinking.carried = (chunk, self._tensor(carried.state))
-        thinking.rows = self._tensor(carried.rows) if goes_on and offset else None
+        thinking.rows = self._tensor(carried.rows) if continues and offset else None
         return thinking
 
     def state(self, sequence: Progress) -> ThinkingState:
@@ -75,10 +71,7 @@ class Thoughts:
         state = _raw(self._state(thinking, chunk))
         return ThinkingState(self._thinker.fingerprint, chunk, offset, state, rows, tuple(thinking.thoughts))
 
-    # --- into a forward ------------------------------------------------------------------------------------------
-
     def inject(self, work: Sequence[ScheduledSequence]) -> Injection:
-        """Return the injection for an ordinary batch."""
         states, wanted, at = list[torch.Tensor](), list[int](), 0
         for item in work:
             sequence, thinking = item.sequence, thinking_of(item.sequence)
@@ -97,7 +90,6 @@ class Thoughts:
         return Injection(torch.cat(states), torch.arange(rows, device=states[0].device) if thinks else None)
 
     def _states(self, thinking: Thinking, start: int, count: int) -> list[Tensor]:
-        """Return state rows for positions [start, start + count)."""
         size, end, pieces = self._size, start + count, list[torch.Tensor]()
         while start < end and start // size <= thinking.last:
             stop = min(end, (start // size + 1) * size)
@@ -120,8 +112,6 @@ class Thoughts:
     def _read(self, thinking: Thinking, start: int, count: int) -> int:
         """Return how many of these positions, from the first on, are in chunks that are thought about."""
         return max(0, min(start + count, thinking.until * self._size) - start)
-
-    # --- out of a forward ----------------------------------------------------------------------------------------
 
     def settle(self, work: Sequence[ScheduledSequence], injection: Injection) -> None:
         """Think about the whole chunks of an ordinary batch. Reduce the `count` of work with wrong assumptions."""
@@ -148,7 +138,7 @@ class Thoughts:
         begin = sequence.computed // self._size * self._size
         if stopped := self._think(thinking, rows, first):
             item.count = min(item.count, len(thinking.thoughts) * self._size - sequence.computed)
-        thinking.came(item.count, stopped=stopped)
+        thinking.update_ahead(item.count, stopped=stopped)
         computed = sequence.computed + item.count
         chunk = computed // self._size
         left = rows[chunk * self._size - begin : computed - begin]
@@ -173,8 +163,6 @@ class Thoughts:
                 return True
             thinking.thoughts.append(())
         return False
-
-    # --- tensors -------------------------------------------------------------------------------------------------
 
     def _bytes(self, rows: int) -> int:
         return rows * self._width * self._dtype.itemsize

@@ -4,7 +4,7 @@ Each rank holds its share of the heads and of the feed-forward width, and the pa
 files do not depend on it: `sharding` gives them a smaller config and parts that read a slice of each weight.
 
     backend, rank_process     the model on rank 0, and the processes of the other ranks
-    sharding, all_reduce      the parts of a rank, and their exchange over shared memory, gloo or NCCL
-    group                     the process group and its messages
-    kv_cache, kv_memory       the KV of all heads over caches of ranks, and its memory
+    sharding                  the parts of a rank
+    group                     the process group, its messages, and the exchange over shared memory, gloo or NCCL
+    kv_memory                 the KV of all heads over caches of ranks, and its memory
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,24 +12,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from baton.engine.batch import Batch
+from baton.engine.kv_cache import KVCache
 from baton.engine.models.config import read_config
-from baton.engine.tp.all_reduce import SharedExchange
-from baton.engine.tp.group import CACHE, END, STEP, Ranks, TpLayout, memory_is_ordered
-from baton.engine.tp.kv_memory import kv_memory
+from baton.engine.tp.group import CACHE, END, STEP, Ranks, SharedExchange, TpLayout, memory_is_ordered
+from baton.engine.tp.kv_memory import KVMemory, kv_memory
 from baton.engine.tp.rank_process import Followers, body, lengths, load_rank
 from baton.engine.tp.sharding import divided
 from baton.errors import RankLost
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from baton.engine.batch import Batch
     from baton.engine.kernels.base import Splits
-    from baton.engine.kv_cache import KVCache
     from baton.engine.models.checkpoint import Progress
     from baton.engine.models.loading import TransformerBackend
     from baton.engine.models.thinking import Thinker
-    from baton.engine.tp.kv_memory import KVMemory
 
 PART_ELEMENTS = 2**20
 HEAD_ROWS = 64  # rows of logits that fit in one exchange
@@ -38,9 +35,8 @@ END_S = 2.0
 
 
 class ShardedBackend:
-    """Implementation of `baton.engine.model_backend.ModelBackend` with rank 0 in this process, from `load_sharded`.
-
-    All errors of a forward or a new cache become RankLost, because ranks out of step cannot continue.
+    """A `ModelBackend` with rank 0 in this process, from `load_sharded`. All errors of a forward or a new cache become
+    RankLost, because ranks out of step cannot continue.
     """
 
     def __init__(
@@ -73,22 +69,21 @@ class ShardedBackend:
         self._caches = None
         self._memory.prepare(total_blocks)
         try:
-            self._ranks.tell(CACHE, [total_blocks])
+            self._ranks.send(CACHE, [total_blocks])
             self._caches = self._memory.make(total_blocks)
         except Exception as error:
             raise self._lost(error) from error
         return self._caches[0]
 
     def forward(self, batch: Batch, kv: KVCache) -> torch.Tensor:
-        """Run a forward on all ranks. Raises RankLost, or ValueError for a cache other than the last one made.
-
-        On return, K and V of all ranks are written: each rank writes those of a layer before its part of the sums.
+        """Run a forward on all ranks. On return, K and V of all ranks are written: each rank writes those of a layer
+        before its part of the sums.
         """
         self._check_open()
         if self._caches is None or kv is not self._caches[0]:
-            raise ValueError("not the cache that make_cache made last")
+            raise ValueError("kv is not the cache that make_cache returned last")
         try:
-            self._ranks.tell(STEP, lengths(batch), body(batch))
+            self._ranks.send(STEP, lengths(batch), body(batch))
             return self._local.model.forward(batch, self._caches[1])
         except Exception as error:  # any error, because the other ranks are in the middle of this forward
             raise self._lost(error) from error
@@ -105,7 +100,7 @@ class ShardedBackend:
         try:
             self._memory.close()
             with suppress(RankLost):
-                self._ranks.tell(END, [])
+                self._ranks.send(END, [])
         finally:
             self._end(END_S)
 
@@ -114,33 +109,28 @@ class ShardedBackend:
             raise RankLost("the ranks of this worker have ended")
 
     def _lost(self, error: Exception) -> RankLost:
-        """End the other ranks after a failure, and return its cause.
-
-        Their memory stays mapped until this process ends, because a GPU that waits for the lost rank blocks unmapping.
+        """End the other ranks after a failure, and return its cause. Their memory stays mapped until this process ends,
+        because a GPU that waits for the lost rank blocks unmapping.
         """
         lost = self._followers.explain(error)
         self._end(0.0)
         return lost
 
-    def _end(self, patience_s: float) -> None:
+    def _end(self, timeout_s: float) -> None:
         self._closed = True
-        self._followers.close(patience_s)
+        self._followers.close(timeout_s)
         _close_memory(self._plan)
 
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Division of a model over `size` ranks of `threads` threads; None means torch's default divided by the ranks.
-
-    `key` is the name of `size` in the cluster file. On a CPU, ranks exchange parts through shared memory or gloo;
-    `shared_memory` None means shared memory if the machine supports it. A rank is lost after `timeout_s` of silence.
-    """
+    """Division of a model over ranks."""
 
     size: int
-    threads: int | None = None
-    key: str = "tensor_parallel"
-    shared_memory: bool | None = None
-    timeout_s: float = TIMEOUT_S
+    threads: int | None = None  # of each rank; None means torch's default divided by the ranks
+    key: str = "tensor_parallel"  # name of `size` in the cluster file
+    shared_memory: bool | None = None  # instead of gloo, on a CPU; None means if the machine supports it
+    timeout_s: float = TIMEOUT_S  # a rank is lost after this time of silence
 
 
 def load_sharded(
@@ -155,7 +145,6 @@ def load_sharded(
     attention_splits: Splits = "auto",
 ) -> ShardedBackend:
     """Load a checkpoint onto ranks: this process and `size - 1` new ones, which are killed with the calling thread.
-
     Raises like `load_model`; ConfigError with `key` if the model cannot be divided; RankLost if a rank does not start.
     """
     size, config = ranking.size, read_config(Path(path))
@@ -183,10 +172,10 @@ def load_sharded(
             kv=_memory(0) if cpu else -1,
             splits=attention_splits,
         )
-        return _started(plan, progress)
+        return _start(plan, progress)
 
 
-def _started(plan: TpLayout, progress: Progress | None) -> ShardedBackend:
+def _start(plan: TpLayout, progress: Progress | None) -> ShardedBackend:
     followers = Followers(plan)
     try:
         followers.wait("started", START_S)

@@ -8,8 +8,7 @@ On GPUs a rank frees its memory only after rank 0 has closed it, which precedes 
     rank 0                  CACHE    allocate, send handles    open   ...   close    CACHE or END
     rank r  (free the last)          allocate, send handles                          free
 
-Never run on GPUs, for lack of two. The order is tested with simulated devices in main memory. On a machine with two:
-`python -m pytest tests/unit/gpu/test_ranks.py`.
+Never run on GPUs, for lack of two. The order is tested with simulated devices (docs/gpu.md has the commands for two).
 """
 
 from __future__ import annotations
@@ -17,27 +16,22 @@ from __future__ import annotations
 import math
 import mmap
 import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from baton.engine.kernels.gpu.cuda_memory import HANDLE_BYTES, CudaDevice
-from baton.engine.kv_cache import DTYPES, KVCache
-from baton.engine.tp.kv_cache import ShardedCache, rank_layout
+from baton.core import KVLayout
+from baton.engine.kernels.gpu.cuda_memory import HANDLE_BYTES, CudaDevice, Device
+from baton.engine.kv_cache import DTYPES, KVCache, Mark
+from baton.engine.tp.group import Ranks, TpLayout
 from baton.engine.tp.sharding import Heads
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from baton.core import KVLayout
-    from baton.engine.kernels.gpu.cuda_memory import Device
-    from baton.engine.tp.group import Ranks, TpLayout
-
-    GpuOf = Callable[[int], Device]
-    """The device of a rank, as this process uses it."""
+GpuOf = Callable[[int], Device]  # the device of a rank, as this process uses it
+Plan = list[tuple[int, range, range]]  # rank, layers, heads
 
 
 class KVMemory(Protocol):
@@ -68,13 +62,11 @@ class HostMemory:
         self._heads = Heads(layout.kv_heads, plan.size).held(rank)
 
     def prepare(self, total_blocks: int) -> None:
-        """See `KVMemory`."""
         nbytes = total_blocks * self._layout.block_bytes
         if os.fstat(self._file).st_size < nbytes:
             os.ftruncate(self._file, nbytes)
 
     def make(self, total_blocks: int) -> tuple[KVCache, KVCache]:
-        """See `KVMemory`."""
         memory = mmap.mmap(self._file, total_blocks * self._layout.block_bytes)
         tensors = tensors_in(torch.frombuffer(memory, dtype=torch.uint8), self._layout, total_blocks)
         heads = [tensor.narrow(3, self._heads.start, len(self._heads)) for tensor in tensors]
@@ -96,8 +88,6 @@ class GpuMemory:
         self._held = ExitStack()
 
     def prepare(self, total_blocks: int) -> None:
-        """See `KVMemory`."""
-        del total_blocks
         self.close()
 
     def make(self, total_blocks: int) -> tuple[KVCache, KVCache]:
@@ -110,7 +100,7 @@ class GpuMemory:
 
     def _all(self, total_blocks: int) -> tuple[KVCache, KVCache]:
         own = KVCache(self._own, total_blocks, self._devices[0])  # no other process opens it
-        handles = self._ranks.told(bytes(HANDLE_BYTES))
+        handles = self._ranks.gather(bytes(HANDLE_BYTES))
         with ExitStack() as undo:
             caches = [own]
             for rank, gpu in self._gpus.items():
@@ -131,7 +121,7 @@ class GpuMemory:
         for tensor in own.tensors:
             tensor.zero_()
         own.settle()  # rank 0 may write as soon as it has the handle
-        self._ranks.told(gpu.handle(address))
+        self._ranks.gather(gpu.handle(address))
         return own, own
 
     def _cache(self, rank: int, address: int, total_blocks: int) -> KVCache:
@@ -144,3 +134,84 @@ def tensors_in(memory: Tensor, layout: KVLayout, total_blocks: int) -> list[Tens
     """Return the tensors of a cache as consecutive views of `memory`, uint8 [total_blocks * layout.block_bytes]."""
     shape = (len(layout.tensors), layout.layers, total_blocks, layout.block_size, layout.kv_heads, layout.head_dim)
     return list(memory[: math.prod(shape) * layout.itemsize].view(DTYPES[layout.dtype]).view(shape))
+
+
+def rank_layout(layout: KVLayout, size: int) -> KVLayout:
+    """Return the layout of one of `size` ranks. Raises ConfigError if they cannot hold the heads."""
+    return replace(layout, kv_heads=Heads(layout.kv_heads, size).per_rank)
+
+
+class ShardedCache(KVCache):
+    """A cache of all heads of `layout` over the caches of `ranks`; `device` is that of rank 0. Its own tensors are on
+    device "meta", because models compute with `ranks`.
+    """
+
+    def __init__(self, layout: KVLayout, ranks: Sequence[KVCache]) -> None:
+        size, blocks = len(ranks), ranks[0].total_blocks
+        own = rank_layout(layout, size)
+        if wrong := [rank for rank, cache in enumerate(ranks) if (cache.layout, cache.total_blocks) != (own, blocks)]:
+            raise ValueError(f"the caches of ranks {wrong} are not {blocks} blocks of {own}")
+        shape = (layout.layers, blocks, layout.block_size, layout.kv_heads, layout.head_dim)
+        nowhere = [torch.empty(shape, dtype=DTYPES[layout.dtype], device="meta") for _ in layout.tensors]
+        super().__init__(layout, blocks, ranks[0].device, storage=nowhere)
+        self.ranks = tuple(ranks)
+        heads = Heads(layout.kv_heads, size)
+        self._reads = [(rank, heads.supplied(rank, layout.layers), heads.held(rank)) for rank in range(size)]
+        self._writes = [(rank, range(layout.layers), heads.held(rank)) for rank in range(size)]
+
+    def mark(self) -> Mark | None:
+        """See `KVCache`. Rank 0's stream waits for the other ranks, so their writes precede a mark on it."""
+        if self.device.type == "cpu":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return _Mark(event, tuple(dict.fromkeys(cache.device for cache in self.ranks)))
+
+    def settle(self) -> None:
+        for cache in self.ranks:
+            cache.settle()
+
+    def gather(self, layers: range, blocks: Sequence[int], begin: int, end: int, out: Tensor) -> None:
+        """See `KVCache`. Each layer of a head is read from one rank."""
+        for cache, part, piece in self._pieces_of(self._reads, layers, end - begin, out):
+            if piece.device == cache.device and piece.is_contiguous():
+                cache.gather(part, blocks, begin, end, _bytes(piece))
+                continue
+            own = torch.empty(piece.shape, dtype=piece.dtype, device=cache.device)
+            cache.gather(part, blocks, begin, end, _bytes(own))
+            piece.copy_(own)
+
+    def scatter(self, layers: range, blocks: Sequence[int], begin: int, end: int, data: Tensor) -> None:
+        """See `KVCache`. Each head is written to all ranks that hold it."""
+        for cache, part, piece in self._pieces_of(self._writes, layers, end - begin, data):
+            cache.scatter(part, blocks, begin, end, _bytes(piece.to(cache.device).contiguous()))
+
+    def _pieces_of(
+        self, plan: Plan, layers: range, tokens: int, data: Tensor
+    ) -> Iterator[tuple[KVCache, range, Tensor]]:
+        """Yield the cache of each rank involved in `layers`, its part of them, and the view of that part in `data`."""
+        if layers and not 0 <= layers.start < layers.stop <= self.layout.layers:
+            last = self.layout.layers - 1
+            raise IndexError(f"layer out of range 0..{last}: {layers.start}..{layers.stop - 1}")
+        wire = self._pieces(layers, tokens, data)
+        for rank, all_layers, heads in plan:
+            if part := range(max(all_layers.start, layers.start), min(all_layers.stop, layers.stop)):
+                rows = slice(part.start - layers.start, part.stop - layers.start)
+                yield self.ranks[rank], part, wire[rows, :, :, heads.start : heads.stop]
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """A point of one device's stream that the streams of all `devices` can wait for."""
+
+    event: torch.cuda.Event
+    devices: tuple[torch.device, ...]
+
+    def wait(self) -> None:
+        for device in self.devices:
+            torch.cuda.current_stream(device).wait_event(self.event)
+
+
+def _bytes(piece: Tensor) -> Tensor:
+    """Return a contiguous tensor in wire format: uint8 [nbytes]."""
+    return piece.view(torch.uint8).view(-1)

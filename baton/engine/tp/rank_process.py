@@ -12,35 +12,33 @@ a frozen one, because the kernel kills them with it. Before each forward rank 0 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from baton.engine.batch import Batch
-from baton.engine.models.loading import load_model
+from baton.engine.kv_cache import KVCache
+from baton.engine.models.loading import TransformerBackend, load_model
 from baton.engine.tp.group import CACHE, END, Ranks, TpLayout
-from baton.engine.tp.kv_memory import kv_memory
+from baton.engine.tp.kv_memory import GpuOf, kv_memory
 from baton.engine.tp.sharding import ShardedParts, ShardedWeights, divided
 from baton.errors import BatonError, RankLost
 from baton.logs import configure_logging
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from baton.engine.kernels.base import Kernels
-    from baton.engine.kv_cache import KVCache
     from baton.engine.models.checkpoint import Checkpoint, Progress
     from baton.engine.models.config import ModelConfig
     from baton.engine.models.llama import Parts
-    from baton.engine.models.loading import TransformerBackend
-    from baton.engine.tp.kv_memory import GpuOf
 
 
 def lengths(batch: Batch) -> list[int]:
@@ -81,10 +79,7 @@ class Split:
 
     plan: TpLayout
     ranks: Ranks
-
-    @property
-    def names_the_model(self) -> bool:
-        return self.ranks.rank == 0
+    names_the_model: bool
 
     def config(self, whole: ModelConfig) -> ModelConfig:
         return divided(whole, self.plan.size, self.plan.key)
@@ -103,7 +98,7 @@ def load_rank(plan: TpLayout, ranks: Ranks, progress: Progress | None = None) ->
         block_size=plan.block_size,
         max_model_len=plan.max_model_len,
         progress=progress,
-        split=Split(plan, ranks),
+        split=Split(plan, ranks, names_the_model=ranks.rank == 0),
         attention_splits=plan.splits,
     )
 
@@ -118,7 +113,7 @@ class Followers:
 
     def __init__(self, plan: TpLayout) -> None:
         self._folder = Path(plan.store).parent
-        command = [sys.executable, "-m", "baton.engine.tp.rank_process", plan.to_json()]
+        command = [sys.executable, "-m", "baton.engine.tp.rank_process", json.dumps(asdict(plan))]
         shared = [fd for fd in (plan.memory, plan.kv) if fd >= 0]
         self.processes = [_start([*command, str(rank)], shared) for rank in range(1, plan.size)]
 
@@ -128,7 +123,12 @@ class Followers:
         ended = [(code, rank, pid) for code, rank, pid in polled if code is not None]
         if ended:
             code, rank, pid = min(ended)  # ends by a signal (below 0) first, because the others follow from them
-            raise RankLost(f"rank {rank} of this worker (process {pid}) {_ending(code)}")
+            end = (
+                f"was ended by {signal.Signals(-code).name}"
+                if code < 0
+                else f"ended with exit code {code}; see the log"
+            )
+            raise RankLost(f"rank {rank} of this worker (process {pid}) {end}")
 
     def wait(self, stage: str, timeout_s: float) -> None:
         """Wait until all have reached a stage. Raises RankLost if one ends instead or takes longer."""
@@ -151,9 +151,9 @@ class Followers:
             time.sleep(POLL_S)
         return error if isinstance(error, RankLost) else RankLost(f"rank 0 failed: {type(error).__name__}: {error}")
 
-    def close(self, patience_s: float) -> None:
-        """Wait until all have ended, and kill those still running after `patience_s`."""
-        deadline = time.monotonic() + patience_s
+    def close(self, timeout_s: float) -> None:
+        """Wait until all have ended, and kill those still running after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
         for process in self.processes:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
@@ -165,10 +165,6 @@ class Followers:
 def _start(command: list[str], shared: list[int]) -> subprocess.Popen[bytes]:
     """Start a rank with all output on stderr, and in its own process group, so that Ctrl-C reaches only rank 0."""
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=shared, process_group=0)
-
-
-def _ending(code: int) -> str:
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}; see the log"
 
 
 def _mark(folder: Path, stage: str, rank: int) -> Path:
@@ -186,7 +182,7 @@ def follow(plan: TpLayout, rank: int, gpu_of: GpuOf | None = None) -> None:
     memory = kv_memory(plan, ranks, backend.layout, gpu_of)
     _mark(folder, "loaded", rank).touch()
     cache: KVCache | None = None
-    while (message := ranks.hear()).kind != END:
+    while (message := ranks.receive()).kind != END:
         if message.kind == CACHE:
             _, cache = memory.make(message.numbers[0])
         elif cache is not None:
@@ -196,7 +192,7 @@ def follow(plan: TpLayout, rank: int, gpu_of: GpuOf | None = None) -> None:
 
 def main() -> int:
     """Run the process of a rank, and return its exit code."""
-    plan, rank = TpLayout.from_json(sys.argv[1]), int(sys.argv[2])
+    plan, rank = TpLayout(**json.loads(sys.argv[1])), int(sys.argv[2])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != plan.parent:
         return 1  # rank 0 ended before prctl took effect

@@ -1,38 +1,34 @@
-"""The division of a model and its KV among ranks.
+"""The division of a model and its KV among ranks (docs/design/tensor-parallelism.md).
 
     x W^T, rows divided        q, k, v, gate, up: each rank computes its own features
     x W^T, columns divided     o, down: each rank multiplies the features that it computed; the products are summed
     head                       each rank has a range of the vocabulary; rank 0 joins the logits
     norms, embedding           whole on each rank, because dividing them would cost an exchange and save little
     8 KV heads, 4 ranks        0 1 | 2 3 | 4 5 | 6 7    shares: one rank holds each head
-    2 KV heads, 4 ranks          0 |   0 |   1 |   1    replicas: several ranks hold each head
+    2 KV heads, 4 ranks          0 |   0 |   1 |   1    replicas: each has some layers of a read
 
-Sums are taken in rank order, element by element, in float32, so they do not depend on a row's place. KV on the wire
-has all heads of a position in order, so each worker plans as if its peer had one rank. Replicas divide the layers of a
-head when it is read; a write goes to all of them. All ranks hold the one head of latent attention.
+Sums are taken in rank order, element by element, in float32, so they do not depend on a row's place.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from baton.engine.models.checkpoint import Weights
 from baton.engine.models.llama import Parts
-from baton.engine.models.weights import Weights
+from baton.engine.tp.group import Exchange
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
     from baton.engine.kernels.base import Linear
     from baton.engine.models.checkpoint import Checkpoint
     from baton.engine.models.config import ModelConfig
-    from baton.engine.tp.all_reduce import Exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +43,10 @@ class Heads:
             raise ConfigError(f"{self.kv_heads} KV heads on {self.size} ranks: both must be at least 1")
         if self.kv_heads % self.size and self.size % self.kv_heads:
             text = "neither number divides the other, so some ranks would hold more heads than others"
-            raise ConfigError(f"{self.kv_heads} KV heads cannot be held by {self.size} ranks: {text}")
+            raise ConfigError(f"{self.kv_heads} KV heads cannot be divided among {self.size} ranks: {text}")
 
     @property
     def per_rank(self) -> int:
-        """Number of heads on each rank."""
         return max(1, self.kv_heads // self.size)
 
     @property
@@ -60,37 +55,13 @@ class Heads:
         return max(1, self.size // self.kv_heads)
 
     def held(self, rank: int) -> range:
-        """Return the heads of this rank."""
         first = rank * self.kv_heads // self.size
         return range(first, first + self.per_rank)
 
     def supplied(self, rank: int, layers: int) -> range:
         """Return the range, within `layers` layers, that this rank supplies for its heads when they are read."""
-        turn = rank % self.replicas
-        return range(layers * turn // self.replicas, layers * (turn + 1) // self.replicas)
-
-
-@dataclass(frozen=True, slots=True)
-class Rectangle:
-    """Layers x heads that move from one rank of the sender to one rank of the receiver."""
-
-    sender_rank: int
-    receiver_rank: int
-    layers: range
-    heads: range
-
-
-def rectangles(layers: int, kv_heads: int, sender_size: int, receiver_size: int) -> tuple[Rectangle, ...]:
-    """Return the transfers between two workers, at most one per pair of ranks, in pair order. Raises like `Heads`."""
-    sender, receiver = Heads(kv_heads, sender_size), Heads(kv_heads, receiver_size)
-    pairs = ((s, r) for s in range(sender_size) for r in range(receiver_size))
-    found = (Rectangle(s, r, sender.supplied(s, layers), overlap(sender.held(s), receiver.held(r))) for s, r in pairs)
-    return tuple(rectangle for rectangle in found if rectangle.layers and rectangle.heads)
-
-
-def overlap(a: range, b: range) -> range:
-    """Return the intersection of two ranges of step 1."""
-    return range(max(a.start, b.start), min(a.stop, b.stop))
+        part = rank % self.replicas
+        return range(layers * part // self.replicas, layers * (part + 1) // self.replicas)
 
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -99,7 +70,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 def divided(config: ModelConfig, size: int, key: str) -> ModelConfig:
     """Return the config of each of `size` ranks. Raises ConfigError with `key` and sizes that it does not divide."""
     if config.family not in FAMILIES:
-        raise ConfigError(f"{key}: {size}: a model of the family {config.family} is not divided; {key}=1 serves it")
+        raise ConfigError(f"{key}: {size} is not supported for a model of the family {config.family}; set {key} to 1")
     parts = {
         "num_attention_heads": config.heads,
         "num_key_value_heads": config.kv_heads,
@@ -109,7 +80,7 @@ def divided(config: ModelConfig, size: int, key: str) -> ModelConfig:
     if uneven:
         common = math.gcd(*parts.values())
         fits = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-        raise ConfigError(f"{key}: {size} does not divide the model's {' and '.join(uneven)}; these would do: {fits}")
+        raise ConfigError(f"{key}: {size} does not divide the model's {' and '.join(uneven)}; allowed are {fits}")
     heads, kv_heads, inner = (value // size for value in parts.values())
     return replace(config, heads=heads, kv_heads=kv_heads, intermediate_size=inner)
 
@@ -128,7 +99,6 @@ class ShardedWeights(Weights):
         return place
 
     def rows(self, name: str, shape: tuple[int, int], rows: range) -> Tensor:
-        """Return these rows of a matrix of this shape."""
         place = self._place((len(rows), shape[1]))
         self._fill_from(place, name, shape, 0, rows.start)
         return place
@@ -179,8 +149,10 @@ class Summed:
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         for rows in _pieces(len(x), self.exchange.capacity // self.width):
             self.part(x[rows], self.exchange.place(rows.stop - rows.start, self.width))
-            first, *others = self.exchange.swap()
-            _sum(first, others, out[rows])
+            total, *between, last = self.exchange.swap()
+            for part in between:
+                total = total + part
+            torch.add(total, last, out=out[rows])  # rounded once
         return out
 
 
@@ -206,14 +178,6 @@ class Gathered:
                 for part, start, stop in zip(parts, self.ends, self.ends[1:], strict=False):
                     out[rows, start:stop] = part[:, : stop - start]
         return out
-
-
-def _sum(first: Tensor, others: list[Tensor], out: Tensor) -> None:
-    """Write the sum in this order to `out`, added in float32 and rounded once."""
-    *between, last = others
-    for part in between:
-        first = first + part
-    torch.add(first, last, out=out)
 
 
 def _pieces(rows: int, most: int) -> Iterator[slice]:

@@ -18,8 +18,7 @@ from random import Random
 from baton.bench.traces import Arrival
 from baton.logs import configure_logging
 from baton.planner.sim.cluster import simulate
-from baton.planner.sim.scenario import Network, Pool, Scenario
-from baton.planner.sim.step_cost import Linear, line
+from baton.planner.sim.scenario import Linear, Network, Pool, Scenario, line
 
 _COST = Linear(line(0.004, 2e-5, 1e-9), line(0.010, 2e-4, 2e-8))
 _RATE = 8.0  # requests per second and worker

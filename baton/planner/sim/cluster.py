@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import gc
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
+from baton.bench.traces import Arrival
 from baton.core import Role
-from baton.planner.sim.block_pool import Names
-from baton.planner.sim.decode import DecodeWorker
+from baton.planner.sim.block_pool import BlockHashes
 from baton.planner.sim.event_loop import Kernel
-from baton.planner.sim.prefill import PrefillWorker
-from baton.planner.sim.request import Life
-from baton.planner.sim.router import SimRouter
-from baton.planner.sim.scenario import Death, Slow
-from baton.planner.sim.stats import Gaps, Tally
+from baton.planner.sim.network import Way
+from baton.planner.sim.request import Request, SimRouter
+from baton.planner.sim.scenario import Death, Fault, Scenario, Slow, SlowLink
+from baton.planner.sim.stats import Gaps, Report, Tally
 from baton.planner.sim.timing import Host
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from baton.bench.traces import Arrival
-    from baton.planner.sim.network import Way
-    from baton.planner.sim.scenario import Fault, Scenario, SlowLink
-    from baton.planner.sim.stats import Report
-    from router.workers.placement import Placement
+from baton.planner.sim.worker import DecodeWorker, PrefillWorker
+from router.workers.placement import Placement
 
 _COLLECT = 200_000  # new objects before a garbage collection
 _QUIET = 1  # number of beats after the last request
@@ -39,8 +31,7 @@ class Cluster:
         self.kernel = Kernel()
         self.tally = Tally(scenario.slo)
         self.router = SimRouter(scenario, self.kernel)
-        self.admission = self.router.admission
-        self.names = Names(scenario.decode.block_size)
+        self.hashes = BlockHashes(scenario.decode.block_size)
         self.ways: dict[str, tuple[Way, Way]] = {}
         self.slow: dict[str, float] = {}
         self.hosts = hosts_of(scenario)
@@ -49,14 +40,14 @@ class Cluster:
         self._workers: dict[str, SimWorker] = {}
         pools = [pool for pool in (scenario.prefill, scenario.decode) if pool.workers]
         self._longest = min(pool.kv_blocks * pool.block_size for pool in pools)  # tokens that a worker can hold
-        self._running, self._coming = 0, True
+        self._running, self._more_arrivals = 0, True
         self._beating, self._quiet = True, 0  # whether a beat is scheduled, and the number of idle beats
         self._first_at = self._last_at = 0.0
         for kind, pool in ((PrefillWorker, scenario.prefill), (DecodeWorker, scenario.decode)):
             for number in range(pool.workers):
                 self._start(kind, f"{kind.role}-{number}", 1)
         for fault in scenario.faults:
-            self.kernel.at(fault.at_s, self._strike, fault)
+            self.kernel.at(fault.at_s, self._apply_fault, fault)
         self.kernel.after(scenario.router.report_s, self._beat)
 
     def run(self, arrivals: Iterable[Arrival]) -> Report:
@@ -71,21 +62,19 @@ class Cluster:
         self._check()
         duration_s = self._last_at - self._first_at
         for worker in self._workers.values():
-            worker.tally.saw(worker.engine.pool)
+            worker.tally.record_peak(worker.engine.pool)
         self.tally.queue_peak = self.router.queue_peak
         return self.tally.report(self.scenario, duration_s, self.kernel.events)
 
-    def ended(self, life: Life, outcome: str) -> None:
-        """Count the outcome of a request."""
+    def ended(self, request: Request, outcome: str) -> None:
         self._running -= 1
         self._last_at = self.kernel.now
         if outcome == "completed":
-            self.tally.completed(*life.measures(), life.tokens, life.gaps)
+            self.tally.completed(*request.latencies(), request.tokens, request.gaps)
         else:
             self.tally.outcomes[outcome] += 1
 
     def workers_of(self, placement: Placement) -> tuple[PrefillWorker | None, DecodeWorker]:
-        """Return the workers of a placement."""
         decode = self._workers[placement.decode.info.ref.worker_id]
         assert isinstance(decode, DecodeWorker)
         if placement.prefill is None:
@@ -94,7 +83,7 @@ class Cluster:
         assert isinstance(prefill, PrefillWorker)
         return prefill, decode
 
-    def way_s(self, name: str) -> float:
+    def link_rate(self, name: str) -> float:
         """Return the bytes per second of each way of a worker."""
         slow = self._slow_links
         return self.scenario.network.bytes_per_s * slow.get(name, 1.0) * slow.get("", 1.0)
@@ -102,10 +91,10 @@ class Cluster:
     def _next(self, arrivals: Iterator[Arrival]) -> None:
         arrival = next(arrivals, None)
         if arrival is not None:
-            self.kernel.at(arrival.at_s + self.scenario.overheads.admit_s, self._came, arrival, arrivals)
-        self._coming = arrival is not None
+            self.kernel.at(arrival.at_s + self.scenario.overheads.admit_s, self._arrive, arrival, arrivals)
+        self._more_arrivals = arrival is not None
 
-    def _came(self, arrival: Arrival, arrivals: Iterator[Arrival]) -> None:
+    def _arrive(self, arrival: Arrival, arrivals: Iterator[Arrival]) -> None:
         if not self.tally.arrivals:
             self._first_at = arrival.at_s
         self.tally.arrivals += 1
@@ -114,11 +103,11 @@ class Cluster:
         if not self._beating:
             self._beating = True
             self.kernel.after(self.scenario.router.report_s, self._beat)
-        life = Life(self, arrival, self.tally.arrivals)
+        request = Request(self, arrival, self.tally.arrivals)
         if arrival.total_tokens > self._longest:
-            self.ended(life, "refused")
+            self.ended(request, "refused")
         else:
-            life.seek()
+            request.find_placement()
         self._next(arrivals)
 
     def _beat(self) -> None:
@@ -126,7 +115,7 @@ class Cluster:
         for worker in self._workers.values():
             worker.beat()
         self._quiet = 0 if self._running else self._quiet + 1
-        self._beating = (self._running > 0 or self._coming) and self._quiet <= _QUIET
+        self._beating = (self._running > 0 or self._more_arrivals) and self._quiet <= _QUIET
         if self._beating:
             self.kernel.after(self.scenario.router.report_s, self._beat)
 
@@ -138,14 +127,14 @@ class Cluster:
         problems = [problem for worker in self._workers.values() for problem in worker.idle_problems()]
         assert not problems, "; ".join(problems[:10])
 
-    def _start(self, kind: type[PrefillWorker | DecodeWorker], name: str, life: int) -> None:
+    def _start(self, kind: type[PrefillWorker | DecodeWorker], name: str, starts: int) -> None:
         pool = self.scenario.prefill if kind.role is Role.PREFILL else self.scenario.decode
-        worker = self._workers[name] = kind(self, name, life, pool)
+        worker = self._workers[name] = kind(self, name, starts, pool)
         if self.scenario.slo.itl_percentile is not None and kind.role is Role.DECODE:  # decode workers keep the gaps
             worker.engine.gaps = Gaps()
         self.router.pool.add(worker.link)
 
-    def _strike(self, fault: Fault) -> None:
+    def _apply_fault(self, fault: Fault) -> None:
         if isinstance(fault, Death):
             self._kill(fault)
         else:
@@ -159,8 +148,8 @@ class Cluster:
 
     def _slow_down(self, fault: Slow | SlowLink) -> None:
         """Apply the product of the active faults of this kind at this worker."""
-        alike = [one for one in self._faults if type(one) is type(fault) and one.worker == fault.worker]
-        factor = math.prod(one.factor for one in alike)
+        same = [one for one in self._faults if type(one) is type(fault) and one.worker == fault.worker]
+        factor = math.prod(one.factor for one in same)
         if isinstance(fault, Slow):
             self.slow[fault.worker] = factor
             engine = self._workers[fault.worker].engine
@@ -169,20 +158,18 @@ class Cluster:
         self._slow_links[fault.worker] = factor
         for name, ways in self.ways.items():
             for way in ways:
-                way.turn(self.way_s(name))
+                way.set_rate(self.link_rate(name))
 
     def _kill(self, fault: Death) -> None:
         worker = self._workers[fault.worker]
         if worker.dead:
             return
         worker.die()
-        self.kernel.after(fault.noticed_s, self._missed, worker)
-        self.kernel.after(
-            max(fault.back_after_s, fault.noticed_s), self._start, type(worker), worker.name, worker.life + 1
-        )
+        back_s = max(fault.back_after_s, fault.noticed_s)
+        self.kernel.after(fault.noticed_s, self._notice_death, worker)
+        self.kernel.after(back_s, self._start, type(worker), worker.name, worker.starts + 1)
 
-    def _missed(self, worker: SimWorker) -> None:
-        """End the router's stream to a dead worker."""
+    def _notice_death(self, worker: SimWorker) -> None:
         self.router.pool.drop(worker.link)
         for attempt in list(worker.attempts):
             attempt.lost(worker.role)

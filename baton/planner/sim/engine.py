@@ -1,33 +1,28 @@
 """Engine of a simulated worker: production's scheduler over counted blocks, and steps that only take time.
 
-`Scheduler.plan` runs when there is a decision: prompts, waiting sequences, or no block to grow into. Otherwise every
-sequence decodes one token a step, and all such steps are one event, a `Stretch`. It lasts until a sequence ends, blocks
-run short or a job arrives; jobs run between two steps as on the engine thread. `Rows` counts the steps of all decoding
-sequences together and updates a sequence only when needed.
+`Scheduler.schedule` runs when there is a decision: prompts, waiting sequences, or no block to grow into. Otherwise
+every sequence decodes one token a step, and all such steps are one event, a `Stretch`. It lasts until a sequence ends,
+blocks run short or a job arrives; jobs run between two steps as on the engine thread. `Rows` counts the steps of all
+decoding sequences together and updates a sequence only when needed.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count as counting
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, cast
 
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
 from baton.planner.sim.block_pool import CountedPool, Held
-from baton.planner.sim.stats import Gaps
-from baton.planner.sim.timing import Paces, Stretch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from baton.planner.sim.event_loop import Event, Kernel
-    from baton.planner.sim.scenario import Pool
-    from baton.planner.sim.stats import PoolTally
-    from baton.planner.sim.timing import Timing
+from baton.planner.sim.event_loop import Event, Kernel
+from baton.planner.sim.scenario import Pool
+from baton.planner.sim.stats import Gaps, PoolTally
+from baton.planner.sim.timing import Paces, Stretch, Timing
 
 
 class Listener(Protocol):
@@ -45,7 +40,7 @@ class Listener(Protocol):
     def preempted(self, row: Row) -> None:
         """Handle a sequence that left the engine. Its blocks are already free."""
 
-    def turned(self) -> None:
+    def jobs_done(self) -> None:
         """Handle the end of a round of jobs."""
 
 
@@ -84,7 +79,6 @@ class Rows:
         return row in self._rows
 
     def loosen(self) -> None:
-        """Allow sequences to be out of date."""
         if self._exact:
             self._ahead = sum(self._extra(row) for row in self._rows)
             self._exact = False
@@ -106,18 +100,12 @@ class Rows:
             if row in self._rows and row.end == end:
                 yield row
 
-    def have_room(self, most: int) -> int:
+    def steps_with_room(self, most: int) -> int:
         """Return how many of the next `most` steps have enough blocks."""
-        room, least = self._pool.available, 0
-        if self.growth(most) <= room:
-            return most
-        while most - least > 1:  # invariant: enough blocks for `least` steps, too few for `most`
-            middle = (least + most) // 2
-            least, most = (middle, most) if self.growth(middle) <= room else (least, middle)
-        return least
+        room = self._pool.available
+        return most if self.growth(most) <= room else bisect_right(range(most), room, key=self.growth) - 1
 
     def step(self) -> None:
-        """Complete one step planned by the scheduler."""
         self.steps += 1
         self.context += len(self._rows)
 
@@ -151,7 +139,6 @@ class Rows:
         return cycles * len(self._rows) + some - self._ahead
 
     def pause(self, now: float) -> None:
-        """Mark all sequences as waiting for blocks."""
         waiting = set(self._fresh)
         for row in self._rows:
             if row not in waiting:
@@ -220,13 +207,6 @@ class Rows:
         row.synced = self.steps
 
 
-def row_of(item: ScheduledSequence) -> Row:
-    """Return the sequence of scheduled work."""
-    row = item.sequence
-    assert isinstance(row, Row)
-    return row
-
-
 _NOISY_STEPS = 64  # longest stretch if each step draws its own time
 
 
@@ -254,7 +234,7 @@ class Engine:
         self.rows = Rows(self.pool, self.scheduler)  # decoding sequences
         self._event: Event | None = None  # end of the running step or stretch, or None if idle
         self._stretch: Stretch | None = None
-        self._turning = False
+        self._in_jobs = False
         self._arrivals = counting(1)
         self._stuck = False  # the last plan admitted no waiting sequence, and nothing has changed
 
@@ -262,8 +242,8 @@ class Engine:
         """Call `job(*facts)` between two steps, or now if idle."""
         self._jobs.append((job, facts))
         if self._event is None:
-            if not self._turning:
-                self._turn()
+            if not self._in_jobs:
+                self._run_jobs()
         else:
             self._cut()
 
@@ -290,14 +270,12 @@ class Engine:
         self.rows.enter(row)
 
     def release(self, row: Row) -> None:
-        """Remove a sequence in any state and free its blocks."""
         if row in self.rows:
             self.rows.leave(row)
         self.scheduler.remove(row)
         self.scheduler.free(row)
 
     def slow_down(self, factor: float) -> None:
-        """Set the factor of the step time."""
         self.timing.factor = factor
 
     def generated(self, row: Row) -> int:
@@ -313,16 +291,10 @@ class Engine:
         if self._stretch is not None and (steps := self._stretch.done_by(self.kernel.now)):
             self._count(self._stretch, steps)
             self.rows.steps += steps
-        self._event, self._stretch, self._turning = None, None, True  # `_turning` keeps jobs from running
-
-    @property
-    def steps(self) -> int:
-        """Completed steps."""
-        return self.rows.steps
+        self._event, self._stretch, self._in_jobs = None, None, True  # `_in_jobs` keeps jobs from running
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens that are not computed yet."""
         running, rows = self.scheduler.running, self.rows
         queued = self.scheduler.waiting_tokens
         if len(running) > len(rows):
@@ -334,16 +306,15 @@ class Engine:
         """Whether all sequences wait for blocks in use elsewhere."""
         return self._event is None and bool(self.scheduler.waiting) and not self.scheduler.running
 
-    def _turn(self) -> None:
-        """Run the jobs and begin the next step."""
-        self._event, self._turning = None, True
+    def _run_jobs(self) -> None:
+        self._event, self._in_jobs = None, True
         self._stuck = self._stuck and not self._jobs
         while self._jobs:
             job, facts = self._jobs.popleft()
             job(*facts)
         self._begin()
-        self._turning = False
-        self.listener.turned()
+        self._in_jobs = False
+        self.listener.jobs_done()
 
     def _begin(self) -> None:
         scheduler = self.scheduler
@@ -364,7 +335,7 @@ class Engine:
             return 0
         self.rows.loosen()
         most = self.rows.next_end() - self.rows.steps
-        return self.rows.have_room(min(most, _NOISY_STEPS) if self.timing.noisy else most)
+        return self.rows.steps_with_room(min(most, _NOISY_STEPS) if self.timing.noisy else most)
 
     def _stretch_out(self, steps: int) -> None:
         first, more, drawn = self.timing.steps(len(self.rows), self.rows.context, steps)
@@ -377,20 +348,19 @@ class Engine:
         self._count(stretch, stretch.count)
         for row in self.rows.advance(stretch.count):
             self._finish(row)
-        self._turn()
+        self._run_jobs()
 
     def _count(self, stretch: Stretch, steps: int) -> None:
-        """Count the first `steps` steps of a stretch."""
         rows, seconds = len(self.rows), stretch.seconds(steps)
-        self._tell_gaps(stretch.pieces(steps), stretch.end(1), rows)
+        self._record_gaps(stretch.pieces(steps), stretch.end(1), rows)
         context = steps * self.rows.context + rows * (steps * (steps - 1) // 2)
         self.paces.decoded(steps, rows * steps, context, seconds)
         self.tally.decoded(steps, rows * steps, seconds)
 
-    def _tell_gaps(self, pieces: list[tuple[int, float]], first_end: float, rows: int) -> None:
+    def _record_gaps(self, pieces: list[tuple[int, float]], first_end: float, rows: int) -> None:
         itl, waited, step = self.tally.itl, self.rows.take_fresh(), self.rows.steps
         for row in waited:
-            self._tell_wait(row, first_end)
+            self._record_wait(row, first_end)
         fresh = len(waited)
         for count, seconds in pieces:
             itl.add(seconds, rows * count - fresh)
@@ -399,7 +369,7 @@ class Engine:
                 self.gaps.add(step, count, seconds)
                 step += count
 
-    def _tell_wait(self, row: Row, until: float) -> None:
+    def _record_wait(self, row: Row, until: float) -> None:
         self.tally.itl.add(until - row.last_at)
         if self.gaps is not None:
             row.waits.append(until - row.last_at)
@@ -420,14 +390,14 @@ class Engine:
         decodes = len(work) - len(new)
         stalled = decodes < len(rows)
         prompts, context = sum(item.count for item in new), sum(item.context for item in new)
-        beside = sum(item.context for item in work if item.sequence in rows) if stalled else self.rows.context
-        seconds = self.timing.step(prompts, context, decodes, beside)
+        decode_context = sum(item.context for item in work if item.sequence in rows) if stalled else self.rows.context
+        seconds = self.timing.step(prompts, context, decodes, decode_context)
         for item in new:
-            self.listener.chunk(row_of(item), item.count, seconds)
+            self.listener.chunk(cast("Row", item.sequence), item.count, seconds)
         if stalled:
             self.rows.stall(work, self.kernel.now)
         self._stuck = not prompts and bool(self.scheduler.waiting) and not plan.preempted and self._orderly()
-        self.paces.planned(prompts, context, decodes, beside, seconds)
+        self.paces.planned(prompts, context, decodes, decode_context, seconds)
         self.tally.planned(prompts, decodes, seconds)
         self._event = self.kernel.timer(self.kernel.now + seconds, self._planned, work, decodes, seconds)
 
@@ -442,7 +412,7 @@ class Engine:
         now = self.kernel.now
         here = self.rows.take_fresh()
         for row in here:
-            self._tell_wait(row, now)
+            self._record_wait(row, now)
         if decodes > len(here):
             self.tally.itl.add(seconds, decodes - len(here))
         if self.gaps is not None:
@@ -450,7 +420,7 @@ class Engine:
         self.scheduler.commit_step(work)
         self.rows.step()
         for item in work:
-            row = row_of(item)
+            row = cast("Row", item.sequence)
             if row in self.rows:
                 row.known += 1
                 row.synced = self.rows.steps
@@ -458,10 +428,9 @@ class Engine:
                     self._finish(row)
             elif row.computed == row.known:
                 self._computed(row)
-        self._turn()
+        self._run_jobs()
 
     def _computed(self, row: Row) -> None:
-        """Handle the first token of a sequence."""
         row.known += 1
         if row.hold:
             self.scheduler.remove(row)
@@ -477,8 +446,7 @@ class Engine:
 
     def _preempted(self, plan: SchedulerOutput) -> None:
         self.tally.preemptions += len(plan.preempted)
-        for row in plan.preempted:
-            assert isinstance(row, Row)
+        for row in cast("list[Row]", plan.preempted):
             self.rows.lose(row)
             if not self.scheduler.recompute_preempted:
                 self.listener.preempted(row)

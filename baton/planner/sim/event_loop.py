@@ -29,7 +29,6 @@ class Event:
         self.off = False
 
     def cancel(self) -> None:
-        """Prevent the call."""
         self.off = True
 
     def cancelled(self) -> bool:
@@ -144,5 +143,4 @@ class Kernel:
         return asyncio.Task(coro, loop=self._loop, name=name, context=context)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """End the run with the exception."""
         raise context.get("exception") or RuntimeError(context["message"])

@@ -6,12 +6,9 @@ queueing that looks only at the flow's own ends. A flow that waits for more KV t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from baton.planner.sim.event_loop import Event, Kernel
+from baton.planner.sim.event_loop import Event, Kernel
 
 
 class Way:
@@ -23,8 +20,7 @@ class Way:
         self.bytes_per_s = bytes_per_s
         self.flows: dict[Flow, None] = {}  # flows in transfer
 
-    def turn(self, bytes_per_s: float) -> None:
-        """Set the bandwidth."""
+    def set_rate(self, bytes_per_s: float) -> None:
         if bytes_per_s != self.bytes_per_s:
             self.bytes_per_s = bytes_per_s
             for flow in list(self.flows):
@@ -46,31 +42,28 @@ class Flow:
         self._closed = False
 
     def add(self, nbytes: float) -> None:
-        """Queue `nbytes` for transfer."""
         if self._closed or nbytes <= 0:
             return
         self.moved += nbytes
-        idle, self._left = not self._moves, self._left + nbytes
+        idle, self._left = not self._active, self._left + nbytes
         if idle:
             self._since = self._kernel.now
-            self._join()
+            self._start()
         else:
             self.adapt()
 
     def close(self) -> None:
-        """Mark the end of the data."""
         self._closed = True
-        if not self._moves:
+        if not self._active:
             self._finish()
 
     def cancel(self) -> None:
         """Stop the transfer. `done` is not called."""
         self._closed, self.done = True, _nothing
-        if self._moves:
-            self._part()
+        if self._active:
+            self._stop()
 
     def adapt(self) -> None:
-        """Apply a new share of the ways."""
         now, (source, target) = self._kernel.now, self._ways
         self._left -= self._rate * (now - self._since)
         self._since = now
@@ -87,23 +80,23 @@ class Flow:
         self._event = self._kernel.timer(self._due, self._woken)
 
     @property
-    def _moves(self) -> bool:
+    def _active(self) -> bool:
         return self in self._ways[0].flows
 
-    def _join(self) -> None:
+    def _start(self) -> None:
         for way in self._ways:
             way.flows[self] = None
-        self._others()
+        self._adapt_all()
 
-    def _part(self) -> None:
+    def _stop(self) -> None:
         if self._event is not None:
             self._event.cancel()
         self._event, self._rate = None, 0.0
         for way in self._ways:
             del way.flows[self]
-        self._others()
+        self._adapt_all()
 
-    def _others(self) -> None:
+    def _adapt_all(self) -> None:
         """Adapt all flows that share a way with this one, and this one while it transfers."""
         source, target = self._ways
         for flow in source.flows:
@@ -118,7 +111,7 @@ class Flow:
             self._wake()
             return
         self._left = 0.0
-        self._part()
+        self._stop()
         if self._closed:
             self._finish()
 

@@ -1,22 +1,69 @@
-"""Inputs of a simulation: worker pools, step costs, network, router settings and faults."""
+"""Inputs of a simulation: step costs, worker pools, network, router settings and faults."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal, Protocol
 
+from pydantic import Field
+
+from baton.config.schema import Section
 from baton.errors import ConfigError
-from baton.planner.sim.step_cost import Linear, StepCost
+from router.placement.cost_model import UNKNOWN, Cost
 from router.placement.policy import POLICIES
 
 
-@dataclass(frozen=True, slots=True)
-class Slowed:
-    """Factor of the step time, and its spread: equally likely factors of mean 1."""
+class StepCost(Protocol):
+    """Seconds per step of a worker, all its ranks together. The cost must be affine in `decode_context` for equal
+    `decode_rows`, because a stretch of steps is summed that way.
+    """
 
-    factor: float = 1.0
-    spread: tuple[float, ...] = ()
+    def seconds(self, prompt_tokens: int, prompt_context: int, decode_rows: int, decode_context: int) -> float:
+        """Return a step's seconds. Contexts are positions attended to, which for prompts include their own tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """One line for prompts, one for decoding. Mixed steps count the longer `step_s` once, or `joint_step_s`."""
+
+    prompt: Cost = UNKNOWN
+    decode: Cost = UNKNOWN
+    joint_step_s: float | None = None
+
+    def seconds(self, prompt_tokens: int, prompt_context: int, decode_rows: int, decode_context: int) -> float:
+        p, d = self.prompt, self.decode
+        if not prompt_tokens:
+            return d.step_s + d.token_s * decode_rows + d.context_s * decode_context
+        prompts = p.token_s * prompt_tokens + p.context_s * prompt_context
+        if not decode_rows:
+            return p.step_s + prompts
+        step_s = max(p.step_s, d.step_s) if self.joint_step_s is None else self.joint_step_s
+        return step_s + prompts + d.token_s * decode_rows + d.context_s * decode_context
+
+
+@dataclass(frozen=True, slots=True)
+class Piecewise:
+    """A cost per range of batch sizes. `pieces`: (fewer sequences than this, cost), ascending; `beyond`: the rest."""
+
+    pieces: tuple[tuple[int, StepCost], ...] = ()
+    beyond: StepCost = field(default_factory=Linear)
+
+    def seconds(self, prompt_tokens: int, prompt_context: int, decode_rows: int, decode_context: int) -> float:
+        cost = next((cost for rows, cost in self.pieces if decode_rows < rows), self.beyond)
+        return cost.seconds(prompt_tokens, prompt_context, decode_rows, decode_context)
+
+
+def line(step_s: float = 0.0, token_s: float = 0.0, context_s: float = 0.0) -> Cost:
+    """Return a cost of three numbers, in seconds. A queued token costs `token_s`."""
+    return Cost(step_s, token_s, context_s, token_s)
+
+
+class Slowed(Section):
+    """Slowdown of decode steps while other workers of the host are busy: a factor, and the spread of step times."""
+
+    factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    spread: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] = ()  # equally likely factors of mean 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +72,8 @@ class Contention:
 
     workers: int  # of a host
     prompts: float = 1.0  # factor of steps that compute prompts
-    beside_prompts: Slowed = Slowed()  # of decode steps, while others compute prompts
-    beside_decode: Slowed = Slowed()  # of decode steps, while others decode
+    beside_prompts: Slowed = field(default_factory=Slowed)  # of decode steps, while others compute prompts
+    beside_decode: Slowed = field(default_factory=Slowed)  # of decode steps, while others decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +93,6 @@ class Pool:
 
     @property
     def devices(self) -> int:
-        """Devices of all workers."""
         return self.workers * self.tensor_parallel
 
 
@@ -177,7 +223,6 @@ class Scenario:
 
     @property
     def devices(self) -> int:
-        """Devices of all workers."""
         return self.prefill.devices + self.decode.devices
 
 

@@ -10,14 +10,12 @@ import json
 from collections import Counter, deque
 from dataclasses import asdict, dataclass, field
 from itertools import dropwhile
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from baton.planner.sim.block_pool import CountedPool
-    from baton.planner.sim.scenario import Pool, Scenario, Slo
+from baton.planner.sim.block_pool import CountedPool
+from baton.planner.sim.scenario import Pool, Scenario, Slo
 
 
 class Gaps:
@@ -27,11 +25,9 @@ class Gaps:
         self._pieces: deque[tuple[int, int, float]] = deque()  # first step, end, seconds of each
 
     def add(self, first: int, count: int, seconds: float) -> None:
-        """Add `count` steps of `seconds` each."""
         self._pieces.append((first, first + count, seconds))
 
     def forget(self, before: int) -> None:
-        """Drop the steps before `before`."""
         while self._pieces and self._pieces[0][1] <= before:
             self._pieces.popleft()
 
@@ -80,14 +76,12 @@ class Histogram:
         self._weights: list[float] = []
 
     def add(self, value: float, weight: float = 1.0) -> None:
-        """Add `value` with a weight."""
         self._values.append(value)
         self._weights.append(weight)
         if len(self._values) == _TOGETHER:
             self._settle()
 
     def quantiles(self) -> Quantiles:
-        """Return the statistics for a report."""
         self._settle()
         if not self._count:
             return Quantiles()
@@ -185,7 +179,6 @@ class Report:
         return self.output_tokens / self.duration_s if self.duration_s else 0.0
 
     def as_dict(self) -> dict[str, object]:
-        """Return all fields and rates, for JSON."""
         rates = {
             "goodput": self.goodput,
             "attainment": self.attainment,
@@ -200,7 +193,6 @@ class Report:
         return json.dumps(self.as_dict(), sort_keys=True)
 
     def table(self) -> str:
-        """Return a table for a terminal."""
         rows = [f"{'ms':10}" + "".join(f"{name:>11}" for name in ("mean", "p50", "p90", "p95", "p99", "max"))]
         times = ("TTFT", self.ttft), ("ITL", self.itl), ("TPOT", self.tpot), ("E2E", self.e2e)
         for name, of in (*times, ("queue", self.queue), ("transfer", self.transfer)):
@@ -240,7 +232,6 @@ class PoolTally:
         self._busy_s = 0.0
 
     def decoded(self, steps: int, tokens: int, seconds: float) -> None:
-        """Count steps that only decoded."""
         self._steps += steps
         self._decode_steps += steps
         self._decodes += tokens
@@ -254,12 +245,11 @@ class PoolTally:
         self._decodes += decodes
         self._busy_s += seconds
 
-    def saw(self, pool: CountedPool) -> None:
+    def record_peak(self, pool: CountedPool) -> None:
         """Record the peak use of a worker's blocks, at the end of its life."""
         self.used_most = max(self.used_most, pool.used_most / pool.total)
 
     def report(self, pool: Pool, duration_s: float) -> PoolReport:
-        """Return the results of the pool."""
         return PoolReport(
             workers=pool.workers,
             devices=pool.devices,
@@ -306,7 +296,6 @@ class Tally:
         self._good += prompt and fluent
 
     def report(self, scenario: Scenario, duration_s: float, events: int) -> Report:
-        """Return the report."""
         return Report(
             arrivals=self.arrivals,
             completed=self.outcomes["completed"],

@@ -8,44 +8,36 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from random import Random
 
 from baton.core import Pace
-from baton.planner.sim.scenario import Contention
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from random import Random
-
-    from baton.planner.sim.scenario import Pool
+from baton.planner.sim.scenario import Contention, Pool
 
 
 class Paces:
-    """Running totals of steps by kind. `told` returns a copy for a report."""
+    """Running totals of steps by kind."""
 
     def __init__(self) -> None:
         self.prefill, self.decode = Pace(), Pace()
         self.joint, self.beside = Pace(), Pace()
 
     def decoded(self, steps: int, tokens: int, context: int, seconds: float) -> None:
-        """Add steps that only decoded."""
         _add(self.decode, steps, tokens, context, seconds)
 
-    def planned(self, prompts: int, context: int, decodes: int, beside: int, seconds: float) -> None:
+    def planned(self, prompts: int, context: int, decodes: int, decode_context: int, seconds: float) -> None:
         """Add a step: tokens and positions of its prompts, then of its decoding sequences."""
         if not prompts:
-            _add(self.decode, 1, decodes, beside, seconds)
+            _add(self.decode, 1, decodes, decode_context, seconds)
         elif not decodes:
             _add(self.prefill, 1, prompts, context, seconds)
         else:
             _add(self.joint, 1, prompts, context, seconds)
-            _add(self.beside, 1, decodes, beside, 0.0)
+            _add(self.beside, 1, decodes, decode_context, 0.0)
 
-    def told(self) -> Paces:
-        """Return a copy."""
+    def copy(self) -> Paces:
         now = Paces()
         now.prefill, now.decode = replace(self.prefill), replace(self.decode)
         now.joint, now.beside = replace(self.joint), replace(self.beside)
@@ -59,7 +51,7 @@ def _add(pace: Pace, steps: int, tokens: int, context: int, seconds: float) -> N
     pace.seconds += seconds
 
 
-_ALIKE = 0.01  # steps with times that differ by less count as equal
+_EQUAL = 0.01  # steps with times that differ by less count as equal
 _MOST_PIECES = 16
 
 
@@ -84,44 +76,23 @@ class Stretch:
 
     def done_by(self, now: float) -> int:
         """Return the number of steps done at `now`."""
-        if self._ends:
-            return min(bisect_right(self._ends, now - self.began), self.count)
-        steps = min(self._about(now - self.began), self.count)
-        while steps > 0 and self.end(steps) > now:
-            steps -= 1
-        while steps < self.count and self.end(steps + 1) <= now:
-            steps += 1
-        return steps
+        return bisect_right(range(1, self.count + 1), now, key=self.end)
 
     def next_end(self, now: float) -> int:
         """Return the number of the step under way at `now`; jobs wait for its end."""
-        if self._ends:
-            return min(bisect_left(self._ends, now - self.began) + 1, self.count)
-        done = self.done_by(now)
-        return max(done if self.end(done) == now else min(done + 1, self.count), 1)
+        return min(bisect_left(range(1, self.count + 1), now, key=self.end) + 1, self.count)
 
     def pieces(self, steps: int) -> list[tuple[int, float]]:
         """Return the first `steps` steps as pairs: number of steps, and seconds of each."""
         if self._ends:
             return [(1, end - before) for before, end in zip((0.0, *self._ends), self._ends[:steps], strict=False)]
         growth = self.more_s * (steps - 1)
-        count = min(max(1, math.ceil(growth / (self.first_s * _ALIKE))), _MOST_PIECES, steps) if self.first_s else 1
+        count = min(max(1, math.ceil(growth / (self.first_s * _EQUAL))), _MOST_PIECES, steps) if self.first_s else 1
         if count == 1:
             return [(steps, self.first_s + growth / 2)]
         ends = [steps * place // count for place in range(count + 1)]
         spans = pairwise(ends)
         return [(end - begin, (self.seconds(end) - self.seconds(begin)) / (end - begin)) for begin, end in spans]
-
-    def _about(self, elapsed: float) -> int:
-        """Return about how many steps take `elapsed` seconds."""
-        if self.first_s <= 0 and self.more_s <= 0:
-            return self.count
-        if elapsed <= 0:
-            return 0
-        a, b = self.more_s / 2, self.first_s - self.more_s / 2
-        if a <= 0:
-            return int(elapsed / self.first_s)
-        return int(2 * elapsed / (b + math.sqrt(b * b + 4 * a * elapsed)))  # the root, in a form without cancellation
 
 
 class Host:
@@ -130,7 +101,7 @@ class Host:
     def __init__(self) -> None:
         self.timings: list[Timing] = []
 
-    def beside(self, timing: Timing) -> tuple[float, float]:
+    def busy_others(self, timing: Timing) -> tuple[float, float]:
         """Return the number of other workers that decode, and that compute prompts. Mixed steps count in part."""
         busy = [one.decoding for one in self.timings if one is not timing and one.decoding is not None]
         return sum(busy), len(busy) - sum(busy)
@@ -147,7 +118,7 @@ class Timing:
 
     def __init__(self, pool: Pool, rng: Random, host: Host | None = None) -> None:
         self.factor = 1.0  # slowdown for any reason
-        self.on_change: Callable[[], None] = _nothing  # called when the neighbours change
+        self.on_change: Callable[[], None] = lambda: None  # called when the neighbours change
         self.decoding: float | None = None  # share of the current step spent on decoding, or None without a step
         self._cost, self._spread, self._rng = pool.cost, pool.spread, rng
         self._host, self._contention = host, pool.contention or Contention(1)
@@ -159,11 +130,11 @@ class Timing:
         """Whether steps of equal cost may take different times."""
         return bool(self._spread) or self._host is not None
 
-    def step(self, prompts: int, context: int, decodes: int, beside: int) -> float:
-        """Return the seconds of a new step. Prompts attend to `context` positions, decoding sequences to `beside`."""
-        seconds = self._cost.seconds(prompts, context, decodes, beside)
+    def step(self, prompts: int, context: int, decodes: int, decode_context: int) -> float:
+        """Return the seconds of a new step. Contexts are positions attended to by prompts and by decoding sequences."""
+        seconds = self._cost.seconds(prompts, context, decodes, decode_context)
         if self._host is not None:
-            rows_s = self._cost.seconds(0, 0, decodes, beside) if decodes else 0.0
+            rows_s = self._cost.seconds(0, 0, decodes, decode_context) if decodes else 0.0
             share = min(rows_s / seconds, 1.0) if seconds else 0.0
             self._do(share)
             seconds *= self._slower(share)
@@ -180,11 +151,9 @@ class Timing:
         return first, more, drawn
 
     def rest(self) -> None:
-        """Record that no step is under way."""
         self._do(None)
 
     def leave(self) -> None:
-        """Remove a dead worker from its host."""
         self.rest()
         if self._host is not None:
             self._host.timings.remove(self)
@@ -194,33 +163,29 @@ class Timing:
             self.decoding = decoding
             self._host.changed(self)
 
-    def _beside(self) -> tuple[float, float]:
+    def _busy_neighbours(self) -> tuple[float, float]:
         """Return the shares of the host's other workers that decode, and that compute prompts."""
         if self._host is None:
             return 0.0, 0.0
         others = max(self._contention.workers - 1, 1)
-        decoding, prompts = self._host.beside(self)
+        decoding, prompts = self._host.busy_others(self)
         return decoding / others, prompts / others
 
     def _slower(self, share: float) -> float:
         """Return the slowdown of a step that spends `share` of its time on decoding."""
-        decoding, prompts = self._beside()
-        beside = self._contention
-        decode = decoding * (beside.beside_decode.factor - 1) + prompts * (beside.beside_prompts.factor - 1)
-        return 1 + share * decode + (1 - share) * (decoding + prompts) * (beside.prompts - 1)
+        decoding, prompts = self._busy_neighbours()
+        contention = self._contention
+        decode = decoding * (contention.beside_decode.factor - 1) + prompts * (contention.beside_prompts.factor - 1)
+        return 1 + share * decode + (1 - share) * (decoding + prompts) * (contention.prompts - 1)
 
     def _drawn(self) -> float:
         """Draw a factor. Its spread is that of the neighbours' work, in proportion to their shares."""
         spread = self._spread
         if self._host is not None:
-            decoding, prompts = self._beside()
+            decoding, prompts = self._busy_neighbours()
             place = self._rng.random()
             if place < decoding:
                 spread = self._contention.beside_decode.spread or spread
             elif place < decoding + prompts:
                 spread = self._contention.beside_prompts.spread or spread
         return self._rng.choice(spread) if spread else 1.0
-
-
-def _nothing() -> None:
-    return

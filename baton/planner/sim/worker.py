@@ -1,109 +1,83 @@
-"""Base of both simulated worker roles: an engine, network ways for KV, and messages sent between steps."""
+"""Simulated workers: a base with an engine, network ways for KV and messages sent between steps, and both roles.
+
+`PrefillWorker` computes prompts and first tokens, and pushes their KV during the computation. `DecodeWorker` uses the
+production reservation table; it also computes prompts when requested, which is always in colocated mode.
+"""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, cast
 
-from baton.core import Channel, Incarnation, KVLayout, Load, Role, WorkerInfo, WorkerRef
+from baton.core import (
+    Channel,
+    HandoffId,
+    Incarnation,
+    KVLayout,
+    Load,
+    Role,
+    Sampling,
+    SequenceSpec,
+    Token,
+    WorkerInfo,
+    WorkerRef,
+)
+from baton.engine.block_pool import Reservation
+from baton.errors import HandoffError
+from baton.event_journal import History
 from baton.ledger.prefix_index import Change, Holder
-from baton.planner.sim.block_pool import told
-from baton.planner.sim.engine import Engine, Row
-from baton.planner.sim.network import Way
-from baton.planner.sim.request import FINGERPRINT, SimLink
+from baton.planner.sim.block_pool import directory_hashes
+from baton.planner.sim.engine import Engine, Listener, Row
+from baton.planner.sim.network import Flow, Way
+from baton.planner.sim.request import FINGERPRINT, Attempt, PrefillSide, SimLink, Simulation
+from baton.planner.sim.scenario import Pool, Scenario
 from baton.planner.sim.timing import Timing
+from decode_workers.reservations import Reservations, State
+from kvtransfer.handoff import CommitState, Offer
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from baton.core import HandoffId
-    from baton.planner.sim.event_loop import Kernel
-    from baton.planner.sim.request import Attempt
-    from baton.planner.sim.router import SimRouter
-    from baton.planner.sim.scenario import Pool, Scenario
-    from baton.planner.sim.stats import Tally
-    from baton.planner.sim.timing import Host
+Message = tuple[Callable[..., None], tuple[Any, ...]]
 
 
-class Simulation(Protocol):
-    """The cluster as workers use it. `hosts`, `slow` and `ways` are by worker name."""
-
-    scenario: Scenario
-    kernel: Kernel
-    tally: Tally
-    router: SimRouter
-    hosts: dict[str, Host]
-    slow: dict[str, float]
-    ways: dict[str, tuple[Way, Way]]
-
-    def way_s(self, name: str) -> float: ...
-
-
-class Worker(ABC):
-    """One incarnation of a worker. `attempts`: the router's attempts on it."""
+class Worker(Listener):
+    """One incarnation of a worker. `attempts` are the router's attempts on it."""
 
     role: Role
 
-    def __init__(self, cluster: Simulation, name: str, life: int, pool: Pool) -> None:
+    def __init__(self, cluster: Simulation, name: str, starts: int, pool: Pool) -> None:
         scenario, kernel = cluster.scenario, cluster.kernel
-        self.cluster, self.kernel, self.name, self.life = cluster, kernel, name, life
+        self.cluster, self.kernel, self.name, self.starts = cluster, kernel, name, starts
         self.overheads, self.network = scenario.overheads, scenario.network
         self.tally = cluster.tally.prefill if self.role is Role.PREFILL else cluster.tally.decode
-        self.ref = WorkerRef(name, Incarnation(1, life), f"{name}:1")
-        layout = layout_of(scenario)
-        self.link = SimLink(WorkerInfo(self.ref, self.role, FINGERPRINT, "model", 2**31, pool.kv_blocks, layout))
-        rng = Random(f"{scenario.seed} {name} {life}")
-        recompute = self.role is Role.PREFILL
-        timing = Timing(pool, rng, cluster.hosts.get(name))
+        self.ref = WorkerRef(name, Incarnation(1, starts), f"{name}:1")
+        blocks, layout = pool.kv_blocks, layout_of(scenario)
+        self.link = SimLink(WorkerInfo(self.ref, self.role, FINGERPRINT, "model", 2**31, blocks, layout))
+        timing = Timing(pool, Random(f"{scenario.seed} {name} {starts}"), cluster.hosts.get(name))
         timing.factor = cluster.slow.get(name, 1.0)
-        self.engine = Engine(kernel, pool, self.tally, self, timing, recompute=recompute)
+        self.engine = Engine(kernel, pool, self.tally, self, timing, recompute=self.role is Role.PREFILL)
         self.attempts: dict[Attempt, None] = {}
         self.dead = False
-        self.way_out, self.way_in = cluster.ways.setdefault(name, (Way(cluster.way_s(name)), Way(cluster.way_s(name))))
+        rate = cluster.link_rate(name)
+        self.way_out, self.way_in = cluster.ways.setdefault(name, (Way(rate), Way(rate)))
         self._prefix_cache = pool.prefix_cache
         self._channels = (Channel("", "simulated", self.network.bytes_per_s),)
-        self._out: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        self._told: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        self._names: dict[bytes, bool] = {}  # block hashes since the last report: whether they are cached
+        self._messages: list[Message] = []
+        self._tokens: list[Message] = []
+        self._hashes: dict[bytes, bool] = {}  # block hashes since the last report: whether they are cached
         self._changes = 1
         self._learned_at, self._report_s = -math.inf, scenario.router.report_s
-        self._paces = self.engine.paces.told()
+        self._paces = self.engine.paces.copy()
         cluster.router.directory.apply(Change(self._holder, 1, reset=True))
-        self.engine.pool.on_names = self._named
-        self.begin()
+        self.engine.pool.on_hashes = self._record_hashes
 
-    @abstractmethod
-    def begin(self) -> None:
-        """Create the state of the role."""
-
-    # methods of baton.planner.sim.engine.Listener
-
-    def chunk(self, row: Row, count: int, seconds: float) -> None:
-        """See `Listener`."""
-        return  # only a prefill worker pushes KV
-
-    @abstractmethod
-    def first(self, row: Row) -> None:
-        """See `Listener`."""
-
-    @abstractmethod
-    def finished(self, row: Row) -> None:
-        """See `Listener`."""
-
-    @abstractmethod
-    def preempted(self, row: Row) -> None:
-        """See `Listener`."""
-
-    def turned(self) -> None:
-        """Send queued messages and a report."""
-        if not (self._out or self._told):
+    def jobs_done(self) -> None:
+        if not (self._messages or self._tokens):
             return
-        for act, facts in self._told:
+        for act, facts in self._tokens:
             self.kernel.after(self.overheads.tell_s, act, *facts)
-        self._told.clear()
+        self._tokens.clear()
         self._report(teaches=self._teaches())
 
     def beat(self) -> None:
@@ -112,28 +86,25 @@ class Worker(ABC):
             self._report(teaches=True)
 
     def _report(self, *, teaches: bool) -> None:
-        """Send a report and the queued messages."""
-        self.kernel.after(self.overheads.hop_s, self._deliver, self._load(), teaches, self._news(), self._out)
-        self._out = []
+        self.kernel.after(self.overheads.hop_s, self._deliver, self._load(), teaches, self._news(), self._messages)
+        self._messages = []
 
-    def say(self, act: Callable[..., None], *facts: Any) -> None:
+    def send(self, act: Callable[..., None], *facts: Any) -> None:
         """Queue a message between steps; the router runs `act` on receipt."""
-        self._out.append((act, facts))
+        self._messages.append((act, facts))
 
-    def tell(self, act: Callable[..., None], *facts: Any) -> None:
+    def stream(self, act: Callable[..., None], *facts: Any) -> None:
         """Queue tokens between steps; `act` runs when the client has received them."""
-        self._told.append((act, facts))
+        self._tokens.append((act, facts))
 
-    def row(self, handoff: HandoffId, attempt: Attempt, known: int, tokens: int, *, hold: bool = False) -> Row:
-        """Return a new sequence for an attempt."""
-        chain = attempt.life.content.chain if self._prefix_cache else None
-        return Row(handoff, 0, known, known, chain=chain, base=known, tokens=tokens, owner=attempt, hold=hold)
+    def row(self, attempt: Attempt, known: int, tokens: int, *, hold: bool = False) -> Row:
+        chain = attempt.request.content.chain if self._prefix_cache else None
+        return Row(attempt.handoff, 0, known, known, chain=chain, base=known, tokens=tokens, owner=attempt, hold=hold)
 
     def die(self) -> None:
-        """End the process and lose its state."""
         self.dead = True
         self.engine.die()
-        self.tally.saw(self.engine.pool)
+        self.tally.record_peak(self.engine.pool)
 
     def idle_problems(self) -> list[str]:
         """Return leftovers that an idle worker must not have."""
@@ -143,14 +114,12 @@ class Worker(ABC):
             "blocks in use": counts.owned + counts.reserved,
             "sequences": len(scheduler.running) + len(scheduler.waiting),
             "attempts": len(self.attempts),
-            "claims": view.dispatched + view.queued_tokens + view.pending_blocks,
+            "placements": view.dispatched + view.queued_tokens + view.pending_blocks,
         }
         return [f"{self.ref} has {count} {what}" for what, count in found.items() if count]
 
-    def _deliver(
-        self, load: Load, teaches: bool, news: Change | None, said: list[tuple[Callable[..., None], tuple[Any, ...]]]
-    ) -> None:
-        for act, facts in said:
+    def _deliver(self, load: Load, teaches: bool, news: Change | None, messages: list[Message]) -> None:
+        for act, facts in messages:
             act(*facts)
         if news is not None:
             self.cluster.router.directory.apply(news)
@@ -160,7 +129,7 @@ class Worker(ABC):
         """Return the load. Its paces are from the last report that taught the cost fit."""
         engine, scheduler, paces = self.engine, self.engine.scheduler, self._paces
         return Load(
-            step=engine.steps,
+            step=engine.rows.steps,
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             queued_tokens=engine.queued_tokens,
@@ -173,27 +142,27 @@ class Worker(ABC):
         )
 
     def _teaches(self) -> bool:
-        """Return whether the next report is used to fit costs."""
         due = self.kernel.now - self._learned_at >= self._report_s
         if due:
-            self._learned_at, self._paces = self.kernel.now, self.engine.paces.told()
+            self._learned_at, self._paces = self.kernel.now, self.engine.paces.copy()
         return due
 
     @property
     def _holder(self) -> Holder:
         return Holder(self.name, self.ref.incarnation)
 
-    def _named(self, added: Sequence[int], removed: Sequence[int]) -> None:
-        self._names.update(dict.fromkeys(told(added), True))
-        self._names.update(dict.fromkeys(told(removed), False))
+    def _record_hashes(self, added: Sequence[int], removed: Sequence[int]) -> None:
+        self._hashes.update(dict.fromkeys(directory_hashes(added), True))
+        self._hashes.update(dict.fromkeys(directory_hashes(removed), False))
 
     def _news(self) -> Change | None:
-        if not self._names:
+        if not self._hashes:
             return None
-        names, self._names = self._names, {}
+        hashes, self._hashes = self._hashes, {}
         self._changes += 1
-        added = [name for name, here in names.items() if here]
-        return Change(self._holder, self._changes, False, added, [name for name, here in names.items() if not here])
+        added = [one for one, cached in hashes.items() if cached]
+        removed = [one for one, cached in hashes.items() if not cached]
+        return Change(self._holder, self._changes, False, added, removed)
 
 
 def layout_of(scenario: Scenario) -> KVLayout:
@@ -201,3 +170,292 @@ def layout_of(scenario: Scenario) -> KVLayout:
     network, size = scenario.network, scenario.decode.block_size
     elements = max(1, round(network.token_bytes / network.layers / 4))
     return KVLayout(network.layers, 1, elements, size, "bfloat16")
+
+
+@dataclass(slots=True, eq=False)
+class Push:
+    """The KV push of one handoff. `waits`: it has no receiver until a retransfer or a release."""
+
+    row: Row
+    skip: int  # tokens that need no transfer
+    flow: Flow | None = None
+    ready: float = 0.0  # tokens with KV queued in the flow
+    computed: bool = False
+    computed_at: float = 0.0
+    waits: bool = False
+
+
+class PrefillWorker(Worker):
+    """See `prefill_workers.worker`. `pushes` are by their current or last attempt."""
+
+    role = Role.PREFILL
+
+    def __init__(self, cluster: Simulation, name: str, starts: int, pool: Pool) -> None:
+        super().__init__(cluster, name, starts, pool)
+        self.pushes: dict[Attempt, Push] = {}
+
+    # messages from the router and from prefill workers
+
+    def prefill(self, attempt: Attempt) -> None:
+        self.engine.submit(self._prefill, attempt)
+
+    def repush(self, held: Attempt, attempt: Attempt) -> None:
+        self.engine.submit(self._repush, held, attempt)
+
+    def release(self, attempt: Attempt) -> None:
+        self.engine.submit(self._release, attempt)
+
+    def lost_peer(self, attempt: Attempt) -> None:
+        """Keep the KV of an attempt after the death of its decode worker."""
+        if (push := self.pushes.get(attempt)) is not None:
+            push.waits = True
+            if push.flow is not None:
+                push.flow.cancel()
+
+    def _prefill(self, attempt: Attempt) -> None:
+        if attempt.over and not attempt.kept:
+            return
+        row = self.row(attempt, attempt.known, 1, hold=True)
+        push = self.pushes[attempt] = Push(row, attempt.cached)
+        self._begin(attempt, push)
+        self.engine.add(row)
+
+    def _repush(self, held: Attempt, attempt: Attempt) -> None:
+        push = self.pushes.pop(held, None)
+        if push is None:
+            self.send(attempt.kv_dropped)
+            return
+        self.pushes[attempt] = push
+        push.row.owner, push.row.key, push.skip = attempt, attempt.handoff, attempt.cached
+        push.waits, push.ready = False, 0.0
+        self._begin(attempt, push)
+        if push.computed:
+            attempt.first_at, push.computed_at = held.first_at, self.kernel.now
+            self.stream(attempt.first)
+            self._finish(attempt, push)
+
+    def _begin(self, attempt: Attempt, push: Push) -> None:
+        decode = attempt.decode
+        try:
+            if decode.dead:
+                raise HandoffError(f"{decode.ref} is gone")
+            decode.table.offer(attempt.handoff, self.ref, Offer(FINGERPRINT, attempt.known, push.skip))
+        except HandoffError:
+            push.waits = True  # dead or fenced; the router decides what follows
+            return
+        if self.network.token_bytes:
+            push.flow = Flow(self.kernel, self.way_out, decode.way_in, lambda: self._moved(attempt, push))
+
+    def _release(self, attempt: Attempt) -> None:
+        push = self.pushes.pop(attempt, None)
+        if push is not None:
+            if push.flow is not None:
+                push.flow.cancel()
+            self.engine.release(push.row)
+
+    def chunk(self, row: Row, count: int, seconds: float) -> None:
+        """Queue the KV of earlier chunks, and all layers but the last of this chunk, spread over the step."""
+        push = self.pushes[row.owner]
+        if push.flow is None or (row.known - push.skip) * self.network.token_bytes <= self.network.coalesce_below:
+            return
+        layers = self.network.layers
+        self._ready(push, row.computed)
+        self.kernel.after(seconds / layers, self._ready, push, row.computed + count * (1 - 1 / layers))
+
+    def _ready(self, push: Push, tokens: float) -> None:
+        more = tokens - max(push.ready, push.skip)
+        if more > 0 and push.flow is not None:
+            push.ready = tokens
+            push.flow.add(more * self.network.token_bytes)
+
+    def first(self, row: Row) -> None:
+        attempt: Attempt = row.owner
+        push = self.pushes[attempt]
+        push.computed = True
+        push.computed_at = attempt.first_at = self.kernel.now
+        self.stream(attempt.first)
+        if attempt.tokens == 1:
+            self.stream(attempt.finished)
+            self.engine.submit(self._release, attempt)
+        else:
+            self._finish(attempt, push)
+
+    def _finish(self, attempt: Attempt, push: Push) -> None:
+        if push.waits:
+            return
+        if push.flow is None:
+            self._moved(attempt, push)
+        else:
+            self._ready(push, attempt.known)
+            push.flow.close()
+
+    def _moved(self, attempt: Attempt, push: Push) -> None:
+        delay_s = self.network.latency_s + self.overheads.commit_s
+        self.cluster.tally.transfer.add(self.kernel.now - push.computed_at + delay_s)
+        if push.flow is not None:
+            self.cluster.tally.moved_bytes += push.flow.moved
+        self.kernel.after(delay_s, attempt.decode.commit, attempt, self)
+
+    def acknowledged(self, attempt: Attempt) -> None:
+        if not self.dead:
+            self.engine.submit(self._release, attempt)
+
+    def jobs_done(self) -> None:
+        """Drop KV without receiver if prompts find no block and nothing else will free any, as in production."""
+        while self.engine.starved and (spare := self._spare()) is not None:
+            self.engine.submit(self._release, spare)
+        super().jobs_done()
+
+    def _spare(self) -> Attempt | None:
+        computed = [(attempt, push.waits) for attempt, push in self.pushes.items() if push.computed]
+        return computed[0][0] if computed and all(waits for _, waits in computed) else None
+
+    def finished(self, row: Row) -> None:
+        raise AssertionError(row)
+
+    preempted = finished
+
+    def die(self) -> None:
+        super().die()
+        for push in self.pushes.values():
+            if push.flow is not None:
+                push.flow.cancel()
+
+
+_FIRST = (Token(0, 0, ""),)
+_SAMPLING = Sampling()
+
+
+class _SilentHistory(History):
+    """A history that drops events, because simulated time is not logged."""
+
+    def step(self, event: str, handoff: HandoffId, **facts: object) -> None:
+        pass
+
+
+class DecodeWorker(Worker):
+    """See `decode_workers.worker`."""
+
+    role = Role.DECODE
+
+    def __init__(self, cluster: Simulation, name: str, starts: int, pool: Pool) -> None:
+        super().__init__(cluster, name, starts, pool)
+        self.table = Reservations(FINGERPRINT, self._committed, lambda job: None, _SilentHistory())
+        self.rows: dict[Attempt, Row] = {}
+        self.committing: Attempt | None = None
+
+    # messages from the router and from prefill workers
+
+    def reserve(self, attempt: Attempt) -> None:
+        self.engine.submit(self._reserve, attempt)
+
+    def compute(self, attempt: Attempt) -> None:
+        self.engine.submit(self._compute, attempt)
+
+    def fence(self, attempt: Attempt) -> None:
+        self.engine.submit(self._fence, attempt)
+
+    def release(self, attempt: Attempt) -> None:
+        self.engine.submit(self._drop, attempt)
+
+    def commit(self, attempt: Attempt, sender: PrefillSide) -> None:
+        if self.dead or sender.dead:
+            return
+        spec = SequenceSpec(cast("tuple[int, ...]", range(attempt.known)), _SAMPLING, (0,))
+        self.committing = attempt
+        try:
+            self.table.commit(attempt.handoff, sender.ref, CommitState(spec, _FIRST, 0.0, 0.0, 0, "simulated"))
+        except HandoffError:
+            return  # fenced; the router handles that
+        self.kernel.after(self.overheads.hop_s, sender.acknowledged, attempt)
+
+    def _reserve(self, attempt: Attempt) -> None:
+        if attempt.over:
+            return
+        full, spare = (attempt.known - 1) // self.engine.block_size, self.engine.scheduler.watermark
+        hashes = attempt.request.content.hashes[:full] if self._prefix_cache else ()
+        digests, layout = cast("Iterable[bytes]", hashes), self.link.info.layout
+        reservation = Reservation.of(self.engine.pool, layout, attempt.known + 1, digests, spare)
+        if reservation is None:
+            self.send(attempt.no_room)
+            return
+        self.table.open(attempt.handoff, reservation, attempt.known, None)
+        self.send(attempt.reserved, reservation.cached_tokens)
+
+    def _compute(self, attempt: Attempt) -> None:
+        reservation = self.table.take(attempt.handoff)
+        if reservation is None:
+            return
+        reservation.release()
+        row = self.rows[attempt] = self.row(attempt, attempt.known, attempt.tokens)
+        self.engine.add(row)
+
+    def _committed(self, handoff: HandoffId, commit: CommitState) -> None:
+        assert self.committing is not None
+        assert self.committing.handoff is handoff
+        self.engine.submit(self._adopt, self.committing)
+
+    def _adopt(self, attempt: Attempt) -> None:
+        reservation = self.table.take(attempt.handoff)
+        if reservation is None:
+            return  # released between the commit and now
+        row = self.row(attempt, attempt.known + 1, attempt.tokens - 1)
+        row.computed = row.prefill_end = attempt.known
+        row.allocation = reservation.activate()
+        row.last_at = attempt.first_at
+        self.rows[attempt] = row
+        self.engine.adopt(row, reservation.cached_tokens)
+        self.send(attempt.adopted)
+
+    def _fence(self, attempt: Attempt) -> None:
+        if attempt in self.rows or self.table.fence(attempt.handoff) is State.COMMITTED:
+            return  # the router receives the commit
+        self._drop(attempt)
+        self.send(attempt.fenced)
+
+    def _drop(self, attempt: Attempt) -> None:
+        reservation = self.table.take(attempt.handoff)
+        if reservation is not None:
+            reservation.release()
+        if (row := self.rows.pop(attempt, None)) is not None:
+            self.engine.release(row)
+
+    def first(self, row: Row) -> None:
+        attempt: Attempt = row.owner
+        attempt.decoding = True
+        self.stream(attempt.first)
+        if attempt.tokens == 1:
+            self.finished(row)
+
+    def finished(self, row: Row) -> None:
+        attempt: Attempt = row.owner
+        self._keep_gaps(attempt, row)
+        del self.rows[attempt]
+        self.stream(attempt.finished)
+
+    def preempted(self, row: Row) -> None:
+        attempt: Attempt = row.owner
+        self._keep_gaps(attempt, row)
+        del self.rows[attempt]
+        self.send(attempt.preempted, self._delivered(attempt, row))
+
+    def _keep_gaps(self, attempt: Attempt, row: Row) -> None:
+        """Keep the gaps of a sequence that leaves for any reason. Without a token it has none, and has not `joined`."""
+        gaps = self.engine.gaps
+        if gaps is None or not self.engine.generated(row):
+            return
+        gaps.forget(min((one.joined for one in self.rows.values()), default=self.engine.rows.steps))
+        attempt.request.gaps += gaps.of(row.joined, self.engine.rows.steps) + [(wait_s, 1) for wait_s in row.waits]
+
+    def _delivered(self, attempt: Attempt, row: Row) -> int:
+        return attempt.before + row.base - attempt.known + self.engine.generated(row)
+
+    def die(self) -> None:
+        super().die()
+        for attempt, row in self.rows.items():
+            attempt.request.deliver(self._delivered(attempt, row))
+            self._keep_gaps(attempt, row)
+
+    def idle_problems(self) -> list[str]:
+        left = {"reservations": len(self.table), "rows": len(self.rows)}
+        return super().idle_problems() + [f"{self.ref} has {count} {what}" for what, count in left.items() if count]

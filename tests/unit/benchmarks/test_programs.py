@@ -24,7 +24,14 @@ from router.placement.policy import POLICIES
 PROGRAMS = sorted((ROOT / "benchmarks").glob("*.py"))
 PAGES = {
     "thinking.md": ("thinking",),
-    "performance.md": ("engine", "transfer", "router", "overload", "local-prefill", "determinism", "simulator"),
+    "measurements/engine.md": ("engine",),
+    "measurements/transfer.md": ("transfer",),
+    "measurements/router.md": ("router",),
+    "measurements/overload.md": ("overload",),
+    "measurements/local-prefill.md": ("local-prefill",),
+    "measurements/determinism.md": ("determinism",),
+    "measurements/simulator.md": ("simulator",),
+    "measurements/disaggregation.md": ("disaggregation", "disaggregation-1b", "disaggregation-vllm"),
 }
 slow = pytest.mark.slow
 
@@ -153,8 +160,8 @@ def test_transfer_gives_null_and_a_reason_without_a_gpu(tmp_path: Path) -> None:
 
 
 def test_a_program_ends_with_its_figures_and_fills_its_section(tmp_path: Path, monkeypatch, capsys) -> None:
-    page = tmp_path / "docs" / "performance.md"
-    page.parent.mkdir()
+    page = tmp_path / "docs" / "measurements" / "router.md"
+    page.parent.mkdir(parents=True)
     page.write_text("before <!-- router:begin --> old <!-- router:end --> after")
     monkeypatch.setattr(report, "ROOT", tmp_path)
     for write in (False, True, True):

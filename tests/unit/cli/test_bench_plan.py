@@ -17,7 +17,7 @@ MOONCAKE = '{"timestamp": %d, "input_length": %d, "output_length": 16, "hash_ids
 
 
 def asks(model: Model = MODEL, **options: Any) -> list[Any]:
-    return list(Load.read(BenchPlan(**{"prompt_tokens": "8", "max_tokens": "4", **options})).asks(model))
+    return list(Load.read(BenchPlan(**{"prompt_tokens": "8", "max_tokens": "4", **options})).requests(model))
 
 
 def written(folder: Path, text: str) -> Path:
@@ -84,7 +84,7 @@ def test_some_are_deterministic():
 
 def test_what_warms_up_has_the_same_lengths_and_other_tokens(mooncake: Path):
     load = Load.read(BenchPlan(trace=mooncake, scale=32, warmup=2, deterministic_share=1))
-    warm, real = list(load.warmup(MODEL)), list(load.asks(MODEL))
+    warm, real = list(load.warmup(MODEL)), list(load.requests(MODEL))
     assert [(len(ask.prompt), ask.max_tokens) for ask in warm] == [(32, 1)] * 2
     assert not any(ask.deterministic for ask in warm)
     assert len({tuple(ask.prompt[:16]) for ask in (*warm, *real)}) == 3  # only the real ones have a common beginning

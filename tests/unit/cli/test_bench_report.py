@@ -84,7 +84,7 @@ def test_latencies_count_from_when_a_request_was_to_be_sent():
     assert (found["ttft_ms"]["max"], found["e2e_ms"]["max"]) == pytest.approx((500, 1000))
     assert found["generator"]["late_p99_s"] == pytest.approx(0.4)
     assert (found["goodput"]["share"], found["errors"]) == (0.0, {NOT_SENT: 1})
-    assert "1 NotSent (more than --max-in-flight would have been under way)" in table(found)
+    assert "1 NotSent (more than --max-in-flight would have been in flight)" in table(found)
 
 
 @pytest.mark.parametrize(

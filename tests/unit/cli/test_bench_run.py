@@ -14,7 +14,7 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 
 from baton.bench import output
-from baton.bench.requests import Ask, BenchPlan, Load
+from baton.bench.requests import BenchPlan, BenchRequest, Load
 from baton.bench.runner import Run
 from baton.bench.sample import Goals, Sample
 from baton.bench.targets import HttpServer
@@ -30,7 +30,7 @@ class Fake:
     """Blocks the process during request number `blocks`, and fails for those in `fails`."""
 
     def __init__(self, blocks: int | None = None, fails: tuple[int, ...] = (), error: BatonError | None = None) -> None:
-        self.asked: list[Ask] = []
+        self.asked: list[BenchRequest] = []
         self.running = self.most = 0
         self.closed = False
         self._blocks, self._fails, self._error = blocks, fails, error
@@ -38,7 +38,7 @@ class Fake:
     async def models(self) -> list[Model]:
         return [Model("m", 64, 256)]
 
-    async def send(self, ask: Ask, sample: Sample) -> None:
+    async def send(self, ask: BenchRequest, sample: Sample) -> None:
         number = len(self.asked)
         self.asked.append(ask)
         self.running += 1
@@ -61,7 +61,7 @@ class Fake:
 async def made(fake: Fake, **options: Any) -> Run:
     load = Load.read(BenchPlan(**{"prompt_tokens": "8", "max_tokens": "4", **options}))
     run = Run(fake, load, SystemClock(), lambda _: None)
-    await run.whole()
+    await run.execute()
     return run
 
 
@@ -73,7 +73,7 @@ async def test_what_a_busy_client_sends_late_counts_as_late():
     assert second.sent is not None
     assert second.sent - second.start > BLOCKED_S - 0.05
     assert second.ttft_s >= second.sent - second.start
-    assert max(run.own().lags_s) > BLOCKED_S / 2
+    assert max(run.generator().lags_s) > BLOCKED_S / 2
 
 
 async def test_warming_up_does_not_count():
@@ -111,7 +111,7 @@ async def test_what_was_cut_is_counted():
     run = await made(Fake(), prompt_tokens="uniform:55-65", max_tokens="4", clip=True, requests=200)
     longest = max(sample.prompt_tokens for sample in run.samples)
     assert longest == 60
-    assert 0 < run.own().clipped < sum(sample.prompt_tokens == 60 for sample in run.samples)
+    assert 0 < run.generator().clipped < sum(sample.prompt_tokens == 60 for sample in run.samples)
 
 
 async def test_a_server_is_left_when_it_cannot_be_asked():
@@ -128,7 +128,7 @@ async def test_a_server_is_left_when_it_cannot_be_asked():
 def test_each_file_is_tried_and_what_fails_is_named(tmp_path: Path, capsys):
     load, picture = Load.read(BenchPlan(prompt_tokens="8", max_tokens="4", requests=2)), tmp_path / "p.svg"
     with pytest.raises(ConfigError, match=r"^--out: cannot write /dev/full: No space left on device$"):
-        output.bench(Fake(), load, Goals(), output.Output(True, Path("/dev/full"), picture))
+        output.run_bench(Fake(), load, Goals(), output.Output(True, Path("/dev/full"), picture))
     assert "<svg" in picture.read_text()
     assert json.loads(capsys.readouterr().out)["completed"] == 2
 
@@ -136,10 +136,10 @@ def test_each_file_is_tried_and_what_fails_is_named(tmp_path: Path, capsys):
 def test_the_report_is_given_when_the_screen_is_clear(monkeypatch):
     shown = MagicMock()
     monkeypatch.setattr(output, "shown", shown)
-    monkeypatch.setattr(output.Output, "give", shown.give)
+    monkeypatch.setattr(output.Output, "write", shown.write)
     load = Load.read(BenchPlan(prompt_tokens="8", max_tokens="4", requests=1))
-    output.bench(Fake(), load, Goals(), output.Output(True, None, None))
-    assert [name for name, *_ in shown.mock_calls][-2:] == ["().__exit__", "give"]
+    output.run_bench(Fake(), load, Goals(), output.Output(True, None, None))
+    assert [name for name, *_ in shown.mock_calls][-2:] == ["().__exit__", "write"]
 
 
 # --- over HTTP
@@ -174,6 +174,6 @@ async def test_a_chunk_without_text_counts_as_none():
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         http, sample = asking(server.sockets[0].getsockname()[1]), Sample(0.0)
-        await http.send(Ask("x", 4), sample)
+        await http.send(BenchRequest("x", 4), sample)
         await http.close()
     assert (sample.counts, sample.tokens) == ([1, 1], 4)

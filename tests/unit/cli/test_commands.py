@@ -14,14 +14,15 @@ from typer.testing import CliRunner
 
 from baton import errors
 from baton.cli import app as app_module
-from baton.cli import demo, operate
 from baton.cli.app import app
+from baton.cli.cluster import demo, launch, operate
+from baton.cli.cluster.launch import wait_ended
 from baton.cli.exit_codes import exit_code
 from baton.cli.main import main
-from baton.cli.up import wait_ended
 from baton.cluster.backend_process import StartError
 from baton.errors import BatonError, ConfigError, InvalidRequest, Violation
 from baton.rpc.v1 import admin_pb2
+from tests.support.full_disk import fill_disk
 from tests.support.waiting import eventually
 
 CODES = {  # interfaces.md
@@ -109,6 +110,40 @@ def test_a_wrong_cpu_level_is_refused_before_anything_starts(monkeypatch, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("detach", [[], ["--detach"]], ids=["foreground", "detached"])
+def test_a_full_disk_ends_a_start_with_an_error(monkeypatch, tmp_path, detach):
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    monkeypatch.setattr(launch, "configure_logging", lambda *_: None)  # it changes this process, in which others log
+    fill_disk(monkeypatch)
+    done = CliRunner().invoke(app, ["up", "-c", "configs/no-ray.yaml", "--set", "model.path=oracle", *detach])
+    assert isinstance(done.exception, ConfigError), done.output
+    file = "cluster.yaml" if detach else "state.json"
+    assert str(done.exception) == f"BATON_HOME: cannot write to {tmp_path}/no-ray/{file}: No space left on device"
+
+
+class FailedChild:
+    """A detached process that ended without output."""
+
+    def __init__(self, spec):
+        pass
+
+    def wait_ready(self, stop):
+        raise ConfigError("up ended with exit code 3")
+
+    def start(self, *_):
+        pass
+
+    terminate = wait = start
+
+
+def test_the_error_of_a_detached_process_without_output_is_shown(monkeypatch, tmp_path):
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    monkeypatch.setattr(launch, "Child", FailedChild)
+    done = CliRunner().invoke(app, ["up", "-c", "configs/no-ray.yaml", "--set", "model.path=oracle", "--detach"])
+    assert done.exit_code == 3
+    assert done.stderr == "baton: ConfigError: up ended with exit code 3\n"
+
+
 # --- scale, drain and restart; tests/integration/test_board.py has their requests to a router
 
 
@@ -116,11 +151,10 @@ def test_a_wrong_cpu_level_is_refused_before_anything_starts(monkeypatch, tmp_pa
 def operator(monkeypatch):
     """Replaces the operator that commands find."""
     made = Mock()
-    made.find = lambda *_: made
     made.scale.side_effect = lambda sizes: admin_pb2.Plan(**{"prefill": 7, "decode": 8, **sizes}, number=3)
     made.restart.return_value = admin_pb2.Plan(generation=5, number=4)
     made.drain.return_value = "prefill-0@1.2"
-    monkeypatch.setattr(operate, "Operator", made)
+    monkeypatch.setattr(operate, "_operator", lambda *_: made)
     return made
 
 

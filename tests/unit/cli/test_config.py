@@ -3,9 +3,9 @@
 import pytest
 
 from baton import __version__
-from baton.cli.config import effective
-from baton.cli.serve import router_settings
-from baton.cli.up import as_environment, as_options
+from baton.cli.cluster.launch import as_environment, as_options
+from baton.cli.cluster.serve import router_settings
+from baton.cli.setup.config import effective
 from baton.config import ClusterConfig, load_config
 from baton.network import redacted
 

@@ -10,9 +10,9 @@ from unittest.mock import Mock
 import pytest
 import typer
 
-from baton.cli import doctor
-from baton.cli.certs import certs
-from baton.cli.doctor import BAD, OK, WARN
+from baton.cli.setup import doctor
+from baton.cli.setup.certs import certs
+from baton.cli.setup.doctor import BAD, OK, WARN
 
 BASE = "model: {path: oracle}\nrouter: {grpc: '127.0.0.1:0', metrics: '127.0.0.1:0'}\n"
 

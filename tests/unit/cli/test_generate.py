@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from baton.cli import up
+from baton.cli import target
 from baton.cli.app import app
-from baton.cli.generate import GenerateOptions, generate, latency, placed
+from baton.cli.requests import generate as command
+from baton.cli.requests.generate import latency, parse_show, placed, stream_answer
 from baton.client._accumulator import Fold
 from baton.cluster.state_dir import ClusterState, ProcessId, StateFolder
 from baton.errors import InvalidRequest, NoWorker
@@ -22,12 +23,12 @@ Event = inference.GenerateEvent
 
 
 @pytest.mark.parametrize(
-    ("text", "timings", "tokens"), [("", False, False), ("timings", True, False), (" tokens , timings,", True, True)]
+    ("text", "names"), [("", set()), ("timings", {"timings"}), (" tokens , timings,", {"tokens", "timings"})]
 )
-def test_show(text, timings, tokens):
-    assert GenerateOptions.parse(text, as_json=False) == GenerateOptions(timings, tokens, False)
+def test_show(text, names):
+    assert parse_show(text) == names
     with pytest.raises(InvalidRequest, match="'colors' is not one of timings"):
-        GenerateOptions.parse(f"{text},colors", as_json=True)
+        parse_show(f"{text},colors")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def thinking() -> Thinking:
 
 def test_thoughts_are_shown_as_they_come(capsys):
     stream = thinking()
-    generate(stream, "x", {"n": 1}, GenerateOptions.parse("thoughts,tokens", as_json=False))  # type: ignore[arg-type]
+    stream_answer(stream, "x", {"n": 1}, {"thoughts", "tokens"})  # type: ignore[arg-type]
     assert stream.asked == {"n": 1, "thoughts": True}
     out, err = capsys.readouterr()
     assert err == "chunk 0: a dog\nchunk 1: -\n\nchunk 2: 3 4\n"
@@ -113,7 +114,7 @@ def test_thoughts_are_shown_as_they_come(capsys):
 
 
 def test_thoughts_are_in_the_json(capsys):
-    generate(thinking(), "x", {}, GenerateOptions.parse("thoughts", as_json=True))  # type: ignore[arg-type]
+    stream_answer(thinking(), "x", {}, {"thoughts"}, as_json=True)  # type: ignore[arg-type]
     out, err = capsys.readouterr()
     (choice,), usage = json.loads(out)["choices"], json.loads(out)["usage"]
     assert choice["thoughts"][:2] == [
@@ -125,7 +126,7 @@ def test_thoughts_are_in_the_json(capsys):
 
 def test_thinking_while_decoding_is_an_option(monkeypatch):
     asked: list[object] = []
-    monkeypatch.setattr("baton.cli.generate.generate", lambda *args: asked.append(args[2]["think_while_decoding"]))
+    monkeypatch.setattr(command, "stream_answer", lambda *args, **_: asked.append(args[2]["think_while_decoding"]))
     for given in ([], ["--think-while-decoding"], ["--no-think-while-decoding"]):
         done = CliRunner().invoke(app, ["generate", "x", "--target", "127.0.0.1:1", *given])
         assert done.exit_code == 0, done.output
@@ -136,7 +137,7 @@ def test_thinking_while_decoding_is_an_option(monkeypatch):
 def test_a_prompt_on_standard_input_need_not_be_text(monkeypatch, data, text):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
     stream = thinking()
-    generate(stream, "-", {}, GenerateOptions(False, False, False))  # type: ignore[arg-type]
+    stream_answer(stream, "-", {})  # type: ignore[arg-type]
     assert stream.prompt == text
 
 
@@ -155,14 +156,14 @@ def clusters(tmp_path, monkeypatch):
 
 def test_the_only_cluster_is_meant_when_none_is_named(clusters):
     clusters("a", grpc="")
-    assert up.find_cluster(None, starting=True).name == "a"
+    assert target.find_cluster(None, starting=True).name == "a"
     with pytest.raises(NoWorker, match="'a' is still starting"):
-        up.find_cluster("a")
+        target.find_cluster("a")
     clusters("a")
-    assert up.find_cluster(None).name == "a"
+    assert target.find_cluster(None).name == "a"
     clusters("b")
-    assert up.find_cluster("b").name == "b"
+    assert target.find_cluster("b").name == "b"
     with pytest.raises(NoWorker, match=r"several clusters are running; set --name to one of: a, b"):
-        up.find_cluster(None)
+        target.find_cluster(None)
     with pytest.raises(NoWorker, match="no cluster named 'c'"):
-        up.find_cluster("c")
+        target.find_cluster("c")

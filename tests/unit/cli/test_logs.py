@@ -11,9 +11,9 @@ from unittest.mock import Mock
 import pytest
 import typer
 
-from baton.cli import logs
-from baton.cli import logs as command
-from baton.cli.logs import LogFile, LogFilter, find_logs, merged, parse_age, pretty
+from baton.cli.inspect import log_lines
+from baton.cli.inspect.log_lines import LogFile, LogFilter, find_logs, merged, pretty, print_logs
+from baton.cli.inspect.logs import parse_age
 from baton.cluster.state_dir import StateFolder
 from baton.errors import NoWorker
 
@@ -38,7 +38,7 @@ def last(path: Path, wanted: LogFilter | None = None, most: int | None = None) -
     return [shown(line) for line in LogFile(path).last(wanted.takes, wanted.since, most)]
 
 
-def shown(line: logs.Line) -> str:
+def shown(line: log_lines.Line) -> str:
     return line.text if line.event is None else str(line.event["event"])
 
 
@@ -47,7 +47,7 @@ def printed(cluster, capsys):
     """A function that returns the events that `baton logs --json` prints."""
 
     def run(wanted: LogFilter, most: int | None = None) -> list[str]:
-        command.logs("local", wanted, most, follow=False, as_json=True)
+        print_logs("local", wanted, most, follow=False, as_json=True)
         return [json.loads(line)["event"] for line in capsys.readouterr().out.splitlines()]
 
     return run
@@ -65,7 +65,7 @@ def cluster(tmp_path, monkeypatch):
 def test_files_are_merged_by_time(cluster, capsys, printed):
     write(cluster / "router.log", event(0, "a"), event(2, "c"))
     write(cluster / "decode-0.log", event(1, "b"), event(3, "d"))
-    command.logs("local", LogFilter(), None, follow=False, as_json=False)
+    print_logs("local", LogFilter(), None, follow=False, as_json=False)
     lines = [event(at, what) for at, what in enumerate("abcd")]
     assert capsys.readouterr().out.splitlines() == lines, "off a terminal a line is what it was"
     assert printed(LogFilter(), 3) == ["b", "c", "d"]
@@ -77,13 +77,13 @@ def test_of_a_large_file_only_the_end_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pread", pread)
     assert last(path, most=3) == ["e9997", "e9998", "e9999"]
     read = sum(size for (_, size, _), _ in pread.call_args_list)
-    assert read <= 2 * logs.CHUNK_BYTES < path.stat().st_size / 8
+    assert read <= 2 * log_lines.CHUNK_BYTES < path.stat().st_size / 8
     assert last(path, LogFilter(since=BEGIN + 9.9985)) == ["e9999"]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 10_000])
 def test_lines_are_whole_wherever_a_chunk_ends(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(logs, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(log_lines, "CHUNK_BYTES", chunk)
     lines = [event(n, f"e{n}", text="ä\u2028" * n) for n in range(12)]
     path = write(tmp_path / "a.log", *lines)
     file = LogFile(path)
@@ -132,7 +132,7 @@ def test_follow_sees_new_lines_new_files_files_begun_anew_and_files_cut(cluster)
     files: dict[Path, LogFile] = {}
 
     def look() -> list[str]:
-        command._look(cluster, files)
+        log_lines._look(cluster, files)
         return [shown(line) for line in merged([list(file.more()) for file in files.values()])]
 
     router = write(cluster / "router.log", event(0, "a"))
@@ -223,10 +223,10 @@ def test_which_cluster(cluster, tmp_path, monkeypatch):
 
 def test_on_a_terminal():
     facts = {"request_id": "r1", "empty": "", "text": "two words", "workers": ["a"], "exception": "Traceback\n x"}
-    text = pretty(logs.parse(event(0.25, "done", **facts), "router", 0.0)).plain
+    text = pretty(log_lines.parse(event(0.25, "done", **facts), "router", 0.0)).plain
     assert text.endswith('done request_id=r1 text="two words" workers=["a"]\nTraceback\n x')
     hostile = event(0.25, "a\x1b[2J", client_tag="\x1b]0;x\x07", reason="\x9b31m b", exception="c\x1b\n d")
     for text in (hostile, "\x1b[2J of an interpreter"):
-        shown = pretty(logs.parse(text, "router", 0.0)).plain
+        shown = pretty(log_lines.parse(text, "router", 0.0)).plain
         assert not {"\x1b", "\x07", "\x9b"} & set(shown), "a client has no words with the terminal of an operator"
         assert "\\x1b[2J" in shown

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from baton.cli import up
-from baton.cli.up import fetched, loading, shown_loading
+from baton.cli.cluster import launch
+from baton.cli.cluster.launch import fetched, loading, shown_loading
 from baton.cluster.signals import Stop
 from baton.config import ClusterConfig
 from baton.errors import Cancelled
@@ -46,7 +46,7 @@ def test_a_model_of_the_hub_is_pinned_to_its_commit_and_keeps_its_name(cache):
 def test_a_download_ends_when_told_to(monkeypatch):
     """The process that downloads is replaced by one that never ends."""
     monkeypatch.setattr(sys, "executable", "/bin/sh")
-    monkeypatch.setattr(up, "COMMAND", ("-c", "exec sleep 1000"))
+    monkeypatch.setattr(launch, "COMMAND", ("-c", "exec sleep 1000"))
     stop = Stop()
     threading.Timer(0.2, stop.drain.set).start()
     with pytest.raises(Cancelled):
@@ -74,7 +74,7 @@ class Terminal(io.StringIO):
 
 
 def test_a_terminal_shows_one_line_and_clears_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(up, "SHOWN_S", 0.01)
+    monkeypatch.setattr(launch, "SHOWN_S", 0.01)
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with shown_loading(tmp_path) as shown:
@@ -83,7 +83,7 @@ def test_a_terminal_shows_one_line_and_clears_it(monkeypatch, tmp_path):
         shown()
         before = terminal.getvalue()
     assert terminal.getvalue() == before  # cleared once
-    assert before.endswith(up.CLEAR)
+    assert before.endswith(launch.CLEAR)
     assert "\n" not in before
 
 

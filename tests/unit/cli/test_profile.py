@@ -10,10 +10,10 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from baton.cli import profile_kernels as command
+from baton.cli.sizing import profile_kernels as command
 from baton.config import load_config
 from baton.core import Role
-from baton.engine.determinism.tuning import load_passes
+from baton.engine.determinism.checks import load_passes
 from baton.engine.kernels.cpu.compiler import load_library, state_folder
 from baton.engine.kernels.cpu.kernel_choice import load_profile
 from baton.engine.kernels.cpu.tuning import measure_attention, measure_linear
@@ -47,7 +47,7 @@ def cluster_file(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_every_shape_of_the_model_is_measured_and_kept(cluster_file, capsys):
     compiled_or_skip(lambda: load_library("f32"))
-    command.profile(cluster_file, [], as_json=True)
+    command.profile_kernels(cluster_file, [], as_json=True)
     (report,) = json.loads(capsys.readouterr().out)  # both pools have one thread, so one profile
     shapes = {f"{p['width']}x{p['k']}" for p in report["points"]}
     assert shapes == set(report["choices"])
@@ -69,4 +69,4 @@ def test_the_oracle_has_nothing_to_profile(cluster_file, monkeypatch, sets):
     if not sets:
         monkeypatch.setenv("BATON__MODEL__PATH", "oracle")
     with pytest.raises(ConfigError, match=r"model\.path: oracle"):
-        command.profile(cluster_file, sets, as_json=False)
+        command.profile_kernels(cluster_file, sets, as_json=False)

@@ -7,9 +7,10 @@ import time
 import pytest
 import typer
 
-from baton.cli import block_census as census_command
-from baton.cli import status as command
-from baton.cli.block_census import Problem, problems
+from baton.cli import target
+from baton.cli.inspect import block_census as census_command
+from baton.cli.inspect import status as command
+from baton.cli.inspect.block_census import Problem, problems
 from baton.cluster.state_dir import ClusterState, ProcessId
 from baton.core import BlockCounts, HandoffId, Incarnation, Load, Role, WorkerInfo, WorkerRef
 from baton.errors import NoWorker
@@ -53,8 +54,8 @@ def status(tmp_path, monkeypatch, serve, capsys):
     def shown(*routers, as_json=False):
         admins = [NOBODY if router is None else serve(router) for router in routers]
         here = ClusterState("two", ProcessId.of(os.getpid()), "x", admins[0], "", "", "", admins=admins)
-        monkeypatch.setattr(command, "find_cluster", lambda name: here)
-        command.status(None, None, as_json=as_json)
+        monkeypatch.setattr(target, "find_cluster", lambda name: here)
+        command.status(as_json=as_json)
         printed = capsys.readouterr().out
         return json.loads(printed) if as_json else printed
 
@@ -136,7 +137,7 @@ def test_watching_goes_on_until_it_is_interrupted(capsys, monkeypatch):
 
     monkeypatch.setattr(time, "sleep", lambda _: step(pauses))
     with pytest.raises(KeyboardInterrupt):
-        command.watch(show)
+        command.repeat(show)
     assert capsys.readouterr().out == "shown\nshown\nbeing replaced\nshown\n"
 
 
@@ -224,7 +225,7 @@ def census(cluster, monkeypatch, serve, capsys):
 
     def run(*, as_json=False):
         try:
-            census_command.census(None, address, as_json=as_json)
+            census_command.print_census(None, address, as_json=as_json)
         except typer.Exit as ended:
             return ended.exit_code, capsys.readouterr().out
         return 0, capsys.readouterr().out

@@ -16,17 +16,17 @@ from textual.widgets import RichLog, Static
 from typer.testing import CliRunner
 
 from baton.cli.app import app as commands
-from baton.cli.credentials import NO_REACH, Target
-from baton.cli.operate import Operator
-from baton.cli.top import feed, render
-from baton.cli.top.app import Help, Table, Top, Trace
-from baton.cli.top.feed import Feed
+from baton.cli.inspect.top import feed, render
+from baton.cli.inspect.top.app import Help, Table, Top, Trace
+from baton.cli.inspect.top.feed import Feed
+from baton.cli.target import Admins, Credentials
 from baton.errors import NoWorker, Unauthenticated
 from baton.rpc.v1 import admin_pb2, common_pb2
 from tests.quiet_admin import QuietAdmin
 from tests.support.waiting import until
 
 SIZE = (150, 48)
+NO_CREDENTIALS = Credentials()
 
 
 def worker(index: int, role: str, running: int, **blocks: int) -> admin_pb2.WorkerStatus:
@@ -109,16 +109,19 @@ def router(monkeypatch, serve):
     return router
 
 
-def screen(router: Router, interval_s: float = 0.5, reach: Target = NO_REACH) -> Top:
-    return Top(Feed(lambda: Operator([router.address], reach), interval_s))
+def screen(router: Router, interval_s: float = 0.5, credentials: Credentials = NO_CREDENTIALS) -> Top:
+    return Top(Feed(lambda: Admins([router.address], credentials), interval_s))
 
 
 @asynccontextmanager
 async def shown(
-    router: Router, said: admin_pb2.Live | None = None, interval_s: float = 0.5, reach: Target = NO_REACH
+    router: Router,
+    said: admin_pb2.Live | None = None,
+    interval_s: float = 0.5,
+    credentials: Credentials = NO_CREDENTIALS,
 ) -> AsyncIterator[tuple[Top, Pilot[Any]]]:
     """Yield the screen when it shows the three requests of the router's report."""
-    app = screen(router, interval_s, reach)
+    app = screen(router, interval_s, credentials)
     router.says.put(said or live())
     async with app.run_test(size=SIZE) as pilot:
         await until(lambda: rows(app) == 3)
@@ -153,7 +156,7 @@ def column(shown: Table, name: str) -> list[str]:
 
 
 async def test_what_a_router_says_is_shown_and_the_token_is_not(router):
-    async with shown(router, reach=Target(token="marker-token-of-this-test")) as (app, _):
+    async with shown(router, credentials=Credentials(token="marker-token-of-this-test")) as (app, _):
         assert (router.intervals, router.tokens) == ([0.5], ["Bearer marker-token-of-this-test"])
         assert "marker-token-of-this-test" not in app.export_screenshot()
         assert text(app, "head").startswith("local tiny  router r-1")
@@ -214,17 +217,18 @@ async def test_keys(router):
     assert app.return_code == 0
 
 
-async def test_a_pause_stops_the_picture_and_not_the_count(router):
+async def test_a_pause_stops_the_screen_and_records_events_for_later(router):
     async with shown(router) as (app, pilot):
         await pilot.press("p")
         assert "PAUSED" in text(app, "head")
         router.says.put(live(1001.0, requests=2))
         log = app.query_one("#happenings", RichLog)
-        await until(lambda: len(log.lines) == 2)
-        assert rows(app) == 3
+        await until(lambda: len(app._happened) == 2)
+        assert (rows(app), len(log.lines)) == (3, 1)
         await pilot.press("p")
         router.says.put(live(1002.0, requests=1))
         await until(lambda: rows(app) == 1)
+        assert [line.text[-7:] for line in log.lines] == ["at 1000", "at 1001", "at 1002"]
         assert "PAUSED" not in text(app, "head")
 
 
@@ -250,7 +254,7 @@ async def test_the_trace_of_a_request_and_one_without(router):
 
 async def test_a_trace_needs_a_router_that_has_answered(router):
     with pytest.raises(NoWorker, match="no router has answered yet"):
-        await Feed(lambda: Operator([router.address], NO_REACH), 0.5).trace("")
+        await Feed(lambda: Admins([router.address]), 0.5).trace("")
     assert router.asked == []
 
 
@@ -299,7 +303,7 @@ async def test_what_a_router_says_again_when_it_is_back_is_shown_once(router):
 
 
 async def test_a_cluster_that_has_ended_is_waited_for(router):
-    there = Operator([router.address], NO_REACH)
+    there = Admins([router.address])
     find = Mock(side_effect=[there, NoWorker("no cluster is running"), *[there] * 99])
     router.says.put(grpc.StatusCode.UNAVAILABLE)
     router.says.put(live())

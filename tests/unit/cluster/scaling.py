@@ -8,14 +8,15 @@ import heapq
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from typing import cast
 
 from baton.cluster.autoscaler import Autoscaler
 from baton.config import ClusterConfig
 from baton.control_plane import Plan, pool_size
 from baton.core import BlockCounts, Incarnation, KVLayout, Load, Pace, Role, WorkerInfo, WorkerRef
 from baton.ledger.control_state import RouterReport
-from router.placement.demand import TypicalRequest, expected
 from router.placement.snapshot import BLANK, Facts, WorkerView
+from router.workers.pool import TypicalRequest, expected
 from tests.support.plans import first_plan
 
 TICK_S = 0.05
@@ -127,7 +128,7 @@ class Cluster:
             decode.reserved += request.blocks
             prefill = min(prefills, key=lambda one: sum(each.tokens for each in one.prompts))
             prefill.prompts.append(request)
-            self._typical.saw(request.tokens, 0)
+            self._typical.add(request.tokens, 0)
 
     def _prefill(self, worker: Worker) -> None:
         left = TICK_S
@@ -168,7 +169,7 @@ class Cluster:
         seen: RouterReport = report.model_copy(
             update={"queued": len(self._queue), "queue_s": waited, "oldest_s": waited, "ttft_s": ttft_s}
         )
-        here = [one for role in Role for one in self._here(role)]
+        here = cast("list[WorkerInfo]", [one for role in Role for one in self._here(role)])
         new, self.outlook = self.autoscaler.look(self.plan, [seen], here, self.now)
         if new is not None:
             self.plan = new

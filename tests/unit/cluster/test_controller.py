@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.cluster.backend_process import START_TIMEOUT_S
+from baton.cluster.backend_process import START_TIMEOUT_S, StartError
 from baton.cluster.reconcile import MAX_IN_A_ROW, ROOM_S
 from baton.cluster.worker_supervisor import PAUSE_S
 from baton.core import Role
@@ -353,6 +353,16 @@ async def test_a_worker_that_does_not_start_with_the_cluster_is_an_error(broken,
     world.advance(seconds)
     with pytest.raises(BatonError, match=says):
         controller.check_start()
+
+
+async def test_a_long_reason_why_a_worker_waits_is_cut_in_the_report():
+    world, controller = await started()
+    world.tell(decode=2)
+    await run(world, controller, 0.5)
+    world.freeze("decode-1")
+    world.processes["decode-1"].error = StartError("x" * 5000)
+    await run(world, controller, 1)
+    assert world.slots()["decode-1"].note == "x" * 1024
 
 
 EVENTS = st.one_of(

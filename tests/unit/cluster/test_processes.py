@@ -1,12 +1,16 @@
 """Supervision of real child processes, and of workers as such; signals; and the state folder of a cluster."""
 
+import errno
 import os
+import shutil
 import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -17,6 +21,7 @@ from baton.cluster.state_dir import ClusterState, ProcessId, StateFolder, runnin
 from baton.core import Role
 from baton.errors import BatonError, Cancelled, ConfigError, LedgerError
 from baton.testing import FakeClock
+from tests.support.full_disk import fill_disk
 from tests.support.processes import READY, SILENT
 from tests.support.waiting import eventually
 
@@ -141,6 +146,19 @@ def test_a_child_that_cannot_be_started_again_is_tried_like_one_that_dies(child,
         it.poll()
 
 
+def test_a_log_that_cannot_be_written_is_named_with_the_variable_that_moves_it(tmp_path):
+    (tmp_path / "decode-0.log").mkdir()
+    expected = f"BATON_HOME: cannot write to {tmp_path}/decode-0.log: Is a directory"
+    with pytest.raises(ConfigError) as refused:
+        Child(ProcessSpec("child", [sys.executable], tmp_path / "decode-0.log")).start()
+    assert str(refused.value) == expected
+    placement = ProcessPlacement(lambda worker_id, role: [sys.executable], tmp_path)
+    placement.start("decode-0", Role.DECODE)
+    error = placement.look()["decode-0"].error
+    assert isinstance(error, ConfigError)
+    assert str(error) == expected
+
+
 def test_a_child_that_ignores_sigterm_is_killed(child):
     it = child("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" + READY)
     it.wait_ready(Stop())
@@ -156,6 +174,15 @@ def test_tail_of_a_log(tmp_path):
     assert tail(file, 2) == "    98\n    99"
     file.write_text('{"event": "config"}\nbaton: ConfigError: a\nbaton: ConfigError: b\nc\n')
     assert tail(file) == "    baton: ConfigError: b\n    c"
+
+
+@pytest.mark.parametrize(
+    ("free", "says"), [(10**6, ""), (0, ", because the disk of {} is full")], ids=["space", "full"]
+)
+def test_tail_of_an_empty_log_names_a_full_disk(tmp_path, monkeypatch, free, says):
+    (file := tmp_path / "x.log").touch()
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: Mock(free=free))
+    assert tail(file) == f"    (its log is empty{says.format(file)})"
 
 
 DEAD = "import sys; print('no Redis here'); sys.exit(4)"
@@ -293,3 +320,51 @@ def test_what_a_killed_cluster_left_goes_when_the_name_is_taken_again(folder, tm
     own = again.scratch()
     again.release()
     assert not own.exists()
+
+
+def test_a_full_disk_is_an_error_with_file_reason_and_variable(folder, monkeypatch):
+    with monkeypatch.context() as patch:
+        fill_disk(patch)
+        for write in (lambda: folder.write_state(state()), lambda: folder.write_private(folder.config, "a: b")):
+            with pytest.raises(
+                ConfigError,
+                match=r"^BATON_HOME: cannot write to .*/a/(state.json|cluster.yaml): No space left on device$",
+            ):
+                write()
+    assert folder.read_state() is None
+    folder.write_state(state())
+    assert folder.read_state() == state()
+
+
+def no_space(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/where/it/failed")
+
+
+def test_a_draft_that_was_not_completed_takes_no_space(folder, monkeypatch):
+    monkeypatch.setattr(Path, "replace", no_space)
+    with pytest.raises(ConfigError, match="No space left"):
+        folder.write_state(state())
+    assert sorted(path.name for path in folder.path.iterdir()) == ["lock", "logs"]
+
+
+@pytest.mark.parametrize(
+    ("patched", "says"),
+    [
+        ((Path, "mkdir"), r"^BATON_HOME: cannot write to .*/b: No space left on device$"),
+        ((Path, "unlink"), r"^BATON_HOME: cannot write to .*/b: No space left on device$"),
+        ((tempfile, "mkdtemp"), r"^TMPDIR: cannot create /where/it/failed: No space left on device$"),
+        ((Path, "symlink_to"), r"^BATON_HOME: cannot write to .*/b/scratch: No space left on device$"),
+    ],
+    ids=["folder", "old files", "scratch", "link to scratch"],
+)
+def test_folders_that_cannot_be_made_are_errors_too(tmp_path, monkeypatch, patched, says):
+    monkeypatch.setattr(*patched, no_space)
+    made = StateFolder("b", tmp_path)
+
+    def begin():
+        made.acquire()
+        made.scratch()
+
+    with pytest.raises(ConfigError, match=says):
+        begin()
+    made.release()  # raises nothing, whatever is left

@@ -9,13 +9,12 @@ import pytest
 
 from baton.cluster import controller_ray
 from baton.cluster.backend_process import StartError
-from baton.cluster.controller_local import LocalControl
 from baton.cluster.controller_ray import (
     ACTOR,
     ENSURE_S,
     LOST_S,
     POLL_S,
-    ControlState,
+    ControllerProgress,
     Parts,
     RemoteControl,
     check_ledger,
@@ -31,7 +30,7 @@ from baton.testing import FakeClock
 from tests.support.ray import Actor, ActorDiedError, FakeRay, RayError
 
 LOCAL = ("embedded", "unix:///tmp/r.sock", "redis://:secret@127.0.0.1:6379", "rediss://localhost")
-PARTS = Parts(object, {}, LocalControl)
+PARTS = Parts(object, {})
 FILE = {"name": "test", "ray": {"address": "10.0.0.1:6379"}, "redis": {"url": "redis://redis.example:6379"}}
 CONFIG = ClusterConfig.model_validate(FILE)
 
@@ -167,22 +166,22 @@ def never(state):
 
 
 def test_who_follows_is_told_once_when_all_are_ready(ray, one, clock):
-    late = ControlState(ready=False, workers=2, error=ConfigError("of a worker that was started later"))
-    ready = ControlState(ready=True, workers=2)
-    one.said = [ControlState(ready=False, workers=2), ready, late, ready]
-    told: list[ControlState] = []
+    late = ControllerProgress(ready=False, workers=2, error=ConfigError("of a worker that was started later"))
+    ready = ControllerProgress(ready=True, workers=2)
+    one.said = [ControllerProgress(ready=False, workers=2), ready, late, ready]
+    told: list[ControllerProgress] = []
     follow(ray, one, waits(clock, 20), told.append, clock)
     assert [state.workers for state in told] == [2]
 
 
 def test_who_follows_learns_why_a_worker_did_not_start(ray, one, clock):
-    one.said = [ControlState(ready=False, workers=2, error=LedgerError("Redis is away"))]
+    one.said = [ControllerProgress(ready=False, workers=2, error=LedgerError("Redis is away"))]
     with pytest.raises(LedgerError, match="Redis is away"):
         follow(ray, one, waits(clock), never, clock)
 
 
 def test_who_follows_ends_when_the_controller_is_lost(ray, one, clock):
-    ready = ControlState(ready=True, workers=2)
+    ready = ControllerProgress(ready=True, workers=2)
     one.said = [ready, RayError("unavailable"), ready]
     follow(ray, one, waits(clock, 20), lambda state: None, clock)
     ray.silent = True

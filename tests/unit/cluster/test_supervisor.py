@@ -1,6 +1,7 @@
 """The life of a cluster around fake workers and a fake Redis; the router is a real process that does nothing."""
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -14,15 +15,16 @@ import yaml
 
 from baton.cluster import launcher
 from baton.cluster.backend_process import StartError
-from baton.cluster.launcher import Supervisor
-from baton.cluster.managed_redis import KeptRedis
+from baton.cluster.launcher import SupervisedRedis, Supervisor
 from baton.cluster.signals import Stop
 from baton.cluster.state_dir import StateFolder
 from baton.config import ClusterConfig
 from baton.core import BlockCounts, Role
-from baton.errors import BatonError, Cancelled, LedgerError
+from baton.errors import BatonError, Cancelled, ConfigError, LedgerError
+from baton.ledger.embedded_redis import EmbeddedRedis
 from baton.metrics import Metrics, MetricsServer
 from baton.testing import FakeClock
+from tests.support.full_disk import fill_disk
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 
@@ -36,7 +38,7 @@ if fails.exists():
 given = yaml.safe_load(Path(sys.argv[1]).read_text())["router"]
 bound = {key: value.replace(":0", ":4711") for key, value in given.items()}
 told = {key: value.replace("127.0.0.1", "router.example") for key, value in bound.items()}
-os.write(int(os.environ["BATON_READY_FD"]), json.dumps({**bound, "told": told}).encode() + b"\\n")
+os.write(int(os.environ["BATON_READY_FD"]), json.dumps({**bound, "advertised": told}).encode() + b"\\n")
 time.sleep(60)
 """
 
@@ -64,6 +66,7 @@ class FakeWorkers:
 
     def __init__(self, folder):
         self.folder = folder
+        self.found = {"decode-0": 2**22 + 1}  # nobody: beyond the largest process id
         self.waiting, self.polled = threading.Event(), threading.Event()
 
     def start(self, redis_url):
@@ -82,7 +85,7 @@ class FakeWorkers:
         self.polled.set()
 
     def pids(self):
-        return {"decode-0": 2**22 + 1}  # nobody: beyond the largest process id
+        return self.found
 
     def stop(self, grace_s):
         log.append("workers stop")
@@ -131,7 +134,7 @@ class Run:
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     log.clear()
-    monkeypatch.setattr(launcher, "KeptRedis", FakeRedis)
+    monkeypatch.setattr(launcher, "SupervisedRedis", FakeRedis)
     monkeypatch.setattr(launcher, "POLL_S", 0.02)
     monkeypatch.setattr(launcher, "router_serves", lambda *asked: asked == ("127.0.0.1:4711", 3))
     made = Run(tmp_path)
@@ -150,7 +153,7 @@ def test_start_and_stop_are_in_order_and_leave_only_logs(run):
     assert set(run.state.processes) == {"router"}  # no fake process is told to be one
     assert run.state.grpc == "router.example:4711"
     listens = yaml.safe_load(run.folder.config.read_text())["router"]["grpc"]
-    assert listens == "127.0.0.1:4711", "where another router will listen, whatever others are told"
+    assert listens == "127.0.0.1:4711", "where another router will listen, whatever address others use"
     assert (run.workers.mode, run.workers.url) == (0o600, FakeRedis.url)
     assert run.workers.redis_url == FakeRedis.url
     assert run.workers.polled.wait(10)
@@ -211,9 +214,49 @@ def test_a_router_that_died_comes_back_at_the_same_address_though_its_first_star
     assert run.error is None
 
 
+def test_a_full_disk_at_the_start_ends_it_with_an_error_and_leaves_nothing(run, monkeypatch):
+    fill_disk(monkeypatch)
+    run.thread.start()
+    run.thread.join(scaled(30))
+    assert isinstance(run.error, ConfigError)
+    assert str(run.error) == f"BATON_HOME: cannot write to {run.folder.path}/state.json: No space left on device"
+    assert log == []
+    assert left(run) == ["lock", "logs"]
+
+
+def polls(run, times=3):
+    for _ in range(times):
+        run.workers.polled.clear()
+        assert run.workers.polled.wait(scaled(30))
+
+
+def test_a_full_disk_does_not_end_a_running_cluster_and_the_state_is_written_later(run, monkeypatch, caplog):
+    run.start()
+    with monkeypatch.context() as patch:
+        fill_disk(patch)
+        run.workers.found = {"decode-1": os.getpid()}
+        polls(run)
+    state = eventually(lambda: (found := run.folder.read_state()) and "decode-1" in found.processes and found)
+    assert state.processes["decode-1"].pid == os.getpid()
+    polls(run)
+    (warning,) = [one.getMessage() for one in caplog.records if one.name == launcher.__name__]
+    assert warning.startswith(f"BATON_HOME: cannot write to {run.folder.path}/state.json: No space left on device")
+    run.end()
+    assert run.error is None
+
+
 def test_a_process_that_ends_while_it_is_looked_at_is_no_trouble(run, monkeypatch):
     monkeypatch.setattr(psutil, "pid_exists", lambda pid: True)
     assert run.supervisor._processes() == {}
+
+
+def test_a_redis_that_the_system_does_not_start_is_a_ledger_error(tmp_path, monkeypatch):
+    def refused(*_, **__):
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(EmbeddedRedis, "start", refused)
+    with pytest.raises(LedgerError, match=r"embedded Redis was not started: .*temporarily unavailable"):
+        SupervisedRedis(tmp_path)
 
 
 def kill(redis):
@@ -224,7 +267,7 @@ def kill(redis):
 @pytest.mark.slow
 def test_redis_is_started_again_at_the_same_address_until_its_port_is_somebody_elses_for_long(tmp_path, request):
     clock = FakeClock()
-    kept = KeptRedis(tmp_path, clock)
+    kept = SupervisedRedis(tmp_path, clock)
     request.addfinalizer(kept.stop)
     url, pid, port = kept.url, kept.pid, kept._server.port
     kept.poll()
@@ -254,7 +297,7 @@ def test_a_router_serves_when_it_is_connected_to_all_workers(connected, serves):
     async def ask():
         metrics = Metrics("c", "1")
         metrics.watch_blocks(lambda: {Role.PREFILL: [BlockCounts(1)], Role.DECODE: [BlockCounts(1)] * (connected - 1)})
-        server = MetricsServer(metrics)
+        server = MetricsServer(metrics.registry)
         address = await server.start("127.0.0.1:0")
         try:
             return await asyncio.to_thread(launcher.router_serves, address, 2)

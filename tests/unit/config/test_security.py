@@ -5,7 +5,7 @@ from shutil import copytree
 
 import pytest
 
-from baton.cli.certs import certs
+from baton.cli.setup.certs import certs
 from baton.core import Role
 from baton.errors import ConfigError
 from baton.worker.settings import from_config

@@ -282,11 +282,11 @@ def test_quarantine_of_a_shared_block_hurts_nobody_and_lasts():
 def test_a_reservation_shares_nothing():
     pool = BlockPool(4)
     filled(pool, "a", 2).release()
-    with pytest.raises(ValueError, match="not shared"):
+    with pytest.raises(ValueError, match="cannot share blocks"):
         pool.allocate(1, reserved=True, shared=pool.find(names("a", 0, 2)))
     allocated(pool, 4, reserved=True)
     assert chain_left(pool, "a") == 0
-    with pytest.raises(AssertionError, match="not published"):
+    with pytest.raises(AssertionError, match="is not cached"):
         pool.allocate(0, shared=[0])
 
 

@@ -123,7 +123,7 @@ def test_what_known_tokens_have_ended_ends_at_once_without_sampling(backend, ado
 
     begin()
     assert engine.has_work()
-    with pytest.raises(ValueError, match="already here"):
+    with pytest.raises(ValueError, match="already in use"):
         engine.submit(key, spec)
     result = engine.step()
     assert [(o.key, o.tokens, o.finish) for o in result.outputs] == [(key, [], wanted)]
@@ -201,7 +201,7 @@ def test_adopt_takes_only_a_fitting_reservation(backend):
     engine, other = engine_of(backend), engine_of(backend)
     spec, key = spec_of((1,) * 9, known=(65,)), key_of()
     used = Reservation(engine.pool.allocate(0), engine.pool.allocate(3), 0)
-    for wrong, named in ((engine.reserve(3), "1 blocks"), (other.reserve(9), "does not fit"), (used, "is owned")):
+    for wrong, named in ((engine.reserve(3), "1 blocks"), (other.reserve(9), "of this pool"), (used, "is owned")):
         with pytest.raises(ValueError, match=named):
             engine.adopt(key, spec, wrong)
         wrong.release()

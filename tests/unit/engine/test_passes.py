@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.determinism.tuning import VerifyShapeTimes, load_passes, measure_passes, save_passes
+from baton.engine.determinism.checks import VerifyShapeTimes, load_passes, measure_passes, save_passes
 from baton.engine.models.loading import load_model
 from baton.engine.oracle import OracleBackend
 

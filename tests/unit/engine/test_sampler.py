@@ -27,7 +27,7 @@ def logits_of(rng, rows, vocab=VOCAB, ties=False):
 
 
 def make_row(sampling, prompt=(1, 2, 3), output=(), end_ids=(0,), vocab=VOCAB):
-    row = Row(prompt, sampling, end_ids, vocab)
+    row = Row(prompt, sampling, end_ids, vocab, None)
     for token in output:
         row.advance(token)
     return row

@@ -55,7 +55,7 @@ def by_padding(batch, kv, logits):
         (by_slot, "other logits in a verify pass"),
         (by_company, "tokens"),
         (by_offset_in_kv_alone, "other KV in a verify pass"),
-        (by_padding, "a chunk of 256 have other bits when other padding follows"),
+        (by_padding, "bits of a chunk of 256 tokens depend on the padding"),
     ],
 )
 def test_what_varies_is_found(where, message):

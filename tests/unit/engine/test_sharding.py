@@ -11,12 +11,10 @@ import pytest
 import torch
 
 from baton.engine.kernels.torch_reference import TorchKernels
-from baton.engine.models.checkpoint import Checkpoint
+from baton.engine.models.checkpoint import Checkpoint, Weights
 from baton.engine.models.config import read_config
-from baton.engine.models.weights import Weights
 from baton.engine.tp import sharding
-from baton.engine.tp.all_reduce import SharedExchange
-from baton.engine.tp.group import memory_is_ordered
+from baton.engine.tp.group import SharedExchange, memory_is_ordered
 from baton.engine.tp.rank_process import body, lengths, unpack
 from baton.errors import ConfigError, RankLost
 from tests.unit.model.checkpoints import HIDDEN, random_checkpoint
@@ -121,9 +119,9 @@ def test_a_silent_rank_and_a_dead_one(options, message):
     ("size", "changes", "message"),
     [
         (3, {}, r"num_attention_heads \(8\) and num_key_value_heads \(4\) and intermediate_size \(80\); .* 1, 2, 4$"),
-        (8, {}, r" does not divide the model's num_key_value_heads \(4\); these would do: 1, 2, 4$"),
-        (4, {"intermediate_size": 82}, r"intermediate_size \(82\); these would do: 1, 2$"),
-        (2, {"family": "mixtral"}, "family mixtral is not divided; decode.tensor_parallel=1 serves it"),
+        (8, {}, r" does not divide the model's num_key_value_heads \(4\); allowed are 1, 2, 4$"),
+        (4, {"intermediate_size": 82}, r"intermediate_size \(82\); allowed are 1, 2$"),
+        (2, {"family": "mixtral"}, "model of the family mixtral; set decode.tensor_parallel to 1"),
     ],
 )
 def test_what_does_not_divide_is_refused_by_name(folder, size, changes, message):

@@ -2,7 +2,7 @@ import psutil
 import pytest
 import torch
 
-from baton.engine.kv_sizing import CPU_CAP_BYTES, CPU_SHARE, Sizing, auto_kv_bytes, available_bytes, size_kv
+from baton.engine.kv_cache import CPU_CAP_BYTES, CPU_SHARE, Sizing, auto_kv_bytes, available_bytes, size_kv
 from baton.engine.oracle import oracle_layout
 from baton.errors import ConfigError
 
@@ -29,11 +29,11 @@ def test_auto_memory_is_a_bounded_share():
 @pytest.mark.parametrize(
     ("memory", "length", "words"),
     [
-        (100, "auto", "kv_memory: 100 bytes hold no block"),
-        (10 * LAYOUT.block_bytes, 161, f"give at least {11 * LAYOUT.block_bytes} bytes"),
+        (100, "auto", "kv_memory: 100 bytes are less than one block"),
+        (10 * LAYOUT.block_bytes, 161, f"set at least {11 * LAYOUT.block_bytes} bytes"),
         (10 * LAYOUT.block_bytes, 4096, "between 2 and the model's 2048, got 4096"),
         (10 * LAYOUT.block_bytes, 1, "between 2 and"),
-        (2**50, 160, f"kv_memory: {2**50} bytes, of [0-9]+ that there are on cpu"),
+        (2**50, 160, f"kv_memory: {2**50} bytes, but cpu has [0-9]+;"),
     ],
 )
 def test_what_does_not_fit_is_said_with_numbers(memory, length, words):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from baton.engine.choice import OutputText
+from baton.engine.sampling.output import OutputText
 from baton.tokenizer import OracleTokenizer, Tokenizer
 
 CORPUS = [

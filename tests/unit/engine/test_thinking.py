@@ -234,7 +234,7 @@ def test_bits_do_not_depend_on_company_cache_or_chunks(fast):
 
 
 def test_thinking_while_decoding_is_refused_for_deterministic_requests(fast):
-    with pytest.raises(InvalidRequest, match="think_while_decoding: not together with deterministic"):
+    with pytest.raises(InvalidRequest, match="think_while_decoding: cannot be combined with deterministic"):
         fast(shapes=SHAPES).validate(spec_of((1, 2), deterministic=True, think_while_decoding=True))
 
 

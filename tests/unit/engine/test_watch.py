@@ -101,7 +101,7 @@ def test_a_name_that_is_taken_or_unknown_is_refused(backend):
     keys = [key_of(name) for name in "abc"]
     for key in keys[:2]:
         engine.submit(key, spec_of((1,) * 9))
-    with pytest.raises(ValueError, match="already here"):
+    with pytest.raises(ValueError, match="already in use"):
         engine.rename(keys[0], keys[1])
     with pytest.raises(KeyError):
         engine.rename(keys[2], key_of("d"))

@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton", reason="no triton here (the dev extra has
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from baton.engine.kernels.gpu import triton_decode, triton_prefill, triton_rotary, triton_rows  # noqa: E402
+from baton.engine.kernels.gpu import triton_decode, triton_prefill, triton_rows  # noqa: E402
 from baton.engine.kernels.gpu.shapes import MAX_SPLITS, decode_tiles, prefill_tiles  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -101,8 +101,8 @@ def test_attention(capability: int, dim: int, group: int, element: str, tmp_path
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_others(capability: int):
     compiled(triton_decode.combine_kernel, {"SPLITS": MAX_SPLITS, "DIM": 128, "WIDTH": 128}, capability)
-    rotate = {"HALF": 64, "NORMS": True, "HEADS": triton_rotary.HEADS_AT_ONCE, "BLOCK": 64}
-    compiled(triton_rotary.rotate_and_store_kernel, rotate, capability)
+    rotate = {"HALF": 64, "NORMS": True, "HEADS": triton_rows.HEADS_AT_ONCE, "BLOCK": 64}
+    compiled(triton_rows.rotate_and_store_kernel, rotate, capability)
     compiled(triton_rows.rms_norm_kernel, {"ADD": True, "BLOCK": 4096}, capability, 8)
     for activation in ("silu", "gelu", "gelu_tanh"):
         compiled(triton_rows.gate_kernel, {"ACTIVATION": activation, "BLOCK": triton_rows.GATE_COLUMNS}, capability)

@@ -17,7 +17,7 @@ from baton.engine.engine import Engine
 from baton.engine.kv_cache import KVCache
 from baton.engine.models.loading import load_model
 from baton.engine.tp.backend import Ranking, ShardedBackend, load_sharded
-from baton.engine.tp.kv_cache import ShardedCache, rank_layout
+from baton.engine.tp.kv_memory import ShardedCache, rank_layout
 from baton.errors import RankLost
 from baton.tokenizer import load_tokenizer
 from baton.worker.engine_factory import generate

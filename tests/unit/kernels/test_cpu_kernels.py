@@ -289,6 +289,13 @@ def test_the_fewer_rows_the_more_splits_by_load(dtype, seed, rows, threads):
         assert max(ends) == context
 
 
+def test_a_given_number_of_splits_takes_precedence_over_load(dtype, seed):
+    batch, query, keys, values = case(seed, [(1, 1000)] * 3, 4, 1, 32, 32, dtype)
+    attention = CompiledAttention(load_library(ELEMENTS[dtype]), ELEMENTS[dtype], None, None, 2, by="load")
+    attention.bind(batch, BLOCK, 1.0)(query, keys, values, torch.empty(3, 4 * 32, dtype=dtype))
+    assert attention._args.count == 3 * 2
+
+
 @pytest.mark.parametrize(
     ("by", "fixed", "splits"), [("auto", False, 256), ("auto", True, 1), ("load", True, 1), ("load_bf16", True, 1)]
 )

@@ -18,7 +18,7 @@ from kvtransfer.handoff import PushEnd, PushJob, PushResult, TransferSettings
 from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
 from kvtransfer.transports.base import Transport
-from kvtransfer.transports.memory import MemoryTransport
+from tests.support.memory_transport import MemoryTransport
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.ends import Gate, Wrapped
 from tests.unit.kvtransfer.support import (

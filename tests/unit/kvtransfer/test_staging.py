@@ -12,7 +12,7 @@ from baton.rpc.v1 import common_pb2 as pb_common
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.send_queue import SendQueue
 from kvtransfer.transports.base import Ring
-from kvtransfer.transports.memory import MemoryTransport
+from tests.support.memory_transport import MemoryTransport
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.byhand import SMALL, Receiver
 from tests.unit.kvtransfer.support import LAYER, SETTINGS, D, P, hand_over, make_job, same_kv

@@ -10,7 +10,7 @@ from baton.core import HandoffId, Incarnation, WorkerRef
 from baton.ledger.ownership import OwnershipRecord, RecordState
 from tests.support.ownership_records import OwnershipTable
 
-RESERVED, PREPARED, COMMITTED, ABORTED, RELEASED = RecordState
+RESERVED, COMMITTED, ABORTED, RELEASED = RecordState
 
 
 def worker(name: str = "decode-0", counter: int = 1, epoch: int = 5) -> WorkerRef:

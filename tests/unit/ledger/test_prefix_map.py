@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.core import Incarnation
 from baton.ledger.prefix_index import NAME_BYTES, Change, Holder, PrefixIndex
+from tests.support.prefixes import holders
 
 A, B = Holder("prefill-0", Incarnation(5, 1)), Holder("decode-0", Incarnation(5, 2))
 NAMES = [bytes([n]) * NAME_BYTES for n in range(6)]
@@ -22,11 +23,11 @@ def test_a_change_out_of_order_is_not_applied():
     assert prefixes.apply(Change(A, 1, reset=True, added=NAMES[:1]))
     assert not prefixes.apply(Change(A, 3, added=NAMES[1:2]))
     assert prefixes.apply(Change(A, 1, added=NAMES))  # known already
-    assert prefixes.holders(NAMES) == {A: 1}
+    assert holders(prefixes, NAMES) == {A: 1}
     assert prefixes.apply(Change(A, 2, added=NAMES[1:2]))
     assert prefixes.apply(Change(A, 3, added=NAMES[2:3], removed=NAMES[:1]))
-    assert prefixes.holders(NAMES) == {}
-    assert prefixes.holders(NAMES[1:]) == {A: 2}
+    assert holders(prefixes, NAMES) == {}
+    assert holders(prefixes, NAMES[1:]) == {A: 2}
 
 
 def test_a_chain_is_read_no_further_than_somebody_has_it():
@@ -163,5 +164,5 @@ def test_leading_blocks_are_counted_for_each_holder(chain, sets, other_half):
     for holder, names in sets.items():
         prefixes.apply(Change(holder, 1, reset=True, added=names))
     counts = {h: sum(1 for _ in itertools.takewhile(names.__contains__, chain)) for h, names in sets.items()}
-    found = prefixes.holders(name + other_half for name in chain)
+    found = holders(prefixes, (name + other_half for name in chain))
     assert found == {holder: count for holder, count in counts.items() if count}

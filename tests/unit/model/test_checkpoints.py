@@ -137,9 +137,9 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     ({"head_dim": 13}, "head_dim must be even"),
     ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) must be divisible by num_key_value_heads \(3\)"),
     ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
-    ({"layer_types": ["full_attention"]}, "layer_types must name 2 layers, got 1"),
+    ({"layer_types": ["full_attention"]}, "layer_types must have 2 entries, one per layer, got 1"),
     ({"layer_types": ["linear_attention"] * 2}, "layer_types 'linear_attention' is not supported"),
-    ({"layer_types": ["sliding_attention"] * 2}, "layer_types must be all full_attention for llama here"),
+    ({"layer_types": ["sliding_attention"] * 2}, "layer_types must be full_attention in all llama layers"),
     ({"attention_bias": True}, r"tensor model.layers.0.self_attn.q_proj.bias is missing"),
     ({"num_hidden_layers": 3}, "tensor model.layers.2.input_layernorm.weight is missing"),
     ({"num_hidden_layers": 1}, "unexpected tensors: model.layers.1.input_layernorm.weight.* and 6 more"),
@@ -157,12 +157,12 @@ INDICES: list[tuple[dict[str, Any], str]] = [
     ({}, "weight_map is missing or empty"),
     ({"weight_map": []}, "weight_map must be an object"),
     ({"weight_map": {"a": 7}}, "a must be a string, got 7"),
-    ({"weight_map": {"a": "model-00001.safetensors"}}, "names shard model-00001.safetensors, which is not there"),
+    ({"weight_map": {"a": "model-00001.safetensors"}}, "lists shard model-00001.safetensors, which does not exist"),
     ({"weight_map": {"a": "../tiny/w.safetensors"}}, "is not the name of a safetensors file"),
     ({"weight_map": {"a": "pytorch_model.bin"}}, "'pytorch_model.bin' is not the name of a safetensors file"),
-    ({"weight_map": {"a": "w.safetensors", "b": "v.safetensors"}}, "is in v.safetensors as well"),
+    ({"weight_map": {"a": "w.safetensors", "b": "v.safetensors"}}, "is also in v.safetensors"),
 ]
-FORMATS = [("pytorch_model.bin", "only safetensors"), ("model.pt", "only"), ("a.gguf", r"only .* \(GGUF: most are")]
+FORMATS = [("pytorch_model.bin", "only safetensors"), ("model.pt", "only"), ("a.gguf", r"only .* \(most GGUF files")]
 
 
 def write_config(folder: Path, text: str | None) -> None:
@@ -190,7 +190,7 @@ SPOILT = [
     *((partial(edit_config, **change), message) for change, message in VALUES),
     *((partial(edit_tensors, change=change), message) for change, message in TENSORS),
     *((partial(add_index, index=index), message) for index, message in INDICES),
-    *((partial(truncate, size=size), "model.safetensors: not a whole safetensors") for size in (0, 5, 100, 50_000)),
+    *((partial(truncate, size=size), "model.safetensors: not a complete safetensors") for size in (0, 5, 100, 50_000)),
     *((partial(rename_weights, name=name), f"{name}: {message}") for name, message in FORMATS),
 ]
 

@@ -91,7 +91,7 @@ def test_rope_theta(settings: dict[str, Any], theta: float):
         ({"type": "yarn", "factor": 2, "original_max_position_embeddings": 0.5}, "must be a whole number"),
         ({"rope_type": "default", "rope_theta": 1}, "rope_theta must be a number between 1"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1"),
-        ({"full_attention": {"rope_type": "default"}}, "per layer type is not supported"),
+        ({"full_attention": {"rope_type": "default"}}, "for each layer type is not supported"),
     ],
 )
 def test_rope_errors(rope: Any, message: str):
@@ -113,7 +113,7 @@ def test_scaled_positions_may_be_asked_for(scaling: dict[str, Any], limit: int):
     config = parsed(rope_scaling=scaling)
     assert _max_model_len(config, None) == 1024
     assert _max_model_len(config, limit) == limit
-    why = "dynamic RoPE scaling is served up to its original length.*" if scaling["type"] == "dynamic" else ""
+    why = "dynamic RoPE scaling ends at the original length.*" if scaling["type"] == "dynamic" else ""
     with pytest.raises(ConfigError, match=f"between 1 and {limit}.*{why} got {limit + 1}"):
         _max_model_len(config, limit + 1)
 
@@ -133,9 +133,10 @@ def test_sliding_windows_as_transformers_treats_them():
     assert sliding("qwen3", **on) == (None, None, None)  # without max_window_layers it is 28
     assert sliding("qwen3", **on, layer_types=types) == (None, 20, None)
     assert sliding("qwen3", use_sliding_window=True, sliding_window=None, max_window_layers=0) == (None, None, None)
-    with pytest.raises(CheckpointError, match="layer_types names sliding_attention, but no sliding window is set"):
+    with pytest.raises(CheckpointError, match="layer_types contains sliding_attention, but no sliding window is set"):
         sliding("qwen2", sliding_window=20, layer_types=types)
-    with pytest.raises(CheckpointError, match="layer_types must be all sliding_attention for mistral here"):
+    wrong = "layer_types must be sliding_attention in all mistral layers"
+    with pytest.raises(CheckpointError, match=wrong):
         sliding("mistral", sliding_window=20, layer_types=types)
     with pytest.raises(CheckpointError, match="sliding_window must be a whole number"):
         sliding("mistral", sliding_window=0)

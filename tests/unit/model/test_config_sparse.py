@@ -94,7 +94,7 @@ def test_windows():
     assert parsed("qwen3_moe", sliding_window=20).windows == (None,) * 3
     assert parsed("qwen3_moe", **on, max_window_layers=2).windows == (20,) * 3
     assert parsed("deepseek_v3", sliding_window=20).windows == (None,) * 3
-    with pytest.raises(CheckpointError, match="layer_types must be all sliding_attention for qwen3_moe here"):
+    with pytest.raises(CheckpointError, match="layer_types must be sliding_attention in all qwen3_moe layers"):
         parsed("qwen3_moe", **on, layer_types=types)
 
 
@@ -124,12 +124,16 @@ def test_softmax_factor(rope: dict[str, Any]):
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be a whole number from 1"),
         ("deepseek_v2", {}, "num_experts_per_tok is missing"),
         ("deepseek_v2", V2 | {"norm_topk_prob": True}, "norm_topk_prob true is not supported for deepseek_v2"),
-        ("deepseek_v2", V2 | {"scoring_func": "sigmoid"}, "scoring_func must be 'softmax' here, got 'sigmoid'"),
+        (
+            "deepseek_v2",
+            V2 | {"scoring_func": "sigmoid"},
+            "scoring_func must be 'softmax' for this model, got 'sigmoid'",
+        ),
         ("deepseek_v2", V2 | {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported .*greedy"),
         ("deepseek_v2", V2 | {"topk_method": "group_limited_greedy"}, "n_group is missing"),
-        ("deepseek_v2", V2 | {"moe_layer_freq": 2}, "moe_layer_freq must be 1 here, got 2"),
-        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func must be 'sigmoid' here, got 'softmax'"),
-        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method must be 'noaux_tc' here, got 'greedy'"),
+        ("deepseek_v2", V2 | {"moe_layer_freq": 2}, "moe_layer_freq must be 1 for this model, got 2"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func must be 'sigmoid' for this model, got 'softmax'"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method must be 'noaux_tc' for this model, got 'greedy'"),
         ("deepseek_v3", {"n_group": 7}, r"n_group \(7\) must divide the number of experts \(256\)"),
         ("deepseek_v3", {"topk_group": 9}, r"topk_group \(9\) must be at most n_group \(8\)"),
         ("deepseek_v3", {"n_routed_experts": 8}, r"num_experts_per_tok \(8\) must be at most the 4 eligible experts"),

@@ -13,15 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core import KVLayout
-from baton.engine.kernels.base import BlockCopy
 from baton.engine.kernels.cpu.compiler import load_library
 from baton.engine.kernels.cpu.ops import CompiledBlockCopy
 from baton.engine.kv_cache import KVCache
-from baton.engine.tp.kv_cache import ShardedCache
+from baton.engine.tp.kv_memory import ShardedCache
 from tests.support.compiled_kernels import compiled_or_skip
 from tests.unit.tp.support import GQA, poisoned
 
-Copier = Callable[[], BlockCopy | None]
+Copier = Callable[[], CompiledBlockCopy | None]
 
 
 @cache
@@ -34,7 +33,7 @@ LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=4, block_size=5, dtype="bfloat1
 TOTAL = 40
 
 
-def numbered(layout: KVLayout = LAYOUT, total_blocks: int = 7, copy: BlockCopy | None = None) -> KVCache:
+def numbered(layout: KVLayout = LAYOUT, total_blocks: int = 7, copy: CompiledBlockCopy | None = None) -> KVCache:
     kv = KVCache(layout, total_blocks, copy=copy)
     for n, tensor in enumerate(kv.tensors):
         tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(n)))

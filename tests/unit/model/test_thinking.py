@@ -38,7 +38,7 @@ def test_the_form(folder):
         (SETTINGS | {"max_thought_tokens": "8"}, "max_thought_tokens must be a whole number"),
         (SETTINGS | {"eos_token_id": VOCAB}, f"eos_token_id must be a whole number from 0 to {VOCAB - 1}"),
         (SETTINGS | {"bos_token_id": -1}, "bos_token_id"),
-        (SETTINGS | {"chunksize": 4}, "chunksize is not known"),
+        (SETTINGS | {"chunksize": 4}, "chunksize is not supported"),
         (4, "thinking must be an object"),
         (..., r"unexpected tensors: compression\.block"),
     ],
@@ -52,7 +52,7 @@ def test_wrong_settings(folder, settings, named):
 def test_other_models_are_refused(tmp_path):
     random_checkpoint(tmp_path, "mixtral", num_local_experts=2)
     edit_config(tmp_path, thinking=SETTINGS)
-    with pytest.raises(CheckpointError, match=r"thinking is served with dense models.*not with mixtral"):
+    with pytest.raises(CheckpointError, match=r"thinking is supported only for dense models.*not for mixtral"):
         read_config(tmp_path)
 
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from baton.engine.models.checkpoint import Checkpoint, LoadProgress
+from baton.engine.models.checkpoint import Checkpoint, LoadProgress, Weights
 from baton.engine.models.huge_pages import CACHE_LINE, CHUNK, HUGE_PAGE, SMALL, Arena
 from baton.engine.models.loading import load_model
-from baton.engine.models.weights import Weights
 from tests.unit.model.checkpoints import random_checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -44,7 +43,7 @@ def test_stacked_in_the_order_of_names(on_disk: torch.dtype, dtype: torch.dtype,
 
 
 def test_pieces_cover_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("baton.engine.models.weights.PIECE", 7)
+    monkeypatch.setattr("baton.engine.models.checkpoint.PIECE", 7)
     value = torch.arange(60.0).view(5, 4, 3)
     assert torch.equal(Weights(stored(tmp_path, a=value), torch.float32, CPU).tensor("a", 5, 4, 3), value)
 

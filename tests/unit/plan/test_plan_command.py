@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from baton.cli import plan as command
 from baton.cli.app import app
 from baton.cli.exit_codes import exit_code
-from baton.cli.plan import verdict
+from baton.cli.sizing import planning as command
+from baton.cli.sizing.planning import verdict
 from baton.errors import ConfigError
 from baton.planner.search import Answer, Shape, Tried
 from baton.planner.sim.scenario import Death, Slow, SlowLink
@@ -216,7 +216,10 @@ def test_faults_are_of_three_kinds():
         ("prefill=2,chunk=256", r"chunk: must be left out without colocated workers, got 256"),
         ("prefill_tp=2", r"prefill_tp: must be left out, colocated workers have decode_tp, got 2"),
         ("prefill=2,workers=1", r"workers: must be 2 or more, .* got 1"),
-        ("colocated=1,prefill=2", r"colocated: there are no prefill and decode workers"),
+        (
+            "colocated=1,prefill=2",
+            r"colocated: must be given without prefill, decode and prefill_tp, got 'colocated=1,prefill=2'",
+        ),
         ("fault=death:@1", r"fault: must be death:WORKER@SECONDS.* got 'death:@1'"),
         ("fault=death:decode-0@1-2x3", r"fault: must be"),
         ("fault=slow:decode-0@5-4x2", r"fault: must be"),

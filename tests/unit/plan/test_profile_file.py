@@ -10,8 +10,8 @@ import pytest
 
 from baton.core import Pace
 from baton.errors import ConfigError
-from baton.planner.fit import Gaps, Slower, Steps, fit_decode, fit_joint, fit_line, fit_spread, seconds_of
-from baton.planner.profile import Busy, Layout, Line, Piece, load_profile, names
+from baton.planner.live_fit import Gaps, Slower, Steps, fit_decode, fit_joint, fit_line, fit_spread, seconds_of
+from baton.planner.profile import Layout, Line, Piece, load_profile, names
 from baton.planner.sim.scenario import Contention, Pool, Slowed
 from tests.unit.plan.plan_support import EASY, profile
 
@@ -51,12 +51,11 @@ def test_a_step_of_both_kinds_costs_what_was_measured_more_and_a_pool_has_the_bl
 def test_workers_of_one_host_slow_each_other_as_was_measured():
     layout = profile().layout(1)
     assert layout.contention is None, "of one worker nothing is known"
-    beside = Busy(factor=1.2, spread=(0.9, 1.1))
+    beside = Slowed(factor=1.2, spread=(0.9, 1.1))
     shared = layout.model_copy(update={"host_workers": 2, "busy_prompt": 1.5, "beside_prompts": beside})
-    slowed = Slowed(1.2, (0.9, 1.1))
-    assert shared.contention == Contention(2, 1.5, slowed, slowed), "as beside prompts where nothing else was seen"
-    more = shared.model_copy(update={"beside_decode": Busy(factor=1.4)})
-    assert more.contention == Contention(2, 1.5, slowed, Slowed(1.4))
+    assert shared.contention == Contention(2, 1.5, beside, beside), "as beside prompts where nothing else was seen"
+    more = shared.model_copy(update={"beside_decode": Slowed(factor=1.4)})
+    assert more.contention == Contention(2, 1.5, beside, Slowed(factor=1.4))
     found = profile().model_copy(update={"layouts": (more,)})
     assert found.pool(3, 1, Pool(0)).contention == more.contention
 
@@ -67,7 +66,7 @@ def test_sizes_and_profiles_that_are_not_there_are_refused_and_those_that_are_na
     with pytest.raises(ConfigError, match=r"opt-13b-a100, .*'opt-13'"):
         load_profile("opt-13")
     layout = profile().layout(1).model_dump()
-    with pytest.raises(ValueError, match="tensor_parallel must be another one in each, got 1, 1"):
+    with pytest.raises(ValueError, match="tensor_parallel must differ between layouts, got 1, 1"):
         profile(layouts=[layout, layout])
 
 

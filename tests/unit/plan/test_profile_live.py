@@ -14,15 +14,25 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from baton.cli.app import app
-from baton.cli.profile_live import DECODED, LEAST_MODEL_LEN, TRIES, Live, one_size
+from baton.cli.sizing.profile_live import DECODED, LEAST_MODEL_LEN, TRIES, Live, one_size
 from baton.client import AsyncClient
 from baton.client.types import ClusterStatus, Model
 from baton.config import ClusterConfig
 from baton.core import Load, Pace, Role
 from baton.errors import ConfigError, NoWorker
-from baton.planner.fit import Gaps, Steps, seconds_of
-from baton.planner.live_fit import fitted
-from baton.planner.observations import AS_USUAL, BESIDE, Measured, Prompts, Seen, together, usual
+from baton.planner.live_fit import (
+    AS_USUAL,
+    BESIDE,
+    Gaps,
+    Measured,
+    Prompts,
+    Seen,
+    Steps,
+    fitted,
+    seconds_of,
+    together,
+    usual,
+)
 from baton.testing import FakeClock
 from tests.unit.plan.plan_support import cluster
 

@@ -175,7 +175,7 @@ class PrefillMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_pushed_is_here(self):
         for push in self.side.pusher.pushes.values():
-            holders = self.side.engine.pool._holders
+            holders = self.side.engine.pool._references
             assert push.aborted or all(holders[block] for block in push.blocks)
 
     def teardown(self):

@@ -20,7 +20,7 @@ from router.workers.pool import WorkerPool
 from router.workers.stream import WorkerStream
 
 BUSY = BLANK._replace(  # a decode worker with work of all kinds
-    able=1.0, requests=4.0, room=1e6, kv_tokens=1000.0, step_s=0.008, token_s=0.0005, context_s=1e-6,
+    able=1.0, requests=4.0, capacity=1e6, kv_tokens=1000.0, step_s=0.008, token_s=0.0005, context_s=1e-6,
     queued_s=0.0002, prompt_step_s=0.002, prompt_token_s=0.0001, prompt_context_s=1e-7,
 )  # fmt: skip
 LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=16, dtype="float32")

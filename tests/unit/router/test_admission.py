@@ -112,9 +112,9 @@ async def test_the_urgent_overtake_only_so_many_arrivals(make):
 
 async def test_who_would_have_to_wait_gets_nothing_at_once(make):
     gate = make(3, by_tokens=True)
-    assert (gate.admission.at_once(4), gate.admission.at_once(1)) == (None, 1)
+    assert (gate.admission.admit_now(4), gate.admission.admit_now(1)) == (None, 1)
     task = await gate.enter(3)
-    assert (gate.admission.at_once(1), gate.admission.waiting, gate.room) == (None, 1, 2)
+    assert (gate.admission.admit_now(1), gate.admission.waiting, gate.room) == (None, 1, 2)
     gate.free()
     assert await task == 3
 
@@ -213,9 +213,9 @@ def test_it_waits_for_longer_than_newcomers_may_and_goes_before_them():
 @pytest.mark.parametrize(
     ("accepted", "deadline_s", "error", "ends_s"),
     [
-        (True, 50.5, DeadlineExceeded("while it waited for room"), 50.5),
-        (False, 5.5, DeadlineExceeded("while it waited for room"), 5.5),
-        (False, 1000.0, Overloaded("waited 8 s for room"), WAIT_S),
+        (True, 50.5, DeadlineExceeded("the request waited for capacity"), 50.5),
+        (False, 5.5, DeadlineExceeded("the request waited for capacity"), 5.5),
+        (False, 1000.0, Overloaded("waited 8 s for capacity"), WAIT_S),
     ],
 )
 def test_its_own_deadline_or_if_it_was_not_accepted_the_longest_wait_ends_it(accepted, deadline_s, error, ends_s):

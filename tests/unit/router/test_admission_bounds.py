@@ -6,14 +6,14 @@ import pytest
 
 from baton.errors import NoWorker, Overloaded
 from baton.testing import FakeClock
-from router.admission.drain_rate import DrainRate
+from router.admission.admission import DrainRate
 
 
 async def test_the_bound_in_tokens(make):
     gate = make(tokens=100)
     await gate.enter(tokens=60)
     await gate.enter(tokens=40)
-    await gate.refuses("100 tokens wait already, there is no place for 1 more", tokens=1)
+    await gate.refuses("100 tokens wait already, 1 more exceed the limit", tokens=1)
     assert gate.admission.waiting_tokens == 100
     await gate.enter(tokens=500, returning=True)
     assert gate.admission.waiting_tokens == 600
@@ -53,7 +53,7 @@ async def measured(make):
 
 async def test_who_would_wait_too_long_is_refused_at_once_and_told_when_it_will_be_worth_it(measured):
     await measured.enter_all(21)
-    delay_s = await measured.refuses(r"would wait for about 2\.1 s, and 2\.05 s are left")
+    delay_s = await measured.refuses(r"wait is 2\.1 s, but only 2\.05 s are left")
     assert delay_s == 0.5  # of 0.1, the least that makes sense
     await measured.drain(1, 10)
     await measured.enter()
@@ -61,10 +61,10 @@ async def test_who_would_wait_too_long_is_refused_at_once_and_told_when_it_will_
 
 async def test_many_short_ones_count_as_requests_and_few_long_ones_as_tokens(measured):
     await measured.enter_all(21, tokens=1)
-    await measured.refuses("would wait", tokens=1)
+    await measured.refuses("the predicted wait is", tokens=1)
     await measured.drain(21, 10)
     await measured.enter(tokens=1000)
-    await measured.refuses("would wait", tokens=1)
+    await measured.refuses("the predicted wait is", tokens=1)
 
 
 async def test_the_deadline_bounds_the_wait_and_the_delay_says_how_much_too_long_it_was(make):
@@ -72,7 +72,7 @@ async def test_the_deadline_bounds_the_wait_and_the_delay_says_how_much_too_long
     await gate.measured(per_s=10)
     await gate.enter_all(101)
     await gate.enter(deadline_s=11.0)
-    assert await gate.refuses(r"and 4 s are left", deadline_s=4.0) == pytest.approx(10.2 - 4.0)
+    assert await gate.refuses(r"only 4 s are left", deadline_s=4.0) == pytest.approx(10.2 - 4.0)
 
 
 async def test_each_is_judged_by_its_own_wait(measured):

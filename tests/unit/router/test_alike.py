@@ -211,7 +211,7 @@ async def test_where_no_worker_can_it_is_refused_with_their_reasons():
     gate = gate_of_one("", "")
     for name, why in (("p0", "a GPU"), ("d0", "sums as they come")):
         tell(gate.pool, name, nondeterminism=why)
-    refusal = "deterministic: no worker computes such requests: a GPU; sums as they come"
+    refusal = "deterministic: no worker can compute such requests: a GPU; sums as they come"
     with pytest.raises(InvalidRequest, match=refusal):
         await gate.ask(DETERMINISTIC)
     tell(gate.pool, "d0", determinism="x")
@@ -230,7 +230,7 @@ async def test_who_asks_for_thoughts_waits_until_a_model_is_known(chunk):
     if chunk:
         assert pair_of(await waits) == ("p0", "d0")
     else:
-        with pytest.raises(InvalidRequest, match="thoughts: the model that is served does not think"):
+        with pytest.raises(InvalidRequest, match="thoughts: the served model does not think"):
             await waits
 
 
@@ -256,7 +256,7 @@ async def test_a_model_thinks_if_all_its_workers_say_so():
             Requirements(None, SPEC, "z"),
             0.001,
             DeadlineExceeded,
-            "its deadline came while it waited: no decode worker with",
+            "the deadline passed while the request waited: no decode worker with",
         ),
     ],
 )
@@ -314,7 +314,7 @@ async def test_so_many_wait_and_a_newcomer_is_refused():
     say(gate.pool, "d0", usable=False)
     newcomer = partial(gate.ask, DETERMINISTIC)
     asked = [newcomer(), newcomer(), await gate.waiting(DETERMINISTIC, accepted=True)]
-    with pytest.raises(Overloaded, match="3 deterministic requests wait already") as caught:
+    with pytest.raises(Overloaded, match="3 requests wait already for a worker that can compute them") as caught:
         await newcomer()
     assert caught.value.retry_after_s == 10.0
     gate.admission.changed()

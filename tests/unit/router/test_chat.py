@@ -11,9 +11,9 @@ from baton.errors import InvalidRequest
 from baton.limits import MAX_RENDERED_CHARS, MAX_TEMPLATE_CHARS
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.tokenizer import OracleTokenizer, Tokenizer
-from router.parsing.chat import NO_CHATS, Chats
+from router.parsing.chat import Chats
 from router.parsing.chat_template import Template, TemplateFailed
-from router.parsing.generate_request import encode_chat, parse
+from router.parsing.generate_request import RequestParser
 from tests.unit.test_tokenizer import save_bpe
 
 TEXTS = {path.stem: path.read_text() for path in (Path(__file__).parent / "templates").glob("*.jinja")}
@@ -89,32 +89,33 @@ async def test_prompts_equal_those_of_transformers(tmp_path, name, turns, tools,
     peer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), **special)
     assert await chats.prompt(asked) == peer.apply_chat_template(conversation, tokenize=False, **options)
     right = peer.apply_chat_template(conversation, tokenize=True, return_dict=False, **options)
-    assert await encode_chat(tokenizer, chats, asked) == right
+    assert await RequestParser(tokenizer, "m").encode(asked) == right
 
 
 async def test_special_tokens_are_not_added_twice(tmp_path):
     tokenizer = model(tmp_path, "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{{ pad_token }}")
-    ids = await encode_chat(tokenizer, Chats.of(tokenizer), chat(("user", "some")))
+    ids = await RequestParser(tokenizer, "m").encode(chat(("user", "some")))
     assert ids == [0, *tokenizer.encode("some")[1:], 1]
     assert tokenizer.encode("some")[0] == 0
 
 
 async def test_a_request_takes_a_conversation(tmp_path):
     tokenizer = model(tmp_path, "{{ messages | length }}{% if add_generation_prompt %}!{% endif %}")
-    spec = await parse(pb.GenerateRequest(chat=chat(*ASKED)), tokenizer, "m", 100, Chats.of(tokenizer), seed=1)
+    asked = pb.ResumeRequest(request=pb.GenerateRequest(chat=chat(*ASKED)))
+    spec = (await RequestParser(tokenizer, "m").parse(asked, "r", 100)).spec
     assert spec.sampling.max_tokens == 100 - len(spec.prompt), "an answer may be as long as fits"
     assert spec.prompt == tuple(tokenizer.encode_rendered("4!"))
     tokenizer = model(tmp_path, "{% for m in messages %}{% endfor %}")
     with pytest.raises(InvalidRequest, match="chat: must not be empty"):
-        await parse(pb.GenerateRequest(chat=chat(*ASKED)), tokenizer, "m", 100, Chats.of(tokenizer), seed=1)
+        await RequestParser(tokenizer, "m").parse(asked, "r", 100)
 
 
 async def test_json_that_is_no_text_is_refused(tmp_path):
     tokenizer = model(tmp_path, TEXTS["qwen"])
     calling = pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(arguments='{"x": "\\ud800"}')])
     for asked in (chat(("user", "x"), tools='[{"x": "\\ud800"}]'), chat(("user", "x"), calling)):
-        with pytest.raises(InvalidRequest, match="chat: JSON in it has half a surrogate pair"):
-            await encode_chat(tokenizer, Chats.of(tokenizer), asked)
+        with pytest.raises(InvalidRequest, match="chat: its JSON contains half a surrogate pair"):
+            await RequestParser(tokenizer, "m").encode(asked)
 
 
 async def test_the_oracle_has_a_plain_template_and_the_demo_model_reads_what_was_said():
@@ -147,15 +148,15 @@ async def test_of_several_templates_the_one_for_tools_is_taken(tmp_path):
     assert await chats.prompt(chat(*ASKED)) == "plain"
     assert await chats.prompt(chat(*ASKED, tools=json.dumps([WEATHER]))) == "1 tools<tool_call>"
     assert await chats.prompt(chat(*ASKED, tools="[]")) == "plain"
-    assert [each.tool_form for each in (chats, Chats.of(OracleTokenizer()), NO_CHATS)] == ["hermes", "", ""]
+    assert [each.tool_form for each in (chats, Chats.of(OracleTokenizer()), Chats({}, {}))] == ["hermes", "", ""]
 
 
 UNUSABLE = [
-    (None, "the model has no chat template: send text or token_ids"),
+    (None, "the model has no chat template; send text or token_ids"),
     ("{% for %}", "cannot be used: TemplateSyntaxError"),
     ("x" * (MAX_TEMPLATE_CHARS + 1), "cannot be used: it has 262145 characters, of 262144 at most"),
     ([{"name": "default"}], "cannot be used: chat_template must be a text, or a list"),
-    ([{"name": "tool_use", "template": "x"}], "the model's chat template has no default"),
+    ([{"name": "tool_use", "template": "x"}], "the model's chat templates have no default"),
     (7, "chat_template must be a text"),
 ]
 
@@ -163,26 +164,30 @@ UNUSABLE = [
 DEEP = "[" * 100_000
 CALLS_NOTHING = chat(pb.ChatMessage(role="a", tool_calls=[CALL, pb.ToolCall(arguments="[]")]))
 WRONG_TURNS = [
-    (chat(), "chat.messages", "1 to 10000, got 0"),
+    (chat(), "chat.messages", "1 to 10000 messages, got 0"),
     (chat(("", "x")), "chat.messages[0].role", "1 to 64"),
     (chat(("user", ""), ("r" * 65, "x")), "chat.messages[1].role", "1 to 64"),
     (chat(("user", "x" * 1_000_001)), "chat", "at most 1000000 bytes"),
     (chat(("user", "x"), tools="{}"), "chat.tools", "JSON array"),
     (chat(("user", "x"), tools="[1]"), "chat.tools", "JSON array of objects"),
     (chat(("user", "x"), tools=DEEP), "chat.tools", "JSON array"),
-    (chat(("user", "x"), tools=json.dumps([WEATHER])), "chat.tools", "has no tools"),
+    (chat(("user", "x"), tools=json.dumps([WEATHER])), "chat.tools", "does not support tools"),
     (chat(("user", "x"), template_kwargs="[]"), "chat.template_kwargs", "JSON object"),
-    (chat(("user", "x"), template_kwargs='{"y": 1}'), "chat.template_kwargs", "set: the model's chat template has x"),
+    (
+        chat(("user", "x"), template_kwargs='{"y": 1}'),
+        "chat.template_kwargs",
+        "'y' is not a variable of the model's chat template; it has x",
+    ),
     (chat(("user", "x"), template_kwargs='{"messages": 1}'), "chat.template_kwargs", "'messages' is not"),
     (chat(("user", "x"), template_kwargs='{"bos_token": "x"}'), "chat.template_kwargs", "'bos_token' is not"),
     (chat(("user", "x"), template_kwargs='{"range": 1}'), "chat.template_kwargs", "'range' is not"),
-    (chat(pb.ChatMessage(role="a", tool_calls=[CALL])), "chat.messages[0].tool_calls", "no place"),
+    (chat(pb.ChatMessage(role="a", tool_calls=[CALL])), "chat.messages[0].tool_calls", "not support tool calls"),
     (CALLS_NOTHING, "chat.messages[0].tool_calls[1].arguments", "JSON object"),
 ]
 
 
 X_TIMES = "{{ bos_token }}{% for i in range(x or 1) %}{{ messages[i].content }}{% endfor %}"
-ALTERNATE = "the model's chat template refuses it: Conversation roles must alternate"
+ALTERNATE = "the model's chat template rejects it: Conversation roles must alternate"
 
 
 @pytest.mark.parametrize(

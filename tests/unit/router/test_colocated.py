@@ -11,7 +11,7 @@ from baton.core import Role
 from baton.errors import InvalidRequest
 from baton.rpc.v1 import admin_pb2
 from router.admin import _sizes
-from router.placement.policy import ALONE, POLICIES, Alone, alone_ttft_s, local_prefill
+from router.placement.policy import ALONE, POLICIES, Alone, chunked_s, local_prefill
 from router.placement.snapshot import BLANK, Ask, Snapshot
 from tests.unit.router import fakes
 from tests.unit.router.fakes import BUSY, pace
@@ -24,6 +24,10 @@ def among(rows, tokens=600, cached=None, chunk=np.inf, slo=np.inf, turn=0):
     for order, facts in enumerate(rows):
         snapshot.decode.put(snapshot.decode.add(), facts._replace(order=order))
     return snapshot, Ask(tokens, np.zeros(0), np.array(cached or [0.0] * len(rows)), turn)
+
+
+def local_ttft_s(snapshot, ask):
+    return chunked_s(snapshot.decode.at, ask.tokens, ask.decode_cached, snapshot.chunk)
 
 
 def chosen(policy, *rows, **facts):
@@ -50,7 +54,7 @@ def prompt_s(steps, new, backlog=0.0):
 )
 def test_a_prompt_takes_as_many_steps_as_it_has_chunks(cached, backlog, chunk, steps):
     snapshot, ask = among([BUSY._replace(backlog=backlog)], cached=[cached], chunk=chunk)
-    (found,) = alone_ttft_s(snapshot, ask)
+    (found,) = local_ttft_s(snapshot, ask)
     expected = USUAL * (steps + 1) + prompt_s(steps + 1, 600 - cached, backlog)
     assert found == pytest.approx(expected), "and the step that runs"
     assert local_prefill(snapshot, ask) == Alone(0, found)
@@ -58,7 +62,7 @@ def test_a_prompt_takes_as_many_steps_as_it_has_chunks(cached, backlog, chunk, s
 
 def test_at_one_that_does_nothing_no_step_is_waited_for():
     snapshot, ask = among([BUSY._replace(requests=0.0, kv_tokens=0.0)])
-    assert alone_ttft_s(snapshot, ask)[0] == pytest.approx(0.008 + 0.0005 + 0.0006 + prompt_s(1, 600))
+    assert local_ttft_s(snapshot, ask)[0] == pytest.approx(0.008 + 0.0005 + 0.0006 + prompt_s(1, 600))
 
 
 MANY_SHORT, ONE_LONG = BUSY._replace(requests=6.0, backlog=50.0), BUSY._replace(requests=2.0, backlog=4000.0)
@@ -88,7 +92,7 @@ def test_who_is_chosen(policy, rows, facts, row):
 
 @pytest.mark.parametrize("policy", ALONE.values(), ids=ALONE)
 def test_of_what_nothing_is_known_requests_are_spread(policy):
-    rows = [BLANK._replace(able=1.0, room=1e6)] * 3
+    rows = [BLANK._replace(able=1.0, capacity=1e6)] * 3
     for turn in range(9):
         row = chosen(policy, *rows, turn=turn)
         rows[row] = rows[row]._replace(requests=rows[row].requests + 1)
@@ -101,7 +105,7 @@ rooms = st.lists(st.sampled_from([-1.0, 100.0, 600.0, 601.0, np.inf]), max_size=
 @pytest.mark.parametrize("policy", ALONE.values(), ids=ALONE)
 @given(rooms, st.integers(0, 9), st.sampled_from([np.inf, 64.0]), st.sampled_from([np.inf, 0.001]))
 def test_one_with_room_is_found_whenever_there_is_one(policy, drawn, turn, chunk, slo):
-    row = chosen(policy, *(BUSY._replace(room=room) for room in drawn), turn=turn, chunk=chunk, slo=slo)
+    row = chosen(policy, *(BUSY._replace(capacity=room) for room in drawn), turn=turn, chunk=chunk, slo=slo)
     able = [at for at, room in enumerate(drawn) if room > 600]
     assert (row in able) if able else row is None
 
@@ -143,7 +147,7 @@ def test_what_a_typical_prompt_may_expect_is_that_of_the_worker_that_it_would_ge
     snapshot, ask = context.pool._fleet.snapshot(), context.pool._fleet.ask(300, 0, None, None)
     report = context.pool.expected()
     assert placement.decode.info.ref.worker_id == "b"
-    assert report.ttft_s == pytest.approx(alone_ttft_s(snapshot, ask).min())
+    assert report.ttft_s == pytest.approx(local_ttft_s(snapshot, ask).min())
     assert 0 < report.ttft_alone_s < report.ttft_s / 2
 
 

@@ -43,14 +43,14 @@ def test_any_order_and_any_number_of_witnesses_give_each_index_once(count, seed,
 def test_a_token_that_contradicts_one_that_came_before(before, index):
     delivery = Delivery()
     delivery.merge(before)
-    with pytest.raises(EngineFault, match=f"token {index}: {100 + index} and 7"):
+    with pytest.raises(EngineFault, match=f"index {index}: {100 + index} and 7"):
         delivery.merge([token(index, 7)])
 
 
 def test_an_end_before_an_earlier_token_came():
     delivery = Delivery()
     delivery.merge([token(0), token(2)])
-    with pytest.raises(EngineFault, match="token 1 never came, token 2 did"):
+    with pytest.raises(EngineFault, match="token 1 is missing, but token 2 was received"):
         delivery.complete()
 
 

@@ -10,9 +10,10 @@ import pytest
 from baton.core import BlockCounts, Role
 from baton.errors import LedgerError
 from baton.testing import FakeClock
-from router.placement import demand
+from router import server
 from router.placement.policy import itl_s, ttft_s
 from router.workers.placement import NO_REQUIREMENTS
+from router.workers.pool import TypicalRequest
 from tests.support.waiting import until
 from tests.unit.router import fakes
 from tests.unit.router.fakes import floor_of, pace, say
@@ -22,8 +23,7 @@ STEPS = pace(100, 4, 2000, step_s=0.02, token_s=0.002)
 
 
 def current(context):
-    outcomes = context.sinks.outcomes
-    return demand.current_demand(context.pool.expected(), context.admission, len(context.running), outcomes, "")
+    return server.current_demand(context, "")
 
 
 def pair(**facts):
@@ -60,11 +60,11 @@ def test_nothing_is_predicted_of_workers_that_are_unknown_or_take_nothing_new():
 
 
 def test_a_typical_prompt_is_a_mean_of_the_last_and_what_was_cached_costs_nothing():
-    typical = demand.TypicalRequest()
+    typical = TypicalRequest()
     for _ in range(200):
-        typical.saw(1000, 0)
+        typical.add(1000, 0)
     for _ in range(200):
-        typical.saw(300, 260)
+        typical.add(300, 260)
     assert [typical.tokens, typical.cached] == pytest.approx([300, 260], abs=1)
     context = floor_of(*pair())
     context.pool._typical = typical
@@ -138,10 +138,10 @@ def test_requests_are_counted_from_the_beginning():
 
 
 async def test_a_board_that_is_away_is_told_when_it_is_back(monkeypatch):
-    monkeypatch.setattr(demand, "_EVERY_S", 0.0)
+    monkeypatch.setattr(server, "_DEMAND_S", 0.0)
     board, context = AsyncMock(), floor_of()
     board.put_router.side_effect = cycle([LedgerError("away"), None])
-    telling = asyncio.create_task(demand.publish(lambda: current(context), board))
+    telling = asyncio.create_task(server.publish_demand(lambda: current(context), board))
     await until(lambda: board.put_router.await_count >= 6)
     telling.cancel()
     await asyncio.wait([telling])

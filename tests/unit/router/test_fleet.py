@@ -16,6 +16,7 @@ from router.placement.cost_model import UNKNOWN
 from router.placement.fleet import Fleet, facts_of
 from router.placement.policy import predicted
 from router.placement.snapshot import BLANK, Facts, WorkerView
+from tests.support.prefixes import holders
 from tests.unit.router.fakes import block_names, decode, fleet_of, holder, link, pace, prefill, publish
 
 PROMPT = tuple(range(100))
@@ -126,7 +127,7 @@ class Changes(RuleBasedStateMachine):
                 float((ask.prefill_cached if one.info.role is Role.PREFILL else ask.decode_cached)[row])
                 for ask, row in zip(asks, (fleet._members[holder(one)].row for fleet in both), strict=True)
             ]
-            leading = self.prefixes.holders(block_names(PROMPT, 6, one.info.fingerprint)).get(holder(one), 0)
+            leading = holders(self.prefixes, block_names(PROMPT, 6, one.info.fingerprint)).get(holder(one), 0)
             assert cached == [16.0 * leading] * 2
         for side in (mine.prefill, mine.decode):
             used = {member.row for member in self.fleet._members.values() if member.side is side}

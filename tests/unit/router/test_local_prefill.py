@@ -50,8 +50,8 @@ def test_near_equality_keeps_to_the_pair():
 def test_who_has_most_of_the_prompt_is_asked_too():
     there = alone_s(BUSY, 100, 90.0)
     assert offered([BUSY, BUSY, BUSY], [0.0, 90.0, 50.0], there * 1.2) == Alone(1, there)
-    assert offered([BUSY, BUSY._replace(room=100.0)], [0.0, 90.0], there * 1.2) is None, "it has no room"
-    others = [BUSY._replace(room=100.0), BUSY]
+    assert offered([BUSY, BUSY._replace(capacity=100.0)], [0.0, 90.0], there * 1.2) is None, "it has no room"
+    others = [BUSY._replace(capacity=100.0), BUSY]
     assert offered([BUSY, *others], [0.0, 95.0, 90.0], there * 1.2) == Alone(2, there), "and hides nobody"
     assert offered([BUSY, BUSY._replace(group=1.0)], [0.0, 90.0], there * 1.2) is None, "it has another model"
     assert offered([BUSY], [90.0], there * 1.2, keep=0) is None, "its KV is at the prefill worker"
@@ -61,7 +61,7 @@ costs = st.floats(0.0, 0.01)
 facts = st.builds(
     BLANK._replace,
     requests=st.integers(0, 9).map(float), backlog=st.sampled_from([0.0, 0.0, 30.0]), kv_tokens=st.floats(0, 1000),
-    room=st.sampled_from([50.0, 200.0, np.inf]), group=st.sampled_from([0.0, 1.0]), step_s=costs, token_s=costs,
+    capacity=st.sampled_from([50.0, 200.0, np.inf]), group=st.sampled_from([0.0, 1.0]), step_s=costs, token_s=costs,
     context_s=st.floats(0, 1e-5), queued_s=costs, prompt_step_s=costs, prompt_token_s=costs,
     prompt_context_s=st.floats(0, 1e-5),
 )  # fmt: skip
@@ -69,7 +69,7 @@ facts = st.builds(
 
 @given(st.lists(facts, min_size=1, max_size=5), st.data(), st.floats(1e-3, 3.0), st.sampled_from([0.05, 0.3, 1.0]))
 def test_it_is_clearly_sooner_within_the_slo_and_where_there_is_room(decodes, data, ttft_s, slo):
-    decodes[0] = decodes[0]._replace(room=np.inf)
+    decodes[0] = decodes[0]._replace(capacity=np.inf)
     cached = [float(data.draw(st.integers(0, 99))) for _ in decodes]
     found = offered(decodes, cached, ttft_s, slo=slo, group=decodes[0].group)
     if found is None:
@@ -81,7 +81,7 @@ def test_it_is_clearly_sooner_within_the_slo_and_where_there_is_room(decodes, da
     assert usual + prompts <= slo * (1 + 1e-9)
     assert usual + prompts <= found.ttft_s * (1 + 1e-9)
     assert found.ttft_s <= 0.85 * ttft_s * (1 + 1e-9)
-    assert one.room > 100
+    assert one.capacity > 100
     assert one.group == decodes[0].group
 
 
@@ -195,13 +195,13 @@ def test_steps_with_prompts_alone_tell_too():
     one = WorkerCostModel(Role.DECODE, CostModels())
     for number in range(1, 60):
         only = pace(number, 100, 5050, 0.009, 0.0003)
-        assert one.told(Load(step=20 * number, decode_pace=pace(10 * number, 4, 400, 0.004), prefill_pace=only))
+        assert one.update(Load(step=20 * number, decode_pace=pace(10 * number, 4, 400, 0.004), prefill_pace=only))
     assert one.prompts.of(100, 5050) == pytest.approx(0.039 - one.cost.step_s, rel=0.05)
 
 
 def test_a_prompt_costs_something_whatever_is_reported():
     """Steps with prompts that seem to be faster than those without."""
     one = WorkerCostModel(Role.DECODE, CostModels())
-    one.told(Load(step=10, decode_pace=pace(10, 4, 400, 0.01)))
-    one.told(Load(step=30, decode_pace=pace(10, 4, 400, 0.01), joint_pace=pace(10, 50, 1275, 0.001)))
+    one.update(Load(step=10, decode_pace=pace(10, 4, 400, 0.01)))
+    one.update(Load(step=30, decode_pace=pace(10, 4, 400, 0.01), joint_pace=pace(10, 50, 1275, 0.001)))
     assert one.prompts.known

@@ -1,4 +1,5 @@
 import threading
+from dataclasses import FrozenInstanceError, replace
 from operator import attrgetter
 
 import pytest
@@ -7,10 +8,9 @@ from baton.core import Constraint
 from baton.errors import InvalidRequest, UnknownModel
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from baton.structured_output import Grammars
 from baton.tokenizer import OracleTokenizer
 from router.parsing.chat import Chats
-from router.parsing.generate_request import DEFAULT_MAX_TOKENS, check_received, parse
+from router.parsing.generate_request import DEFAULT_MAX_TOKENS, ParsedRequest, RequestParser, seed_of
 
 LIMITS = ("demo", 100)
 
@@ -27,8 +27,10 @@ def ids(*values: int) -> common_pb2.TokenIds:
     return common_pb2.TokenIds(ids=values)
 
 
-async def parsed(request: pb.GenerateRequest, limits: tuple[str, int | None] = LIMITS):
-    return await parse(request, OracleTokenizer(), *limits, seed=4711)
+async def parsed(request: pb.GenerateRequest, limits: tuple[str, int | None] = LIMITS, **defaults):
+    parser = RequestParser(OracleTokenizer(), limits[0], **defaults)
+    parser.chats = Chats({}, {})
+    return (await parser.parse(pb.ResumeRequest(request=request), "r", limits[1])).spec
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,7 @@ async def parsed(request: pb.GenerateRequest, limits: tuple[str, int | None] = L
     ],
 )
 async def test_thinking_while_decoding(by_file, fields, thinks_on):
-    spec = await parse(message(**fields), OracleTokenizer(), *LIMITS, seed=1, while_decoding=by_file)
+    spec = await parsed(message(**fields), think_while_decoding=by_file)
     assert spec.think_while_decoding is thinks_on
 
 
@@ -55,14 +57,22 @@ WORDS = pb.Constraint(choices=pb.Choices(texts=["in", "into"]))
     ("request_pb", "field", "words"),
     [
         (message(n=17), "n", "at most 16 choices, got 17"),
-        (message(deterministic=True, think_while_decoding=True), "think_while_decoding", "not together with determ"),
+        (message(deterministic=True, think_while_decoding=True), "think_while_decoding", "cannot be combined"),
         (message(n=0), "n", "at least 1, got 0"),
         (message(constraint=pb.Constraint()), "constraint", "one of json_schema, regex and choices must be set"),
         (message(constraint=pb.Constraint(regex="a(")), "constraint.regex", "unclosed group"),
         (message(constraint=pb.Constraint(json_schema='{"type": "x"}')), "constraint.json_schema", "Invalid type: x"),
         (message(constraint=pb.Constraint(choices=pb.Choices())), "constraint.choices", "1 to 256, got 0"),
-        (message(constraint=WORDS, sampling={"min_tokens": 1}), "sampling.min_tokens", "cannot go with a constraint"),
-        (message(constraint=WORDS, sampling={"ignore_eos": True}), "sampling.ignore_eos", "cannot go with a constr"),
+        (
+            message(constraint=WORDS, sampling={"min_tokens": 1}),
+            "sampling.min_tokens",
+            "with a constraint",
+        ),
+        (
+            message(constraint=WORDS, sampling={"ignore_eos": True}),
+            "sampling.ignore_eos",
+            "with a constraint",
+        ),
         (message(chat=pb.ChatMessages()), "chat", "the model has no chat template"),
         (message(priority=-101), "priority", "between -100 and 100, got -101"),
         (message(cache_scope="x" * 257), "cache_scope", "at most 256 characters, got 257"),
@@ -104,7 +114,7 @@ async def test_every_wrong_field_is_named_at_once():
 
 
 async def test_an_unknown_model_is_told_which_one_is_served():
-    with pytest.raises(UnknownModel, match="'other' is not served here; 'demo' is"):
+    with pytest.raises(UnknownModel, match="'other' is not served; this router serves 'demo'"):
         await parsed(message(model="other"))
     assert (await parsed(message(model="demo"))).prompt == tuple(b"Hello")
 
@@ -118,7 +128,7 @@ async def test_an_unknown_model_is_told_which_one_is_served():
         ({"deterministic": False}, {"deterministic": False}, {}),
         ({"constraint": WORDS}, {"constraint": Constraint("choices", ("in", "into"))}, {"constraint": None}),
         ({"logprobs": 0}, {"sampling.logprobs": 0}, {"sampling.logprobs": None}),
-        ({"sampling": {"seed": 0}}, {"sampling.seed": 0}, {"sampling.seed": 4711}),
+        ({"sampling": {"seed": 0}}, {"sampling.seed": 0}, {"sampling.seed": seed_of("r")}),
         (NOTHING, {"prompt": tuple(b"Hello")}, {}),
     ],
 )
@@ -145,11 +155,41 @@ async def test_max_tokens(prompt, sampling, limits, wanted):
 
 
 async def test_what_a_client_has_must_follow_the_constraint():
-    spec, grammars = await parsed(message(constraint=WORDS)), Grammars(OracleTokenizer())
-    await check_received(grammars, spec, [(), tuple(b"int")])
+    parser = RequestParser(OracleTokenizer(), "demo")
+
+    async def resumed(received: bytes, **fields):
+        asked = pb.ResumeRequest(request=message(n=2, **fields), received=[ids(), ids(*received)])
+        return (await parser.parse(asked, "r", 100)).received
+
+    assert await resumed(b"int", constraint=WORDS) == ((), tuple(b"int"))
     with pytest.raises(InvalidRequest, match=r"constraint\.choices: does not allow the tokens"):
-        await check_received(grammars, spec, [(), tuple(b"it")])
-    await check_received(grammars, await parsed(message()), [tuple(b"it")])
+        await resumed(b"it", constraint=WORDS)
+    assert await resumed(b"it") == ((), tuple(b"it"))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_a_parsed_request_is_complete_and_frozen(deterministic):
+    parser = RequestParser(OracleTokenizer(), "demo", resumable_s=7.0)
+    asked = pb.ResumeRequest(
+        request=message(n=2, thoughts=True, trace=True, deterministic=deterministic), system_fingerprint="f"
+    )
+    parsed = await parser.parse(asked, "r", 100, lambda spec: replace(spec, cache_scope="tenant"))
+    assert parsed.spec.cache_scope == "tenant"
+    assert parsed.received == ((), ())
+    assert (parsed.determinism, parsed.resumable_s) == ("f" if deterministic else "", 7.0)
+    assert parsed.thinks == ("thoughts",)
+    assert parsed.spell is not None
+    assert parsed.spell(tuple(b"so")) == "so"
+    assert parsed.wants_spans
+    for field in ParsedRequest.__slots__:
+        with pytest.raises(FrozenInstanceError):
+            setattr(parsed, field, None)
+
+
+async def test_a_request_may_set_how_long_it_is_resumable():
+    parser = RequestParser(OracleTokenizer(), "demo", resumable_s=7.0)
+    parsed = await parser.parse(pb.ResumeRequest(request=message(resumable_s=0.0)), "r", 100)
+    assert (parsed.resumable_s, parsed.spell, parsed.thinks, parsed.wants_spans) == (0.0, None, (), False)
 
 
 class WhichThread(OracleTokenizer):
@@ -163,5 +203,6 @@ class WhichThread(OracleTokenizer):
 async def test_long_texts_and_conversations_are_tokenized_in_a_thread(length, elsewhere, kind):
     encoder, text = WhichThread(), "x" * length
     chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content=text)])
-    await parse(message(**{kind: {"text": text, "chat": chat}[kind]}), encoder, *LIMITS, Chats.of(encoder), seed=1)
+    asked = message(**{kind: {"text": text, "chat": chat}[kind]})
+    await RequestParser(encoder, "demo").parse(pb.ResumeRequest(request=asked), "r", None)
     assert (encoder.thread is not threading.main_thread()) is elsewhere

@@ -61,7 +61,7 @@ def test_a_pair_fits_and_is_found_whenever_there_is_one(policy, left, right, tok
         (p.info.ref.worker_id, d.info.ref.worker_id)
         for p, d in product(*sides)
         if p.usable and d.usable and p.info.fingerprint == d.info.fingerprint
-        if not p.view.full and not d.view.full and d.view.blocks_for(tokens) <= d.view.room
+        if not p.view.full and not d.view.full and d.view.blocks_for(tokens) <= d.view.capacity_blocks
     }
     assert (pair in able) if able else pair is None
     fingerprints = ({one.info.fingerprint for one in each} for each in sides)

@@ -169,7 +169,7 @@ def test_what_is_kept_goes_by_who_waits_and_not_by_who_came(leave):
         elif len(waiting) == 50:
             queue.remove(waiting.pop(rng.randrange(50)))
     assert len(queue) == len(waiting) + 1
-    kept = sum(len(tenant.line) + len(tenant.owing._tree) for tenant in queue._tenants.values())
+    kept = sum(len(tenant.queue) + len(tenant.charges._tree) for tenant in queue._tenants.values())
     assert kept + len(queue._order) + len(queue._idle) < 1000
 
 

@@ -41,7 +41,7 @@ def paced(machine):
     return WakeupBatcher(machine, machine.cpu)
 
 
-def after(machine, paced, looks, busy, step=stream._LOOK_S * 1.01):
+def after(machine, paced, looks, busy, step=stream._MEASURE_S * 1.01):
     """The lengths that so many looks lead to."""
     lengths = []
     for _ in range(looks):
@@ -108,4 +108,4 @@ def test_the_processor_is_asked_now_and_then_only(machine):
     for _ in range(1000):
         machine.run(0.001, 1.0)
         paced.holds()
-    assert cpu.call_count <= 1 + 1.0 / stream._LOOK_S
+    assert cpu.call_count <= 1 + 1.0 / stream._MEASURE_S

@@ -6,14 +6,16 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from baton.core import Token
+from baton.core import Sampling, SequenceSpec, Token
 from baton.testing import FakeClock
-from router.observe.request_observer import ChoiceObserver, RequestObserver
+from router.request.observer import ChoiceObserver, RequestObserver
+
+SPEC = SequenceSpec((0,), Sampling(max_tokens=9))
 
 
 def life_of(clock: FakeClock, *, ttft_s: float, itl_s: float, received: int) -> ChoiceObserver:
     sinks = MagicMock(clock=clock, slo_ttft_s=ttft_s, slo_itl_s=itl_s)
-    return ChoiceObserver(RequestObserver(sinks, "r"), 0, "r", "r", 1, received)
+    return ChoiceObserver(RequestObserver(sinks, "r"), 0, "r", "r", SPEC, received)
 
 
 def delivered(clock: FakeClock, life: ChoiceObserver, *waits_s: float) -> None:

@@ -1,5 +1,6 @@
 """Whoever says thoughts, in whatever pieces and however often: each chunk comes once, in order, with no gap."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -8,10 +9,14 @@ from hypothesis import strategies as st
 
 from baton.core import Sampling, SequenceSpec, Thought
 from baton.errors import EngineFault
-from router.request.thoughts import Asked, Thoughts, fitted, most_events
+from router.request.attempt import most_events
+from router.request.delivery import Thoughts
+from router.request.lifecycle import fitted
 from tests.unit.router import fakes
 
-SHOWN = Asked(spell=lambda ids: "".join(map(str, ids)))
+
+def spell(ids: Sequence[int]) -> str:
+    return "".join(map(str, ids))
 
 
 def about(*chunks: int) -> list[Thought]:
@@ -26,15 +31,15 @@ def said(most: int):
 @given(st.integers(0, 12), st.data())
 def test_any_messages_of_any_attempts(most, data):
     """The last attempt says all of them, those before some."""
-    thoughts, found = Thoughts(asked=SHOWN), []
+    thoughts, found = Thoughts(spell=spell), []
     for _ in range(data.draw(st.integers(0, 3))):
-        thoughts.begin(0, 1, parked=False)
+        thoughts.begin(0, 1, detached=False)
         for message in data.draw(st.lists(said(most), max_size=4)):
-            found += thoughts.take(message)
-    thoughts.begin(0, 1, parked=False)
+            found += thoughts.merge(message)
+    thoughts.begin(0, 1, detached=False)
     cut = data.draw(st.integers(0, most))
     for message in data.draw(st.permutations([about(*range(cut)), about(*range(cut, most))])):
-        found += thoughts.take(message)
+        found += thoughts.merge(message)
     thoughts.complete()
     assert found == about(*range(most))
     assert thoughts.tokens == sum(chunk % 3 for chunk in range(most))
@@ -42,41 +47,41 @@ def test_any_messages_of_any_attempts(most, data):
 
 def test_what_was_told_first_counts():
     thoughts = Thoughts()
-    assert thoughts.take([Thought(0, (1,))]) == [Thought(0, (1,))]
-    thoughts.begin(9, 4, parked=False)
-    assert thoughts.take([Thought(0, (2, 3)), Thought(1, (4,))]) == [Thought(1, (4,))]
+    assert thoughts.merge([Thought(0, (1,))]) == [Thought(0, (1,))]
+    thoughts.begin(9, 4, detached=False)
+    assert thoughts.merge([Thought(0, (2, 3)), Thought(1, (4,))]) == [Thought(1, (4,))]
     assert thoughts.tokens == 2
 
 
 def chunks(thoughts: Thoughts, *said: int) -> list[int]:
     """The chunks that are handed on when a worker says these."""
-    return [thought.chunk for thought in thoughts.take(about(*said))]
+    return [thought.chunk for thought in thoughts.merge(about(*said))]
 
 
 def test_other_choices_begin_behind_the_prompt():
     first, second = Thoughts(0), Thoughts(1)
     for each in (first, second):
-        each.begin(9, 4, parked=False)
+        each.begin(9, 4, detached=False)
     assert chunks(first, 0, 1, 2) == [0, 1, 2]
     assert chunks(second, 0, 1, 2) == [2]
-    second.begin(9, 4, parked=False)
+    second.begin(9, 4, detached=False)
     assert chunks(second, 0, 1, 2) == []
 
 
 def test_what_another_router_began_may_begin_anywhere():
     thoughts, other = Thoughts(), Thoughts(1)
-    thoughts.begin(9, 4, parked=True)
+    thoughts.begin(9, 4, detached=True)
     assert (chunks(thoughts, 3, 4), chunks(thoughts, 6)) == ([3, 4], [])
-    thoughts.begin(9, 4, parked=False)
+    thoughts.begin(9, 4, detached=False)
     assert chunks(thoughts, *range(7)) == [5, 6]
-    other.begin(9, 4, parked=True)
+    other.begin(9, 4, detached=True)
     assert chunks(other, 0, 1, 2) == [2]
 
 
 def test_a_gap_is_a_fault_if_somebody_asked():
-    asked, unasked = Thoughts(asked=SHOWN), Thoughts()
+    asked, unasked = Thoughts(spell=spell), Thoughts()
     assert (chunks(asked, 2), chunks(unasked, 2)) == ([], [])
-    with pytest.raises(EngineFault, match="no thought about chunk 0 came, one about chunk 2 did"):
+    with pytest.raises(EngineFault, match="the thought about chunk 0 is missing, but one about chunk 2 was received"):
         asked.complete()
     unasked.complete()
     assert unasked.tokens == 2

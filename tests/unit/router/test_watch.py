@@ -6,21 +6,23 @@ import asyncio
 import math
 import random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
 
-from baton.core import Token
+from baton.core import Sampling, SequenceSpec, Token
 from baton.errors import NoWorker, Overloaded
+from baton.ledger.control_state import ControlReport
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.testing import FakeClock
 from baton.tracing.trace import Ended, TraceContext
-from router.observe.activity import KEPT, ActivityRecorder, EventFeed, LastMinute
-from router.observe.request_observer import ChoiceObserver, RequestObserver
-from router.observe.status import SingleFlight, StatusBroadcaster
-from router.request.client_request import RunningRequests
+from router.activity import KEPT, ActivityRecorder, EventFeed, LastMinute
+from router.request.observer import ChoiceObserver, RequestObserver
 from router.request.traces import Trace, Traces, Track
+from router.status import RouterStatus, SingleFlight
+
+SPEC = SequenceSpec((0,) * 100, Sampling(max_tokens=9))
 
 
 @pytest.fixture
@@ -111,11 +113,10 @@ def test_happenings_are_bounded(clock):
 
 
 async def test_the_latest_happenings_are_known_though_nobody_has_watched(clock, monkeypatch):
-    monkeypatch.setattr("router.observe.status._LOOK_S", 0)
+    monkeypatch.setattr("router.status._LOOK_S", 0)
     sinks: Any = SimpleNamespace(activity=(seen := ActivityRecorder(clock)), clock=clock)
-    pool: Any = SimpleNamespace(links=[])
-    overview: Any = SimpleNamespace(look=None)
-    looking = asyncio.create_task(StatusBroadcaster(overview, sinks, pool, RunningRequests()).run())
+    context: Any = SimpleNamespace(sinks=sinks, pool=SimpleNamespace(connected=[]))
+    looking = asyncio.create_task(RouterStatus(context).run())
     for when in ("early", "late"):
         for number in range(KEPT):
             seen.happenings.add("failed", f"{when} {number}")
@@ -140,9 +141,9 @@ def test_happenings_name_a_request_as_its_client_does(clock):
     """One that was resumed has another name on the workers, under which nobody finds its trace."""
     sinks: Any = MagicMock(clock=clock, activity=(seen := ActivityRecorder(clock)))
     request = RequestObserver(sinks, "mine", resumes=True)
-    life = ChoiceObserver(request, 0, "r9", "mine", 1, 0)
+    life = ChoiceObserver(request, 0, "r9", "mine", SPEC, 0)
     for reason in ("decode_lost", "prefill_lost"):
-        attempt: Any = MagicMock(workers=("p-0", "d-0"), handed_back=reason, fencing=NoWorker("gone"))
+        attempt: Any = MagicMock(workers=("p-0", "d-0"), retry_reason=reason, fencing=NoWorker("gone"))
         life.recovered(attempt)
     life.is_accepted = True  # so its end is no refusal
     request.ended(pb.GenerateRequest(), NoWorker("gone"))
@@ -154,7 +155,7 @@ def test_a_prompt_counts_once_however_many_choices_it_has(clock):
     sinks: Any = MagicMock(clock=clock, activity=(seen := ActivityRecorder(clock)))
     request = RequestObserver(sinks, "r")
     for choice in range(3):
-        ChoiceObserver(request, choice, f"r{choice}", f"r.{choice}", 100, 0).delivered([Token(0, 7, "")])
+        ChoiceObserver(request, choice, f"r{choice}", f"r.{choice}", SPEC, 0).delivered([Token(0, 7, "")])
     window = seen.recent.window()
     assert (window.prompt_tokens_per_s, window.tokens_per_s, window.ttft.count) == (100, 3, 3)
 
@@ -177,7 +178,7 @@ def test_a_request_does_not_end_before_it_began_though_the_clock_was_set_back(cl
 
 @pytest.mark.parametrize("left_s", [-1, 0, 0.02])
 async def test_nothing_is_waited_for_that_would_make_an_answer_late(trace, left_s):
-    trace.tracks[0].owe()
+    trace.tracks[0].expect_report()
     async with asyncio.timeout(0.3):
         await trace.settled(left_s)
 
@@ -209,11 +210,11 @@ async def test_a_view_is_shown_for_as_long_as_its_making_is_worth_not_as_redis_i
 async def test_a_decision_is_told_once_and_without_the_end_of_a_log(clock):
     said = [(1.0, "started"), (2.0, 'ended:\n{"event": "loaded"}'), (2.0, "at the same time")]
     decisions = [SimpleNamespace(at=at, kind="replace", text=text) for at, text in said]
-    overview: Any = SimpleNamespace(look=None, control=SimpleNamespace(decisions=decisions))
     sinks: Any = SimpleNamespace(activity=(seen := ActivityRecorder(clock)), clock=clock)
-    live = StatusBroadcaster(overview, sinks, MagicMock(), RunningRequests())
+    live = RouterStatus(MagicMock(sinks=sinks))
+    live.control = cast("ControlReport", SimpleNamespace(decisions=decisions))
     for _ in range(2):
-        live._tell_decisions()
+        live._add_decisions()
         assert seen.happenings.settle() == 3
     told = [(one.time_s, one.text) for one in seen.happenings.since(0)]
     assert told == [(1, "replace: started"), (2, "replace: ended"), (2, "replace: at the same time")]

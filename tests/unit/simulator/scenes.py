@@ -7,8 +7,7 @@ from random import Random
 from typing import Any
 
 from baton.bench.traces import Arrival
-from baton.planner.sim.scenario import Network, Overheads, Pool, Router, Scenario
-from baton.planner.sim.step_cost import Linear, line
+from baton.planner.sim.scenario import Linear, Network, Overheads, Pool, Router, Scenario, line
 
 PROMPTS = line(0.004, 2e-5, 1e-9)
 DECODING = line(0.010, 2e-4, 2e-8)

@@ -17,15 +17,15 @@ from typing import Any, cast
 import pytest
 
 from baton.bench.traces import Arrival
-from baton.cli.plan import _pool, _router
+from baton.cli.sizing.planning import _pool, _router
 from baton.config import load_config
 from baton.core import HandoffId
 from baton.planner.sim import __main__ as program
 from baton.planner.sim.__main__ import _RATE, main, scale_load, scale_scenario
 from baton.planner.sim.cluster import Cluster, simulate
-from baton.planner.sim.prefill import PrefillWorker
 from baton.planner.sim.scenario import Death, Network, Pool, Router, Slo, Slow, SlowLink
 from baton.planner.sim.stats import Report, Tally
+from baton.planner.sim.worker import PrefillWorker
 from prefill_workers.worker import spare
 from router.context import RouterSettings
 from tests.unit.simulator.scenes import PATIENT, colocated, poisson, scene
@@ -38,11 +38,11 @@ def test_faults_that_overlap_multiply_and_each_ends_for_itself():
     slow = (Slow(0.0, 2.0, "decode-0", 2.0), Slow(1.0, 3.0, "decode-0", 3.0), Slow(3.0, 4.0, "decode-0", 5.0))
     links = (SlowLink(0.0, 2.0, "", 0.5), SlowLink(1.0, 3.0, "decode-0", 0.5), SlowLink(1.0, 2.0, "", 0.1))
     cluster = Cluster(scene(1, 1, faults=slow + links))
-    whole, seen = cluster.way_s("prefill-0"), []
+    whole, seen = cluster.link_rate("prefill-0"), []
 
     def look() -> None:
         factors = cluster.slow["decode-0"], cluster._workers["decode-0"].engine.timing.factor
-        seen.append((*factors, cluster.way_s("decode-0") / whole))
+        seen.append((*factors, cluster.link_rate("decode-0") / whole))
 
     for second in range(5):
         cluster.kernel.at(second + 0.5, look)

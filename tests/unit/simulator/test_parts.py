@@ -9,7 +9,7 @@ import pytest
 
 from baton.bench.traces import Arrival
 from baton.engine.block_pool import Allocation, BlockPool
-from baton.planner.sim.block_pool import CountedPool, Names
+from baton.planner.sim.block_pool import BlockHashes, CountedPool
 from baton.planner.sim.event_loop import Kernel
 from baton.planner.sim.network import Flow, Way
 from baton.planner.sim.stats import Gaps, Histogram, percentile
@@ -70,7 +70,7 @@ def test_a_flow_waits_for_what_is_not_ready_and_takes_no_share_meanwhile():
     kernel.at(2.0, second.close)
     kernel.at(4.0, first.add, 10.0)
     kernel.at(4.0, first.close)
-    kernel.at(4.5, way.turn, 5.0)
+    kernel.at(4.5, way.set_rate, 5.0)
     kernel.run()
     assert ends == [(2, 3.0), (1, 5.5)]
 
@@ -107,16 +107,16 @@ def _allocated(draw: Random, real: BlockPool, counted: CountedPool) -> tuple[All
     return ours, other
 
 
-def test_equal_beginnings_have_equal_names():
-    names = Names(16)
-    first, told = names.of(Arrival(0.0, 1000, 1, blocks=(7, 8), block_tokens=512))
-    same, _ = names.of(Arrival(0.0, 600, 1, blocks=(7, 8), block_tokens=512))
-    other, _ = names.of(Arrival(0.0, 1000, 1, blocks=(9, 8), block_tokens=512))
-    assert (len(first.names), len(same.names), len(told)) == (62, 37, 2)
-    assert first.names[:37] == same.names
-    assert not set(first.names) & set(other.names)
-    fine, _ = names.of(Arrival(0.0, 100, 1, blocks=tuple(range(10)), block_tokens=10))
-    assert len(fine.names) == 6
+def test_equal_beginnings_have_equal_hashes():
+    hashes = BlockHashes(16)
+    first, directory = hashes.of(Arrival(0.0, 1000, 1, blocks=(7, 8), block_tokens=512))
+    same, _ = hashes.of(Arrival(0.0, 600, 1, blocks=(7, 8), block_tokens=512))
+    other, _ = hashes.of(Arrival(0.0, 1000, 1, blocks=(9, 8), block_tokens=512))
+    assert (len(first.hashes), len(same.hashes), len(directory)) == (62, 37, 2)
+    assert first.hashes[:37] == same.hashes
+    assert not set(first.hashes) & set(other.hashes)
+    fine, _ = hashes.of(Arrival(0.0, 100, 1, blocks=tuple(range(10)), block_tokens=10))
+    assert len(fine.hashes) == 6
 
 
 @pytest.mark.parametrize("drawn", [(), [0.01] * 5 + [0.03] * 5])

@@ -15,8 +15,20 @@ from baton.bench.traces import Arrival
 from baton.errors import ConfigError
 from baton.planner.sim.cluster import simulate
 from baton.planner.sim.engine import Engine
-from baton.planner.sim.scenario import Death, Network, Overheads, Pool, Router, Scenario, Slo, Slow, SlowLink
-from baton.planner.sim.step_cost import Linear, Piecewise, line
+from baton.planner.sim.scenario import (
+    Death,
+    Linear,
+    Network,
+    Overheads,
+    Piecewise,
+    Pool,
+    Router,
+    Scenario,
+    Slo,
+    Slow,
+    SlowLink,
+    line,
+)
 from tests.unit.simulator.scenes import AT_ONCE, COST, DECODING, NO_OVERHEADS, PATIENT, colocated, poisson, scene
 
 ROOT = Path(__file__).parents[3]

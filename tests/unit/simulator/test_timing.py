@@ -10,13 +10,12 @@ import pytest
 
 from baton.bench.traces import Arrival
 from baton.planner.sim.cluster import hosts_of, simulate
-from baton.planner.sim.scenario import Contention, Pool, Slo, Slowed
-from baton.planner.sim.step_cost import Linear, line
+from baton.planner.sim.scenario import Contention, Linear, Pool, Slo, Slowed, line
 from baton.planner.sim.timing import Host, Timing
 from tests.unit.simulator.scenes import AT_ONCE, NO_OVERHEADS, colocated, scene
 
 COST = Linear(line(0.1), line(0.010))
-BESIDE = Contention(2, prompts=1.5, beside_prompts=Slowed(1.2), beside_decode=Slowed(2.0))
+BESIDE = Contention(2, prompts=1.5, beside_prompts=Slowed(factor=1.2), beside_decode=Slowed(factor=2.0))
 POOL = Pool(1, COST, contention=BESIDE)
 KEPT = Slo(itl_percentile=50.0)
 
@@ -71,7 +70,7 @@ def test_of_several_others_each_counts_as_one_of_them():
 
 
 def test_steps_differ_as_those_beside_such_others_did(seed):
-    beside = Contention(2, beside_prompts=Slowed(1.0, (0.5, 1.5)), beside_decode=Slowed(1.0, (0.25, 1.75)))
+    beside = Contention(2, beside_prompts=Slowed(spread=(0.5, 1.5)), beside_decode=Slowed(spread=(0.25, 1.75)))
     one, other = timings(Pool(1, COST, spread=(0.9, 1.1), contention=beside), POOL)
 
     def seen() -> set[float]:

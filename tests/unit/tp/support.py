@@ -9,7 +9,7 @@ import torch
 
 from baton.core import KVLayout
 from baton.engine.kv_cache import KVCache
-from baton.engine.tp.kv_cache import ShardedCache, rank_layout
+from baton.engine.tp.kv_memory import ShardedCache, rank_layout
 from baton.engine.tp.sharding import Heads
 from tests.support.transports import Log, MainMemory
 

@@ -12,7 +12,7 @@ import torch
 
 from baton.core import KVLayout
 from baton.engine.kv_cache import KVCache
-from baton.engine.tp.kv_cache import ShardedCache, rank_layout
+from baton.engine.tp.kv_memory import ShardedCache, rank_layout
 from baton.errors import ConfigError
 from tests.unit.tp.support import GQA, LATENT, LAYOUTS, poisoned, put, same, whole, wire_of
 
@@ -102,7 +102,7 @@ def test_ranks_that_do_not_fit_are_refused() -> None:
         ShardedCache(GQA, [KVCache(own, 3), KVCache(own, 4)])
     with pytest.raises(ValueError, match=r"ranks \[0, 1\]"):
         ShardedCache(GQA, [KVCache(GQA, 3), KVCache(GQA, 3)])
-    with pytest.raises(ConfigError, match="8 KV heads cannot be held by 3 ranks"):
+    with pytest.raises(ConfigError, match="8 KV heads cannot be divided among 3 ranks"):
         ShardedCache(GQA, [KVCache(own, 3)] * 3)
 
 

@@ -24,8 +24,7 @@ from baton.engine.engine import Engine
 from baton.engine.models.loading import load_model
 from baton.engine.tp.backend import ShardedBackend
 from baton.engine.tp.group import CACHE, END, Ranks, TpLayout
-from baton.engine.tp.kv_cache import ShardedCache
-from baton.engine.tp.kv_memory import GpuMemory, kv_memory
+from baton.engine.tp.kv_memory import GpuMemory, ShardedCache, kv_memory
 from baton.engine.tp.rank_process import follow, load_rank
 from baton.errors import RankLost
 from baton.tokenizer import OracleTokenizer
@@ -66,7 +65,7 @@ def started(work: Callable, *arguments: Any) -> Future:
 def obey(plan: TpLayout, rank: int, on_gpus: list[Any]) -> None:
     ranks = Ranks(plan, rank, lambda: None)
     memory = memory_of(plan, ranks, GQA, on_gpus)
-    while (message := ranks.hear()).kind != END:
+    while (message := ranks.receive()).kind != END:
         memory.make(message.numbers[0])
     memory.close()
 
@@ -83,7 +82,7 @@ def obeyed(plan: TpLayout, on_gpus: list[Any]) -> Iterator[tuple[Ranks, GpuMemor
     ends = [started(obey, plan, rank, on_gpus) for rank in range(1, plan.size)]
     ranks = Ranks(plan, 0, lambda: None)
     yield ranks, memory_of(plan, ranks, GQA, on_gpus)
-    ranks.tell(END, [])
+    ranks.send(END, [])
     for end in ends:
         end.result(scaled(10))
 
@@ -96,7 +95,7 @@ def test_rank_0_has_all_heads_and_nothing_is_freed_while_it_has(plan_of, size: i
             del log[:]
             memory.prepare(blocks)
             assert log == [("close", rank) for rank in reversed(others) if round_]
-            ranks.tell(CACHE, [blocks])
+            ranks.send(CACHE, [blocks])
             seen, own = memory.make(blocks)
             assert isinstance(seen, ShardedCache)
             assert (seen.layout, seen.total_blocks) == (GQA, blocks)
@@ -123,7 +122,7 @@ def test_what_was_opened_is_closed_if_the_rest_cannot_be(plan_of) -> None:
     on_gpus, log = gpus(4)
     with obeyed(plan_of(4), on_gpus) as (ranks, memory):
         on_gpus[3].handle = lambda address: bytes(64)  # one that no process can open
-        ranks.tell(CACHE, [3])
+        ranks.send(CACHE, [3])
         with pytest.raises(RuntimeError, match="INVALID_VALUE"):
             memory.make(3)
         assert [each for each in log if each[0] == "close"] == [("close", 2), ("close", 1)]
@@ -133,7 +132,7 @@ def test_what_was_opened_is_closed_if_the_rest_cannot_be(plan_of) -> None:
 def test_all_ranks_hear_what_each_says(plan_of) -> None:
     plan = plan_of(3)
     said = [os.urandom(64) for _ in range(3)]
-    heard = [started(lambda rank: Ranks(plan, rank, lambda: None).told(said[rank]), rank) for rank in range(3)]
+    heard = [started(lambda rank: Ranks(plan, rank, lambda: None).gather(said[rank]), rank) for rank in range(3)]
     assert [each.result(scaled(10)) for each in heard] == [said] * 3
 
 
@@ -148,11 +147,11 @@ def test_rank_0_lets_go_before_the_others_may(plan_of) -> None:
     backend, calls = backend_of(plan_of(2))
     calls.memory.make.return_value = made, _ = Mock(), Mock()
     assert backend.make_cache(3) is made
-    assert calls.mock_calls == [call.memory.prepare(3), call.ranks.tell(CACHE, [3]), call.memory.make(3)]
+    assert calls.mock_calls == [call.memory.prepare(3), call.ranks.send(CACHE, [3]), call.memory.make(3)]
     calls.reset_mock()
     backend.close()
     backend.close()
-    assert calls.mock_calls == [call.memory.close(), call.ranks.tell(END, []), call.followers.close(2.0)]
+    assert calls.mock_calls == [call.memory.close(), call.ranks.send(END, []), call.followers.close(2.0)]
     with pytest.raises(RankLost, match="have ended"):
         backend.make_cache(3)
     backend, calls = backend_of(plan_of(2), "memory.close")
@@ -161,7 +160,7 @@ def test_rank_0_lets_go_before_the_others_may(plan_of) -> None:
     assert calls.mock_calls == [call.memory.close(), call.followers.close(2.0)], "even if it cannot let go"
 
 
-@pytest.mark.parametrize("fails", ["ranks.tell", "memory.make"])
+@pytest.mark.parametrize("fails", ["ranks.send", "memory.make"])
 def test_a_cache_that_cannot_be_made_ends_the_worker(plan_of, fails: str) -> None:
     """No rank waits for a GPU then, because a lost rank may block it forever."""
     backend, calls = backend_of(plan_of(2), fails)

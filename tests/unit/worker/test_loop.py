@@ -1,8 +1,10 @@
 """The engine thread: jobs in order between steps, idle without spinning, and a failure that says so."""
 
+import asyncio
 import threading
 from contextlib import ExitStack
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 
@@ -11,6 +13,7 @@ from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.step_result import StepResult
 from baton.errors import EngineFault
 from baton.testing import FakeClock
+from baton.worker import lifecycle
 from baton.worker.engine_loop import EngineLoop
 from tests.support.sessions import BLOCK, prefill, reserve
 from tests.support.time_factor import scaled
@@ -84,6 +87,21 @@ def test_jobs_run_in_order_on_the_engine_thread(started):
         loop.submit(lambda number=number: seen.append((number, threading.current_thread().name)))
     run_on(loop)
     assert seen == [(number, "engine") for number in range(50)]
+
+
+async def test_an_error_in_a_call_reaches_its_caller_alone(started):
+    loop = started()
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wrap_future(loop.call(lambda: 1 / 0))
+    assert await asyncio.wrap_future(loop.call(lambda: 5)) == 5
+    assert loop.failure is None
+
+
+async def test_an_error_while_the_role_leaves_reaches_the_host(started):
+    role = Mock(busy=False)
+    role.leave.side_effect = ValueError("broken")
+    with pytest.raises(ValueError, match="broken"):
+        await lifecycle._leave(started(), role)
 
 
 def test_ticks_come_though_nothing_happens(started, listener):

@@ -8,8 +8,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from baton.core import Role
+from baton.engine.determinism.checks import VerifyShapeTimes, save_passes
 from baton.engine.determinism.shapes import FixedShapes
-from baton.engine.determinism.tuning import VerifyShapeTimes, save_passes
 from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.errors import ConfigError
 from baton.worker import process

@@ -9,9 +9,9 @@ from baton.engine.determinism.shapes import FixedShapes
 from baton.errors import StaleAttempt
 from baton.rpc.convert import thoughts_from_pb
 from baton.testing import FakeClock
+from baton.worker.events import Thoughts
 from baton.worker.handoff_timing import DecodeTimes, span
 from baton.worker.service import Attempts
-from baton.worker.thought_log import Thoughts
 from tests.support.fake_pusher import CUT, done_of
 from tests.support.sessions import H, next_of, prefill, repush, reserve, spec_of
 from tests.support.workers import DecodeSide, PrefillSide
@@ -108,7 +108,7 @@ def about(*chunks, by=1):
 
 
 def kept(thoughts, handoff=H):
-    events = thoughts.said(handoff)
+    events = thoughts.events(handoff)
     assert len(events) <= 1
     assert all((e.handoff.request_id, e.handoff.attempt) == (handoff.request_id, handoff.attempt) for e in events)
     return [thought for event in events for thought in thoughts_from_pb(event.thoughts)]
@@ -118,7 +118,7 @@ def kept(thoughts, handoff=H):
 def test_all_is_said_in_one_event_under_any_name(handoff):
     thoughts = Thoughts()
     thoughts.add([])
-    assert thoughts.said(handoff) == []
+    assert thoughts.events(handoff) == []
     thoughts.add(about(0, 1))
     thoughts.add([Thought(2, ())])
     thoughts.add(about(3))

@@ -10,7 +10,7 @@ from statistics import mean, pstdev
 import pytest
 
 from baton.bench.lengths import Lengths
-from baton.bench.traces import Arrival, Trace, read_trace, summary
+from baton.bench.traces import Arrival, Trace, cached_share, read_trace
 from baton.bench.workload import Prompts, Times, arrivals
 from baton.errors import ConfigError
 
@@ -132,10 +132,11 @@ def test_published_traces_have_the_published_figures(
     name: str, requests: int, span_s: int, prompt: int, answer: int, shared: float
 ):
     """The shared part exceeds that of whole blocks (36.6 and 64 %), because equal last ones count too."""
-    found = summary(read_trace(published(name)).arrivals)
-    assert (found.requests, round(found.span_s)) == (requests, span_s)
-    assert round(found.prompt_tokens / requests) == pytest.approx(prompt, abs=1)
-    assert (round(found.max_tokens / requests), round(found.shared, 2)) == (answer, shared)
+    load = read_trace(published(name)).arrivals
+    assert (len(load), round(load[-1].at_s - load[0].at_s)) == (requests, span_s)
+    assert round(sum(one.prompt_tokens for one in load) / requests) == pytest.approx(prompt, abs=1)
+    assert round(sum(one.max_tokens for one in load) / requests) == answer
+    assert round(cached_share(load), 2) == shared
 
 
 LENGTHS = Lengths.parse("uniform:1-9", "4")
@@ -176,13 +177,11 @@ def test_a_trace_goes_on_with_new_beginnings():
     assert [one.at_s for one in islice(arrivals(LENGTHS, 0, trace=TRACE, times=Times(2, 0)), 3)] == [0.5, 1.0, 1.5]
 
 
-def test_a_summary():
-    found = summary(TRACE.arrivals)
-    assert (found.requests, found.span_s, found.rate) == (3, 1.0, 2.0)
-    assert (found.prompt_tokens, found.max_tokens, found.longest) == (14, 5, 10)
-    assert found.shared == pytest.approx(4 / 14)
-    again = summary([TRACE.arrivals[1], TRACE.arrivals[1]])
-    assert again.shared == pytest.approx(0.5)  # its second block is cut short, and found up to its end
+def test_the_share_of_prompts_that_a_cache_hits():
+    assert cached_share([]) == 0
+    assert cached_share(TRACE.arrivals) == pytest.approx(4 / 14)
+    again = [TRACE.arrivals[1], TRACE.arrivals[1]]
+    assert cached_share(again) == pytest.approx(0.5)  # its second block is cut short, and found up to its end
 
 
 def test_equal_blocks_are_equal_tokens_and_nothing_else_is():

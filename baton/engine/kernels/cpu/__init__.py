@@ -1,6 +1,6 @@
 """C kernels for CPUs with AVX-512, compiled on the machine that runs them.
 
-ops, attention, c_structs     the kernels behind the `Kernels` protocol, and their argument structures
+ops, attention                the kernels behind the `Kernels` protocol, with their argument structures
 compiler                      compilation into the state folder
 kernel_choice, tuning         the choice of a product by measured profiles, and the measurement
 kernels.c                     the C sources, which it includes

@@ -11,7 +11,7 @@
  * In fixed batches, the bits of a row do not depend on its place, on other rows, or on the number of new tokens of its
  * sequence: chunks begin at multiples of CHUNK, there is one split, and invisible positions have weight 0. */
 #include "common.h"
-#include "turn.h"
+#include "transpose.h"
 
 #define CHUNK 64
 #define GROUPS (CHUNK / LANES)
@@ -41,11 +41,11 @@ typedef struct {
     float totals[MAX_ROWS * LANES]; /* by lane, reduced at the end */
     float most[MAX_ROWS], total[MAX_ROWS], shrink[MAX_ROWS];
     long limit[MAX_ROWS], lower[MAX_ROWS];
-    int again[MAX_ROWS];
-} __attribute__((aligned(64))) room_t;
+} __attribute__((aligned(64))) workspace_t;
 
 /* Cuts the batch into tasks, and returns their number, or -1 above `capacity`. Splits get places in `partials`. A
- * decode sequence gets `forced` splits. If `load`, all together get about `load` splits, each of at least one chunk. */
+ * decode sequence gets `forced` splits. Without that, `load` means about `load` splits for all decode sequences
+ * together, each of at least one chunk. A fixed batch has no splits. */
 long NAME(attention_plan)(task_t *tasks, long capacity, const int32_t *starts, const int32_t *lens, long sequences,
                     long heads, long kv_heads, long window, long threads, long forced, long load,
                     long fixed, int32_t *partials) {
@@ -66,9 +66,9 @@ long NAME(attention_plan)(task_t *tasks, long capacity, const int32_t *starts, c
                 const long begin = fixed ? low / CHUNK * CHUNK : low, length = end - begin;
                 const long units = singles * ((heads + heads_step - 1) / heads_step);
                 long splits = count > 1 ? 1 : MIN((2 * threads + units - 1) / units, (length + 255) / 256);
-                if (forced && count == 1) splits = forced;
-                if (units >= threads && !forced) splits = 1;
+                if (units >= threads) splits = 1;
                 if (load && count == 1) splits = MIN((load + singles - 1) / singles, (length + CHUNK - 1) / CHUNK);
+                if (forced && count == 1) splits = forced;
                 splits = fixed ? 1 : MIN(splits, MAX_SPLITS);
                 const long per = ((length + splits - 1) / splits + CHUNK - 1) / CHUNK * CHUNK;
                 for (long i = 0; i < splits; i++) {
@@ -115,7 +115,8 @@ INLINE void fetch(const elem *row, long n) {
 }
 
 /* Transposes the keys of a chunk. Rows after its end are zero. */
-static void turn_keys(const attention_args *a, long kv_head, const place_t *here, const place_t *next, room_t *room) {
+static void transpose_keys(const attention_args *a, long kv_head, const place_t *here, const place_t *next,
+                           workspace_t *work) {
     const long words = WORDS(a->dim);
     const elem *keys = a->keys + kv_head * a->k_head;
     for (long g = 0; g < GROUPS; g++) {
@@ -130,18 +131,19 @@ static void turn_keys(const attention_args *a, long kv_head, const place_t *here
             else
                 for (long i = 0; i < LANES; i++)
                     r[i] = i < count ? _mm512_maskz_loadu_epi32(lanes, keys + rows[i] + w * PAIR) : _mm512_setzero_si512();
-            turn(r, room->keys + w * CHUNK + g * LANES);
+            transpose(r, work->keys + w * CHUNK + g * LANES);
         }
     }
 }
 
 /* Pairs the values of a chunk: word j of row c holds element j of position at + c * PAIR and its neighbour. */
-static void pair_values(const attention_args *a, long kv_head, const place_t *here, const place_t *next, room_t *room) {
+static void pair_values(const attention_args *a, long kv_head, const place_t *here, const place_t *next,
+                        workspace_t *work) {
     const elem *values = a->values + kv_head * a->v_head;
     for (long c = 0; c * PAIR < here->count; c++) {
         for (long i = c * PAIR; i < MIN(next->count, (c + 1) * PAIR); i++) fetch(values + next->values[i], a->value_dim);
         const elem *row = values + here->values[c * PAIR];
-        int32_t *out = room->values + c * a->value_dim;
+        int32_t *out = work->values + c * a->value_dim;
 #ifdef ELEM_BF16
         const int both = c * PAIR + 1 < here->count;
         const elem *other = both ? values + here->values[c * PAIR + 1] : row;
@@ -223,7 +225,7 @@ static void scores(const elem *const *left, long words, const int32_t *right, fl
 #undef CALL
 }
 
-static void weigh(const int32_t *weights, long words, const int32_t *values, long stride, float *sums,
+static void add_values(const int32_t *weights, long words, const int32_t *values, long stride, float *sums,
                         const float *shrink, long n) {
     for (long d = 0; d < stride; d += 4 * LANES) {
         const long v = MIN(4, (stride - d) / LANES);
@@ -240,10 +242,10 @@ static void weigh(const int32_t *weights, long words, const int32_t *values, lon
 INLINE float power(float x) { return _mm512_cvtss_f32(exp2_16(_mm512_set1_ps(x))); }
 
 /* Converts scores of row `r` of the chunk at `at` to weights, and updates the row's maximum and total. */
-static void soften(const attention_args * a, room_t *room, long r, long at, int unified) {
+static void softmax_row(const attention_args * a, workspace_t *work, long r, long at, int unified) {
     const __m512 scale = _mm512_set1_ps(a->scale * LOG2E), none = _mm512_set1_ps(-INFINITY);
-    float *scores = room->scores + r * CHUNK;
-    const long limit = room->limit[r] - at, lower = room->lower[r] - at;
+    float *scores = work->scores + r * CHUNK;
+    const long limit = work->limit[r] - at, lower = work->lower[r] - at;
     __m512 s[GROUPS], best = none;
     for (int j = 0; j < GROUPS; j++) s[j] = _mm512_mul_ps(_mm512_loadu_ps(scores + j * LANES), scale);
     if (limit < CHUNK || lower > 0)
@@ -252,41 +254,41 @@ static void soften(const attention_args * a, room_t *room, long r, long at, int 
             s[j] = _mm512_mask_mov_ps(none, seen, s[j]);
         }
     for (int j = 0; j < GROUPS; j++) best = _mm512_max_ps(best, s[j]);
-    const float before = room->most[r];
+    const float before = work->most[r];
     /* Most chunks have no new maximum, and then nothing is reduced or rescaled. */
     const int higher = _mm512_cmp_ps_mask(best, _mm512_set1_ps(before), _CMP_GT_OQ) != 0;
     const float top = higher ? _mm512_reduce_max_ps(best) : before;
     /* Before the first visible position any base works, because all weights are 0. */
     const float base = unified ? a->phi * LOG2E : top > -INFINITY ? top : 0;
-    elem *weights = (elem *)(room->weights + r * CHUNK);
+    elem *weights = (elem *)(work->weights + r * CHUNK);
     __m512 sum = _mm512_setzero_ps();
     for (int j = 0; j < GROUPS; j++) {
         const __m512 p = exp2_16(_mm512_sub_ps(s[j], _mm512_set1_ps(base)));
         sum = _mm512_add_ps(sum, p);
         store(weights + j * LANES, ALL, p);
     }
-    room->shrink[r] = unified || !higher ? 1.0f : power(before - top);
-    float *totals = room->totals + r * LANES;
-    _mm512_storeu_ps(totals, _mm512_fmadd_ps(_mm512_loadu_ps(totals), _mm512_set1_ps(room->shrink[r]), sum));
-    room->most[r] = top;
+    work->shrink[r] = unified || !higher ? 1.0f : power(before - top);
+    float *totals = work->totals + r * LANES;
+    _mm512_storeu_ps(totals, _mm512_fmadd_ps(_mm512_loadu_ps(totals), _mm512_set1_ps(work->shrink[r]), sum));
+    work->most[r] = top;
 }
 
 /* Processes rows [first, first + n) of one KV head, with queries `left`, for the chunk at `at`. */
-static void chunk(const attention_args * a, room_t *room, const elem *const *left, long first, long n,
+static void chunk(const attention_args * a, workspace_t *work, const elem *const *left, long first, long n,
                         long at, long end, int unified) {
     const long words = WORDS(MIN(CHUNK, end - at));
     const long parts = (n + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
     for (long p = 0; p < parts; p++) {
         const long r = first + n * p / parts, stop = first + n * (p + 1) / parts;
-        scores(left + r, WORDS(a->dim), room->keys, room->scores + r * CHUNK, stop - r);
-        for (long i = r; i < stop; i++) soften(a, room, i, at, unified);
-        weigh(room->weights + r * CHUNK, words, room->values, a->value_dim, room->sums + r * a->value_dim,
-                    room->shrink + r, stop - r);
+        scores(left + r, WORDS(a->dim), work->keys, work->scores + r * CHUNK, stop - r);
+        for (long i = r; i < stop; i++) softmax_row(a, work, i, at, unified);
+        add_values(work->weights + r * CHUNK, words, work->values, a->value_dim, work->sums + r * a->value_dim,
+                   work->shrink + r, stop - r);
     }
 }
 
 /* Computes `rows` of one task. Row r is token r % tokens of head r / tokens, so heads of one KV head are adjacent. */
-static void run(const attention_args * a, const task_t *t, room_t *room, const int *rows, long n,
+static void run(const attention_args * a, const task_t *t, workspace_t *work, const int *rows, long n,
                       int unified) {
     const elem *left[MAX_ROWS];
     const long group = a->heads / a->kv_heads, start = a->starts[t->sequence];
@@ -296,27 +298,27 @@ static void run(const attention_args * a, const task_t *t, room_t *room, const i
     for (long i = 0; i < n; i++) {
         const long head = t->head + rows[i] / t->tokens, token = t->token + rows[i] % t->tokens;
         left[i] = a->query + (start + token) * a->query_stride + head * a->dim;
-        room->limit[i] = context + token + 1;
-        room->lower[i] = a->window ? room->limit[i] - a->window : 0;
-        room->most[i] = -INFINITY;
+        work->limit[i] = context + token + 1;
+        work->lower[i] = a->window ? work->limit[i] - a->window : 0;
+        work->most[i] = -INFINITY;
         if (head / group != last) bound[kv_heads++] = i, last = head / group;
     }
     bound[kv_heads] = n;
-    memset(room->sums, 0, n * a->value_dim * sizeof(float));
-    memset(room->totals, 0, n * LANES * sizeof(float));
-    find(a, table, t->begin, t->end, room->places);
-    for (long at = t->begin, turn = 0; at < t->end; at += CHUNK, turn ^= 1) {
-        const place_t *here = room->places + turn;
-        place_t *next = room->places + (turn ^ 1);
+    memset(work->sums, 0, n * a->value_dim * sizeof(float));
+    memset(work->totals, 0, n * LANES * sizeof(float));
+    find(a, table, t->begin, t->end, work->places);
+    for (long at = t->begin, side = 0; at < t->end; at += CHUNK, side ^= 1) {
+        const place_t *here = work->places + side;
+        place_t *next = work->places + (side ^ 1);
         find(a, table, at + CHUNK, t->end, next);
         for (long h = 0; h < kv_heads; h++) {
             const long kv_head = (t->head + rows[bound[h]] / t->tokens) / group;
-            turn_keys(a, kv_head, here, next, room);
-            pair_values(a, kv_head, here, next, room);
-            chunk(a, room, left, bound[h], bound[h + 1] - bound[h], at, at + here->count, unified);
+            transpose_keys(a, kv_head, here, next, work);
+            pair_values(a, kv_head, here, next, work);
+            chunk(a, work, left, bound[h], bound[h + 1] - bound[h], at, at + here->count, unified);
         }
     }
-    for (long i = 0; i < n; i++) room->total[i] = _mm512_reduce_add_ps(_mm512_loadu_ps(room->totals + i * LANES));
+    for (long i = 0; i < n; i++) work->total[i] = _mm512_reduce_add_ps(_mm512_loadu_ps(work->totals + i * LANES));
 }
 
 /* Rounds to the nearest bfloat16, ties to even, for both element types. NaN stays NaN. */
@@ -328,13 +330,13 @@ INLINE __m512 narrowed(__m512 x) {
 }
 
 /* Writes the results of `n` rows: divided by their totals, or undivided with maximum and total for `join`. */
-static void leave(const attention_args * a, const task_t *t, const room_t *room, const int *rows, long n,
+static void write_results(const attention_args * a, const task_t *t, const workspace_t *work, const int *rows, long n,
                         int unified) {
     for (long i = 0; i < n; i++) {
-        const float *sums = room->sums + i * a->value_dim;
+        const float *sums = work->sums + i * a->value_dim;
         if (t->partial >= 0) {
             float *to = a->partials + (t->partial + rows[i]) * (a->value_dim + 2);
-            to[0] = unified ? a->phi * LOG2E : room->most[i], to[1] = room->total[i];
+            to[0] = unified ? a->phi * LOG2E : work->most[i], to[1] = work->total[i];
             for (long d = 0; d < a->value_dim; d += LANES) {
                 const __m512 sum = _mm512_loadu_ps(sums + d);
                 _mm512_storeu_ps(to + 2 + d, a->narrow ? narrowed(sum) : sum);
@@ -343,25 +345,25 @@ static void leave(const attention_args * a, const task_t *t, const room_t *room,
         }
         const long head = t->head + rows[i] / t->tokens, token = a->starts[t->sequence] + t->token + rows[i] % t->tokens;
         elem *out = a->out + token * a->out_stride + head * a->value_dim;
-        const __m512 share = _mm512_set1_ps(1.0f / room->total[i]);
+        const __m512 share = _mm512_set1_ps(1.0f / work->total[i]);
         for (long d = 0; d < a->value_dim; d += LANES)
             store(out + d, ALL, _mm512_mul_ps(_mm512_loadu_ps(sums + d), share));
     }
 }
 
-static void task(const attention_args * a, const task_t *t, room_t *room) {
+static void task(const attention_args * a, const task_t *t, workspace_t *work) {
     const int n = t->tokens * t->heads;
     int rows[MAX_ROWS];
     for (int i = 0; i < n; i++) rows[i] = i;
-    run(a, t, room, rows, n, (int)a->unified);
-    leave(a, t, room, rows, n, (int)a->unified);
+    run(a, t, work, rows, n, (int)a->unified);
+    write_results(a, t, work, rows, n, (int)a->unified);
     if (!a->unified) return;
-    long again = 0;
+    long recomputed = 0;
     for (int i = 0; i < n; i++)
-        if (room->most[i] > -INFINITY && !(fabsf(room->most[i] - a->phi * LOG2E) <= SAFE)) rows[again++] = i;
-    if (!again) return;
-    run(a, t, room, rows, again, 0);
-    leave(a, t, room, rows, again, 0);
+        if (work->most[i] > -INFINITY && !(fabsf(work->most[i] - a->phi * LOG2E) <= SAFE)) rows[recomputed++] = i;
+    if (!recomputed) return;
+    run(a, t, work, rows, recomputed, 0);
+    write_results(a, t, work, rows, recomputed, 0);
 }
 
 /* Combines the splits of one task's rows. Each has weight 2^(its maximum - the greatest) times its total. */
@@ -386,11 +388,11 @@ static void join(const attention_args * a, const task_t *t) {
     }
 }
 
-void NAME(attention)(const attention_args * a, room_t *rooms, long joins, int threads) {
+void NAME(attention)(const attention_args * a, workspace_t *workspaces, long joins, int threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
 #pragma omp for schedule(dynamic, 1)
-        for (long i = 0; i < a->count; i++) task(a, a->tasks + i, rooms + omp_get_thread_num());
+        for (long i = 0; i < a->count; i++) task(a, a->tasks + i, workspaces + omp_get_thread_num());
         if (joins) {
 #pragma omp for schedule(static)
             for (long i = 0; i < a->count; i++)
@@ -400,4 +402,4 @@ void NAME(attention)(const attention_args * a, room_t *rooms, long joins, int th
 }
 #undef BY_COUNT
 
-long NAME(attention_room)(void) { return sizeof(room_t); }
+long NAME(attention_workspace)(void) { return sizeof(workspace_t); }

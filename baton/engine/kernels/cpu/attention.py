@@ -1,24 +1,43 @@
-"""Paged attention by the compiled kernel."""
+"""Paged attention by the compiled kernel, and helpers for the argument structures of C kernels."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from ctypes import c_float, c_long, c_void_p
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from baton.engine.kernels.cpu.c_structs import TASK_INTS, AttentionArgs, strides_of
+from baton.engine.batch import Batch
+from baton.engine.kernels.base import Attention, Splits
 from baton.engine.kernels.torch_reference import torch_attention
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from baton.engine.batch import Batch
-    from baton.engine.kernels.base import Attention, Splits
-
 MAX_DIM, LANES = 576, 16  # as in the C sources
-MAX_SPLITS = 256
 LOAD_TASKS = 32  # total splits of all decode sequences if their number depends on load
+TASK_INTS = 9  # int32 in a task_t
+
+
+def struct_fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
+    """Return the fields of a C structure, for groups of a type and names."""
+    return [(name, kind) for kind, names in groups for name in names.split()]
+
+
+class AttentionArgs(ctypes.Structure):
+    """`attention_args` of attention.c."""
+
+    _fields_: ClassVar = struct_fields(
+        (c_void_p, "query keys values out tables starts lens tasks partials"),
+        (c_long, "count heads kv_heads dim value_dim block_size table_stride query_stride out_stride"),
+        (c_long, "k_block k_token k_head v_block v_token v_head window unified narrow"),
+        (c_float, "scale phi"),
+    )
+
+
+def strides_of(cache: Tensor) -> tuple[int, int, int]:
+    """Return the strides in elements of block, token and head in a cache [blocks, block_size, kv_heads, dim]."""
+    block, token, head, _ = cache.stride()
+    return block, token, head
 
 
 def is_compiled(dim: int, value_dim: int | None = None) -> bool:
@@ -31,7 +50,7 @@ class CompiledAttention:
     """Implementation of `baton.engine.kernels.base.Attention` for one window, rebound to each batch.
 
     `unified_max` is a constant subtracted from scores instead of their maximum; None means a running maximum. `splits`
-    is the number of ranges per decode context; None means `by` (`Splits`), where "auto" keeps all threads busy.
+    is the number of ranges per decode context and takes precedence over `by`; None means that `by` decides.
     """
 
     def __init__(
@@ -45,16 +64,16 @@ class CompiledAttention:
     ) -> None:
         self._run, self._cut = library[f"attention_{element}"], library[f"attention_plan_{element}"]
         self._cut.restype = self._run.restype = ctypes.c_long
-        room = library[f"attention_room_{element}"]
-        room.restype = ctypes.c_long
-        self._room_bytes = int(room())
+        workspace_bytes = library[f"attention_workspace_{element}"]
+        workspace_bytes.restype = ctypes.c_long
+        self._workspace_bytes = int(workspace_bytes())  # of one thread
         self._window, self._splits = window, splits
         self._load = 0 if by == "auto" else LOAD_TASKS
         unified, phi = unified_max is not None, unified_max or 0.0
         self._args = AttentionArgs(window=window or 0, unified=unified, phi=phi, narrow=by == "load_bf16")
         self._tasks = torch.empty(256, TASK_INTS, dtype=torch.int32)
         self._partials = torch.empty(0)
-        self._rooms = torch.empty(0, dtype=torch.uint8)
+        self._workspaces = torch.empty(0, dtype=torch.uint8)
         self._batch: Batch
         self._fallback: Attention | None = None
         self._planned: tuple[int, int] | None = None  # heads and KV heads of the current tasks
@@ -70,9 +89,11 @@ class CompiledAttention:
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> Tensor:
         _, heads, dim = query.shape
-        if not is_compiled(dim, values.shape[3]):
-            return self._in_torch(query, keys, values, out)
         args, threads = self._args, torch.get_num_threads()
+        if not is_compiled(dim, values.shape[3]):
+            if self._fallback is None:
+                self._fallback = torch_attention(self._batch, args.block_size, self._window, args.scale)
+            return self._fallback(query, keys, values, out)
         if self._planned != (heads, keys.shape[2]):
             self._plan(heads, keys.shape[2], values.shape[3], threads)
         args.query, args.keys, args.values, args.out = (t.data_ptr() for t in (query, keys, values, out))
@@ -80,50 +101,26 @@ class CompiledAttention:
         args.query_stride, args.out_stride = query.stride(0), out.stride(0)
         args.k_block, args.k_token, args.k_head = strides_of(keys)
         args.v_block, args.v_token, args.v_head = strides_of(values)
-        self._run(ctypes.byref(args), ctypes.c_void_p(self._rooms.data_ptr()), ctypes.c_long(self._joins), threads)
+        workspaces, joins = ctypes.c_void_p(self._workspaces.data_ptr()), ctypes.c_long(self._joins)
+        self._run(ctypes.byref(args), workspaces, joins, threads)
         return out
 
     def _plan(self, heads: int, kv_heads: int, value_dim: int, threads: int) -> None:
-        partials = ctypes.c_int32()
+        batch, partials = self._batch, ctypes.c_int32()
+        settings = self._window or 0, threads, self._splits or 0, self._load, batch.fixed
+        sizes = [ctypes.c_long(size) for size in (len(batch.query_lens), heads, kv_heads, *settings)]
+        starts, lens = ctypes.c_void_p(self._args.starts), ctypes.c_void_p(self._args.lens)
         while True:
-            count = self._cut_tasks(heads, kv_heads, threads, partials)
+            tasks, capacity = ctypes.c_void_p(self._tasks.data_ptr()), ctypes.c_long(len(self._tasks))
+            count = int(self._cut(tasks, capacity, starts, lens, *sizes, ctypes.byref(partials)))
             if count >= 0:
                 break
             self._tasks = torch.empty(2 * len(self._tasks), TASK_INTS, dtype=torch.int32)
         self._planned, self._joins = (heads, kv_heads), partials.value
         if self._partials.numel() < partials.value * (value_dim + 2):
             self._partials = torch.empty(partials.value * (value_dim + 2))
-        if len(self._rooms) < threads * self._room_bytes + 64:
-            self._rooms = torch.empty(threads * self._room_bytes + 64, dtype=torch.uint8)
-            self._rooms = self._rooms[-self._rooms.data_ptr() % 64 :]
+        if len(self._workspaces) < threads * self._workspace_bytes:
+            memory = torch.empty(threads * self._workspace_bytes + 64, dtype=torch.uint8)
+            self._workspaces = memory[-memory.data_ptr() % 64 :]  # aligned to a cache line
         self._args.tasks, self._args.partials = self._tasks.data_ptr(), self._partials.data_ptr()
         self._args.count = count
-
-    def _cut_tasks(self, heads: int, kv_heads: int, threads: int, partials: ctypes.c_int32) -> int:
-        batch = self._batch
-        sizes = (
-            len(batch.query_lens),
-            heads,
-            kv_heads,
-            self._window or 0,
-            threads,
-            self._splits or 0,
-            self._load,
-            batch.fixed,
-        )
-        return int(
-            self._cut(
-                ctypes.c_void_p(self._tasks.data_ptr()),
-                ctypes.c_long(len(self._tasks)),
-                ctypes.c_void_p(batch.query_starts.data_ptr()),
-                ctypes.c_void_p(batch.kv_lens.data_ptr()),
-                *map(ctypes.c_long, sizes),
-                ctypes.byref(partials),
-            )
-        )
-
-    def _in_torch(self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> Tensor:
-        if self._fallback is None:
-            args = self._args
-            self._fallback = torch_attention(self._batch, args.block_size, self._window, args.scale)
-        return self._fallback(query, keys, values, out)

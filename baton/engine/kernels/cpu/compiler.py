@@ -6,16 +6,14 @@ compiled for OpenMP but not linked to it, so that the library shares the threads
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 from baton.errors import ConfigError
 from baton.hashing import fingerprint
@@ -26,12 +24,10 @@ NEEDED = {"f32": AVX512, "bf16": (*AVX512, "avx512_bf16")}
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-mprefer-vector-width=512", "-fopenmp", "-fPIC")
 COMPILE_SECONDS = 120
 LEVEL_VARIABLE = "BATON_CPU_LEVEL"
-CpuLevel = Literal["native", "none"]
-CPU_LEVELS: tuple[CpuLevel, ...] = get_args(CpuLevel)
 
 
 class Unavailable(Exception):
-    """Unavailability of the kernels on this machine, with the reason in the message."""
+    """Raised if the kernels cannot run on this machine, with the reason in the message."""
 
 
 class Machine(NamedTuple):
@@ -76,12 +72,11 @@ def load_library(element: str, folder: Path | None = None) -> ctypes.CDLL:
         raise Unavailable(f"the kernels cannot be compiled or loaded: {error}") from error
 
 
-def cpu_level() -> CpuLevel:
+def cpu_level() -> str:
     """Return `BATON_CPU_LEVEL`: "native" (default), or "none" for torch only. Raises ConfigError for other values."""
     value = os.environ.get(LEVEL_VARIABLE) or "native"
-    if value not in CPU_LEVELS:
-        allowed = " or ".join(CPU_LEVELS)
-        raise ConfigError(f"{LEVEL_VARIABLE} (environment): must be {allowed}, got {value!r}")
+    if value not in {"native", "none"}:
+        raise ConfigError(f"{LEVEL_VARIABLE} (environment): must be native or none, got {value!r}")
     return value
 
 
@@ -94,7 +89,7 @@ def _compiler() -> str:
     names = (os.environ.get("CC"), "cc", "gcc")
     found = next((path for name in names if name and (path := shutil.which(name))), None)
     if found is None:
-        raise Unavailable("no C compiler is here (set CC, or install gcc)")
+        raise Unavailable("no C compiler was found (set CC, or install gcc)")
     return found
 
 
@@ -107,21 +102,15 @@ def _path(folder: Path, element: str, here: Machine) -> Path:
 def _compile(path: Path, element: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     define = ("-DELEM_BF16",) if element == "bf16" else ()
-    with _alone(path.with_suffix(".lock")), tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+    with path.with_suffix(".lock").open("w") as lock, tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        # One compiler at a time, because several would only slow each other down. The lock ends with the process.
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if path.is_file():
             return  # compiled by another worker
         unit, library = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
         _run((_compiler(), *FLAGS, *define, "-c", str(SOURCES / "kernels.c"), "-o", str(unit)))
         _run((_compiler(), "-shared", str(unit), "-lm", "-o", str(library)))
         library.replace(path)  # atomic, because locks do not work on every file system; the last of equal results stays
-
-
-@contextlib.contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Admit one process of this machine at a time, because parallel compilers would only slow each other down."""
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # the kernel releases it when the process ends
-        yield
 
 
 def _run(command: tuple[str, ...]) -> str:

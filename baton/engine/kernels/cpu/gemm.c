@@ -2,7 +2,7 @@
  * each of its words is multiplied with all rows of a group. Nothing is summed over lanes. */
 #include "activate.h"
 #include "common.h"
-#include "turn.h"
+#include "transpose.h"
 
 #define GROUP 64                     /* rows of x */
 #define TALL 6                       /* rows of W in a tile */
@@ -11,7 +11,7 @@
 #define SLAB_BYTES (400 << 10)       /* and most bytes, which stay in the second-level cache too */
 
 /* Transposes rows of x from g * GROUP on to out[word * GROUP + row]. Rows after the last one are zero. */
-static void turn_rows(const linear_args *a, long g, int32_t *out) {
+static void transpose_rows(const linear_args *a, long g, int32_t *out) {
     const long words = (a->k + PAIR - 1) / PAIR;
     for (long r = 0; r < GROUP; r += LANES)
         for (long w = 0; w < words; w += LANES) {
@@ -23,7 +23,7 @@ static void turn_rows(const linear_args *a, long g, int32_t *out) {
                         : left == LANES * PAIR ? _mm512_loadu_si512(a->x + row * a->stride_x + w * PAIR)
                                                : part(a->x + row * a->stride_x + w * PAIR, left);
             }
-            turn(rows, out + w * GROUP + r);
+            transpose(rows, out + w * GROUP + r);
         }
 }
 
@@ -101,7 +101,7 @@ static void put_back(const linear_args *a, long g, long n, long count, const flo
                 const float *from = sums + (i + half * LANES) * GROUP + r;
                 __m512i v[LANES];
                 for (long j = 0; j < LANES; j++) v[j] = _mm512_loadu_si512(from + j * GROUP);
-                turn(v, back[half]);
+                transpose(v, back[half]);
             }
             for (long j = 0; j < MIN(LANES, rows - r); j++)
                 for (long half = 0, at = i; half < 2 && at < count; half++, at += LANES) {
@@ -124,7 +124,7 @@ static void put_gated(const linear_args *a, long g, long n, long count, const fl
                 const float *from = sums + (i + part / 2 * LANES + part % 2 * apart) * GROUP + r;
                 __m512i v[LANES];
                 for (long j = 0; j < LANES; j++) v[j] = _mm512_loadu_si512(from + j * GROUP);
-                turn(v, back[part]);
+                transpose(v, back[part]);
             }
             for (long j = 0; j < MIN(LANES, rows - r); j++)
                 for (long half = 0, at = i; half < 2 && at < count; half++, at += LANES) {
@@ -150,27 +150,27 @@ static long slab_of(const linear_args *a, long most) {
     return MIN(most, MAX(4, SLAB_BYTES / (a->k * (long)sizeof(elem)) / TALL) * TALL);
 }
 
-/* `turned` holds ceil(rows / GROUP) * GROUP * K elements, with K rounded up to whole vectors. `activation` is -1, or
+/* `transposed` holds ceil(rows / GROUP) * GROUP * K elements, with K rounded up to whole vectors. `activation` is -1, or
  * that of a gated pair: the first half of W is the gate, the second its factor, and y has half the width. */
-void NAME(gemm)(const linear_args *a, int32_t *turned, int threads, int activation) {
+void NAME(gemm)(const linear_args *a, int32_t *transposed, int threads, int activation) {
     const long groups = (a->rows + GROUP - 1) / GROUP, gated = activation >= 0, width = gated ? a->n / 2 : a->n;
     const long slab = gated ? slab_of(a, SLAB) / (2 * TALL) * TALL : slab_of(a, SLAB), slabs = (width + slab - 1) / slab;
-    const long room = (a->k + LANES * PAIR - 1) / (LANES * PAIR) * LANES * GROUP, apart = slab + 2 * LANES;
+    const long group_words = (a->k + LANES * PAIR - 1) / (LANES * PAIR) * LANES * GROUP, apart = slab + 2 * LANES;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
 #pragma omp for schedule(static)
-        for (long g = 0; g < groups; g++) turn_rows(a, g, turned + g * room);
+        for (long g = 0; g < groups; g++) transpose_rows(a, g, transposed + g * group_words);
 #pragma omp for schedule(dynamic, 1)
         for (long s = 0; s < slabs; s++) {
             static __thread float sums[(SLAB + 4 * LANES) * GROUP]; /* put_back may read beyond SLAB */
             const long n = s * slab, count = MIN(slab, width - n);
             for (long g = 0; g < groups; g++) {
-                group_sums(a, g, n, count, turned + g * room, sums);
+                group_sums(a, g, n, count, transposed + g * group_words, sums);
                 if (!gated) {
                     put_back(a, g, n, count, sums);
                     continue;
                 }
-                group_sums(a, g, width + n, count, turned + g * room, sums + apart * GROUP);
+                group_sums(a, g, width + n, count, transposed + g * group_words, sums + apart * GROUP);
                 put_gated(a, g, n, count, sums, apart, activation);
             }
         }

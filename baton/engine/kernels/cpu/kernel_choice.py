@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 
 from baton.engine.kernels.cpu.compiler import SOURCES, machine, state_folder
 from baton.hashing import fingerprint
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 log = structlog.get_logger()
 
-# Most rows up to which the flat kernel leads, fewer if rows of W are long. Measured on a Zen 5 (docs/performance.md).
+# Most rows up to which the flat kernel leads, fewer if rows of W are long. Measured on a Zen 5 (docs/measurements).
 FLAT_ROWS, LONG_K, FLAT_ROWS_LONG = 96, 4096, 32
 TILE_UNIT = "amx_bf16"  # a matrix unit for bfloat16, used by torch but not by the compiled kernels
 

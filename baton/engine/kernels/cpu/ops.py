@@ -1,4 +1,4 @@
-"""The compiled kernels behind the `Kernels` and `BlockCopy` protocols.
+"""The compiled kernels behind the `Kernels` protocol, and the compiled copy of KV blocks.
 
 Argument structures are made once and only changed fields are set, so that a call costs at most a few microseconds.
 Cases that the C code does not support go to the torch kernels.
@@ -7,32 +7,62 @@ Cases that the C code does not support go to the torch kernels.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from ctypes import c_float, c_long, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from baton.engine.kernels.base import Scratch
-from baton.engine.kernels.cpu.attention import CompiledAttention, is_compiled
-from baton.engine.kernels.cpu.c_structs import BlocksArgs, GateArgs, LinearArgs, NormArgs, RotateArgs, strides_of
+from baton.engine.batch import Batch
+from baton.engine.kernels.base import HeadNorms, Linear, Rotation, Scratch, Splits
+from baton.engine.kernels.cpu.attention import CompiledAttention, is_compiled, strides_of, struct_fields
 from baton.engine.kernels.cpu.compiler import load_library
-from baton.engine.kernels.cpu.kernel_choice import FLAT_ROWS, Choice
+from baton.engine.kernels.cpu.kernel_choice import FLAT_ROWS, Choice, Profile
 from baton.engine.kernels.torch_reference import TorchKernels, TorchLinear
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
-    from torch import Tensor
+class LinearArgs(ctypes.Structure):
+    """`linear_args` of linear.c."""
 
-    from baton.engine.batch import Batch
-    from baton.engine.kernels.base import HeadNorms, Linear, Rotation, Splits
-    from baton.engine.kernels.cpu.kernel_choice import Profile
+    _fields_: ClassVar = struct_fields((c_void_p, "x w bias y"), (c_long, "rows n k stride_x stride_y wide"))
+
+
+class NormArgs(ctypes.Structure):
+    """`norm_args` of elementwise.c."""
+
+    _fields_: ClassVar = struct_fields((c_void_p, "x out delta weight"), (c_long, "rows width"), (c_float, "eps"))
+
+
+class RotateArgs(ctypes.Structure):
+    """`rotate_args` of elementwise.c."""
+
+    _fields_: ClassVar = struct_fields(
+        (c_void_p, "qkv keys values cos sin q_norm k_norm slots"),
+        (c_long, "rows heads kv_heads dim block_size k_block k_token k_head v_block v_token v_head"),
+        (c_float, "eps"),
+    )
+
+
+class GateArgs(ctypes.Structure):
+    """`gate_args` of elementwise.c."""
+
+    _fields_: ClassVar = struct_fields((c_void_p, "gate_up out"), (c_long, "rows width activation"))
+
+
+class BlocksArgs(ctypes.Structure):
+    """`blocks_args` of blocks.c."""
+
+    _fields_: ClassVar = struct_fields(
+        (c_void_p, "planes blocks wire"), (c_long, "tensors layers layer_bytes block_size token_bytes begin end write")
+    )
 
 
 class CompiledBlockCopy:
-    """Implementation of `baton.engine.kernels.base.BlockCopy` for contiguous planes, callable by any thread."""
+    """A copy of KV between the blocks of a cache and wire order, callable by any thread."""
 
     def __init__(self, library: ctypes.CDLL, element: str) -> None:
         self._copy = library[f"blocks_{element}"]
@@ -40,23 +70,18 @@ class CompiledBlockCopy:
     def __call__(
         self, planes: Sequence[Tensor], layers: range, blocks: Sequence[int], span: range, wire: Tensor, *, write: bool
     ) -> None:
+        """Copy positions `span` of the sequence in `blocks` to `wire`, uint8 [nbytes], or from it if `write`.
+
+        Copies `layers` of all `planes`, contiguous [layers, total_blocks, block_size, kv_heads, head_dim], unchecked.
+        """
         _, _, block_size, kv_heads, head_dim = planes[0].shape
         layer_bytes = planes[0].stride(0) * planes[0].itemsize
         held = np.array(blocks[span.start // block_size : -(-span.stop // block_size)], dtype=np.int64)
         bases = (ctypes.c_void_p * len(planes))(*(plane.data_ptr() + layers.start * layer_bytes for plane in planes))
-        args = BlocksArgs(
-            planes=ctypes.addressof(bases),
-            blocks=held.ctypes.data,
-            wire=wire.data_ptr(),
-            tensors=len(planes),
-            layers=len(layers),
-            layer_bytes=layer_bytes,
-            block_size=block_size,
-            token_bytes=kv_heads * head_dim * planes[0].itemsize,
-            begin=span.start,
-            end=span.stop,
-            write=write,
-        )
+        args = BlocksArgs(planes=ctypes.addressof(bases), blocks=held.ctypes.data, wire=wire.data_ptr())
+        args.tensors, args.layers, args.layer_bytes = len(planes), len(layers), layer_bytes
+        args.block_size, args.token_bytes = block_size, kv_heads * head_dim * planes[0].itemsize
+        args.begin, args.end, args.write = span.start, span.stop, write
         self._copy(ctypes.byref(args))
 
 
@@ -80,9 +105,9 @@ class CpuKernels:
         self.dtype, self.profile, self.splits = dtype, profile, splits
         self.shapes: set[tuple[int, int]] = set()  # of weights of the linear layers made so far
         self._torch = TorchKernels()
-        room = Scratch(torch.int32, torch.device("cpu"))
+        scratch = Scratch(torch.int32, torch.device("cpu"))
         flat, tall = library[f"linear_{element}"], library[f"gemm_{element}"]
-        self.products = Products(flat, tall, room, 4 // dtype.itemsize)
+        self.products = Products(flat, tall, scratch, 4 // dtype.itemsize)
         self._norm, self._norm_args = library[f"norm_{element}"], NormArgs()
         self._gate, self._gate_args = library[f"gate_{element}"], GateArgs()
         self._rotate, self._rotate_args = library[f"rotate_and_store_{element}"], RotateArgs()
@@ -112,13 +137,7 @@ class CpuKernels:
         return out
 
     def rotate_and_store(
-        self,
-        qkv: Tensor,
-        rotation: Rotation,
-        norms: HeadNorms | None,
-        slots: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        self, qkv: Tensor, rotation: Rotation, norms: HeadNorms | None, slots: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         args, heads = self._rotate_args, qkv.shape[1] - 2 * keys.shape[2]
         args.qkv, args.slots = qkv.data_ptr(), slots.data_ptr()
@@ -142,10 +161,10 @@ class CpuKernels:
         self._gate(ctypes.byref(args), torch.get_num_threads())
         return out
 
-    def gated(self, gate_up: Linear, x: Tensor, activation: str, room: Tensor, out: Tensor) -> Tensor:
+    def gated(self, gate_up: Linear, x: Tensor, activation: str, scratch: Tensor, out: Tensor) -> Tensor:
         if isinstance(gate_up, CompiledLinear) and gate_up.is_tall(len(x)) and activation in GATES:
             return gate_up.tall(x, out, GATES[activation])
-        return self.gate(gate_up(x, room), activation, out)
+        return self.gate(gate_up(x, scratch), activation, out)
 
     def by_row(self, layer: Linear) -> CompiledLinear | None:
         if not isinstance(layer, CompiledLinear):
@@ -180,7 +199,7 @@ class Products:
 
     flat: ctypes._NamedFuncPointer
     tall: ctypes._NamedFuncPointer
-    room: Scratch
+    scratch: Scratch
     words: int  # elements in 32 bits
     fixed: bool = False  # whether the current forward is fixed
 
@@ -194,7 +213,7 @@ class CompiledLinear:
         self._args = LinearArgs(w=weight.data_ptr(), bias=None if bias is None else bias.data_ptr())
         self._args.n, self._args.k = weight.shape
         vectors = -(-weight.shape[1] // (LANES * products.words))
-        self._turned_words = vectors * LANES * GROUP  # per group of rows
+        self._transposed_words = vectors * LANES * GROUP  # per group of rows
 
     @property
     def width(self) -> int:
@@ -218,9 +237,9 @@ class CompiledLinear:
 
     def tall(self, x: Tensor, out: Tensor, activation: int) -> Tensor:
         """Compute the product by the tall kernel, and apply the gate unless `activation` is NO_GATE."""
-        turned = self._products.room.take("turned", -(-len(x) // GROUP), self._turned_words)
-        room = ctypes.c_void_p(turned.data_ptr())
-        self._products.tall(self._filled(x, out), room, torch.get_num_threads(), activation)
+        transposed = self._products.scratch.take("transposed", -(-len(x) // GROUP), self._transposed_words)
+        address = ctypes.c_void_p(transposed.data_ptr())
+        self._products.tall(self._filled(x, out), address, torch.get_num_threads(), activation)
         return out
 
     def _filled(self, x: Tensor, out: Tensor) -> ctypes._CArgObject:

@@ -9,22 +9,19 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from baton.engine.batch import Batch
+from baton.engine.kernels.base import Linear
 from baton.engine.kernels.cpu.attention import CompiledAttention
 from baton.engine.kernels.cpu.kernel_choice import Choice, Profile, static_choice
 from baton.engine.kernels.cpu.ops import CompiledLinear, CpuKernels
 from baton.engine.kernels.torch_reference import TorchLinear
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from baton.engine.kernels.base import Linear
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 COLD_BYTES = 192 << 20  # total size of copies that alternate, so that weights are read from memory, not a cache
@@ -45,9 +42,9 @@ class Point(NamedTuple):
     tall_s: float
     torch_s: float
 
-    def other_s(self, *, tall: bool) -> float:
-        """Return the seconds of the tall kernel or else of torch."""
-        return self.tall_s if tall else self.torch_s
+    def seconds(self, choice: Choice) -> float:
+        """Return the seconds with this choice."""
+        return {"flat": self.flat_s, "tall": self.tall_s, "torch": self.torch_s}[choice.product(self.rows)]
 
 
 def measure_linear(kernels: CpuKernels, width: int, k: int, rows: Iterable[int] = ROWS) -> list[Point]:
@@ -72,8 +69,7 @@ def best_choice(points: Sequence[Point]) -> Choice:
     """Return the choice with the least sum of log times, robust to outliers, or the static one if within noise."""
 
     def cost(choice: Choice) -> float:
-        flat, tall = choice
-        return sum(math.log(p.flat_s if p.rows <= flat else p.other_s(tall=tall)) for p in points)
+        return sum(math.log(point.seconds(choice)) for point in points)
 
     static = static_choice(points[0].k)
     best = min((Choice(most, tall) for tall in (True, False) for most in (0, *(p.rows for p in points))), key=cost)

@@ -7,27 +7,22 @@ lists of the host, so its split counts are those of the longest possible context
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple
 
 import structlog
 import torch
+from torch import Tensor
 
 from baton.clock import SystemClock
 from baton.engine.batch import Batch
 from baton.engine.kernels.base import Scratch
 from baton.engine.kernels.gpu.shapes import WIDEST_HEAD, bucket_for, buckets
+from baton.engine.kv_cache import KVCache
+from baton.engine.model_backend import ModelBackend
 from baton.engine.models.loading import TransformerBackend
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
-
-    from baton.engine.kv_cache import KVCache
-    from baton.engine.model_backend import ModelBackend
 
 log = structlog.get_logger()
 
@@ -39,22 +34,17 @@ class Captured(NamedTuple):
     logits: Tensor
 
 
-class Capture(Protocol):
-    """A function that captures a forward, such as `CudaCapture`."""
-
-    def __call__(self, forward: Callable[[], Tensor]) -> Captured:
-        """Capture a forward. Raises RuntimeError if that fails."""
-
-
 class CudaCapture:
-    """A `Capture` for one device. All graphs share one memory pool, because no two run at the same time."""
+    """Captures forwards on one device. All graphs share one memory pool, because no two run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._device, self._pool = device, torch.cuda.graph_pool_handle()
 
     def __call__(self, forward: Callable[[], Tensor]) -> Captured:
-        """Capture after one normal run, which compiles kernels and initialises libraries outside the graph."""
+        """Capture after one normal run, which compiles kernels and initialises libraries outside the graph.
+
+        Raises RuntimeError if that fails.
+        """
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -116,18 +106,21 @@ class DecodeGraphs:
 
     def __init__(self, model: TransformerBackend, kv: KVCache, max_rows: int, max_blocks: int) -> None:
         self._model, self._kv = model, kv
-        self.sizes = buckets(max_rows)
-        self._max_blocks = max_blocks
+        self.sizes, self._max_blocks = buckets(max_rows), max_blocks
         self._static = Static(max_rows, max_blocks, model.layout.block_size, model.device)
         self._graphs: dict[int, Captured] = {}
 
-    def capture(self, capture: Capture) -> None:
+    def capture(self, capture: Callable[[Callable[[], Tensor]], Captured]) -> None:
         """Capture all buckets, the largest first, because its scratch is large enough for the others."""
-        scratch = self._model.model.scratch
-        with _scratch_of_its_own(self._model, Scratch(scratch.dtype, scratch.device)):
+        model = self._model.model
+        before = model.scratch
+        # A graph writes to the addresses of its capture, but the model's own scratch moves when it grows.
+        model.scratch = Scratch(before.dtype, before.device)
+        try:
             for rows in reversed(self.sizes):
-                forward = partial(self._model.forward, self._static.batch(rows), self._kv)
-                self._graphs[rows] = capture(forward)
+                self._graphs[rows] = capture(partial(self._model.forward, self._static.batch(rows), self._kv))
+        finally:
+            model.scratch = before
 
     def bucket(self, batch: Batch, kv: KVCache) -> int | None:
         """Return the bucket of the graph that can run this batch, or None."""
@@ -145,17 +138,6 @@ class DecodeGraphs:
         return captured.logits[: len(batch.logit_rows)]
 
 
-@contextmanager
-def _scratch_of_its_own(backend: TransformerBackend, scratch: Scratch) -> Iterator[None]:
-    # A graph writes to the addresses of its capture, but the model's own scratch moves when it grows.
-    model = backend.model
-    before, model.scratch = model.scratch, scratch
-    try:
-        yield
-    finally:
-        model.scratch = before
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class GraphedBackend(TransformerBackend):
     """A model with decode steps replayed from graphs."""
@@ -163,7 +145,6 @@ class GraphedBackend(TransformerBackend):
     graphs: DecodeGraphs
 
     def forward(self, batch: Batch, kv: KVCache) -> Tensor:
-        """Write the batch's K and V, then return logits, float32 [L, vocab_size], valid until the next forward."""
         bucket = None if batch.on_layer else self.graphs.bucket(batch, kv)  # a graph cannot call `on_layer`
         return self.model.forward(batch, kv) if bucket is None else self.graphs.run(batch, bucket)
 
@@ -174,7 +155,10 @@ def with_graphs(backend: ModelBackend, kv: KVCache, max_running: int, max_model_
     Only Llama-like models on the GPU kernels can be captured. A mixture of experts reads its choice from the device.
     Latent attention would store padding. Ranks exchange through the host. Thinking takes states with each batch.
     """
-    if not isinstance(backend, TransformerBackend) or not _can_be_captured(backend):
+    if not isinstance(backend, TransformerBackend) or backend.device.type != "cuda":
+        return backend
+    config, kernels = backend.model.config, backend.model.kernels.name
+    if config.experts or config.latent or config.thinking or config.head_dim > WIDEST_HEAD or kernels != "triton":
         return backend
     clock = SystemClock()
     began = clock.monotonic()
@@ -201,10 +185,3 @@ def graphed(backend: TransformerBackend, graphs: DecodeGraphs) -> GraphedBackend
         nondeterminism=backend.nondeterminism,
         graphs=graphs,
     )
-
-
-def _can_be_captured(backend: TransformerBackend) -> bool:
-    config = backend.model.config
-    plain = config.experts is None and config.latent is None and config.thinking is None
-    fits = plain and config.head_dim <= WIDEST_HEAD
-    return backend.device.type == "cuda" and backend.model.kernels.name == "triton" and fits

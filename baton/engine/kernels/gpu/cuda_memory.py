@@ -3,28 +3,22 @@
 Used by channels between workers (`kvtransfer.transports.cuda_ipc`) and ranks of a worker (`baton.engine.tp.kv_memory`).
 The owner frees memory once no other process can use it. torch's `_share_cuda_` is unsuitable: it counts users in a file
 of /dev/shm that a killed process leaves behind, and then never frees the memory.
-Written from CUDA's documentation and not yet run on a GPU. To test with one and two GPUs:
-`python -m pytest tests/unit/gpu/test_cuda_ipc.py tests/unit/gpu/test_ranks.py`.
+Written from CUDA's documentation and not yet run on a GPU. docs/gpu.md has the commands for that.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from baton.engine.batch import Batch
+from baton.engine.model_backend import ModelBackend
 from baton.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from baton.engine.model_backend import ModelBackend
-
 
 HANDLE_BYTES = 64  # size of handles of memory and events
 _LAZY_PEER_ACCESS = 1
@@ -78,50 +72,42 @@ class CudaDevice:
             raise ConfigError(f"CUDA IPC: memory of {self._device} cannot be shared: {error}") from error
 
     def allocate(self, nbytes: int) -> int:
-        """See `Device`."""
         address = ctypes.c_uint64()
         self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
         return address.value
 
     def free(self, address: int) -> None:
-        """See `Device`."""
         self._call("cuMemFree_v2", ctypes.c_uint64(address))
 
     def handle(self, address: int) -> bytes:
-        """See `Device`."""
         handle = _Handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
         return bytes(handle)
 
     def open(self, handle: bytes) -> int:
-        """See `Device`."""
         address, given = ctypes.c_uint64(), _Handle.from_buffer_copy(handle)
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(_LAZY_PEER_ACCESS))
         return address.value
 
     def close(self, address: int) -> None:
-        """See `Device`."""
         torch.cuda.synchronize(self._device)
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def tensor(self, address: int, nbytes: int) -> Tensor:
-        """See `Device`."""
         return torch.as_tensor(_Memory(address, nbytes), device=self._device)
 
     def event(self) -> tuple[Callable[[], None], bytes]:
-        """See `Device`."""
         with torch.cuda.device(self._device):
             event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]  # its gap
             handle = event.ipc_handle()  # type: ignore[no-untyped-call]  # its gap
         return lambda: event.record(torch.cuda.current_stream(self._device)), handle
 
     def open_event(self, handle: bytes) -> Callable[[], bool]:
-        """See `Device`."""
         event: torch.cuda.Event = torch.cuda.Event.from_ipc_handle(self._device, handle)  # type: ignore[no-untyped-call]
         return event.query
 
     def _primary_context(self, index: int) -> ctypes.c_void_p:
-        """Return the context that torch uses as well."""
+        """Return the context that torch also uses."""
         device, context = ctypes.c_int(), ctypes.c_void_p()
         _checked(self._cuda, "cuInit", ctypes.c_uint(0))
         _checked(self._cuda, "cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
@@ -154,12 +140,7 @@ class _Memory:
     """Memory that torch can wrap in a tensor without a copy."""
 
     def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 2,
-        }
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2}
 
 
 def _checked(cuda: ctypes.CDLL, name: str, *arguments: object) -> None:
@@ -177,8 +158,8 @@ def claim_activations(backend: ModelBackend, max_batched_tokens: int, max_runnin
     """
     if backend.device.type != "cuda":
         return
-    lengths = backend.max_model_len, backend.layout.block_size
-    batch = widest_batch(max_batched_tokens, max_running, *lengths, backend.device)
+    longest, block_size = backend.max_model_len, backend.layout.block_size
+    batch = widest_batch(max_batched_tokens, max_running, longest, block_size, backend.device)
     backend.forward(batch, backend.make_cache(1))
     torch.cuda.synchronize(backend.device)
 

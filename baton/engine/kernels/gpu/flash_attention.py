@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from baton.engine.batch import Batch
+from baton.engine.batch import Batch
 
 BLOCK_MULTIPLE = 256
 HEAD_MULTIPLE, WIDEST_HEAD = 8, 256

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 import triton
+from torch import Tensor
 
-from baton.engine.kernels.gpu import triton_decode, triton_prefill, triton_rotary, triton_rows
-from baton.engine.kernels.gpu.flash_attention import VarlenAttention, find_varlen, varlen_fits
+from baton.engine.batch import Batch
+from baton.engine.kernels.base import Attention, HeadNorms, Rotation
+from baton.engine.kernels.gpu import triton_decode, triton_prefill, triton_rows
+from baton.engine.kernels.gpu.flash_attention import Varlen, VarlenAttention, find_varlen, varlen_fits
 from baton.engine.kernels.gpu.shapes import WIDEST_HEAD, decode_tiles, prefill_tiles, split_count
-from baton.engine.kernels.torch_reference import TorchLinear, torch_attention
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from baton.engine.batch import Batch
-    from baton.engine.kernels.base import Attention, HeadNorms, Linear, Rotation
-    from baton.engine.kernels.gpu.flash_attention import Varlen
+from baton.engine.kernels.torch_reference import TorchKernels, torch_attention
 
 
 class GpuAttention:
@@ -34,13 +28,13 @@ class GpuAttention:
         self._batch, self._block_size, self._window, self._scale = batch, block_size, window, scale
         self._longest_query, self._longest = max(batch.query_lens), max(batch.context_lens)
         self._singles = 1 in batch.query_lens
-        self._whole: Attention | None = None
+        self._chosen: Attention | None = None
         self._pieces: triton_decode.Pieces | None = None
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> Tensor:
-        if self._whole is None:
-            self._whole = self._choose(keys, values)
-        return self._whole(query, keys, values, out)
+        if self._chosen is None:
+            self._chosen = self._choose(keys, values)
+        return self._chosen(query, keys, values, out)
 
     def _choose(self, keys: Tensor, values: Tensor) -> Attention:
         varlen = self._kernels.varlen
@@ -52,27 +46,18 @@ class GpuAttention:
         return self._by_triton
 
     def _by_triton(self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> Tensor:
-        batch = self._batch
+        batch, scale, window, longest = self._batch, self._scale, self._window, self._longest_query
         where = query, keys, values, batch.block_tables, batch.query_starts, batch.kv_lens, out
         sizes = keys.shape[3], values.shape[3], keys.element_size()
-        if self._longest_query > 1:
+        if longest > 1:
+            tiles = prefill_tiles(*sizes)
             triton_prefill.prefill_attention(
-                *where,
-                prefill_tiles(*sizes),
-                longest_query=self._longest_query,
-                scale=self._scale,
-                window=self._window,
-                steady=batch.fixed,
+                *where, tiles, longest_query=longest, scale=scale, window=window, steady=batch.fixed
             )
         if self._singles:
-            triton_decode.decode_attention(
-                *where,
-                self._pieces_for(query.shape[1], keys, values),
-                decode_tiles(query.shape[1] // keys.shape[2], *sizes),
-                scale=self._scale,
-                window=self._window,
-                unified=self._kernels.unified,
-            )
+            pieces, unified = self._pieces_for(query.shape[1], keys, values), self._kernels.unified
+            tiles = decode_tiles(query.shape[1] // keys.shape[2], *sizes)
+            triton_decode.decode_attention(*where, pieces, tiles, scale=scale, window=window, unified=unified)
         return out
 
     def _pieces_for(self, heads: int, keys: Tensor, values: Tensor) -> triton_decode.Pieces:
@@ -85,8 +70,8 @@ class GpuAttention:
         return self._pieces
 
 
-class GpuKernels:
-    """Implementation of `baton.engine.kernels.base.Kernels`. A row with slot -1 is padding and is not stored.
+class GpuKernels(TorchKernels):
+    """Torch's products and fused kernels for the rest. A row with slot -1 is padding and is not stored.
 
     `unified` is the constant that replaces the running maximum in decode attention, in units of scaled scores, or
     None. `varlen` is torch's FlashAttention over block tables, or None. `processors` is the device's SM count.
@@ -102,12 +87,6 @@ class GpuKernels:
         """Return the kernels for this device and version of torch."""
         return cls(torch.cuda.get_device_properties(device).multi_processor_count, find_varlen())
 
-    def begin(self, batch: Batch) -> None:
-        """Do nothing, because cuBLAS chooses the products."""
-
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> TorchLinear:
-        return TorchLinear(weight, bias)
-
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
         return triton_rows.rms_norm(x, None, weight, eps, out)
 
@@ -117,20 +96,10 @@ class GpuKernels:
     def rotate_and_store(
         self, qkv: Tensor, rotation: Rotation, norms: HeadNorms | None, slots: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
-        return triton_rotary.rotate_and_store(qkv, rotation, norms, slots, keys, values)
+        return triton_rows.rotate_and_store(qkv, rotation, norms, slots, keys, values)
 
     def gate(self, gate_up: Tensor, activation: str, out: Tensor) -> Tensor:
         return triton_rows.gate(gate_up, activation, out)
-
-    def gated(self, gate_up: Linear, x: Tensor, activation: str, room: Tensor, out: Tensor) -> Tensor:
-        return self.gate(gate_up(x, room), activation, out)
-
-    def by_row(self, layer: Linear) -> None:
-        del layer  # cuBLAS chooses its product by the number of rows
-
-    def steady_rows(self, heads: Sequence[int]) -> int:
-        del heads
-        return 0
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
         del rows

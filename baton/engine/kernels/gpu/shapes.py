@@ -54,11 +54,7 @@ def decode_tiles(group: int, head_dim: int, value_dim: int, element_bytes: int) 
 
 def buckets(most: int) -> list[int]:
     """Return the batch sizes of captured graphs: dense for small batches, and up to `most` inclusive."""
-    sizes = {
-        *FINE_BUCKETS,
-        *range(BUCKET_STEP, min(most, WIDE_BUCKET), BUCKET_STEP),
-        *range(WIDE_BUCKET, most, WIDE_STEP),
-    }
+    sizes = {*FINE_BUCKETS, *range(BUCKET_STEP, WIDE_BUCKET, BUCKET_STEP), *range(WIDE_BUCKET, most, WIDE_STEP)}
     return sorted({size for size in sizes if size < most} | {most})
 
 

@@ -6,18 +6,12 @@ and each key is read once per group. Keys that all rows see need no mask; those 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from baton.engine.kernels.gpu.triton_decode import LOG2E
-from baton.engine.kernels.gpu.triton_tile import attend
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from baton.engine.kernels.gpu.shapes import Tiles
+from baton.engine.kernels.gpu.shapes import Tiles
+from baton.engine.kernels.gpu.triton_decode import LOG2E, attend
 
 
 # fmt: off

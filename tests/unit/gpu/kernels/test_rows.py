@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from baton.engine.kernels.base import ACTIVATIONS, HeadNorms, Rotation
-from baton.engine.kernels.gpu.triton_rotary import rotate_and_store
-from baton.engine.kernels.gpu.triton_rows import gate, rms_norm
+from baton.engine.kernels.gpu.triton_rows import gate, rms_norm, rotate_and_store
 from baton.engine.kernels.torch_reference import TorchKernels
 
 PLAIN = TorchKernels()

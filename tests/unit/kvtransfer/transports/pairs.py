@@ -19,9 +19,9 @@ from kvtransfer.receiver import PeerService
 from kvtransfer.transports.base import ChannelEnd, ChannelName, KeyRelay, Ring, Side, Transport
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.grpc import GrpcTransport
-from kvtransfer.transports.memory import MemoryTransport
 from kvtransfer.transports.shm import ShmTransport
 from kvtransfer.transports.torch_dist import GlooTransport
+from tests.support.memory_transport import MemoryTransport
 from tests.support.time_factor import scaled
 from tests.support.transports import MainMemory, served
 from tests.support.waiting import eventually

@@ -73,13 +73,13 @@ def test_a_named_one_is_the_only_one(name: str) -> None:
         assert names(TransferSettings(transport=name), CUDA) == [name]  # staged in main memory
 
 
-LACKING = {"nccl": "KV is on cpu", "cuda_ipc": "KV is on cpu", "memory": "one process", "grpc": "no address"}
+LACKING = {"nccl": "KV is on cpu", "cuda_ipc": "KV is on cpu", "grpc": "no address"}
 ERRORS = [
     *(
         (TransferSettings(name), rf"transfer\.transport: '{name}' is not available: .*{why}")
         for name, why in LACKING.items()
     ),
-    (TransferSettings("carrier-pigeon"), r"'carrier-pigeon' is not one of auto, shm, gloo, .*memory"),
+    (TransferSettings("carrier-pigeon"), r"'carrier-pigeon' is not one of auto, shm, gloo, .*grpc"),
     *((TransferSettings(name, bind_host="192.0.2.1"), r"192\.0\.2\.1") for name in ("auto", "gloo")),
 ]
 

@@ -13,7 +13,7 @@ from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.transports import grpc
 from kvtransfer.transports.base import KeyRelay, Ring, Side
 from kvtransfer.transports.grpc import CHUNK_BYTES, GrpcTransport
-from kvtransfer.transports.memory import MemoryTransport
+from tests.support.memory_transport import MemoryTransport
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.transports.pairs import NAME, PATIENT_S, RING, mute

@@ -18,8 +18,8 @@ import pytest
 from baton.errors import ChannelBroken, ConfigError
 from kvtransfer.transports import unix_socket
 from kvtransfer.transports.base import ChannelEnd, KeyRelay, Side
-from kvtransfer.transports.rendezvous import host_reach
 from kvtransfer.transports.shm import ShmTransport
+from kvtransfer.transports.unix_socket import host_reach
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.transports.pairs import NAME, RING, Pairs, descriptors, mute

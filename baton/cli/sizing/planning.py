@@ -1,0 +1,235 @@
+"""The work of `baton plan`: simulates layouts to find the cheapest pools for a load, or to evaluate one layout."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from baton.bench.lengths import Lengths
+from baton.bench.traces import read_trace
+from baton.bench.workload import Times
+from baton.config import ClusterConfig, load_config
+from baton.config.schema import PoolConfig
+from baton.errors import ConfigError
+from baton.logs import configure_logging
+from baton.planner.profile import load_profile
+from baton.planner.search import OWN, Answer, Planner, Shape, Site, Tried, Workload, kind
+from baton.planner.sim.cluster import simulate
+from baton.planner.sim.scenario import Pool, Router, Slo
+from baton.planner.what_if import parse_what_if
+
+COLUMNS = ("pools", "GPUs", "requests/s", "good", "TTFT p50", "p99 ms", "ITL p50", "p99 ms", "busy P", "D", "tried as")
+POISSON = "poisson"  # default arrivals
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """The options. `rate` and the goals are None if the trace or the cluster file gives them."""
+
+    profile: str
+    rate: float | None
+    prompt_tokens: str
+    max_tokens: str | None
+    trace: Path | None
+    scale: float
+    times: str
+    requests: int
+    ttft_ms: float | None
+    itl_ms: float | None
+    attainment: float
+    gpus: int
+    what_if: str | None
+    seed: int
+    config: Path | None
+    sets: tuple[str, ...]
+
+
+def print_plan(options: PlanOptions, *, as_json: bool) -> None:
+    """Print the plan, or one layout's report. Raises ConfigError."""
+    configure_logging("error", "auto")  # because logs of simulated workers are useless
+    if not 0 < options.attainment <= 1:
+        raise ConfigError(f"--attainment: must be a share above 0 and at most 1, got {options.attainment:g}")
+    if options.sets and options.config is None:
+        raise ConfigError(f"--set: must be left out without -c, whose file it changes, got {options.sets[0]!r}")
+    config = load_config(options.config, options.sets, os.environ) if options.config else None
+    site, workload = _site(options, config), _workload(options)
+    rate = _rate(options, workload)
+    if options.what_if is not None:
+        _what_if(options, site, workload, rate, _own_shape(config), as_json=as_json)
+        return
+    progress = Console(stderr=True)
+    planner = Planner(simulate, site, workload, options.attainment, options.gpus)
+    if not as_json and progress.is_terminal:
+        planner = replace(planner, on_tried=lambda tried: progress.print(f"simulated {tried.shape}", style="dim"))
+    if config is not None:
+        _try_own(planner, _own_shape(config), rate)
+    answer = planner.plan(rate)
+    if as_json:
+        typer.echo(json.dumps(_plain(answer, site)))
+        return
+    typer.echo(f"{site.profile.name}: {site.profile.model} on {site.profile.hardware}\nsource: {site.profile.source}\n")
+    _show(answer)
+    for line in verdict(answer, options.gpus, options.attainment):
+        typer.echo(line)
+
+
+def _try_own(planner: Planner, own: Shape, rate: float) -> None:
+    profile = planner.site.profile
+    sizes = {own.prefill_tp, own.decode_tp} if own.prefill else {own.decode_tp}
+    if sizes <= set(profile.sizes):
+        planner.attempt(own, rate, OWN)
+        return
+    known = ", ".join(map(str, profile.sizes))
+    typer.echo(f"not tried: the file's layout {own}, because profile {profile.name} has only tp {known}", err=True)
+
+
+def _what_if(options: PlanOptions, site: Site, workload: Workload, rate: float, own: Shape, *, as_json: bool) -> None:
+    what = parse_what_if(options.what_if or "", own)
+    site = replace(site, faults=what.faults)
+    shape = what.shape
+    if not (shape.prefill or shape.chunk):
+        shape = replace(shape, chunk=site.decode.max_batched_tokens)  # the simulation's default
+    planner = Planner(simulate, site, workload, options.attainment)
+    tried = planner.attempt(shape, rate * what.scale, "what if")
+    if as_json:
+        found = {"shape": asdict(shape), "gpus": shape.gpus, "rate": tried.rate, "met": tried.met}
+        typer.echo(json.dumps(found | {"report": tried.report.as_dict()}))
+        return
+    typer.echo(f"{shape}: {shape.gpus} GPUs, {tried.rate:g} requests/s\n")
+    typer.echo(tried.report.table())
+
+
+def _workload(options: PlanOptions) -> Workload:
+    if options.trace is None and options.scale != 1:
+        raise ConfigError(f"--scale: must be left out without a trace, whose lengths it divides, got {options.scale:g}")
+    trace = read_trace(options.trace, scale=options.scale) if options.trace else None
+    if trace is not None and any(isinstance(one.prompt, str) for one in trace.arrivals):
+        allowed = "prompt_tokens or token ids in all requests, because the tokenizer is unknown"
+        raise ConfigError(f"--trace: must have {allowed}, got text in {options.trace}")
+    lengths = Lengths.parse(options.prompt_tokens, options.max_tokens)
+    Times.parse(options.times, 1.0)  # invalid values are rejected even if they are not used
+    workload = Workload(lengths, options.times, trace, options.requests, options.seed)
+    if workload.own_rate is not None and options.times != POISSON:
+        raise ConfigError(f"--arrivals: must be left out with a trace that has times, got {options.times!r}")
+    return workload
+
+
+def _rate(options: PlanOptions, workload: Workload) -> float:
+    rate = options.rate if options.rate is not None else workload.own_rate
+    if rate is None:
+        raise ConfigError("--rate: must be given, in requests per second, without a trace that has times")
+    if not 0 < rate < math.inf:
+        raise ConfigError(f"--rate: must be requests per second, a number above 0, got {rate:g}")
+    return rate
+
+
+def _site(options: PlanOptions, config: ClusterConfig | None) -> Site:
+    """Combine the workers, router and goals of the cluster file with the options, which take precedence."""
+    site = Site(load_profile(options.profile), seed=options.seed)
+    goals = Slo(config.slo.ttft_ms / 1e3, config.slo.itl_ms / 1e3) if config is not None else site.slo
+    if config is not None:
+        site = replace(site, prefill=_pool(config.prefill), decode=_pool(config.decode), router=_router(config))
+    for name, value in (("ttft_ms", options.ttft_ms), ("itl_ms", options.itl_ms)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')}: must be milliseconds, a number above 0, got {value:g}")
+    ttft_s = options.ttft_ms / 1e3 if options.ttft_ms is not None else goals.ttft_s
+    itl_s = options.itl_ms / 1e3 if options.itl_ms is not None else goals.itl_s
+    return replace(site, slo=replace(goals, ttft_s=ttft_s, itl_s=itl_s))
+
+
+def _pool(config: PoolConfig) -> Pool:
+    pool = Pool(0, block_size=config.block_size, prefix_cache=config.prefix_cache)
+    return replace(pool, max_batched_tokens=config.max_batched_tokens, max_running=config.max_running)
+
+
+def _router(config: ClusterConfig) -> Router:
+    router, queue = config.router, config.router.queue
+    limits = (queue.max_requests, queue.max_tokens, queue.max_wait_s)
+    return Router(router.policy, router.local_prefill == "auto", *limits, attempts=config.retry.attempts)
+
+
+def _own_shape(config: ClusterConfig | None) -> Shape:
+    if config is None:
+        return Shape(1, 1)
+    decode, prefill = config.decode, config.prefill
+    if config.mode == "colocated":
+        return Shape(decode.replicas, decode_tp=decode.tensor_parallel, chunk=decode.max_batched_tokens)
+    return Shape(decode.replicas, prefill.replicas, decode.tensor_parallel, prefill.tensor_parallel)
+
+
+def _show(answer: Answer) -> None:
+    table = Table(*COLUMNS, box=None, pad_edge=False)
+    for tried in answer.tried:
+        if tried.why != "goodput":
+            chosen = tried is answer.disaggregated or tried is answer.colocated
+            table.add_row(*_row(tried), style="bold" if chosen else None)
+    Console(width=None if Console().is_terminal else 200).print(table)
+
+
+def _row(tried: Tried) -> tuple[str, ...]:
+    report = tried.report
+    times = (report.ttft.p50, report.ttft.p99, report.itl.p50, report.itl.p99)
+    busy = f"{report.prefill.busy:.0%}" if tried.shape.prefill else "-"
+    return (
+        str(tried.shape),
+        str(tried.shape.gpus),
+        f"{tried.rate:g}",
+        f"{report.attainment:.1%}{' met' if tried.met else ''}",
+        *(f"{value * 1e3:.1f}" for value in times),
+        busy,
+        f"{report.decode.busy:.0%}",
+        tried.why,
+    )
+
+
+def verdict(answer: Answer, gpus: int, attainment: float) -> list[str]:
+    """Return the recommendation, and whether disaggregation pays."""
+    lines = [""]
+    for one in (answer.disaggregated, answer.colocated):
+        if one is not None:
+            each, most = answer.goodput[kind(one.shape)], "up to"
+            if kind(one.shape) in answer.at_least:
+                most = "with so few requests no limit was found, at least"
+            lines.append(f"{one.shape}: {one.shape.gpus} GPUs; {most} {each:.3g} requests/s for each GPU")
+    best, apart, together = answer.best, answer.disaggregated, answer.colocated
+    if best is None:
+        return [*lines, f"no layout of up to {gpus} GPUs keeps {attainment:.0%} of requests within the goal"]
+    if together is None:
+        return [*lines, "disaggregation pays: colocated workers do not meet the goal within these GPUs"]
+    if apart is None:
+        return [*lines, "disaggregation does not pay: it does not meet the goal within these GPUs"]
+    pays = "disaggregation pays" if best is apart else "disaggregation does not pay here"
+    lines.append(f"{pays}: {apart.shape.gpus} GPUs against {together.shape.gpus}")
+    if answer.at_least:
+        return lines
+    ratio = answer.goodput["disaggregated"] / answer.goodput["colocated"]
+    but = " (at this load it is still cheaper)" if ratio < 1 and best is apart else ""
+    return [*lines, f"at full load, it has {ratio:.2f} times the goodput of colocated workers for each GPU{but}"]
+
+
+def _plain(answer: Answer, site: Site) -> dict[str, object]:
+    def of(tried: Tried | None) -> dict[str, object] | None:
+        if tried is None:
+            return None
+        shape = asdict(tried.shape) | {"gpus": tried.shape.gpus, "kind": kind(tried.shape)}
+        return shape | {"rate": tried.rate, "met": tried.met, "why": tried.why, "report": tried.report.as_dict()}
+
+    return {
+        "profile": site.profile.name,
+        "source": site.profile.source,
+        "rate": answer.rate,
+        "slo": asdict(site.slo),
+        "best": of(answer.best),
+        "disaggregated": of(answer.disaggregated),
+        "colocated": of(answer.colocated),
+        "goodput_per_gpu": answer.goodput,
+        "goodput_at_least": sorted(answer.at_least),
+        "tried": [of(tried) for tried in answer.tried],
+    }

@@ -1,0 +1,140 @@
+"""Output of one sequence: its tokens, text and end. It is a pure function of the token ids, so no text is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.core import Finish, FinishReason, SequenceSpec, Token, TokenLogprobs
+from baton.engine.sampling.logits import Row
+from baton.errors import InvalidRequest
+from baton.structured_output import Grammars, Guide
+from baton.tokenizer import Detokenizer, Tokenizer
+
+
+class OutputText:
+    """Detokenizer with stop strings. The first character that completes a stop string decides; among several matches
+    there, the longest counts. A match that is complete before token number `min_tokens` (from 1) is ordinary text.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+        self._detokenizer, self._stop, self._min_tokens = detokenizer, tuple(stop), min_tokens
+        self._pushed = 0
+        self._held = ""  # the longest end of the text that may begin a stop string
+
+    def push(self, token_id: int) -> tuple[str, str | None]:
+        """Add a token. Return the text that no later token can change, and the stop string that ended it, if any."""
+        self._pushed += 1
+        piece = self._detokenizer.push(token_id)
+        if not self._stop:
+            return piece, None
+        text = self._held + piece
+        match = self._find(text, len(self._held)) if self._pushed >= self._min_tokens else None
+        if match is not None:
+            begin, stop = match
+            self._held = ""
+            return text[:begin], stop
+        final = len(text) - self._partial(text)
+        self._held = text[final:]
+        return text[:final], None
+
+    def tail(self) -> str:
+        """Return the text still held back at the end: a partial stop string, an incomplete character."""
+        tail, self._held = self._held + self._detokenizer.flush(), ""
+        return tail
+
+    def _find(self, text: str, searched: int) -> tuple[int, str] | None:
+        """Return (begin, stop) of the match that ends first, after `searched`; the longest of several."""
+        found = []
+        for stop in self._stop:
+            begin = text.find(stop, max(0, searched - len(stop) + 1))
+            if begin >= 0:
+                found.append((begin + len(stop), begin, stop))
+        return min(found)[1:] if found else None
+
+    def _partial(self, text: str) -> int:
+        """Return the length of the longest end of `text` that is a proper beginning of a stop string."""
+        longest = 0
+        for stop in self._stop:
+            length = min(len(stop) - 1, len(text))
+            while length > longest and not text.endswith(stop[:length]):
+                length -= 1
+            longest = max(longest, length)
+        return longest
+
+
+class OutputFactory:
+    """Creates the outputs of one engine."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, max_model_len: int) -> None:
+        self._tokenizer, self._vocab_size, self._max_model_len = tokenizer, vocab_size, max_model_len
+        self._grammars = Grammars(tokenizer, vocab_size)
+
+    def check(self, spec: SequenceSpec) -> None:
+        """Raise InvalidRequest, naming the field, if `spec` can never be computed here."""
+        if not spec.prompt:
+            raise InvalidRequest.of("prompt", "must have at least one token")
+        if len(spec.prompt) >= self._max_model_len or len(spec) > self._max_model_len:
+            limit = f"these and at least one output token must fit in {self._max_model_len}"
+            raise InvalidRequest.of("prompt", f"has {len(spec)} tokens; {limit}")
+        sampling = spec.sampling
+        for field, ids in (
+            ("prompt", spec.tokens),
+            ("sampling.stop_token_ids", sampling.stop_token_ids),
+            ("sampling.logit_bias", (token_id for token_id, _ in sampling.logit_bias)),
+        ):
+            wrong = next((token_id for token_id in ids if not 0 <= token_id < self._vocab_size), None)
+            if wrong is not None:
+                raise InvalidRequest.of(field, f"token id {wrong} is not within 0..{self._vocab_size - 1}")
+        self._grammars.check(spec.constraint)
+
+    def start(self, spec: SequenceSpec) -> OutputState:
+        """Create an output with `spec.known`. Raises InvalidRequest if its constraint does not allow these."""
+        guide = self._grammars.start(spec.constraint)
+        choice = OutputState(spec, self._tokenizer, self._vocab_size, self._max_model_len, guide)
+        if guide is not None and guide.broken:
+            raise InvalidRequest.of("known", "has tokens that the constraint does not allow")
+        return choice
+
+
+class OutputState:
+    """Prompt and output of one sequence (`tokens`). `spec.known` is replayed first, and may already end it."""
+
+    def __init__(
+        self, spec: SequenceSpec, tokenizer: Tokenizer, vocab_size: int, max_model_len: int, guide: Guide | None
+    ) -> None:
+        self.sampling = spec.sampling
+        self.tokens = list(spec.prompt)
+        self.finish: Finish | None = None
+        self._prompt_len = len(spec.prompt)
+        self.max_output = min(self.sampling.max_tokens, max_model_len - len(spec.prompt))
+        self._eos_ids = () if self.sampling.ignore_eos else tokenizer.eos_ids
+        self._text = OutputText(tokenizer.stream(spec.prompt), self.sampling.stop, self.sampling.min_tokens)
+        end_ids = (*self._eos_ids, *self.sampling.stop_token_ids)
+        self.row = Row(spec.prompt, self.sampling, end_ids, vocab_size, guide)
+        for token_id in spec.known:
+            if self.finish is None:
+                self.push(token_id)
+
+    def push(self, token_id: int, logprobs: TokenLogprobs | None = None) -> Token | None:
+        """Add a token. Return it with its text, or None if it only ends the output. Sets `finish` at the end."""
+        reason = self.ends_by_id(token_id)
+        if reason is not None:
+            self.finish = Finish(reason, str(token_id), self._text.tail())
+            return None
+        index = len(self.tokens) - self._prompt_len
+        self.tokens.append(token_id)
+        self.row.advance(token_id)
+        text, stop = self._text.push(token_id)
+        if stop is not None:
+            self.finish = Finish(FinishReason.STOP_STRING, stop)
+        elif self.row.guide is not None and self.row.guide.complete:
+            self.finish = Finish(FinishReason.EOS, tail=self._text.tail())  # nothing but an end token could follow
+        elif index + 1 >= self.max_output:
+            self.finish = Finish(FinishReason.LENGTH, tail=self._text.tail())
+        return Token(index, token_id, text, logprobs)
+
+    def ends_by_id(self, token_id: int) -> FinishReason | None:
+        """Return why this token is the end instead of output, or None."""
+        if token_id in self._eos_ids:
+            return FinishReason.EOS
+        return FinishReason.STOP_TOKEN if token_id in self.sampling.stop_token_ids else None

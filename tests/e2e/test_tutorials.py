@@ -1,0 +1,93 @@
+"""The tutorials as a reader follows them: their commands and programs run, in order, against one cluster.
+
+Commands that start and stop clusters, install or train are left out, and so are those with a placeholder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.guards.documents import Document
+from tests.support.cluster_process import HANDED_OVER, ROOT
+from tests.support.time_factor import scaled
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.slow
+PAGES = ("first-cluster", "openai-clients", "watch-a-request", "kill-a-worker")
+SETS = (HANDED_OVER, "log.level=debug", "decode.replicas=2")
+LEFT_OUT = re.compile(
+    r"^(make|source|mkdir|cp|cat >|kill|python [\w/]|baton (up|down|demo|doctor|bench)\b)|\b[A-Z]+_ID\b", re.M
+)
+TEMPLATE = "{% if tools %}{{ tools | tojson }} {% endif %}"  # as the page on OpenAI clients adds it
+
+
+@pytest.fixture(scope="module")
+def cluster(module_home):
+    """A cluster on the demonstration model, with the chat template of the page on OpenAI clients."""
+    model = module_home.path / "demo"
+    shutil.copytree(ROOT / "models/demo", model)
+    template = model / "chat_template.jinja"
+    template.write_text(TEMPLATE + template.read_text(encoding="utf-8"), encoding="utf-8")
+    with module_home.cluster("configs/no-ray.yaml", *SETS, f"model.path={model}") as running:
+        yield running
+
+
+def steps(page: str) -> Iterator[tuple[str, str, str]]:
+    """Language and text of each fence of a tutorial that is to run, and the output that the page shows for it."""
+    text = (ROOT / "docs/tutorials" / f"{page}.md").read_text(encoding="utf-8")
+    fences = [
+        (language, code) for language, code in Document(page, text).fences() if language or not LEFT_OUT.search(code)
+    ]
+    for (language, code), (next_language, shown) in pairwise([*fences, ("", "")]):
+        if language in {"", "python"}:
+            yield language, code, shown if next_language == "text" else ""
+
+
+def run(cluster, language: str, code: str) -> str:
+    """Run a program or commands of a page against `cluster`. Return the output; fail if there is none."""
+    state = cluster.state()
+    addresses = {"50051": state.grpc, "50052": state.admin, "8000": state.http, "9100": state.metrics}
+    for written, address in addresses.items():
+        code = code.replace(f"127.0.0.1:{written}", address)
+    command = [sys.executable, "-c", code] if language == "python" else ["bash", "-euo", "pipefail", "-c", code]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "BATON_HOME": str(cluster.home.path), "PATH": path, "NO_COLOR": "1"}
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=scaled(120), check=False)
+    assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
+    assert done.stdout.strip(), code
+    return done.stdout
+
+
+def words(text: str) -> list[str]:
+    """The lines of an output with all that differs from run to run as `*`: numbers and ids."""
+    return [re.sub(r"\S*\d\S*", "*", line).strip() for line in text.strip().splitlines()]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_tutorial_runs(cluster, page):
+    eventually(lambda: len(cluster.connected()) == 3, within_s=60)
+    for language, code, shown in steps(page):
+        printed = run(cluster, language, code)
+        if language == "python":
+            assert words(printed) == words(shown), code
+
+
+def test_the_cluster_file_of_your_own_model_runs(home):
+    """The cluster file of the page, with free ports, and with the demo model instead of the trained one."""
+    page = (ROOT / "docs/tutorials/own-model.md").read_text(encoding="utf-8")
+    (text,) = [code for language, code in Document("own-model", page).fences() if language == "yaml"]
+    shutil.copytree(ROOT / "models/demo", home.path / "models/toy")
+    file = home.path / "toy.yaml"
+    file.write_text(text.replace("/tmp/toy", str(home.path / "models/toy")), encoding="utf-8")
+    with home.cluster(file) as running:
+        ran = [run(running, language, code) for language, code, _ in steps("own-model") if not language]
+    assert len(ran) >= 3
