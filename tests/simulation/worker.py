@@ -237,7 +237,7 @@ class WorkerHost:
         self.drained = draining and self.role.idle
 
     async def _beat(self, clock: LoopClock) -> None:
-        """Beat like `baton.worker.process._beat`: a process that has lost its lease ends."""
+        """Beat like `baton.worker.lifecycle.Beats`: a process that has lost its lease ends."""
         lease, seen = Lease(cast("Any", self._ledger), self.info, self.plan.lease_s, clock), -1
         try:
             await lease.take()

@@ -113,7 +113,7 @@ def test_a_wrong_cpu_level_is_refused_before_anything_starts(monkeypatch, tmp_pa
 @pytest.mark.parametrize("detach", [[], ["--detach"]], ids=["foreground", "detached"])
 def test_a_full_disk_ends_a_start_with_an_error(monkeypatch, tmp_path, detach):
     monkeypatch.setenv("BATON_HOME", str(tmp_path))
-    monkeypatch.setattr(launch, "configure_logging", lambda *_: None)  # it changes this process, in which others log
+    monkeypatch.setattr(launch, "configure_logging", lambda *_: None)  # would change other tests' logs
     fill_disk(monkeypatch)
     done = CliRunner().invoke(app, ["up", "-c", "configs/no-ray.yaml", "--set", "model.path=oracle", *detach])
     assert isinstance(done.exception, ConfigError), done.output
