@@ -54,7 +54,7 @@ class Document:
         yield from (self.said(span.start(), span[2].replace("\n", " ")) for span in SPAN.finditer(self.prose))
 
     def fences(self) -> Iterator[tuple[str, str]]:
-        """Language and text of each fence, in order."""
+        """Yield language and text of each fence, in order."""
         yield from ((fence[1], fence[2]) for fence in FENCE.finditer(self.text))
 
     def links(self) -> Iterator[Said]:
