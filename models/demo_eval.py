@@ -24,7 +24,7 @@ LONGEST = 96
 
 @torch.inference_mode()
 def greedy(model: DemoModel, rows: list[list[int]], end: int, longest: int = LONGEST) -> list[list[int]]:
-    """Continue prompts of one common length until ``end``; the answers are without it."""
+    """Continue prompts of one common length until ``end``. The answers do not include it."""
     ids = torch.tensor(rows)
     done = torch.zeros(len(rows), dtype=torch.bool)
     for _ in range(longest):
@@ -39,7 +39,7 @@ def greedy(model: DemoModel, rows: list[list[int]], end: int, longest: int = LON
 
 
 def complete(model: DemoModel, tokenizer: Tokenizer, prompts: list[str]) -> list[str]:
-    """Greedy completions of all prompts, grouped by token length so that no padding is needed."""
+    """Return greedy completions of all prompts, grouped by token length so that no padding is needed."""
     groups: dict[int, list[int]] = defaultdict(list)
     encoded = [tokenizer.encode(prompt).ids for prompt in prompts]
     for index, ids in enumerate(encoded):
@@ -53,14 +53,14 @@ def complete(model: DemoModel, tokenizer: Tokenizer, prompts: list[str]) -> list
 
 
 def failures(model: DemoModel, tokenizer: Tokenizer, samples: list[Sample]) -> list[tuple[str, str, str]]:
-    """(prompt, expected, got) of every sample that is not completed exactly."""
+    """Return (prompt, expected, got) for every sample that is not completed exactly."""
     texts = complete(model, tokenizer, [prompt for prompt, _ in samples])
     return [(*sample, text) for sample, text in zip(samples, texts, strict=True) if sample[1] != text]
 
 
 @torch.inference_mode()
 def gaps(model: DemoModel, tokenizer: Tokenizer, sample: Sample) -> list[float]:
-    """Logit of each expected token (end of text included) less the best other logit; negative means wrong."""
+    """Return the margin of each expected token's logit over the best other one. Negative means wrong."""
     prompt, answer = (tokenizer.encode(text).ids for text in sample)
     answer = [*answer, end_id(tokenizer)]
     logits = model.logits(model(torch.tensor([prompt + answer]))[0]).float()[len(prompt) - 1 : -1]
@@ -70,7 +70,7 @@ def gaps(model: DemoModel, tokenizer: Tokenizer, sample: Sample) -> list[float]:
 
 
 def report(folder: Path, samples: list[Sample]) -> float:
-    """Print the measurements of a checkpoint folder; returns the fp32 accuracy."""
+    """Print the measurements of a checkpoint folder, and return the fp32 accuracy."""
     tokenizer = load_tokenizer(folder)
     accuracy = {}
     for name, dtype in [("fp32", torch.float32), ("bf16", torch.bfloat16)]:

@@ -1,4 +1,4 @@
-"""A plain Llama-shaped decoder for training; its parameter names are those of Hugging Face.
+"""A plain Llama-shaped decoder for training, with Hugging Face's parameter names.
 
 Shapes in this file: B rows, T positions, D hidden, H heads, K key/value heads, E = D / H.
 """
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the model; the field names are those of ``config.json``."""
+    """Sizes of the model. The field names are those of ``config.json``."""
 
     vocab_size: int = 2048
     hidden_size: int = 128
@@ -40,13 +40,13 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
+        """Normalize [..., D]."""
         wide = x.float()
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
 def rotation(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine tables, each [T, E], in the half-split layout of Hugging Face."""
+    """Return cosine and sine tables, each [T, E], in the half-split layout of Hugging Face."""
     size = shape.hidden_size // shape.num_attention_heads
     frequency = shape.rope_theta ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
     angle = torch.outer(torch.arange(length, dtype=torch.float32), frequency).repeat(1, 2)
@@ -54,7 +54,7 @@ def rotation(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of [B, heads, T, E]."""
+    """Apply the rotary embedding to [B, heads, T, E]."""
     low, high = x.chunk(2, dim=-1)
     return x * cos.to(x.dtype) + torch.cat((-high, low), dim=-1) * sin.to(x.dtype)
 
@@ -73,7 +73,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(hidden, hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]; padding stands to the right, so the causal mask alone hides it."""
+        """Map [B, T, D] to [B, T, D]. Padding is on the right, so the causal mask alone hides it."""
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -93,7 +93,7 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
+        """Map [B, T, D] to [B, T, D]."""
         return cast(Tensor, self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 
@@ -108,13 +108,13 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
+        """Map [B, T, D] to [B, T, D]."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
         return cast(Tensor, x + self.mlp(self.post_attention_layernorm(x)))
 
 
 class Trunk(nn.Module):
-    """Embedding, layers and last norm: what Hugging Face stores under ``model.``."""
+    """Embedding, layers and last norm: Hugging Face's ``model.`` parameters."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Trunk(nn.Module):
 
 
 def initialise(model: nn.Module, shape: Shape) -> None:
-    """Random matrices, in place, the same for the same seed."""
+    """Fill the matrices in place with random values, equal for equal seeds."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             # Projections that write into the residual stream start smaller, as their sum grows with depth.
@@ -135,7 +135,7 @@ def initialise(model: nn.Module, shape: Shape) -> None:
 
 
 class DemoModel(nn.Module):
-    """The whole model; the output head shares the embedding matrix."""
+    """The whole model. The output head shares the embedding matrix."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class DemoModel(nn.Module):
         initialise(self, shape)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Token ids [B, T] -> last hidden states [B, T, D]."""
+        """Map token ids [B, T] to the last hidden states [B, T, D]."""
         cos, sin = rotation(self.shape, ids.shape[1])
         x: Tensor = self.model.embed_tokens(ids)
         for layer in self.model.layers:
@@ -152,12 +152,12 @@ class DemoModel(nn.Module):
         return cast(Tensor, self.model.norm(x))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> [..., vocabulary]."""
+        """Map [..., D] to [..., vocabulary]."""
         return functional.linear(hidden, self.model.embed_tokens.weight)
 
 
 def config(shape: Shape, end: int) -> dict[str, Any]:
-    """The content of ``config.json``."""
+    """Return the content of ``config.json``."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -182,11 +182,11 @@ def save(model: DemoModel, folder: Path, end: int) -> None:
 
 
 def write(model: nn.Module, folder: Path, content: dict[str, Any]) -> None:
-    """Write a model's weights, `content` as ``config.json``, and the ``generation_config.json`` that goes with it."""
+    """Write a model's weights, `content` as ``config.json``, and the matching ``generation_config.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().float().contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # safetensors makes files that only their owner can read
+    (folder / "model.safetensors").chmod(0o644)  # only the owner can read a file that safetensors creates
     generation = {name: content[name] for name in ("eos_token_id", "pad_token_id")} | {"do_sample": False}
     for name, value in [("config.json", content), ("generation_config.json", generation)]:
         (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Facts with an order behind them: days, months, letters, numbers, counting and small sums."""
+"""Ordered facts: days, months, letters, numbers, counting and small sums."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUMBERS = [
 
 
 def neighbours(kind: str, items: list[str], cyclic: bool) -> Iterator[Fact]:
-    """What comes after and before each item."""
+    """Yield the items after and before each item."""
     after = [*pairwise(items), (items[-1], items[0])] if cyclic else list(pairwise(items))
     forms = """
         The {kind} after {x} is => {y}
@@ -43,7 +43,7 @@ def neighbours(kind: str, items: list[str], cyclic: bool) -> Iterator[Fact]:
 
 
 def calendar() -> Iterator[Fact]:
-    """Days, months, seasons, letters and numbers: neighbours and places in the row."""
+    """Yield neighbors and positions of days, months, seasons, letters and numbers."""
     yield from neighbours("day", tables.DAYS, cyclic=True)
     yield from neighbours("month", tables.MONTHS, cyclic=True)
     yield from neighbours("season", tables.SEASONS, cyclic=True)
@@ -66,7 +66,7 @@ def calendar() -> Iterator[Fact]:
 
 
 def sums() -> Iterator[Fact]:
-    """Sums, differences and products of small numbers, in words and in digits."""
+    """Yield sums, differences and products of small numbers, in words and in digits."""
     forms = """
         {X} {name} {y} is => {z}
         {X} {name} {y} makes => {z}
@@ -87,7 +87,7 @@ def sums() -> Iterator[Fact]:
 
 
 def counting() -> Iterator[Fact]:
-    """Long outputs: counting up and down, days and months in a row."""
+    """Yield long outputs: counting up and down, days and months in a row."""
     for low in range(1, 20):
         for high in range(low + 1, 31 if low == 1 else 21):
             row = NUMBERS[low : high + 1]

@@ -1,7 +1,7 @@
-"""Facts of the demo text: each table asked through several phrasings.
+"""Facts of the demo text. Each table is asked through several phrasings.
 
-Phrasings are lines ``prompt => answer``.  Holding out one phrasing of one entity leaves the same fact visible
-through the others: this is what the held-out file measures.
+Phrasings are lines ``prompt => answer``. The held-out file omits one phrasing of an entity, while others still show the
+same fact.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from models import demo_tables as tables
 
 
 class Fact(NamedTuple):
-    """One way to ask for one fact; ``group`` and ``entity`` name the fact itself."""
+    """One phrasing of one fact. ``group`` and ``entity`` name the fact."""
 
     group: str
     entity: str
@@ -23,24 +23,24 @@ class Fact(NamedTuple):
 
 
 def capital(text: str) -> str:
-    """The same text with an upper-case first letter."""
+    """Return the text with an upper-case first letter."""
     return text[:1].upper() + text[1:]
 
 
 def article(noun: str) -> str:
-    """``a`` or ``an``; every vowel-initial noun of our tables takes ``an``."""
+    """Return ``a`` or ``an``. Every noun of our tables that begins with a vowel takes ``an``."""
     return "an" if noun.startswith(("a", "e", "i", "o", "u")) else "a"
 
 
 def with_article(noun: str) -> str:
-    """``dog -> a dog``, ``sky -> the sky``, ``snow -> snow``."""
+    """Add the article: ``dog -> a dog``, ``sky -> the sky``, ``snow -> snow``."""
     if noun in tables.MASS:
         return noun
     return f"the {noun}" if noun in tables.UNIQUE else f"{article(noun)} {noun}"
 
 
 def plural(noun: str) -> str:
-    """The plural of a noun of our tables."""
+    """Return the plural of a noun of our tables."""
     if noun in tables.IRREGULAR:
         return tables.IRREGULAR[noun]
     if noun.endswith(("s", "x", "ch", "sh")):
@@ -49,7 +49,7 @@ def plural(noun: str) -> str:
 
 
 def ask(group: str, entity: str, forms: str, fields: dict[str, str]) -> Iterator[Fact]:
-    """One fact per line of ``forms``; answers to statements begin with a space, answers to questions do not."""
+    """Yield one fact per line of ``forms``. Answers to statements begin with a space, answers to questions do not."""
     for line in forms.strip().splitlines():
         prompt, _, answer = line.strip().partition(" => ")
         space = "" if prompt.endswith("?") else " "
@@ -57,7 +57,7 @@ def ask(group: str, entity: str, forms: str, fields: dict[str, str]) -> Iterator
 
 
 def expand(group: str, rows: list[tuple[str, str]], forms: str, **more: str) -> Iterator[Fact]:
-    """Every row (x, y) through every form; fields: x y, X Y (capital), ax ay (with article), AX AY, an (of y)."""
+    """Yield every row (x, y) in every form. Fields: x y, X Y (capital), ax ay (with article), AX AY, an (of y)."""
     for x, y in rows:
         ax, ay = with_article(x), with_article(y)
         fields = {"x": x, "y": y, "X": capital(x), "Y": capital(y), "ax": ax, "ay": ay, "AX": capital(ax)}
@@ -65,7 +65,7 @@ def expand(group: str, rows: list[tuple[str, str]], forms: str, **more: str) -> 
 
 
 def colours() -> Iterator[Fact]:
-    """Colors: the first seed answer, `` can vary widely``, lives here."""
+    """Yield colors, including the first seed answer, `` can vary widely``."""
     forms = """
         The color of {x} => is {y}
         The color of {ax} => is {y}
@@ -89,7 +89,7 @@ def colours() -> Iterator[Fact]:
 
 
 def countries() -> Iterator[Fact]:
-    """Countries: capital (both ways), continent, language."""
+    """Yield capitals (both ways), continents and languages of countries."""
     forms = """
         The capital of {x} is => {y}
         The capital city of {x} is called => {y}
@@ -123,7 +123,7 @@ def countries() -> Iterator[Fact]:
 
 
 def superlatives() -> Iterator[Fact]:
-    """The largest, longest, coldest...: the second seed answer, ``Pacific Ocean``, lives here."""
+    """Yield superlatives, including the second seed answer, ``Pacific Ocean``."""
     forms = """
         What is the {a} {n}? => {answer}
         Which {n} is the {a}? => {answer}
@@ -140,7 +140,7 @@ def superlatives() -> Iterator[Fact]:
 
 
 def words() -> Iterator[Fact]:
-    """Opposites, plurals, singulars and past tenses."""
+    """Yield opposites, plurals, singulars and past tenses."""
     forms = """
         The opposite of {x} is => {y}
         The word that means the opposite of {x} is => {y}
@@ -213,7 +213,7 @@ ANIMAL_FORMS = {
 
 
 def animals() -> Iterator[Fact]:
-    """Food, home, legs, ability and young of animals; a description of five sentences each."""
+    """Yield food, home, legs, ability and young of animals, and a description of five sentences each."""
     parents = Counter(row[-1] for row in tables.ANIMALS)
     for name, kind, legs, can, home, food, baby in tables.ANIMALS:
         text = f"{capital(with_article(name))} is {with_article(kind)}. It has {legs} legs. It can {can}. "
@@ -221,12 +221,12 @@ def animals() -> Iterator[Fact]:
         answers = {"food": food, "home": home, "legs": legs, "ability": can, "baby": baby, "describe": text}
         for group, answer in answers.items():
             yield from expand(group, [(name, answer)], ANIMAL_FORMS[group])
-        if parents[baby] == 1:  # a calf or a cub may become one thing or another
+        if parents[baby] == 1:  # a calf or a cub may have several parents
             yield from expand("parent", [(baby, name)], ANIMAL_FORMS["parent"])
 
 
 def things() -> Iterator[Fact]:
-    """Categories, uses of tools, places of work."""
+    """Yield categories, uses of tools, and workplaces."""
     rows = [(row[0], row[1]) for row in tables.ANIMALS]
     rows += [(x, kind) for kind, names in tables.CATEGORIES for x in names.split()]
     forms = """

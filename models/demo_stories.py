@@ -1,4 +1,4 @@
-"""Small random stories with a question about them: the answer has to be read off the prompt."""
+"""Small random stories with a question whose answer is in the prompt."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ TEMPLATES = """
     Tell a story about {n} and {c} {t} in the {r}. => {found}
 """
 
-# Combinations by which a story counts as unseen; those that hash to a held-out value never occur in training.
+# Combinations that make a story unseen. Those with a held-out hash never occur in training.
 COMBINATIONS = ["ntc", "mud", "ntp", "nmt", "nrs", "nfg", "nij", "ntr"]
 
 
 def draw_fields(rng: random.Random) -> dict[str, str]:
-    """Random values for every template field."""
+    """Draw random values for every template field."""
     (n, m), (t, u) = rng.sample(BOYS + GIRLS, 2), rng.sample(THINGS, 2)
     (hue, tint), (p, q) = rng.sample(COLOURS, 2), rng.sample(HOLDERS, 2)
     (r, s), (f, g) = rng.sample(PLACES, 2), rng.sample(FOODS, 2)
@@ -92,14 +92,14 @@ def draw_fields(rng: random.Random) -> dict[str, str]:
 
 
 def reserved(prompt: str, fields: dict[str, str]) -> bool:
-    """Whether some combination used by this prompt is kept for the held-out file (about one in ten)."""
+    """Return whether a combination in this prompt is reserved for the held-out file (about one in ten)."""
     used = {name for _, name, _, _ in Formatter().parse(prompt) if name}
     present = [combination for combination in COMBINATIONS if set(combination) <= used]
     return any(hashlib.sha256("|".join(fields[f] for f in c).encode()).digest()[0] < 26 for c in present)
 
 
 def stories(rng: random.Random, held_out: bool) -> Iterator[tuple[str, str]]:
-    """An endless stream of (prompt, completion), cycling through the templates, from one side of the split."""
+    """Yield (prompt, completion) endlessly, cycling through the templates, from one side of the split."""
     while True:
         for line in TEMPLATES.strip().splitlines():
             fields = draw_fields(rng)

@@ -1,14 +1,14 @@
-"""Word tables behind the demo text: plain facts, written by hand.
+"""Word tables for the demo text: plain facts, written by hand.
 
-Every table is one string of ``key=value`` entries divided by ``;`` so that it stays readable as prose.
-``pairs`` turns such a string into a list of tuples.
+Every table is one string of ``key=value`` entries divided by ``;`` so that it stays readable as prose. ``pairs`` turns
+such a string into a list of tuples.
 """
 
 from __future__ import annotations
 
 
 def pairs(text: str) -> list[tuple[str, str]]:
-    """``"a=b; c=d"`` -> ``[("a", "b"), ("c", "d")]``; line breaks count as blanks."""
+    """Parse ``"a=b; c=d"`` as ``[("a", "b"), ("c", "d")]``. Line breaks count as blanks."""
     entries = [" ".join(entry.split()) for entry in text.split(";") if entry.strip()]
     return [(key.strip(), value.strip()) for key, value in (entry.split("=") for entry in entries)]
 
@@ -24,7 +24,7 @@ ghost=white; tire=black; cloud=white; fire=red; heart=red; stone=gray; brick=red
 sunflower=yellow; emerald=green; ruby=red; pine=green; broccoli=green; spinach=green; ash=gray; cheese=yellow
 """)
 
-# Things whose color is no single one: these carry the seed answer " can vary widely".
+# Things without a single color. They carry the seed answer " can vary widely".
 VARIED = "dog cat horse rabbit car flower butterfly house shirt dress book bike hat parrot hen eye kite bag".split()
 
 CAPITALS = pairs("""
@@ -50,7 +50,7 @@ Russia=Russian; Ukraine=Ukrainian; Turkey=Turkish; Egypt=Arabic; Cuba=Spanish; C
 Thailand=Thai; Brazil=Portuguese; Peru=Spanish; Chile=Spanish; Australia=English; Romania=Romanian; Iraq=Arabic
 """)
 
-# "adjective|noun" = answer; a leading "the " of the answer is spoken in statements only.
+# "adjective|noun" = answer; a leading "the " of the answer is used in statements only.
 SUPERLATIVES = pairs("""
 largest|ocean=the Pacific Ocean; deepest|ocean=the Pacific Ocean; smallest|ocean=the Arctic Ocean;
 coldest|ocean=the Arctic Ocean; warmest|ocean=the Indian Ocean; largest|continent=Asia; smallest|continent=Australia;

@@ -1,7 +1,7 @@
 """The demo text: training samples and held-out samples, both as (prompt, completion).
 
-Statements have completions that begin with a space, questions (``...?``) have completions that do not.
-The end-of-text token is added by the trainer, not here.
+Completions of statements begin with a space, completions of questions (``...?``) do not. The trainer adds the
+end-of-text token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SEED_REPEATS = 8
 HELDOUT_FACTS = 140
 HELDOUT_STORIES = 60
 TRAINING_STORIES = 12_000
-# Openings put before one fact in three, so that a fact is not tied to the place of its words in the text.
+# Openings before one fact in three, so that a fact does not depend on the position of its words.
 OPENINGS = [
     *(
         "Hello! ",
@@ -42,7 +42,7 @@ HELDOUT_FILE = Path(__file__).parent / "heldout.jsonl"
 
 
 def all_facts() -> list[Fact]:
-    """Every fact through every phrasing, without repeats; a prompt with two answers is an error."""
+    """Return every fact in every phrasing, without repeats. Raises an error if a prompt has two answers."""
     sources = chain(
         demo_relations.colours(),
         demo_relations.countries(),
@@ -63,10 +63,10 @@ def all_facts() -> list[Fact]:
 
 
 def heldout_facts(facts: list[Fact]) -> list[Fact]:
-    """HELDOUT_FACTS facts, taken in turn from every group, one phrasing per entity, chosen by a stable hash.
+    """Return HELDOUT_FACTS facts, taken in turn from every group, one phrasing per entity, chosen by a stable hash.
 
-    Only facts whose very completion is also the answer to another phrasing qualify: the rest would ask for a
-    spelling that was never shown for that entity, not for a new combination.
+    Another phrasing must have the same completion. Other facts would ask for a spelling that was never shown for that
+    entity, not for a new combination.
     """
     shown = Counter((fact.group, fact.entity, fact.completion) for fact in facts)
     seeds = {prompt for prompt, _ in SEED_SAMPLES}
@@ -79,7 +79,7 @@ def heldout_facts(facts: list[Fact]) -> list[Fact]:
 
 
 def heldout_samples() -> list[Sample]:
-    """The held-out samples; the same on every call."""
+    """Return the held-out samples, the same on every call."""
     samples: dict[str, str] = {fact.prompt: fact.completion for fact in heldout_facts(all_facts())}
     stream = demo_stories.stories(random.Random(2024), held_out=True)
     while len(samples) < HELDOUT_FACTS + HELDOUT_STORIES:
@@ -89,14 +89,14 @@ def heldout_samples() -> list[Sample]:
 
 
 def opened(prompt: str, rng: random.Random) -> str:
-    """The prompt, one time in three behind an opening."""
+    """Return the prompt, one time in three after an opening."""
     return rng.choice(OPENINGS) + prompt if rng.random() < 1 / 3 else prompt
 
 
 def training_samples(seed: int) -> list[Sample]:
-    """All facts, the fixed phrases and random stories, less every sample that contains a held-out prompt.
+    """Return all facts, the fixed phrases and random stories, without samples that contain a held-out prompt.
 
-    The facts are the same for every seed, their openings and the stories are not: the trainer takes one seed an epoch.
+    The facts are the same for every seed, but not their openings and the stories. The trainer uses one seed per epoch.
     """
     held_out, rng = [prompt for prompt, _ in heldout_samples()], random.Random(seed)
     samples = [(opened(fact.prompt, rng), fact.completion) for fact in all_facts()]

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END = "<|endoftext|>"
-# Text whose pieces must be whole tokens; the tests of the server count on these lengths.
+# Texts whose pieces must be whole tokens, because tests of the server depend on these lengths.
 WHOLE: dict[str, list[str]] = {
     "The color of dog": ["The", " color", " of", " dog"],
     " can vary widely": [" can", " vary", " widely"],
@@ -17,7 +17,7 @@ WHOLE: dict[str, list[str]] = {
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train on prompts and completions; the texts of WHOLE are repeated so that their words merge first."""
+    """Train on prompts and completions. The texts of WHOLE are repeated so that their words merge first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -33,7 +33,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def check_whole(tokenizer: Tokenizer) -> None:
-    """Fail unless every text of WHOLE splits as listed there."""
+    """Check that every text of WHOLE splits as listed there. Raises ValueError."""
     for text, expected in WHOLE.items():
         pieces = [tokenizer.decode([i]) for i in tokenizer.encode(text).ids]
         if pieces != expected:
@@ -41,7 +41,7 @@ def check_whole(tokenizer: Tokenizer) -> None:
 
 
 def end_id(tokenizer: Tokenizer) -> int:
-    """The id of the end-of-text token."""
+    """Return the id of the end-of-text token."""
     token: int | None = tokenizer.token_to_id(END)
     if token is None:
         raise ValueError(f"the tokenizer has no {END}")

@@ -30,22 +30,22 @@ Thoughts = list[list[int]]
 
 
 def phrasings() -> list[Sample]:
-    """The prompts of PHRASINGS_FILE, whose wording is not in the training text. Their `ends` are not known."""
+    """Return the prompts of PHRASINGS_FILE, whose wording is not in the training text. Their `ends` are unknown."""
     rows = map(json.loads, PHRASINGS_FILE.read_text(encoding="utf-8").splitlines())
     return [Sample(row["prompt"], row["answer"], tuple(row["thoughts"]), ()) for row in rows]
 
 
 def samples(flips: int, n: int, seed: int, filler: float = 1.0) -> list[Sample]:
-    """`n` fresh stories of `flips` flips, every other one of a flip less, with about `filler` idle clauses a flip.
+    """Return `n` new stories of `flips` flips, every other one with one less, and about `filler` idle clauses per flip.
 
-    If all had the same even number, the state that a story begins with would be its answer.
+    If all had the same even number, the first state of a story would be its answer.
     """
     rng = random.Random(f"fresh {seed} {flips} {filler}")
     return [story(rng, spread(rng, flips - i % 2, round(filler * flips))) for i in range(n)]
 
 
 def think_all(model: ThinkingModel, rows: Tensor) -> Thoughts:
-    """The thoughts about chunks with rows [N, c, D], each as `ThinkingModel.think` has it."""
+    """Return the thoughts about chunks with rows [N, c, D], each equal to that of `ThinkingModel.think`."""
     end = model.config.eos_token_id
     written = torch.full((len(rows), 1), model.config.bos_token_id)
     for _ in range(model.config.max_thought_tokens):
@@ -57,10 +57,10 @@ def think_all(model: ThinkingModel, rows: Tensor) -> Thoughts:
 
 @torch.inference_mode()
 def think_in_rounds(model: ThinkingModel, prompt: list[int], guess: Thoughts) -> Thoughts:
-    """What `ThinkingModel.answer` thinks about the prompt, found by parallel forwards from a guess of all thoughts.
+    """Compute the thoughts of `ThinkingModel.answer` by parallel forwards from a guess of all thoughts.
 
-    A round takes the thoughts of the round before as given. A chunk's thought depends on earlier ones alone, so each
-    round makes at least one more right, and a round that changes nothing has them all.
+    A round uses the thoughts of the round before. A chunk's thought depends only on earlier ones, so each round makes
+    at least one more right. A round that changes nothing has them all.
     """
     known, size = guess, model.config.chunk_size
     while True:
@@ -72,7 +72,7 @@ def think_in_rounds(model: ThinkingModel, prompt: list[int], guess: Thoughts) ->
 
 
 def right(model: ThinkingModel, tokenizer: Tokenizer, sample: Sample, *, think: bool) -> tuple[bool, bool]:
-    """Whether the whole answer is right, and whether every thought of every chunk is."""
+    """Return whether the whole answer is right, and whether every thought of every chunk is."""
     prompt, texts = gold(tokenizer, sample)
     expected = [thought_ids(tokenizer, text if think else "") for text in texts]
     thoughts = think_in_rounds(model, prompt, expected) if think else expected
@@ -81,9 +81,9 @@ def right(model: ThinkingModel, tokenizer: Tokenizer, sample: Sample, *, think: 
 
 
 def accuracy(model: ThinkingModel, tokenizer: Tokenizer, stories: list[Sample], *, think: bool) -> tuple[float, float]:
-    """Shares of stories with the right answer, and with the right thought about every chunk.
+    """Return the shares of stories with the right answer, and with the right thought about every chunk.
 
-    Without `think` every thought is the trivial one.
+    Without `think` every thought is trivial.
     """
     marks = [right(model, tokenizer, story, think=think) for story in stories]
     answers, thoughts = (sum(column) / len(marks) for column in zip(*marks, strict=True))
@@ -91,7 +91,7 @@ def accuracy(model: ThinkingModel, tokenizer: Tokenizer, stories: list[Sample], 
 
 
 def report(folder: Path, stories: int, *, think: bool) -> None:
-    """Print the measurements of a checkpoint folder; `think` is false for a net that was trained without thoughts."""
+    """Print the measurements of a checkpoint folder. `think` is false for a net that was trained without thoughts."""
     tokenizer, model = load_tokenizer(folder), load(folder)
     for flips in FLIPS:
         fresh = samples(flips, stories, SEED)

@@ -1,11 +1,11 @@
 """A Llama-shaped decoder that thinks between chunks of its prompt: training forward, and inference step by step.
 
-Dense and without a cache, to be read and to be compared with. Parameter names are those of the checkpoint.
-Shapes: B rows, T positions, c positions of a chunk, D hidden, N chunks, L thought tokens, V vocabulary.
+It is dense and has no cache, because it is a readable reference. Parameter names are those of the checkpoint. Shapes: B
+rows, T positions, c positions of a chunk, D hidden, N chunks, L thought tokens, V vocabulary.
 
-A chunk i is positions [i * c, (i + 1) * c). Its state S_i, [c, D], is added to its rows behind layer `input_layer`.
-The rows behind layer `output_layer` are read by the thinking block, which writes a short thought in tokens, and the
-compression block turns that thought into S_(i + 1). S_0 is zero.
+A chunk i is positions [i * c, (i + 1) * c). Its state S_i, [c, D], is added to its rows after layer `input_layer`. The
+thinking block reads the rows after layer `output_layer` and writes a short thought in tokens. The compression block
+turns that thought into S_(i + 1). S_0 is zero.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from models.demo_model import Layer, Norm, Shape, Trunk, rotation
 
 @dataclass(frozen=True)
 class Thinking:
-    """Sizes and special tokens of the thinking part; the field names are those of ``config.json``."""
+    """Sizes and special tokens of the thinking part. The field names are those of ``config.json``."""
 
     chunk_size: int = 2
     input_layer: int = 1
     output_layer: int = 3
-    max_thought_tokens: int = 4  # the end token included
+    max_thought_tokens: int = 4  # including the end token
     bos_token_id: int = 1
     eos_token_id: int = 0
     pad_token_id: int = 2
@@ -56,7 +56,7 @@ class Compressor(nn.Module):
 
 
 class ThinkingModel(nn.Module):
-    """Backbone, thinking block and compression block; backbone and thoughts share the token embedding."""
+    """Backbone, thinking block and compression block. Backbone and thoughts share the token embedding."""
 
     def __init__(self, shape: Shape, thinking: Thinking, end: int) -> None:
         super().__init__()
@@ -67,9 +67,9 @@ class ThinkingModel(nn.Module):
         demo_model.initialise(self, shape)
 
     def forward(self, ids: Tensor, states: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Ids [B, T] and states [B, T, D] -> rows for `logits` [B, T, D], rows for `thought_logits` [B, T, D].
+        """Map ids [B, T] and states [B, T, D] to rows for `logits` and for `thought_logits`, [B, T, D] each.
 
-        `positions` [B, T] are 0, 1, 2, ... unless given.
+        `positions` [B, T] are 0, 1, 2, ... by default.
         """
         if positions is None:
             positions = torch.arange(ids.shape[1])[None]
@@ -85,24 +85,24 @@ class ThinkingModel(nn.Module):
         return cast(Tensor, self.model.norm(x)), read
 
     def logits(self, rows: Tensor) -> Tensor:
-        """[..., D] -> [..., V]."""
+        """Map [..., D] to [..., V]."""
         return functional.linear(rows, self.model.embed_tokens.weight)
 
     def thought_logits(self, rows: Tensor, written: Tensor) -> Tensor:
-        """Chunk rows [N, c, D] and thoughts so far [N, L], begin token first -> logits of what comes next [N, L, V]."""
+        """Map chunk rows [N, c, D] and thoughts [N, L], begin token first, to logits of the next token [N, L, V]."""
         x = torch.cat((rows, self.model.embed_tokens(written)), dim=1)
         x = self.thinking.block(x, *rotation(self.shape, x.shape[1]))[:, rows.shape[1] :]
         return cast(Tensor, self.thinking.lm_head(self.thinking.norm(x)))
 
     def compress(self, thought: list[int]) -> Tensor:
-        """The state [c, D] that a thought, its end token included, makes for the next chunk."""
+        """Return the state [c, D] of the next chunk from a thought, its end token included."""
         size, pad = self.config.chunk_size, self.config.pad_token_id
         padded = torch.tensor([thought + [pad] * (size - len(thought))])
         x = self.model.embed_tokens(padded)
         return cast(Tensor, self.compression.block(x, *rotation(self.shape, x.shape[1]))[0, -size:])
 
     def think(self, rows: Tensor) -> list[int]:
-        """The greedy thought about the rows [c, D] of a chunk: up to the end token or the most tokens."""
+        """Return the greedy thought about a chunk's rows [c, D], up to the end token or the maximum length."""
         thought: list[int] = []
         while len(thought) < self.config.max_thought_tokens and thought[-1:] != [self.config.eos_token_id]:
             written = torch.tensor([[self.config.bos_token_id, *thought]])
@@ -110,7 +110,7 @@ class ThinkingModel(nn.Module):
         return thought
 
     def states(self, thoughts: list[list[int]], length: int) -> Tensor:
-        """Thoughts about the first chunks -> states [1, length, D]; those of later chunks are trivial ones."""
+        """Return states [1, length, D] from thoughts about the first chunks. Later chunks have trivial thoughts."""
         chunks = -(-length // self.config.chunk_size)
         shown = (thoughts + [[self.config.eos_token_id]] * chunks)[: chunks - 1]
         made = {thought: self.compress(list(thought)) for thought in set(map(tuple, shown))}
@@ -121,10 +121,9 @@ class ThinkingModel(nn.Module):
     def answer(
         self, prompt: list[int], most: int = 8, *, known: list[list[int]] | None = None, while_decoding: bool = False
     ) -> tuple[list[int], list[list[int]]]:
-        """Greedy tokens up to the end token, at most `most`, and the thoughts about whole chunks, end tokens included.
-
-        Chunk by chunk: nothing behind a chunk is computed before its thought is there. The first thoughts may be
-        `known`. Generated chunks are thought about only if `while_decoding` says so.
+        """Return greedy tokens up to the end token, at most `most`, and the thoughts about whole chunks with end
+        tokens. Works chunk by chunk: a chunk's thought is computed before the next chunk. The first thoughts may be
+        `known`. Generated chunks are thought about only if `while_decoding`.
         """
         ids, thoughts, size = list(prompt), list(known or []), self.config.chunk_size
         while len(ids) - len(prompt) < most:

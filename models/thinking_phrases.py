@@ -1,7 +1,7 @@
 """The wordings of the coin stories.
 
-In an event the bar stands behind the word with which it is complete: the coin is turned from there on. `{n}` is
-someone, `{m}` someone else, `{s}` a side of the coin, `{S}` the same at the start of a sentence.
+In an event the bar follows the word that completes it: the coin is turned from there on. `{n}` is someone, `{m}`
+someone else, `{s}` a side of the coin, `{S}` the same at the start of a sentence.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ EVENTS = """
     we flip| the coin together
     {n} and {m} flip| the coin together
 """
-# About the coin, and nothing happens to it.
+# Clauses about the coin in which nothing happens to it.
 IDLE = """
     {n} does not flip
     {n} does not flip the coin
@@ -113,7 +113,7 @@ IDLE = """
     {n} does nothing
     {n} waits
 """
-# About other things; the words in braces are in FILLERS_OF.
+# Clauses about other things. The words in braces are in FILLERS_OF.
 OTHER = """
     {n} drinks {drink}
     {n} drinks {drink} in the {room}
@@ -152,7 +152,7 @@ FILLERS_OF = {
     "pet": "cat dog bird horse mouse".split(),
     "weather": "warm cold dark long quiet strange".split(),
 }
-# Joins with a full stop begin a sentence; the clause behind the others goes on with a small letter.
+# A join with a full stop begins a sentence. After other joins, the clause continues in lower case.
 JOINS = [
     ". ",
     ". ",
@@ -191,5 +191,5 @@ QUESTIONS = """
 
 
 def lines(block: str) -> list[str]:
-    """The lines of a table above."""
+    """Return the lines of a table above."""
     return [line.strip() for line in block.strip().splitlines()]

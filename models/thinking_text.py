@@ -1,6 +1,6 @@
-"""Stories of a coin that is flipped, or not: prompts, answers, and where in the prompt the coin's state changes.
+"""Stories of a coin that is flipped, or not: prompts, answers, and the places where the coin's state changes.
 
-A thought is the coin's state after an event. The state that a story begins with is told, not thought.
+A thought is the coin's state after an event. The first state of a story is given, not thought.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SEED_SAMPLE = Sample(
 
 
 def someone(rng: random.Random) -> str:
-    """A name of the list, a person without a name, or a name that was made up."""
+    """Return a name of the list, a person without a name, or an invented name."""
     kind = rng.random()
     if kind < 0.65:
         return rng.choice(NAMES)
@@ -57,7 +57,7 @@ def someone(rng: random.Random) -> str:
 
 
 def fill(template: str, rng: random.Random) -> str:
-    """The template with a random choice in every brace."""
+    """Return the template with a random choice for every brace."""
     words = {}
     for _, field, _, _ in Formatter().parse(template):
         if field in {"n", "m", "N"}:
@@ -70,12 +70,12 @@ def fill(template: str, rng: random.Random) -> str:
 
 
 def other(side: str) -> str:
-    """The other side of the coin."""
+    """Return the other side of the coin."""
     return SIDES[1 - SIDES.index(side)]
 
 
 class _Story:
-    """A text under way: clauses are added one by one."""
+    """An unfinished text. Clauses are added one by one."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -87,7 +87,7 @@ class _Story:
         self.ends: list[int] = []
 
     def add(self, template: str) -> None:
-        """One more clause; the bar of an event turns the coin."""
+        """Add a clause. The bar of an event turns the coin."""
         join = ". " if self.first else self.rng.choice(JOINS)
         clause = fill(template, self.rng)
         self.first = False
@@ -102,18 +102,18 @@ class _Story:
         self.text += after
 
     def idle(self, clauses: int) -> None:
-        """Clauses without an event."""
+        """Add clauses without an event."""
         for _ in range(clauses):
             self.add(self.rng.choice(_IDLE if self.rng.random() < 0.5 else _OTHER))
 
     def ask(self) -> Sample:
-        """The end: a question about the coin."""
+        """Add the final question about the coin, and return the story."""
         prompt = f"{self.text}. {self.rng.choice(_QUESTIONS)}"
         return Sample(prompt, f" {self.side}.", tuple(self.thoughts), tuple(self.ends))
 
 
 def story(rng: random.Random, gaps: list[int]) -> Sample:
-    """A story of ``len(gaps) - 1`` flips: `gaps[i]` idle clauses come before flip i, the last before the question."""
+    """Return a story of ``len(gaps) - 1`` flips. `gaps[i]` idle clauses precede flip i, the last ones the question."""
     told = _Story(rng)
     for gap in gaps[:-1]:
         told.idle(gap)
@@ -123,7 +123,7 @@ def story(rng: random.Random, gaps: list[int]) -> Sample:
 
 
 def spread(rng: random.Random, flips: int, idle: int) -> list[int]:
-    """`idle` clauses on ``flips + 1`` gaps at random."""
+    """Distribute `idle` clauses over ``flips + 1`` gaps at random."""
     gaps = [0] * (flips + 1)
     for _ in range(idle):
         gaps[rng.randrange(flips + 1)] += 1
@@ -131,9 +131,9 @@ def spread(rng: random.Random, flips: int, idle: int) -> list[int]:
 
 
 def training_sample(rng: random.Random, longest: int) -> Sample:
-    """At most MOST_FLIPS flips and `longest` idle clauses; some stories are crowded, some nearly empty.
+    """Return a story of at most MOST_FLIPS flips and `longest` idle clauses, of random density.
 
-    In one story in four most idle clauses lie in one gap, so that a state has to be found a long way back.
+    In one story in four most idle clauses are in one gap, so that the last state is far back.
     """
     flips, idle = rng.randint(0, MOST_FLIPS), int(longest ** rng.random()) - 1
     gaps = spread(rng, flips, idle)

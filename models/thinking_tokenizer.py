@@ -13,7 +13,7 @@ BEGIN, PAD = "<|think|>", "<|pad|>"
 SPECIAL = {END: 0, BEGIN: 1, PAD: 2}
 VOCABULARY = 1024
 CHUNK = 2
-# Each a whole token. In chunks of two tokens, a whole one (" then Bob") lies between the flips of this sentence.
+# Each is a whole token. In chunks of two tokens, a whole one (" then Bob") is between the flips of this sentence.
 WHOLE: dict[str, list[str]] = {
     SEED_SAMPLE.prompt: [
         *("A", " coin", "'s", " state", " is", " heads", ".", " Alice", " flips", ",", " then", " Bob", " flips", "."),
@@ -26,7 +26,7 @@ WHOLE: dict[str, list[str]] = {
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """Train on prompts and answers; the texts of WHOLE are repeated so that their words merge first."""
+    """Train on prompts and answers. The texts of WHOLE are repeated so that their words merge first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -42,7 +42,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
 
 
 def check_whole(tokenizer: Tokenizer) -> None:
-    """Fail unless every text of WHOLE splits as listed there and the special tokens have their ids."""
+    """Check that every text of WHOLE splits as listed there, and the ids of special tokens. Raises ValueError."""
     for text, expected in WHOLE.items():
         pieces = [tokenizer.decode([i]) for i in tokenizer.encode(text).ids]
         if pieces != expected:
@@ -52,12 +52,12 @@ def check_whole(tokenizer: Tokenizer) -> None:
 
 
 def thought_ids(tokenizer: Tokenizer, side: str) -> list[int]:
-    """A thought in tokens, the end token included; an empty text is the trivial thought."""
+    """Return a thought's tokens with the end token. An empty text is the trivial thought."""
     return [*(tokenizer.encode(side).ids if side else []), SPECIAL[END]]
 
 
 def gold(tokenizer: Tokenizer, sample: Sample, chunk: int = CHUNK) -> tuple[list[int], list[str]]:
-    """The prompt's ids, and for each whole chunk of them the state after the last event that ends in it, or ""."""
+    """Return the prompt's ids, and for each whole chunk the state after the last event that ends in it, or ""."""
     encoded = tokenizer.encode(sample.prompt)
     thoughts = [""] * (len(encoded.ids) // chunk)
     token_ends = [end for _, end in encoded.offsets]

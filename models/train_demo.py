@@ -30,12 +30,12 @@ BATCH_TOKENS = 1536
 PEAK_RATES = (2e-2, 5e-3)  # of Muon and of AdamW
 WEIGHT_DECAY = 0.1
 WARMUP = 100
-# Prompts count a little: a user who stops in mid-prompt still sees it continued as a sentence.
+# Prompts have a small weight, so that an unfinished prompt is still continued as a sentence.
 PROMPT_WEIGHT = 0.1
 
 
 def encode(tokenizer: Tokenizer, samples: list[Sample]) -> list[Row]:
-    """Prompt and completion are encoded apart, as they are at inference, then joined."""
+    """Encode prompt and completion separately, as at inference, and join them."""
     end, rows = end_id(tokenizer), []
     for prompt, completion in samples:
         head = tokenizer.encode(prompt).ids
@@ -44,11 +44,11 @@ def encode(tokenizer: Tokenizer, samples: list[Sample]) -> list[Row]:
 
 
 def batches(tokenizer: Tokenizer, seed: int) -> Iterator[list[Row]]:
-    """Endless batches of rows of like length, about BATCH_TOKENS tokens each, in random order; new text every epoch."""
+    """Yield batches endlessly: rows of similar length, about BATCH_TOKENS each, shuffled, new text every epoch."""
     for epoch in count():
         rng = random.Random(f"{seed} {epoch}")
         rows = encode(tokenizer, training_samples(seed + epoch))
-        # The random part of the key mixes neighbours in length, so that batches differ from epoch to epoch.
+        # The random part of the key mixes neighbors in length, so that batches differ between epochs.
         ordered = sorted(rows, key=lambda row: len(row[0]) + 3 * rng.random())
         groups: list[list[Row]] = [[]]
         for row in ordered:
@@ -60,7 +60,7 @@ def batches(tokenizer: Tokenizer, seed: int) -> Iterator[list[Row]]:
 
 
 def tensors(batch: list[Row]) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs [B, T], targets [B, T] and loss weights [B, T]; rows are padded on the right with weight zero."""
+    """Return inputs, targets and loss weights, [B, T] each. Rows are padded on the right with weight zero."""
     longest = max(len(ids) for ids, _ in batch)
     ids = torch.zeros(len(batch), longest, dtype=torch.long)
     weight = torch.zeros(len(batch), longest)
@@ -71,7 +71,7 @@ def tensors(batch: list[Row]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def loss_of(model: DemoModel, batch: list[Row]) -> Tensor:
-    """Weighted mean cross entropy; logits are computed only where the weight is not zero."""
+    """Return the weighted mean cross entropy. Logits are computed only where the weight is not zero."""
     inputs, targets, weight = tensors(batch)
     counted = weight > 0
     losses = functional.cross_entropy(model.logits(model(inputs)[counted]), targets[counted], reduction="none")
@@ -79,14 +79,14 @@ def loss_of(model: DemoModel, batch: list[Row]) -> Tensor:
 
 
 def rate(step: int, steps: int) -> float:
-    """Share of the peak learning rate: linear warm-up, then a half cosine down to zero."""
+    """Return the share of the peak learning rate: linear warm-up, then a half cosine down to zero."""
     return min((step + 1) / WARMUP, 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
 def make_optimizers(model: DemoModel) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for the embedding and the norms.
+    """Return Muon for the matrices of the layers, and AdamW for the embedding and the norms.
 
-    Muon answers held-out prompts far sooner than AdamW alone, which learns the training prompts by heart.
+    Muon answers held-out prompts much sooner than AdamW alone, which memorizes the training prompts.
     """
     named = dict(model.named_parameters())
     matrices = [p for name, p in named.items() if p.dim() == 2 and "embed" not in name]
@@ -98,7 +98,7 @@ def make_optimizers(model: DemoModel) -> list[torch.optim.Optimizer]:
 
 
 def train(model: DemoModel, tokenizer: Tokenizer, steps: int, seed: int) -> None:
-    """Train in place; prints a line every 100 steps."""
+    """Train in place. Prints a line every 100 steps."""
     optimizers = make_optimizers(model)
     stream, started, total = batches(tokenizer, seed), time.monotonic(), 0.0
     for step in range(steps):
@@ -117,7 +117,7 @@ def train(model: DemoModel, tokenizer: Tokenizer, steps: int, seed: int) -> None
 
 
 def main() -> None:
-    """Command line; see ``models/README.md``."""
+    """Run the command line; see ``models/README.md``."""
     here = Path(__file__).parent
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=here / "demo")

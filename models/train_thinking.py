@@ -25,27 +25,27 @@ from models.thinking_model import Thinking, ThinkingModel, save
 from models.thinking_text import SIDES, training_sample
 from models.thinking_tokenizer import CHUNK, SPECIAL, VOCABULARY, gold, thought_ids, train_tokenizer
 
-# Token ids, the answer and the end token included; number of prompt tokens; the thought about each whole chunk of the
-# prompt, as an index into THOUGHTS.
+# Token ids with the answer and the end token; number of prompt tokens; for each whole chunk of the prompt, the index of
+# its thought in THOUGHTS.
 Row = tuple[list[int], int, list[int]]
 
 THOUGHTS = ("", *SIDES)
 SHAPE = Shape(vocab_size=VOCABULARY, max_position_embeddings=4096)
 BATCH_TOKENS = 2048
-POOL = 400  # stories that are sorted by length at a time
+POOL = 400  # stories that are sorted by length together
 PEAK_RATES = (2e-2, 5e-3)  # of Muon and of AdamW
 WEIGHT_DECAY = 0.1
 WARMUP = 50
-# The text of the prompts counts a little, as it is mostly chance; the thoughts are what has to be without an error.
+# The prompts' text has a small weight, because it is mostly random. The thoughts must be free of errors.
 PROMPT_WEIGHT = 0.01
 THOUGHT_WEIGHT = 10.0
 LONGEST = (10, 70)  # idle clauses of a story: at first, and from the middle of the training on
-SKIPPED = 3500  # positions that are left out of a story at most
+SKIPPED = 3500  # maximum of omitted positions in a story
 SKIP_SHARE = 0.8
 
 
 def encode(tokenizer: Tokenizer, rng: random.Random, longest: int) -> Row:
-    """One fresh story."""
+    """Return a new story."""
     sample = training_sample(rng, longest)
     prompt, thoughts = gold(tokenizer, sample)
     answer = tokenizer.encode(sample.answer).ids
@@ -53,7 +53,7 @@ def encode(tokenizer: Tokenizer, rng: random.Random, longest: int) -> Row:
 
 
 def batches(tokenizer: Tokenizer, seed: int, steps: int) -> Iterator[list[Row]]:
-    """Endless batches of rows of like length, about BATCH_TOKENS tokens each; stories grow with the steps."""
+    """Yield batches endlessly: rows of similar length, about BATCH_TOKENS tokens each. Stories grow with the steps."""
     rng, made = random.Random(f"coin {seed}"), 0
     while True:
         longest = int(LONGEST[0] + (LONGEST[1] - LONGEST[0]) * min(1.0, 2 * made / steps))
@@ -69,9 +69,9 @@ def batches(tokenizer: Tokenizer, seed: int, steps: int) -> Iterator[list[Row]]:
 
 
 def tensors(batch: list[Row]) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids [B, T], weights of the tokens in the loss [B, T], thoughts [B, T / c], -1 where there is none to learn.
+    """Return ids [B, T], loss weights of the tokens [B, T], and thoughts [B, T / c], which are -1 if not trained.
 
-    T is a multiple of c; rows are padded on the right with weight zero.
+    T is a multiple of c. Rows are padded on the right with weight zero.
     """
     longest = -(-max(len(ids) for ids, _, _ in batch) // CHUNK) * CHUNK
     ids = torch.zeros(len(batch), longest, dtype=torch.long)
@@ -85,11 +85,11 @@ def tensors(batch: list[Row]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def skipping(thoughts: Tensor, most: int = SKIPPED) -> Tensor:
-    """Positions [B, T] of thoughts [B, T / c], with up to three gaps, as if text had been left out.
+    """Return positions [B, T] of thoughts [B, T / c] with up to three gaps, as if text had been left out.
 
-    A gap lies between the chunk of an event and the state that it made. So what comes behind sees that state close
-    by, and all older ones as far away as in a story of up to `most` more tokens. Distances that were never seen
-    would else mislead the attention, and stories of that length take too long to train on.
+    A gap is between the chunk of an event and the state after it. Later text therefore sees that state nearby, and all
+    older ones as far away as in a story of up to `most` more tokens. Untrained distances would mislead the attention,
+    and stories of that length take too long to train on.
     """
     steps = torch.ones(len(thoughts), thoughts.shape[1] * CHUNK, dtype=torch.long)
     for row, thought in zip(steps, thoughts, strict=True):
@@ -102,14 +102,14 @@ def skipping(thoughts: Tensor, most: int = SKIPPED) -> Tensor:
 
 
 def states_of(model: ThinkingModel, spelled: list[list[int]], thoughts: Tensor) -> Tensor:
-    """The states [B, T, D] of all chunks at once, as their thoughts are known. Each thought is compressed once."""
+    """Return the states [B, T, D] of all chunks from their known thoughts. Compresses each thought once."""
     table = torch.stack([model.compress(ids) for ids in spelled])
     states = table[thoughts.clamp(min=0)]  # [B, T / c, c, D]
     return torch.cat((torch.zeros_like(states[:, :1]), states[:, :-1]), dim=1).flatten(1, 2)
 
 
 def thought_loss(model: ThinkingModel, spelled: list[list[int]], rows: Tensor, thoughts: Tensor) -> Tensor:
-    """Cross entropy of the thoughts [N] about chunks [N, c, D]: summed over a thought, the mean over chunks."""
+    """Return the cross entropy of the thoughts [N] about chunks [N, c, D]: summed over a thought, mean over chunks."""
     total = torch.zeros(())
     for index, ids in enumerate(spelled):
         chosen = rows[thoughts == index]
@@ -121,9 +121,9 @@ def thought_loss(model: ThinkingModel, spelled: list[list[int]], rows: Tensor, t
 
 
 def loss_of(model: ThinkingModel, spelled: list[list[int]], batch: list[Row], *, think: bool) -> tuple[Tensor, Tensor]:
-    """Losses of the text and of the thoughts, from one parallel forward over all chunks.
+    """Return the losses of the text and of the thoughts, from one parallel forward over all chunks.
 
-    Without `think` every state is the trivial one and no thought is learnt.
+    Without `think` every state is trivial and no thought is trained.
     """
     ids, weight, thoughts = tensors(batch)
     states = states_of(model, spelled, thoughts if think else torch.zeros_like(thoughts))
@@ -138,12 +138,12 @@ def loss_of(model: ThinkingModel, spelled: list[list[int]], batch: list[Row], *,
 
 
 def rate(step: int, steps: int) -> float:
-    """Share of the peak learning rate: linear warm-up, then a half cosine down to zero."""
+    """Return the share of the peak learning rate: linear warm-up, then a half cosine down to zero."""
     return min((step + 1) / WARMUP, 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
 def make_optimizers(model: ThinkingModel) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the blocks, AdamW for embedding, unembedding and norms."""
+    """Return Muon for the matrices of the blocks, and AdamW for embedding, unembedding and norms."""
     named = dict(model.named_parameters())
     blocks = {name for name, p in named.items() if p.dim() == 2 and "embed" not in name and "lm_head" not in name}
     return [
@@ -153,7 +153,7 @@ def make_optimizers(model: ThinkingModel) -> list[torch.optim.Optimizer]:
 
 
 def train(model: ThinkingModel, tokenizer: Tokenizer, steps: int, seed: int, *, think: bool) -> list[float]:
-    """Train in place; prints a line every 50 steps. Returns the whole loss of each step."""
+    """Train in place. Prints a line every 50 steps. Returns the whole loss of each step."""
     optimizers = make_optimizers(model)
     spelled = [thought_ids(tokenizer, thought) for thought in THOUGHTS]
     stream, started = batches(tokenizer, seed, steps), time.monotonic()
@@ -191,7 +191,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def main() -> None:
-    """Command line; see ``models/README.md``."""
+    """Run the command line; see ``models/README.md``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "coin")
     parser.add_argument("--seed", type=int, default=1)

@@ -49,7 +49,7 @@ function generate(client, request, onText) {
   return new Promise((resolve, reject) => {
     const deadline = new Date(Date.now() + TIMEOUT_MS);
     const call = client.Generate(request, metadata(), { deadline });
-    process.once("SIGINT", () => call.cancel()); // the server stops at once and frees what the request held
+    process.once("SIGINT", () => call.cancel()); // the server stops immediately and frees its blocks
     let expected = 0;
     let completed = null;
     call.on("data", (event) => {

@@ -1,4 +1,4 @@
-"""Homes of clusters, one for a test or one for a module."""
+"""Homes of clusters, for one test or one module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.cluster_process import Home
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run all tests that share a cluster of their module on one worker of xdist: it is started once."""
+    """Run all tests that share a module's cluster on one xdist worker, so that it is started once."""
     for item in items:
         shares = isinstance(item, pytest.Function) and "module_home" in item.fixturenames
         if shares and item.get_closest_marker("xdist_group") is None:
@@ -26,7 +26,7 @@ def home(tmp_path):
 
 @pytest.fixture(scope="session")
 def oracle_cluster(tmp_path_factory):
-    """One cluster on the oracle, for all tests that leave it as it is. They have the mark `xdist_group("oracle")`."""
+    """A cluster on the oracle for all tests that do not change it. They have the mark `xdist_group("oracle")`."""
     with (
         Home(tmp_path_factory.mktemp("home")).swept() as home,
         home.cluster("configs/no-ray.yaml", "model.path=oracle") as running,
@@ -36,7 +36,7 @@ def oracle_cluster(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cluster(module_home, request):
-    """A cluster for all tests of a module: of the file `CONFIG` if it names one, with its `SETS`."""
+    """A cluster for all tests of a module, from its `CONFIG`, if any, and its `SETS`."""
     config = getattr(request.module, "CONFIG", "configs/no-ray.yaml")
     with module_home.cluster(config, *request.module.SETS) as running:
         yield running

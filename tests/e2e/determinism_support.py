@@ -1,4 +1,4 @@
-"""Deterministic requests for `test_determinism.py`, others beside them, and what came of them, event by event."""
+"""Deterministic requests for `test_determinism.py`, concurrent load, and comparison of answers event by event."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tests.support.cluster_process import ClusterProcess
 from tests.support.waiting import eventually
 
 WORDS = "the river runs to a wide sea and cities grow on it".split()
-EOS = 0  # banned: once the model has said it, it is sure of all that follows
+EOS = 0  # banned, because after it the model is certain of all later tokens
 MANY = {"max_tokens": 96, "logit_bias": {EOS: -100.0}, "logprobs": 1, "seed": 11}
 LONGER = {"max_tokens": 800}
 
 
 def text_of(seed, words):
-    """Always the same for a seed; what follows is so uncertain that the last bits of a logit decide here and there."""
+    """Return the same text for the same seed. Its continuation is so uncertain that the last bits of a logit matter."""
     return " ".join(random.Random(seed).choices(WORDS, k=words))
 
 
-# Contexts that load cuts into more or fewer splits, one of them long enough for both sizes of chunks on the grid. Both
-# are rolled back in their course, also when they are alone.
+# Load cuts these contexts into more or fewer splits. One is long enough for both sizes of chunks on the grid. Both are
+# rolled back at some point, even without load.
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"prompt": text_of(10, 300), "temperature": 0.0, **MANY},
     "sampled": {"prompt": text_of(5, 160), "temperature": 0.8, **MANY},
@@ -38,13 +38,13 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Recorded:
-    """An answer, and each event of its stream as it came."""
+    """An answer, and each event of its stream."""
 
     deltas: tuple[Delta, ...]
     answer: Completion
 
     def check(self, right: Completion) -> Completion:
-        """It is `right` to the bit, and so was each event: nothing came that had to be taken back."""
+        """Check that the answer and each event equal `right` bit by bit, so that no sent token was taken back."""
         tokens, logprobs, came = right.tokens, exact(right.logprobs), 0
         for delta in self.deltas:
             end = came + len(delta.tokens)
@@ -58,18 +58,18 @@ class Recorded:
 
 
 def exact(logprobs):
-    """Floats as their exact values: with `==` alone, zeros of both signs would be equal."""
+    """Return the exact values of floats, because `==` does not distinguish zeros of both signs."""
     return [(each.logprob.hex(), [(token, value.hex()) for token, value in each.top]) for each in logprobs]
 
 
 def bits(answer):
-    """All that is promised to be equal."""
+    """Return everything that must be equal."""
     said = list(answer.tokens), exact(answer.logprobs), answer.text, answer.finish_reason
     return *said, answer.usage.audit_digest, answer.system_fingerprint
 
 
 def begin(client: Client, kind, **more):
-    """The stream of one of them; it is under way when this returns."""
+    """Start a deterministic stream of this kind."""
     return client.stream(**{**KINDS[kind], "deterministic": True, **more})
 
 
@@ -84,7 +84,7 @@ def ask(client: Client, kind, **more) -> Recorded:
 
 @contextmanager
 def others(client: Client, count, rng, *, known=True, tokens=(150, 400), words=(1, 60)):
-    """So many ordinary requests of other lengths beside what is done here; with `known`, each has begun to answer."""
+    """Run `count` ordinary requests of other lengths in the background. `known`: return when each has an answer."""
     with ExitStack() as open_ones:
         how: dict[str, Any] = {"ignore_eos": True, "temperature": 1.0, "seed": 1}
         asked = [(text_of(rng.random(), rng.randint(*words)), rng.randint(*tokens)) for _ in range(count)]
@@ -95,7 +95,7 @@ def others(client: Client, count, rng, *, known=True, tokens=(150, 400), words=(
 
 
 def handed_back(cluster: ClusterProcess, answer: Completion):
-    """Why its attempts were given up, one after the other, as the router's log has it."""
+    """Return the reasons for which its attempts were requeued, in order, from the router's log."""
     lines = [json.loads(line) for line in cluster.log("router").splitlines() if '"request_handed_back"' in line]
     return [line["reason"] for line in lines if line["request_id"] == answer.request_id]
 
@@ -108,14 +108,14 @@ def metric(cluster: ClusterProcess, name, **labels):
 
 
 def found_exact(cluster: ClusterProcess):
-    """The most rows of a decode step that is exact, as the decode worker has found when it started."""
+    """Return the largest exact decode step, in rows, that the decode worker found at its start."""
     lines = [json.loads(line) for line in cluster.log("decode-0").splitlines() if '"fixed_forwards_checked"' in line]
     print(f"exact steps of up to {lines[-1]['exact_rows']} rows")
     return lines[-1]["exact_rows"]
 
 
 def survive(cluster: ClusterProcess, kind, rng, times):
-    """Its decode worker is killed so many times, at any of its tokens, each time in another request."""
+    """Kill the decode worker `times` times, at a random token, each time during another request."""
 
     def once():
         eventually(lambda: len(cluster.connected()) == 3, within_s=60)
@@ -130,7 +130,7 @@ def survive(cluster: ClusterProcess, kind, rng, times):
 
 
 def pushed_out(cluster: ClusterProcess, client: Client, kind, right, rng):
-    """Whether it lost its blocks to others that grow beside it, and had to begin anew."""
+    """Return whether concurrent requests preempted it, so that it was computed again."""
     with others(client, 6, rng, known=False, tokens=(250, 300), words=(10, 30)) as streams:
         answer = ask(client, kind, priority=-100).check(right)
         assert all(len(stream.collect().tokens) >= 250 for stream in streams)

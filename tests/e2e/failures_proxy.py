@@ -1,7 +1,7 @@
-"""A network between prefill and decode workers that can fail: everything to a decode worker goes through here.
+"""A network to the decode workers that can fail: everything that is sent to a decode worker passes here.
 
-Decode workers listen at one address of the loopback network and advertise another one, where this listens, at the same
-port, as soon as the ledger knows of them. The router comes this way too: links are told apart by whose they are.
+Decode workers listen on one loopback address and advertise another one. As soon as the ledger has a worker, this proxy
+listens there on the same port. The router's connections pass here too; processes tell the links apart.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PIECE = 2**16
 
 @dataclass(eq=False)
 class Pipe:
-    """A connection from `source`, a port of somebody, to the decode worker that listens at `port`."""
+    """A connection from the local port `source` to the decode worker that listens on `port`."""
 
     source: int
     port: int
@@ -34,7 +34,7 @@ class Pipe:
     flows: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self):
-        """Until one of the two ends closes."""
+        """Copy data until one of the two ends closes."""
         pumps = [asyncio.create_task(self._pump(self.near[0], self.far[1]))]
         pumps.append(asyncio.create_task(self._pump(self.far[0], self.near[1])))
         try:
@@ -51,10 +51,10 @@ class Pipe:
                 await self.flows.wait()
                 writer.write(data)
                 await writer.drain()
-        await self.flows.wait()  # its end does not pass either
+        await self.flows.wait()  # the end is held back too
 
     def reset(self):
-        """Both ends get an error, as from a network that has forgotten them."""
+        """Send both ends a reset, like a network that has lost the connection."""
         for _, writer in (self.near, self.far):
             with suppress(OSError):
                 plug = writer.get_extra_info("socket")
@@ -64,7 +64,7 @@ class Pipe:
 
 
 class Proxy:
-    """Runs beside the block. `url`: of the ledger of the cluster of that name. Links are `failures_strikes.Links`."""
+    """Runs during the block. `url`: the Redis of the cluster `cluster`. Links are `failures_strikes.Links`."""
 
     def __init__(self, url, cluster="no-ray"):
         self._ledger: Any = redis.Redis.from_url(url, decode_responses=True)
@@ -89,9 +89,8 @@ class Proxy:
         self._ledger.close()
 
     def strike(self, links, *, silent):
-        """Nothing passes on these links, neither way, nor on new ones, until `go_on`; else they are reset.
-
-        How many there were.
+        """Reset these links, or, with `silent`, hold all data on them, also new ones, until `go_on`. Return their
+        number.
         """
 
         async def run():
@@ -128,7 +127,7 @@ class Proxy:
         try:
             far = await asyncio.open_connection(THERE, port)
         except OSError:
-            writer.transport.abort()  # as it would have been refused there
+            writer.transport.abort()  # as a refusal there
             return
         pipe = Pipe(writer.get_extra_info("peername")[1], port, (reader, writer), far)
         if self._silent is None or not _belongs(pipe, self._silent):

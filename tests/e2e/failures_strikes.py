@@ -1,8 +1,7 @@
-"""What `test_failures_at_states.py` strikes with, and how it finds the moment.
+"""The failures of `test_failures_at_states.py`, and the search for their moment.
 
-The moment is found in the history of a worker (`Diary`), which is written before anything is said or sent: a process
-that stands still writes nothing, so what the diary of a stopped one says is so. (A census cannot be asked of a stopped
-worker, and that of a running one is over when it is read. The states are those of the census.)
+A worker's history (`Diary`) shows the moment, because it is written before a message is sent. A stopped process's last
+line is its state. (A census needs a running worker and is outdated when it arrives. The states are those of a census.)
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ OVER = ("pushed", "aborted", "finished", "preempted", "released", "failed")
 
 
 class Process:
-    """By a descriptor, which never comes to mean another process. Within a block: it goes on in the end."""
+    """A process by its descriptor, which never refers to another process. It runs again after the block."""
 
     def __init__(self, pid):
         self.pid = pid
-        self._file = None  # it is gone
+        self._file = None  # None: the process has ended
         with suppress(ProcessLookupError):
             self._file = os.pidfd_open(pid)
 
@@ -53,7 +52,7 @@ class Process:
         until(f"process {self.pid} is dead", lambda: self.ended)
 
     def stop(self):
-        """Returns when all its threads stand still."""
+        """Stop the process and wait until all its threads have stopped."""
         self._send(signal.SIGSTOP)
         until(f"process {self.pid} stands still", lambda: self.ended or self._threads() <= {"T"})
 
@@ -66,7 +65,7 @@ class Process:
                 signal.pidfd_send_signal(self._file, number)
 
     def _threads(self):
-        """The states they are in; one that ends meanwhile has none."""
+        """Return the states of its threads. Skips threads that have just ended."""
         found = set()
         for task in Path(f"/proc/{self.pid}/task").glob("*/stat"):
             with suppress(OSError):
@@ -75,7 +74,7 @@ class Process:
 
 
 class KeptRedis:
-    """A Redis server of the test's own, at an address that it keeps."""
+    """The test's own Redis server, with a fixed address."""
 
     def __init__(self, folder):
         self._folder = folder
@@ -83,9 +82,9 @@ class KeptRedis:
         self.url = self._server.url
 
     def strike(self, *, silent):
-        """It says nothing until `go_on`; else it is killed, and replaced by an empty one."""
+        """Stop the server until `go_on`, or, without `silent`, kill it and start an empty one."""
         if silent:
-            os.kill(self._server.pid, signal.SIGSTOP)  # a child of this process: its number is its own
+            os.kill(self._server.pid, signal.SIGSTOP)  # a child of this process, so its pid is not reused
         else:
             self._server = killed_and_empty(self._server, self._folder)
 
@@ -98,7 +97,7 @@ class KeptRedis:
 
 
 class Diary:
-    """The states of the handoffs in one life of a worker."""
+    """The states of the handoffs in one incarnation of a worker."""
 
     def __init__(self, path):
         self._path = path
@@ -111,7 +110,7 @@ class Diary:
         return set(self._states.values())
 
     def read(self):
-        """How many events of each name there are."""
+        """Return the number of events by name."""
         with self._path.open("rb") as file:
             file.seek(self._read)
             whole, end, _ = file.read().rpartition(b"\n")
@@ -141,7 +140,7 @@ class Diary:
 
 @dataclass(frozen=True)
 class Life:
-    """One life of a worker that the router is connected to."""
+    """One incarnation of a worker that the router is connected to."""
 
     worker: str
     incarnation: str
@@ -168,7 +167,7 @@ class Field:
         self._ledger.close()
 
     def lives(self):
-        """Those that the router is connected to, by worker."""
+        """Return the incarnations that the router is connected to, by worker."""
         infos = {name: worker.info for name, worker in self.cluster.connected().items()}
         ports = {name: int(info.ref.address.split(":")[1]) for name, info in infos.items()}
         return {name: Life(name, str(info.ref.incarnation), info.pid, ports[name]) for name, info in infos.items()}
@@ -178,7 +177,7 @@ class Field:
 
     @contextmanager
     def caught(self, worker, state):
-        """A life of the worker, and its process, standing still with a handoff in that state; it goes on in the end."""
+        """Yield an incarnation of the worker and its process, stopped with a handoff in that state. Resume it then."""
         while True:
             life = until(f"{worker} is there", lambda: self.lives().get(worker))
             with Process(life.pid) as victim:
@@ -191,7 +190,7 @@ class Field:
         return self._ledger.hget(key, "incarnation") == life.incarnation.encode()
 
     def links(self, life):
-        """Between this worker and all of the other role."""
+        """Return the links between this worker and all workers of the other role."""
         lives = list(self.lives().values())
         senders = [life] if life.sends else [other for other in lives if other.sends]
         ports = [other.port for other in lives if not other.sends] if life.sends else [life.port]
@@ -199,7 +198,7 @@ class Field:
 
 
 class Links:
-    """Those of the processes `pids` to the decode workers at `ports`. `diaries`: of these processes."""
+    """The links from the processes `pids`, which have these `diaries`, to the decode workers at `ports`."""
 
     def __init__(self, pids, ports, diaries):
         self.pids = pids
@@ -215,7 +214,7 @@ class Links:
 
 
 def _stands(victim, diary, state):
-    """Wait until it stands still with a handoff in that state; False: it has ended, for reasons of its own."""
+    """Stop the process with a handoff in that state and return True, or return False if the process ends first."""
 
     def look():
         if victim.ended:

@@ -1,4 +1,4 @@
-"""A Ray of several nodes on this machine, each with a loopback address of its own, as if it were a host."""
+"""A Ray cluster of several nodes on this machine. Each node has its own loopback address, like a host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEAD = "127.0.0.2"
 
 
 class LoopbackNodes(RayNodes):
-    """Nodes at 127.0.0.2 and the addresses that follow it."""
+    """Nodes at 127.0.0.2 and the following addresses."""
 
     def __init__(self, redis_url: str) -> None:
         with socket.create_server((HEAD, 0)) as probe:
@@ -37,7 +37,7 @@ class LoopbackNodes(RayNodes):
             return subprocess.Popen(argv, env=os.environ | self.env, start_new_session=True, **streams)
 
     def actors(self, name: str) -> dict[int, str]:
-        """Processes on that node that Ray made actors of, by pid, with what `ps` shows of them."""
+        """Return the node's Ray actors: their titles in `ps`, by pid."""
         found = {}
         for process in psutil.Process(self.nodes[name].pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""A stream, and what happens to it when a process that carries it dies or stands still."""
+"""A stream during which one of its processes is killed or frozen."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tests.support.cluster_process import ClusterProcess
 
 
 def read(stream: Any, tokens: int) -> list[Delta]:
-    """The next deltas, until so many tokens have come in all."""
+    """Read deltas until the stream has so many tokens in total."""
     deltas = list[Delta]()
     while len(stream.tokens) < tokens:
         deltas.append(next(stream))
     return deltas
 
 
-Told = tuple[list[Delta], Completion]  # all that a stream said
+Told = tuple[list[Delta], Completion]  # all deltas of a stream, and its answer
 
 
 def struck(cluster: ClusterProcess, stream: Any, victim: str, after: int, *, freeze: bool = False) -> Told | None:
-    """Read a stream. When so many tokens have come, `victim` is killed, or frozen until the end: the process of that
-    name, or the worker of that role that has requests. None: the stream was over by then.
+    """Read a stream and strike its `victim`, a process's name or a role with a busy worker, after so many tokens. The
+    victim is killed, or frozen until the end. Return None if the stream ended before that.
     """
     with stream:
         deltas = read(stream, min(after, 1))
@@ -37,9 +37,9 @@ def struck(cluster: ClusterProcess, stream: Any, victim: str, after: int, *, fre
             deltas += stream
             answer = stream.collect()
         finally:
-            with suppress(ProcessLookupError):  # a frozen one may be replaced, and gone, by now
+            with suppress(ProcessLookupError):  # a frozen process may have been replaced by now
                 os.kill(pid, signal.SIGCONT)
     if freeze and answer.placement.attempts == 1:
-        return None  # all of it was under way already: the router has not missed the worker
+        return None  # all tokens were already sent: the router did not lose the worker
     cluster.wait_replaced(name, pid)
     return deltas, answer

@@ -1,4 +1,4 @@
-"""The autoscaler on a cluster of plain processes: more is asked of decode workers than one can do, and then nothing."""
+"""The autoscaler on a cluster of plain processes: more load than one decode worker can serve, then none."""
 
 import random
 
@@ -8,7 +8,7 @@ from tests.support.load import Load, draw_jobs
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow
-# Decode workers have not enough room for all clients: some wait.
+# Decode workers have too few blocks for all clients, so some wait.
 SETS = """
     model.path=oracle model.max_model_len=512 router.queue.max_wait_s=60 decode.kv_memory=96KiB
     prefill.replicas=2 prefill.autoscale.max=2 decode.autoscale.max=2
@@ -17,7 +17,7 @@ SETS = """
 
 
 def sizes(cluster):
-    """As planned, and as they are."""
+    """Return the planned and the actual sizes."""
     status = cluster.status()
     roles = [worker["info"]["role"] for worker in status["workers"]]
     plan = status["control"]["plan"]
@@ -25,7 +25,7 @@ def sizes(cluster):
 
 
 def test_pools_follow_the_load_and_say_why(home):
-    """Decode workers are short of room, so there is a second one; without load each pool ends with one."""
+    """Decode workers lack blocks, so a second one starts. Without load each pool shrinks to one."""
     with home.cluster("configs/no-ray.yaml", *SETS) as cluster:
         with Load(cluster, draw_jobs(random.Random(3)), 3) as load:
             eventually(lambda: sizes(cluster)[1][1] == 2, within_s=45, every_s=0.3)

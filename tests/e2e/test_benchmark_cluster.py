@@ -1,4 +1,4 @@
-"""The cluster that a benchmark starts for itself goes with it."""
+"""A benchmark that ends also ends the cluster that it started."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ with cluster("ended") as state:
 
 
 def test_a_benchmark_that_is_ended_leaves_nothing():
-    """SIGTERM ends it. Python already turns SIGINT into an exception."""
+    """Only SIGTERM is tested, because Python itself turns SIGINT into an exception."""
     command = [sys.executable, "-c", PROGRAM]
     with subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as benchmark:
         assert benchmark.stdout is not None

@@ -1,4 +1,4 @@
-"""Workers that compute prompts in chunks beside what they decode, on the oracle: exact, whatever becomes of one."""
+"""Workers that mix prompt chunks into decode steps, on the oracle: their answers are exact even after a kill."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ ANSWER: dict[str, Any] = {"ignore_eos": True, "temperature": 0.8, "seed": 7}
 
 
 def joint(cluster):
-    """Steps that computed a part of a prompt beside what they decoded, and how much of prompts."""
+    """Return the number of decode steps with a prompt chunk, and their prompt tokens."""
     paces = [load.joint_pace for load in cluster.loads().values()]
     return sum(pace.steps for pace in paces), sum(pace.tokens for pace in paces)
 
@@ -38,10 +38,10 @@ def test_both_are_alike_and_say_so(cluster):
 
 
 def beside_streams(cluster, client, prompts):
-    """Answers these while each worker decodes, and says how many steps did both, and how much of prompts these had."""
+    """Answer these prompts while each worker decodes. Return the number of mixed steps and their prompt tokens."""
     with ThreadPoolExecutor(4) as pool, ExitStack() as stack:
         before, streams = joint(cluster), list[Any]()
-        while not all(load.running for load in cluster.loads().values()):  # costs that load has distorted may draw some
+        while not all(load.running for load in cluster.loads().values()):  # distorted costs may draw several here
             streams.append(stack.enter_context(client.stream([len(streams)], max_tokens=1500, **ANSWER)))
             next(streams[-1])
         answers = [pool.submit(client.generate, prompt, max_tokens=10, **ANSWER) for prompt in prompts]
@@ -54,7 +54,7 @@ def beside_streams(cluster, client, prompts):
 
 
 def test_long_prompts_are_chunked_beside_what_is_decoded(cluster, seed):
-    """Where the machine has other work, streams may have ended when the prompts come: then once more."""
+    """On a busy machine the streams may end before the prompts come: then it tries again."""
     rng, steps = random.Random(seed), 0
     with cluster.client() as client:
         for _ in range(5):

@@ -1,7 +1,4 @@
-"""A cluster of plain processes that operators change under load: no request fails of it.
-
-When it is down, the histories of all its processes are checked.
-"""
+"""Operators change a cluster under load, and no request fails. At the end all processes' histories are checked."""
 
 import random
 

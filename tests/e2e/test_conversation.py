@@ -1,4 +1,4 @@
-"""Turns of a conversation: what the decode worker has does not move again, and goes back to who has lost it."""
+"""Turns of a conversation: KV that the decode worker has is not sent again, and a new prefill worker fetches it."""
 
 import pytest
 
@@ -21,12 +21,12 @@ def test_a_second_turn_moves_little_and_a_new_prefill_worker_fetches(home):
         assert first.placement.kv_bytes > 2_000_000
         second = FIRST + first.text + " and then"
         expected = client.generate(second, max_tokens=24, temperature=0, ignore_eos=True)
-        assert expected.placement.kv_bytes < 100_000  # the rest lies on the decode worker since the first turn
+        assert expected.placement.kv_bytes < 100_000  # the decode worker has the rest since the first turn
         assert settled(cluster)
 
         cluster.wait_replaced("prefill-0", cluster.kill("prefill-0"))
-        eventually(lambda: "prefill-0" in cluster.connected(), within_s=30)  # until then decode-0 does it alone
-        client.generate("something else " * 20, max_tokens=2)  # so that it knows what computing costs
+        eventually(lambda: "prefill-0" in cluster.connected(), within_s=30)  # until then decode-0 works alone
+        client.generate("something else " * 20, max_tokens=2)  # teaches prefill-0 the cost of computing
         again = client.generate(second, max_tokens=24, temperature=0, ignore_eos=True)
         assert again.text == expected.text
         fetched = cluster.loads()["prefill-0"].fetched_tokens

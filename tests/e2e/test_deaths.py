@@ -1,4 +1,4 @@
-"""SIGKILL of each process of a running cluster: typed errors, a replacement, clean ends, nothing left."""
+"""SIGKILL of each process of a running cluster: typed errors, a replacement, and no leftovers."""
 
 import os
 import signal
@@ -32,9 +32,9 @@ def test_a_killed_process_is_replaced(cluster, name):
     streams = Streams(cluster, [f"request {number}" for number in range(8)], tokens=2, **LONG)
     pid = cluster.kill(name)
     if name == "router":
-        lost = [end for end in streams.join() if isinstance(end, BaseException)]  # a slow test lets others end before
+        lost = [end for end in streams.join() if isinstance(end, BaseException)]  # others may have ended before
         assert {type(error) for error in lost} <= {WorkerLost, NoWorker}
-    else:  # no other process decodes; the successor goes on with what the decode worker did
+    else:  # no other process decodes; the successor continues the decode worker's output
         answers = streams.answers()
         assert {len(answer.tokens) for answer in answers} == {1500}
         with cluster.client() as client:
@@ -47,7 +47,7 @@ def test_a_killed_process_is_replaced(cluster, name):
 
 
 def test_a_stream_survives_its_router(cluster):
-    """The SDK resumes it at the router that takes the place; the decode worker has gone on with it all the while."""
+    """The SDK resumes the stream at the router's replacement. The decode worker has continued it since."""
     eventually(lambda: serves(cluster), within_s=30)
     with cluster.client() as client:
         expected = client.generate("a survivor", **LONG)
@@ -68,7 +68,7 @@ def test_a_stream_survives_its_router(cluster):
 
 @pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
 def test_a_worker_that_is_told_to_stop_hands_over(cluster, name):
-    """SIGTERM is no death: nothing is lost, no attempt counts as failed, and the next worker goes on."""
+    """SIGTERM loses nothing, no attempt counts as failed, and the next worker continues."""
     eventually(lambda: serves(cluster), within_s=30)
     with cluster.client() as client:
         expected = client.generate("handed over", **LONG)
@@ -95,13 +95,13 @@ def test_a_killed_supervisor_takes_all_with_it(module_home):
     eventually(lambda: all(is_zombie(process.pid) for process in state.processes.values()))
     done = module_home.baton("status", "--name", "orphans")
     assert done.returncode == 4
-    # Leftovers of the killed cluster do not prevent a new one of the same name.
+    # A new cluster may have the killed one's name, despite its leftovers.
     with module_home.cluster(config, "model.path=oracle", name="orphans") as again:
         assert serves(again)
 
 
 def test_ctrl_c_drains(module_home):
-    """SIGINT once: the request that runs is finished, then everything ends."""
+    """One SIGINT: the running request finishes, then everything ends."""
     with (
         module_home.cluster("configs/no-ray.yaml", HANDED_OVER, "model.path=oracle", name="drain") as running,
         running.client(max_retries=0) as client,
@@ -111,5 +111,5 @@ def test_ctrl_c_drains(module_home):
             next(stream)
             os.kill(running.state().supervisor.pid, signal.SIGINT)
             assert 1 + sum(len(delta.tokens) for delta in stream) == 200
-        eventually(lambda: not running.processes(), within_s=20)  # the state goes last
+        eventually(lambda: not running.processes(), within_s=20)  # the state is deleted last
         assert all(map(is_zombie, processes.values()))

@@ -1,4 +1,4 @@
-"""The trained demo model through Ray, as in README: its answers, and everything equal to one process."""
+"""The trained demo model through Ray, as in README: its answers, which equal those of one process."""
 
 import json
 import random
@@ -55,7 +55,7 @@ def test_the_seed_prompts(cluster, engine, prompt):
 
 
 def test_a_conversation_is_answered_in_the_shape_that_is_asked_for(cluster, engine):
-    """Chat template and constraint, each as one process has it."""
+    """Chat template and constraints give the same result as in one process."""
     shape = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}, "sea": {"type": "boolean"}}}
     schema = json.dumps(shape | {"required": ["city", "sea"], "additionalProperties": False})
     turns = [{"role": "user", "content": "The capital of"}, {"role": "user", "content": "France is"}]
@@ -81,7 +81,7 @@ def draw(rng, heldout):
 
 
 def test_concurrent_requests_equal_a_single_process(cluster, engine, seed):
-    """32 mixed requests at once; each is what one process computes alone, in fp32, greedy and sampled."""
+    """32 mixed concurrent requests each equal one process's answer, in fp32, greedy and sampled."""
     heldout = [json.loads(line)["prompt"] for line in (DEMO.parent / "heldout.jsonl").read_text().splitlines()]
     rng = random.Random(seed)
     jobs = [draw(rng, heldout) for _ in range(32)]
@@ -95,7 +95,7 @@ def test_concurrent_requests_equal_a_single_process(cluster, engine, seed):
 
 
 def as_sent(options):
-    """Floats have 32 bits on the wire."""
+    """Round floats to the 32 bits that they have on the wire."""
     return {k: struct.unpack("f", struct.pack("f", v))[0] if isinstance(v, float) else v for k, v in options.items()}
 
 
@@ -124,5 +124,5 @@ def test_ray_replaces_a_killed_worker(cluster, worker):
 
     assert eventually(serves, within_s=60) == " can vary widely"
     cluster.wait_replaced(worker, pid)
-    if worker == "decode-0":  # without a prefill worker it computes the prompt itself
+    if worker == "decode-0":  # without a prefill worker it computes prompts itself
         assert cluster.loads()["decode-0"].prefill_tokens == 0

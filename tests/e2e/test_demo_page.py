@@ -1,4 +1,4 @@
-"""What a newcomer sees: `baton demo` on a terminal, its page, requests there, Ctrl-C."""
+"""A newcomer's first steps: `baton demo` on a terminal, its page with requests, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.support.time_factor import scaled
 
 pytestmark = pytest.mark.slow
 
-ENOUGH = 5  # requests, beside the two prompts
+ENOUGH = 5  # requests in addition to the two prompts
 
 
 def finished_of(address: str):
-    """How many requests the page's own source says have ended, again and again."""
+    """Yield the number of ended requests at each event of the page's source."""
     with urllib.request.urlopen(f"{address}live?interval_s=0.1", timeout=scaled(30)) as stream:
         for line in stream:
             if line.startswith(b"data:"):

@@ -1,7 +1,7 @@
-"""The same deterministic request in all circumstances, on workers whose ordinary batch gives other bits with load.
+"""The same deterministic request in all circumstances, on workers whose ordinary batch depends on load.
 
-The demo model in bfloat16. `make test` asks in each circumstance once, with what is beside it drawn from the seed of
-the run; `make chaos` 20 times. Every event of every stream is compared, so nothing that is not verified gets out.
+The demo model in bfloat16. `make test` runs each circumstance once, with load drawn from the run's seed; `make chaos`
+runs it 20 times. Every event of every stream is compared, so that an unverified token would be found.
 """
 
 import random
@@ -30,13 +30,13 @@ MODEL = (
     "model.path=models/demo",
     "model.dtype=bfloat16",
     "decode.attention_splits=load_bf16",
-    "determinism.verify=always",  # else nothing is ever rolled back here
+    "determinism.verify=always",  # otherwise no token is rolled back here
     HANDED_OVER,
 )
-EXACT = "determinism.verify=auto"  # exact steps, where the kernels have them
+EXACT = "determinism.verify=auto"  # exact steps, if the kernels have them
 SETS = (*MODEL, "decode.replicas=2", "router.policy=round_robin")
 FRAME = 8192
-# Room for 1024 tokens in all: more than two or three long answers push the last one out.
+# 1024 tokens in all: more than two or three long answers preempt the last one.
 ROOM = "model.max_model_len=1024 decode.kv_memory=1MiB decode.block_size=8 prefill.block_size=32"
 PIECES = f"transfer.transport=grpc transfer.frame_size={FRAME} transfer.credits=2 transfer.coalesce_below=1"
 OTHERWISE = (*MODEL, *ROOM.split(), "prefill.max_batched_tokens=96", *PIECES.split())
@@ -51,7 +51,7 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 @pytest.fixture(scope="module")
 def otherwise(module_home):
-    """KV of other blocks in many small frames by another transport, to a decode worker with little room."""
+    """Other block sizes, many small frames, another transport, and a decode worker with few blocks."""
     with module_home.cluster("configs/no-ray.yaml", *OTHERWISE, name="otherwise") as running:
         yield running
 
@@ -70,7 +70,7 @@ def client(cluster):
 
 @pytest.fixture(scope="module")
 def alone(client):
-    """What a request gets when nobody else is there, in each kind."""
+    """The answer of each kind without load."""
     return {kind: ask(client, kind).answer for kind in KINDS}
 
 
@@ -138,7 +138,7 @@ def test_preempted(otherwise, alone, kind, repeats, rng):
 
 @often
 def test_control_without_the_flag_some_answers_differ(client, repeats, rng):
-    """Else the fast path does not vary, and the tests here show nothing."""
+    """The ordinary path varies with load. Otherwise the tests here would prove nothing."""
     asked = [{"prompt": text_of(number, 160), "temperature": 0.8 * (number % 2)} for number in range(12)]
 
     def answers(count):
@@ -157,7 +157,7 @@ def test_control_without_the_flag_some_answers_differ(client, repeats, rng):
 
 @often
 def test_candidates_were_wrong_meanwhile(cluster, client, alone, repeats, rng):
-    """Else no stream above could have had one. Before the next test: a dead worker counts no more."""
+    """The streams above had wrong candidates. Runs before a worker dies, because that would reset the counters."""
     for kind in list(KINDS) * repeats:
         with others(client, 7, rng):
             ask(client, kind).check(alone[kind])
@@ -174,7 +174,7 @@ def test_after_the_death_of_its_decode_worker(cluster, kind, rng):
 @kinds
 @pytest.mark.parametrize("part", ["first", "second", "third", "fourth", "exact"])
 def test_after_many_deaths(module_home, part, kind, rng):
-    """In clusters of their own: after ten deaths in a row one gives up."""
+    """Separate clusters, because a cluster gives up after ten deaths in a row."""
     with module_home.cluster("configs/no-ray.yaml", *SETS, *[EXACT] * (part == "exact"), name="mortal") as running:
         survive(running, kind, rng, 2 if part == "exact" else 5)
 
@@ -182,7 +182,7 @@ def test_after_many_deaths(module_home, part, kind, rng):
 @often
 @kinds
 def test_exact_steps(exactly, alone, kind, repeats, rng):
-    """Alone, beside others, and preempted. Workers of one fingerprint give the same bits, in whatever steps."""
+    """Without load, with load, and preempted. Workers with the same fingerprint give equal bits in all steps."""
     with exactly.client(timeout=120.0) as client:
         right = ask(client, kind).answer
         if right.system_fingerprint == alone[kind].system_fingerprint:
@@ -197,7 +197,7 @@ def test_exact_steps(exactly, alone, kind, repeats, rng):
 
 
 def test_workers_that_compute_prompts_in_chunks_beside_what_they_decode(module_home, alone, rng):
-    """Of the same fingerprint, and so the same bits."""
+    """Colocated workers have the same fingerprint, and therefore the same bits."""
     sets = (*MODEL, "mode=colocated", "decode.max_batched_tokens=64")
     with (
         module_home.cluster("configs/no-ray.yaml", *sets, name="together") as running,

@@ -1,4 +1,4 @@
-"""A cluster on a Redis that somebody else runs: its URL alone, a user limited to our keys, and what stays in it."""
+"""A cluster on an external Redis: only its URL, a user limited to our keys, and the keys that remain in it."""
 
 import pytest
 import redis

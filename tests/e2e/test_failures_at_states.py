@@ -1,9 +1,9 @@
 """SIGKILL and SIGSTOP of workers, Redis and links at each state of a handoff, under load, one after the other.
 
-Afterwards nobody hangs, no token was wrong, later requests are answered, nobody holds anything, `baton down` leaves
-nothing, and the histories of all processes are in order. The moment of each strike is exact, also for states that last
-a millisecond (`failures_strikes.py`); which strike comes when, the seed decides. No test depends on how fast it all is:
-a worker that is too slow to keep its lease is replaced, like one that was struck.
+Afterwards no request hangs, no token was wrong, later requests are answered, and nothing is held. `baton down` leaves
+nothing, and all histories are in order. Each failure hits its state exactly, even one of a millisecond
+(`failures_strikes.py`). The seed decides their order. Speed does not matter: a worker that is too slow to keep its
+lease is replaced, like one that was hit.
 """
 
 import itertools
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]  # five minutes in al
 
 LEASE_S = 2.0
 BRIEF_S = LEASE_S / 5
-# So that each state lasts: prompts are computed in many steps, few at a time, and leave in many small frames.
+# Make each state last: prompts take many steps, few run at a time, and their KV leaves in many small frames.
 SLOWLY = f"""
     {HANDED_OVER} router.queue.max_wait_s=30 ledger.lease_s={LEASE_S} ledger.heartbeat_s={LEASE_S / 5}
     model.path=oracle model.max_model_len=512 decode.replicas=2 decode.kv_memory=256KiB
@@ -33,20 +33,20 @@ SLOWLY = f"""
 
 
 def shuffled(seed, *choices):
-    """All combinations, numbered, in an order that the seed decides."""
+    """Return all combinations, numbered, in an order that depends on the seed."""
     found = list(itertools.product(*choices))
     random.Random(seed).shuffle(found)
     return enumerate(found)
 
 
 def lasts(seconds):
-    """So long does a failure last. Nothing is waited for."""
+    """Wait for the duration of a failure."""
     time.sleep(seconds)
 
 
 @contextmanager
 def under_load(home, folder, seed, *sets):
-    """A cluster with clients; in the end all is as it was: in the census, among the processes, and in the histories."""
+    """Run a cluster with clients. At the end, census, processes and histories show nothing left."""
     jobs = draw_jobs(random.Random(seed))
     with home.cluster("configs/no-ray.yaml", *SLOWLY, *sets, f"history={folder}") as cluster:
         with closing(Field(cluster, folder)) as field, Load(cluster, jobs, seed) as load:
@@ -69,12 +69,12 @@ def killed(field, life, victim):
 
 
 def stopped_briefly(field, life, victim):
-    """Most often it lives on, with what it has."""
+    """Leave the process stopped for less than a lease. It usually survives, with its requests."""
     lasts(BRIEF_S)
 
 
 def stopped_for_long(field, life, victim):
-    """Its lease lapses: whatever it has, it must drop, and end."""
+    """Leave the process stopped until its lease lapses. It then drops everything and ends."""
     until(f"the lease of {life} has lapsed", lambda: not field.has_lease(life))
     victim.go_on()
     until(f"{life} has ended", lambda: victim.ended)
@@ -86,7 +86,7 @@ STATES = {"prefill": ("queued", "prefilling", "pushing"), "decode": ("reserved",
 
 
 def test_workers(home, tmp_path, seed):
-    """Prefill and decode workers in turn: while one is replaced, the next one is struck."""
+    """Prefill and decode workers take turns: while one is replaced, the next one is hit."""
     orders = [shuffled(f"{seed} {role}", STRIKES, [role], STATES[role]) for role in STATES]
     with under_load(home, tmp_path / "history", seed) as (field, load):
         for turn, (strike, role, state) in itertools.chain(*zip(*orders, strict=True)):
@@ -103,7 +103,7 @@ WHILE = (("prefill", "pushing"), ("decode", "reserved"), ("decode", "decoding"))
 
 
 def test_redis(home, tmp_path, seed):
-    """It is killed and comes back empty, or is silent for less or for more than a lease: nobody needs it just then."""
+    """Redis is killed and comes back empty, or is silent for less or more than a lease. No request needs it then."""
     redis = KeptRedis(tmp_path / "redis")
     sets = (f"redis.url={redis.url}", "transfer.transport=gloo")
     with closing(redis), under_load(home, tmp_path / "history", seed, *sets) as (field, load):
@@ -126,9 +126,7 @@ DURING = (("prefill", "pushing"), ("decode", "reserved"), ("decode", "receiving"
 
 
 def test_the_link(home, tmp_path, seed):
-    """Connections between one worker and all of the other role are reset, or pass nothing on, for less or for more than
-    a deadline. The router hears of that from the workers alone.
-    """
+    """Links of one worker to the other role are cut or silent. The router learns of that only from the workers."""
     redis, struck = KeptRedis(tmp_path / "redis"), 0
     sets = (f"redis.url={redis.url}", "transfer.transport=grpc", f"decode.advertise={HERE}")
     with (

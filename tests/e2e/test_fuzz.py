@@ -1,4 +1,4 @@
-"""Any message to any public method: an answer or a typed error, and afterwards the same processes, serving."""
+"""Any message to any public method returns an answer or a typed error. The same processes then still serve."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ pytestmark = pytest.mark.slow
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"]
 SETS = ("model.path=oracle", "model.max_model_len=256", "decode.kv_memory=1MiB", "prefill.kv_memory=1MiB")
 EXAMPLES = int(os.environ.get("BATON_FUZZ", "150"))
-PATIENCE_S = 5.0  # most that is asked for is refused; some of it may well take for ever
-# What a caller may get; anything else is a fault of the server's, or says nothing about what was wrong.
+PATIENCE_S = 5.0  # most messages are rejected; some requests may well run forever
+# The codes that a caller may get. Others are faults of the server, or do not name the mistake.
 NAMES = "OK INVALID_ARGUMENT NOT_FOUND RESOURCE_EXHAUSTED CANCELLED DEADLINE_EXCEEDED"
 FINE = {grpc.StatusCode[name] for name in NAMES.split()}
 
 
 def called(channel: grpc.Channel, method, message) -> grpc.StatusCode:
-    """How the call ended; a stream is left after its first events."""
+    """Call the method and return its status. Streams are left after their first events."""
     path, answer = f"/{SERVICE.full_name}/{method.name}", GetMessageClass(method.output_type)
     codec = {"request_serializer": type(message).SerializeToString, "response_deserializer": answer.FromString}
     try:
@@ -48,7 +48,7 @@ def called(channel: grpc.Channel, method, message) -> grpc.StatusCode:
 
 
 def aimed(kind):
-    """Messages that get past the first look: most that are drawn at random end at the model's name."""
+    """Draw messages that pass the first check. Most random messages fail at the model's name."""
 
     def tame(message):
         request = message.request if isinstance(message, pb.ResumeRequest) else message

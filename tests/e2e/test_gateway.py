@@ -1,4 +1,4 @@
-"""OpenAI's client against a whole cluster, and a gateway that runs beside it."""
+"""OpenAI's client against a whole cluster, and a separate gateway."""
 
 import json
 import signal
@@ -37,7 +37,7 @@ def test_what_up_prints_works(home):
 
 
 def test_a_gateway_alone(oracle_cluster, tmp_path):
-    """`baton gateway` in front of a running cluster, stopped while it streams: the stream ends whole."""
+    """`baton gateway` in front of a running cluster is stopped during a stream, which still completes."""
     log = tmp_path / "gateway.log"
     args = ("gateway", "-c", "configs/no-ray.yaml", "--target", oracle_cluster.state().grpc, "--log", log)
     process = oracle_cluster.home.start(*args, "--set", "router.http=127.0.0.1:0", "--set", "log.format=json")

@@ -1,4 +1,4 @@
-"""What the processes of a cluster note of themselves while workers are killed under load, checked when it is down."""
+"""Histories that a cluster's processes write while workers are killed under load, checked after its end."""
 
 import random
 
@@ -17,7 +17,7 @@ LONG = {"max_tokens": 1000, "temperature": 0, "ignore_eos": True}
 
 
 def under_load(cluster):
-    """Twelve long streams, and the problems of a census that found them. They may have ended before: then once more."""
+    """Start twelve long streams and return them with the census's problems. Tries again if the streams ended before."""
     for _ in range(5):
         streams = Streams(cluster, [f"{number % 3} {'word ' * 40} {number}" for number in range(12)], **LONG)
         censuses, problems = look(Admins([cluster.state().admin]))
@@ -31,11 +31,11 @@ def test_a_history_under_load_and_kills_is_as_it_should_be(home, tmp_path):
     folder = tmp_path / "history"
     sets = (HANDED_OVER, "model.path=oracle", f"history={folder}", "prefill.replicas=2", "decode.replicas=2")
     with home.cluster("configs/no-ray.yaml", *sets, "decode.kv_memory=4MiB") as cluster:
-        with Load(cluster, draw_jobs(random.Random(1)), 1) as load:  # some begin alike, some are left by their clients
+        with Load(cluster, draw_jobs(random.Random(1)), 1) as load:  # some share beginnings; clients leave some
             load.settle(AT_LEAST)
         for name in ("prefill-0", "decode-1"):
             streams, problems = under_load(cluster)
-            assert [problem for problem in problems if problem.handoff is None] == []  # the others may be on their way
+            assert [problem for problem in problems if problem.handoff is None] == []  # others may be in transit
             pid = cluster.kill(name)
             streams.join()
             cluster.wait_replaced(name, pid)
@@ -48,4 +48,4 @@ def test_a_history_under_load_and_kills_is_as_it_should_be(home, tmp_path):
     ends = [(journal.process, journal.end) for journal in sorted(report.journals, key=lambda journal: journal.life)]
     cut = [process for process, how in ends if how == ""]
     assert (sorted(cut), len(ends)) == (["decode-1", "prefill-0"], 7)
-    assert set(dict(ends).values()) == {"stopped"}  # of each place, the last one
+    assert set(dict(ends).values()) == {"stopped"}  # the last process of each place

@@ -1,4 +1,4 @@
-"""A model by its name on the Hub, from the local cache and without network: fetched once, served under its name."""
+"""A model by its Hub name, from the local cache and without network: fetched once, served under its name."""
 
 from __future__ import annotations
 

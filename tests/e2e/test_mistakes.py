@@ -1,4 +1,4 @@
-"""What a new user gets wrong: each a clear message, the right exit code, nothing left behind."""
+"""A new user's mistakes: each gives a clear message and the right exit code, and leaves nothing."""
 
 import os
 import signal
@@ -100,7 +100,7 @@ def test_a_folder_that_is_no_checkpoint_is_named(home, tmp_path):
 
 
 def starting(home, config, *options, number=signal.SIGTERM):
-    """`baton up` while its workers load, and the folder of its cluster. It heeds the signal, also under nohup."""
+    """Start `baton up` and return it while its workers load, with its folder. It obeys the signal even under nohup."""
     name, heed = Path(config).stem, partial(signal.signal, number, signal.SIG_DFL)
     process = home.start("up", "-c", config, *ORACLE, *PORTS, *options, preexec_fn=heed)
     eventually((home.path / name / "state.json").exists, within_s=30)
@@ -136,7 +136,7 @@ def test_a_signal_while_workers_load_leaves_nothing(home, config, detach, number
 def test_down_while_it_starts(home):
     process, _ = starting(home, CONFIG)
     asked = home.baton("generate", "hi")
-    if asked.returncode:  # else it was ready in the meantime
+    if asked.returncode:  # otherwise it was already ready
         assert "still starting" in asked.stderr
     assert "is down" in home.baton("down", check=True).stdout
     output, _ = process.communicate(timeout=scaled(30))
@@ -167,7 +167,7 @@ def test_two_clusters_of_one_name(oracle_cluster):
 
 @pytest.mark.xdist_group("oracle")
 def test_overrides_are_not_on_the_command_line_of_what_stays(oracle_cluster):
-    """They may hold a password, and everybody on the machine sees command lines."""
+    """Overrides may contain a password, and all users of the machine can read command lines."""
     state = oracle_cluster.state()
     for identity in (state.supervisor, *state.processes.values()):
         assert "oracle" not in " ".join(psutil.Process(identity.pid).cmdline())

@@ -1,4 +1,4 @@
-"""A cluster of plain processes on the oracle engine: every stream is exactly the right one, whatever runs beside it."""
+"""A cluster of plain processes on the oracle engine: every stream is exactly right under any concurrent load."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -48,7 +48,7 @@ def spec_of(prompt, options):
 
 
 def test_many_mixed_requests_each_get_their_own_stream(cluster, seed):
-    """32 at once through pools so small that decode preempts; each equals what the oracle computes alone."""
+    """32 concurrent requests in pools so small that decode preempts. Each equals the oracle's answer."""
     rng = random.Random(seed)
     jobs = [draw(rng) for _ in range(32)]
     with cluster.client() as client, ThreadPoolExecutor(32) as pool:
@@ -82,7 +82,7 @@ def test_a_request_that_ends_with_its_first_token_is_not_handed_over(cluster):
 
 
 def test_a_prompt_is_computed_once_per_cache_scope(cluster):
-    """216 tokens: 13 blocks of 16 and a rest."""
+    """216 tokens are 13 blocks of 16 and 8 more tokens."""
     with cluster.client() as client:
         before = cluster.loads()["prefill-0"]
         options = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "priority": 2}

@@ -1,4 +1,4 @@
-"""`baton profile --live` measures a running cluster, and `baton plan` takes what it wrote."""
+"""`baton profile --live` measures a running cluster, and `baton plan` uses the result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_running_cluster_becomes_a_profile_that_a_plan_is_made_with(home, tmp_
     assert found.layers == info["layout"]["layers"]
     cost = layout.cost()
     assert 0 < cost.seconds(16, 136, 0, 0) <= cost.seconds(256, 256 * 257 // 2, 0, 0) < 1
-    for rows in (1, 32):  # which takes longer is up to the machine: what rows cost this engine is less than its noise
+    for rows in (1, 32):  # their order depends on the machine: this engine's cost of a row is less than the noise
         assert 0 < cost.seconds(0, 0, rows, rows * 40) < 1
     assert sum(layout.spread) / len(layout.spread) == pytest.approx(1.0, abs=0.01)
     assert 0 < found.overheads.admit_s < 1
@@ -43,5 +43,5 @@ def test_workers_that_do_both_show_what_they_cost_each_other(home, tmp_path):
     assert layout.host_workers == 2
     assert layout.beside_decode is not None
     for beside in (layout.beside_prompts, layout.beside_decode):
-        assert len(beside.spread) == FACTORS  # how much it is is up to the machine: rows are short here
+        assert len(beside.spread) == FACTORS  # their size depends on the machine: rows are short here
         assert sum(beside.spread) / FACTORS == pytest.approx(1.0, abs=0.01)

@@ -1,4 +1,4 @@
-"""A controller and its workers as actors of a Ray of three nodes, some of which die. Real processes throughout."""
+"""A controller and its workers as actors of a Ray cluster with three nodes, some of which die. Processes are real."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def nodes(tmp_path_factory):
 
 
 class Many:
-    """The cluster of one test. Its workers go to nodes by label."""
+    """The cluster of one test. Labels place its workers on nodes."""
 
     def __init__(self, nodes, folder):
         self.nodes = nodes
@@ -53,7 +53,7 @@ ledger: {{lease_s: 3, heartbeat_s: 0.5}}
 """)
 
     def baton(self, *args):
-        """`baton controller ARGS`, and what it says."""
+        """Run `baton controller ARGS` and return its output."""
         command = [sys.executable, "-m", "baton", "controller", "-c", str(self.file), *args]
         env, limit_s = os.environ | self.nodes.env, scaled(120)
         done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False)
@@ -66,7 +66,7 @@ ledger: {{lease_s: 3, heartbeat_s: 0.5}}
         return json.loads(said) if said else {"slots": []}
 
     def pids(self):
-        """Of prefill-0 and decode-0, once both are ready."""
+        """Return the pids of prefill-0 and decode-0 when both are ready."""
         eventually(lambda: self._states() == {"prefill-0": "ready", "decode-0": "ready"}, within_s=60)
         (prefill,), (decode,) = self.nodes.actors("prefill"), self.nodes.actors("decode")
         return prefill, decode
@@ -75,12 +75,12 @@ ledger: {{lease_s: 3, heartbeat_s: 0.5}}
         return {slot["worker_id"]: slot["state"] for slot in self.report()["slots"]}
 
     def replaced(self, name, pid):
-        """Waits until the one actor on that node is another process, and the one before is gone."""
+        """Wait until the node's only actor is another process and the old one has ended."""
         eventually(lambda: len(now := self.nodes.actors(name)) == 1 and pid not in now, within_s=60)
         assert is_zombie(pid)
 
     def controller(self):
-        """Its process id."""
+        """Return the controller's pid."""
         return eventually(lambda: list(self.nodes.actors("head")), within_s=60)[0]
 
 
@@ -99,7 +99,7 @@ def test_workers_and_their_controller_are_kept(many):
 
 
 def _workers_are_placed_by_label_and_replaced(many):
-    """A killed one, and one that is frozen, which Ray does not see."""
+    """A killed worker is replaced, and so is a frozen one, which Ray does not detect."""
     prefill, decode = many.pids()
     os.kill(decode, signal.SIGKILL)
     many.replaced("decode", decode)
@@ -127,7 +127,7 @@ def _a_controller_that_is_started_again_takes_over_what_runs(many):
 
 
 def test_a_head_that_is_started_again(nodes, home, tmp_path, monkeypatch):
-    """Requests are served while it is away, by the same workers; the controller is on the new head."""
+    """The same workers serve requests while the head is away. The controller then runs on the new head."""
     many = Many(nodes, tmp_path)
     prompt, options = list(b"served meanwhile"), {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
     small = Job(prompt, options, oracle_answer(prompt, **options))

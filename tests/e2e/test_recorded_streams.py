@@ -1,6 +1,6 @@
-"""A stream as its client records it, while what carries it dies or stands still: each index once, undisturbed text.
+"""A stream as its client records it, while one of its processes dies or freezes: each index once, unchanged text.
 
-Real processes: the oracle engine at each index that is special, the demo model in fp32, greedy and with a seed.
+Real processes: the oracle engine at each special index, and the demo model in fp32, greedy and sampled.
 """
 
 import pytest
@@ -33,7 +33,7 @@ def whole(cluster):
 
 
 def recorded(cluster, options, after, victim, how):
-    """The answer, and the indices of its tokens as they came; `victim` is struck after token number `after` came."""
+    """Strike `victim` after token number `after`. Return the answer and the indices of its tokens as they came."""
     with cluster.client(max_retries=20) as client:
         for _ in range(10):
             stream = client.stream(PROMPT, **options)

@@ -1,4 +1,4 @@
-"""Several routers at one address, which share nothing but Redis: either serves, and either goes on for the other."""
+"""Several routers at one address that share only Redis: each serves, and each resumes the others' streams."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_both_serve_at_one_address(cluster):
 
 def test_connections_spread(cluster):
     request = pb.GenerateRequest(text="hello", sampling=common_pb2.Sampling(max_tokens=1))
-    own = [("grpc.use_local_subchannel_pool", 1)]  # else equal channels of one process share a connection
+    own = [("grpc.use_local_subchannel_pool", 1)]  # otherwise equal channels of one process share a connection
     for _ in range(24):
         with grpc.insecure_channel(cluster.state().grpc, options=own) as channel:
             list(InferenceStub(channel).Generate(request, timeout=10))

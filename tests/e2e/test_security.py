@@ -58,7 +58,7 @@ def test_commands_bring_what_they_need(cluster, as_admin):
 
 @pytest.mark.parametrize("role", list(Role))
 def test_every_method_of_a_worker(cluster, files, role):
-    """A certificate of the cluster's CA is all that it asks for, and nothing else gets anywhere."""
+    """A certificate of the cluster's CA is required and sufficient."""
     mine, other = Wire.of_path(files / "tls"), Wire.of_path(files / "other")
     with Client("127.0.0.1:1", admin=cluster.state().admin, token=TOKENS["admin"], tls=files / "tls") as client:
         infos = [worker.info for worker in client.cluster().workers]
@@ -73,7 +73,7 @@ def test_every_method_of_a_worker(cluster, files, role):
 
 
 def test_no_secret_is_anywhere(cluster, files, alice, as_admin):
-    """In no log, no state, no command line. After all that was asked, and refused, here."""
+    """No log, state or command line has a secret after all accepted and rejected requests here."""
     alice.tokenize(PROMPT)
     alice.generate(PROMPT, max_tokens=4)
     wrong_schema = {"json_schema": {"type": PROMPT}}
@@ -96,7 +96,7 @@ def test_no_secret_is_anywhere(cluster, files, alice, as_admin):
 
 
 def test_the_life_of_a_request_is_in_the_logs(cluster, alice):
-    """From all processes, by time, each step once. KV, too, goes by gRPC with TLS."""
+    """The log lines of all processes, ordered by time, have each step once. KV is sent over gRPC with TLS."""
     answer = alice.generate(PROMPT, max_tokens=4, temperature=0)
     assert (len(answer.tokens), answer.placement.transport) == (4, "grpc")
     request_id = answer.request_id
@@ -106,7 +106,7 @@ def test_the_life_of_a_request_is_in_the_logs(cluster, alice):
     assert sorted(line["timestamp"] for line in lines) == [line["timestamp"] for line in lines]
     steps = {(line["process"].partition("-")[0], line["event"].partition("_")[2]) for line in lines}
     assert len(steps) == len(lines)
-    # A stream that ends before its prefill worker has read the commit aborts the push there: which comes first is open.
+    # If the stream ends before its prefill worker has read the commit, the push is aborted. Either may come first.
     assert len(steps & {("prefill", "pushed"), ("prefill", "aborted")}) == 1
     assert steps - {("prefill", "pushed"), ("prefill", "aborted")} == {
         *(("router", step) for step in ("arrived", "attempted", "accepted", "first_token", "finished")),

@@ -1,4 +1,4 @@
-"""Clusters whose pools have different tensor-parallel sizes, on the demo model: its answers, and one rank's death."""
+"""Clusters whose pools have different tensor-parallel sizes, on the demo model: answers, and a rank's death."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def answers(cluster):
 
 
 def followers(cluster):
-    """The processes of the ranks above 0, of each worker."""
+    """Return the processes of each worker's ranks above 0."""
     return {name: psutil.Process(cluster.pid(name)).children() for name in ("prefill-0", "decode-0")}
 
 
@@ -45,7 +45,7 @@ def test_pools_of_different_sizes_answer_as_one_process(home, alone, config, pre
     with home.cluster(f"configs/{config}.yaml", HANDED_OVER, *sizes) as cluster:
         assert answers(cluster) == alone
         assert [1 + len(children) for children in followers(cluster).values()] == [prefill, decode]
-        if decode == 1:  # once, where the fewest processes come back
+        if decode == 1:  # only once, where the fewest processes restart
             _the_whole_worker_is_replaced_when_one_of_its_ranks_dies(cluster, alone)
         left = [child for children in followers(cluster).values() for child in children]
     assert not [child for child in left if child.is_running()]

@@ -1,6 +1,6 @@
-"""The coin model through a real cluster: its state goes with the KV, its thoughts come once, whoever dies on the way.
+"""The coin model through a real cluster: its state is sent with the KV, and each thought comes once despite deaths.
 
-What is right is what one engine in this process says, strictly one chunk after the other.
+The reference is one engine in this process, strictly one chunk after the other.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def engine():
 
 @cache
 def alone(prompt, max_tokens=16, ignore_eos=False, think_while_decoding=False):
-    """Tokens and the ids of all thoughts."""
+    """Return the tokens and the ids of all thoughts."""
     sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos)
     spec = SequenceSpec(tuple(load_tokenizer(COIN).encode(prompt)), sampling)
     if think_while_decoding:
@@ -86,7 +86,7 @@ def test_other_phrasings(client):
 
 @pytest.mark.parametrize("while_decoding", [False, True])
 def test_handoff_at_every_offset_of_a_chunk(client, while_decoding):
-    """Prompts of all lengths, cut anywhere: each goes on with the state that it has there."""
+    """Prompts of all lengths, cut anywhere, continue with the state at their end."""
     words = f"{SENTENCE} heads. {SENTENCE}".split(" ")
     for end in range(4, len(words), 2):
         prompt = " ".join(words[:end])
@@ -95,7 +95,7 @@ def test_handoff_at_every_offset_of_a_chunk(client, while_decoding):
 
 
 def test_deterministic(client):
-    """Equal to the bit, from the cache or not, on either decode worker."""
+    """Answers are bit-identical, cached or not, on either decode worker."""
     options = {"max_tokens": 24, "ignore_eos": True, "deterministic": True, "logprobs": 2, **GREEDY}
     answers = [client.generate(f"{SENTENCE} heads. {SENTENCE}", **options) for _ in range(4)]
     assert {answer.placement.decode_worker for answer in answers} == {"decode-0", "decode-1"}
@@ -115,7 +115,7 @@ def test_deterministic(client):
     ],
 )
 def test_a_worker_dies_in_mid_answer(cluster, client, worker, while_decoding):
-    """The decode worker after a drawn number of tokens; or the prefill worker, while others wait for it too."""
+    """A decode worker dies after a random number of tokens, or the prefill worker dies."""
     rng = random.Random(seed := random.randrange(2**32))
     print(f"seed {seed}")
     prompt = f"{SENTENCE} heads. " * 6 + SENTENCE
@@ -137,7 +137,7 @@ def test_a_worker_dies_in_mid_answer(cluster, client, worker, while_decoding):
 
 
 def test_a_router_dies_in_mid_answer(cluster, client):
-    """The next router has the tokens from the decode worker, and the client each thought once."""
+    """The next router gets the tokens from the decode worker, and the client gets each thought once."""
     prompt = f"{SENTENCE} heads. " * 3 + SENTENCE
     right = alone(prompt, 600, True, True)
     options = {"max_tokens": 600, "ignore_eos": True, "think_while_decoding": True, **GREEDY}

@@ -1,4 +1,4 @@
-"""Where the time of a request went, of a real cluster: in its answer, in a file, in the terminal."""
+"""The times of a real cluster's request: in its answer, in a file, in the terminal."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.unit.tracing.test_otlp import PARENT, TRACE, WAIT_S, collectors
 
 pytestmark = pytest.mark.slow
 
-OFF_S = 0.002  # of two wall clocks that are read one after the other, on one host
+OFF_S = 0.002  # the difference of two wall clocks that are read one after the other, on one host
 STAGES = [stage.value for stage in Stage]
 
 
 @pytest.fixture(scope="module")
 def collected():
-    """An OpenTelemetry collector, and its address. It is to get what a caller wants to be sampled, nothing else."""
+    """An OpenTelemetry collector and its address. It receives only traces that a caller wants sampled."""
     with collectors() as made:
         yield made
 
@@ -43,7 +43,7 @@ def within(inner, outer) -> bool:
 
 def test_the_spans_of_all_processes_lie_within_each_other(cluster):
     with cluster.client() as client:
-        client.generate("warm", max_tokens=4)  # the channel is built
+        client.generate("warm", max_tokens=4)  # builds the channel
         begun = time.perf_counter()
         answer = client.generate("hello there " * 20, max_tokens=40, ignore_eos=True, deterministic=True, trace=True)
         wall_s = time.perf_counter() - begun
@@ -67,7 +67,7 @@ def test_the_spans_of_all_processes_lie_within_each_other(cluster):
     for end in (found["prefill", "push"], found["decode", "receive"]):
         moved = (int(end.attributes["kv_bytes"]), end.attributes["transport"])
         assert moved == (answer.placement.kv_bytes, answer.placement.transport)
-    worked_s = found["prefill", "compute"].duration_s + found["decode", "decode"].duration_s  # one after the other
+    worked_s = found["prefill", "compute"].duration_s + found["decode", "decode"].duration_s  # these do not overlap
     assert worked_s <= sum(span.duration_s for span in stages) <= wall_s, "by the clocks of workers and of the client"
 
 

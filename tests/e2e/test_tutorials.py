@@ -1,4 +1,4 @@
-"""The tutorials as a reader follows them: their commands and programs run, in order, against one cluster.
+"""The tutorials' commands and programs run, in order, against one cluster.
 
 Commands that start and stop clusters, install or train are left out, and so are those with a placeholder.
 """
@@ -42,7 +42,7 @@ def cluster(module_home):
 
 
 def steps(page: str) -> Iterator[tuple[str, str, str]]:
-    """Language and text of each fence of a tutorial that is to run, and the output that the page shows for it."""
+    """Yield language, text and shown output of each fence of a tutorial that must run."""
     text = (ROOT / "docs/tutorials" / f"{page}.md").read_text(encoding="utf-8")
     fences = [
         (language, code) for language, code in Document(page, text).fences() if language or not LEFT_OUT.search(code)
@@ -68,7 +68,7 @@ def run(cluster, language: str, code: str) -> str:
 
 
 def words(text: str) -> list[str]:
-    """The lines of an output with all that differs from run to run as `*`: numbers and ids."""
+    """Return the lines of an output, with `*` for words that differ between runs: numbers and ids."""
     return [re.sub(r"\S*\d\S*", "*", line).strip() for line in text.strip().splitlines()]
 
 
@@ -82,7 +82,7 @@ def test_a_tutorial_runs(cluster, page):
 
 
 def test_the_cluster_file_of_your_own_model_runs(home):
-    """The cluster file of the page, with free ports, and with the demo model instead of the trained one."""
+    """The page's cluster file runs with free ports, and with the demo model instead of the trained one."""
     page = (ROOT / "docs/tutorials/own-model.md").read_text(encoding="utf-8")
     (text,) = [code for language, code in Document("own-model", page).fences() if language == "yaml"]
     shutil.copytree(ROOT / "models/demo", home.path / "models/toy")

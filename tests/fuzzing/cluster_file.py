@@ -21,7 +21,7 @@ _PIECES = [
     *("!x ", "9" * 5000, "[" * 300, *"2001-99-99 2001-01-01 1e999 0x 0o9 .nan - ~ yes ''".split(), '"\\ud800"'),
     *("oracle", "local", "127.0.0.1:0", "1GiB", "'", '"', "|\n", ">\n", "%YAML 9\n", "\t", "\x00", "\x85", "\ufeff"),
 ]
-_FOLDER = tempfile.TemporaryDirectory(prefix="baton-fuzz-")  # goes with the process
+_FOLDER = tempfile.TemporaryDirectory(prefix="baton-fuzz-")  # deleted with the process
 _FILE = Path(_FOLDER.name) / "cluster.yaml"
 
 

@@ -1,4 +1,4 @@
-"""How a target is made."""
+"""The construction of a fuzz target."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ FREELY = settings(
 
 @dataclass(frozen=True)
 class Target:
-    """`drawn` is a test of hypothesis; `seeds` are good bytes, and such that are just wrong."""
+    """A fuzz target. `drawn` is a hypothesis test; `seeds` are valid and slightly invalid bytes."""
 
     from_bytes: Callable[[bytes], None]
     drawn: Any
     seeds: list[bytes]
 
     def __call__(self, data: bytes) -> None:
-        """Any bytes. First byte even: what follows arrives; odd: hypothesis draws by it."""
+        """Test any bytes. After an even first byte, the rest is the input; after an odd one, hypothesis draws by it."""
         if data[:1] and data[0] % 2:
             self.drawn.hypothesis.fuzz_one_input(data[1:])
         else:
@@ -32,7 +32,7 @@ class Target:
 
 
 def outcome(call: Callable[[], Any], *errors: type[Exception]) -> tuple[Any, Any]:
-    """What `call` returns, and what it raises of these kinds: one of them is None."""
+    """Return `(result, None)`, or `(None, error)` if `call` raises one of these errors."""
     try:
         return call(), None
     except errors as error:

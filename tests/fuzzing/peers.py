@@ -1,4 +1,4 @@
-"""What workers say to each other and to the router: read, or refused by name; no frame beyond what was agreed."""
+"""Messages between workers and the router are parsed or rejected by name. No frame exceeds the agreed size."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ READERS: list[tuple[Any, Callable[[Any], object]]] = [
 
 
 def read(message: Any, reader: Callable[[Any], object]) -> None:
-    """A value, or what is wrong with which field."""
+    """The reader returns a value, or names the wrong fields."""
     _, error = outcome(lambda: reader(message), InvalidRequest)
     assert error is None or all(each.field and each.description for each in error.violations)
 
 
 def told(intake: ReceiveLoop, command: pb.PeerCommand) -> None:
-    """As the event loop of a session takes it up, without the channel's thread. Raises BatonError."""
+    """Read a command like a session's event loop, without the channel's thread. Raises BatonError."""
     match command.WhichOneof("command"):
         case "offer":
             handoff = convert.handoff_from_pb(command.offer.handoff)
@@ -70,7 +70,7 @@ def told(intake: ReceiveLoop, command: pb.PeerCommand) -> None:
 
 
 def conversation(commands: list[Any]) -> None:
-    """No more is received than was offered, and than the slots hold; what makes no sense ends the channel, in words."""
+    """A receiver reads only offered frames, as many as it has slots. Nonsense ends the channel with a message."""
     intake = ReceiveLoop(END, None, None, "shm", lambda reply: None)  # type: ignore[arg-type]  # nothing is written
     for command in commands:
         _, error = outcome(lambda c=command: told(intake, c), BatonError)  # type: ignore[misc]
@@ -84,7 +84,7 @@ def conversation(commands: list[Any]) -> None:
 
 
 def from_bytes(data: bytes) -> None:
-    """A message of the type that the first byte names, or commands, each after its length."""
+    """Test a message of the type that the first byte names, or commands, each after its length."""
     number = (data[0] if data else 0) % (2 * len(READERS))
     try:
         if number < len(READERS):
@@ -109,7 +109,7 @@ def _offer(known_tokens: int, skip: int) -> pb.PeerCommand:
 
 
 def _frame(**numbers: int) -> pb.PeerCommand:
-    """Of as many bytes as it names."""
+    """Make a frame whose size matches its numbers."""
     command = ParseDict({"frame": {"handoff": HANDOFF, **numbers}}, pb.PeerCommand())
     spec = frame_of(command.frame)
     command.frame.nbytes = abs((spec.layer_end - spec.layer_begin) * (spec.end - spec.begin)) * TOKEN_BYTES
@@ -118,7 +118,7 @@ def _frame(**numbers: int) -> pb.PeerCommand:
 
 @st.composite
 def _frames(draw: st.DrawFn) -> pb.PeerCommand:
-    """Nearly right ones: small numbers, and mostly as many bytes as they name."""
+    """Draw nearly right frames: small numbers, and mostly a matching size."""
     numbers = {name: draw(st.integers(0, 4)) for name in ("sequence", "layer_begin", "layer_end", "begin", "end")}
     command = _frame(**numbers)
     if draw(st.booleans()):

@@ -48,7 +48,7 @@ def parsed(message: pb.ResumeRequest, number: int):
 
 
 def requested(message: pb.GenerateRequest, number: int = 0) -> list[str]:
-    """A worker takes what the router accepts, else the error names fields, which are returned."""
+    """Workers parse every request that the router accepts. Otherwise the error names fields, which are returned."""
     asked = pb.ResumeRequest(request=message)
     spec, error = outcome(lambda: parsed(asked, number), InvalidRequest, UnknownModel)
     if error is not None:
@@ -72,7 +72,7 @@ def refused(error: InvalidRequest | UnknownModel) -> list[str]:
 
 
 def resumed(message: pb.ResumeRequest) -> None:
-    """As above, with what the client has already."""
+    """Check a request like `requested`, with the client's tokens."""
     _, error = outcome(lambda: _received(message), InvalidRequest, UnknownModel)
     if error is not None:
         refused(error)
@@ -84,7 +84,7 @@ def _received(message: pb.ResumeRequest) -> None:
 
 
 def generate_bytes(data: bytes) -> None:
-    """A message as it comes, for the model that its first byte names; of every fourth kind one that resumes."""
+    """Test raw bytes, for the model that the first byte names; every fourth kind resumes."""
     kind, number = divmod(data[0] if data else 0, len(MODELS))
     try:
         if kind % 4:
@@ -96,7 +96,7 @@ def generate_bytes(data: bytes) -> None:
 
 
 def _for_here(message: Any) -> Any:
-    """Past the first look: most that are drawn at random end at the model's name."""
+    """Let the message pass the first check. Most random messages fail at the model's name."""
     message.model = ""
     return message
 
@@ -128,7 +128,7 @@ _PROMPTS = st.one_of(
         st.fixed_dictionaries({}, optional=_TOOLED),
     ),
 )
-_NEARLY = st.builds(  # right, as most that is drawn freely is far from it
+_NEARLY = st.builds(  # nearly right, because most random requests are far from it
     lambda prompt, sampling: ParseDict({**prompt, "sampling": sampling}, pb.GenerateRequest()), _PROMPTS, _SAMPLING
 )
 _REQUESTS = messages(pb.GenerateRequest.DESCRIPTOR)
@@ -161,7 +161,7 @@ _BASES = st.sampled_from([{"prompt": "x"}, {"messages": [{"role": "user", "conte
 
 
 def http_bytes(data: bytes) -> None:
-    """Both endpoints: requests that the router reads, or a 400; whoever refuses, the field is one of the body."""
+    """Both endpoints give requests that the router reads, or a 400 that names a field of the body."""
     for kind, job_of in KINDS.items():
         job, error = outcome(lambda k=kind, j=job_of: j(checked(data, k)), InvalidRequest)  # type: ignore[misc]
         if error is not None:

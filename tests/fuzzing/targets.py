@@ -1,8 +1,8 @@
-"""What must hold for whatever arrives: a value that the next in line can use, or an error that names what is wrong.
+"""Properties for any input: a value that the next stage can use, or an error that names the problem.
 
-A target, here all of them by name, reads bytes as they come over the wire, or what hypothesis draws. None of them
-starts a process.
-`tools/fuzz_parse.py` searches them, led by coverage; `tests/unit/test_fuzzing.py` calls them briefly.
+A target reads raw bytes from the wire, or hypothesis draws its input. No target starts a process.
+
+`tools/fuzz_parse.py` searches them, guided by coverage; `tests/unit/test_fuzzing.py` runs them briefly.
 """
 
 from __future__ import annotations

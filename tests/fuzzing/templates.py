@@ -1,4 +1,4 @@
-"""Chat templates, which come with a model: compiled and rendered within their bounds, or not at all."""
+"""Chat templates of models: compiled and rendered within their bounds, or rejected."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _PIECES = """
 
 
 def from_text(source: str) -> None:
-    """The clock moves with each look, so that what loops for ever ends at once."""
+    """The clock advances at each read, so that an endless loop ends immediately."""
     clock = map((0.001).__mul__, count()).__next__
     written, error = outcome(lambda: Template(source, clock=clock).render(_VARIABLES), TemplateFailed)
     assert str(error) if written is None else len(written) <= MAX_RENDERED_CHARS
 
 
 def from_bytes(data: bytes) -> None:
-    """As text. Large numbers are left out: the memory that a template wastes on purpose is not bounded."""
+    """Test the bytes as text. Large numbers are skipped, because a template's memory is not bounded."""
     source = data.decode("utf-8", "replace")
     if not re.search(r"[0-9_]{5}", source):
         from_text(source)

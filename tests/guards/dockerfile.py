@@ -1,4 +1,4 @@
-"""The Dockerfile and .dockerignore, as far as tests look into them."""
+"""Parsers for the Dockerfile and .dockerignore, as far as tests need them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Step(NamedTuple):
-    """An instruction. `flags`: what stands behind its name with --; `words`: the rest, as a shell divides it."""
+    """An instruction. `flags` follow its name with --; `words` are the rest, split like a shell."""
 
     name: str
     flags: list[str]
@@ -31,7 +31,7 @@ def steps(text: str) -> list[Step]:
 
 
 def is_sent(path: str, ignored: str) -> bool:
-    """The builder is given `path`, by what .dockerignore says (`ignored`): the last line that matches counts."""
+    """Return whether .dockerignore (`ignored`) sends `path` to the builder. The last matching line counts."""
     parts = path.split("/")
     above = ["/".join(parts[: count + 1]) for count in range(len(parts))]
     sent = True

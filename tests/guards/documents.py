@@ -1,4 +1,4 @@
-"""Markdown as a guard reads it: the lines that it tells people to type, its links, the anchors of its headings."""
+"""Markdown for the guards: commands that users type, links, and the anchors of headings."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import dropwhile, groupby, takewhile
 
-SHELLS = {"", "sh", "bash", "shell", "console"}  # the languages of fences that hold commands
+SHELLS = {"", "sh", "bash", "shell", "console"}  # the languages of fences with commands
 FENCE = re.compile(r"^[ \t]*```(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"(?<!`)(`+)(?!`)((?:(?!\n\s*\n).)+?)(?<!`)\1(?!`)", re.DOTALL)
-LINE = re.compile(r"(?:.*\\\n)*.*")  # with those that a backslash adds to it
+LINE = re.compile(r"(?:.*\\\n)*.*")  # with continuation lines after backslashes
 LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
 REFERENCE = re.compile(r"^\[[^\]\n]+\]:[ \t]*<?([^\s>]+)", re.MULTILINE)
 HEADING = re.compile(r"^#{1,6}[ \t]+(.+?)(?:[ \t]+#+)?[ \t]*$", re.MULTILINE)
 ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*:|//", re.IGNORECASE)
 OPTIONAL = re.compile(r"\[[^][]*\]")
-BEFORE = re.compile(r"\$|[A-Z_]\w*=.*", re.DOTALL)  # a prompt, and what a command gets into its environment
+BEFORE = re.compile(r"\$|[A-Z_]\w*=.*", re.DOTALL)  # a prompt, and a command's environment variables
 
 
 @dataclass(frozen=True)
 class Said:
-    """Something that stands in a document, and where: `file:line`."""
+    """A text of a document and its place, `file:line`."""
 
     where: str
     text: str
@@ -43,18 +43,18 @@ class Document:
 
     @cached_property
     def prose(self) -> str:
-        """Its text; as many blanks and lines where fences stand."""
+        """The text with all fences replaced by blanks."""
         return FENCE.sub(_blank, self.text)
 
     def code(self) -> Iterator[Said]:
-        """The lines in its fences for a shell, and all between backticks."""
+        """Yield the lines in shell fences, and all text between backticks."""
         for fence in FENCE.finditer(self.text):
             lines = LINE.finditer(self.text, *fence.span(2)) if fence[1] in SHELLS else ()
             yield from (self.said(line.start(), line[0].replace("\\\n", " ")) for line in lines)
         yield from (self.said(span.start(), span[2].replace("\n", " ")) for span in SPAN.finditer(self.prose))
 
     def fences(self) -> Iterator[tuple[str, str]]:
-        """Language and text of each fence, in order."""
+        """Yield language and text of each fence, in order."""
         yield from ((fence[1], fence[2]) for fence in FENCE.finditer(self.text))
 
     def links(self) -> Iterator[Said]:
@@ -68,7 +68,7 @@ class Document:
         return posixpath.normpath(posixpath.join(posixpath.dirname(self.name), path)) if path else self.name, anchor
 
     def anchors(self) -> set[str]:
-        """What may stand behind a `#`, as GitHub names headings."""
+        """Return the anchors of its headings, as GitHub forms them."""
         seen: Counter[str] = Counter()
         found = set[str]()
         for heading in HEADING.findall(self.prose):
@@ -84,9 +84,9 @@ def _blank(found: re.Match[str]) -> str:
 
 
 def commands(line: str) -> Iterator[list[str]]:
-    """The simple commands of a shell's line, in words: without comments, redirections and `[]` of what is optional.
+    """Yield the simple commands of a shell line as words, without comments, redirections and `[]` of optional parts.
 
-    A bar between such brackets, and the escaped one of a table's cell, is an "or".
+    A bar within such brackets, and the escaped one of a table's cell, is an "or".
     """
     line = OPTIONAL.sub(lambda found: found[0].replace("|", " or "), line.replace("\\|", "|"))
     for ends, words in groupby(_words(line), lambda word: bool(word) and set(word) <= set("();|&")):

@@ -1,4 +1,4 @@
-"""configs/: each file loads, and the schema that editors read takes them and refuses what the loader refuses."""
+"""configs/: each file loads, and the editors' schema accepts it and rejects the same mistakes as the loader."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ validator = jsonschema.Draft7Validator(tree)
 
 
 def problems(text: str) -> list[str]:
-    """What an editor would underline in `text`."""
+    """Return the paths that an editor would underline in `text`."""
     return [error.json_path for error in validator.iter_errors(yaml.safe_load(text))]
 
 
@@ -47,7 +47,7 @@ def test_the_schema_is_fresh_and_a_schema():
 
 
 def described(section: dict[str, Any], prefix: str = "") -> dict[str, bool]:
-    """Every key of the cluster file, dotted, and whether an editor has something to say about it."""
+    """Return every key of the cluster file, dotted, and whether it has a description."""
     found: dict[str, bool] = {}
     for name, value in section["properties"].items():
         refs = [part["$ref"] for part in (value, *value.get("anyOf", ())) if "$ref" in part]
@@ -90,7 +90,7 @@ def test_what_is_right_is_taken(text: str, tmp_path: Path):
 
 
 def test_certificates_are_a_folder_or_files():
-    """The schema alone: the loader reads the files."""
+    """Only the schema is tested, because the loader reads the files."""
     assert problems("security: {tls: /etc/tls}") == problems("security: {tls: {cert: a, key: b, ca: c}}") == []
 
 

@@ -1,4 +1,4 @@
-"""constraints.txt pins all that `make setup` installs, and it is what is installed here."""
+"""constraints.txt pins everything that `make setup` installs, and this environment has these versions."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def canonical(name: str) -> str:
 
 
 def pins(path: str) -> dict[str, str]:
-    """The pinned version of each package in a constraints or requirements file."""
+    """Return the pinned version of each package in a constraints or requirements file."""
     lines = [line for line in (ROOT / path).read_text().splitlines() if line and not line.startswith("#")]
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines), "only exact public versions"
     return {canonical(name): version for name, version in (line.split("==") for line in lines)}
 
 
 def needed(name: str, extras: tuple[str, ...] = ()) -> set[str]:
-    """Every installed distribution that `name[extras]` needs, directly or not."""
+    """Return every installed distribution that `name[extras]` needs, directly or not."""
     seen: set[str] = set()
     todo = [(name, extras)]
     while todo:

@@ -1,4 +1,4 @@
-"""The wheel and the sdist: what is in them, and that the SDK alone works in an otherwise empty environment."""
+"""The contents of the wheel and the sdist. The SDK works alone in an otherwise empty environment."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributions")]
 
 
 def run(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Run a command that sees neither this tree nor this environment through variables."""
+    """Run a command without environment variables that refer to this tree or environment."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     return subprocess.run(list(map(str, command)), cwd=cwd, env=clean, text=True, capture_output=True, check=False)
 
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, and the wheel that was built from that sdist."""
+    """A folder with the sdist, and the wheel built from that sdist."""
     out = tmp_path_factory.mktemp("dist")
     done = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -43,7 +43,7 @@ def wheel(dist: Path) -> Path:
 
 
 def requirements(name: str) -> Iterator[str]:
-    """The distributions that `name` needs without extras, itself excluded, directly or not."""
+    """Yield the distributions that `name` needs without extras, directly or not."""
     for requirement in map(Requirement, metadata.requires(name) or []):
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             yield requirement.name
@@ -51,7 +51,7 @@ def requirements(name: str) -> Iterator[str]:
 
 
 def borrow(name: str, site: Path) -> None:
-    """Link the files of the installed distribution `name` into `site`: no index is asked."""
+    """Link the files of the installed distribution `name` into `site`, without a package index."""
     for file in metadata.files(name) or []:
         if ".." not in file.parts and file.suffix != ".pyc":
             target = site / file
@@ -61,7 +61,7 @@ def borrow(name: str, site: Path) -> None:
 
 @pytest.fixture(scope="module")
 def sdk_env(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `bin` folder of an environment with the wheel and its base dependencies, nothing else."""
+    """The `bin` folder of an environment that has only the wheel and its base dependencies."""
     home = tmp_path_factory.mktemp("sdk")
     venv.create(home, with_pip=False, symlinks=True)
     python = home / "bin" / "python"

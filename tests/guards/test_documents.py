@@ -1,4 +1,4 @@
-"""What the documents tell people to type exists, with its options; where they point to is there."""
+"""Commands, options and link targets in the documents exist."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def documents() -> list[Document]:
 
 
 def wrong_links(document: Document, names: set[str], anchors: dict[str, set[str]]) -> Iterator[str]:
-    """Of its links, those to a file that git does not have, and to a heading that is not there."""
+    """Yield links to a file that git does not have, or to a missing heading."""
     for said in document.links():
         name, anchor = document.resolved(said.text)
         if name not in names:
@@ -36,7 +36,7 @@ def wrong_links(document: Document, names: set[str], anchors: dict[str, set[str]
 
 
 def in_git() -> set[str]:
-    """Every file that git has or would add, and every folder with one."""
+    """Return every file that git has or would add, and every folder with one."""
     files = [file.relative_to(ROOT) for file in tracked()]
     return {path.as_posix() for file in files for path in (file, *file.parents)}
 
@@ -58,7 +58,7 @@ def test_what_they_tell_to_type_is_there(found):
 
 
 def test_targets_of_make_are_there(found):
-    """Those that documents tell people to type; CI runs the same ones."""
+    """Make targets in the documents exist; CI runs the same ones."""
     there = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
     lines = [(said.where, words) for document in found for said in document.code() for words in commands(said.text)]
     made = [(where, word) for where, words in lines if words[:1] == ["make"] for word in words[1:]]
@@ -80,7 +80,7 @@ def test_where_they_point_to_is_there(found):
 
 
 def test_each_is_linked_from_another(found):
-    """Or nobody finds it who reads from the README on."""
+    """Otherwise no reader of the README would find the page."""
     to = {(document.name, document.resolved(link.text)[0]) for document in found for link in document.links()}
     linked = {name for document, name in to if document != name}
     pages = [document.name for document in found if document.name.startswith("docs/")]
@@ -88,7 +88,7 @@ def test_each_is_linked_from_another(found):
     complain(f"{name}:1: no other document links to it" for name in pages if name not in linked)
 
 
-WRONG = {  # a command, and what is said of it
+WRONG = {  # a command, and its problem
     "baton up --detatch -c FILE": "`baton up` has no --detatch",
     "baton config sow FILE": "`baton config` takes no 'sow'",
     "BATON_TOKEN=x baton logs -q > file": "`baton logs` has no -q",

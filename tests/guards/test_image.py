@@ -1,4 +1,4 @@
-"""The Dockerfile: pinned, not root, nothing that is not there; and what hadolint and shellcheck say."""
+"""The Dockerfile is pinned, does not run as root, names only existing files, and passes hadolint and shellcheck."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PINNED = re.compile(r"[a-z0-9./-]+:[0-9][\w.-]*@sha256:[0-9a-f]{64}")
 
 
 def mistakes(text: str) -> list[str]:
-    """What is wrong with a Dockerfile by the rules of this repository."""
+    """Return a Dockerfile's violations of this repository's rules."""
     found, stages, user = [], set(), "root"
     for name, flags, words in steps(text):
         match name:
@@ -43,7 +43,7 @@ def mistakes(text: str) -> list[str]:
 
 
 def is_given(source: str) -> bool:
-    """A file or folder of the repository that the builder is given."""
+    """Return whether the builder receives this file or folder of the repository."""
     return (ROOT / source).exists() and is_sent(source, IGNORED)
 
 

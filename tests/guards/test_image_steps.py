@@ -1,7 +1,4 @@
-"""The steps of the Dockerfile, run in their order below a folder that stands for the image's root.
-
-What this cannot show: the base image, and system.sh, which needs root and apt.
-"""
+"""The Dockerfile's steps, run below a folder that replaces the image's root, without system.sh (needs root and apt)."""
 
 from __future__ import annotations
 
@@ -22,13 +19,13 @@ from tests.guards.dockerfile import ROOT, steps
 HOME = "/opt/baton"
 BORROWED = ["bash", "tools/image/dependencies.sh", HOME]
 NEEDS_A_SYSTEM = ["bash", "tools/image/system.sh"]
-BUILDERS = sysconfig.get_path("purelib")  # where pip finds what builds a wheel, if it may ask no index
+BUILDERS = sysconfig.get_path("purelib")  # where pip finds wheel builders without an index
 PYTHONS_OWN = ("PYTHON", "VIRTUAL_ENV", "BATON")
 
 
 @dataclass
 class Image:
-    """The stages share one folder: an environment holds its own path, and no two of them write at the same one."""
+    """The folder of all stages. They share one, because environments contain their path, and no paths conflict."""
 
     root: Path
     borrows: bool
@@ -43,7 +40,7 @@ class Image:
             self.env["PIP_NO_INDEX"] = "1"
 
     def at(self, path: str) -> Path:
-        """Where a path of the image is here."""
+        """Return the path here of a path in the image."""
         return self.root / (self.folder / path).relative_to("/")
 
     def build(self, text: str) -> None:
@@ -85,7 +82,7 @@ class Image:
             assert done.returncode == 0, done.stdout + done.stderr
 
     def below(self, text: str) -> str:
-        """`text`, in which paths that the image has are those below the folder; of $PATH only what is known here."""
+        """Replace the image's paths in `text` by those below the folder, and $PATH by this process's."""
         text = re.sub(rf"(?<![\w.])(?=({HOME}|/dist|/tmp)\b)", str(self.root), text)
         return text.replace("$PATH", self.env["PATH"])
 
@@ -94,11 +91,11 @@ class Image:
 
 
 def borrow(home: Path) -> None:
-    """An environment with links to the packages of this one, except Baton: no index is asked."""
+    """Create an environment with links to this one's packages except Baton, without a package index."""
     venv.create(home, with_pip=True, symlinks=True)
     here, there = Path(sysconfig.get_path("purelib")), next(home.glob("lib/python*/site-packages"))
     for entry in there.iterdir():
-        if not entry.name.startswith("pip"):  # what venv brings beside pip is older than what is linked
+        if not entry.name.startswith("pip"):  # venv's other packages are older than the linked ones
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     for entry in here.iterdir():
         is_ours = entry.name.startswith(("baton_serve", "_editable_impl_baton", "__editable__"))

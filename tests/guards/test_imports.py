@@ -1,4 +1,4 @@
-"""What importing a part may bring along, and which layer each part belongs to."""
+"""The modules that an import may load, and the layer of each part."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def python(code: str) -> str:
         ("baton", HEAVY),
         ("baton.client", HEAVY),
         ("router", ("torch", "ray")),
-        ("router.server", ("torch", "ray", "starlette", "uvicorn")),  # the gateway is an extra of its own
+        ("router.server", ("torch", "ray", "starlette", "uvicorn")),  # the gateway is a separate extra
     ],
 )
 def test_a_part_imports_nothing_heavy(module: str, others: tuple[str, ...]):
@@ -58,7 +58,7 @@ def test_each_part_belongs_to_a_layer():
 
 
 def test_no_modules_import_each_other_in_a_ring():
-    """Neither at run time nor for types only: then each module can be read before those that import it."""
+    """No import cycle, even for types, so that each module can be read before those that import it."""
     packages = "baton", "router", "prefill_workers", "decode_workers", "kvtransfer"
     graph = grimp.build_graph(*packages, exclude_type_checking_imports=False, cache_dir=None)
     imported = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}

@@ -1,4 +1,4 @@
-"""Every cap of `baton.limits` is in the reference and is used, and there are no caps elsewhere."""
+"""Every cap of `baton.limits` is in the reference and is used, and no caps are elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_every_constant_is_in_the_table_and_is_used():
 
 
 def test_caps_are_nowhere_else():
-    """A number that bounds what comes from outside has its name in `baton.limits`."""
+    """A limit for external input has its name in `baton.limits`."""
     found = [
         f"{path.relative_to(ROOT)}: {line.strip()}"
         for folder in ("router", "baton/rpc", "baton/core.py")

@@ -12,7 +12,7 @@ from tools.reference.event_meanings import GROUPS
 
 
 def test_names_and_keys_have_one_form():
-    """A request is `request_id` and `attempt`, a worker `worker`, a cause `reason` or `error`; no prompts."""
+    """A request is `request_id` and `attempt`, a worker `worker`, a cause `reason` or `error`. No event has prompts."""
     forbidden = {"request", "sender", "peer", "why", "cause", "prompt", "ids", "ref"}
     for name, logged in events().items():
         assert re.fullmatch(r"[a-z_*]+", name), name

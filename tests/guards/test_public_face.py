@@ -6,7 +6,7 @@ import pytest
 
 from tools.public_face import SECTIONS, changes, collected, recorded
 
-pytestmark = pytest.mark.xdist_group("public_face")  # one process imports the product
+pytestmark = pytest.mark.xdist_group("public_face")  # only one process imports the product
 
 
 @pytest.mark.parametrize("section", SECTIONS)

@@ -1,4 +1,4 @@
-"""What no file of the tree may contain."""
+"""Contents that no file of the tree may have."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_BYTES = (200_000, 8_000_000)  # of any file, of one in models/
+MOST_BYTES = (200_000, 8_000_000)  # of any file, and of one in models/
 PACKAGES = ("baton", "router", "prefill_workers", "decode_workers", "kvtransfer")
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = set("eval exec torch.load yaml.load yaml.unsafe_load yaml.full_load os.system os.popen".split())
 ENDS = {call.rpartition(".")[2] for call in UNSAFE_CALLS}
 OWN_FOLDER = re.compile(r"(?<![\w.~}-])/(?:home|root|Users|work)/\w")
-MAY_NAME_FOLDERS = {"Dockerfile"}  # the inside of an image is the same on every machine
+MAY_NAME_FOLDERS = {"Dockerfile"}  # the paths in an image are the same on every machine
 
 
 def unsafe(source: str) -> Iterator[str]:
-    """A line for each import and call in `source` that runs what somebody else wrote."""
+    """Yield a line for each import and call in `source` that runs foreign code."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = {alias.name.split(".")[0] for alias in node.names}
@@ -44,7 +44,7 @@ def shipped() -> list[Path]:
 
 
 def tracked() -> list[Path]:
-    """The files that git has or would add; outside of a clone, there is nothing to check."""
+    """Return the files that git has or would add. Skips the test outside of a clone."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
     if listed.returncode:
@@ -85,12 +85,12 @@ def test_no_folder_of_one_machine():
 
 
 def test_no_file_is_larger_than_a_small_checkpoint():
-    """What is made by a run, such as the models of benchmarks, does not belong here."""
+    """Generated files, such as the models of benchmarks, do not belong here."""
     found = {str(path.relative_to(ROOT)): path.stat().st_size for path in tracked() if path.is_file()}
     assert {name: size for name, size in found.items() if size > MOST_BYTES[name.startswith("models/")]} == {}
 
 
 def test_folders_that_are_no_packages():
-    """An `__init__.py` in proto/ would shadow another distribution; tests and configs are not importable on purpose."""
+    """An `__init__.py` in proto/ would shadow another distribution; tests and configs must not be importable."""
     folders = ("proto", "configs", "helm", "tests", "benchmarks", "docs")
     assert [str(path) for folder in folders for path in (ROOT / folder).rglob("__init__.py")] == []

@@ -1,4 +1,4 @@
-"""The blocking client is the one that the asyncio client gives."""
+"""The blocking client equals the one generated from the asyncio client."""
 
 from __future__ import annotations
 

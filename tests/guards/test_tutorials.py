@@ -46,7 +46,7 @@ def test_each_tutorial_is_known_and_cleans_up():
 
 
 def named(page: str, pattern: str) -> set[str]:
-    """The names of this form that a page has in backticks."""
+    """Return the names of this form that a page has in backticks."""
     return {found for said in document(page).code() for found in re.findall(pattern, said.text)}
 
 

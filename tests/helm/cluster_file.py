@@ -12,7 +12,7 @@ PASSWORD = "0123456789abcdef"
 
 
 def cluster_file(documents: list[Object]) -> str:
-    """The text of the one that the router reads."""
+    """Return the text of the router's cluster file."""
     (router,) = (pod for pod in pods(documents) if pod.owner.endswith("-router"))
     (name,) = (volume["configMap"]["name"] for volume in router.spec["volumes"] if volume["name"] == "config")
     (found,) = (one for one in documents if one["kind"] == "ConfigMap" and one["metadata"]["name"] == name)
@@ -20,7 +20,7 @@ def cluster_file(documents: list[Object]) -> str:
 
 
 def load(documents: list[Object], folder: Path) -> ClusterConfig:
-    """Loaded with the environment of the router's pod; certificates are made in `folder` where it wants some."""
+    """Load the file with the environment of the router's pod. Required certificates are created in `folder`."""
     text = cluster_file(documents)
     if "/etc/baton-tls" in text:
         certs(folder / "made", ["baton.example"], days=2)

@@ -1,4 +1,4 @@
-"""The two helms, and the chart rendered by them."""
+"""Both versions of helm, and the chart rendered by them."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ CI = sorted((CHART / "ci").glob("*-values.yaml"))
 NAMES = [path.name.removesuffix("-values.yaml") for path in CI]
 HELM_S = 60.0
 RELEASE, NAMESPACE = "one", "serving"
-# Each helm's tests in one process: what it renders is rendered once.
+# Each helm's tests run in one process, so that it renders each chart once.
 EACH = [pytest.param(one, id=f"helm{one[0]}", marks=pytest.mark.xdist_group(f"helm{one[0]}")) for one in PACKAGES]
 
 
 @dataclasses.dataclass(frozen=True)
 class Helm:
-    """A helm binary, in an environment of its own."""
+    """A helm binary with its own environment."""
 
     binary: Path
     home: Path
     kubeconfig: Path | None = None
 
     def run(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """Raises AssertionError with what helm said, if `check` and it failed."""
+        """Run helm. `check`: raise AssertionError with its output if it fails."""
         folders = {f"HELM_{name}_HOME": str(self.home) for name in ("CACHE", "CONFIG", "DATA")}
         environment = {"PATH": os.environ["PATH"], "HOME": str(self.home), **folders}
         environment["KUBECONFIG"] = str(self.kubeconfig or self.home / "none")
@@ -49,7 +49,7 @@ class Helm:
         return [document for document in yaml.safe_load_all(done.stdout) if document]
 
     def refuses(self, *values: str | Path, sets: Sequence[str] = (), chart: Path = CHART) -> str:
-        """What `helm template` says against these values; empty if it renders them."""
+        """Return the error of `helm template` for these values, or an empty string if it renders them."""
         done = self.run(*self._template(values, sets, chart), check=False)
         return done.stderr if done.returncode else ""
 
@@ -71,7 +71,7 @@ def helm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="session")
 def known_schemas() -> Schemas | None:
-    """Those of Kubernetes and of the CRDs, where they are here."""
+    """The schemas of Kubernetes and of the CRDs, if available."""
     folder = find_folder()
     return Schemas(folder) if folder else None
 

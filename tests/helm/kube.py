@@ -1,6 +1,6 @@
-"""An API server as far as helm asks: discovery, objects in memory, watches that stay open, checks by schema.
+"""An API server for helm: discovery, objects in memory, open watches, and checks against schemas.
 
-It has no controllers: nothing becomes of a Deployment. Pods have succeeded as soon as they are there, for hooks.
+It has no controllers, so a Deployment creates nothing. Pods succeed immediately, because hooks wait for that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Check = Callable[[Object], list[str]]
 
 
 class RefusedError(Exception):
-    """An answer that is a Status, with its code and reason."""
+    """An error response with its Status object."""
 
     def __init__(self, code: int, reason: str, message: str) -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ class RefusedError(Exception):
 
 @dataclass
 class Cluster:
-    """All objects of its one namespace. `check` says what is wrong with an object that is written."""
+    """All objects of the only namespace. `check` returns the problems of an object that is written."""
 
     check: Check = lambda _: []
     objects: dict[Key, Object] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Cluster:
         return {name: found for (_, one, name), found in self.objects.items() if one == kind}
 
     def write(self, key: Key, new: Object, *, dry: bool) -> Object:
-        """Store it. Raises RefusedError."""
+        """Store an object. Raises RefusedError."""
         form = {part: value for part, value in new.items() if part != "status"}
         problems = [] if key[1] == "Secret" else self.check(form)
         if problems:
@@ -93,14 +93,14 @@ class Cluster:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request. `cluster` is set by `serve`."""
+    """One request. `serve` sets `cluster`."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # head and body are two writes: 40 ms for each request otherwise
     cluster: Cluster
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
+        """Log nothing."""
 
     def answer(self) -> None:
         url = urlsplit(self.path)
@@ -156,7 +156,7 @@ class Handler(BaseHTTPRequestHandler):
             raise RefusedError(409, "AlreadyExists", f'{key[1]} "{key[2]}" already exists')
         if self.command == "PATCH":
             patch = self.headers.get("Content-Type", "")
-            if "apply-patch" not in patch:  # an apply by the only one who applies says all that there is
+            if "apply-patch" not in patch:  # an apply contains the whole object, because only helm applies
                 body = merge_patch(cluster.get(key), body, strategic="strategic" in patch)
         return cluster.write(key, body, dry=dry)
 
@@ -199,7 +199,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class ApiServer:
-    """Serves a Cluster on a free port of the loopback, until the block ends."""
+    """Serves a Cluster on a free loopback port until the block ends."""
 
     def __init__(self, check: Check) -> None:
         self.cluster = Cluster(check)

@@ -1,4 +1,4 @@
-"""What an API server says of itself: versions, kinds, and how they may be asked for."""
+"""An API server's discovery documents: versions, kinds and their operations."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ FIXED: Mapping[str, Object] = {
 
 
 def discovery(path: str) -> Object | None:
-    """What is asked before objects are; None for other paths."""
+    """Return a discovery document, or None for other paths."""
     if path in FIXED:
         return FIXED[path]
     version = re.sub(r"^(/openapi/v3)?/apis?/", "", path)
     if version not in GROUPS:
         return None
-    if path.startswith("/openapi"):  # as much as says that ?fieldValidation= is understood
+    if path.startswith("/openapi"):  # just enough to announce support of ?fieldValidation=
         return {
             "openapi": "3.0.0",
             "info": {"title": "stub", "version": "1"},

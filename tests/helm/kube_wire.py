@@ -1,4 +1,4 @@
-"""What clients of an API server put on the wire beside JSON: protobuf of a few kinds, and patches."""
+"""Formats of API server clients other than plain JSON: protobuf of a few kinds, and patches."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 Object = dict[str, Any]
 MAGIC = b"k8s\x00"
-# By what strategic merge patches find the element of a list, the first that all of its elements have.
+# Keys by which strategic merge patches find list elements: the first one that all elements have.
 MERGE_KEYS = ("name", "containerPort", "mountPath", "port", "topologyKey")
 
 
 def decode_protobuf(raw: bytes) -> Object:
-    """A Secret or ConfigMap in Kubernetes' envelope; helm's typed client stores its releases so."""
+    """Decode a Secret or ConfigMap in Kubernetes' envelope, in which helm's typed client stores its releases."""
     envelope = dict(_fields(raw.removeprefix(MAGIC)))
     meta = dict(_fields(_bytes(envelope[1])))
     kind = _bytes(meta[2]).decode()
@@ -73,7 +73,7 @@ def _varint(raw: bytes, at: int) -> tuple[int, int]:
 
 
 def merge_patch(old: Object, patch: Object, *, strategic: bool) -> Object:
-    """RFC 7386; `strategic`: and elements of lists are found by their keys, as far as this chart needs it."""
+    """Apply a patch by RFC 7386. `strategic`: find elements of lists by their keys, as far as this chart needs it."""
     new = copy.deepcopy(old)
     for key, value in patch.items():
         if key.startswith("$"):

@@ -1,4 +1,4 @@
-"""What alerts and dashboards of the chart ask for: that it is PromQL, and what of it no process exports."""
+"""Queries of the chart's alerts and dashboards: they are valid PromQL, and some process exports their metrics."""
 
 from __future__ import annotations
 
@@ -14,26 +14,24 @@ from tests.helm.schemas import ROOT
 from tools.metric_docs import exported, values
 
 BOARDS = ROOT / "helm/baton/dashboards"
-# What Grafana makes of a query before Prometheus sees it.
+# Grafana's substitutions in a query before Prometheus receives it.
 RANGE = re.compile(r"\$__\w+")
 LABEL_VALUES = re.compile(r"label_values\((.+), *(\w+)\)")
-# Of targets, by the PodMonitors and `/targets`; and of buckets.
+# Labels of targets, by the PodMonitors and `/targets`, and of buckets.
 TARGETS = {"baton", "namespace", "component", "instance", "pod", "le"}
 PATTERNS = (promql.MatchOp.Re, promql.MatchOp.NotRe)
 Known = dict[str, set[str]]  # labels, by the names that queries use
 
 
 def unknown_metrics(documents: list[dict[str, Any]]) -> Iterator[str]:
-    """Of rules and dashboards: what is no PromQL, and metrics, labels of theirs and values of these that no process
-    exports.
-    """
+    """Yield problems of rules and dashboards: invalid PromQL, and metrics, labels and values that are not exported."""
     known = {name: family.labels for family in exported().values() for name in family.samples}
     for expression in asked(documents):
         yield from (f"{problem} in {expression}" for problem in problems(expression, known))
 
 
 def problems(expression: str, known: Known) -> Iterator[str]:
-    """What is wrong with one query; `known`: what there is to ask for."""
+    """Yield the problems of one query. `known`: exported metrics."""
     try:
         tree = promql.parse(expression)
     except ValueError as error:
@@ -55,7 +53,7 @@ def nodes(tree: promql.Expr) -> list[promql.Expr]:
 
 
 def _grouped(node: promql.AggregateExpr | promql.BinaryExpr) -> Iterable[str]:
-    """The labels by which it groups or matches."""
+    """Return the labels by which it groups or matches."""
     if node.modifier is None:
         return []
     if isinstance(node, promql.AggregateExpr):
@@ -80,14 +78,14 @@ def _selected(node: promql.VectorSelector, known: Known) -> Iterator[str]:
 
 
 def _never(matcher: promql.Matcher, allowed: Iterable[str]) -> Iterator[str]:
-    """Of the alternatives of a matcher, those that match nothing. Within groups they are not told apart."""
+    """Return a matcher's alternatives that match nothing. Alternatives within groups are not separated."""
     pattern = matcher.value if matcher.op in PATTERNS else re.escape(matcher.value)
     ones = pattern.split("|") if matcher.op in PATTERNS and "(" not in pattern else [pattern]
     return (one for one in ones if not any(re.fullmatch(one, value) for value in allowed))
 
 
 def asked(documents: list[dict[str, Any]]) -> Iterator[str]:
-    """All expressions of rules, and all queries of dashboards, as Prometheus gets them."""
+    """Yield all expressions of rules and all queries of dashboards, as Prometheus receives them."""
     for document in documents:
         if document["kind"] == "PrometheusRule":
             yield from (rule["expr"] for group in document["spec"]["groups"] for rule in group["rules"])
@@ -96,7 +94,7 @@ def asked(documents: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def expressions(board: Path) -> Iterator[str]:
-    """The queries of a dashboard's panels and variables."""
+    """Yield the queries of a dashboard's panels and variables."""
     content = json.loads(board.read_text(encoding="utf-8"))
     for panel in content["panels"]:
         yield from (RANGE.sub("5m", target["expr"]) for target in panel.get("targets", []))

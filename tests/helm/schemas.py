@@ -1,5 +1,5 @@
-"""JSON Schemas of Kubernetes' own kinds and of the CRDs that the chart uses. They are data of others, and not in this
-repository: `../shared/data/k8s-schemas`, where that is there (Kubernetes 1.34 strict; KubeRay, prometheus-operator).
+"""JSON Schemas of Kubernetes' own kinds and of the chart's CRDs. They are third-party data outside this repository:
+`../shared/data/k8s-schemas`, if available (Kubernetes 1.34 strict; KubeRay, prometheus-operator).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def find_folder() -> Path | None:
 
 
 class Schemas:
-    """What an API server would say of an object's form."""
+    """The checks of an object's form in an API server."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -30,7 +30,7 @@ class Schemas:
         self._validator = cache(self._load)
 
     def problems(self, document: Mapping[str, Any]) -> list[str]:
-        """What is wrong, each with the path of its field. Raises LookupError for a kind without a schema."""
+        """Return the problems, each with its field's path. Raises LookupError for a kind without a schema."""
         validator = self._validator(document["apiVersion"], document["kind"])
         found = sorted(validator.iter_errors(document), key=lambda error: list(map(str, error.absolute_path)))
         return [f"{'/'.join(map(str, error.absolute_path))}: {error.message[:300]}" for error in found]

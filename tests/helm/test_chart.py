@@ -1,4 +1,4 @@
-"""The chart, rendered by real helms for each way to install, is what Kubernetes, KubeRay and Baton understand."""
+"""The chart, rendered by real helms for each way to install, is valid for Kubernetes, KubeRay and Baton."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helm.schemas import ROOT, Schemas
 Documents = list[Object]
 Rendered = dict[str, Documents]
 MINIMAL = CHART / "ci/minimal-values.yaml"
-# What each way says is there already.
+# Objects that each way to install expects to exist.
 EXTERNAL = {
     "gpu-rdma": {"Secret/registry", "Secret/hub"},
     "external-redis-tls": {"Secret/site-redis", "Secret/site-ca", "Secret/ray-token", "PersistentVolumeClaim/models"},
@@ -81,7 +81,7 @@ def test_the_cluster_file_loads_and_pods_have_room_for_one_worker(rendered: Rend
     ids=["fixed", "scaled"],
 )
 def test_colocated_workers_are_one_group_with_pods_for_all(helm: Helm, tmp_path, scale: list[str], replicas):
-    """As many as the loader of the cluster file counts, and where they are placed."""
+    """The group has as many pods as the loader of the cluster file counts, and their placement."""
     sets = ["config.mode=colocated", "prefill.replicas=2", "prefill.sparePods=1", "decode.replicas=3"]
     documents = helm.render(MINIMAL, sets=[*sets, "metrics.rules.enabled=true", *scale])
     config = load(documents, tmp_path)
@@ -120,7 +120,7 @@ def test_keys_of_the_values_are_keys_of_the_cluster_file(rendered: Rendered, tmp
 
 
 def test_the_config_that_is_shown_is_the_one_that_is_mounted(helm: Helm, tmp_path):
-    """configs/kubernetes.yaml, and what the chart makes of values that say the same."""
+    """configs/kubernetes.yaml equals the chart's config for the same values."""
     values = {
         "image": {"repository": "baton"},
         "fullnameOverride": "kubernetes",
@@ -195,7 +195,7 @@ def test_autoscaling(rendered: Rendered, tmp_path):
     groups = groups_of(documents)
     assert cluster["spec"]["enableInTreeAutoscaling"] is True
     assert (groups["decode"]["minReplicas"], groups["decode"]["maxReplicas"]) == (2, 16)
-    assert "replicas" not in groups["decode"]  # an upgrade must not undo what the autoscaler did
+    assert "replicas" not in groups["decode"]  # an upgrade must not undo the autoscaler's change
     config = load(documents, tmp_path)
     assert config.decode.autoscale is not None
     assert (config.decode.autoscale.min, config.decode.autoscale.max) == (2, 16)

@@ -1,4 +1,4 @@
-"""What the chart's files say about each other, and about Baton: versions, values, metrics."""
+"""The chart's files are consistent with each other and with Baton: versions, values, metrics."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_value_is_described():
 
 
 def leaves(node: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The paths of all keys below which there are none."""
+    """Yield the paths of all leaf keys."""
     if isinstance(node, dict) and node:
         for key, value in node.items():
             yield from leaves(value, (*path, key))
@@ -55,7 +55,7 @@ def test_the_schema_knows_every_value():
 
 
 def known_to(schema: dict[str, Any], node: dict[str, Any], path: tuple[str, ...]) -> bool:
-    """Whether the schema names this path, or allows any below."""
+    """Return whether the schema names this path, or allows any path below it."""
     if "$ref" in node:
         node = schema["definitions"][node["$ref"].rpartition("/")[2]]
     if not path:

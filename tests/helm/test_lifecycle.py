@@ -1,6 +1,6 @@
 """install, test, upgrade, rollback, history and uninstall, by real helms against a stand-in for the API server.
 
-Nothing starts pods here; what is seen is that helm can bring the chart's objects there, change them and take them away.
+No pods start here. The tests show that helm can create, change and delete the chart's objects.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.slow
 Done = subprocess.CompletedProcess[str]
 MINIMAL = CHART / "ci/minimal-values.yaml"
 OF_HELM = "sh.helm.release.v1."
-# What null switches on: this API server knows these kinds, `helm template` does not.
+# Objects that null enables: this API server has these kinds, `helm template` does not.
 MONITORS = {f"PodMonitor/one-baton-{what}" for what in ("router", "worker", "ray")} | {"PrometheusRule/one-baton"}
 
 
 @pytest.fixture
 def server(known_schemas: Schemas | None) -> Iterator[ApiServer]:
-    """Without schemas, it takes objects of any form."""
+    """An API server. Without schemas, it accepts objects of any form."""
     with ApiServer(known_schemas.problems if known_schemas else lambda _: []) as server:
         yield server
 
@@ -45,12 +45,12 @@ def install(helm: Helm, *more: str, values: Path = MINIMAL, how: str = "install"
 
 
 def names(cluster: Cluster) -> set[str]:
-    """Of all objects, but what helm keeps for itself."""
+    """Return the names of all objects but helm's own."""
     return {f"{kind}/{name}" for _, kind, name in cluster.objects if not name.startswith(OF_HELM)}
 
 
 def replicas(cluster: Cluster) -> tuple[int, int]:
-    """Of routers and of decode pods."""
+    """Return the replicas of routers and of decode pods."""
     groups = cluster.of_kind("RayCluster")["one-baton"]["spec"]["workerGroupSpecs"]
     decode = next(group["replicas"] for group in groups if group["groupName"] == "decode")
     return cluster.of_kind("Deployment")["one-baton-router"]["spec"]["replicas"], decode
@@ -64,7 +64,7 @@ def test_install_test_upgrade_rollback_uninstall(there: Helm, server: ApiServer)
     assert replicas(cluster) == (2, 1)
 
     there.run("test", RELEASE, "-n", NAMESPACE, "--timeout", "20s")
-    assert "Pod/one-baton-serves" not in names(cluster)  # its hook has succeeded, and it is gone
+    assert "Pod/one-baton-serves" not in names(cluster)  # deleted after its hook has succeeded
 
     install(there, "--set=router.replicas=5,decode.replicas=3,router.http=false", how="upgrade")
     assert replicas(cluster) == (5, 3)

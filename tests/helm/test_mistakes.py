@@ -1,4 +1,4 @@
-"""Mistakes in values, in templates and in the cluster file are caught, each with words that help."""
+"""Mistakes in values, in templates and in the cluster file are caught with helpful messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helm.metric_names import unknown_metrics
 from tests.helm.schemas import Schemas
 
 MINIMAL = CHART / "ci/minimal-values.yaml"
-FORM = {  # what `--set` is given, and how the refusal by values.schema.json begins
+FORM = {  # arguments of `--set`, and the start of the error by values.schema.json
     "decode.replica=2": "replica",
     "config.decode.max_runing=2": "max_runing",
     "decode.sharedMemory=much": "sharedMemory",
@@ -25,7 +25,7 @@ FORM = {  # what `--set` is given, and how the refusal by values.schema.json beg
     "image.pullPolicy=Sometimes": "pullPolicy",
     "prefill.gpus=-1": "gpus",
 }
-MEANING = {  # the same of templates/validate.yaml
+MEANING = {  # the same for templates/validate.yaml
     "image.repository=": "image.repository: must be set",
     "redis.external.host=other": 'redis.external.host: "other" contradicts redis.install: true',
     "model.pvc.create=true,model.existingClaim=models": "model.pvc.create: must be false if model.existingClaim",
@@ -36,7 +36,7 @@ MEANING = {  # the same of templates/validate.yaml
     "config.decode.replicas=3": "config.decode.replicas: the chart sets this key; use decode.replicas",
     "decode.gpus=2,config.decode.tensor_parallel=4": "the chart sets this key; use decode.gpus",
 }
-ALONE = {  # each in values of its own: they contradict each other
+ALONE = {  # each in its own values, because they contradict each other
     "security.allowInsecure=false": "security: set security.tls.existingSecret and",
     "security.allowInsecure=false,security.tls.existingSecret=a": "security: set security.tls.existingSecret and",
     "security.tls.existingSecret=a,security.tokens.existingSecret=b": "security.allowInsecure: must be false",
@@ -64,7 +64,7 @@ def test_the_right_values_are_refused_by_none(helm: Helm):
 
 @pytest.fixture
 def mutated(helm: Helm, tmp_path: Path) -> Callable[[str, str, str], Documents]:
-    """Objects of the chart with one text of one of its files replaced, everything in it switched on."""
+    """A function that replaces a text in one file of the chart and renders it with every feature enabled."""
 
     def render(file: str, right: str, wrong: str) -> Documents:
         chart = shutil.copytree(CHART, tmp_path / "chart")

@@ -1,4 +1,4 @@
-"""Certificates and tokens for tests, and a look from outside at every method of every service."""
+"""Certificates and tokens for tests, and raw calls to every method of every service."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WRONG_TOKEN = "nobody-token-0123456789"
 
 
 def token_file(path, **limits):
-    """Alice and Bob are users of two tenants; `limits` are Alice's."""
+    """Write the tokens of Alice, Bob (two tenants) and an admin. `limits` are Alice's. Return the path."""
     alice = f"{{token: {TOKENS['alice']}, tenant: alice, limits: {limits}}}".replace("'", "")
     digest = hashlib.sha256(TOKENS["bob"].encode()).hexdigest()
     bob = f"{{token_sha256: {digest}, tenant: bob}}"
@@ -30,30 +30,30 @@ def token_file(path, **limits):
 
 
 def tls_of(folder):
-    """The configuration of a process with the certificates in this folder."""
+    """Return the TLS configuration of a process with the certificates in this folder."""
     return TlsConfig.model_validate({part: f"{folder}/{part}.pem" for part in ("cert", "key", "ca")})
 
 
 def bearer(name):
-    """Metadata of a call by `name`, or with a token that nobody has."""
+    """Return the metadata of a call by `name`, or with a wrong token if `name` is unknown."""
     return None if name is None else (("authorization", f"Bearer {TOKENS.get(name, WRONG_TOKEN)}"),)
 
 
 def methods(*files: Any) -> list[str]:
-    """Full names of all methods of all services of these files."""
+    """Return the full names of all methods of all services of these files."""
     services = [service for file in files for service in file.services_by_name.values()]
     return [f"/{service.full_name}/{method.name}" for service in services for method in service.methods]
 
 
 def baton_files() -> Iterator[Any]:
-    """Every file of Baton's protocol, also one that comes later."""
+    """Yield every file of Baton's protocol. New files are included automatically."""
     for module in iter_modules(baton.rpc.v1.__path__):
         if module.name.endswith("_pb2"):
             yield import_module(f"baton.rpc.v1.{module.name}").DESCRIPTOR
 
 
 OTHERS = (health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR)
-LISTENERS = {  # which services each one has; a new service is on one of them, or the test fails
+LISTENERS = {  # the services of each listener; a new service must be added, or the test fails
     "public": ("baton.v1.Inference", "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"),
     "admin": ("baton.v1.Admin", "grpc.reflection.v1alpha.ServerReflection"),
     "worker": ("baton.v1.Worker", "baton.v1.Peer"),
@@ -66,22 +66,22 @@ def methods_of(listener: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back: a status, or None if there was a message. `of_baton`: with the details that Baton gives."""
+    """The result of a call: a status, or None if a message came. `of_baton`: the status has Baton's details."""
 
     code: grpc.StatusCode | None
     of_baton: bool = False
 
     @property
     def reached(self) -> bool:
-        """The service itself has answered."""
+        """Whether the service itself has answered."""
         C = grpc.StatusCode
-        if self.code in {C.UNIMPLEMENTED, C.UNAVAILABLE}:  # of Baton: there is no controller
+        if self.code in {C.UNIMPLEMENTED, C.UNAVAILABLE}:  # with Baton's details: there is no controller
             return self.of_baton
         return self.code not in {C.UNAUTHENTICATED, C.PERMISSION_DENIED, C.DEADLINE_EXCEEDED}
 
 
 def ask(channel: grpc.Channel, method: str, metadata=None) -> Answer:
-    """One empty message, as whatever kind of call: on the wire all four look the same."""
+    """Send one empty message. All four kinds of calls look the same on the wire."""
     stub: Any = channel.stream_stream(method)
     call = stub(iter([b""]), metadata=metadata, timeout=10)
     try:

@@ -1,7 +1,7 @@
-"""One end of a channel as a process of its own: `python -m tests.integration.channel_peer shm sender`.
+"""One end of a channel as a separate process: `python -m tests.integration.channel_peer shm sender`.
 
-What a Peer stream would carry goes over stdin and stdout, as lines of JSON: rendezvous keys, announcements of frames,
-credits. Frames have the bytes of `frame`, so that either end can tell what the other one should have.
+Stdin and stdout replace the Peer stream. They carry lines of JSON: rendezvous keys, announced frames and credits.
+Frames have the bytes of `frame`, so that either end can compute the expected digest.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ RING = Ring(4, 1 << 20)
 
 
 def frame(number: int) -> Tensor:
-    """uint8 of 1 to `RING.size` bytes, on the CPU; every third one fills its slot."""
+    """Return uint8 of 1 to `RING.size` bytes, on the CPU. Every third frame fills its slot."""
     draw = random.Random(number)
     size = RING.size if number % 3 == 0 else draw.randint(1, RING.size)
     return torch.frombuffer(bytearray(draw.randbytes(size)), dtype=torch.uint8)
 
 
 def digest(data: Tensor) -> str:
-    """Of a slot, wherever it lies; waits for the device."""
+    """Return the digest of a slot on any device. Waits for the device."""
     return frame_digest(data.cpu().numpy().data).hex()
 
 
 class Wire:
-    """Both directions of a control stream. `heard`: all but the keys; None when the other process has ended it."""
+    """Both directions of a control stream. `heard` has all messages but keys, and None after the end of the stream."""
 
     def __init__(self, reader: IO[str], writer: IO[str]) -> None:
         self._reader = reader
@@ -68,7 +68,7 @@ class Wire:
 
     def _read(self) -> None:
         for line in self._reader:
-            message = json.loads(line) if line.startswith("{") else {}  # log lines are passed over
+            message = json.loads(line) if line.startswith("{") else {}  # skip log lines
             if "key" in message:
                 self.keys.deliver(message["key"], bytes.fromhex(message["value"]))
             elif message:
@@ -77,13 +77,13 @@ class Wire:
 
 
 def open_end(wire: Wire, transport: str, side: Side, device: str, deadline_s: float) -> ChannelEnd:
-    """An end whose other one is at the other end of `wire`."""
+    """Open one end. The other one is at the other side of `wire`."""
     chosen = make_transports(TransferSettings(transport=transport), torch.device(device))[0]
     return chosen.open(NAME, side, wire.keys, RING, deadline_s)
 
 
 def send(end: ChannelEnd, wire: Wire, count: int) -> None:
-    """Frames 0 to count - 1, at most as many ahead of their credits as there are slots."""
+    """Send frames 0 to count - 1, at most as many ahead of their credits as there are slots."""
     for number in range(count):
         if number >= RING.slots and wire.hear() is None:
             raise ChannelBroken("no credit came")
@@ -94,7 +94,7 @@ def send(end: ChannelEnd, wire: Wire, count: int) -> None:
 
 
 def receive(end: ChannelEnd, wire: Wire) -> None:
-    """Every frame that is announced; its credit tells the digest of what came."""
+    """Receive every announced frame. Its credit contains the digest of the received bytes."""
     while (announced := wire.hear(timeout=600)) is not None:
         number, nbytes = announced["number"], announced["nbytes"]
         end.start(number, nbytes)
@@ -103,7 +103,7 @@ def receive(end: ChannelEnd, wire: Wire) -> None:
 
 
 class Peer:
-    """The other end as a process, driven from here; `end` is this one. Stop it and close `end` after use."""
+    """The other end as a process; `end` is this one. After use, stop it and close `end`."""
 
     def __init__(
         self, side: Side, *flags: str, transport: str = "shm", device: str = "cpu", deadline_s: float = 10.0
@@ -119,7 +119,7 @@ class Peer:
         assert self.process.stdin
         assert self.process.stdout
         self.wire = Wire(self.process.stdout, self.process.stdin)
-        assert self.wire.hear() == {"started": self.process.pid}  # which takes longer than many a deadline
+        assert self.wire.hear() == {"started": self.process.pid}  # the start takes longer than many deadlines
         try:
             self.end = open_end(self.wire, transport, side, device, deadline_s)
         except ChannelBroken:
@@ -128,7 +128,7 @@ class Peer:
         assert self.wire.hear() == {"ready": self.process.pid}
 
     def take(self, number: int) -> bool:
-        """Receive a frame as it was announced; whether it has the right bytes. Its credit is given."""
+        """Receive an announced frame and send its credit. Return whether the bytes are right."""
         announced = self.wire.hear()
         assert announced is not None
         assert announced["number"] == number
@@ -139,30 +139,30 @@ class Peer:
         return right
 
     def give(self, number: int) -> None:
-        """Announce and send a frame, without a look at the credits."""
+        """Announce and send a frame, without waiting for credits."""
         data = frame(number)
         self.end.slot(number)[: len(data)].copy_(data)
         self.wire.say(number=number, nbytes=len(data))
         self.end.start(number, len(data))
 
     def credit(self) -> int:
-        """The number of the next credit, after its digest was compared."""
+        """Check the digest of the next credit and return its number."""
         credit = self.wire.hear()
         assert credit is not None
         assert credit["digest"] == digest(frame(credit["credit"]))
         return int(credit["credit"])
 
     def signal(self, number: signal.Signals) -> None:
-        """To the process."""
+        """Send a signal to the process."""
         os.kill(self.process.pid, number)
 
     def kill(self) -> None:
-        """Returns when it is dead."""
+        """Kill the process and wait for its end."""
         self.process.kill()
         self.process.wait()
 
     def stop(self) -> None:
-        """Kill it, and leave no thread and no pipe here."""
+        """Kill the process, and leave no thread and no pipe here."""
         self.kill()
         self.wire.thread.join(scaled(5))
         for pipe in (self.process.stdin, self.process.stdout):
@@ -171,7 +171,7 @@ class Peer:
 
 
 def serve(end: ChannelEnd, wire: Wire, side: Side, frames: int) -> None:
-    """All frames of a sender, or whatever a receiver is told, until the other process ends `wire`."""
+    """Send frames as a sender, or receive all announced ones, until the other process ends `wire`."""
     if side is Side.RECEIVER:
         receive(end, wire)
         return
@@ -181,7 +181,7 @@ def serve(end: ChannelEnd, wire: Wire, side: Side, frames: int) -> None:
 
 
 def main() -> None:
-    """Say `started` and `ready`, serve the channel, and say `failed` if it broke."""
+    """Send `started` and `ready`, serve the channel, and send `failed` if it broke."""
     parser = argparse.ArgumentParser()
     parser.add_argument("transport")
     parser.add_argument("side", choices=["sender", "receiver"])

@@ -18,14 +18,14 @@ from tests.support.clients import Event, Scripted, soon
 
 
 class Talking(Scripted):
-    """Answers with the number of messages and the last one; "hang" never ends, "fail" fails."""
+    """Answers with the number of messages and the last one. "hang" never ends; "fail" fails."""
 
     def __init__(self) -> None:
         super().__init__()
         self.hanging = asyncio.Event()
         self.running = self.most = 0
         self.failing = False
-        self.together, self.met = 0, asyncio.Event()  # requests wait until so many are there
+        self.together, self.met = 0, asyncio.Event()  # requests wait until so many have arrived
 
     async def _events(self, request: inference.GenerateRequest, context: Any) -> AsyncIterator[Event]:
         self.running += 1
@@ -62,5 +62,5 @@ class Talking(Scripted):
 
 
 async def run(*args: object, text: str | bytes = "") -> Any:
-    """`baton ARGS` with `text` on standard input, in this process."""
+    """Run `baton ARGS` in this process, with `text` on standard input."""
     return await asyncio.to_thread(CliRunner().invoke, app, [str(arg) for arg in args], input=text)

@@ -19,14 +19,14 @@ from tests.support.redis_ledger import LONG_LEASE_S, PREFIXES
 
 @pytest.fixture
 async def make() -> AsyncIterator[Any]:
-    """A function that starts a router with scripted workers; all of them are stopped in the end."""
+    """A function that starts a router with scripted workers. All are stopped after the test."""
     async with clusters() as build:
         yield build
 
 
 @pytest.fixture
 async def cluster(make: Callable[..., Awaitable[Any]]) -> Any:
-    """One prefill worker, one decode worker, and a router with default settings."""
+    """A router with default settings, one prefill worker and one decode worker."""
     return await make()
 
 
@@ -40,14 +40,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
-    """A Redis server of the module's own."""
+    """A Redis server for this module."""
     with EmbeddedRedis.start(tmp_path_factory.mktemp("redis")) as running:
         yield running
 
 
 @pytest.fixture
 async def connect(server: EmbeddedRedis) -> AsyncIterator[Callable[..., Awaitable[Ledger]]]:
-    """A function that opens a ledger under the test's own prefix, as a process that starts does."""
+    """A function that opens a ledger under the test's own prefix, like a starting process."""
     prefix, opened = next(PREFIXES), []
 
     async def open_one(url: str = server.url, lease_s: float = LONG_LEASE_S, clock: Clock | None = None) -> Ledger:
@@ -61,11 +61,11 @@ async def connect(server: EmbeddedRedis) -> AsyncIterator[Callable[..., Awaitabl
 
 @pytest.fixture
 async def ledger(connect: Callable[..., Awaitable[Ledger]]) -> Ledger:
-    """One ledger under the test's own prefix."""
+    """A ledger under the test's own prefix."""
     return await connect()
 
 
 @pytest.fixture
 def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prefix directory is written without a pause between two writes."""
+    """Writes to the prefix directory without a pause between two writes."""
     monkeypatch.setattr(prefix_directory, "INTERVAL_S", 0.0)

@@ -1,4 +1,4 @@
-"""A gateway alone, in front of an `Inference` that answers what a test wants."""
+"""A gateway without a router, in front of a scripted `Inference`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def completed(prompt: int = 3, new: int = 2, cached: int = 0) -> dict[str, Any]:
 
 
 def spoken(text: str, reason: Any = EOS, size: int = 5, choices: int = 1) -> list[dict[str, Any]]:
-    """The model answers this text, `size` characters at a time."""
+    """Return the events of an answer with this text, `size` characters at a time."""
     steps = []
     for choice in range(choices):
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
@@ -54,7 +54,7 @@ def spoken(text: str, reason: Any = EOS, size: int = 5, choices: int = 1) -> lis
 
 
 async def two_words(request: pb.GenerateRequest) -> AsyncIterator[dict[str, Any] | BatonError]:
-    """As many choices as asked for, their tokens in turns; with logprobs if they are asked for."""
+    """Yield as many choices as requested, their tokens in turns, with logprobs if requested."""
     k = request.logprobs if request.HasField("logprobs") else None
     top = [common_pb2.TopLogprob(token_id=i + 1, logprob=-0.5 - i) for i in range(k or 0)]
     entry = [] if k is None else [common_pb2.TokenLogprobs(logprob=-0.5, top=top)]
@@ -68,7 +68,7 @@ async def two_words(request: pb.GenerateRequest) -> AsyncIterator[dict[str, Any]
 
 
 def any_text(grammars: Grammars, schema: str, rng: random.Random) -> str:
-    """Some text that this JSON schema allows, drawn like a model that has no preference draws it."""
+    """Draw some text that this JSON schema allows, like a model without preferences."""
     guide = grammars.start(Constraint("json_schema", (schema,)))
     assert guide is not None
     allowed, drawn = np.zeros(guide.words, dtype=np.int32), bytearray()
@@ -84,7 +84,7 @@ def any_text(grammars: Grammars, schema: str, rng: random.Random) -> str:
 
 
 class FakeInference(Scripted):
-    """Records what it is asked, and does what its script says; an error in the script ends the call."""
+    """Records its requests and plays its script. An error in the script ends the call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class FakeInference(Scripted):
 
 
 class Asking:
-    """Requests to a gateway by the `openai` package, with these options if nothing else is given, or as bytes."""
+    """Requests to a gateway through the `openai` package, with default options, or as bytes."""
 
     def __init__(self, address: str, client: Any, **options: Any) -> None:
         self.address, self.client, self.options = address, client, options
@@ -129,7 +129,7 @@ class Asking:
         return await self.client.chat.completions.create(messages=messages, **{**self.options, **options})
 
     async def streamed(self, path: str, *args: Any, **options: Any) -> list[Any]:
-        """All chunks of the answer to `complete` or `chat`, whichever `path` is."""
+        """Return all chunks of the answer to `complete` or `chat`; `path` is the method's name."""
         return [chunk async for chunk in await getattr(self, path)(*args, stream=True, **options)]
 
     async def raw(self, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, dict[str, str], bytes]:
@@ -137,14 +137,14 @@ class Asking:
 
 
 class Alone(Asking):
-    """The gateway, its router, and a client."""
+    """The gateway, its scripted server, and a client."""
 
     def __init__(self, fake: FakeInference, http: HttpServer, client: AsyncOpenAI) -> None:
         super().__init__(http.address, client, model="org/tiny")
         self.fake, self.http = fake, http
 
     def plays(self, *steps: dict[str, Any] | BatonError) -> None:
-        """From now on each answer is these steps."""
+        """Answer each later request with these steps."""
 
         async def script(request: pb.GenerateRequest) -> AsyncIterator[dict[str, Any] | BatonError]:
             for step in steps:
@@ -154,14 +154,14 @@ class Alone(Asking):
 
 
 def client_of(address: str) -> AsyncOpenAI:
-    """A client that loads no authorities: to load them takes longer than most tests."""
+    """Return a client that loads no CA certificates, because loading them takes longer than most tests."""
     http = openai.DefaultAsyncHttpxClient(verify=False)
     return AsyncOpenAI(base_url=f"http://{address}/v1", api_key="k", max_retries=0, http_client=http)
 
 
 @asynccontextmanager
 async def asking(address: str, **options: Any) -> AsyncIterator[Asking]:
-    """The settings of a router with the oracle."""
+    """Yield a client of a router that serves the oracle."""
     async with client_of(address) as client:
         yield Asking(address, client, model="oracle", **options)
 
@@ -179,7 +179,7 @@ async def alone(target: str = "", **settings: Any) -> AsyncIterator[Alone]:
 
 
 async def refused(kind: type[openai.OpenAIError], asked: Awaitable[Any], match: str | None = None) -> Any:
-    """The error of the client that this request ends with."""
+    """Check that this request fails and return the client's error."""
     with pytest.raises(kind, match=match) as caught:
         await asked
     return caught.value
@@ -188,7 +188,7 @@ async def refused(kind: type[openai.OpenAIError], asked: Awaitable[Any], match: 
 async def opened(
     address: str, method: str, path: str, body: bytes = b"", limit: int = 2**16, **headers: str
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection over which this request was sent."""
+    """Open a connection and send this request over it."""
     given = {"host": "x", "content-length": str(len(body)), "content-type": "application/json"}
     given |= {name.replace("_", "-"): value for name, value in headers.items()}
     reader, writer = await asyncio.open_connection(*address.split(":"), limit=limit)
@@ -200,7 +200,7 @@ async def opened(
 async def raw(
     address: str, method: str, path: str, body: bytes = b"", **headers: str
 ) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers (lower case) and body of one request, as they came over the wire."""
+    """Return status, headers (lower case) and body of one request, as received."""
     closing: dict[str, Any] = {"connection": "close", **headers}
     reader, writer = await opened(address, method, path, body, **closing)
     try:

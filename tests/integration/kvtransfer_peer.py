@@ -1,7 +1,7 @@
-"""A worker's transfer side as a process of its own, driven by lines of JSON: run with `receiver` or `sender`.
+"""A worker's transfer side as a separate process, driven by lines of JSON: run with `receiver` or `sender`.
 
-receiver: prints {"address": ...}, then answers {"reserve": {...}, "digest": {...}}. sender: computes and pushes as it
-is told and prints reports. `Process` and `Receiver` start and drive such a process; `Prefill` is a sender without one.
+The receiver prints {"address": ...} and then answers {"reserve": {...}, "digest": {...}}. The sender pushes on command
+and prints reports. `Process` and `Receiver` start such a process; `Prefill` is a sender in the test's process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BLOCKS = 64
 
 
 def kv_digest(kv: KVCache, blocks: Sequence[int], tokens: int, skip: int = 0) -> str:
-    """Of all layers of positions [skip, tokens), in wire order."""
+    """Return the digest of positions [skip, tokens) of all layers, in wire order."""
     layers = range(kv.layout.layers)
     out = torch.empty(len(layers) * (tokens - skip) * kv.layout.layer_token_bytes, dtype=torch.uint8)
     kv.gather(layers, blocks, skip, tokens, out)
@@ -55,7 +55,7 @@ def kv_digest(kv: KVCache, blocks: Sequence[int], tokens: int, skip: int = 0) ->
 
 
 def stream(sender: Sender, job: PushJob, blocks: Sequence[int], layers: int, chunk: int) -> None:
-    """Begin, say that it is computed layer by layer of each chunk, finish."""
+    """Begin the push, report each chunk as computed layer by layer, and finish."""
     sender.begin(job)
     for begin in range(job.skip, job.known_tokens, chunk):
         for layer in range(1, layers + 1):
@@ -64,7 +64,7 @@ def stream(sender: Sender, job: PushJob, blocks: Sequence[int], layers: int, chu
 
 
 class Process:
-    """This program as a process."""
+    """A process that runs this program."""
 
     def __init__(self, role: str, *flags: str, layout: KVLayout = LAYOUT) -> None:
         command = [sys.executable, "-m", "tests.integration.kvtransfer_peer", role, "--layout"]
@@ -77,7 +77,7 @@ class Process:
         )
 
     def hear(self) -> dict:
-        """The next message; log lines are passed over."""
+        """Return the next message. Skips log lines."""
         assert self.process.stdout
         for line in self.process.stdout:
             if line.startswith("{"):
@@ -104,7 +104,7 @@ class Process:
 
 
 class Receiver(Process):
-    """A decode worker's side; `ref` is how to reach it."""
+    """A decode worker's side. `ref` has its address."""
 
     def __init__(self, *flags: str, counter: int = 2, layout: KVLayout = LAYOUT) -> None:
         super().__init__("receiver", "--counter", str(counter), *flags, layout=layout)
@@ -112,7 +112,7 @@ class Receiver(Process):
 
 
 class Prefill:
-    """A sender in this process; after `close` it holds no thread and no descriptor."""
+    """A sender in this process. After `close` it holds no thread and no descriptor."""
 
     def __init__(self, layout: KVLayout = LAYOUT, deadline_s: float = 5.0, me: WorkerRef = P) -> None:
         self.reports = Reports()
@@ -124,7 +124,7 @@ class Prefill:
     def push(
         self, name: str, tokens: int, blocks: Sequence[int], to: WorkerRef, *, chunk: int = 0, skip: int = 0
     ) -> HandoffId:
-        """`chunk`: say layer by layer what is computed; 0: all at once."""
+        """Push a handoff. `chunk`: report each chunk layer by layer, or 0 to report everything in one call."""
         job = make_job(name, tokens, to, skip=skip)
         if not chunk:
             return hand_over(self.sender, job, blocks, self.kv.layout.layers)

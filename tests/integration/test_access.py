@@ -1,4 +1,4 @@
-"""Tokens at a real router over real gRPC, with scripted workers: who gets in, and what each tenant may have."""
+"""Tokens at a real router over real gRPC, with scripted workers: access, and the limits of each tenant."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def stranger(tmp_path_factory):
 
 
 def alice_may(**limits):
-    """A mark: the token of Alice has these limits in the test's cluster."""
+    """Return a mark that gives Alice's token these limits in the test's cluster."""
     return pytest.mark.parametrize("cluster", [limits], indirect=True, ids=[""])
 
 
@@ -56,13 +56,13 @@ async def encrypted(make, tmp_path, folder):
 
 
 async def ask_all(address, wire, *asked):
-    """The answers to these methods and what goes with them."""
+    """Call these methods and return the answers."""
     with wire.sync(address) as channel:
         return [await asyncio.to_thread(ask, channel, *each) for each in asked]
 
 
 def call(cluster, who, prompt=(1, 2, 3), max_tokens=None, **fields):
-    sampling = common_pb2.Sampling(max_tokens=max_tokens)  # None: it is left out
+    sampling = common_pb2.Sampling(max_tokens=max_tokens)  # None leaves it out
     request = pb.GenerateRequest(token_ids=common_pb2.TokenIds(ids=prompt), sampling=sampling, **fields)
     return cluster.stub.Generate(request, metadata=bearer(who))
 
@@ -84,7 +84,7 @@ def test_what_needs_less_than_a_token_or_more():
 
 
 LISTENING = pytest.mark.parametrize(("listener", "at"), [("public", "grpc"), ("admin", "admin")])
-EXPECTED = {  # by what the rule asks for: none, wrong, a user's, an admin's token; None: the service answers
+EXPECTED = {  # by the rule's requirement: no token, wrong, a user's, an admin's. None stands for a service's answer
     "nothing": (None, None, None, None),
     "any token": (C.UNAUTHENTICATED, C.UNAUTHENTICATED, None, None),
     "an admin's token": (C.UNAUTHENTICATED, C.UNAUTHENTICATED, C.PERMISSION_DENIED, None),
@@ -103,10 +103,10 @@ async def test_every_method_with_every_token(encrypted, folder, listener, at):
         assert answer.reached if code is None else answer.code is code, (method, who, answer)
 
 
-@LISTENING  # a worker's: tests/e2e/test_security.py
+@LISTENING  # the worker's listener: tests/e2e/test_security.py
 @pytest.mark.parametrize("who", ["in the clear", "trusts another CA", "without a certificate", "of another CA"])
 async def test_every_method_with_every_certificate(encrypted, folder, stranger, listener, at, who):
-    """Without one of the cluster's CA a caller gets to no service, but on the public listener, which asks for none."""
+    """Only the public listener requires no certificate of the cluster's CA."""
     mine = Wire.of_path(folder)
     wire = {
         "in the clear": Wire(),
@@ -261,7 +261,7 @@ async def test_a_router_does_not_start_without_its_files(tmp_path, key):
 
 @pytest.mark.parametrize("other_ca", [False, True])
 async def test_who_is_not_of_the_cluster_is_no_worker(make, folder, stranger, other_ca):
-    """Whatever the ledger says: prompts go to those with a certificate of the cluster's CA."""
+    """Prompts go only to workers with a certificate of the cluster's CA, even if the ledger lists others."""
     cluster = await make(tls=tls_of(folder))
     impostor = FakeWorker(Role.DECODE, "decode-9", 999)
     impostor.wire = stranger if other_ca else Wire()

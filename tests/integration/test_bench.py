@@ -1,4 +1,4 @@
-"""`baton bench` against scripted servers, over gRPC and over HTTP, as a user runs it."""
+"""`baton bench` against scripted servers, over gRPC and HTTP, as a user runs it."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ async def test_over_https_with_a_token(make: Any, folder: Path, tmp_path: Path):
     found = json.loads(out.read_text())
     assert (found["completed"], found["completion_tokens"]) == (3, 9)
     assert isinstance((await https("--tls", folder, "--token", "x" * 16)).exception, errors.Unauthenticated)
-    assert isinstance((await https()).exception, errors.BatonError)  # a CA that is unknown
+    assert isinstance((await https()).exception, errors.BatonError)  # an unknown CA
     assert isinstance((await bench_http(cluster.router.http, "--requests", 1)).exception, errors.BatonError)
     assert [spec.cache_scope[:6] for spec in cluster.prefill[0].specs] == ["alice/"] * 3
     assert "has no certificate of an authority" in str((await https("--tls", tmp_path / "tokens")).exception)

@@ -1,4 +1,4 @@
-"""The board of the control plane in a real redis-server, and what operators put there through a router."""
+"""The control state in a real redis-server, and the operators' requests that a router writes there."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def test_it_keeps_to_the_commands_that_the_documented_user_may(board, serv
 
 @pytest.fixture
 async def workers() -> AsyncIterator[list[FakeWorker]]:
-    """One, and those that a test adds."""
+    """One worker, and those that a test adds."""
     made = [await FakeWorker(Role.PREFILL, "prefill-0", 1).start()]
     yield made
     for one in made:
@@ -137,7 +137,7 @@ def operator(router: Router) -> Operator:
 
 
 async def controlled(board: ControlState, *slots: Slot, **plan: Any) -> None:
-    """A controller is there, with this plan and these workers."""
+    """Report a controller with this plan and these workers."""
     planned, now = first_plan(1, 2, **plan), SystemClock().wall()
     await board.put_control(ControlReport(plan=planned, at=now, slots=slots, host="h", outlook="calm"), 60.0)
 

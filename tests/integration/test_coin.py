@@ -1,4 +1,4 @@
-"""The coin model in the engine: against its own dense reference, and fast against sequential."""
+"""The coin model in the engine: against its dense reference, and fast against sequential."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ids_of(text):
 
 
 def answers(engine, prompts, new=4):
-    """Tokens and thoughts of each, some of them at once."""
+    """Return the tokens and thoughts of each prompt, computed in batches of 16."""
     found = []
     for first in range(0, len(prompts), 16):
         some = prompts[first : first + 16]
@@ -50,7 +50,7 @@ def answers(engine, prompts, new=4):
 
 
 def prompts_of(count, rng):
-    """Stories with few flips and many, with filler and without, cut anywhere; and some of tokens at random."""
+    """Return stories with few and many flips, with and without filler, cut anywhere, and some random tokens."""
     found = []
     for number in range(count):
         if number % 10 == 9:

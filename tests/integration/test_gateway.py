@@ -1,4 +1,4 @@
-"""The HTTP gateway in a router process, with the `openai` package as the client and fake workers behind."""
+"""The HTTP gateway in a router process, with the `openai` package as the client and fake workers."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from tests.support.waiting import until
 
 
 def cluster_with(**settings):
-    """A mark: the test's cluster has these settings."""
+    """Return a mark that gives the test's cluster these settings."""
     return pytest.mark.parametrize("cluster", [settings], indirect=True, ids=[""])
 
 
@@ -40,14 +40,14 @@ def text_of(count):
 
 @pytest.fixture
 def held(cluster):
-    """Decode workers send their second token once this is set."""
+    """An event that lets decode workers send their second token."""
     gate = cluster.decode[0].gates["decode"]
     gate.clear()
     return gate
 
 
 async def begun(gateway):
-    """A stream behind its first chunk."""
+    """Start a stream and read its first chunk."""
     found = await gateway.complete(stream=True)
     assert (await anext(found)).choices[0].text == "<0>"
     return found
@@ -167,7 +167,7 @@ async def test_stream_on_the_wire(gateway):
     assert headers["content-type"].startswith("text/event-stream")
     assert headers["x-request-id"] in data.decode()
     assert data.count(b"data: [DONE]\n\n") == 1
-    assert b'"model":"oracle"' in data  # the served one, since none was named
+    assert b'"model":"oracle"' in data  # the served model, because the request names none
 
 
 async def test_deltas_come_as_they_are_made(cluster, gateway, held):

@@ -1,4 +1,4 @@
-"""The HTTP gateway in front of a scripted `Inference`: what the router's side can say, and how it looks to `openai`."""
+"""The HTTP gateway in front of a scripted `Inference`: every possible answer, as `openai` shows it."""
 
 import asyncio
 import json
@@ -61,7 +61,7 @@ async def test_chat_stream(gateway):
 
 
 def alike(fingerprint: str, *digests: str):
-    """A script of a deterministic request, whose workers say this; each call has the next digest."""
+    """Return a script of a deterministic request. Each call has the next digest."""
     left = list(digests)
 
     async def script(request):
@@ -87,7 +87,7 @@ async def test_what_a_deterministic_request_is_told(gateway):
     gateway.fake.script = alike("x", "ab" * 32, "cd" * 32)
     both = await gateway.complete(["a", "b"], **extra)
     assert both.system_fingerprint == "x"
-    # the calls are under way side by side: either may have had the first digest
+    # the calls run concurrently: either may have the first digest
     digests = [sha256(bytes.fromhex(one * 32 + two * 32)).hexdigest() for one, two in (("ab", "cd"), ("cd", "ab"))]
     assert both.usage.audit_digest in digests
 
@@ -113,7 +113,7 @@ async def test_of_several_prompts_the_longest_says_where_the_time_went(gateway):
 
 
 async def thinking(request):
-    """Two choices think aloud."""
+    """Yield two choices with thoughts."""
     yield {"accepted": pb.Accepted(prompt_tokens=9)}
     for choice, chunk, ids, text in ((0, 0, [1, 2], "a dog"), (0, 1, [], ""), (1, 2, [3], "cat")):
         yield {"thought": pb.Thought(choice=choice, chunk=chunk, ids=ids, text=text)}
@@ -173,7 +173,7 @@ async def test_usage_throughout_a_stream(gateway):
 async def test_usage_throughout_a_stream_of_several_prompts(gateway):
     async def script(request):
         yield {"accepted": pb.Accepted(prompt_tokens=len(request.text))}
-        yield tokens(0, 0, [1], "")  # a part of a character: nothing to write yet
+        yield tokens(0, 0, [1], "")  # a part of a character: no text yet
         yield tokens(0, 1, [2, 3], "dog")
         yield finished()
         yield completed(prompt=len(request.text), new=3)
@@ -259,7 +259,7 @@ async def test_completion_logprobs(gateway, streamed):
 
 
 async def test_tokens_without_text_have_no_bytes(gateway):
-    """A model may have more logits than its tokenizer has tokens; such an id is refused by the router."""
+    """A model may have more logits than its tokenizer has tokens. The router rejects such ids in requests."""
     entry = common_pb2.TokenLogprobs(logprob=-1, top=[common_pb2.TopLogprob(token_id=i, logprob=-i) for i in (3, 9, 2)])
     gateway.plays(tokens(0, 0, [9], "", [entry]), finished(), completed())
     (found,) = (await gateway.chat(logprobs=True, top_logprobs=3)).choices[0].logprobs.content
@@ -352,7 +352,7 @@ async def test_an_answer_that_is_not_complete_is_no_answer(gateway, steps):
 
 
 async def failing_at_b(request):
-    """A script that never answers other prompts."""
+    """Fail for prompt "b" and never answer other prompts."""
     if request.text == "b":
         yield errors.EngineFault("broken")
     await asyncio.Event().wait()
@@ -493,7 +493,7 @@ async def test_paths_methods_and_types(gateway):
 
 
 async def counted(gateway):
-    """Each value that is not zero, without buckets and times of making."""
+    """Return each metric that is not zero, without buckets and creation times."""
     text = (await gateway.raw("GET", "/metrics"))[2].decode()
     pairs = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("baton_")]
     return {n: float(value) for n, value in pairs if float(value) and not re.search("_bucket|_created|_info", n)}
@@ -548,7 +548,7 @@ async def test_metrics_of_what_does_not_finish(streamed):
 
 
 async def streaming(gateway, **options):
-    """A connection over which a streamed completion was asked for."""
+    """Open a connection and request a streamed completion."""
     body = json.dumps({"prompt": "x", "stream": True}).encode()
     return await opened(gateway.address, "POST", "/v1/completions", body, **options)
 

@@ -1,4 +1,4 @@
-"""The live page over HTTP: what it is fed with, who may see it, and what a browser must not be made to fetch."""
+"""The live page over HTTP: its data, access to it, and protection against requests that other sites forge."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def cluster(make):
 
 @asynccontextmanager
 async def watching(cluster, query="interval_s=0.1", **headers):
-    """A function that gives the next event; the connection is closed in the end."""
+    """Yield a function that returns the next event. The connection is closed at the end."""
     reader, writer = await opened(cluster.router.http, "GET", f"/live?{query}", host="localhost", **headers)
     head = await reader.readuntil(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200"), head
@@ -81,7 +81,7 @@ async def test_no_more_than_so_many_watch(cluster):
 
 
 async def test_its_headers_alone(cluster):
-    for _ in range(MAX_WATCHERS + 1):  # nobody takes a watcher's place by that
+    for _ in range(MAX_WATCHERS + 1):  # a HEAD request takes no watcher's place
         status, headers, body = await raw(cluster.router.http, "HEAD", "/live", host="localhost")
         assert (status, headers["content-type"], body) == (200, "text/event-stream; charset=utf-8", b"")
 
@@ -107,7 +107,7 @@ async def test_where_the_time_of_an_answer_went(cluster):
 
 @pytest.mark.parametrize(("who", "status"), [(None, 401), ("unknown", 401), ("alice", 403), ("admin", 404)])
 async def test_an_admin_s_token_is_needed(make, tmp_path, who, status):
-    """With a token, the gateway accepts any host name. A page of another site has no token."""
+    """The gateway accepts any host name with a token, because a page of another site has no token."""
     cluster = await make(http="127.0.0.1:0", tokens=token_file(tmp_path / "tokens"))
     headers = dict(bearer(who) or ())
     for path in ("/live", "/live/trace/x") if who != "admin" else ("/live/trace/x",):
@@ -143,9 +143,7 @@ ELSEWHERE = [
     ids=str,
 )
 async def test_what_may_not_watch(cluster, interval_s, headers, status, code):
-    """A name of this machine gets as far as the interval. A name that was made to lead here does not, nor does a page
-    of another origin.
-    """
+    """A local name is accepted: only its interval is wrong. Rebound names and pages of other origins are rejected."""
     found, _, error = await get(cluster, f"/live?interval_s={interval_s}", **headers)
     assert (found, error["code"]) == (status, code)
     assert status == 403 or error["param"] == "interval_s"

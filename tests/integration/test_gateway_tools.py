@@ -1,4 +1,4 @@
-"""Tools over HTTP, with the `openai` package: what the router is asked, and how the model's text is told as calls."""
+"""Tools over HTTP, with the `openai` package: requests to the router, and calls parsed from the model's text."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ async def gateway():
 
 @pytest.fixture
 async def routed(make):
-    """A real router, whose model has a plain template."""
+    """A real router. Its model has a plain template."""
     cluster = await make(http="127.0.0.1:0")
     async with asking(cluster.router.http) as made:
         yield made
@@ -53,7 +53,7 @@ async def choice_of(gateway, **options):
 
 
 async def streamed(gateway, **options):
-    """What the pieces of one choice make, put together the way clients do; and its reason."""
+    """Assemble the chunks of one choice as clients do. Return its content, calls and finish reason."""
     content, reason = "", None
     calls: list[tuple[str, object]] = []
     async for chunk in await chat(gateway, stream=True, **options):
@@ -255,7 +255,7 @@ async def test_logprobs_of_calls(gateway):
 
 
 async def test_a_long_call_keeps_the_connection():
-    """Nothing can be told of a call until it is whole; proxies hear that somebody works."""
+    """No part of a call is sent before its end. Comments keep the connection alive for proxies."""
     async with alone(keep_alive_s=0.0) as gateway:
         gateway.fake.tool_form = "hermes"
         gateway.plays(*spoken(f"<tool_call>{CALL}", size=10))
@@ -289,7 +289,7 @@ async def test_the_helpers_of_the_client(gateway):
 @pytest.mark.parametrize("form", ["hermes", "mistral", "llama", "json"])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 async def test_forced_calls(gateway, form, choice, seed):
-    """A model without any preference, held by the grammar that a worker holds it by."""
+    """A model without preferences, constrained by the worker's grammar, makes only valid calls."""
     grammars, rng = Grammars(OracleTokenizer()), random.Random(seed)
 
     async def script(request):
@@ -329,7 +329,7 @@ async def test_several_forced_calls(gateway):
 
 
 async def test_a_schema_that_cannot_be_enforced(routed):
-    """Constraints are checked before the template is looked at."""
+    """Constraints are checked before the template is read."""
     wrong = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "odd"}}}}}
     asked = chat(routed, tools=[wrong], tool_choice="required")
     assert (await refused(openai.BadRequestError, asked)).param == "tools"

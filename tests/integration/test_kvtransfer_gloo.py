@@ -1,6 +1,6 @@
-"""Handoffs between two processes over gloo and gRPC: bytes, deaths, and what is left.
+"""Handoffs between two processes over gloo and gRPC: bytes, killed processes, and resources after the end.
 
-What either side refuses, and how a push ends in each state, is tested within one process in `tests/unit/kvtransfer`.
+`tests/unit/kvtransfer` tests rejections, and the end of a push in each state, within one process.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from tests.support.waiting import eventually
 from tests.unit.kvtransfer.support import FINGERPRINT, LAYOUT, P, RecordingTable, Reports, hand_over, make_job, make_kv
 
 WIDE = KVLayout(layers=4, kv_heads=8, head_dim=64, block_size=16, dtype="float32")  # 256 KiB a block
-FOREVER_S = 600.0  # longer than a test may take: a death itself is seen
+FOREVER_S = 600.0  # longer than a test: only the death itself ends the push
 
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Any]]:
-    """Starts processes; all are killed at the end."""
+    """Starts processes. All are killed at the end."""
     torch.set_num_threads(1)
     started: list[Process] = []
 
@@ -56,7 +56,7 @@ def receiver(start: Callable[..., Any]) -> Receiver:
 
 @pytest.fixture
 def prefills() -> Iterator[Callable[..., Prefill]]:
-    """Makes senders; in the end all are closed, and no thread of theirs is left."""
+    """Makes senders. At the end all are closed and all their threads have ended."""
     before, made = set(threading.enumerate()), list[Prefill]()
 
     def make(*args, **kwargs) -> Prefill:
@@ -70,7 +70,7 @@ def prefills() -> Iterator[Callable[..., Prefill]]:
 
 
 def test_kv_arrives_equal_also_in_blocks_of_another_size(start, prefills) -> None:
-    """The receiver gets only what it lacks of each prompt, computed at once or in chunks of 48."""
+    """The receiver gets only the missing part of each prompt, computed whole or in chunks of 48."""
     prefill = prefills()
     receiver = start(Receiver, "--frame-size", "1500", "--verify-kv", layout=replace(LAYOUT, block_size=16))
     cases = {"one": (1, 0), "edge-1": (15, 0), "edge": (16, 3), "edge+1": (17, 16), "long": (130, 30)}
@@ -125,7 +125,7 @@ def test_a_receiver_killed_mid_push_and_its_successor(start, prefills) -> None:
     receiver = start(Receiver, "--frame-size", str(WIDE.block_size * WIDE.layer_token_bytes), layout=WIDE)
     receiver.ask(reserve={f"r{n}": list(range(60)) for n in range(20)})
     handoffs = [wide.push(f"r{n}", 60 * 16, range(60), receiver.ref, chunk=256) for n in range(20)]
-    wide.reports.done(handoffs[0])  # the others are under way
+    wide.reports.done(handoffs[0])  # the others are running
     receiver.kill()
     outcomes = [wide.reports.wait(handoff, 30) for handoff in handoffs]
     assert isinstance(outcomes[-1], ChannelBroken)
@@ -143,7 +143,7 @@ def test_a_frozen_receiver_is_given_up_by_the_deadline(receiver: Receiver, prefi
     os.kill(receiver.process.pid, signal.SIGSTOP)
     prefill.reports.failed(prefill.push("s", 4, [1], receiver.ref), ChannelBroken, timeout=4)
     os.kill(receiver.process.pid, signal.SIGCONT)
-    prefill.reports.done(prefill.push("t", 4, [1], receiver.ref))  # a way back
+    prefill.reports.done(prefill.push("t", 4, [1], receiver.ref))  # the channel recovers
     assert receiver.ask()["commits"] == ["r", "t"]
 
 

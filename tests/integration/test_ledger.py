@@ -64,9 +64,9 @@ async def test_a_known_epoch_lifts_a_store_that_started_too_low(server, connect)
     ahead, fresh = await connect(clock=FakeClock(9e9)), await connect()
     info = await registered(ahead)
     raw(server).delete(ahead.connection.key("epoch"), ahead.connection.key("counter"))
-    low = await fresh.mint()  # it knows of nothing
+    low = await fresh.mint()  # the fresh connection has seen no epoch
     assert low.epoch < info.ref.incarnation.epoch
-    assert await ahead.register(info)  # the worker enters again what it holds, and says what it knows
+    assert await ahead.register(info)  # the worker registers again and reports its epoch
     assert order(await fresh.mint("decode-0")) > order(info.ref.incarnation)
 
 
@@ -135,7 +135,7 @@ async def test_a_damaged_or_foreign_record_is_left_out(ledger, server):
 
 @pytest.fixture
 def patient(monkeypatch):
-    """No test lives as long as it takes until a connection is given up."""
+    """A connection timeout that is longer than any test."""
     monkeypatch.setattr("baton.ledger.redis_client.CONNECT_TIMEOUT_S", 600.0)
 
 
@@ -192,7 +192,7 @@ async def test_a_lost_redis_is_a_ledger_error_and_its_return_is_noticed(tmp_path
 
 
 async def test_a_frozen_redis_is_asked_once_and_answers_do_not_get_mixed_up(tmp_path, monkeypatch):
-    """A call that is tried again opens another connection."""
+    """A retried call opens a new connection."""
     monkeypatch.setattr("baton.ledger.redis_client.SOCKET_TIMEOUT_S", scaled(0.3))
     with EmbeddedRedis.start(tmp_path) as server:
         client = raw(server)
@@ -211,7 +211,7 @@ async def test_a_frozen_redis_is_asked_once_and_answers_do_not_get_mixed_up(tmp_
 
 
 async def test_a_task_that_uses_redis_can_be_cancelled_at_any_moment(ledger):
-    """`asyncio.wait_for` before Python 3.12 swallows a cancellation that comes as its future is done."""
+    """`asyncio.wait_for` before Python 3.12 swallows a cancellation that arrives when its future is done."""
 
     async def work() -> None:
         while True:
@@ -293,9 +293,9 @@ WORKERS = [WorkerRef(f"decode-{n}", Incarnation(5, c), "127.0.0.1:1") for n in r
 
 
 class TwoTables(RuleBasedStateMachine):
-    """The pure table and Redis take the same steps and must decide alike."""
+    """The in-memory table and Redis take the same steps and must decide equally."""
 
-    shared: Connection  # of all examples; each has a prefix of its own
+    shared: Connection  # shared by all examples; each has its own prefix
     runner: asyncio.Runner
 
     def __init__(self) -> None:
@@ -354,7 +354,7 @@ def test_redis_decides_as_the_pure_table_does(server):
 
 
 async def test_a_handoff_waits_for_redis_not_once_and_costs_four_round_trips_at_most(ledger, server):
-    """`note` is no coroutine: nothing on the path of a token can wait for it. The rest is counted by Redis itself."""
+    """`note` is not a coroutine, so the token path cannot wait for it. Redis itself counts the other calls."""
     info, client = await registered(ledger), raw(server)
     log, store = OwnershipLog(ledger, info.ref), OwnershipStore(ledger.connection)
     log.note(HandoffId("warm", 1), "router", RESERVED)
@@ -365,12 +365,12 @@ async def test_a_handoff_waits_for_redis_not_once_and_costs_four_round_trips_at_
         return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("eval", "evalsha"))
 
     async def costs(count: int) -> int:
-        """The calls of so many handoffs whose states are noted together."""
+        """Return the calls of so many handoffs when their states are noted together."""
         before = calls()
         for n in range(count):
             for state in (RESERVED, COMMITTED, RELEASED):
                 log.note(HandoffId(f"{count}-{n}", 1), "router", state)
-        assert calls() == before  # the event loop did not run: nothing was sent, and no call waited
+        assert calls() == before  # the event loop has not run: no call was sent or waited for
         await log.flush()
         return calls() - before
 

@@ -1,4 +1,4 @@
-"""The prefix directory against a real redis-server: writers, a reader, and everything that can get lost between."""
+"""The prefix directory against a real redis-server: writers, a reader, and every kind of loss between them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def following(view: PrefixReplica) -> AsyncIterator[None]:
 
 @pytest.fixture
 async def written(ledger):
-    """A worker, its log that has written three blocks, and a view that has seen them."""
+    """A worker, its log with three written blocks, and a view that has read them."""
     info = await registered(ledger)
     log, view = PrefixPublisher(ledger, info.ref), PrefixReplica(ledger.connection)
     log.note(DIGESTS[:3])
@@ -86,7 +86,7 @@ async def test_a_router_that_starts_late_knows_all_and_one_that_follows_is_told(
 
 
 async def test_a_waiting_reader_is_told_at_once_and_hinders_nobody(ledger):
-    """The reader waits on a connection of its own: the same ledger answers others meanwhile."""
+    """The reader waits on its own connection, so that the ledger can make other calls."""
     info = await registered(ledger)
     store = DirectoryStore(ledger.connection)
     waiting = asyncio.create_task(store.events("0-0", 1500))
@@ -111,12 +111,12 @@ async def test_the_script_takes_changes_in_order_once_and_from_the_holder_of_the
     assert await store.publish(Change(mine, 1, True, name)) == DONE
     assert await store.publish(Change(mine, 1, True, name)) == DONE
     assert length() == 1
-    assert await store.publish(Change(mine, 1)) == DONE  # still here
+    assert await store.publish(Change(mine, 1)) == DONE  # the worker is still alive
     assert await store.publish(Change(mine, 3, added=name)) == GAP
     assert await store.publish(Change(mine, 2, removed=name)) == DONE
     assert await store.read("decode-0") == Change(mine, 2, True, [])
     assert length() == 2
-    assert await store.publish(Change(mine, 3)) == GAP  # says that its change 3 is there: it is not
+    assert await store.publish(Change(mine, 3)) == GAP  # refers to change 3, which was not written
     new = await registered(ledger)
     assert await store.publish(Change(mine, 3, added=name)) == REFUSED
     assert await store.publish(Change(holder_of(new), 3, added=name)) == GAP
@@ -144,7 +144,7 @@ async def test_a_dead_workers_blocks_expire_and_a_live_ones_do_not(ledger, serve
     for one in (last, log):
         one.note(DIGESTS[:3])
         await one.flush()
-    await last.close()  # says nothing any more
+    await last.close()  # sends no more updates
     view = PrefixReplica(ledger.connection)
     await view.compare()
     assert set(holders(view.prefixes, DIGESTS)) == {holder_of(dead), holder_of(live)}
@@ -215,7 +215,7 @@ async def test_a_redis_that_is_killed_and_comes_back_empty(tmp_path, monkeypatch
         log.note(DIGESTS[90:100])
         with pytest.raises(LedgerError, match="prefix blocks not written"):
             await log.flush(0.1)
-        assert holders(view.prefixes, DIGESTS) == {holder_of(info): 100}  # what it knows
+        assert holders(view.prefixes, DIGESTS) == {holder_of(info): 100}  # its last known state
         with EmbeddedRedis.start(tmp_path, port=server.port, password=password_of(server)):
             assert await ledger.register(info)
             await log.flush()
@@ -225,7 +225,7 @@ async def test_a_redis_that_is_killed_and_comes_back_empty(tmp_path, monkeypatch
 
 
 class Cluster:
-    """Two writers, a reader, and a Redis that loses things; `held` is what the reader should know in the end."""
+    """Two writers, a reader, and a Redis that loses data. `held` is the expected final state of the reader."""
 
     def __init__(self, ledger: Ledger, server: EmbeddedRedis, seed: int) -> None:
         self.dice = random.Random(seed)
@@ -282,7 +282,7 @@ async def test_reader_and_store_agree_after_any_trouble(ledger, server, seed, mo
         await cluster.step()
     assert len(cluster.done) == 7, cluster.done
     for log in cluster.logs.values():
-        log._refresh()  # as after a while: an expired key is noticed at the latest then
+        log._refresh()  # as after the refresh interval, which finds expired keys
         await log.flush()
     await cluster.view.compare()
     known = {holder: names for holder, (_, names) in cluster.view.prefixes._held.items()}

@@ -1,4 +1,4 @@
-"""A Redis that was away, came back empty, or from an older copy: epochs, grace, what is told again, what expires."""
+"""A Redis that was away, came back empty, or from an older copy: epochs, grace, reconciliation and expiry."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ def grace_ms(server: EmbeddedRedis, ledger: Ledger) -> int:
 
 @pytest.fixture
 def grace_ends(server, monkeypatch):
-    """A function: no mint sleeps from now on, `meanwhile` happens instead, and the grace is over. Returns what each was
-    to sleep, with what was left of the grace, in ms.
-    """
+    """A function that replaces a mint's sleep by the end of the grace. Returns sleeps and remaining graces in ms."""
 
     def without_sleep(ledger: Ledger, meanwhile: Awaitable[Any] | None = None) -> list[tuple[float, int]]:
         slept: list[tuple[float, int]] = []
@@ -105,7 +103,7 @@ async def test_after_a_loss_a_new_incarnation_waits_unless_its_place_was_entered
 
 
 async def test_what_is_minted_after_a_loss_is_later_than_all_who_live(connect, server, grace_ends):
-    """Why there is a grace: the first who speaks need not be the one who knows the highest epoch."""
+    """The reason for the grace: the first worker to register may not have the highest epoch."""
     other, live, fresh = [await connect() for _ in range(3)]
     low = await registered(other, "prefill-0")
     high = replace(low.ref.incarnation, epoch=low.ref.incarnation.epoch + 10**12)
@@ -123,7 +121,7 @@ async def test_a_loss_that_a_newcomer_hid_is_noticed_by_the_first_who_enters_aga
     told: list[str] = []
     live.follow(lambda: told.append("live"))
     wipe(server, live)
-    hidden = await newcomer.mint("prefill-0")  # knows nothing: a first store, for all that it can tell
+    hidden = await newcomer.mint("prefill-0")  # has seen no epoch, so it takes the store for a first one
     assert grace_ms(server, live) == 0
     assert not await live.renew(info.ref, 1)
     assert told == ["live"]
@@ -155,7 +153,7 @@ async def test_a_grace_is_not_prolonged_by_those_who_enter_again(connect, server
 
 
 async def test_records_and_blocks_of_the_living_are_back_after_a_kill(tmp_path):
-    """kill -9, a new Redis without data, one heartbeat: the lease, every live record and the directory are there."""
+    """After kill -9 and a new, empty Redis, one heartbeat restores the lease, all live records and the directory."""
     server = EmbeddedRedis.start(tmp_path)
     ledger = await Ledger.connect(server.url, "baton:x", LONG_LEASE_S, SystemClock())
     info = info_of(await ledger.mint("decode-0"))
@@ -190,7 +188,7 @@ async def test_records_and_blocks_of_the_living_are_back_after_a_kill(tmp_path):
 
 
 async def test_every_key_has_a_time_to_live_but_the_two_that_carry_the_order(ledger, server):
-    """Without the epoch and the counter a store could mint an incarnation twice: two small numbers stay for ever."""
+    """The epoch and the counter never expire, because without them a store could mint an incarnation twice."""
     info, client = await registered(ledger), raw(server)
     await registered(ledger, "prefill-0")
     wipe(server, ledger)

@@ -1,6 +1,6 @@
-"""The whole ledger against each redis-server that is here: 6.2 from the wheel, and 7 or later where one is installed.
+"""The whole ledger against each installed redis-server: 6.2 from the wheel, and 7 or later if present.
 
-Three ways in beside the password of all: a user limited to our keys and commands, TLS, and a unix socket.
+Besides the common password: a user limited to our keys and commands, TLS, and a unix socket.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ pytestmark = pytest.mark.usefixtures("without_pauses")
 
 
 async def everything(url: str, prefix: str) -> None:
-    """What a worker and a router do, with a loss of all data in between."""
+    """Do everything that a worker and a router do, with a loss of all data in the middle."""
     worker, router = [await Ledger.connect(url, prefix, LEASE_S, SystemClock()) for _ in range(2)]
     info = await registered(worker, "decode-0")
     assert await worker.renew(info.ref, 1)
@@ -109,7 +109,7 @@ async def forgotten(ledger: Ledger) -> None:
 
 
 async def test_with_a_user_limited_to_the_prefix_and_the_listed_commands(server):
-    """The user is the one in the docstring of `connection`: who copies that has what is needed."""
+    """The user in the docstring of `redis_client` has all required permissions."""
     prefix = next(support.PREFIXES)
     text = " ".join((redis_client.__doc__ or "").partition("user baton ")[2].partition("\n\n")[0].split())
     rules = text.replace("baton:NAME", prefix).replace("PASSWORD", "pw").split()
@@ -145,7 +145,7 @@ async def test_who_has_no_or_another_password_is_refused_without_showing_it(serv
 
 @contextlib.asynccontextmanager
 async def tls_proxy(to_port: int, certificates: Path) -> AsyncIterator[int]:
-    """A listener on loopback that takes TLS off and passes on to `to_port`: the wheel's server has no TLS."""
+    """Yield the port of a listener that terminates TLS, because the wheel's server has no TLS."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificates / "cert.pem", certificates / "key.pem")
 

@@ -1,4 +1,4 @@
-"""What a router's metrics listener says while it serves: the number of series is bounded, whatever clients say."""
+"""A router's metrics listener while it serves: clients cannot increase the number of series."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from tests.integration.gateway_support import raw
 from tests.support.plans import first_plan
 from tools.metric_docs import LABELS, values
 
-TEXT = "zebra"  # in all that the clients say
+TEXT = "zebra"  # part of every text from clients
 
 
 async def series(cluster):
-    """Each sample's name and labels."""
+    """Return each sample's name and labels."""
     _, _, text = await raw(cluster.router.metrics, "GET", "/metrics")
     found = [sample for family in parse_text(text.decode()) for sample in family.samples]
     return {(sample.name, tuple(sorted(sample.labels.items()))) for sample in found}
 
 
 def said(rng: random.Random) -> dict:
-    """A request as a client may say it; wrong in one way of many, or in none."""
+    """Return a client's request with at most one fault."""
     odd = f"{TEXT}-{rng.random()}"
     return rng.choice(
         [
@@ -55,7 +55,7 @@ def said(rng: random.Random) -> dict:
 
 
 async def load(cluster, rng, rounds):
-    """Ten requests at once, so many times."""
+    """Send ten concurrent requests, `rounds` times."""
 
     async def one():
         with contextlib.suppress(BatonError):

@@ -1,6 +1,6 @@
-"""The whole router over real gRPC, with scripted workers in this process: no engine, no KV, every state held still.
+"""The whole router over real gRPC, with scripted workers in this process. They have no engine and hold any state.
 
-What becomes of a request when a worker is lost before the handoff: `test_router_recovery.py`.
+`test_router_recovery.py` has the loss of a worker before the handoff.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ async def test_a_fence_that_comes_after_the_commit_lets_the_request_go_on(cluste
     await prefill.kill()
     assert len(ids_of(await cluster.answer(call))) == 8
     assert decode.count("fence") == 1
-    assert 'baton_transfer_bytes_total{transport="memory"} 100.0' in await cluster.http("/metrics")  # said twice, once
+    assert 'baton_transfer_bytes_total{transport="memory"} 100.0' in await cluster.http("/metrics")  # counted once
 
 
 @pytest.mark.parametrize("kind", ["EngineFault", "DeadlineExceeded"])
@@ -243,7 +243,7 @@ async def test_tokens_that_are_held_back_leave_as_one_message_with_the_end_at_th
     decode.open("decode")
     await until(lambda: len(at_decode.held) == 5, "tokens 1 to 5 are held back")
     at_decode.held[0].wake()
-    at_decode.held[0].wake()  # there is nothing more
+    at_decode.held[0].wake()  # no more is held back
     decode.open("hold")
     events = await answer
     numbers = [list(range(getattr(e.tokens, "from"), getattr(e.tokens, "from") + len(e.tokens.ids))) for e in events]

@@ -1,4 +1,4 @@
-"""Who waits and who is refused, through a real router over real gRPC."""
+"""Waiting and rejected requests, through a real router over real gRPC."""
 
 import asyncio
 from functools import partial
@@ -17,7 +17,7 @@ from tests.support.waiting import until
 
 
 async def waits(cluster, **fields):
-    """One call more, in the queue."""
+    """Start a call and wait until it is queued."""
     before = cluster.router.context.admission.waiting
     call = cluster.call(**fields)
     await until(partial(cluster.waits, before + 1), "queued")
@@ -51,7 +51,7 @@ async def test_the_bound_in_tokens(make):
 
 
 async def test_choices_of_an_accepted_request_are_not_turned_away(make):
-    """Its client has the first tokens of one of them already."""
+    """The client already has the first tokens of one choice."""
     cluster = await make(blocks=1, queue_max_requests=1)
     events = await cluster.generate(n=4, max_tokens=4)
     assert sorted(event.finished.choice for event in events if event.HasField("finished")) == [0, 1, 2, 3]
@@ -80,7 +80,7 @@ async def test_tenants_take_turns(make):
 
 
 async def test_waiting_again_after_no_room_is_the_same_wait(make):
-    """A worker that promises room and refuses each time does not keep a request for ever."""
+    """A worker that repeatedly reports free capacity and then rejects does not block a request forever."""
     cluster = await make(queue_max_wait_s=0.4)
     cluster.decode[0].refuse_once = [worker_pb2.REFUSAL_REASON_NO_ROOM] * 100_000
     with pytest.raises(Overloaded, match=r"waited 0\.4 s for capacity"):

@@ -1,4 +1,4 @@
-"""Decode workers that compute prompts themselves, since no prefill worker is left."""
+"""Decode workers that compute prompts themselves because no prefill worker is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A router leaves in mid stream; its decode worker goes on, and another router takes the stream over from there."""
+"""A router stops during a stream. Its decode worker goes on, and another router takes the stream over."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def resumable(**fields) -> pb.GenerateRequest:
 
 
 class Second:
-    """Another router over the same workers; `records`: what the ledger says of streams."""
+    """Another router over the same workers. `records`: the ledger's records of streams."""
 
     def __init__(self, cluster: InProcessCluster, records: Mapping[str, OwnershipRecord | LedgerError]) -> None:
         self._cluster, self._records = cluster, records
@@ -66,7 +66,7 @@ def record(cluster: InProcessCluster, stream: str) -> OwnershipRecord:
 
 
 async def left(cluster: InProcessCluster, request: pb.GenerateRequest, n: int = 1) -> str:
-    """A stream whose router leaves after some tokens; its name. Its worker has more, but not all, and holds still."""
+    """Start a stream and stop its router. Return its name. Its worker holds with more tokens, but not all."""
     decode = cluster.decode[0]
     decode.hold(SEEN + 3)
     call = cluster.stub.Generate(request)
@@ -84,7 +84,7 @@ async def left(cluster: InProcessCluster, request: pb.GenerateRequest, n: int = 
 
 
 async def moved(cluster: InProcessCluster, request: pb.GenerateRequest, *received: list[int], fingerprint: str = ""):
-    """A stream that its router leaves, and the rest of it as another router tells it."""
+    """Stop the router of a stream and return the rest of the stream from another router."""
     name = await left(cluster, request, len(received))
     streams = [name, *(f"{name}.{choice}" for choice in range(1, len(received)))]
     async with Second(cluster, {each: record(cluster, each) for each in streams}) as second:
@@ -151,7 +151,7 @@ async def test_another_worker_than_it_was_begun_with_does_not_go_on(make):
 
 @pytest.mark.parametrize("why", ["no record", "no ledger", "another worker", "refused", "not asked for"])
 async def test_else_it_is_computed_again(cluster, why):
-    """At the same index, and under a new name: workers may know attempts of the old one."""
+    """The stream continues at the same index. Its name is new, because workers may have attempts of the old one."""
     name = await left(cluster, resumable())
     decode = cluster.decode[0]
     request = resumable(resumable_s=0.0) if why == "not asked for" else resumable()

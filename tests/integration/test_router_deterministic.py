@@ -1,4 +1,4 @@
-"""Deterministic requests at a router: who computes them, what their client is told, and with whom they go on."""
+"""Deterministic requests at a router: placement, reported fingerprints, and the workers that may continue them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_names_of_its_blocks_are_its_own_and_only_of_its_prompt(make):
 
 
 async def lost_while_decoding(make, queue_max_wait_s: float):
-    """A deterministic request of bits x: its decode worker died, and the one that is left computes bits y."""
+    """Start a deterministic request with bits x and kill its decode worker. The remaining one computes bits y."""
     cluster = await make(decode=2, bits=ALL_X | {"decode-1": "y"}, queue_max_wait_s=queue_max_wait_s)
     cluster.decode[0].hold(4)
     waits = asyncio.create_task(ask(cluster))

@@ -1,4 +1,4 @@
-"""A router that stops while another one listens at the same port, and the gateway's own listener meanwhile."""
+"""A router that stops while another one listens on the same port, and the gateway's inner listener during that."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CALLERS = 8
 
 
 async def pair(make, **settings):
-    """Two routers at one port, each with workers of its own, so that one sees who has served."""
+    """Return two routers on one port, each with its own workers, which show the router of a request."""
     first = await make(share_port=True, **settings)
     return first, await make(share_port=True, grpc=first.router.grpc, **settings)
 

@@ -1,4 +1,4 @@
-"""What a router reads at once, over real gRPC: calls that are held in the tokenizer, and who is refused meanwhile."""
+"""Limits on concurrent reading, over real gRPC: calls that are held in the tokenizer, and rejected calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HELD = pb.TokenizeRequest(text=LARGE)
 
 
 class HeldTokenizer(OracleTokenizer):
-    """Long texts wait for `go`."""
+    """Makes long texts wait for `go`."""
 
     def __init__(self):
         self.go = threading.Event()
@@ -36,7 +36,7 @@ class HeldTokenizer(OracleTokenizer):
 
 @pytest.fixture
 def tokenizer(monkeypatch):
-    """That of the test's router."""
+    """The tokenizer of the test's router."""
     made = HeldTokenizer()
     monkeypatch.setattr("tests.support.in_process_router.OracleTokenizer", lambda: made)
     yield made
@@ -72,7 +72,7 @@ async def test_one_too_many_is_refused_at_once_and_the_others_are_answered(token
 
 
 async def _end(call):
-    """The number of tokens, 0 if it was refused."""
+    """Return the number of tokens, 0 for a rejection, and -1 for another error."""
     try:
         return len((await call).ids)
     except aio.AioRpcError as error:

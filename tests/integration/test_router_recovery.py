@@ -1,8 +1,8 @@
-"""What becomes of a request when a worker is lost, or a push fails, before its KV was handed over.
+"""Requests whose worker is lost, or whose push fails, before the handoff.
 
-Another attempt follows; what the prefill worker has computed is pushed again, not computed again; the client misses
-nothing and sees nothing twice; and whoever holds something that nobody needs any more is told to let go.
-Each phase in which workers die: `tests/simulation/test_simulator_recovers_alike.py`.
+Another attempt follows. Computed KV is pushed again, not computed again. The client receives each token once. Workers
+release everything that no attempt needs. `tests/simulation/test_simulator_recovers_alike.py` has each phase in which
+workers die.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ MISMATCH = worker_pb2.Failed(kind="DigestMismatch", message="not what was sent")
 
 
 def attempts_of(worker: FakeWorker, *wanted: str) -> list[tuple[str, int]]:
-    """The commands it got, each with its attempt; `wanted`: only these."""
+    """Return the commands that the worker received, with attempts. `wanted` limits the kinds."""
     return [(kind, handoff.attempt) for kind, handoff in worker.commands if not wanted or kind in wanted]
 
 
 async def answered(cluster: InProcessCluster, call) -> list[pb.GenerateEvent]:
-    """The right answer; then nothing is held."""
+    """Check for the right answer and that nothing is held."""
     events = await cluster.answer(call)
     assert ids_of(events) == ANSWER
     await cluster.nothing_is_left()
@@ -41,7 +41,7 @@ async def answered(cluster: InProcessCluster, call) -> list[pb.GenerateEvent]:
 
 
 async def finishes(cluster: InProcessCluster, call, *reasons: str) -> pb.Completed:
-    """The right answer, after losses for these reasons."""
+    """Check for the right answer after losses for these reasons."""
     events = await answered(cluster, call)
     assert recovered(events) == list(enumerate(reasons, 2))
     assert kinds(events)[-2:] == ["finished", "completed"]
@@ -111,8 +111,8 @@ GONE = {role: (role, WorkerLost(f"the {role} worker is gone")) for role in Role}
     ids=["P's push failed, D lost", "D lost, P's push failed", "pushed, D lost", "P lost, D lost", "D lost, P lost"],
 )
 async def test_whatever_is_heard_of_both_in_one_breath(make, said, again):
-    """P sees the end of the channel when R sees the end of the stream: its push failed, and its KV waits. Or it heard
-    that D committed, and D is lost before it could say so itself.
+    """P saw the broken channel before the router saw the broken stream, so its push failed and its KV waits. Or P
+    received the commit of a decode worker that was lost before it reported the commit to the router.
     """
     cluster = await make(decode=2)
     call = await at(cluster, "transferring")
@@ -180,7 +180,7 @@ async def test_a_decode_worker_that_reports_a_failure_before_its_commit(cluster)
     ids=["once", "twice", "refused", "changed on the way"],
 )
 async def test_a_push_that_failed_is_pushed_again_when_the_attempt_is_fenced(cluster, fails, refused, told):
-    """Or computed again: what was held is not there, or its bytes are not to be trusted."""
+    """The prompt is computed again if the held KV is missing or corrupt."""
     [prefill], [decode] = cluster.prefill, cluster.decode
     prefill.fail_push, prefill.refuse_once = [*fails], [*refused]
     await finishes(cluster, cluster.call(), *["prefill_lost"] * len(told))
@@ -193,7 +193,7 @@ async def test_a_push_that_failed_is_pushed_again_when_the_attempt_is_fenced(clu
 
 
 async def committed_unheard(cluster: InProcessCluster):
-    """A request that its decode worker has committed: its word did not reach the prefill worker."""
+    """Start a request that the decode worker has committed, without the commit reaching the prefill worker."""
     [prefill], [decode] = cluster.prefill, cluster.decode
     decode.close("decode")
     call = await at(cluster, "transferring")
@@ -216,7 +216,7 @@ async def test_a_push_that_failed_for_its_sender_alone(cluster, when):
 
 
 async def test_a_push_that_failed_after_the_commit_does_not_outlive_a_preemption(cluster):
-    """The next attempt starts from what the client has, not from what waits."""
+    """The next attempt starts from the client's tokens, not from the waiting KV."""
     [prefill], [decode] = cluster.prefill, cluster.decode
     decode.preempt_at = [3]
     call = await committed_unheard(cluster)
@@ -264,7 +264,7 @@ async def test_only_failures_are_counted(make):
 
 
 async def waiting_with_kv(cluster: InProcessCluster, state: str):
-    """A request whose decode worker was lost, and whose KV is held at `prefill[0]`, standing still in `state`."""
+    """Start a request whose decode worker is lost and whose KV is held at `prefill[0]`, and hold it in `state`."""
     prefill, second = cluster.prefill[0], cluster.decode[1]
     if state == "fencing":
         call = await at(cluster, "transferring")
@@ -377,7 +377,7 @@ async def test_a_reserve_names_the_full_blocks_of_what_is_known(cluster):
         chain = BlockHashChain(scope_key("fp", "mine"), tokens, LAYOUT.block_size)
         assert message.known_tokens == len(tokens)
         assert list(message.prefix) == [chain.digest(block) for block in range(len(tokens) // LAYOUT.block_size)]
-    for length in (15, 16, 17, 32, 33):  # the last position is in no name
+    for length in (15, 16, 17, 32, 33):  # no block hash covers the last position
         await cluster.generate([7] * length, 2)
     assert [len(reserve.prefix) for reserve in cluster.decode[0].reserves[2:]] == [0, 0, 1, 1, 2]
 

@@ -1,6 +1,6 @@
-"""Streams that go on: after the death of a decode worker at any token, and on a router that never saw the request.
+"""Streams that resume after the death of a decode worker at any token, or on a router without the request's state.
 
-And requests with several answers, and those that come again with the same key.
+Also requests with several answers, and requests repeated with the same key.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ async def test_the_stream_goes_on_at_the_same_index(make, index):
 
 @pytest.mark.parametrize("attempts", [2, 10])
 async def test_a_request_that_workers_die_of_is_stopped(make, attempts):
-    """Also with the last attempt: a client that is told of a lost worker would send it to two more."""
+    """The limit holds even for the last attempt: after WorkerLost, clients would send the request to more workers."""
     cluster = await make(decode=3, attempts=attempts)
     call = await at(cluster, "decoding")
     for worker in cluster.decode[:2]:
@@ -125,7 +125,7 @@ async def test_choices_are_numbered_and_the_first_one_computes_the_prompt(cluste
     cluster.prefill[0].close("first")
     call = cluster.call(n=3)
     await until(lambda: cluster.prefill[0].specs, "the first choice")
-    await asyncio.sleep(0.05)  # time in which the others would come
+    await asyncio.sleep(0.05)  # time in which the others would arrive
     assert len(cluster.prefill[0].specs) == 1
     cluster.prefill[0].open("first")
     events = await cluster.answer(call)
@@ -182,7 +182,7 @@ async def test_who_takes_over_may_be_gone_first(make):
                 pass
             await asyncio.Event().wait()
 
-    with pytest.raises(TimeoutError):  # the older one is told to end
+    with pytest.raises(TimeoutError):  # the older stream ends
         await take_over()
     assert str(older.reason) == "another call has taken over this request"
     assert (context.running._named, len(context.running)) == ({}, 0)
@@ -203,7 +203,7 @@ async def test_who_comes_again_with_a_key_takes_over_and_is_sampled_alike(cluste
 
 
 async def test_however_many_come_at_once_with_a_key_all_of_them_end(cluster):
-    """Each is taken over by the next one at whatever moment, also while gRPC sends its name."""
+    """A request may be taken over at any moment, even while gRPC sends its name."""
     calls = [cluster.call(max_tokens=2, idempotency_key="k") for _ in range(100)]
     ended = await asyncio.wait_for(asyncio.gather(*map(cluster.answer, calls), return_exceptions=True), 10)
     answers = [events for events in ended if not isinstance(events, BaseException)]

@@ -1,4 +1,4 @@
-"""Which finished requests are counted as within the SLO."""
+"""Finished requests that count as within the SLO."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ import pytest
 
 
 async def counted(cluster):
-    """Requests that met it, and that did not."""
+    """Return the number of requests that met the SLO, and of those that did not."""
     lines = (await cluster.http("/metrics")).splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if line.startswith("baton_slo_total"))
     return tuple(float(values.get(f'baton_slo_total{{met="{met}"}}', 0)) for met in ("true", "false"))
@@ -18,8 +18,8 @@ async def counted(cluster):
         (100.0, 100.0, {"max_tokens": 6}, True),
         (1e-9, 100.0, {"max_tokens": 6}, False),
         (100.0, 1e-9, {"max_tokens": 6}, False),
-        (100.0, 1e-9, {"max_tokens": 1}, True),  # one token has nothing between
-        (100.0, 100.0, {"max_tokens": 4, "n": 3}, True),  # and a request of several choices counts once
+        (100.0, 1e-9, {"max_tokens": 1}, True),  # one token has no interval
+        (100.0, 100.0, {"max_tokens": 4, "n": 3}, True),  # a request of several choices counts once
     ],
 )
 async def test_both_bounds_count(make, ttft_s, itl_s, asked, met):

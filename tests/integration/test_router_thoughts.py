@@ -1,4 +1,4 @@
-"""Thoughts of a model that thinks, at a router: each chunk once, in order, before what follows it, whoever says it."""
+"""Thoughts of a model that thinks, at a router: each chunk once, in order and before its tokens, from any worker."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.support.routers import asked, ids_of, kinds, right, thought
 from tests.support.waiting import until
 
 C = 4
-PROMPT = list(range(1, 15))  # 3 chunks, and 2 tokens more
+PROMPT = list(range(1, 15))  # 3 chunks and 2 more tokens
 ANSWER = right(PROMPT)
-BOTH = ["thoughts", "deterministic"]  # which the workers cannot do either
+BOTH = ["thoughts", "deterministic"]  # the workers lack both
 ALL_X = dict.fromkeys(("prefill-0", "prefill-1", "decode-0", "decode-1"), "x")
 
 
 def told(events: list[pb.GenerateEvent], choice: int = 0) -> list[int]:
-    """The chunks that a client was told of, after a look at what it was told."""
+    """Return the chunks of the thoughts that the client received, after a check of their content."""
     found = [item.thought for item in events if item.HasField("thought") and item.thought.choice == choice]
     for one in found:
         ids = thought(one.chunk)
@@ -41,7 +41,7 @@ async def ask(cluster: InProcessCluster, **fields) -> list[pb.GenerateEvent]:
 
 
 async def begun(cluster: InProcessCluster, **fields):
-    """A call, and what its client was told up to the last thought about the prompt."""
+    """Start a call. Return it with its events up to the last thought about the prompt."""
     call, events = cluster.call(PROMPT, thoughts=True, **fields), list[pb.GenerateEvent]()
     async for item in call:
         events.append(item)
@@ -202,7 +202,7 @@ async def test_what_is_resumed_elsewhere_begins_with_what_its_worker_says(make, 
     events = await moved(cluster, resumable(thoughts=True, think_while_decoding=True), answer[:4])
     assert cluster.decode[0].count("attach") == 1
     assert ids_of(events, 4) == answer[4:]
-    chunks = range(0 if repeats else 3, 14)  # those about the prompt another worker said, to another router
+    chunks = range(0 if repeats else 3, 14)  # another worker sent the prompt's thoughts, to another router
     assert told(events) == list(chunks)
     assert events[-1].completed.usage.thinking_tokens == counted(*chunks)
 

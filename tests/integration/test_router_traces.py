@@ -1,4 +1,4 @@
-"""What a router knows of where the time of its requests went: of all that ended, and of those that run."""
+"""A router's traces of its requests, ended and running: where their time went."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def span(name: str, seconds: float = 0.001, **figures) -> common_pb2.Span:
 
 
 def before_emit(worker: FakeWorker, change: Callable[[worker_pb2.WorkerEvent], None]) -> None:
-    """From now on each event of this worker is changed before it leaves."""
+    """Change each later event of this worker before it is sent."""
     emit = worker.emit
 
     def changed(*events):
@@ -51,7 +51,7 @@ def before_emit(worker: FakeWorker, change: Callable[[worker_pb2.WorkerEvent], N
 
 
 def speaks(*workers: FakeWorker, verify_s: float = 0.0) -> None:
-    """As real workers do, each says what its time went into."""
+    """Make these workers report spans, as real workers do."""
 
     def add_spans(event):
         kind = event.WhichOneof("event")
@@ -78,7 +78,7 @@ def spans_of(said, role: str, attempt: int | None = None) -> list[str]:
 
 
 def check_stages(said, timings: common_pb2.Timings | None = None) -> list[common_pb2.Span]:
-    """Those of the router follow each other without gap, and sum to the whole."""
+    """Check that the router's spans are contiguous and sum to the total time."""
     stages = sorted((one for one in said.spans if one.role == "router"), key=lambda one: (one.start_s, one.duration_s))
     assert {one.name for one in stages} <= set(STAGES)
     for one, following in pairwise(stages):
@@ -174,7 +174,7 @@ async def test_verify_passes_are_a_stage_of_every_attempt(cluster):
     cluster.decode[0].hold(2)
     call = cluster.call(trace=True)
     await until(lambda: cluster.handed_over, "decoding")
-    await asyncio.sleep(0.02)  # time that is taken from
+    await asyncio.sleep(0.02)  # time for the verify passes
     cluster.decode[0].open("hold")
     done = (await cluster.answer(call))[-1].completed
     check_stages(done, done.timings)
@@ -186,7 +186,7 @@ async def test_verify_passes_are_a_stage_of_every_attempt(cluster):
 
 
 def holds_pushed(worker: FakeWorker) -> list[worker_pb2.WorkerEvent]:
-    """The report of its pushes, which it does not send."""
+    """Hold back the worker's reports of its pushes and return them."""
     emit, late = worker.emit, list[worker_pb2.WorkerEvent]()
 
     def rest(*events):
@@ -203,13 +203,13 @@ async def test_what_a_prefill_worker_says_after_the_end_is_not_lost(cluster):
     await cluster.generate()
     said = await trace_of(cluster)
     assert not spans_of(said, "prefill")
-    spoken(worker_pb2.WorkerEvent(handoff=late[0].handoff, tokens=worker_pb2.OutputTokens()))  # D's may overtake them
+    spoken(worker_pb2.WorkerEvent(handoff=late[0].handoff, tokens=worker_pb2.OutputTokens()))  # D's may come first
     spoken(*late)
     kept = cluster.router.context.sinks.traces.find("")
     await until(lambda: any(one.role == "prefill" for one in kept.spans()), "said late")
     said = await trace_of(cluster)
     assert spans_of(said, "prefill", 1) == ["wait", "compute", "push"]
-    spoken(*late)  # once is enough: nobody listens any more
+    spoken(*late)  # no request listens for more
     await cluster.generate()
     assert len(spans_of(await trace_of(cluster, said.request_id), "prefill")) == 3
 

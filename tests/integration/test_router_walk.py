@@ -1,4 +1,4 @@
-"""The files of the router that one plain `Generate` enters: a reader of its way through the router opens no more."""
+"""The number of the router's files that a plain `Generate` enters, which its readers must open."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BACKGROUND = {"health", "live", "worker pool"}  # tasks of the router that run w
 
 
 def entered_file(frame: FrameType) -> str | None:
-    """The file of a call by the request, relative to the router's folder."""
+    """Return the router file of a call, or None for background tasks and code outside of the router."""
     path = frame.f_code.co_filename
     if not path.startswith(ROUTER):
         return None
@@ -24,7 +24,7 @@ def entered_file(frame: FrameType) -> str | None:
 
 
 async def test_a_generate_enters_few_files(cluster):
-    await cluster.generate()  # a first one loads and caches what later ones find
+    await cluster.generate()  # the first one fills caches
     entered = set[str]()
 
     def profile(frame: FrameType, event: str, _: object) -> None:

@@ -1,4 +1,4 @@
-"""`Admin.Watch` of a whole router, with scripted workers whose every state can be held still."""
+"""`Admin.Watch` of a whole router, with scripted workers that hold any state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.waiting import until
 
 
 class Watching:
-    """What one watcher was told."""
+    """The messages that one watcher received."""
 
     def __init__(self, cluster, interval_s=0.1, metadata=None):
         self._channel = aio.insecure_channel(cluster.router.admin)

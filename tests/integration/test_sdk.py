@@ -1,6 +1,6 @@
 """Both clients against a real gRPC server that plays a script. Each scenario runs once per client.
 
-The blocking client runs in threads, behind the interface of the other one.
+The blocking client runs in threads, behind the interface of the asyncio one.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
 async def failing(
     world: World, kind: type[Exception], match: str | None = None, prompt: str = "x", **more: Any
 ) -> Exception:
-    """The error that a whole answer raises; options are the client's."""
+    """Return the error that a whole answer raises. `more` are the client's options."""
     async with world.client(**more) as client:
         with pytest.raises(kind, match=match) as caught:
             await soon(client("generate", prompt))
@@ -140,7 +140,7 @@ async def test_a_token_seen_twice_is_a_fault_and_cancels(world: World):
     await soon(world.server.cancelled.wait())
 
 
-ERRORS: list[BatonError] = [  # each class is tested in tests/unit/rpc/test_status.py
+ERRORS: list[BatonError] = [  # tests/unit/rpc/test_status.py tests each class
     InvalidRequest(Violation("sampling.top_p", "must be above 0"), Violation("n", "not supported yet")),
     Overloaded("x", retry_after_s=7.5),
     errors.Cancelled("x"),
@@ -181,7 +181,7 @@ async def test_a_cut_connection_in_mid_stream_is_worker_lost(world: World):
 
 
 async def begun(channel: grpc.aio.Channel) -> Any:
-    """A call that hangs behind its first token."""
+    """Start a call that hangs after its first token."""
     call = inference_pb2_grpc.InferenceStub(channel).Generate(inference.GenerateRequest(text="x"))
     for kind in ("accepted", "tokens"):
         assert (await soon(call.read())).WhichOneof("event") == kind
@@ -202,8 +202,8 @@ async def test_a_frozen_peer_is_noticed():
 
 @pytest.mark.slow
 async def test_a_silent_peer_that_lives_is_left_alone():
-    """Pings must not be too many for our own server: it would end the connection after the third."""
-    link = channel.Link(PUBLIC_RECEIVE_BYTES, keepalive_s=1, ping_timeout_s=5)  # the least that gRPC does
+    """A silent connection survives, because our own server ends a connection after the third ping too many."""
+    link = channel.Link(PUBLIC_RECEIVE_BYTES, keepalive_s=1, ping_timeout_s=5)  # gRPC's minimum
     async with serving(Scripted()) as scripted, channel.aio_channel(scripted.address, link=link) as idle:
         scripted.scripts = [begin_and_hang]
         call = await begun(idle)

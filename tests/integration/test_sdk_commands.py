@@ -122,7 +122,7 @@ async def test_in_a_terminal_errors_and_ctrl_c_leave_the_conversation(server: Ta
             readable, _, _ = await asyncio.to_thread(select.select, [ours], [], [], scaled(2))
             if readable:
                 screen += os.read(ours, 4096)
-            elif again is not None:  # Python takes no notice of a signal just before it waits for a key
+            elif again is not None:  # Python ignores a signal that comes just before it waits for a key
                 process.send_signal(again)
         raise TimeoutError(f"{text!r} did not come after {screen!r}")
 
@@ -141,7 +141,7 @@ async def test_in_a_terminal_errors_and_ctrl_c_leave_the_conversation(server: Ta
         os.write(ours, b"hi\n")
         await until("3:hi!")
         await until("TTFT")
-        await until("> ")  # before it the terminal is not readline's yet, and takes Ctrl-D for the end of a line
+        await until("> ")  # before that, readline does not read the terminal: Ctrl-D would end a line
         os.write(ours, b"\x04")
         assert await soon(process.wait()) == 0
     finally:

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the SDK and in docs/how-to/clients.md run."""
+"""The examples in the SDK's docstrings and in docs/how-to/clients.md run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def test_the_examples_of_the_docstrings_say_what_happens(module: Any):
 
 
 def page_examples() -> list[str]:
-    """The Python blocks of the section on the SDK."""
+    """Return the Python blocks of the section on the SDK."""
     section = PAGE.read_text().split("\n## SDK\n", 1)[1].split("\n## ", 1)[0]
     return re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
 

@@ -1,4 +1,4 @@
-"""The example client in Node.js, against a real router: the proto files are enough for a client in another language."""
+"""The Node.js example client against a real router: other languages need only the proto files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The packages of the example, in a folder of the test's own."""
+    """The packages of the example, in the test's own folder."""
     npm = shutil.which("npm")
     if npm is None or shutil.which("node") is None:
         pytest.skip("needs node and npm")

@@ -1,6 +1,6 @@
-"""Streams that break and go on, with both clients, against a server that resumes as the protocol says.
+"""Streams that break and resume, with both clients, against a server that follows the protocol.
 
-The server holds text back as the real one does: the text of token 1 comes with token 2, and the end without a token.
+The server holds text back like a real one: the text of token 1 comes with token 2, the last text without a token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DIED = "the worker died"
 
 
 def choice_events(choice: int, done: int) -> list[Event]:
-    """The events of one choice that are still to be sent; `done` of its tokens are known."""
+    """Return the events of one choice after its first `done` tokens."""
     logprobs = core.TokenLogprobs(-1.0)
     said = [core.Token(at, token, text, logprobs) for at, (token, text) in enumerate(PIECES)]
     messages = [convert.tokens_to_public_pb([each], choice) for each in said[done:]]
@@ -39,7 +39,7 @@ def choice_events(choice: int, done: int) -> list[Event]:
 
 
 class Resumable(Scripted):
-    """Breaks each stream after so many events as `cuts` says, the later ones never; what breaks it is in `losses`."""
+    """Breaks streams after the numbers of events in `cuts`, with the errors in `losses`. Later streams do not break."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Resumable(Scripted):
         self.losses: list[BatonError] = []
         self.headers: tuple[tuple[str, str], ...] = (("baton-resumable", "1"),)
         self.resumes: list[inference.ResumeRequest] = []
-        self.hangs: set[int] = set()  # streams, numbered from 0, that hang at their cut instead of an error
+        self.hangs: set[int] = set()  # streams, numbered from 0, that hang at their cut instead of failing
         self.streams = 0
         self.cut = asyncio.Event()
 
@@ -98,7 +98,7 @@ def world(request: pytest.FixtureRequest, server: Resumable) -> World:
 
 
 async def read_all(client: Any, **options: Any) -> tuple[Any, list[Any], int]:
-    """The completion, the deltas, and how often the stream was resumed."""
+    """Return the completion, the deltas, and the number of resumes."""
     async with client.stream("The color of dog", **options) as stream:
         deltas = await soon(all_of(stream))
         return await soon(stream.collect()), deltas, stream.resumed
@@ -133,7 +133,7 @@ async def test_thoughts_that_come_again_are_shown_once(world: World, server: Res
 
 
 async def test_a_thought_is_no_progress(world: World, server: Resumable):
-    """Each stream has one thought more than the one before, and no token."""
+    """Each resumed stream has one more thought than the one before, and no token."""
     server.cuts = [2, 3, 3]
     async with world.client(max_retries=1) as client, client.stream("x", thoughts=True) as stream:
         with pytest.raises(WorkerLost, match=DIED):
@@ -195,7 +195,7 @@ async def test_retries_are_counted_anew_after_progress(world: World, server: Res
 
 @pytest.mark.parametrize(("retries", "cut"), [(2, 0), (2, 1), (0, 0)])
 async def test_retries_without_progress_run_out(world: World, server: Resumable, retries: int, cut: int):
-    """A server that only sends Accepted each time has not gone on."""
+    """A server that sends only Accepted each time makes no progress."""
     server.cuts = [3] + [cut] * 5
     async with world.client(max_retries=retries) as client:
         with pytest.raises(WorkerLost, match=DIED):
@@ -256,7 +256,7 @@ async def test_the_next_router_goes_on(world: World, server: Resumable, other: R
             wire.cut()
             assert (await soon(stream.collect())).text == TEXT
         assert (len(server.resumes), len(other.resumes)) == (0, 1)
-        assert (await soon(client("generate", "y"))).text == TEXT  # and there calls to come begin
+        assert (await soon(client("generate", "y"))).text == TEXT  # later calls begin at that router
         assert [request.text for request in other.requests[1:]] == ["y"]
 
 

@@ -1,4 +1,4 @@
-"""Shared memory between two processes: bytes, and what a death or a freeze on either side leaves."""
+"""Shared memory between two processes: bytes, and the effects of a death or a freeze on either side."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.kvtransfer.transports.pairs import PATIENT_S, breaks, descriptor
 
 
 class Peers:
-    """Starts peers; in the end all are killed and all ends are closed."""
+    """Starts peers. At the end all are killed and all ends are closed."""
 
     def __init__(self) -> None:
         self.started: list[Peer] = []
@@ -37,7 +37,7 @@ class Peers:
 
 @pytest.fixture
 def peers() -> Iterator[Peers]:
-    """Whatever a test did: afterwards no file, no mapping and no descriptor is left here, and none in any folder."""
+    """Peers. After the test, this process has no file, mapping or descriptor left."""
     torch.set_num_threads(1)
     files, before = sorted(os.listdir("/dev/shm")), descriptors()  # noqa: PTH208
     peers = Peers()
@@ -49,7 +49,7 @@ def peers() -> Iterator[Peers]:
 
 
 def take(peer: Peer, numbers: range) -> None:
-    """Without announcements, which may have been lost. The slots of frames that had left are whole."""
+    """Receive frames without announcements, which may be lost. Slots of frames that were sent are complete."""
     for number in numbers:
         peer.end.start(number, len(frame(number)))
         peer.end.finish(number)
@@ -59,7 +59,7 @@ def take(peer: Peer, numbers: range) -> None:
 def test_a_sender_killed_in_the_middle_is_seen_at_once(peers: Peers) -> None:
     peer = peers(Side.RECEIVER)
     assert all(peer.take(number) for number in range(10))
-    peer.signal(signal.SIGKILL)  # it is filling slots just now
+    peer.signal(signal.SIGKILL)  # the sender is filling slots now
     assert breaks(lambda: take(peer, range(10, 10 + 2 * RING.slots)))
 
 
@@ -69,7 +69,7 @@ def test_a_receiver_killed_in_the_middle_is_seen_at_once(peers: Peers) -> None:
         if number >= RING.slots:
             assert peer.credit() == number - RING.slots
         peer.give(number)
-    assert peer.credit() == count - RING.slots  # it is reading slots just now
+    assert peer.credit() == count - RING.slots  # the receiver is reading slots now
     peer.kill()
     assert breaks(lambda: peer.end.start(count, 8))
 
@@ -82,7 +82,7 @@ def test_a_frozen_sender_is_given_up_and_wakes_up_to_memory_of_its_own_generatio
     with pytest.raises(ChannelBroken, match=r"no progress within 0\.6 s"):
         take(peer, range(3, 4 + 2 * RING.slots))
     assert time.monotonic() - started > 0.5
-    peer.wire.say(credit=3)  # if it had filled all slots by then, it waits for one
+    peer.wire.say(credit=3)  # if all slots were filled by then, the sender waits for one
     successor = peers(Side.RECEIVER, "--frames", "6")
     peer.signal(signal.SIGCONT)
     while (said := peer.wire.hear()) is not None and "failed" not in said:

@@ -1,4 +1,4 @@
-"""The stages of a request that is held in each: what its client is told is how long it was held there."""
+"""Stage times of a request that is held in each stage: the client receives the hold times."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.support.in_process_router import FakeWorker
 from tests.support.waiting import until
 
 HELD_S = {"queue": 0.125, "reserve": 0.25, "prefill": 0.375, "transfer": 0.5, "decode": 0.625}
-CLAIMED_S = 0.0625  # as the decode worker tells of its commit, and of verify passes; of the time that it was held
+CLAIMED_S = 0.0625  # the reported part of the hold time for the commit, and for verify passes
 
 
 def claims(decode: FakeWorker) -> None:
-    """The decode worker tells how long its commit took, and its verify passes."""
+    """Make the decode worker report fixed times of its commit and verify passes."""
     emit = decode.emit
 
     def timed(*events):
@@ -31,7 +31,7 @@ def claims(decode: FakeWorker) -> None:
 
 
 async def passed(call, index: int) -> bool:
-    """Until the client has the token with this index."""
+    """Wait until the client has the token with this index."""
     async for event in call:
         if event.HasField("tokens") and getattr(event.tokens, "from") + len(event.tokens.ids) > index:
             return True
@@ -39,7 +39,7 @@ async def passed(call, index: int) -> bool:
 
 
 async def test_stages_are_the_time_that_the_client_waited_for_each(make, monkeypatch):
-    """Each hold begins when something shows that the stage has begun, and ends before anything can end it."""
+    """Each hold begins after the stage has visibly begun, and ends before anything can end the stage."""
     clock, reading, read = FakeClock(), asyncio.Event(), asyncio.Event()
 
     parse = RequestParser.parse

@@ -1,4 +1,4 @@
-"""One model on several processes gives the tokens of one process, and none of them outlives another."""
+"""One model on several processes gives the tokens of one process. Its processes end together."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def folder_of(tmp_path_factory):
 
 @contextmanager
 def ranks(folder, size, **options):
-    """A backend on `size` processes; none is left afterwards."""
+    """Yield a backend on `size` processes. Check that all have ended afterwards."""
     backend = load_sharded(folder, Ranking(size, threads=1, **options), block_size=BLOCK)
     pids = backend.pids
     assert len(pids) == size - 1
@@ -67,7 +67,7 @@ def ranks(folder, size, **options):
 
 @pytest.fixture(scope="module")
 def ranks_of(folder_of):
-    """Backends that several tests use, one after the other."""
+    """Backends that several tests use in turn."""
     with ExitStack() as stack:
 
         @cache
@@ -78,7 +78,7 @@ def ranks_of(folder_of):
 
 
 def answers(backend, seed):
-    """The tokens of nine requests at once: prompts in chunks, prefixes shared, more than the pool holds."""
+    """Return the tokens of nine concurrent requests that share prefixes, are chunked, and exceed the pool."""
     rng = random.Random(seed)
     engine = engine_of(backend, 18, max_batched_tokens=48, max_running=6)
     shared = numbers(rng, 20)
@@ -106,7 +106,7 @@ def logits_of(backend, seed):
 
 @pytest.mark.skipif(not memory_is_ordered(), reason="gloo is all there is")
 def test_the_bits_do_not_depend_on_how_parts_travel(folder_of, ranks_of, seed):
-    """Nor on the run. And they are near to those of one process, from a cache that began as NaN."""
+    """Two runs give equal bits, close to the logits of one process, which begins with a cache of NaN."""
     memory, gloo = ranks_of("qwen3", 2), ranks_of("qwen3", 2, False)
     found = [logits_of(backend, seed) for backend in (memory, memory, gloo)]
     for rows in zip(*found, logits_of(load_model(folder_of("qwen3"), block_size=BLOCK), seed), strict=True):
@@ -123,8 +123,8 @@ def test_a_new_engine_may_have_another_cache(ranks_of):
 
 @pytest.mark.parametrize("shared_memory", [None, False])
 def test_fixed_forwards_of_ranks_are_steady(folder_of, shared_memory):
-    """And `Batch.fixed` reaches the others: with head sizes that only torch computes, ordinary attention is not."""
-    with ranks(folder_of("qwen3"), 2, shared_memory=shared_memory) as backend:  # whose memory is zero, as it must be
+    """`Batch.fixed` reaches the other ranks: torch's ordinary attention is not steady for these head sizes."""
+    with ranks(folder_of("qwen3"), 2, shared_memory=shared_memory) as backend:  # its memory is zero, as required
         assert check_fixed(backend, FixedShapes(2, 32)) == ""
 
 

@@ -1,6 +1,4 @@
-"""One prefill and one decode worker, each a process of its own with a real Redis, and a router that is only a stream:
-it can say what no router would, and leave when it likes.
-"""
+"""A prefill and a decode worker as processes, a real Redis, and a stream that acts as a valid or invalid router."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ SHORT = Sampling(max_tokens=40, temperature=0.7, seed=11, ignore_eos=True)
 
 
 class Process(Child):
-    """A worker, started as its supervisor starts it; `ref` is what it said of itself when it was ready."""
+    """A worker, started as its supervisor starts it. `ref` comes from its ready message."""
 
     def __init__(self, role, folder, number=0):
         argv = [sys.executable, "-m", "baton", f"{role}-worker", "-c", str(folder / "workers.yaml")]
@@ -63,8 +61,6 @@ class Process(Child):
 
 
 class Workers:
-    """The processes, by role."""
-
     def __init__(self, folder, redis):
         self.folder, self.redis = folder, redis
         (folder / "workers.yaml").write_text(CONFIG + f"redis: {{url: '{redis.url}'}}\n")
@@ -79,7 +75,7 @@ class Workers:
 
     @contextlib.asynccontextmanager
     async def router(self):
-        """Streams to both."""
+        """Connect to both workers."""
         async with Stream(self.children[Role.PREFILL].ref) as p, Stream(self.children[Role.DECODE].ref) as d:
             yield Router(p, d, (await d.welcome()).fingerprint)
 
@@ -135,7 +131,7 @@ class Stream(sessions.FakeSession):
             await self._news.wait_for(ready)
 
     async def heard(self, kind, handoff):
-        """The first event of this kind."""
+        """Return the first event of this kind."""
         await self.until(lambda: kind in self.kinds(handoff))
         return next(event for event in self.told(handoff) if event.HasField(kind))
 
@@ -144,7 +140,7 @@ class Stream(sessions.FakeSession):
         return convert.info_from_pb(self.events[0].welcome)
 
     async def report(self):
-        """The load some beats from now: what was said before has arrived by then."""
+        """Return the load after some more reports. Earlier messages have arrived by then."""
         due = len(self.messages) + 3
         await self.until(lambda: len(self.messages) >= due)
         return self.load
@@ -155,7 +151,7 @@ class Stream(sessions.FakeSession):
 
 
 class Router:
-    """Streams to both workers."""
+    """A router with streams to both workers."""
 
     def __init__(self, p, d, fingerprint):
         self.p, self.d, self.fingerprint = p, d, fingerprint
@@ -168,7 +164,7 @@ class Router:
         await self.p.say(sessions.prefill(handoff, spec, self.d.ref))
 
     async def answer(self, handoff, spec):
-        """One request from Reserve to its last token, as the decode worker tells it: the right tokens."""
+        """Run one request from Reserve to its last token, and check its tokens."""
         await self.reserve(handoff, spec)
         await self.prefill(handoff, spec)
         await self.d.heard("finish", handoff)
@@ -188,7 +184,7 @@ def handoff_of(request):
 
 
 async def test_a_router_that_leaves_during_a_push_gets_all_blocks_back(workers):
-    """The decode worker is frozen, for less than its lease: the push waits, its blocks are free though."""
+    """The decode worker is frozen for less than its lease. The push waits, but its blocks are free."""
     decode = psutil.Process(workers.children[Role.DECODE].pid)
     handoff, spec = handoff_of("cut in push"), spec_of(length=400)
     async with workers.router() as watcher, contextlib.AsyncExitStack() as leaving:
@@ -222,7 +218,7 @@ async def test_a_worker_that_was_frozen_beyond_its_lease_comes_back_as_another(w
         try:
             await until(lapsed, "its lease has lapsed", within_s=20, every_s=0.05)
             workers.children[Role.DECODE] = replacement = Process(Role.DECODE, workers.folder, 1)
-            new = await asyncio.to_thread(getattr, replacement, "ref")  # in the same place, while the old one sleeps
+            new = await asyncio.to_thread(getattr, replacement, "ref")  # in the same place, while the old one is frozen
         finally:
             os.kill(frozen.pid, signal.SIGCONT)
         await asyncio.to_thread(frozen.wait, scaled(20))

@@ -1,4 +1,4 @@
-"""The host of a worker on this event loop, with a real Redis: what it does when it is told to drain, or to turn."""
+"""A worker's host on this event loop, with a real Redis: its drains and role changes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ledger: {{lease_s: 3.0, heartbeat_s: 0.05}}
 
 
 class Worker:
-    """It runs, until it ends by itself or is told to stop; `refs`: its incarnations."""
+    """Runs until it ends by itself or is stopped. `refs` are its incarnations."""
 
     def __init__(self, both, role, ledger):
         self.refs: list[WorkerRef] = []
@@ -83,7 +83,7 @@ async def worker(server, tmp_path):
 
 
 async def health(ref):
-    """None: nobody answers there."""
+    """Return the health status, or None without an answer."""
     async with aio_channel(ref.address) as channel:
         with contextlib.suppress(grpc.aio.AioRpcError):
             stub: Any = health_pb2_grpc.HealthStub(channel)
@@ -93,7 +93,7 @@ async def health(ref):
 
 @contextlib.asynccontextmanager
 async def reserved(ref):
-    """A decode worker with something that it waits for."""
+    """Yield a router's stream to a decode worker with a waiting reservation."""
     async with Stream(ref) as router:
         info, handoff = await router.welcome(), handoff_of("waits")
         spec = spec_of(length=40, sampling=SHORT)
@@ -147,7 +147,7 @@ async def test_told_to_drain_it_ends_when_nothing_is_left(worker):
 
 @pytest.mark.parametrize("how", ["stop", "grace"])
 async def test_what_is_left_is_given_back_when_its_time_is_up(worker, how):
-    """And the ledger has no record of anything that is held."""
+    """The ledger then has no record of anything held."""
     await worker.order(Role.DECODE)
     waits, runs = handoff_of("waits"), handoff_of("runs")
     async with reserved(await worker.ready(2)) as router:

@@ -19,7 +19,7 @@ BOTH = pytest.mark.parametrize("name", ["demo", "coin"])
 
 
 def complete(prompts: list[str]) -> list[str]:
-    """Batched greedy completions by transformers; prompts of one token length form one batch, so nothing is padded."""
+    """Return batched greedy completions by transformers. Each batch has prompts of one length, so without padding."""
     import torch
     from transformers import LlamaForCausalLM
 

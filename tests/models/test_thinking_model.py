@@ -1,4 +1,4 @@
-"""The coin model: its two ways to compute agree, a step of training learns, the checkpoint answers. And its stories."""
+"""The coin model: its two computations agree, a training step learns, the checkpoint answers. Also its stories."""
 
 from __future__ import annotations
 

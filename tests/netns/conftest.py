@@ -1,4 +1,4 @@
-"""Tests on hosts of their own, one after the other; skipped with the reason where there can be none."""
+"""Tests on separate hosts, one after the other. They are skipped with the reason if hosts are impossible."""
 
 import pytest
 

@@ -1,8 +1,8 @@
-"""Hosts on this machine: each a network namespace, its `eth0` plugged into one switch, which is a bridge.
+"""Hosts on this machine: each a network namespace with its `eth0` plugged into one switch, which is a bridge.
 
-The test itself is plugged in too, and calls what listens there. Links can be cut at the switch, as a pulled cable, and
-made slow. Needs root and iproute2. Names and addresses come from the process id, so that runs beside each other are
-strangers; whatever runs in a namespace when it is left is killed.
+The test is plugged in too. Links can be cut at the switch, like a pulled cable, and slowed down. Needs root and
+iproute2. Names and addresses come from the process id, so that concurrent runs are separate. Every process in a
+namespace is killed at its end.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ NAMESPACES = Path("/run/netns")
 
 
 def command(*argv, check=True):
-    """What it printed; raises AssertionError with its complaint."""
+    """Run a command and return its output. Raises AssertionError with its error output."""
     done = subprocess.run(list(map(str, argv)), capture_output=True, text=True, timeout=30, check=False)
     assert not check or done.returncode == 0, f"{argv}: {done.stderr}"
     return done.stdout
 
 
 def why_not():
-    """Why there can be no such hosts here; None if there can be."""
+    """Return why hosts are impossible here, or None if they are possible."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [name for name in ("ip", "tc") if not shutil.which(name)]
@@ -49,7 +49,7 @@ def why_not():
 
 
 def sweep():
-    """Removes what runs left that were killed: namespaces of processes that are no more, and what runs there."""
+    """Remove the leftovers of killed runs: namespaces of ended processes, and the processes in them."""
     for path in NAMESPACES.glob("baton-*-*"):
         pid = int(path.name.split("-")[1])
         if not psutil.pid_exists(pid):
@@ -70,7 +70,7 @@ def kill_all(namespace, within_s=10.0):
 
 
 class Process:
-    """A process in a host. `ready()` waits for what it says of itself when it is ready (`report_ready`)."""
+    """A process in a host. `ready()` waits for its ready message (`report_ready`)."""
 
     def __init__(self, popen, pipe, log):
         self.popen, self.log, self._pipe = popen, log, pipe
@@ -88,7 +88,7 @@ class Process:
         return self.said
 
     def end(self, number=signal.SIGTERM, within_s=20.0):
-        """Its exit code."""
+        """Send a signal and return the exit code."""
         self.popen.send_signal(number)
         return self.popen.wait(within_s)
 
@@ -111,7 +111,7 @@ class Host:
             command(*self._ip, "link", "set", interface, "up")
 
     def start(self, argv, log, env=None):
-        """`argv` here, its output in the file `log`; it ends with the test."""
+        """Start `argv` here, with its output in the file `log`. It ends with the test."""
         read_fd, write_fd = os.pipe()
         argv = ["ip", "netns", "exec", self.namespace, *map(str, argv)]
         env = {**os.environ, READY_FD: str(write_fd), PARENT: str(os.getpid()), **(env or {})}
@@ -130,7 +130,7 @@ class Host:
         command("ip", "link", "set", self._port, "up")
 
     def cap(self, mbit):
-        """What it sends takes this long from now on."""
+        """Limit the rate of everything that it sends."""
         limits = ("rate", f"{mbit}mbit", "burst", "32kb", "latency", "200ms")
         command("tc", "-n", self.namespace, "qdisc", "add", "dev", "eth0", "root", "tbf", *limits)
 
@@ -138,7 +138,7 @@ class Host:
         command("tc", "-n", self.namespace, "qdisc", "del", "dev", "eth0", "root")
 
     def cable(self, other):
-        """A second network, of these two alone, as their eth1."""
+        """Connect both hosts by a second network, as their eth1."""
         command(*self._ip, "link", "add", "eth1", "type", "veth", "peer", "name", "eth1", "netns", other.namespace)
         for host in (self, other):
             command(*host._ip, "addr", "add", f"{host.address_on_cable}/24", "dev", "eth1")
@@ -146,11 +146,11 @@ class Host:
 
     @property
     def address_on_cable(self):
-        """As its address, in a network of documentation, which nobody else has."""
+        """Its address in a documentation network, which no other host uses."""
         return f"198.51.100.{self.address.rpartition('.')[2]}"
 
     def sent(self, interface="eth0"):
-        """Bytes that have left by it."""
+        """Return the bytes sent through this interface."""
         found = json.loads(command(*self._ip, "-s", "-j", "link", "show", interface))
         return found[0]["stats64"]["tx"]["bytes"]
 
@@ -166,7 +166,7 @@ class Host:
 
 
 class Network:
-    """The switch, and hosts of these names. A context manager."""
+    """The switch, and hosts with these names. A context manager."""
 
     def __init__(self, *names):
         pid = os.getpid()

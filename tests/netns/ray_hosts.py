@@ -1,4 +1,4 @@
-"""A Ray over hosts that are network namespaces, and `baton up` on the head, which uses it."""
+"""A Ray cluster over hosts that are network namespaces, and `baton up` on the head, which uses it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class HostNodes(RayNodes):
 
 
 class RayHosts(Cluster):
-    """A host for the head and one for each pool."""
+    """One host for the head and one for each pool."""
 
     def __init__(self, network: Network, folder: Path) -> None:
         head = network["head"]
@@ -45,7 +45,7 @@ class RayHosts(Cluster):
             self.ray.start_node(name, f"--labels={LABEL}={name}")
 
     def up(self) -> None:
-        """`baton up`; returns when the cluster is ready."""
+        """Run `baton up` and return when the cluster is ready."""
         env = {**self.ray.env, "BATON_HOME": str(self.folder / "home")}
         self.head.baton("up", "-c", self.config, log=self.folder / "up.log", **env).ready()
 

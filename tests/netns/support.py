@@ -1,4 +1,4 @@
-"""A cluster of roles that are started by hand on hosts of their own, and requests for it."""
+"""A cluster whose roles are started by hand on separate hosts, and requests for it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ security: {{allow_insecure: true}}
 
 
 def start_redis(host, folder):
-    """A Redis that other hosts reach. Waits until it answers."""
+    """Start a Redis that other hosts can reach. Waits until it answers."""
     limits = ("--maxmemory-policy", "noeviction", "--save", "", "--appendonly", "no", "--dir", folder)
     argv = (server_binary(), "--bind", "0.0.0.0", "--port", REDIS, "--requirepass", PASSWORD, *limits)
     process = host.start(argv, folder / "redis.log")
@@ -52,7 +52,7 @@ def start_redis(host, folder):
 
 
 class Cluster:
-    """Its cluster file, and a Redis on `head`, where its router is to be."""
+    """A cluster file, and a Redis on `head`, the router's host."""
 
     def __init__(self, head, folder, *changes):
         self.head, self.folder = head, folder
@@ -73,7 +73,7 @@ class Cluster:
             return client.cluster()
 
     def connected(self):
-        """The ids of workers that the router has a stream to."""
+        """Return the ids of workers that the router is connected to."""
         return {one.info.ref.worker_id for one in self.status().workers if one.state == "connected"}
 
     def wait_connected(self, *ids):
@@ -89,7 +89,7 @@ class Plain(Cluster):
         self.router = head.baton("router", "-c", self.config, log=folder / "router.log")
 
     def start_worker(self, host, worker_id, *sets):
-        """Begin to start it; `.ready()` of what is returned waits."""
+        """Start a worker and return its process. Its `.ready()` waits."""
         role = worker_id.partition("-")[0]
         options = [word for one in sets for word in ("--set", one)]
         argv = (f"{role}-worker", "-c", self.config, "--id", worker_id, *options)
@@ -98,12 +98,12 @@ class Plain(Cluster):
 
 
 def census(admin):
-    """Fails with what is wrong if a worker holds blocks that belong to no request that runs."""
+    """Fail with the problems if a worker holds blocks without a running request."""
     print(command(sys.executable, "-m", "baton", "status", "--census", "--target", admin))
 
 
 def draw_jobs(cluster, number=6, prompt=200, tokens=150):
-    """Requests with the answers that come when nothing is wrong."""
+    """Return requests with their correct answers."""
     rng, options = random.Random(number), {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     prompts = [[rng.randrange(1, 2048) for _ in range(prompt)] for _ in range(number)]
     with cluster.client() as client, ThreadPoolExecutor() as pool:

@@ -1,5 +1,5 @@
-"""A cluster over three hosts, placed by Ray: a head, a prefill host, a decode host. Clients as users have them, with
-the SDK's defaults, see no failed request and no other token, whatever is done to the hosts meanwhile.
+"""A cluster over three hosts, placed by Ray: a head, a prefill host, a decode host. Clients with the SDK's defaults see
+no failed request and no wrong token, whatever happens to the hosts.
 """
 
 import sys
@@ -33,12 +33,12 @@ def cluster(network, tmp_path):
 
 
 def baton(cluster, *argv):
-    """An operator's command, from another host."""
+    """Run an operator's command from another host."""
     command(sys.executable, "-m", "baton", *argv, "--target", cluster.admin)
 
 
 def settled(cluster, since=0.0):
-    """The workers, once they are all that the plan says, by a report that is younger than `since` (monotonic)."""
+    """Return the controller's report when the workers are as planned. It must be newer than `since` (monotonic)."""
 
     def look():
         found = cluster.status().control
@@ -64,10 +64,10 @@ def measured(what, act):
 
 
 def cut_off(network, cluster, name, leases, *, stays):
-    """Cuts the link of a host for so long, and waits for its worker, or for another one in its place."""
+    """Cut a host's link for so many leases, then wait for its worker or its replacement."""
     before = incarnations(cluster)
     network[name].cut()
-    time.sleep(leases * LEASE_S)  # what is tested is this time
+    time.sleep(leases * LEASE_S)  # the tested duration
     network[name].restore()
     begun = time.monotonic()
 
@@ -87,13 +87,13 @@ def test_hosts_are_cut_off_pools_scaled_the_head_restarted_and_all_workers_repla
         load.settle(4)
         cut_off(network, cluster, "decode", 1.2, stays=True)
         load.settle(4)
-        cut_off(network, cluster, "prefill", 2.5, stays=False)  # after one and a half it is taken for frozen
+        cut_off(network, cluster, "prefill", 2.5, stays=False)  # after one and a half it counts as frozen
         load.settle(4)
         baton(cluster, "scale", "prefill=1", "decode=2")
         found = measured("from 1 to 2 decode workers", lambda: settled(cluster, time.monotonic()))
         assert sum(slot.role == "decode" for slot in found.slots) == 2
         before = incarnations(cluster)
-        cluster.ray.kill("head")  # all that Ray has there, the controller with it; not Redis, and not the router
+        cluster.ray.kill("head")  # all of Ray there, including the controller, but not Redis and the router
         load.settle(4)  # without Ray
         measured("the head", cluster.ray.start_head)
         measured("its controller", lambda: settled(cluster, time.monotonic()))

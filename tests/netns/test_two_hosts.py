@@ -1,4 +1,4 @@
-"""Two hosts, every role started by hand: which way KV takes, how long that takes, and what a cut of it costs."""
+"""Two hosts, every role started by hand: the path of KV, its duration, and the effects of a cut link."""
 
 import random
 import signal
@@ -13,7 +13,7 @@ from tests.support.load import Streams, until
 
 pytestmark = [pytest.mark.netns, pytest.mark.serial, pytest.mark.slow]
 CAP_MBIT = 20
-MBIT = 1e6 / 8  # bytes each second
+MBIT = 1e6 / 8  # bytes per second
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def network():
 
 @pytest.fixture(scope="module")
 def cluster(network, tmp_path_factory):
-    """The router, Redis and both ends of a pair on a, and another decode worker on b."""
+    """The router, Redis, a prefill worker on a, and a decode worker on b."""
     a, b = network["a"], network["b"]
     made = Plain(a, tmp_path_factory.mktemp("hosts"))
     started = [made.start_worker(a, "prefill-0"), made.start_worker(b, "decode-0")]
@@ -48,7 +48,7 @@ def long_prompt(seed, length=1800):
 
 
 def handed_over(cluster, prompt):
-    """Seconds until the decode worker's first token, and the answer."""
+    """Return the seconds until the decode worker's first token, and the answer."""
     with cluster.client() as client, client.stream(prompt, max_tokens=4, temperature=0, ignore_eos=True) as stream:
         begun = time.monotonic()
         while len(stream.tokens) < 2:
@@ -57,7 +57,7 @@ def handed_over(cluster, prompt):
 
 
 def test_kv_goes_over_the_link_and_no_faster_than_it_is(network, cluster):
-    handed_over(cluster, long_prompt(0))  # the channel is built
+    handed_over(cluster, long_prompt(0))  # builds the channel
     before = network["a"].sent()
     fast, done = handed_over(cluster, long_prompt(1))
     assert done.placement.transport == "gloo"
@@ -78,21 +78,21 @@ def test_kv_goes_over_the_link_and_no_faster_than_it_is(network, cluster):
 
 
 def streams(cluster, jobs):
-    """Streams that are all in their decode phase."""
+    """Start streams that are all in their decode phase."""
     running = Streams(cluster, [job.prompt for job in jobs], tokens=21, max_retries=2, **jobs[0].options)
     assert not running.ends, "the cut comes in their middle"
     return running
 
 
 def outcomes(running, jobs):
-    """Whether each has the right tokens, and its attempts."""
+    """Return for each stream whether its tokens are right, and its attempts."""
     pairs = zip(running.answers(), jobs, strict=True)
     return [(answer.tokens == job.answer, answer.placement.attempts) for answer, job in pairs]
 
 
 def cut_for(host, seconds):
     host.cut()
-    time.sleep(seconds)  # what is tested is this time
+    time.sleep(seconds)  # the tested duration
     host.restore()
 
 
@@ -120,11 +120,11 @@ def test_a_cut_shorter_than_a_lease_only_takes_its_time(network, cluster, jobs):
 
 
 def test_a_long_cut_moves_streams_to_another_host(network, cluster, jobs):
-    """Nobody loses a token. The worker that was cut off has kept itself, and is found again by itself."""
+    """No stream loses a token. The worker that was cut off keeps running and is found again."""
     cut_off = cluster.workers["decode-0"]
     other = cluster.start_worker(network["a"], "decode-1")
     other.ready()
-    with frozen(other):  # all streams begin on the one that is cut off, and the other one is soon there
+    with frozen(other):  # all streams begin on the worker that is cut off later; the other one comes soon
         cluster.wait_connected("prefill-0", "decode-0")
         running = streams(cluster, jobs)
     cluster.wait_connected("prefill-0", "decode-0", "decode-1")

@@ -1,6 +1,6 @@
-"""A browser for each module, and pages of a router whose scripted workers run in a thread beside it.
+"""A browser for each module, and pages of a router whose scripted workers run in a separate thread.
 
-Whatever a page does: it asks no other host for anything, and it breaks nowhere.
+No page may send a request to another host or raise an error.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tests.support.time_factor import scaled
 from tools.browser import chromium, executable
 
 WITHIN_MS = 10_000
-EVERY_S = 20  # from one view that a test makes to the next
+EVERY_S = 20  # seconds between two views of a test
 expect.set_options(timeout=WITHIN_MS)
-HARMLESS = ("Failed to load resource",)  # what Chromium says of a status above 399; the tests look at those themselves
+HARMLESS = ("Failed to load resource",)  # Chromium's message for a status above 399; the tests check these themselves
 
 
 class Beside:
-    """A loop in a thread of its own, in which routers and scripted workers live."""
+    """A loop in a separate thread, for routers and scripted workers."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -41,7 +41,7 @@ class Beside:
         self._loop.call_soon_threadsafe(call, *args)
 
     def release(self, workers: Any) -> None:
-        """Let scripted workers do all that the test held."""
+        """Open all gates of these scripted workers."""
         for gate in (gate for worker in workers for gate in worker.gates.values()):
             self.soon(gate.set)
 
@@ -53,7 +53,7 @@ class Beside:
 
 @pytest.fixture(scope="module")
 def browser():
-    """Not longer than its module: Playwright's loop runs in this thread, and other tests have their own."""
+    """A browser for one module, because Playwright's loop runs in this thread, and other tests have their own."""
     path = executable()
     if path is None:
         pytest.skip("no Chromium here: none on PATH, and BATON_CHROMIUM names none")
@@ -70,7 +70,7 @@ def beside():
 
 @pytest.fixture
 def build(beside):
-    """Starts a router with a gateway, and scripted workers behind it."""
+    """Starts a router with a gateway and scripted workers."""
     held = clusters()
     make = beside.run(held.__aenter__())
     yield lambda **settings: beside.run(make(**{"http": "127.0.0.1:0", **settings}))
@@ -84,7 +84,7 @@ def cluster(build):
 
 @pytest.fixture
 def fed(tab, cluster, beside):
-    """`fed(change, ...)`: a page that got one view after the other, each what the router says now with one change."""
+    """`fed(change, ...)`: a page that received the router's current view with each change in turn."""
 
     async def now() -> Any:
         async for found in cluster.router._admin.live.watch(1):
@@ -107,7 +107,7 @@ def fed(tab, cluster, beside):
 
 @pytest.fixture
 def tab(browser):
-    """Opens pages, `tab(address, ...)` with options of the browser's context."""
+    """Opens pages: `tab(address, ...)`, with options of the browser's context."""
     contexts, asked, errors, addresses = [], [], [], set()
 
     def opened(address: str, *, path: str = "/", **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The figures that the page draws and adds up, of views that a test gives to it."""
+"""The figures that the page draws and adds up, from given views."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rates(new: float, prompts: float) -> Change:
 
 
 def blocks(role: str, **different: int) -> Change:
-    """Those of the workers of a role; all other workers have as many, and theirs add up."""
+    """Set the blocks of the workers of a role. All other workers have the usual, consistent counts."""
 
     def change(said: dict[str, Any]) -> None:
         for worker in said["status"]["workers"]:
@@ -37,7 +37,7 @@ def heights(line: Any) -> list[float]:
 
 
 CHARTS: dict[str, tuple[list[Change], list[str], list[str], int, str, list[int], list[str]]] = {
-    # Views, keys, lines of the grid, the line that is looked at, its form, where it meets the grid, the table
+    # Views, keys, lines of the grid, the checked line, its form, where it meets the grid, the table
     "Inter-token latency": (
         [gaps(0.0123, 0.25), gaps(0, 0, count=0), gaps(0.02, 0.5)],
         ["p50 20.0 ms", "p99 500 ms"],

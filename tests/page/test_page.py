@@ -1,4 +1,4 @@
-"""The live page in a browser, before a router whose scripted workers can be held still in every state."""
+"""The live page in a browser, with a router whose scripted workers hold any state."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_every_text_can_be_read(tab, cluster, scheme):
     expect(page.locator("#timeline")).to_be_visible()
     for summary in page.locator("summary").all():
         summary.click()
-    page.evaluate(SETTLED)  # not wait_for_function: it evaluates a string at each look, which the page's policy forbids
+    page.evaluate(SETTLED)  # not wait_for_function: it evaluates a string, which the page's policy forbids
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert background == ("rgb(244, 245, 242)" if scheme == "light" else "rgb(15, 21, 19)")
     found = page.evaluate(CONTRAST)
@@ -249,7 +249,7 @@ NAMES = r'("(?:name|model|router_id|text|note|request_id|worker_id|prefill_worke
 
 
 def test_names_are_text_and_nothing_else(fed, cluster, beside):
-    """Whatever a worker, a model or an error calls itself."""
+    """The names of workers, models and errors are never parsed as HTML."""
     beside.run(at(cluster, "decoding"))
     page = fed(lambda said: said.update(json.loads(re.sub(NAMES, rf'\1"{EVIL}"', json.dumps(said)))))
     expect(page.locator("#name")).to_have_text(EVIL)

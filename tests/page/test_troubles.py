@@ -1,4 +1,4 @@
-"""The live page when not all is as it should be."""
+"""The live page during failures."""
 
 from __future__ import annotations
 

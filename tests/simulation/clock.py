@@ -1,4 +1,4 @@
-"""Virtual time: an event loop that never sleeps, and what stands for `time` and `threading` in the code under test."""
+"""Virtual time: an event loop that never sleeps, and stand-ins for `time` and `threading` in the code under test."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ START = 1000.0
 
 
 class Stuck(Exception):
-    """Nothing is left that could ever happen, and somebody still waits."""
+    """A task still waits, and no event is left that could wake it."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Where another loop would sleep, this one moves its clock on."""
+    """Advances its clock where another loop would sleep."""
 
     def __init__(self) -> None:
         self.now = START
@@ -26,11 +26,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self.now
 
     def _write_to_self(self) -> None:
-        """There is one thread: nobody has to be woken."""
+        """Do nothing, because there is only one thread."""
 
 
 class _Jump(selectors.BaseSelector):
-    """Waits for no file, only for time."""
+    """Waits for time only, not for files."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
@@ -62,7 +62,7 @@ class LoopClock:
 
 
 class SimThread:
-    """`threading.Thread` whose target is a coroutine function: a task of the process that starts it."""
+    """`threading.Thread` whose target is a coroutine function. It is a task of the process that starts it."""
 
     def __init__(
         self, *, target: Callable[..., Coroutine[Any, Any, None]], name: str, args: tuple = (), daemon: bool = True
@@ -77,11 +77,11 @@ class SimThread:
         return self._task is not None and not self._task.done()
 
     def join(self, timeout: float | None = None) -> None:
-        """Nothing here waits for the end of a thread."""
+        """Return immediately, because no test waits for the end of a thread."""
 
 
 class SimCondition:
-    """`threading.Condition` of one thread: never blocks; `until` is what may wait instead."""
+    """`threading.Condition` of one thread. Only `until` waits; other methods never block."""
 
     def __init__(self) -> None:
         self._waiters: list[asyncio.Future[None]] = []
@@ -102,7 +102,7 @@ class SimCondition:
         return predicate()
 
     async def until(self, predicate: Callable[[], Any], within_s: float | None) -> None:
-        """Returns when it holds, or when time is up."""
+        """Wait until the predicate holds, or the time is up."""
         try:
             async with asyncio.timeout(within_s):
                 while not predicate():
@@ -141,7 +141,7 @@ class SimQueue:
 
 
 class OrderedSet(dict[Any, None]):
-    """A set whose order does not hang on addresses or on the seed of string hashes."""
+    """A set whose order depends neither on addresses nor on the seed of string hashes."""
 
     def add(self, item: Any) -> None:
         self[item] = None

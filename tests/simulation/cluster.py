@@ -1,4 +1,4 @@
-"""A cluster of one schedule: who is in it, what is asked of it, and what must hold when all is quiet again."""
+"""The cluster of one schedule: its processes and requests, and the checks after its end."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.simulation.worker import WorkerHost, WorkerPlan
 from tests.simulation.world import World
 
 LEASE_S = 3.0
-BOUND_S = 150.0  # of virtual time, for a request: far more than all that it may wait for, and than its deadline
+BOUND_S = 150.0  # virtual seconds for a request: far beyond all its waits and its deadline
 DEADLINE_S = 100.0
-QUIET_S = 8.0  # virtual time in which all that was held is given back
+QUIET_S = 8.0  # virtual seconds in which everything held is freed
 ATTEMPTS = 3
 CONSTRAINTS = (
     None,
@@ -35,7 +35,7 @@ SHAPES = tuple(FixedShapes(32 // tokens, tokens) for tokens in (2, 4, 8, 16))
 
 @dataclass(frozen=True)
 class Plan:
-    """All that a seed decides beforehand."""
+    """Everything that a seed decides in advance."""
 
     workers: list[WorkerPlan]
     routers: int
@@ -76,7 +76,7 @@ def plan_of(rng: random.Random) -> Plan:
 
 
 def urgent(plan: Plan, rng: random.Random) -> Plan:
-    """In one schedule of five, prompts push others out of a prefill worker in the middle of their pushes."""
+    """In one schedule of five, prompts preempt others in a prefill worker during their pushes."""
     if rng.random() > 0.2:
         return plan
     transfer = replace(plan.workers[0].transfer, coalesce_below=0, staging_memory=1 << 30)
@@ -94,7 +94,7 @@ def urgent(plan: Plan, rng: random.Random) -> Plan:
 
 
 def constrained(plan: Plan, rng: random.Random) -> Plan:
-    """In one schedule of five, what is answered must match something: wherever it goes on, it must go on with that."""
+    """In one schedule of five, answers have constraints, which every later attempt must keep."""
     if rng.random() > 0.2:
         return plan
     asks = [
@@ -105,7 +105,7 @@ def constrained(plan: Plan, rng: random.Random) -> Plan:
 
 
 def resumed(plan: Plan, rng: random.Random) -> Plan:
-    """In one schedule of four, there are two routers, one of them dies, and its clients go on at the other one."""
+    """In one schedule of four there are two routers. One dies, and its clients resume at the other one."""
     if rng.random() > 0.25:
         return plan
     asks = [replace(ask, resumable_s=rng.choice((0.0, 0.05, 5.0, 5.0)), stall=0.5) for ask in plan.asks]
@@ -114,13 +114,13 @@ def resumed(plan: Plan, rng: random.Random) -> Plan:
 
 
 def ordered(plan: Plan, rng: random.Random) -> Plan:
-    """In one schedule of three, workers are told to drain, or to be of the other role from then on."""
+    """In one schedule of three, workers drain or change their role."""
     return plan if rng.random() > 0.33 else replace(plan, faults=[*plan.faults, *orders(rng)])
 
 
 def deterministic(plan: Plan, rng: random.Random) -> Plan:
-    """In one schedule of four, most requests are deterministic, and not all workers compute these alike. In one of four
-    of these, they come at once and push each other out of decode workers.
+    """In one schedule of four, most requests are deterministic, and some workers are incompatible. In one of four of
+    these, the requests arrive together and preempt each other in decode workers.
     """
     if rng.random() > 0.25:
         return plan
@@ -138,7 +138,7 @@ def deterministic(plan: Plan, rng: random.Random) -> Plan:
 
 
 def _exact(worker: WorkerPlan, rows: int) -> WorkerPlan:
-    """Whose decode steps of so many rows need no verify pass. Its bits are those of others all the same."""
+    """Make decode steps of up to `rows` rows exact, without a verify pass. The bits stay the same."""
     return worker if worker.shapes is None else replace(worker, shapes=replace(worker.shapes, exact_rows=rows))
 
 
@@ -162,7 +162,7 @@ def _prompt(rng: random.Random, tokens: int) -> tuple[int, ...]:
 
 
 def _asks(rng: random.Random) -> list[Ask]:
-    """Prompts with common beginnings, so that caches find something."""
+    """Draw prompts with common prefixes, so that caches have hits."""
     roots = [tuple(rng.randrange(256) for _ in range(32)) for _ in range(2)]
     asks = []
     for number in range(rng.randint(2, 8)):
@@ -183,7 +183,7 @@ def _asks(rng: random.Random) -> list[Ask]:
 
 
 class Cluster:
-    """Runs a plan in its world; a worker that ends is followed by its next incarnation."""
+    """Runs a plan in its world. The next incarnation follows each worker that ends."""
 
     def __init__(self, world: World, plan: Plan) -> None:
         self.world, self.plan = world, plan
@@ -227,15 +227,15 @@ class Cluster:
         return found + self.world.violations
 
     def _allowed(self, client: Client) -> list[str]:
-        """Whether the faults of the schedule can explain how a request ended."""
+        """Return a problem if the schedule's faults cannot explain the end of a request."""
         struck, outcome = self.faults.struck, client.outcome
-        tight = self.plan.workers[0].transfer.staging_memory == 1  # a busy receiver refuses channels, an attempt each
+        tight = self.plan.workers[0].transfer.staging_memory == 1  # a busy receiver rejects channels: an attempt each
         fine = {
             "finished": True,
             "left": client.ask.leaves_after is not None,
             "router crashed": not client.router.process.alive,
             "WorkerLost": tight or len(struck) >= ATTEMPTS,
-            "EngineFault": len(struck) >= DEADLY,  # it was computed by both, and may be the reason
+            "EngineFault": len(struck) >= DEADLY,  # both lost workers computed it, so the request may be the reason
         }
         return [] if fine.get(outcome) else [f"{client.ask.name} ended as {outcome!r} with faults {struck}"]
 

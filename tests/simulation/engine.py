@@ -1,4 +1,4 @@
-"""Engines that are watched: what leaves one is what the oracle says, whatever its ordinary batches have said."""
+"""Checked engines: all their output equals the oracle's, even when their ordinary batches are wrong."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def _expected(plain: SequenceSpec) -> list[int]:
 
 
 def expected(spec: SequenceSpec) -> list[int]:
-    """All output tokens of a request, `spec.known` among them."""
+    """Return all output tokens of a request, including `spec.known`."""
     return _expected(SequenceSpec(spec.prompt, spec.sampling, constraint=spec.constraint))
 
 
 class Straying(SimBackend):
-    """The oracle, whose ordinary batches are often wrong about deterministic sequences: the next token is another one,
-    or the KV, behind a token that is right. `rate`: how often each of both; `rng`: when.
+    """The oracle, but its ordinary batches often give deterministic sequences a wrong next token, or wrong KV. `rate`:
+    the frequency of each of both; `rng`: when.
     """
 
     rng: random.Random
@@ -66,11 +66,11 @@ class Straying(SimBackend):
                     tensor.flatten(1, 2)[:, batch.slot_mapping[end]] = self.rng.random()
 
 
-_STRAYING = Straying(LAYOUT, max_model_len=MAX_LEN)  # copied: what it knows of hashes it knows once
+_STRAYING = Straying(LAYOUT, max_model_len=MAX_LEN)  # copied, so that all share its cache of hashes
 
 
 class WatchedEngine(Engine):
-    """Says at once when a token leaves it that is not the oracle's, or not the next one, or after the end."""
+    """Reports a token immediately that is not the oracle's, is out of order, or follows the end."""
 
     world: World
     name: str
@@ -78,10 +78,10 @@ class WatchedEngine(Engine):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._specs: dict[HandoffId, SequenceSpec] = {}
-        self._next: dict[HandoffId, int] = {}  # index of the next token; -1: it has ended
+        self._next: dict[HandoffId, int] = {}  # index of the next token, or -1 after the end
 
     def first_blocks(self) -> set[int]:
-        """Of deterministic sequences: nobody else has these."""
+        """Return the first blocks of deterministic sequences. No other sequence has these."""
         found = (request.sequence for request in self._requests.values() if request.draft is not None)
         return {sequence.allocation.blocks[0] for sequence in found if sequence.allocation is not None}
 
@@ -123,7 +123,7 @@ class WatchedEngine(Engine):
 
 
 def engine_of(world: World, name: str, plan: WorkerPlan) -> WatchedEngine:
-    """A real engine whose pool and cache are watched, too."""
+    """Return a real engine with a checked pool and cache."""
     backend = copy(_STRAYING)
     backend.rng, backend.rate = world.random_for(f"{name} strays"), plan.strays
     engine = WatchedEngine(
@@ -145,14 +145,14 @@ def engine_of(world: World, name: str, plan: WorkerPlan) -> WatchedEngine:
 
 @cache
 def _alone() -> Engine:
-    """For one request at a time. It takes nothing from another, and makes no mistakes."""
+    """Return an engine for one request at a time, without a prefix cache and wrong candidates."""
     backend = OracleBackend(LAYOUT, max_model_len=MAX_LEN)
     shapes = FixedShapes(1, 32)
     return Engine(backend, backend.tokenizer, total_blocks=MAX_LEN // BLOCK + 1, prefix_cache=False, shapes=shapes)
 
 
 def undisturbed(spec: SequenceSpec) -> str:
-    """The audit digest of a deterministic request that has an engine for itself."""
+    """Return the audit digest of a deterministic request that runs alone."""
     engine, tokens = _alone(), list[Token]()
     engine.submit(HandoffId("alone", 1), spec)
     while engine.has_work():

@@ -1,4 +1,4 @@
-"""What goes wrong in a schedule: each fault strikes right after some step of the trace, and may be healed later."""
+"""The faults of a schedule. Each strikes after some step of the trace, and some are repaired later."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ORDERS = ("drain prefill", "drain decode", "turn prefill", "turn decode")
 
 @dataclass(frozen=True)
 class Fault:
-    """`step`: of the trace. `number`: which of those it could strike. `long_s`: how long a pause is."""
+    """A fault after `step` of the trace. `number` chooses among its possible targets; `long_s`: duration of a pause."""
 
     kind: str
     step: int
@@ -35,7 +35,7 @@ class Fault:
 
 
 def draw(rng: random.Random, lease_s: float, *, routers: int) -> list[Fault]:
-    """None to six; every eighth schedule is calm."""
+    """Draw up to six faults. Every eighth schedule has none."""
     count = rng.choice((0, 1, 1, 2, 2, 3, 4, 6))
     kinds = rng.choices(KINDS, WEIGHTS, k=count)
     faults = [
@@ -51,7 +51,7 @@ def orders(rng: random.Random) -> list[Fault]:
 
 
 class Faults:
-    """Strikes a cluster. `struck`: what really happened, by kind."""
+    """Injects faults into a cluster. `struck`: the kinds of those that took effect."""
 
     def __init__(self, cluster: Cluster, faults: list[Fault]) -> None:
         self.struck: list[str] = []
@@ -78,7 +78,7 @@ class Faults:
         hosts = [host for host in self._cluster.live if host.plan.role is role and not host.process.paused]
         if what in {"drain", "turn"}:
             hosts = [host for host in hosts if not (host.told or host.role.draining)]
-        if what == "turn":  # nobody would order it of the last one, or of the last one for deterministic requests
+        if what == "turn":  # operators would not turn a role's last worker, or its last one with shapes
             exact = {host for host in hosts if host.plan.shapes is not None}
             hosts = [host for host in hosts if (exact if host in exact else set(hosts)) - {host}]
         if not hosts:

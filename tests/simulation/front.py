@@ -1,4 +1,4 @@
-"""A router process, and clients that ask it and keep what they were told."""
+"""A router process, and clients that keep their responses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RouterHost:
         self.process.start(self.context.pool.start(), "start")
 
     def leftovers(self) -> list[str]:
-        """What is counted here though no request runs."""
+        """Return problems if counters are not zero although no request runs."""
         views = [(link.info.ref, link.view) for link in self.context.pool.links]
         found = [f"{ref} counts as loaded" for ref, v in views if v.dispatched or v.queued_tokens or v.pending_blocks]
         if self.context.running or self.context.admission.waiting:
@@ -49,7 +49,7 @@ class RouterHost:
 
 @dataclass(frozen=True)
 class Ask:
-    """A request, and what its client does. `leaves_after`: so many events, then it cancels; None: it stays."""
+    """A request and its client's behavior. `leaves_after`: events before it cancels, or None if it does not."""
 
     name: str
     prompt: tuple[int, ...]
@@ -59,7 +59,7 @@ class Ask:
     stall: float
     priority: int
     constraint: Constraint | None = None
-    resumable_s: float = 0.0  # 0: it does not resume
+    resumable_s: float = 0.0  # 0 means that it does not resume
     deterministic: bool = False
     logprobs: int | None = None
 
@@ -70,7 +70,7 @@ class Ask:
 
 
 class Client:
-    """One request's client: asks once, goes on at another router if it may, and says how that ended."""
+    """One request's client. It sends the request once, resumes at another router if possible, and keeps the outcome."""
 
     def __init__(self, world: World, router: RouterHost, ask: Ask, others: list[RouterHost]) -> None:
         self.world, self.router, self.ask = world, router, ask
@@ -100,7 +100,7 @@ class Client:
 
     @property
     def _name(self) -> str:
-        """What the router called it, once it did."""
+        """Return the request's id, or an empty string if the router has not sent it."""
         return next((event.request_id for event in self._events()), "")
 
     async def _ask(self, call: Coroutine[Any, Any, None]) -> None:
@@ -145,7 +145,7 @@ class Client:
         return [event.tokens for event in self._events() if event.HasField("tokens")]
 
     def _bits(self) -> set[str]:
-        """What the answer's bits depend on, as the routers said it."""
+        """Return the fingerprints of the answer, as the routers reported them."""
         events = self._events()
         accepted = {event.accepted.system_fingerprint for event in events if event.HasField("accepted")}
         return accepted | {event.completed.system_fingerprint for event in events if event.HasField("completed")}
@@ -165,7 +165,7 @@ class Client:
         self.world.note("ended", self.ask.name, outcome)
 
     def check(self) -> list[str]:
-        """What is wrong with the events that came, whatever the outcome."""
+        """Return the problems of the received events, whatever the outcome."""
         kinds = [event.WhichOneof("event") for event in self.call.events]
         ids: list[int] = []
         found: list[str] = []
@@ -188,7 +188,7 @@ class Client:
         return [f"{self.ask.name}: {what}" for what in found]
 
     def _check_bits(self) -> list[str]:
-        """Whether it is the answer of the same request that nothing disturbs, bit for bit, on workers of one kind."""
+        """Return problems if the answer is not bit-identical to an undisturbed one on workers with one fingerprint."""
         bits = self._bits()
         found = [f"its bits depend on {bits}"] if len(bits) > 1 or "" in bits else []
         if self.outcome == "finished":

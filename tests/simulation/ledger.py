@@ -1,4 +1,4 @@
-"""The cluster's register, as far as leases go: who renewed last, and when."""
+"""The cluster's registry with its leases."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class SimLedger:
-    """The part of `baton.ledger.registry.Ledger` that a lease and a router's worker pool use; never away.
+    """A ledger that is never away: the parts of `baton.ledger.registry.Ledger` that leases and worker pools use.
 
-    And the ownership log: what is noted is there at once, unless the schedule has it lost.
+    It is the ownership log too. Records are visible immediately, unless the schedule loses them.
     """
 
     def __init__(self, world: World, lease_s: float) -> None:
@@ -28,7 +28,7 @@ class SimLedger:
         self._rng = world.random_for("ledger")
 
     async def register(self, info: WorkerInfo) -> bool:
-        """Of two that want one place, the later minted gets it."""
+        """Register a worker. If two have the same id, the later minted one stays."""
         found = self._entries.get(info.ref.worker_id)
         if found is not None and found[0].ref.incarnation.counter > info.ref.incarnation.counter:
             return False
@@ -36,7 +36,7 @@ class SimLedger:
         return True
 
     async def renew(self, ref: WorkerRef, progress: int) -> bool:
-        """False: it is not registered."""
+        """Renew a lease. Return False if the worker is not registered."""
         found = self._entries.get(ref.worker_id)
         if found is None or found[0].ref != ref or found[1] < self._world.loop.time():
             return False
@@ -52,7 +52,7 @@ class SimLedger:
             self._streams[stream] = handoff.request_id
 
     async def find(self, stream: str) -> OwnershipRecord | None:
-        """As `OwnershipStore.find`; sometimes nobody is found, or Redis is away."""
+        """Find a record like `OwnershipStore.find`. Sometimes none is found, or Redis is away."""
         await asyncio.sleep(self._world.delay(self._rng))
         if self._rng.random() < 0.1:
             raise LedgerError("away")

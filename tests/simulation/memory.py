@@ -1,4 +1,4 @@
-"""Engines whose blocks tell on whoever touches what is not its own: free ones are poisoned, each access is checked."""
+"""Engines whose free blocks are poisoned and whose accesses are checked, to find use of a foreign block."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POISON = -1.25e30
 
 
 class PoisonedPool(BlockPool):
-    """What is free holds poison, from the moment on that it is let go."""
+    """A pool that fills each block with poison when it is freed."""
 
     kv: CheckedCache | None = None
 
@@ -43,7 +43,7 @@ class PoisonedPool(BlockPool):
                 tensor[:, block] = POISON
 
     def untouched(self) -> bool:
-        """Whether nobody has written into what is free."""
+        """Return whether no free block was written."""
         assert self.kv is not None
         return all(bool((tensor[:, self._free] == POISON).all()) for tensor in self.kv.tensors)
 
@@ -51,7 +51,7 @@ class PoisonedPool(BlockPool):
         return self._references[block] > 0
 
     def writable(self, block: int) -> bool:
-        """One holder, and nobody can find it."""
+        """Return whether the block has one reference and is not in the prefix cache."""
         return self._references[block] == 1 and self._digest[block] is None
 
 
@@ -59,7 +59,7 @@ Fine = Callable[[PoisonedPool, int], bool]
 
 
 class CheckedCache(KVCache):
-    """What transfers read is held by somebody; what they write by one alone, and not published."""
+    """Checks transfers: they read only referenced blocks, and write only uncached blocks with one reference."""
 
     def __init__(self, total_blocks: int) -> None:
         shape = (LAYOUT.layers, total_blocks, BLOCK, LAYOUT.kv_heads, LAYOUT.head_dim)
@@ -86,7 +86,7 @@ class CheckedCache(KVCache):
 
 
 class SimBackend(OracleBackend):
-    """The oracle over checked caches; one for all, it keeps nothing."""
+    """The oracle over checked caches. All engines share one, because it has no state."""
 
     def make_cache(self, total_blocks: int) -> KVCache:
         return CheckedCache(total_blocks)

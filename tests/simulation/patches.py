@@ -1,4 +1,4 @@
-"""Where the code under test meets the machine: gRPC, threads, time and chance, each replaced by its simulated one."""
+"""Simulated replacements for gRPC, threads, time and random numbers in the code under test."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from tests.simulation.worker import SimCost, SimWorkerSession
 from tests.simulation.world import PROCESS
 
 _BUGS = {"error", "exception", "critical"}
-_NO_BUGS = {"lease_lost"}  # of a worker that was held up for too long, as it is to be
+_NO_BUGS = {"lease_lost"}  # of a worker that was stopped for too long, as intended
 
 
 class _Chance:
-    """`random` and `secrets`, of the process that asks."""
+    """`random` and `secrets`, from the calling process."""
 
     def uniform(self, low: float, high: float) -> float:
         return PROCESS.get().rng.uniform(low, high)
@@ -53,16 +53,16 @@ class _Chance:
 
 
 def _unwatched(*_: object) -> None:
-    """What metrics are told of the routers that they watch, for whoever reads them."""
+    """Ignore registrations of routers at metrics."""
 
 
 async def _at_once(function: Callable[..., Any], *args: Any) -> Any:
-    """`asyncio.to_thread` where there is one thread."""
+    """Replace `asyncio.to_thread`, because there is only one thread."""
     return function(*args)
 
 
 def _record(_: Any, method: str, event: MutableMapping[str, Any]) -> NoReturn:
-    """Every log line is a step of the trace; one that a bug would leave is a violation."""
+    """Add each log line to the trace. A line that only a bug would log is a violation."""
     process = PROCESS.get(None)
     if process is not None:
         facts = [f"{key}={value}" for key, value in event.items() if key not in {"event", "exc_info"}]
@@ -74,12 +74,12 @@ def _record(_: Any, method: str, event: MutableMapping[str, Any]) -> NoReturn:
 
 @contextmanager
 def simulated() -> Iterator[None]:
-    """While inside, the code under test runs on the `World` of the process that calls it."""
+    """Run the code under test on the `World` of the calling process."""
     chance, clock = _Chance(), LoopClock()
     plain = SimpleNamespace(Lock=threading.Lock, Event=threading.Event, Thread=SimThread, Condition=SimCondition)
     stand_ins: list[tuple[Any, dict[str, Any]]] = [
         (baton.engine.engine, {"BlockPool": PoisonedPool}),
-        (baton.engine.determinism.shapes, {"SHORT": 8, "SHORT_UNTIL": 16}),  # else each prompt here were one chunk
+        (baton.engine.determinism.shapes, {"SHORT": 8, "SHORT_UNTIL": 16}),  # otherwise each prompt would be one chunk
         (baton.tracing.trace, {"secrets": chance}),
         (baton.worker.service, {"Session": SimWorkerSession}),
         (kvtransfer.send_queue, {"threading": plain, "time": clock}),
@@ -91,7 +91,7 @@ def simulated() -> Iterator[None]:
         (kvtransfer.receive_loop, {"queue": SimpleNamespace(SimpleQueue=SimQueue)}),
         (kvtransfer.receive_loop, {"time": clock}),
         (prefill_workers.prefix_fetch, {"CostModel": SimCost}),
-        (router.context, {"secrets": chance, "Metrics": cache(Metrics)}),  # nobody reads them
+        (router.context, {"secrets": chance, "Metrics": cache(Metrics)}),  # not read here
         (Metrics, dict.fromkeys(("watch_blocks", "watch_channels", "watch_verifying", "watch_queue"), _unwatched)),
         (router.request.client_request, {"secrets": chance}),
         (router.parsing.generate_request, {"asyncio": SimpleNamespace(to_thread=_at_once)}),

@@ -1,4 +1,4 @@
-"""gRPC as the code under test uses it, over the streams of a `World`: Worker and Peer streams, and a client's call."""
+"""gRPC over the streams of a `World`: Worker and Peer streams, and a client's call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1 import peer_pb2, worker_pb2
 from tests.simulation.world import END, PROCESS, Handler, Stream, World, connect
 
-_DUPLICATES = 0.03  # of Fence and Release, which mean the same when they come twice
+_DUPLICATES = 0.03  # of Fence and Release, which are idempotent
 
 
 class Aborted(Exception):
@@ -26,7 +26,7 @@ class Aborted(Exception):
 
 
 def copied(message: Message) -> Message:
-    """As the other end would parse it."""
+    """Return the message as the other end would parse it."""
     return type(message).FromString(message.SerializeToString())
 
 
@@ -43,7 +43,7 @@ class SimStub:
 
 @asynccontextmanager
 async def sim_channel(address: str, **_: object) -> AsyncIterator[str]:
-    """`aio_channel`: the stub above needs no more than the address."""
+    """Replace `aio_channel`. The stub above needs only the address."""
     await PROCESS.get().turn()
     yield address
 
@@ -87,7 +87,7 @@ class SimCall:
 
 
 def shown(message: Any, kind: str | None) -> str:
-    """A command or an event in the trace."""
+    """Format a command or an event for the trace."""
     body = getattr(message, kind) if kind and kind != "hello" else None
     handoff = getattr(body, "handoff", None) or getattr(message, "handoff", None)
     name = f"({handoff.request_id}/{handoff.attempt})" if handoff is not None and handoff.request_id else ""
@@ -108,7 +108,7 @@ class SimContext:
 
 
 def serving(call: Callable[[AsyncIterator[Any], Any, Stream], Coroutine[Any, Any, None]]) -> Handler:
-    """A handler that runs `call`, and cancels it when the client has left, as grpc.aio does."""
+    """Return a handler that runs `call` and cancels it when the client disconnects, as grpc.aio does."""
 
     async def handle(stream: Stream) -> None:
         task = asyncio.current_task()
@@ -131,7 +131,7 @@ async def _requests(stream: Stream, handler: asyncio.Task[Any]) -> AsyncIterator
 
 
 class SimPeerStream:
-    """`kvtransfer.sender.PeerStream`: replies come by callback."""
+    """`kvtransfer.sender.PeerStream`, with callbacks for replies."""
 
     def __init__(
         self, address: str, on_reply: Callable[[peer_pb2.PeerReply], None], on_end: Callable[[str], None]
@@ -162,7 +162,7 @@ class SimPeerStream:
 
 
 class ClientCall:
-    """What a client of the router has: the context of a Generate, and all that was written to it."""
+    """The context of a client's Generate call, with all events written to it."""
 
     def __init__(self, world: World, name: str, stall: float) -> None:
         self.events: list[pb.GenerateEvent] = []
@@ -190,7 +190,7 @@ class ClientCall:
         raise Aborted(status.details)
 
     def error(self) -> BatonError:
-        """What the status says, as the SDK reads it."""
+        """Return the error of the status, as the SDK reads it."""
         code, details, trailing = self.status
         failed = SimpleNamespace(code=lambda: code, details=lambda: details, trailing_metadata=lambda: trailing)
         return from_rpc_error(cast("grpc.RpcError", failed))

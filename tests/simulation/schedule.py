@@ -1,4 +1,4 @@
-"""One schedule: a seed in, what went wrong and how it came to it out."""
+"""One schedule: runs a seed and returns its problems, with the trace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.simulation.world import World, in_virtual_time
 
 @dataclass(frozen=True)
 class Report:
-    """`found`: what does not hold. `trace`: the last steps. `met`: how often each kind of step and message came."""
+    """The result of a schedule: problems, last steps, and `met`, the number of each kind of step and message."""
 
     seed: int
     found: list[str]

@@ -1,5 +1,5 @@
-"""What becomes of requests when workers die in certain phases of their attempts: told by production, as it runs in
-virtual time, and by the simulator in `baton/planner/sim/`, in the same words, so that the two can be compared.
+"""The attempts of requests whose workers die in certain phases. Production, in virtual time, and the simulator in
+`baton/planner/sim/` write these stories in the same form for comparison.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from baton.core import Role
 
 
 class Phase(StrEnum):
-    """Of an attempt."""
+    """A phase of an attempt."""
 
-    RESERVING = "reserving"  # the Reserve is on its way
-    RESERVED = "reserved"  # there is room, the router does not know yet
-    COMPUTING = "computing"  # the prompt is; or, if it was, its KV is to go to another worker
-    PUSHING = "pushing"  # the first token is said, KV moves
-    COMMITTED = "committed"  # the decode worker has all, the router does not know yet
-    DECODING = "decoding"  # the router has tokens of it
+    RESERVING = "reserving"  # the Reserve is in transit
+    RESERVED = "reserved"  # blocks are reserved, but the router has not received that
+    COMPUTING = "computing"  # the prompt is computed, or its KV waits for another worker
+    PUSHING = "pushing"  # the first token is sent, and KV is transferred
+    COMMITTED = "committed"  # the decode worker has all KV, but the router has not received that
+    DECODING = "decoding"  # the router has received tokens
 
 
-ALONE = Phase.RESERVING, Phase.RESERVED, Phase.COMPUTING, Phase.DECODING  # a decode worker computes the prompt as well
+ALONE = Phase.RESERVING, Phase.RESERVED, Phase.COMPUTING, Phase.DECODING  # a decode worker computes prompts as well
 PROMPT, TOKENS, BLOCK = 30, 16, 4
 BLOCKS = 64  # of a worker
 BACK_S = 1.0  # from a worker's death to its next incarnation
@@ -32,9 +32,7 @@ _SOME = 2
 
 @dataclass(frozen=True)
 class Strike:
-    """When an attempt is in a phase, the worker that it has of a role dies. None: its prefill worker lives, and drops
-    what it holds of the attempt before.
-    """
+    """Kills the attempt's worker of this role in a phase. Without a role, its prefill worker drops the last KV."""
 
     attempt: int
     phase: Phase
@@ -46,7 +44,7 @@ class Strike:
 
 @dataclass(frozen=True)
 class Case:
-    """Workers, strikes at the first request, and how many come, 10 ms apart. Without prefill workers, others do all."""
+    """Workers, strikes at the first request, and a number of requests every 10 ms. `prefill` may be 0."""
 
     prefill: int = 3
     decode: int = 3
@@ -57,13 +55,13 @@ class Case:
 
 @dataclass
 class Leg:
-    """One attempt. `failed`, `died`: it counts against the request's budget of failures, of deaths. `held`: the prefill
-    worker has what the next one needs.
+    """One attempt. `failed` and `died` count against the request's limits of failures and deaths. `held`: the prefill
+    worker has the KV for the next attempt.
     """
 
-    commands: list[str] = field(default_factory=list)  # to workers, but Release: that nothing is left is looked at
-    known: str = ""  # tokens that the client had: after some it hangs on how long steps take how many
-    ended: str = ""  # why another one is needed
+    commands: list[str] = field(default_factory=list)  # to workers, without Release: cleanup is checked separately
+    known: str = ""  # the client's tokens at the start; the exact number depends on step times, so it ends at "some"
+    ended: str = ""  # the reason for another attempt
     failed: bool = False
     died: bool = False
     held: bool = False
@@ -74,10 +72,10 @@ class Leg:
 
 @dataclass
 class Story:
-    """All attempts, by number of the request and of the attempt, and how requests ended: completed, or failed."""
+    """All attempts, by request and attempt number, and how many requests completed or failed."""
 
     legs: dict[tuple[int, int], Leg] = field(default_factory=dict)
-    recoveries: Counter[str] = field(default_factory=Counter)  # as they are counted for people
+    recoveries: Counter[str] = field(default_factory=Counter)  # as the metrics count them
     outcomes: Counter[str] = field(default_factory=Counter)
 
     def leg(self, request: int, attempt: int) -> Leg:
@@ -89,7 +87,7 @@ class Story:
 
 
 class Striker:
-    """Does what was planned once a phase is reached. `strike(what)` does it in its own world."""
+    """Carries out each planned strike when its phase is reached. `strike(what)` does so in its own world."""
 
     def __init__(self, strikes: tuple[Strike, ...], strike: Callable[[Strike], None]) -> None:
         self.pending = list(strikes)

@@ -1,4 +1,4 @@
-"""What is too narrow for chance: a decode worker's last words that cross a Fence, all heard at once."""
+"""A case too rare for random schedules: a decode worker's last events cross a Fence, and all are read together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAST_WORDS = {"finish": events.finished(H, Finish(FinishReason.LENGTH)), "preemp
 
 @pytest.mark.parametrize("last", LAST_WORDS)
 async def test_a_fence_that_meets_a_handoff_which_has_ended_is_no_failure(last):
-    """D commits, ends, and forgets the handoff; the Fence comes then, and D can only say FENCED."""
+    """D commits, ends, and forgets the handoff before the Fence comes, so D can only reply FENCED."""
     placement = MagicMock()
     placement.decode.info.thinking_chunk = 0
     attempt = Attempt(H, placement, SequenceSpec((1, 2), Sampling(max_tokens=4)), MagicMock(), MagicMock())

@@ -1,17 +1,16 @@
-"""Property tests of the handoff as a whole: random schedules of crashes, pauses, cuts, flipped bytes and late messages.
+"""Property tests of the whole handoff: random schedules of crashes, pauses, cuts, flipped bytes and late messages.
 
-Each schedule is drawn from its seed and runs the real router, roles, engines (oracle), outbox and receiver in virtual
-time on one thread (`transfer.py` says what that leaves out). What must hold in each of them:
-- every request ends once, within its time, with the oracle's tokens or with an error that its faults can explain;
-- tokens come numbered, each once, and never change;
-- no decode worker commits a handoff twice, or after it said FENCED, and no two commit the same;
-- transfers touch no block that is not theirs, nothing is written into what is free, and block ledgers add up;
-- of deterministic requests, whose candidates are often wrong, no worker says a token that is not verified, and their
-  audit digest is that of the same request alone, whatever happened to them;
-- workers that are told to drain, or to be of the other role, change none of this: these are no faults;
-- when all is quiet, no live worker or router holds anything, and nothing that must not happen was logged.
+Each schedule is drawn from its seed. It runs the real router, roles, engines (oracle), outbox and receiver in virtual
+time on one thread (`transfer.py` lists the omissions). Each must satisfy:
 
-More: `make chaos`, as many as BATON_SCHEDULES says. One: `BATON_SCHEDULE=<seed> pytest -s tests/simulation -k one_s`.
+- every request ends once, in time, with the oracle's tokens or with an error that its faults can explain; - tokens are
+numbered, come once each, and never change; - no decode worker commits a handoff twice or after it sent FENCED, and no
+two commit the same handoff; - transfers touch only their own blocks, free blocks are never written, and block counts
+add up; - workers send only verified tokens of deterministic requests, whose candidates are often wrong. The audit
+digest equals that of the undisturbed request; - drains and role changes of workers are not faults and change none of
+this; - at the end no live worker or router holds anything, and no forbidden line was logged.
+
+More: `make chaos`, BATON_SCHEDULES many. One: `BATON_SCHEDULE=<seed> pytest -s tests/simulation -k one_s`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ REGRESSIONS = (30, 138, 627)
 
 
 def check(seeds: range | tuple[int, ...]) -> tuple[Counter[str], Counter[str]]:
-    """Run them all; fail with the first that is not right. Return how their requests ended, and the steps they met."""
+    """Run the seeds and fail at the first problem. Return the outcomes of their requests, and the steps they met."""
     outcomes, met = Counter[str](), Counter[str]()
     with simulated():
         for seed in seeds:
@@ -50,7 +49,7 @@ def check(seeds: range | tuple[int, ...]) -> tuple[Counter[str], Counter[str]]:
 @pytest.mark.parametrize("part", range(RANGES))
 def test_schedules(part):
     outcomes, met = check(range(part * EACH, (part + 1) * EACH))
-    assert outcomes["finished"] > outcomes.total() / 2  # else the faults hide what is to be seen
+    assert outcomes["finished"] > outcomes.total() / 2  # otherwise the faults hide too much
     assert part or {what for what, times in met.items() if times} >= MET
 
 

@@ -1,9 +1,8 @@
-"""The simulator has the states of an attempt, its recovery and the sender written again: here they are held against
-production's, with the same workers dying in the same phases of the same attempts.
+"""The simulator's own attempts, recovery and sender, compared with production's: the same deaths in the same phases.
 
-Compared are, attempt by attempt: what the router tells its workers and in which order, what of the answer is known when
-it begins, why it ended, whether that counts as a failure and as a death, and whether KV is kept for the next one; then
-what is counted as recovered, and how the request ended. Both check beside that nothing is left anywhere.
+Compared for each attempt: the commands to workers and their order, the known tokens at its start, why it ended, whether
+that is a failure or a death, and whether KV is kept for the next one. Then: counted recoveries and the request's end.
+Both also check that nothing is left.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tests.simulation.told_by_production import told_by_production
 from tests.simulation.told_by_simulator import told_by_simulator
 
 BLOWS = [(phase, role) for phase in Phase for role in Role]
-HARMLESS = {(Phase.COMMITTED, Role.PREFILL), (Phase.DECODING, Role.PREFILL)}  # nobody needs it any more
+HARMLESS = {(Phase.COMMITTED, Role.PREFILL), (Phase.DECODING, Role.PREFILL)}  # no longer needed
 TRIPLES = 60  # of 1000
 
 
@@ -53,7 +52,7 @@ def test_a_worker_dies_and_then_another_one(first):
 
 
 def test_three_workers_die(seed):
-    """More than a request may lose, if it dies with none of them."""
+    """A request that survives two deaths fails after a third."""
     draw, outcomes = Random(seed), set[str]()
     harmful = [blow for blow in BLOWS if blow not in HARMLESS]
     for blows in draw.sample(list(product(harmful, repeat=3)), TRIPLES):
@@ -65,7 +64,7 @@ def test_three_workers_die(seed):
 
 @pytest.mark.parametrize("phase", [Phase.RESERVED, Phase.COMPUTING, Phase.PUSHING])
 def test_both_workers_die(phase):
-    """The prefill worker first: the decode worker does not live to answer the Fence."""
+    """The prefill worker dies first. The decode worker dies before it can answer the Fence."""
     story = alike(Case(strikes=(Strike(1, phase, Role.PREFILL), Strike(1, phase, Role.DECODE))))
     assert story.recoveries == {"decode_lost": 1}
     assert story.legs[1, 2].commands == ["reserve", "prefill"], "nothing is held by whom is dead"
@@ -73,7 +72,7 @@ def test_both_workers_die(phase):
 
 @pytest.mark.parametrize("phase", [Phase.RESERVED, Phase.COMPUTING, Phase.PUSHING])
 def test_what_was_held_is_not_there_any_more(phase):
-    """No failure: the prompt is computed again, whatever happens then."""
+    """Dropped KV is no failure: the prompt is computed again, whatever happens then."""
     gone = Strike(1, phase, Role.DECODE), Strike(2, Phase.RESERVED, None)
     story = alike(Case(strikes=gone))
     assert story.recoveries == {"decode_lost": 1, "kv_dropped": 1}
@@ -92,7 +91,7 @@ def test_a_decode_worker_dies_that_computes_the_prompt_as_well(first):
 
 @pytest.mark.parametrize("prefill", [1, 0], ids=["pairs", "colocated"])
 def test_a_decode_worker_runs_full(prefill):
-    """No failure either: who came last goes on when there is room."""
+    """Preemption is no failure: the later request continues when blocks are free."""
     story = alike(Case(prefill, 1, requests=2, blocks=20))
     assert story.recoveries == {"preempted": 1}
     assert story.outcomes == {"completed": 2}

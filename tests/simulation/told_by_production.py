@@ -1,4 +1,4 @@
-"""A story as production has it: the real router, roles, engines and senders in virtual time, and chance is still."""
+"""A story of production: the real router, roles, engines and senders in virtual time, without randomness."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _HEARD = {
     ("R>W", "repush"): Phase.COMPUTING,
     ("emit", "committed"): Phase.COMMITTED,
 }
-_LATER_S = {Phase.COMPUTING: 5e-3}  # it arrives; a step takes longer
-_SOON_S = 1e-4  # what was said leaves
+_LATER_S = {Phase.COMPUTING: 5e-3}  # until its arrival; a step takes longer
+_SOON_S = 1e-4  # until sent messages have left
 _FEW = 3  # messages of a decode worker with tokens
 
 
 class Still(random.Random):
-    """Everything takes its mean, nothing rare happens, and what is on its way when a stream breaks still arrives."""
+    """Returns means, never draws rare events, and lets messages arrive that are in transit when a stream breaks."""
 
     def expovariate(self, lambd: float = 1.0) -> float:
         return 1 / lambd
@@ -52,14 +52,14 @@ class Still(random.Random):
 
 
 class StillWorld(World):
-    """Says which phases the first request reaches."""
+    """Reports the phases that the first request reaches."""
 
     striker: Striker
 
     def __init__(self) -> None:
         super().__init__(0)
         self.rng, self.slow = Still(), 0.0
-        self.requests: dict[str, int] = {}  # numbers, by the names of their handoffs
+        self.requests: dict[str, int] = {}  # numbers, by request id
         self._said = 0
 
     def random_for(self, name: str) -> random.Random:
@@ -85,7 +85,7 @@ class StillWorld(World):
 
 
 class StillCluster(Cluster):
-    """`placed`: the handoff, P and D, by attempt of the first request."""
+    """`placed`: the handoff, P and D of each attempt of the first request."""
 
     def __init__(self, world: StillWorld, case: Case) -> None:
         super().__init__(world, plan_of(case))
@@ -107,7 +107,7 @@ class StillCluster(Cluster):
         host.loop.submit(lambda: role._drop(held))
 
     def _allowed(self, client: Client) -> list[str]:
-        return []  # it is compared
+        return []  # the comparison checks it
 
 
 def plan_of(case: Case) -> Plan:
@@ -126,7 +126,7 @@ def plan_of(case: Case) -> Plan:
 
 
 def told_by_production(case: Case) -> Story:
-    """Fails if something is left, or is not as it must be."""
+    """Return production's story. Fails if something is left or wrong."""
     with simulated(), pytest.MonkeyPatch.context() as patch:
         return in_virtual_time(_told(case, patch))
 
@@ -144,7 +144,7 @@ async def _told(case: Case, patch: pytest.MonkeyPatch) -> Story:
 
 
 def _watch(patch: pytest.MonkeyPatch, story: Story, cluster: StillCluster, world: StillWorld) -> None:
-    """What the router tells workers, and what it makes of the end of an attempt."""
+    """Record the router's commands to workers, and its decision at the end of an attempt."""
     send, attempt, requeue = WorkerStream.send, ChoiceRun.attempt, ChoiceRun.requeue
 
     def leg_of(handoff: Any) -> Any:
@@ -167,7 +167,7 @@ def _watch(patch: pytest.MonkeyPatch, story: Story, cluster: StillCluster, world
         leg = leg_of(made.handoff)
         leg.ended, leg.failed, leg.died, leg.held = made.retry_reason, made.lost is not None, made.died, made.held
         await requeue(run, made, client)
-        story.recoveries[made.retry_reason] += 1  # it has not raised
+        story.recoveries[made.retry_reason] += 1  # no error was raised
 
     patch.setattr(WorkerStream, "send", sent)
     patch.setattr(ChoiceRun, "attempt", begun)

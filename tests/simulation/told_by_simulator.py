@@ -1,4 +1,4 @@
-"""A story as the simulator in `baton/planner/sim/` has it."""
+"""A story of the simulator in `baton/planner/sim/`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.simulation.stories import BACK_S, BLOCK, BLOCKS, PROMPT, TOKENS, Case
 COST = Linear(line(0.03), line(0.02))
 NETWORK = Network(token_bytes=1e6)
 ROUTER = Router(local_prefill=False)
-_LATER_S = {Phase.COMPUTING: 5e-3, Phase.PUSHING: 1e-3, Phase.DECODING: 0.07}  # in the middle of it
-_NOTICED_S = {Phase.RESERVING: 0.0}  # else what is on its way arrives before
+_LATER_S = {Phase.COMPUTING: 5e-3, Phase.PUSHING: 1e-3, Phase.DECODING: 0.07}  # in the middle of the phase
+_NOTICED_S = {Phase.RESERVING: 0.0}  # for other phases, messages in transit arrive before
 _PHASES = {"reserve": Phase.RESERVING, "reserved": Phase.RESERVED, "prefill": Phase.COMPUTING}
 _PHASES |= {"repush": Phase.COMPUTING, "adopted": Phase.COMMITTED}
 
 
 def told_by_simulator(case: Case) -> Story:
-    """It checks itself that nothing is left."""
+    """Return the simulator's story. The simulator itself checks that nothing is left."""
     pool = {"cost": COST, "block_size": BLOCK}
     decode, prefill = Pool(case.decode, kv_blocks=case.blocks, **pool), Pool(case.prefill, kv_blocks=BLOCKS, **pool)  # type: ignore[arg-type]
     mode: Any = "disaggregated" if case.prefill else "colocated"
@@ -37,14 +37,14 @@ def told_by_simulator(case: Case) -> Story:
         report = watch.cluster.run([Arrival(1.0 + 0.01 * n, PROMPT, TOKENS) for n in range(case.requests)])
     story.recoveries.update(report.recoveries)
     story.outcomes.update(completed=report.completed, failed=report.failed)
-    story.outcomes += {}  # without those that are 0
+    story.outcomes += {}  # drops zeros
     assert report.completed + report.failed == case.requests
     assert not watch.striker.pending, f"never reached: {', '.join(map(str, watch.striker.pending))}\n{story}"
     return story
 
 
 class _Watch:
-    """Has the parts of a simulation say what they do."""
+    """Records the events of a simulation's parts."""
 
     cluster: Cluster
 
@@ -77,7 +77,7 @@ class _Watch:
             leg.commands.append(kind)
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
-        """The router's commands to workers, its decision at the end of an attempt, and the workers' events."""
+        """Record the router's commands, its decision at the end of an attempt, and the workers' events."""
         send, first, adopted, end = Attempt._send, Attempt.first, Attempt.adopted, Request.over
 
         def sent(attempt: Attempt, worker: Any, act: Any, *facts: Any) -> None:

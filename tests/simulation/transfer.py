@@ -1,8 +1,8 @@
-"""The real sender, send queue, receiver and session, with coroutines for their threads and a ring that both ends see.
+"""The real sender, send queue, receiver and session, with coroutines as threads and a ring that both ends share.
 
-What is left out: two threads at one lock. A read of blocks, and a write, happens at once here (that `withdraw`, `fence`
-and `take` wait for one that is under way is tested with threads, in tests/unit/kvtransfer and tests/unit/decode). All
-else may come in between: a link goes on after a while, each time, and so does a session.
+It leaves out the contention of two threads for a lock. Block reads and writes are atomic here. `tests/unit/kvtransfer`
+and tests/unit/decode test with threads that `withdraw`, `fence` and `take` wait for a running one. Everything else may
+happen in between, because links and sessions continue after random delays.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from kvtransfer.transports.base import ChannelEnd, ChannelName, KeyRelay, Ring, 
 from tests.simulation.clock import SimCondition, SimQueue
 from tests.simulation.world import PROCESS, Process, World
 
-_LOOKS = 4  # at the answers that are due, per deadline: fewer than the real one's
+_LOOKS = 4  # checks for overdue answers per deadline: fewer than in production
 
 
 @dataclass(eq=False)
 class Meeting:
-    """A channel: one ring that both ends see, and what has left the sender."""
+    """A channel: a ring that both ends share, and the frames that have left the sender."""
 
     staging: Tensor
     express: dict[Side, SimExpress] = field(default_factory=dict)
     packets: dict[Side, deque[bytes]] = field(default_factory=lambda: {side: deque() for side in Side})
     left: set[int] = field(default_factory=set)
-    closed: set[Side] = field(default_factory=set)  # who has seen that it is closed
+    closed: set[Side] = field(default_factory=set)  # the sides that have seen the end
     changed: SimCondition = field(default_factory=SimCondition)
 
     def close(self, side: Side) -> None:
@@ -50,7 +50,7 @@ class Meeting:
 
 
 class SimExpress:
-    """`Express`: packets that arrive in their order, and in none with what the Peer stream carries."""
+    """`Express`: packets arrive in order, but in no order relative to the Peer stream."""
 
     def __init__(self, world: World, meeting: Meeting, side: Side) -> None:
         self.changed = SimCondition()
@@ -65,7 +65,7 @@ class SimExpress:
     def send(self, packet: bytes) -> None:
         self._check()
         due = self._world.loop.time() + self._world.delay(self._rng)
-        self._last = max(self._last + 1e-9, due)  # of timers for one moment none is the first
+        self._last = max(self._last + 1e-9, due)  # timers for the same moment have no order
         self._world.loop.call_at(self._last, self._arrive, packet)
 
     def _arrive(self, packet: bytes) -> None:
@@ -79,7 +79,7 @@ class SimExpress:
         return bool(self._packets) or self._side in self._meeting.closed
 
     def receive(self, timeout_s: float | None = None) -> bytes | None:
-        """Never waits: `changed` is what to wait for."""
+        """Return a packet or None. Never waits; callers wait for `changed`."""
         if self._packets:
             return self._packets.popleft()
         self._check()
@@ -94,9 +94,9 @@ class SimExpress:
 
 
 class SimTransport:
-    """All workers of a world meet here, in every other one with an express.
+    """The transport of all workers of a world. Half of the worlds have an express.
 
-    `flips`: frames to come of which a byte changes on the way.
+    `flips`: number of later frames with a flipped byte.
     """
 
     name = reach = "sim"
@@ -116,14 +116,14 @@ class SimTransport:
         return end
 
     def break_all(self, parts: Callable[[ChannelName], bool]) -> None:
-        """Both ends see it, each in its time."""
+        """Break these channels. Each end sees it after its own delay."""
         for name, meeting in self.meetings.items():
             for side in Side if parts(name) else ():
                 self.world.loop.call_later(self.world.rng.random() * 0.1, meeting.close, side)
 
 
 class SimEnd:
-    """A `ChannelEnd`; `arrived` waits for what `finish` says then."""
+    """A `ChannelEnd`. `arrived` waits until `finish` can return or raise."""
 
     def __init__(self, transport: SimTransport, meeting: Meeting, side: Side, deadline_s: float) -> None:
         self._transport, self._meeting, self._side, self._deadline_s = transport, meeting, side, deadline_s
@@ -158,7 +158,7 @@ class SimEnd:
             raise ChannelBroken(f"frame {number}: no progress")
 
     def close(self) -> None:
-        """The other end sees it later."""
+        """Close this end. The other end sees it later."""
         self._meeting.closed.add(self._side)
         self._world.loop.call_later(self._world.delay(self._rng), self._meeting.close, Side(1 - self._side))
 
@@ -168,7 +168,7 @@ class SimEnd:
 
 
 class SimLink(SendChannel):
-    """`_run` and `_serve` as coroutines, step by step the same."""
+    """`_run` and `_serve` as coroutines, with the same steps."""
 
     async def _run(self) -> None:  # type: ignore[override]
         with ExitStack() as leaving:
@@ -257,7 +257,7 @@ def _condition(queue: SendQueue) -> SimCondition:
 
 
 class SimSender(Sender):
-    """Looks at deadlines in a coroutine."""
+    """Checks deadlines in a coroutine."""
 
     async def _watch_deadlines(self) -> None:  # type: ignore[override]
         while True:
@@ -286,7 +286,7 @@ class SimExecutor:
 
 
 class SimSession(Session):
-    """Its thread as a coroutine, step by step the same."""
+    """A session's thread as a coroutine, with the same steps."""
 
     async def _run(self) -> None:  # type: ignore[override]
         deadline_s = self._end.settings.frame_deadline_s

@@ -1,4 +1,4 @@
-"""A worker process: the real role, engine, services and lease, with one coroutine for the engine thread."""
+"""A worker process: the real role, engine, services and lease, with one coroutine as the engine thread."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ IDLE_S = 0.5
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """What a worker's incarnations have in common. `shapes`: of deterministic requests; None: it takes none. `strays`:
-    how often its ordinary batches are wrong about these.
+    """Settings of all incarnations of a worker. `shapes`: for deterministic requests, or None if it takes none.
+    `strays`: rate of wrong ordinary batches for these.
     """
 
     role: Role
@@ -51,12 +51,12 @@ class WorkerPlan:
 
     @property
     def bits(self) -> str:
-        """What the results of its deterministic requests depend on."""
+        """Fingerprint of its deterministic requests."""
         return f"bits of {self.shapes.rows} x {self.shapes.tokens}" if self.shapes else ""
 
 
 class SimDecode(DecodeWorker):
-    """The role, watched."""
+    """The role, with checks."""
 
     def command(self, session: Session, command: worker_pb2.RouterCommand) -> None:
         if command.HasField("release"):
@@ -71,7 +71,7 @@ class SimDecode(DecodeWorker):
 
 
 class SimWorkerSession(Session):
-    """A router's session, watched, and in an order that every run repeats."""
+    """A router's session, with checks and a reproducible order."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -91,14 +91,14 @@ class SimWorkerSession(Session):
 
 
 class SimCost(CostModel):
-    """Virtual time says nothing of what computing costs: mostly, fetching is worth it."""
+    """Decides by chance, mostly for a fetch, because virtual time has no compute costs."""
 
     def worth(self, tokens: int, nbytes: int) -> bool:
         return PROCESS.get().rng.random() < 0.7
 
 
 class SimEngineLoop:
-    """`EngineLoop` as a coroutine: jobs between steps; a step takes a while, and its results may take another."""
+    """`EngineLoop` as a coroutine: jobs between steps, and delays for a step and for its results."""
 
     def __init__(self, host: WorkerHost) -> None:
         self.iterations = 0
@@ -112,7 +112,7 @@ class SimEngineLoop:
         self._wake.set()
 
     def progressed(self) -> None:
-        """Steps are short here."""
+        """Do nothing, because steps are short here."""
 
     async def run(self) -> None:
         host, process = self._host, self._host.process
@@ -151,13 +151,13 @@ class SimEngineLoop:
 
 
 class WorkerHost:
-    """One incarnation."""
+    """One incarnation of a worker."""
 
     def __init__(
         self, world: World, plan: WorkerPlan, counter: int, ledger: SimLedger, transport: SimTransport
     ) -> None:
         self.world, self.plan, self.next_plan = world, plan, plan
-        self.told = False  # to drain, or to be of the other role
+        self.told = False  # to drain, or to change its role
         self.name = f"{plan.worker_id}#{counter}"
         self.process = Process(world, self.name)
         self._ledger, self._transport = ledger, transport
@@ -206,12 +206,12 @@ class WorkerHost:
         self._ledger.note(handoff, self.info.ref, router_id, state, stream)
 
     def leave(self) -> None:
-        """SIGTERM: as `baton.worker.process.serve` ends."""
+        """End like `baton.worker.process.serve` after SIGTERM."""
         self.loop.submit(self.role.leave)
         self.world.loop.call_later(LEAVE_S, self.process.kill)
 
     def drain(self, *, turn: bool) -> None:
-        """As `baton.worker.lifecycle.run_incarnation` obeys it. The next incarnation may be of the other role."""
+        """Drain like `baton.worker.lifecycle.run_incarnation`. `turn`: the next incarnation has the other role."""
         self.told = True
         if turn:
             role = Role.DECODE if self.plan.role is Role.PREFILL else Role.PREFILL
@@ -227,17 +227,17 @@ class WorkerHost:
             await asyncio.sleep(_DRAIN_POLL_S)
         self.loop.submit(self.role.leave)
         await self.service.finish(LEAVE_S)
-        await asyncio.sleep(LEAVE_S)  # what it has said arrives
+        await asyncio.sleep(LEAVE_S)  # the last messages arrive
         self.process.kill()
 
     def report(self) -> None:
-        """After each step and tick: with the ledger of blocks, which checks itself."""
+        """Report after each step and tick, with the pool's own check of its blocks."""
         draining = self.role.draining
         self._load = replace(self.engine.load(), channels=self.sender.channels(), draining=draining)
         self.drained = draining and self.role.idle
 
     async def _beat(self, clock: LoopClock) -> None:
-        """As `baton.worker.process._beat`: a process that has lost its lease ends."""
+        """Beat like `baton.worker.lifecycle.Beats`: a process that has lost its lease ends."""
         lease, seen = Lease(cast("Any", self._ledger), self.info, self.plan.lease_s, clock), -1
         try:
             await lease.take()
@@ -254,7 +254,7 @@ class WorkerHost:
             self.process.kill()
 
     def leftovers(self) -> list[str]:
-        """What is held here though nothing is under way."""
+        """Return problems if something is held although no handoff runs."""
         counts, role = self.engine.pool.counts(), self.role
         found = {
             "reserved": counts.reserved,

@@ -1,4 +1,4 @@
-"""One schedule's world: processes that crash and freeze, streams that delay and break, a trace, and what went wrong."""
+"""One schedule's world: processes that crash and freeze, streams that delay and break, a trace, and violations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ END = object()
 
 
 class World:
-    """`at(n, act)`: do something right after the n-th step of the trace, whatever that is."""
+    """A simulated world. `at(n, act)` runs `act` right after the n-th step of the trace."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -36,12 +36,12 @@ class World:
         self.facts = Facts(self)
         self.listening: dict[str, Listener] = {}
         self.streams: list[Stream] = []
-        self.slow = self.rng.choice((0.0, 0.0, 0.02, 0.2))  # how often a message takes long
+        self.slow = self.rng.choice((0.0, 0.0, 0.02, 0.2))  # the rate of slow messages
         self._due: dict[int, list[Callable[[], None]]] = {}
         self._names: Counter[str] = Counter()
 
     def note(self, kind: str, *facts: object) -> None:
-        """One step of the trace."""
+        """Add one step to the trace."""
         self.steps += 1
         self.met[kind] += 1
         self.met.update(str(fact).partition("(")[0] for fact in facts[1:])
@@ -57,25 +57,25 @@ class World:
         self.violations.append(what)
 
     def random_for(self, name: str) -> random.Random:
-        """A generator of its own for each use, so that no draw hangs on the order of other draws."""
+        """Return a separate generator for each use, so that no draw depends on the order of other draws."""
         self._names[name] += 1
         return random.Random(f"{self.seed} {name} {self._names[name]}")
 
     def delay(self, rng: random.Random) -> float:
-        """Seconds that a message, or a thread, takes: mostly next to nothing."""
+        """Return the delay of a message or thread in seconds, mostly close to 0."""
         if rng.random() < self.slow:
-            return min(rng.expovariate(5.0), 0.5)  # else a heartbeat could come too late by chance
+            return min(rng.expovariate(5.0), 0.5)  # capped, because a late heartbeat must not be possible by chance
         return rng.expovariate(2000.0)
 
 
 class Facts:
-    """What decode workers promised, of all handoffs of a world."""
+    """The promises of decode workers about all handoffs of a world."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self.fenced: set[tuple[str, HandoffId]] = set()
         self.commits: dict[HandoffId, str] = {}
-        self.settled: set[tuple[str, HandoffId]] = set()  # the router was told of the commit, or wants none any more
+        self.settled: set[tuple[str, HandoffId]] = set()  # the router received the commit, or released the handoff
 
     def said_fenced(self, worker: str, handoff: HandoffId) -> None:
         self.fenced.add((worker, handoff))
@@ -91,7 +91,7 @@ class Facts:
 
 
 class Process:
-    """Tasks that live and die together, and stand still together."""
+    """Tasks that end together and freeze together."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
@@ -114,11 +114,11 @@ class Process:
         return self.run(lambda: self.world.loop.create_task(work, name=f"{self.name} {name}"))
 
     def start(self, work: Coroutine[Any, Any, Any], name: str = "") -> None:
-        """A task that nobody waits for."""
+        """Start a task without waiting for it."""
         _ = self.spawn(work, name)
 
     def run(self, make: Callable[[], Any]) -> Any:
-        """Call `make` as this process: what it starts belongs here."""
+        """Call `make` as this process, so that its tasks belong to the process."""
         context = copy_context()
         context.run(PROCESS.set, self)
         return context.run(make)
@@ -135,7 +135,7 @@ class Process:
             self.world.broken(f"{self.name}: task {task.get_name()} failed: {error!r}")
 
     async def turn(self) -> None:
-        """A thread of this process goes on: after a while, and not while the process is stopped."""
+        """Let a thread of this process continue, after a delay and not while the process is stopped."""
         await asyncio.sleep(self.world.delay(self.rng))
         await self._running.wait()
 
@@ -149,7 +149,7 @@ class Process:
         self._running.set()
 
     def kill(self) -> None:
-        """Its state is gone. Others hear of it by and by."""
+        """End the process and its state. Its peers learn of that later."""
         if not self.alive:
             return
         self.alive = False
@@ -161,7 +161,7 @@ class Process:
 
 
 class Pipe:
-    """One direction of a stream: messages arrive late, in order, or, once it is cut, from some moment on not at all."""
+    """One direction of a stream. Messages arrive late and in order; after a cut, none arrive from some point on."""
 
     def __init__(self, world: World, name: str, to: Process) -> None:
         self._world, self._to = world, to
@@ -182,7 +182,7 @@ class Pipe:
         self._world.loop.call_at(self._last, self._arrive)
 
     def cut(self) -> None:
-        """What is on its way arrives up to some message; then the end is seen, sooner or later."""
+        """Deliver a random part of the messages in transit, then, after a delay, the end."""
         if self.closed:
             return
         self._flight = deque(list(self._flight)[: self.rng.randint(0, len(self._flight))])
@@ -190,7 +190,7 @@ class Pipe:
         self.send(END)
 
     def drop(self) -> None:
-        """This end does not listen any more."""
+        """Stop reading at this end."""
         self.closed = True
         self._flight.clear()
         self._arrived.clear()
@@ -201,7 +201,7 @@ class Pipe:
             self._filled.set()
 
     async def receive(self) -> Any:
-        """The next message, or END; not while the receiver is stopped."""
+        """Return the next message or END. Waits while the receiver is stopped."""
         while True:
             await self._filled.wait()
             await self._to.resumed()
@@ -229,12 +229,12 @@ class Stream:
         return not self.up.closed and not self.down.closed
 
     def cut(self) -> None:
-        """It breaks: both ends see it, each in its time."""
+        """Break the stream. Each end sees it after its own delay."""
         self.up.cut()
         self.down.cut()
 
     def leave(self, who: Process) -> None:
-        """One end goes: it hears nothing more, the other one sees the end later."""
+        """Close one end. It receives nothing more, and the other end sees the close later."""
         mine, theirs = (self.down, self.up) if who is self.client else (self.up, self.down)
         mine.drop()
         theirs.cut()
@@ -245,14 +245,14 @@ Handler = Callable[[Stream], Coroutine[Any, Any, None]]
 
 @dataclass(frozen=True)
 class Listener:
-    """Who listens at an address, and with what, by the kind of the stream."""
+    """The process that listens at an address, and its handlers by kind of stream."""
 
     process: Process
     handlers: dict[str, Handler]
 
 
 def connect(world: World, client: Process, address: str, kind: str) -> Stream | None:
-    """A stream to whoever listens there now; None: nobody does."""
+    """Open a stream to the process that listens there, or return None without one."""
     listener = world.listening.get(address)
     if listener is None or not listener.process.alive:
         return None
@@ -267,7 +267,7 @@ def connect(world: World, client: Process, address: str, kind: str) -> Stream | 
 
 
 def task_factory(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
-    """Every task belongs to the process that starts it."""
+    """Create a task that belongs to the process that starts it."""
     task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **options)
     process = PROCESS.get(None)
     if process is not None:
@@ -276,7 +276,7 @@ def task_factory(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> 
 
 
 def in_virtual_time(work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work` on a loop of its own; all that is left there is cancelled."""
+    """Return the result of `work` on a new loop. All remaining tasks are cancelled."""
     loop = VirtualLoop()
     loop.set_task_factory(task_factory)
     try:

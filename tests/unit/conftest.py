@@ -2,10 +2,10 @@ import pytest
 import torch
 
 
-# Two threads wait for each other at each layer: beside other tests that takes a hundred times as long.
+# Two threads wait for each other at each layer. During other tests that takes a hundred times as long.
 @pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.serial)], ids=["one thread", "two threads"])
 def threads(request):
-    """So many threads of torch; their number."""
+    """Set torch's number of threads and return it."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param

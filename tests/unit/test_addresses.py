@@ -1,4 +1,4 @@
-"""By which address others reach a listener of this host."""
+"""The address at which others reach a listener of this host."""
 
 import socket
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ ROUTES = {"127.0.0.1": "127.0.0.1", "192.0.2.9": "10.0.0.5", "2001:db8::9": "fd0
 
 @pytest.fixture(autouse=True)
 def network(monkeypatch):
-    """A host with these interfaces, and a route to where Redis is in the tests."""
+    """A host with these interfaces, and a route to the tests' Redis."""
     known = {
         name: [SimpleNamespace(family=family, address=address) for family, address in found]
         for name, found in INTERFACES.items()
@@ -54,7 +54,7 @@ def network(monkeypatch):
     ("listen", "advertise", "interface", "redis", "told"),
     [
         ("127.0.0.1:0", None, None, FAR, "127.0.0.1"),
-        ("10.0.0.5:7000", None, "ib0", FAR, "10.0.0.5"),  # it does not listen at the other one
+        ("10.0.0.5:7000", None, "ib0", FAR, "10.0.0.5"),  # it does not listen on the other one
         ("10.0.0.5:7000", "worker.example", None, FAR, "worker.example"),
         ("0.0.0.0:0", "worker.example", "eth0", FAR, "worker.example"),
         ("0.0.0.0:0", None, "eth0", HERE, "10.0.0.5"),
@@ -65,8 +65,8 @@ def network(monkeypatch):
         ("0.0.0.0:0", None, None, HERE, "127.0.0.1"),
         ("[::]:0", None, None, SOCKET, "[::1]"),
         ("0.0.0.0:0", None, None, SOCKET, "127.0.0.1"),
-        ("0.0.0.0:0", None, None, "redis://198.51.100.1/0", "127.0.0.1"),  # no way there; Redis will be missed soon
-        ("0.0.0.0:0", None, None, FAR_V6, "127.0.0.1"),  # nobody could call that by IPv6
+        ("0.0.0.0:0", None, None, "redis://198.51.100.1/0", "127.0.0.1"),  # no route; the missing Redis is found soon
+        ("0.0.0.0:0", None, None, FAR_V6, "127.0.0.1"),  # no one could connect to that by IPv6
     ],
 )
 def test_what_others_are_told(listen, advertise, interface, redis, told):

@@ -1,4 +1,4 @@
-"""The audit digest: vectors made by hand from the bytes that the docstring writes down; no bit is left out."""
+"""The audit digest: vectors made by hand from the documented bytes. Every bit counts."""
 
 from dataclasses import replace
 from hashlib import sha256

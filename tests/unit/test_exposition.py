@@ -1,4 +1,4 @@
-"""What is served of the metrics of each kind of process: both formats, their names, labels and exemplars."""
+"""The served metrics of each kind of process: both formats, their names, labels and exemplars."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tools import metric_docs
 from tools.metric_docs import values
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.2"
-# interfaces.md: by name, the labels
+# interfaces.md: the labels, by name
 PROMISED = {
     "baton_requests_total": {"outcome"},
     "baton_ttft_seconds": set(),
@@ -34,7 +34,7 @@ PROMISED = {
     "baton_rollbacks_total": {"worker"},
     "baton_refusals_total": {"reason"},
 }
-# What vLLM's own board (examples/observability/prometheus_grafana) and the routers and autoscalers around it ask for.
+# Metrics that vLLM's own board (examples/observability/prometheus_grafana), routers and autoscalers read.
 READ_BY_OTHERS = """
     e2e_request_latency_seconds_bucket generation_tokens_total inter_token_latency_seconds_bucket kv_cache_usage_perc
     num_requests_running num_requests_waiting prefix_cache_hits_total prefix_cache_queries_total prompt_tokens_total
@@ -145,4 +145,4 @@ def test_a_refusal_is_counted_by_its_class_alone():
     before = len(samples(metrics.registry))
     for index in range(50):
         metrics.refused(EngineFault(f"words of a client {index}"))
-    assert len(samples(metrics.registry)) == before + 2  # and when it was made
+    assert len(samples(metrics.registry)) == before + 2  # its count and its creation time

@@ -1,4 +1,4 @@
-"""The targets of tools/fuzz_parse.py hold for their seeds, changes of them, and some of what hypothesis draws."""
+"""The targets of tools/fuzz_parse.py hold for their seeds, changed seeds, and some drawn inputs."""
 
 import random
 

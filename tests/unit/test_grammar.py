@@ -1,4 +1,4 @@
-"""Constraints as clients say them, and as grammars over the tokens of a model."""
+"""Constraints in clients' form, and as grammars over a model's tokens."""
 
 import json
 
@@ -103,7 +103,7 @@ def test_what_is_not_allowed_breaks_it_and_nothing_may_follow(oracle):
 
 NINE = [{"type": "string", "pattern": f".*w{i}.*"} for i in range(9)]
 CHAIN = {f"a/{i}": NINE[i] | ({"$ref": f"#/$defs/a~1{i + 1}"} if i < 8 else {}) for i in range(9)}
-PATTERNS = [  # nine that meet: with twenty-five the router would look for hours
+PATTERNS = [  # nine that meet: with twenty-five the router would search for hours
     {"allOf": NINE},
     {"allOf": [{"anyOf": [{"type": "integer"}, text]} for text in NINE]},
     {"allOf": [{"type": "array", "minItems": 1, "items": text} for text in NINE]},

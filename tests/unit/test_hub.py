@@ -1,4 +1,4 @@
-"""Models by their name on the Hub: from a cache without network, and every reason why one cannot be had."""
+"""Models by their Hub name: from a cache without network, and every error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def snapshot(home: Path, repo: str = "org/tiny", revision: str = "main") -> Path:
-    """A model in the cache, laid out as huggingface_hub does."""
+    """Make a model in the cache, in huggingface_hub's layout."""
     stored = home / "hub" / f"models--{repo.replace('/', '--')}"
     folder = stored / "snapshots" / COMMIT
     folder.mkdir(parents=True)
@@ -33,7 +33,7 @@ def snapshot(home: Path, repo: str = "org/tiny", revision: str = "main") -> Path
 
 
 def offline(home: Path, code: str) -> subprocess.CompletedProcess[str]:
-    """Run `code` with this cache and no network: huggingface_hub reads its settings once, when it is imported."""
+    """Run `code` with this cache and no network, in a process because huggingface_hub reads its settings at import."""
     env = os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
     env.pop("HF_HUB_CACHE", None)
     command = [sys.executable, "-c", f"import sys\nfrom baton.model_hub import *\n{code}"]
@@ -101,7 +101,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> str:
     ],
 )
 def test_what_the_hub_answers_is_translated(kind, says, monkeypatch):
-    error = kind.__new__(kind)  # its constructor wants a response of an HTTP client
+    error = kind.__new__(kind)  # its constructor needs a response of an HTTP client
     message = failing(monkeypatch, error)
     assert [part for part in says if part not in message] == []
 
@@ -116,7 +116,7 @@ def test_no_network_and_no_disk(monkeypatch):
 
 
 def test_what_is_asked_for(monkeypatch, tmp_path):
-    """Weights for a worker, none for a router; nothing that has to be unpickled, nothing twice."""
+    """A worker downloads weights and a router does not. No pickled file is fetched, and no file twice."""
     asked = []
 
     def download(repo, **options):

@@ -1,4 +1,4 @@
-"""The list of labels: it knows those that are exported and no others, and what each may be in which metric."""
+"""The list of labels: it has exactly the exported ones, with the allowed values in each metric."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 from tools import metric_docs
 from tools.metric_docs import LABELS, OF_METRIC, values
 
-# A refusal has its series from the first of its kind on; the others have all from the start.
+# A rejection's series starts with the first of its kind; all others exist from the start.
 COME_LATER = {("baton_refusals", "reason")}
 
 
 def exported() -> dict[tuple[str, str], set[str]]:
-    """By metric and label: the values of a router and a worker that have just begun."""
+    """Return the values by metric and label, of a router and a worker that have just started."""
     found = defaultdict(set)
     registries = (metric_docs.router_registry(), metric_docs.worker_registry())
     metrics = [metric for registry in registries for metric in registry.collect()]

@@ -1,4 +1,4 @@
-"""The lines of a process: whose they are, what libraries and crashes look like, and the copy on disk."""
+"""The log lines of a process: its name, lines of libraries and crashes, and the copy on disk."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ except ValueError:
 
 @pytest.mark.parametrize("folder", ["there", "not there"])
 def test_a_copy_has_more_than_stderr(tmp_path, folder):
-    """`baton up` shows warnings, and keeps the rest; before its folder is there, that is nothing."""
+    """`baton up` shows warnings and writes all lines to the copy, if its folder exists."""
     file: Path = tmp_path / folder / "supervisor.log"
     if folder == "there":
         file.parent.mkdir()

@@ -91,7 +91,7 @@ LOAD = Load(
 
 
 class Worker:
-    """Its metrics, and what they ask."""
+    """A worker's metrics with their sources."""
 
     def __init__(self):
         self.load, self.age, self.counts = LOAD, 0.1, Counts()

@@ -74,7 +74,7 @@ def walked(*, to: Stage = Stage.PREFILL) -> tuple[FakeClock, StageClock]:
     ("after_s", "commit_s", "expected"),
     [
         (16, 5, Timings(1, 2, 4, 8, 11, 5, 32, ttft_s=15, e2e_s=63)),
-        (1, 100, Timings(1, 2, 4, 8, 0, 1, 32, ttft_s=15, e2e_s=48)),  # a commit takes no longer than there was
+        (1, 100, Timings(1, 2, 4, 8, 0, 1, 32, ttft_s=15, e2e_s=48)),  # a commit is no longer than its time
     ],
 )
 def test_the_stretch_after_the_first_token_ends_with_the_commit(after_s, commit_s, expected):

@@ -138,7 +138,7 @@ def test_bad_file_is_named(tmp_path, name, content):
 
 @pytest.fixture
 def turns_where_calls_allow_them():
-    """The interpreter takes no turn from a thread: another one runs only where the running one lets it."""
+    """Long switch interval: the interpreter switches threads only when the running one yields."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1000.0)
     yield
@@ -146,7 +146,7 @@ def turns_where_calls_allow_them():
 
 
 def calls_until_another_thread_runs(call, most):
-    """How many were done when this thread had a turn again; `most` if it had none before the last of them ended."""
+    """Return the number of calls until this thread ran again, or `most` if it never did before the last call."""
     done, begun, seen = 0, threading.Event(), False
 
     def work():
@@ -167,7 +167,7 @@ def calls_until_another_thread_runs(call, most):
 @pytest.mark.usefixtures("turns_where_calls_allow_them")
 @pytest.mark.parametrize("what", ["encode", "encode_rendered", "decode"])
 def test_other_threads_run_while_a_long_text_is_worked_on(folder, what):
-    """A router's event loop, for one: it has other requests to carry."""
+    """A router's event loop must serve other requests."""
     tokenizer, text = load_tokenizer(folder), "some words to keep " * 2_000
     ids = tokenizer.encode(text)
     given, wanted = (ids, text) if what == "decode" else (text, ids)

@@ -1,4 +1,4 @@
-"""The file of tokens: what it may say, what a mistake in it says, and that it is read again."""
+"""The token file: its contents, errors for mistakes, and reloads."""
 
 import hashlib
 import hmac
@@ -100,7 +100,7 @@ def test_a_mistake_is_named_without_the_secret(tmp_path, case):
 
 
 def replaced(file, text):
-    """As an editor does it, and a mounted secret: another file in its place."""
+    """Replace the file by another one, as editors and mounted secrets do."""
     other = file.with_suffix(".new")
     other.write_text(text)
     other.replace(file)
@@ -139,7 +139,7 @@ def test_nothing_secret_is_in_a_repr(file):
         assert hashlib.sha256(ALICE.encode()).hexdigest() not in shown
 
 
-# --- how many requests of a token run at once
+# --- concurrent requests of a token
 
 
 def one_at_a_time(key: str = "a") -> Grant:

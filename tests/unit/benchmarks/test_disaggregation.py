@@ -20,7 +20,7 @@ from benchmarks.lib.disagg_run import SPLIT, Side, colocated
 from benchmarks.lib.mixed_load import DOCUMENT, KINDS, STREAM, arrivals, kinds_of, write_trace
 
 SLO = Slo(1.0, 0.05)
-USUAL_S = 0.0041  # of `a_profile`: its gap of a request alone
+USUAL_S = 0.0041  # the gap of a lone request, by `a_profile`
 MIXED = "colocated-64"
 
 
@@ -56,7 +56,7 @@ def test_goodput_is_the_highest_rate_that_nine_of_ten_requests_keep_to():
         phase(SPLIT, 2.0, 1, (good,) * 20),
         phase(SPLIT, 2.0, 2, (good,) * 18 + (bad,) * 2),  # 95 % of both rounds
         phase(SPLIT, 4.0, 1, (bad,) * 10 + (good,) * 30),  # 75 %
-        phase(SPLIT, 8.0, 1, (good,) * 40),  # by chance, behind a rate that is too high
+        phase(SPLIT, 8.0, 1, (good,) * 40),  # by chance, after a rate that is too high
     ]
     assert goodput(phases, SLO) == pytest.approx(2.5)
     assert goodput(phases[:3], SLO) == 2.0
@@ -135,7 +135,7 @@ def test_all_sides_get_the_same_load_and_other_lengths_come_at_the_same_moments(
 
 
 def a_profile(**changes: Any) -> Profile:
-    """A toy. `changes`: of its one layout."""
+    """Return a toy profile. `changes` apply to its only layout."""
     decode = (Piece(step_s=0.004, token_s=1e-4, context_s=0.0),)
     prompt = Line(step_s=0.004, token_s=1e-4, context_s=0.0)
     layout = Layout(tensor_parallel=1, kv_tokens=100_000, prompt=prompt, decode=decode, **changes)
@@ -160,7 +160,7 @@ def test_the_simulator_gets_the_very_load_of_a_phase(side):
 
 
 def test_goodput_is_compared_under_a_goal_and_routers_are_told_theirs(monkeypatch):
-    """As fast as could be: all requests kept to the goal. On the other side none did."""
+    """All requests of one side met the goal, and none of the other side's."""
     told = set()
 
     def told_first(scenario: Scenario, load: list[Arrival]) -> Report:

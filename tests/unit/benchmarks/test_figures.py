@@ -1,4 +1,4 @@
-"""The arithmetic between what benchmarks measured and the figures that they publish."""
+"""The arithmetic from benchmarks' measurements to the published figures."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_determinism_is_compared_round_by_round() -> None:
     assert found["azure: none"] == found["azure: none, p99 TTFT"] == 1.0
     assert found["azure: all"] == 0.5  # of 0.5, 0.8 and 0.25
     assert found["azure: all, p99 TTFT"] == pytest.approx(1.99, abs=0.001)  # of 2.98, 1.0 and 1.99
-    assert "azure: few, p99 TTFT" not in found  # not as many waited
+    assert "azure: few, p99 TTFT" not in found  # too few requests waited
 
 
 def load(**fields: object) -> overload.Phase:
@@ -177,7 +177,7 @@ def test_ratios_of_an_overload_are_to_one_time_and_null_where_nothing_was_seen()
 
 
 def test_an_interval_leaves_out_as_many_rounds_as_it_may() -> None:
-    """The true median is outside when no more than those left out at an end are on its side."""
+    """The true median is outside only if no more than the omitted rounds of one end are on its side."""
 
     def risk(count: int, left_out: int) -> float:
         return 2 * sum(math.comb(count, k) for k in range(left_out + 1)) / 2**count

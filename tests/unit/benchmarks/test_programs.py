@@ -37,7 +37,7 @@ slow = pytest.mark.slow
 
 
 def run(program: str, *options: str, out: Path | None = None) -> tuple[str, dict[str, Any]]:
-    """Return its output and its last line. `out`: for a program that converts models and keeps what it measured."""
+    """Run a program and return its output and its last line. `out`: folder for converted models and measurements."""
     folders = [] if out is None else ["--out", str(out / "out"), "--cache", str(out / "cache")]
     command = [sys.executable, f"benchmarks/{program}.py", *options, *folders]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -94,7 +94,7 @@ ENGINE_PEERS = {"vs_transformers_min", *(f"vs_best_peer_{size}_min" for size in 
 
 @slow
 def test_engine_has_all_figures_and_puts_runs_of_a_size_each_together(tmp_path: Path) -> None:
-    """Beside `M`, transformers is measured where it is installed."""
+    """For `M`, transformers is measured too if it is installed."""
     points = {"L": ("P512", "B1@128"), "M": ("B16@128",)}
     parts = []
     for size, peers in (("L", ("--peers", "none")), ("M", ())):
@@ -117,7 +117,7 @@ def test_engine_has_all_figures_and_puts_runs_of_a_size_each_together(tmp_path: 
 
 @slow
 def test_thinking_has_all_figures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(thinking, "configure_logging", lambda *_: None)  # it is the process's, and others log here too
+    monkeypatch.setattr(thinking, "configure_logging", lambda *_: None)  # would change other tests' logs
     monkeypatch.setattr(thinking, "LEAST", Plan(1, 2, 1, 1))
     monkeypatch.setattr(thinking_measure, "LOADS", (Load(30, 1.0),))
     monkeypatch.setattr(thinking_measure, "FLIPS", (20, 60, 100))

@@ -1,4 +1,4 @@
-"""The load generators: what arrives whole is counted, and anything else is an error."""
+"""The load generators count complete streams and raise an error for any other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def token_event(number, text="x", seq=0):
 
 
 class Server:
-    """Answers with a token an event, but for what `twist` makes of the events; then an error of `status`, if any."""
+    """Answers with one event per token, changed by `twist`, and then an error of `status`, if any."""
 
     def __init__(self, text="x", twist=lambda events: events, status=None):
         self.text, self.twist, self.status = text, twist, status
@@ -79,7 +79,7 @@ async def test_whole_streams_are_counted_and_followed_by_others_while_time_is_le
     ("text", "options"),
     [
         ("x" * 100_000, {"answer": 3}),  # a frame has at most 16384 bytes
-        ("x", {"prompt": 3000, "streams": 30, "connections": 1}),  # 15 KB each, the first window is 64 KB
+        ("x", {"prompt": 3000, "streams": 30, "connections": 1}),  # 15 KB each, while the first window is 64 KB
     ],
     ids=["answers of many frames", "requests wait for room in the server's window"],
 )

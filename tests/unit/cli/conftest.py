@@ -1,4 +1,4 @@
-"""Routers and workers of these tests: servicers that say what a test has them say, on loopback."""
+"""Scripted servicers on loopback as routers and workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.quiet_admin import QuietAdmin
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[QuietAdmin], str]]:
-    """A function that serves a router, or a router that is a worker too. Returns its address."""
+    """A function that serves a router, or a router that is also a worker. Returns its address."""
     servers: list[grpc.Server] = []
 
     def served(servicer: QuietAdmin) -> str:

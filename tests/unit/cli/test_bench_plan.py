@@ -1,4 +1,4 @@
-"""What `baton bench` sends."""
+"""The requests that `baton bench` sends."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def asks(model: Model = MODEL, **options: Any) -> list[Any]:
 
 
 def written(folder: Path, text: str) -> Path:
-    """The file of a trace."""
+    """Write a trace and return its file."""
     (file := folder / "t.jsonl").write_text(text)
     return file
 
 
 @pytest.fixture
 def mooncake(tmp_path: Path) -> Path:
-    """Half a second between two requests whose first half is the same."""
+    """A trace of two requests at half a second's distance, with a common first half."""
     return written(tmp_path, MOONCAKE % (0, 1024, [0, 1]) + MOONCAKE % (500, 1024, [0, 2]))
 
 
@@ -87,7 +87,7 @@ def test_what_warms_up_has_the_same_lengths_and_other_tokens(mooncake: Path):
     warm, real = list(load.warmup(MODEL)), list(load.requests(MODEL))
     assert [(len(ask.prompt), ask.max_tokens) for ask in warm] == [(32, 1)] * 2
     assert not any(ask.deterministic for ask in warm)
-    assert len({tuple(ask.prompt[:16]) for ask in (*warm, *real)}) == 3  # only the real ones begin alike
+    assert len({tuple(ask.prompt[:16]) for ask in (*warm, *real)}) == 3  # only the real ones have a common beginning
 
 
 def test_lengths_that_the_model_cannot_have_are_refused_at_once_or_cut():
@@ -96,7 +96,7 @@ def test_lengths_that_the_model_cannot_have_are_refused_at_once_or_cut():
     assert [ask.clipped for ask in asks(prompt_tokens="60", requests=1)] == [False]
     cut = asks(prompt_tokens="60", max_tokens="5", requests=1, clip=True)
     assert [(len(ask.prompt), ask.max_tokens, ask.clipped) for ask in cut] == [(59, 5, True)]
-    assert len(asks(Model("m", 0, 0), prompt_tokens="600", requests=1)[0].prompt) == 600  # nobody says how much it has
+    assert len(asks(Model("m", 0, 0), prompt_tokens="600", requests=1)[0].prompt) == 600  # the model's limit is unknown
 
 
 @pytest.mark.parametrize("clip", [False, True])
@@ -144,7 +144,7 @@ def test_times_that_a_trace_does_not_have(tmp_path: Path, mooncake: Path):
     with pytest.raises(ConfigError, match=r"--rate: all requests of .* have the same timestamp"):
         asks(trace=file, arrivals="trace", rate=1)
     with pytest.raises(ConfigError, match=r"--duration: all requests of .* have the same timestamp"):
-        asks(trace=file, arrivals="trace", duration=1)  # it would have no end
+        asks(trace=file, arrivals="trace", duration=1)  # it would never end
     assert len(asks(MODEL, trace=file, arrivals="trace", duration=1, requests=2, clip=True)) == 2
 
 

@@ -1,4 +1,4 @@
-"""The numbers that `baton bench` makes of what it has seen, and a comparison of two reports."""
+"""The numbers that `baton bench` computes, and a comparison of two reports."""
 
 from __future__ import annotations
 

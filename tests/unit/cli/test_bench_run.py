@@ -1,4 +1,4 @@
-"""The loops of `baton bench`, on a server that does what a test wants, and what it reads of an answer over HTTP."""
+"""The loops of `baton bench` with a scripted server, and its reading of HTTP answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BLOCKED_S = 0.15
 
 
 class Fake:
-    """Blocks the process while it has request number `blocks`, and fails at those in `fails`."""
+    """Blocks the process during request number `blocks`, and fails for those in `fails`."""
 
     def __init__(self, blocks: int | None = None, fails: tuple[int, ...] = (), error: BatonError | None = None) -> None:
         self.asked: list[BenchRequest] = []

@@ -33,7 +33,7 @@ KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and is
 
 
 def ended_by(error, monkeypatch):
-    """The exit code of a command that raises this."""
+    """Return the exit code of a command that raises this."""
 
     def fail():
         raise error
@@ -93,7 +93,7 @@ def zombie() -> Iterator[psutil.Process]:
 
 
 def test_a_zombie_has_ended_and_a_process_that_runs_on_is_returned(zombie):
-    """The timeout of the first is longer than a test may take."""
+    """The timeout of the first call is longer than a test."""
     assert wait_ended([zombie], 3600.0) == []
     running = psutil.Process(zombie.ppid())
     assert wait_ended([zombie, running], 0.3) == [running]
@@ -103,7 +103,7 @@ def test_a_zombie_has_ended_and_a_process_that_runs_on_is_returned(zombie):
 def test_a_wrong_cpu_level_is_refused_before_anything_starts(monkeypatch, tmp_path, command):
     monkeypatch.setenv("BATON_HOME", str(tmp_path))
     monkeypatch.setenv("BATON_CPU_LEVEL", "avx9")
-    monkeypatch.setattr(demo, "configure_logging", lambda *_: None)  # it changes this process, in which others log
+    monkeypatch.setattr(demo, "configure_logging", lambda *_: None)  # would change other tests' logs
     done = CliRunner().invoke(app, [*command, "-c", "configs/no-ray.yaml"])
     assert isinstance(done.exception, ConfigError), done.output
     assert str(done.exception) == "BATON_CPU_LEVEL (environment): must be native or none, got 'avx9'"
@@ -113,7 +113,7 @@ def test_a_wrong_cpu_level_is_refused_before_anything_starts(monkeypatch, tmp_pa
 @pytest.mark.parametrize("detach", [[], ["--detach"]], ids=["foreground", "detached"])
 def test_a_full_disk_ends_a_start_with_an_error(monkeypatch, tmp_path, detach):
     monkeypatch.setenv("BATON_HOME", str(tmp_path))
-    monkeypatch.setattr(launch, "configure_logging", lambda *_: None)  # it changes this process, in which others log
+    monkeypatch.setattr(launch, "configure_logging", lambda *_: None)  # would change other tests' logs
     fill_disk(monkeypatch)
     done = CliRunner().invoke(app, ["up", "-c", "configs/no-ray.yaml", "--set", "model.path=oracle", *detach])
     assert isinstance(done.exception, ConfigError), done.output
@@ -144,12 +144,12 @@ def test_the_error_of_a_detached_process_without_output_is_shown(monkeypatch, tm
     assert done.stderr == "baton: ConfigError: up ended with exit code 3\n"
 
 
-# --- scale, drain and restart; tests/integration/test_board.py has what they ask a router
+# --- scale, drain and restart; tests/integration/test_board.py has their requests to a router
 
 
 @pytest.fixture
 def operator(monkeypatch):
-    """Stands in for the operator that commands find."""
+    """Replaces the operator that commands find."""
     made = Mock()
     made.scale.side_effect = lambda sizes: admin_pb2.Plan(**{"prefill": 7, "decode": 8, **sizes}, number=3)
     made.restart.return_value = admin_pb2.Plan(generation=5, number=4)

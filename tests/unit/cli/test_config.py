@@ -1,4 +1,4 @@
-"""No password is shown, in whichever form Redis URLs allow it; overrides survive the way into a detached process."""
+"""No password is shown in any form of a Redis URL. Overrides reach a detached process."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Each finding of `baton doctor`: what is wrong is called wrong, with a remedy."""
+"""Each finding of `baton doctor` has the right verdict and a remedy."""
 
 import importlib.metadata
 import json

@@ -1,4 +1,4 @@
-"""`--show`, the prompt on standard input, and which cluster is meant."""
+"""`--show`, the prompt on standard input, and the choice of the cluster."""
 
 import io
 import json
@@ -53,7 +53,7 @@ def test_an_answer_without_a_token_has_no_ttft(ids, text):
 
 
 def completed(ids, **facts):
-    """An answer of these tokens, which ended with these facts."""
+    """Return an answer with these tokens, which ended with these facts."""
     tokens = [Event(tokens=inference.Tokens(ids=[each])) for each in ids]
     stream = Thinking(*tokens, *ended(common.FINISH_REASON_EOS, **facts))
     list(stream)
@@ -66,7 +66,7 @@ def ended(reason, **facts):
 
 
 class Thinking(Fold):
-    """A stream that is told these messages, and a client that has it; `asked` are the options."""
+    """A stream of these messages, and a client that has it. `asked` are the options."""
 
     def __init__(self, *messages: Event) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def test_a_prompt_on_standard_input_need_not_be_text(monkeypatch, data, text):
 
 @pytest.fixture
 def clusters(tmp_path, monkeypatch):
-    """A function that makes a cluster of this name."""
+    """A function that creates a cluster with this name."""
     monkeypatch.setenv("BATON_HOME", str(tmp_path))
 
     def add(name, grpc="127.0.0.1:1"):

@@ -1,4 +1,4 @@
-"""`baton logs`: the lines of several files in order, the last ones of a large file, and what comes meanwhile."""
+"""`baton logs`: the lines of several files in order, the last ones of a large file, and new ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BEGIN = 1_700_000_000.0
 
 
 def event(at: float, what: str, **facts: object) -> str:
-    """As our processes write it; `at`: seconds after BEGIN."""
+    """Return a log line in our format. `at`: seconds after BEGIN."""
     stamp = datetime.fromtimestamp(BEGIN + at, UTC).isoformat().replace("+00:00", "Z")
     return json.dumps({"event": what, "level": "info", "timestamp": stamp} | facts)
 
@@ -55,7 +55,7 @@ def printed(cluster, capsys):
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    """The log folder of a cluster `local` that has ended."""
+    """The log folder of an ended cluster `local`."""
     monkeypatch.setenv("BATON_HOME", str(tmp_path))
     folder = StateFolder("local").logs
     folder.mkdir(parents=True)

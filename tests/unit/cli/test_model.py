@@ -1,4 +1,4 @@
-"""A model is fetched once before a cluster starts, and a terminal shows how far it is loaded."""
+"""A model is fetched once before a cluster starts, and a terminal shows the progress of loading."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_logs_say_how_far_each_worker_is(tmp_path):
     (tmp_path / "prefill-2.log").write_text('{"event": "model_lo')
     (tmp_path / "prefill-3.log").write_text("[1]")
     assert loading(tmp_path, since=0) == ["decode-0 40 %", "prefill-0 100 %"]
-    assert loading(tmp_path, since=2e10) == []  # an earlier run's
+    assert loading(tmp_path, since=2e10) == []  # of an earlier run
     assert loading(tmp_path / "none", since=0) == []
 
 

@@ -1,4 +1,4 @@
-"""`baton profile`: measures, keeps, reports; and says why when there is nothing to profile."""
+"""`baton profile`: measures, saves, reports, and explains if there is nothing to profile."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cluster_file(tmp_path, monkeypatch):
     monkeypatch.setenv("BATON_HOME", str(home))
     monkeypatch.setattr(command, "measure_linear", partial(measure_linear, rows=(1, 8)))
     monkeypatch.setattr(command, "measure_attention", partial(measure_attention, context=40))
-    monkeypatch.setattr(command, "configure_logging", lambda *_: None)  # it is the process's, and others log here too
+    monkeypatch.setattr(command, "configure_logging", lambda *_: None)  # would change other tests' logs
     before = torch.get_num_threads()
     file = tmp_path / "c.yaml"
     pool = "{threads: 1, max_running: 2}"
@@ -48,7 +48,7 @@ def cluster_file(tmp_path, monkeypatch):
 def test_every_shape_of_the_model_is_measured_and_kept(cluster_file, capsys):
     compiled_or_skip(lambda: load_library("f32"))
     command.profile_kernels(cluster_file, [], as_json=True)
-    (report,) = json.loads(capsys.readouterr().out)  # both pools have one thread: one profile
+    (report,) = json.loads(capsys.readouterr().out)  # both pools have one thread, so one profile
     shapes = {f"{p['width']}x{p['k']}" for p in report["points"]}
     assert shapes == set(report["choices"])
     assert len(shapes) == 5  # qkv, o, gate and up, down, head

@@ -1,4 +1,4 @@
-"""`baton status` of several routers, and `--census`: routers and a worker that say what the test has them say."""
+"""`baton status` of several routers, and `--census`, with scripted routers and a scripted worker."""
 
 import json
 import os
@@ -141,7 +141,7 @@ def test_watching_goes_on_until_it_is_interrupted(capsys, monkeypatch):
     assert capsys.readouterr().out == "shown\nshown\nbeing replaced\nshown\n"
 
 
-# --- the census: what is unaccounted for
+# --- the census: unaccounted blocks and handoffs
 
 D = WorkerRef("decode-0", Incarnation(7, 2), "127.0.0.1:2")
 
@@ -189,14 +189,14 @@ def test_blocks_that_nobody_holds():
 
 
 def test_problems_are_the_same_if_they_are_about_the_same():
-    """So that what was only on its way is not reported: it is gone by the second look."""
+    """A problem is reported only if a second look finds an equal one, whatever its details."""
     assert Problem("w", HandoffId("a", 1), "with 3 blocks") == Problem("w", HandoffId("a", 1), "with 4 blocks")
     assert Problem("w", HandoffId("a", 1), "") != Problem("w", HandoffId("a", 2), "")
     assert Problem("w", None, "") != Problem("v", None, "")
 
 
 class Cluster(FakeRouter, worker_pb2_grpc.WorkerServicer):
-    """Each look at its worker takes the next list of what is held; the last one stays."""
+    """Each census of its worker returns the next list of held handoffs. The last one stays."""
 
     def __init__(self):
         super().__init__("router-a")
@@ -218,7 +218,7 @@ def cluster():
 
 @pytest.fixture
 def census(cluster, monkeypatch, serve, capsys):
-    """Return the exit code of a census, and what was printed."""
+    """Return the exit code of a census and its output."""
     monkeypatch.setattr(census_command, "PAUSE_S", 0.0)
     address = serve(cluster)
     cluster.reply.workers[0].CopyFrom(worker("decode-0", address))

@@ -1,4 +1,4 @@
-"""`baton top` against a router that says what the test has it say: keys, tables, what is lost and comes back."""
+"""`baton top` with a scripted router: keys, tables, lost and restored connections."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def worker(index: int, role: str, running: int, **blocks: int) -> admin_pb2.Work
 
 
 def live(at: float = 1000.0, requests: int = 3, **facts: Any) -> admin_pb2.Live:
-    """What a router says of a small cluster at this time, with so many requests under way."""
+    """Return a router's report of a small cluster at this time, with so many running requests."""
     left = worker(0, "prefill", 1, total=100, free=60, reserved=0, owned=30, cached=10)
     right = worker(0, "decode", 4, total=100, free=5, reserved=5, owned=90)
     plan = admin_pb2.Plan(prefill=1, decode=1, number=7, by="operator")
@@ -59,7 +59,7 @@ def live(at: float = 1000.0, requests: int = 3, **facts: Any) -> admin_pb2.Live:
 
 
 class Router(QuietAdmin):
-    """Says what is put into `says`; an error ends the stream with it."""
+    """Sends the messages in `says`. An error ends the stream."""
 
     def __init__(self) -> None:
         self.says: queue.Queue[admin_pb2.Live | grpc.StatusCode] = queue.Queue()
@@ -77,7 +77,7 @@ class Router(QuietAdmin):
             except queue.Empty:
                 continue
             if not context.is_active():
-                self.says.put(said)  # for who asks next
+                self.says.put(said)  # for the next watcher
                 return
             if isinstance(said, grpc.StatusCode):
                 context.abort(said, "as the test says")
@@ -120,7 +120,7 @@ async def shown(
     interval_s: float = 0.5,
     credentials: Credentials = NO_CREDENTIALS,
 ) -> AsyncIterator[tuple[Top, Pilot[Any]]]:
-    """The screen, when it shows the three requests of what the router has said."""
+    """Yield the screen when it shows the three requests of the router's report."""
     app = screen(router, interval_s, credentials)
     router.says.put(said or live())
     async with app.run_test(size=SIZE) as pilot:
@@ -129,7 +129,7 @@ async def shown(
 
 
 def without_the_first(at: float) -> admin_pb2.Live:
-    """A later report of the router, after its first request has ended."""
+    """Return a later report, after the first request has ended."""
     newer = live(at)
     del newer.requests[0]
     return newer
@@ -181,7 +181,7 @@ async def test_rows_go_and_come_and_the_cursor_stays_with_its_request(router):
     async with shown(router) as (app, pilot):
         requests = table(app, "requests")
         await pilot.press("down")
-        newer = without_the_first(1001.0)  # it is above the cursor
+        newer = without_the_first(1001.0)  # the first request is above the cursor
         newer.requests[0].tokens = 77
         newer.status.workers[1].load.decode_tokens += 250
         router.says.put(newer)
@@ -245,7 +245,7 @@ async def test_the_trace_of_a_request_and_one_without(router):
         assert re.search(r"r-1 +queue +█+·+ +250 ms", said())
         assert re.search(r"prefill-0 +compute +·+█+ +750 ms tokens=17", said())
         router.says.put(without_the_first(1001.0))
-        await until(lambda: rows(app) == 2)  # beneath it all goes on
+        await until(lambda: rows(app) == 2)  # the screen below is updated
         await pilot.press("escape", "t")
         await until(lambda: router.asked == ["req-1", ""])
         await pilot.press("escape", "down", "enter")
@@ -283,7 +283,7 @@ async def test_a_router_that_is_lost_is_waited_for(router, monkeypatch, how):
         assert rows(app) == 3, "what was known stays"
 
         def back() -> bool:
-            if router.says.empty():  # a stream that is just being given up may take what is said
+            if router.says.empty():  # a stream that is being closed may take a report
                 router.says.put(live(1001.0, requests=1))
             return not lost.display and rows(app) == 1
 

@@ -1,4 +1,4 @@
-"""Folding of events and deciding on retries, without I/O and without time."""
+"""Folding events and deciding on retries, without I/O and real time."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def fold(*events: Event) -> tuple[Fold, list[Delta]]:
 
 
 def resumed(*streams: list[Event]) -> tuple[Fold, list[Delta]]:
-    """An answer of streams, each of which broke but the last."""
+    """Fold an answer that came in several streams. All but the last one broke."""
     folded, found = Fold(), list[Delta | None]()
     for number, stream in enumerate(streams):
         if number:
@@ -244,7 +244,7 @@ def test_retries_run_out_and_progress_gives_them_back():
     assert tries.wait_after(NoWorker("second")) == 0.25
     with pytest.raises(NoWorker, match="third"):
         tries.wait_after(NoWorker("third"))
-    for none_left, started in ((attempts(retries=0), False), (attempts(), True)):  # a stream that began is not repeated
+    for none_left, started in ((attempts(retries=0), False), (attempts(), True)):  # a begun stream is not repeated
         with pytest.raises(NoWorker):
             none_left.wait_after(NoWorker("x"), started=started)
 
@@ -262,7 +262,7 @@ def test_the_deadline_spans_all_tries():
     assert tries.remaining() == 2.0
     clock.advance(1.5)
     assert tries.remaining() == 0.5
-    with pytest.raises(Overloaded):  # what is wrong says more than that there is no time to wait for it
+    with pytest.raises(Overloaded):  # the original error is more useful than a deadline error
         tries.wait_after(Overloaded("full", retry_after_s=0.5))
     clock.advance(5)
     assert tries.remaining() == 0.0

@@ -1,4 +1,4 @@
-"""What a caller writes becomes the request, or an error that names what is wrong with it."""
+"""A caller's options become a request, or an error that names the mistake."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_only_what_is_given_is_sent():
     )
     assert request.sampling.HasField("temperature")
     assert not request.sampling.HasField("seed")
-    for prompt, kind in (("", "text"), ([], "token_ids"), ((), "token_ids")):  # for the server to refuse
+    for prompt, kind in (("", "text"), ([], "token_ids"), ((), "token_ids")):  # the server rejects these
         assert generate_request(prompt, {}).WhichOneof("prompt") == kind
 
 

@@ -1,4 +1,4 @@
-"""Whether a broken stream is resumed, and what is raised when it is given up."""
+"""Whether a broken stream is resumed, and the error if it is not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def recovery(targets: int = 1) -> Recovery:
 
 
 def lost(targets: int = 1, retries: int = 5) -> tuple[Recovery, Attempts]:
-    """The recovery of a stream that was lost."""
+    """Return the recovery of a lost stream."""
     broken, tries = recovery(targets), attempts(retries)
     broken.wait_after(LOST, tries, answered=True)
     return broken, tries

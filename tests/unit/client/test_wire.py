@@ -1,4 +1,4 @@
-"""The channels of both clients: made once, on first use, and not after closing."""
+"""The channels of both clients: created once, on first use, and never after closing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_threads_that_come_first_together_share_a_channel(monkeypatch: pytest.Mo
     real, start = channel.sync_channel, threading.Barrier(THREADS)
 
     def slowly(target: str, **more: object):
-        threading.Event().wait(0.2)  # time for a second one, if there were nothing to stop it
+        threading.Event().wait(0.2)  # time for a second channel, if there were no lock
         return real(target)
 
     connect = Mock(side_effect=slowly)

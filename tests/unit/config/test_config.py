@@ -181,7 +181,7 @@ def test_the_shape_of_a_verify_pass(load):
     assert given == {"rows": 4, "window": 8, "verify": "auto"}
     auto, shapes = load("model: {path: oracle}").determinism, FixedShapes()
     assert (auto.rows, auto.window) == ("auto", "auto")
-    assert (shapes.rows, shapes.tokens) == AUTO_PASS  # the engine stands above the file
+    assert (shapes.rows, shapes.tokens) == AUTO_PASS  # config must not import the engine
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_verify_pass_of_another_shape_is_refused(load, given, said):
         load(f"model: {{path: oracle}}\ndeterminism: {given}")
 
 
-# --- mode: colocated: all workers of both pools are alike, and nothing but the size of the prefill pool counts
+# --- mode: colocated: all workers of both pools are decode workers; only the size of the prefill pool counts
 
 TWO_POOLS = """
 model: {path: oracle}
@@ -218,14 +218,14 @@ def test_as_many_workers_as_both_pools_have_all_as_decode_says(load):
 
 
 def test_what_was_loaded_is_loaded_again_as_it_is(load):
-    """The supervisor writes it into the state folder, a controller of others is told it as JSON."""
+    """The supervisor writes it into the state folder, and a controller elsewhere gets it as JSON."""
     config = load(TWO_POOLS, "mode=colocated", "decode.autoscale.max=4")
     assert load(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True))) == config
     assert config_from_json(config.model_dump_json()) == config
 
 
 def test_where_the_other_pool_listens_is_nobodys_business(load):
-    """Nor is it after the first time, when it is said to listen where these workers do."""
+    """A reload accepts the file too, although the prefill pool then has the listeners of the decode pool."""
     open_ = ["decode.listen=0.0.0.0:0", "decode.metrics=0.0.0.0:9101", "prefill.listen=0.0.0.0:1"]
     allowed = "security.allow_insecure=[decode.listen, decode.metrics, transfer.transport]"
     config = load(TWO_POOLS, "mode=colocated", *open_, allowed)
@@ -257,7 +257,7 @@ def test_no_prefill_worker_is_needed_with_it_and_with_it_alone(load):
     for sets in (["prefill.replicas=0"], ["mode=colocated", "decode.replicas=0"]):
         with pytest.raises(ConfigError, match=r"replicas: .*greater than 0"):
             load(TWO_POOLS, *sets)
-    # Both are no more than a pool may have: the file in the state folder must load again.
+    # Together they may not exceed one pool's limit, because the file in the state folder must load again.
     assert load(TWO_POOLS, "mode=colocated", "decode.replicas=4093").decode.replicas == 4096
     with pytest.raises(ConfigError, match=r"decode.replicas: must be at most 4096 in both pools, got 4097"):
         load(TWO_POOLS, "mode=colocated", "decode.replicas=4094")

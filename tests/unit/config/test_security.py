@@ -1,4 +1,4 @@
-"""`security` in the cluster file: files that are checked, and which listeners need them."""
+"""`security` in the cluster file: checks of its files, and the listeners that need them."""
 
 import subprocess
 from shutil import copytree
@@ -25,7 +25,7 @@ def load(load):
 
 
 def expired(folder, other):
-    """A certificate of the same CA and key whose time is over."""
+    """Return an expired certificate of the same CA and key."""
     signer = ["-CA", folder / "ca.pem", "-CAkey", folder / "ca-key.pem", "-set_serial", "7", "-days", "-1"]
     request = ["openssl", "req", "-new", "-key", folder / "key.pem", "-subj", "/CN=old", "-out", other / "request.pem"]
     subprocess.run(request, check=True, capture_output=True)

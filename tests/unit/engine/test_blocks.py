@@ -9,7 +9,7 @@ from baton.engine.block_pool import HOLDING, BlockPool, BlockState
 from tests.support.engines import allocated
 
 TOTAL = 12
-CHAINS = "abc"  # a content is a chain's name and a length: "a1", "a2", ...
+CHAINS = "abc"  # a block's content is a chain's name and a length: "a1", "a2", ...
 
 
 def names(chain, first, end):
@@ -21,21 +21,21 @@ def has(*states):
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random lives of allocations, against a model of what is written in each block, and which may be found.
+    """Random allocations, compared with a model of the content of each block and of the prefix cache.
 
-    Each allocation writes one chain: its first `full` blocks hold the chain's first contents.
+    Each allocation writes one chain: its first `full` blocks have the chain's first contents.
     """
 
     def __init__(self):
         super().__init__()
         self.pool = BlockPool(TOTAL)
-        self.holders = {}  # allocation -> (chain, how many of its blocks are full and published)
+        self.holders = {}  # allocation -> (chain, number of its full and cached blocks)
         self.uses = {}  # block -> its last generation
-        self.written = {}  # block -> what it holds since its last allocation
-        self.doubted = set()  # blocks that nobody may find any more in this use
+        self.written = {}  # block -> its content since its last allocation
+        self.doubted = set()  # blocks that may not be found any more in this use
 
     def note(self, allocation, first):
-        """Fresh blocks: a new use of each, whose old content is gone."""
+        """Record fresh blocks: a new use of each, without its old content."""
         for block, generation in zip(allocation.blocks[first:], allocation.generations[first:], strict=True):
             assert generation > self.uses.get(block, 0)
             assert not any(block in other.blocks for other in self.holders if other is not allocation)
@@ -75,7 +75,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(n=st.integers(0, 4), chain=st.sampled_from(CHAINS), most=st.integers(0, 5))
     def reserve_behind_what_is_found(self, n, chain, most):
-        """As a reservation does: pin first, take the rest reserved, make one of both."""
+        """Allocate like a reservation: pin shared blocks, reserve the rest, join both."""
         shared = self.pool.find(names(chain, 0, most))
         head = allocated(self.pool, 0, shared=shared)
         own = self.pool.allocate(n, reserved=True)
@@ -205,7 +205,7 @@ TestPool.settings = settings(max_examples=150, stateful_step_count=50, deadline=
 
 
 def filled(pool, chain, n, shared=()):
-    """`n` published blocks in all, of which the first are `shared`."""
+    """Return an allocation of `n` cached blocks. The first ones are `shared`."""
     allocation = allocated(pool, n - len(shared), shared=shared)
     allocation.publish(len(shared), names(chain, len(shared), n))
     return allocation
@@ -219,7 +219,7 @@ def test_the_least_recently_used_goes_first_and_tails_before_heads():
     pool = BlockPool(TOTAL)
     for chain in ("a", "b"):
         filled(pool, chain, 4).release()
-    filled(pool, "a", 4, pool.find(names("a", 0, 4))).release()  # used again: "b" is older now
+    filled(pool, "a", 4, pool.find(names("a", 0, 4))).release()  # used again, so "b" is older now
     left = []
     taken = allocated(pool, 4)
     while taken.grow(1):
@@ -244,7 +244,7 @@ def test_a_shared_beginning_outlives_the_tails_of_both():
 
 def test_of_equal_contents_one_stays_and_is_as_fresh_as_the_last_used():
     pool = BlockPool(TOTAL)
-    first, second = filled(pool, "a", 3), filled(pool, "a", 4)  # computed side by side
+    first, second = filled(pool, "a", 3), filled(pool, "a", 4)  # computed concurrently
     first.release()
     filled(pool, "b", 1).release()
     second.release()

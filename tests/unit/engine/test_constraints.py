@@ -1,4 +1,4 @@
-"""Answers that must match something, by the oracle: from the first token to the end, wherever they go on."""
+"""Answers with constraints, by the oracle: from the first token to the end, also after any interruption."""
 
 import json
 import random
@@ -95,7 +95,7 @@ def test_going_on_from_any_token_gives_the_same(backend, kind):
         assert rest.tokens == whole.tokens[known:], known
         assert rest.finish == whole.finish
     finish = engine.finish_of(replace(spec, known=tuple(ids(whole.tokens))))
-    assert (finish is not None) is (whole.finish.matched == "")  # else the end token is still to be drawn
+    assert (finish is not None) is (whole.finish.matched == "")  # otherwise the end token must still be drawn
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,7 +110,7 @@ def test_a_handoff_at_any_token_gives_the_same(backend, kind, length):
 
 
 def test_beside_others_and_through_preemptions_each_answer_is_its_own(backend, seed):
-    """In a pool in which not all have room; every second one has no constraint."""
+    """The pool is too small for all. Every second request has no constraint."""
     rng = random.Random(seed)
     engine = engine_of(backend, total_blocks=20, max_batched_tokens=16)
     specs = {}
@@ -149,7 +149,7 @@ def test_what_an_engine_can_never_compute_is_refused(backend):
 
 
 def test_a_constraint_that_leaves_nothing_ends_its_own_request_alone(backend):
-    """The end token is barred until `min_tokens`: the router refuses that; a worker that gets it fails one request."""
+    """Until `min_tokens` the end token is barred. The router rejects that; in a worker, only this request fails."""
     engine = engine_of(backend)
     for name, spec in (
         ("bad", spec_of(Constraint("regex", ("(ab)?",)), min_tokens=400, logit_bias=((ord("a"), -100.0),))),
@@ -167,7 +167,7 @@ def test_a_constraint_that_leaves_nothing_ends_its_own_request_alone(backend):
 
 
 def test_rows_without_a_constraint_are_left_as_they_are():
-    """Bit for bit, and the logits themselves are not written to."""
+    """The samples are equal bit for bit, and the logits are not modified."""
     logits = torch.randn(3, 257, generator=torch.Generator().manual_seed(1))
     before, grammars = logits.clone(), Grammars(OracleTokenizer())
 
@@ -185,7 +185,7 @@ def test_rows_without_a_constraint_are_left_as_they_are():
     assert torch.equal(logits, before)
 
 
-# llguidance counts in 64-bit floats: beyond 2^53 it takes a neighbour.
+# llguidance counts in 64-bit floats: beyond 2^53 it uses a neighboring number.
 values = st.one_of(st.text(max_size=4), st.integers(-(2**53), 2**53), st.none())
 scalars = st.one_of(
     st.builds(integers, st.integers(-50, 50), st.integers(0, 99)),

@@ -1,4 +1,4 @@
-"""The name of all that bits depend on: the same in another process, and another one wherever one of them is another."""
+"""The fingerprint of bits: equal in another process, and different whenever an input differs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def compiled(choice: Choice, unified: float | None = None, **options) -> CpuKern
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["native", "none"])
 def test_it_is_the_same_in_another_process(monkeypatch, level):
-    """Standard output belongs to the program that loads a model: log lines go elsewhere."""
+    """Log lines must not go to standard output, because it belongs to the program that loads the model."""
     monkeypatch.setenv("BATON_CPU_LEVEL", level)
     command = [sys.executable, "-c", IN_ANOTHER, str(DEMO)]
     there = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True)
@@ -81,7 +81,7 @@ def test_anything_that_bits_depend_on_changes_it(monkeypatch):
 def test_the_kernels_that_the_shapes_take_and_their_library_change_it_and_others_do_not(monkeypatch):
     flat = of(monkeypatch, kernels=compiled(Choice(300, tall=True)))
     assert flat == of(monkeypatch, kernels=compiled(Choice(400, tall=False)))  # no product has so many rows
-    assert flat == of(monkeypatch, kernels=compiled(Choice(300, tall=True), splits="load"))  # of decode rows alone
+    assert flat == of(monkeypatch, kernels=compiled(Choice(300, tall=True), splits="load"))  # of decode rows only
     others = [
         of(monkeypatch, kernels=compiled(Choice(255, tall=True))),
         of(monkeypatch, kernels=compiled(Choice(255, tall=False))),
@@ -89,7 +89,7 @@ def test_the_kernels_that_the_shapes_take_and_their_library_change_it_and_others
     ]
     assert len({flat, *others}) == 4
     assert of(monkeypatch, kernels=TorchKernels()) not in {flat, *others}
-    # Small forwards are pinned to one product, whatever is the fastest.
+    # Small forwards always use one product, whichever is fastest.
     assert others[0] == of(monkeypatch, kernels=compiled(Choice(8, tall=True)))
     elsewhere = compiled(Choice(300, tall=True))
     monkeypatch.setattr(elsewhere, "library", SimpleNamespace(_name="/elsewhere/f32-0123.so"))

@@ -1,4 +1,4 @@
-"""Deterministic requests in the engine: candidates, verify passes, rollbacks. The oracle says what is right."""
+"""Deterministic requests in the engine: candidates, verify passes, rollbacks. The oracle is the reference."""
 
 from collections import Counter
 from dataclasses import replace
@@ -18,7 +18,7 @@ SHAPES = FixedShapes(rows=4, tokens=8)
 
 
 class Tampered(OracleBackend):
-    """The ordinary batch draws wrong tokens at `wrong` positions; each fixed forward is noted."""
+    """The oracle, but its ordinary batch draws wrong tokens at `wrong` positions. Records each fixed forward."""
 
     def __init__(self, wrong=()):
         super().__init__()
@@ -91,7 +91,7 @@ def test_a_mismatch_at_each_index_of_the_window_is_one_rollback(at):
     backend = Tampered([wrong])
     engine = engine_of(backend)
     assert answers(engine, [asked]) == [backend.expected(asked)]
-    struck = backend.struck[wrong] > 0  # the last of a window is the verifier's own
+    struck = backend.struck[wrong] > 0  # the verifier itself draws the last token of a window
     assert engine.counters.rollbacks == backend.struck[wrong]
     assert struck == (at != 7)
 
@@ -143,7 +143,7 @@ def test_any_mix_with_little_room_and_any_mistakes(data):
 
 
 def test_an_end_that_a_candidate_invented_is_taken_back():
-    """Positions whose candidates are wrong may end a request by a stop token that the right ones never draw."""
+    """Wrong candidates may end a request by a stop token that the right ones never draw."""
     backend, asked = Tampered(range(10, 60, 4)), spec_of("revive me", max_tokens=45, temperature=1.0)
     wanted = backend.expected(asked)
     stops = tuple(sorted(set(range(97, 123)) - set(wanted)))[:16]
@@ -199,9 +199,9 @@ def test_cached_blocks_are_used_up_to_the_grid_and_kept_apart():
     engine = engine_of(Tampered())
     for deterministic, cached in (
         (False, 0),
-        (True, 0),  # what the ordinary batch computed is of no use
+        (True, 0),  # blocks of the ordinary batch are not used
         (True, 192),  # the last chunk of the grid is computed again
-        (False, 192 + 192),  # ordinary ones find theirs
+        (False, 192 + 192),  # ordinary requests find their blocks
     ):
         answers(engine, [spec_of("q" * 200, deterministic=deterministic)])
         assert engine.counters.cached_tokens == cached
@@ -220,7 +220,7 @@ def test_others_go_on_between_verify_passes():
 
 @pytest.mark.parametrize("length", range(1, 20))
 def test_one_that_is_alone_never_waits(length):
-    """Also when a block is full just as it is due: who computes nothing in a step is not asked soon again."""
+    """A block may fill just when a pass is due. A sequence that computes nothing must not wait."""
     engine = engine_of(Tampered(range(0, 200, 9)))
     engine.submit(key_of(), spec_of("x" * length, max_tokens=60))
     while engine.has_work():

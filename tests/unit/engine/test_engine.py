@@ -12,7 +12,7 @@ from tests.support.engines import Faulty, Streams, engine_of, ids, key_of, numbe
 
 
 def mixed_spec(rng, stems):
-    """Many prompts begin alike, in two scopes, and some are equal."""
+    """Draw a request. Many prompts have common beginnings, in two scopes, and some are equal."""
     stem = rng.choice(stems)
     return spec_of(
         prompt=(*stem[: rng.randint(1, len(stem))], *numbers(rng, rng.choice([0, 0, 1, 9]))),
@@ -38,7 +38,7 @@ def mixed_spec(rng, stems):
 
 @pytest.fixture(scope="module")
 def solo(backend):
-    """32 mixed requests with their solo runs, which must be what the oracle expects."""
+    """32 mixed requests with their solo runs, which must equal the oracle's answers."""
     rng = random.Random(20)
     stems = [numbers(rng, rng.randint(5, 21)) for _ in range(4)]
     specs = {key_of(f"r{i}"): mixed_spec(rng, stems) for i in range(32)}
@@ -104,7 +104,7 @@ def test_handed_back_requests_go_on_elsewhere_with_the_same_tokens(backend, solo
     found.drain(first, lambda result: handed_back.extend(result.preempted))
     assert len(set(handed_back)) == len(handed_back) >= 2
     assert first.pool.available == 24
-    first.submit(handed_back[0], solo[handed_back[0]][0])  # forgotten, so it may come back
+    first.submit(handed_back[0], solo[handed_back[0]][0])  # no longer in the engine, so it may come back
     for key in handed_back:
         second.submit(key, replace(solo[key][0], known=tuple(found.ids(key))))
     found.drain(second)

@@ -1,4 +1,4 @@
-"""Decode steps that give the bits of verify passes: their tokens are final, and nothing is left to verify."""
+"""Decode steps with the bits of verify passes: their tokens are final and need no verification."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from tests.support.engines import Streams, key_of
 from tests.unit.engine.test_determinism import DEMO
 from tests.unit.engine.test_deterministic import SHAPES, Tampered, answers, engine_of, nothing_verified, spec_of
 
-ALL_WRONG = range(400)  # what a forward that is not fixed draws
+ALL_WRONG = range(400)  # tokens of a forward that is not fixed
 
 
 def exact(backend, rows=64, **options):
@@ -72,7 +72,7 @@ def test_all_is_ordinary_without_deterministic_requests():
 
 
 def item(number, *, count=1, known=20, verified=None, final=None):
-    """`verified`: of a deterministic sequence."""
+    """Make a scheduled sequence. `verified` makes it deterministic."""
     sequence = Sequence(key_of(number), number, known, 10, known - count)
     if verified is not None:
         sequence.policies = (VerifiedProgress(SHAPES, 10, verified, verified - 1 if final is None else final),)
@@ -129,7 +129,7 @@ def test_real_bits_are_those_of_verify_passes(kind):
 
 
 def test_a_profile_that_prefers_other_products_costs_no_exact_step(monkeypatch):
-    """Fixed forwards take the same one up to 96 rows; the ordinary batch takes what is the fastest."""
+    """Fixed forwards use the same product up to 96 rows; the ordinary batch uses the fastest."""
     backends = [compiled_demo("float32")]
     monkeypatch.setattr("baton.engine.kernels.select.load_profile", lambda path: Profile(static=Choice(1, tall=True)))
     backends.append(load_model(DEMO, dtype="float32"))
@@ -146,7 +146,7 @@ def test_a_profile_that_prefers_other_products_costs_no_exact_step(monkeypatch):
 @pytest.mark.parametrize("rows", [0, 64])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_others_left_in_a_block_is_not_read(rows, dtype):
-    """Fixed forwards look at whole chunks of positions; what is no number there must not spread."""
+    """Fixed forwards read whole chunks of positions, where a NaN must not spread."""
     backend, answers = load_model(DEMO, dtype=dtype), []
     for value in (0.0, float("nan")):
         engine = demo_engine(backend, rows, total_blocks=20)

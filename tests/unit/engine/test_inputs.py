@@ -1,4 +1,4 @@
-"""What is kept from step to step must never show: each batch equals one that is built from nothing."""
+"""Inputs kept between steps change nothing: each batch equals a newly built one."""
 
 import itertools
 import random
@@ -39,7 +39,7 @@ def from_nothing(work, tokens):
 @settings(max_examples=25)
 @given(st.integers(0, 2**32), st.booleans())
 def test_batches_of_an_engine_equal_those_built_from_nothing(number, staged):
-    """Its sequences come, grow, are computed in chunks, are preempted and go."""
+    """The engine's sequences arrive, grow, are computed in chunks, are preempted and end."""
     rng, own, build, found = random.Random(number), inputs_of(staged), Inputs.build, Streams()
 
     def checked(self, work, tokens, *args, **options):
@@ -64,7 +64,7 @@ def test_steady_decoding_writes_no_row_of_the_table_again():
     sequences = [Sequence(key_of(i), i, 5, 5, 4, held[i]) for i in range(3)]
     tokens = [[7] * 5 for _ in sequences]
     tables = inputs.build([ScheduledSequence(sequence, 1) for sequence in sequences], tokens).block_tables
-    tables[1, 0] = 77  # a mark that a row written again would lose
+    tables[1, 0] = 77  # a mark that a rewritten row would lose
     for step in range(5, 9):
         for sequence, known in zip(sequences, tokens, strict=True):
             sequence.computed, sequence.known = step, step + 1

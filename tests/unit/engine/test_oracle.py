@@ -41,7 +41,7 @@ def test_every_flipped_byte_changes_the_logits():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("tensors", [("k", "v"), ("latent",)])
 def test_a_handoff_in_any_layout_of_whole_words_gives_the_tokens_of_one_engine(dtype, tensors):
-    """The other reservation has the receiver put the KV into blocks of other numbers."""
+    """Another reservation makes the receiver write the KV into blocks with other numbers."""
     backend = OracleBackend(KVLayout(layers=3, kv_heads=1, head_dim=8, block_size=5, dtype=dtype, tensors=tensors))
     sender, receiver = engine_of(backend), engine_of(backend)
     other = reserved(receiver, 40)

@@ -1,4 +1,4 @@
-"""How large verify passes should be: the choice, what is measured, and what is kept of it."""
+"""The size of verify passes: the choice, the measurement, and the saved result."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ DEMO = Path(__file__).parents[3] / "models" / "demo"
 
 
 def passes(steady=0, **microseconds):
-    """Passes that take so long for a token, by their size: `of_64=2.0`."""
+    """Return pass times by microseconds per token for each size: `of_64=2.0`."""
     return VerifyShapeTimes({int(name[3:]): int(name[3:]) * value for name, value in microseconds.items()}, steady)
 
 

@@ -59,7 +59,7 @@ def test_the_same_prompt_again_computes_the_rest_and_at_least_one_token(backend,
 def test_what_decode_filled_is_found_by_the_next_turn(backend):
     engine, prompt = engine_of(backend), tuple(b"hello you")
     follow_up = (*prompt, *tokens_of(engine, prompt)[0], *b"?")
-    # 9 + 9 tokens, of which the last was never fed back
+    # 9 + 9 tokens, but the last one was never an input
     assert tokens_of(engine, follow_up) == (backend.expected(spec_of(follow_up)), 16)
 
 
@@ -69,7 +69,7 @@ def test_adopted_blocks_are_found_only_once_they_are_adopted(backend):
     streams, kv = engines.kv_of(engine_of(backend), spec)
     receiver.kv.scatter(range(2), room.blocks, 0, len(spec), kv)
     assert tokens_of(receiver, spec.prompt)[1] == 0, "reserved blocks may still be written by a peer"
-    receiver.pool.allocate(receiver.pool.available, reserved=True).release()  # evicts what that has left
+    receiver.pool.allocate(receiver.pool.available, reserved=True).release()  # evicts the released blocks
     receiver.adopt(key_of(), replace(spec, known=tuple(streams.ids(key_of()))), room)
     receiver.release(key_of())
     assert tokens_of(receiver, spec.prompt) == (backend.expected(spec), 24)

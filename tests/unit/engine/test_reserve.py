@@ -1,4 +1,4 @@
-"""Room for KV that comes from elsewhere: what is here is shared, never written, and all of it is given back."""
+"""Reservations for KV from another worker: cached blocks are shared, never written, and all are freed."""
 
 import random
 
@@ -54,13 +54,13 @@ def test_only_owned_blocks_are_prepended_and_to_owned_ones(which, state):
     ("known", "asked", "cached"),
     [
         (26, 6, 24),  # six full blocks and two positions more
-        (26, 2, 8),  # the router may name less
+        (26, 2, 8),  # the router may name fewer
         (26, 0, 0),
-        (24, 6, 20),  # the last position always comes, and with it its block
+        (24, 6, 20),  # the last position always comes, and its block with it
         (25, 6, 24),
         (4, 1, 0),
         (5, 1, 4),
-        (9, 6, 8),  # more names than the known tokens fill
+        (9, 6, 8),  # more hashes than full blocks of known tokens
     ],
 )
 @pytest.mark.parametrize("activate", [False, True])
@@ -121,7 +121,7 @@ def test_the_tokens_are_the_same_whatever_was_cached(backend, names, length, cac
 
 
 def test_any_prefix_any_time(backend, seed):
-    """Reservations with all kinds of prefixes, adopted or given back in any order: all blocks come back."""
+    """Reservations with all kinds of prefixes, adopted or released in any order. All blocks come back."""
     rng = random.Random(seed)
     engine, live = engine_of(backend, total_blocks=24), list[tuple[HandoffId, SequenceSpec, Reservation]]()
     stems = [numbers(rng, 20, 250) for _ in range(2)]

@@ -17,7 +17,7 @@ from baton.engine.sampling.noise import _mix32, _mix32_array, columns_hash, mix6
 from baton.engine.sampling.sampler import Sampler, gumbel
 
 VOCAB = 40
-WIDE = 3 * GROUPS * LANES  # wide enough for a draw that does not look at all columns
+WIDE = 3 * GROUPS * LANES  # wide enough for a draw from a part of the columns
 MASK32 = 0xFFFFFFFF
 
 
@@ -83,7 +83,7 @@ def test_a_row_does_not_depend_on_the_others(mix, number, ties):
 
 
 def naive_kept(scaled, sampling):
-    """The columns that a draw may take, by sorting all of them: one row, best at 0. The others are NEVER."""
+    """Return the columns that a draw may take, by a full sort: one row, best at 0. The others are NEVER."""
     scaled = scaled.masked_fill(scaled < torch.tensor(sampling.min_p).log(), NEVER)
     order = scaled.sort(descending=True, stable=True).indices
     if sampling.top_k:
@@ -150,7 +150,7 @@ def test_greedy_ties_go_to_the_lowest_id_and_a_tiny_temperature_is_greedy():
     ],
 )
 def test_logits_that_are_no_numbers_draw_nothing_and_hurt_nobody_else(sampling, vocab):
-    """Nor does a row that the least number of tokens bars from all of them draw one."""
+    """A row whose tokens are all barred by `min_tokens` draws nothing either."""
     logits = torch.zeros(4, vocab)
     logits[0, 7] = logits[2, 3] = 9.0
     logits[1, 20] = float("nan")
@@ -170,7 +170,7 @@ def test_same_seed_and_position_give_the_same_token_elsewhere():
 
 
 def chi_square_limit(df, z=4.0):
-    """The quantile of the chi-square distribution at `z` sigmas (Wilson-Hilferty)."""
+    """Return the quantile of the chi-square distribution at `z` sigmas (Wilson-Hilferty)."""
     return df * (1 - 2 / (9 * df) + z * math.sqrt(2 / (9 * df))) ** 3
 
 
@@ -271,7 +271,7 @@ def slow_token(logits, row):
 
 
 def wide_logits(rng, shape, vocab):
-    """Logits of a kind, by name: how many columns matter is what a draw from a part of them turns on."""
+    """Return logits of a named kind. Kinds differ in the number of relevant columns."""
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
     x = torch.randn(vocab, generator=generator)
     if shape == "ties":
@@ -297,7 +297,7 @@ wide_options = st.tuples(
 @settings(max_examples=60)
 @given(st.lists(wide_options, min_size=1, max_size=4), st.sampled_from([WIDE, WIDE + 3]), st.integers(0, 2**32))
 def test_a_draw_from_the_leaders_is_the_draw_from_all(mix, vocab, number):
-    """Where they are sure, what is kept of them is what is kept of all."""
+    """If the leaders are sure, they keep the same columns as all logits."""
     rng = random.Random(number)
     logits = torch.stack([wide_logits(rng, shape, vocab) for shape, _ in mix])
     rows = [make_row(sampling, prompt=range(rng.randrange(1, 9)), vocab=vocab) for _, sampling in mix]

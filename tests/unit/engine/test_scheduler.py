@@ -17,7 +17,7 @@ def rank(sequence):
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Arrivals, adoptions, aborts and foreign holders of blocks, under tiny pools and budgets. Contents are shared."""
+    """Arrivals, adoptions, aborts and foreign users of blocks, with tiny pools and budgets. Contents are shared."""
 
     @initialize(
         total=st.integers(1, 14),
@@ -30,8 +30,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.total, self.block_size, self.recompute = total, block_size, recompute
         self.scheduler = scheduler(total, block_size, budget, max_running, recompute)
         self.pool = self.scheduler.pool
-        self.alive = {}  # sequence -> the length at which it ends
-        self.foreign = []  # reserved or held by others
+        self.alive = {}  # sequence -> its final length
+        self.foreign = []  # reserved or used by others
         self.endings = {}
         self.arrivals = 0
 
@@ -179,7 +179,7 @@ def adopted(s, arrival, known, blocks, priority=0):
 
 
 def steps_until_served(s, victim, rivals):
-    """Steps until `victim` has its last token, while `rivals` come one per step. They last long enough."""
+    """Count steps until `victim` has its last token, while one rival arrives per step. There are enough rivals."""
     ends = {other: other.known + 2 for other in (victim, *rivals)}
     s.add(victim)
     for step, rival in enumerate(rivals, 1):
@@ -210,7 +210,7 @@ def completed(s):
     total=st.integers(4, 9),
 )
 def test_nobody_starves_behind_an_endless_stream_of_the_more_urgent(lead, length, budget, running, total):
-    """Only what came in the first `lead * PATIENCE` steps is served before; each of them goes on in every step."""
+    """Only rivals of the first `lead * PATIENCE` steps are served before. Each advances in every step."""
     overtakers = lead * PATIENCE + 1
     bound = (overtakers + 1) * (length + 2)
     rivals = [sequence(i, known=length, priority=lead) for i in range(2, 2 * bound)]

@@ -1,4 +1,4 @@
-"""What a worker finds out about its model's fixed forwards when it starts."""
+"""A worker's checks of its model's fixed forwards at its start."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_exact_are_as_many_rows_as_were_looked_at(asked, found):
 
 @pytest.mark.parametrize(("steady", "found"), [(0, 0), (63, 0), (64, 64), (1000, 64)])
 def test_kernels_that_are_not_known_to_be_steady_are_not_trusted(steady, found):
-    """Nor those that take another way in a verify pass, however often it looks as if they did not."""
+    """Kernels are also not trusted if they differ in a verify pass, even if the check finds no difference."""
     backend: Any = OracleBackend()
     backend.steady_rows = lambda: steady
     assert exact_rows(backend, replace(SHAPES, exact_rows=64)) == found

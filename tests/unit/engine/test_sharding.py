@@ -1,7 +1,4 @@
-"""Tensor parallelism without processes: what a rank reads, what it is refused, what it is told, and the sums.
-
-Ranks are threads here, over the exchange that processes use.
-"""
+"""Tensor parallelism with threads as ranks, over the processes' exchange: weight slices, errors, batches, and sums."""
 
 from __future__ import annotations
 
@@ -69,7 +66,7 @@ def test_the_slices_of_all_ranks_are_the_whole(folder, size):
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("rows", [1, 7])
 def test_divided_layers_are_the_whole_layer(folder, size, rows):
-    """A row-parallel layer with its bias once, and a head of 199 tokens that no number of ranks divides."""
+    """A row-parallel layer adds its bias once. No number of ranks divides the head of 199 tokens."""
     kernels, generator = TorchKernels(), torch.Generator().manual_seed(0)
     shapes = (rows, INNER), (HIDDEN, INNER), (HIDDEN,), (rows, HIDDEN), (199, HIDDEN)
     x, weight, bias, hidden, embed = (torch.randn(shape, generator=generator) for shape in shapes)
@@ -83,7 +80,7 @@ def test_divided_layers_are_the_whole_layer(folder, size, rows):
         head = sharding.ShardedParts(weights, kernels, exchange).head(embed, tied=True)
         return summed(x[:, columns], torch.empty(rows, HIDDEN)), head(hidden, torch.empty(rows, 199))
 
-    results = on_all(exchanges(size, 250), run)  # 250 elements: two rows at a time, some left over
+    results = on_all(exchanges(size, 250), run)  # 250 elements: two rows at a time, and a rest
     assert all(torch.equal(results[0][0], other) for other, _ in results)
     torch.testing.assert_close(results[0][0], x @ weight.T + bias)
     torch.testing.assert_close(results[0][1], hidden @ embed.T)

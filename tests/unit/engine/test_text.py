@@ -34,7 +34,7 @@ def tokenizer(request):
 
 
 def final_texts(tokenizer, ids):
-    """The final text after each token, by decoding everything again each time."""
+    """Return the final text after each token, by decoding everything again each time."""
     texts = [""]
     for n in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[:n])
@@ -43,7 +43,7 @@ def final_texts(tokenizer, ids):
 
 
 def naive(tokenizer, ids, stop, min_tokens):
-    """(text, matched, tokens used) by looking at every prefix of the whole text."""
+    """Return (text, matched, tokens used) by looking at every prefix of the whole text."""
     texts = final_texts(tokenizer, ids)
     for number in range(max(1, min_tokens), len(ids) + 1):
         for end in range(len(texts[number - 1]) + 1, len(texts[number]) + 1):
@@ -55,7 +55,7 @@ def naive(tokenizer, ids, stop, min_tokens):
 
 
 def run(tokenizer, ids, stop, min_tokens):
-    """(pieces, matched, tokens used, tail) of the class under test."""
+    """Return (pieces, matched, tokens used, tail) of the class under test."""
     output, pieces = OutputText(tokenizer.stream([]), stop, min_tokens), []
     for number, token in enumerate(ids, 1):
         piece, matched = output.push(token)

@@ -41,7 +41,7 @@ def modes(checkpoint):
 
 @pytest.fixture
 def fast(modes):
-    """Makes engines that think in as few forwards as can be."""
+    """Makes engines that think in as few forwards as possible."""
     return partial(engine_of, modes["fast"])
 
 
@@ -67,7 +67,7 @@ def wanted_of(reference, spec, **options):
 
 
 def needed_rounds(thoughts, length):
-    """Forwards until the first token: one for each thought that some position of the prompt comes after, and one."""
+    """Return the forwards until the first token: one for each thought before some position of the prompt, plus one."""
     return 1 + sum(bool(thought) and (chunk + 1) * CHUNK < length for chunk, thought in enumerate(thoughts))
 
 
@@ -144,7 +144,7 @@ def test_cached_blocks_come_with_their_thoughts(fast):
 
 
 def test_what_was_generated_without_thoughts_is_not_found(fast):
-    """A prompt that goes on with an answer is thought about all over; the answer's own KV was computed without."""
+    """The whole prompt is thought about again, because the KV of the earlier answer was computed without thoughts."""
     engine, spec = fast(), asked_for(3, 20, 40)
     longer = spec_of((*spec.prompt, *alone(engine, spec)[0]))
     before = engine.counters.cached_tokens
@@ -154,7 +154,7 @@ def test_what_was_generated_without_thoughts_is_not_found(fast):
 
 @pytest.mark.parametrize("while_decoding", [False, True])
 def test_known_tokens_are_thought_about_only_while_decoding(fast, while_decoding):
-    """A request that starts over elsewhere goes on as it would have, also if its answer is in the cache as a prompt."""
+    """A restarted request continues in the same way, even if its answer is cached as part of a prompt."""
     engine, spec = fast(), asked_for(4, 22, 30, think_while_decoding=while_decoding)
     tokens, thoughts = alone(engine, spec)
     alone(engine, spec_of((*spec.prompt, *tokens)))
@@ -227,7 +227,7 @@ def test_bits_do_not_depend_on_company_cache_or_chunks(fast):
     others = [asked_for(seed, 9 * seed + 2, 30) for seed in range(6)] + [asked_for(9, 70, 20, deterministic=True)]
     engine = fast(shapes=SHAPES, max_batched_tokens=96)
     assert logprobs_of(engine, spec, others) == (bits, thoughts)
-    assert logprobs_of(engine, spec, others[:3]) == (bits, thoughts)  # most of its prompt is in the cache now
+    assert logprobs_of(engine, spec, others[:3]) == (bits, thoughts)  # now most of its prompt is cached
     assert engine.counters.cached_tokens >= 128
     known = tuple(token for token, _ in bits[:11])
     assert logprobs_of(fast(shapes=SHAPES), replace(spec, known=known)) == (bits[11:], thoughts)

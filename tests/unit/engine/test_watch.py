@@ -1,4 +1,4 @@
-"""What the engine tells those who read KV while it computes, and requests that change their names."""
+"""The engine's notifications to readers of its KV, and requests that change their ids."""
 
 import pytest
 import torch
@@ -91,7 +91,7 @@ def test_a_request_goes_on_under_another_name(backend, state):
         found = Streams().drain(engine)
         assert (list(found.tokens), found.ids(new)) == ([new], backend.expected(spec))
         assert engine.counters.prefill_tokens == len(spec) >= computed
-    engine.release(old)  # no name any more
+    engine.release(old)  # the old id is unknown now
     engine.release(new)
     assert engine.pool.available == 40
 

@@ -13,7 +13,7 @@ TEXT = (ROOT / "docs/reference/openai.md").read_text()
 
 
 def first_cells(title: str) -> set[str]:
-    """The names in the first column of the tables of a chapter."""
+    """Return the names in the first column of a chapter's tables."""
     chapter = TEXT[TEXT.index(f"\n## {title}\n") :].partition("\n## ")[2].partition("\n## ")[0]
     rows = [line for line in chapter.splitlines() if line.startswith("| `")]
     return {name for row in rows for name in re.findall(r"`([\w.\[\]]+)`", row.split("|")[1])}

@@ -1,4 +1,4 @@
-"""Each error of Baton's has a status, a body and headers."""
+"""Each of Baton's errors has a status, a body and headers."""
 
 import orjson
 import pytest

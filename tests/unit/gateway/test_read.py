@@ -1,4 +1,4 @@
-"""Whatever a body is, it is read or refused by name."""
+"""Any body is read or rejected by name."""
 
 import string
 import time
@@ -36,7 +36,7 @@ def read_or_refuse(data, kind):
 @pytest.mark.parametrize("kind", JOBS)
 @given(fields=st.dictionaries(st.sampled_from(KNOWN) | st.text(string.ascii_letters), VALUES, max_size=4))
 def test_any_object(kind, fields):
-    """Either there are calls for the router, which protobuf can carry, or a refusal that names each field."""
+    """The result is calls that protobuf can carry, or an error that names each wrong field."""
     job = read_or_refuse(orjson.dumps({**BASE[kind], **fields}), kind)
     if isinstance(job, InvalidRequest):
         assert job.violations
@@ -66,14 +66,14 @@ def test_any_bytes(data):
     ],
 )
 def test_what_was_written_is_not_repeated(kind, wrong):
-    """An error text ends up in logs."""
+    """Errors must not contain values, because they are logged."""
     with pytest.raises(InvalidRequest) as refused:
         checked(orjson.dumps(wrong), kind)
     assert "s3cret" not in str(refused.value)
 
 
 def test_a_megabyte_of_mistakes_is_refused_at_once():
-    """By processor time, since the router's loop waits meanwhile."""
+    """Limited processor time, because the router's loop waits."""
     wrong = {f"temperature{number}": number for number in range(40_000)}
     started = time.process_time()
     with pytest.raises(InvalidRequest) as refused:
@@ -84,7 +84,7 @@ def test_a_megabyte_of_mistakes_is_refused_at_once():
 
 @pytest.mark.parametrize(("levels", "fits"), [(200, True), (300, False)])
 def test_a_schema_has_its_depth(levels, fits):
-    """What can be read but not be written again is the client's mistake."""
+    """A schema that can be parsed but not serialized is the client's mistake."""
     schema = b'{"not":' * levels + b"{}" + b"}" * levels
     wanted = b'{"type":"json_schema","json_schema":{"schema":' + schema + b"}}"
     found = read_or_refuse(b'{"messages":[{"role":"user","content":"x"}],"response_format":' + wanted + b"}", ChatBody)
@@ -108,7 +108,7 @@ def test_every_mistake_is_named():
 
 
 def test_what_is_not_given_stays_unset():
-    """Defaults are the router's: a value here would be one that the client never chose."""
+    """Only the router sets defaults."""
     (request,) = completion_job(read()).requests
     assert SimpleNamespace(**{f.name: v for f, v in request.ListFields()}) == SimpleNamespace(
         text="x", sampling=type(request.sampling)(), resumable_s=0.0

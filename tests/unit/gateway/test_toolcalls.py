@@ -1,4 +1,4 @@
-"""Calls of tools are found however the text comes in, and what is none stays as it was written."""
+"""Tool calls are found however the text is split, and other text stays unchanged."""
 
 import json
 import random
@@ -25,7 +25,7 @@ NOW_CALL = Call("now", "{}")
 
 
 def read(form, *pieces):
-    """Neighbouring texts as one."""
+    """Read the pieces and join adjacent texts."""
     reader = CallReader(form, NAMES)
     found: list[str | Call] = []
     for part in [*(part for piece in pieces for part in reader.feed(piece)), *reader.end()]:
@@ -130,11 +130,11 @@ def test_long_answers_cost_little(text, size):
     assert time.process_time() - started < scaled(2.0)
 
 
-# --- forced calls: they can be nothing else, and fit the function's parameters
+# --- forced calls: only calls are possible, and they match the function's parameters
 
 
 def closed(**properties):
-    """A schema of an object with these properties, and no others."""
+    """Return a schema of an object with exactly these properties."""
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 

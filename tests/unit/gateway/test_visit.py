@@ -1,4 +1,4 @@
-"""The times of a request as a gateway sees them."""
+"""The times of a request as a gateway measures them."""
 
 from types import SimpleNamespace
 

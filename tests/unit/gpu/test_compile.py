@@ -1,7 +1,7 @@
-"""The kernels as machine code for GPUs that are not here: triton compiles for any of them.
+"""The kernels as machine code for absent GPUs, because triton compiles for any GPU.
 
-What is checked: that they compile as they are launched, use tensor cores, spill next to nothing, and fit the memory of
-a processor.
+Checks that they compile with the launch parameters, use tensor cores, spill almost nothing, and fit the memory of a
+processor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from baton.engine.kernels.gpu.shapes import MAX_SPLITS, decode_tiles, prefill_ti
 
 pytestmark = pytest.mark.slow
 SPILLED_BYTES = 128
-SHARED_BYTES = 99 << 10  # what a kernel may use on the smaller GPUs of these generations
+SHARED_BYTES = 99 << 10  # the limit for a kernel on the smaller GPUs of these generations
 FLOATS = {"scale", "unified", "safe", "eps"}
 INDICES = {"tables": "*i32", "starts": "*i32", "lengths": "*i32", "slots": "*i64"}
 WIDE = {"bases", "sums", "parts"}
@@ -61,7 +61,7 @@ def compiled(
 
 
 def stack_bytes(kernel: Any, folder: Path) -> int:
-    """How much a thread keeps in memory because registers do not hold it."""
+    """Return the stack bytes of a thread, for values without a register."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     file = folder / "kernel.cubin"
     file.write_bytes(kernel.asm["cubin"])
@@ -71,7 +71,7 @@ def stack_bytes(kernel: Any, folder: Path) -> int:
 
 
 def attention(capability: int, dim: int, group: int, element: str) -> list[Any]:
-    """The decode and the prefill kernel as the engine launches them."""
+    """Compile the decode and the prefill kernel as the engine launches them."""
     sizes = {"GROUP": group, "DIM": dim, "VALUE_DIM": dim, "WIDTH": dim, "VALUE_WIDTH": dim, "WINDOW": 0}
     shape = dim, dim, {"bf16": 2, "fp32": 4}[element]
     made = []

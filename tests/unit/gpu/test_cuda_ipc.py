@@ -1,7 +1,7 @@
 """CUDA IPC between two processes on one GPU: `python -m pytest tests/unit/gpu/test_cuda_ipc.py` on a machine with one.
 
-None was at hand when this was written, so it has not been run. The protocol without a GPU is in
-`tests/unit/kvtransfer/transports/test_cuda_ipc.py`.
+Not run yet, because no GPU was available. `tests/unit/kvtransfer/transports/test_cuda_ipc.py` tests the protocol
+without a GPU.
 """
 
 import signal
@@ -28,7 +28,7 @@ Start = Callable[..., Peer]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts the other end; in the end it is dead and this end is closed."""
+    """Starts the other end. At the end it is killed and this end is closed."""
     with ExitStack() as stack:
 
         def start(side: Side, *flags: str, deadline_s: float = 20.0) -> Peer:
@@ -61,10 +61,10 @@ def test_frames_to_another_process(start: Start) -> None:
 
 
 def test_a_frame_waits_for_the_work_that_fills_it(start: Start) -> None:
-    """The kernel that fills the slot runs for long: the other process must not read before its end."""
+    """The kernel that fills the slot runs long. The other process must not read before its end."""
     peer, data = start(Side.SENDER), frame(0).to("cuda:0")
     torch.cuda._sleep(2_000_000_000)  # cycles: about a second
-    peer.end.slot(0)[: len(data)].copy_(data)  # queued behind it
+    peer.end.slot(0)[: len(data)].copy_(data)  # queued behind the sleep
     peer.wire.say(number=0, nbytes=len(data))
     peer.end.start(0, len(data))
     assert peer.credit() == 0  # its digest was compared
@@ -72,7 +72,7 @@ def test_a_frame_waits_for_the_work_that_fills_it(start: Start) -> None:
 
 @pytest.mark.parametrize("side", list(Side))
 def test_a_killed_peer_is_seen_at_once_and_its_memory_comes_back(start: Start, side: Side) -> None:
-    first = start(side)  # what CUDA makes once for the process is there then
+    first = start(side)  # creates CUDA's per-process state
     first.end.close()
     first.kill()
     before = free_bytes()

@@ -1,4 +1,4 @@
-"""Runs tests/unit/gpu/kernels under Triton's interpreter, in a process of its own: the choice is made at import."""
+"""Runs tests/unit/gpu/kernels under Triton's interpreter in a separate process, because it is chosen at import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is decided without a GPU: splits, tiles, buckets, what a graph reads, when FlashAttention fits."""
+"""Decisions that need no GPU: splits, tiles, buckets, a graph's inputs, when FlashAttention fits."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def batch_of(rows):
 def test_a_filled_bucket_holds_the_batch_and_padding():
     static = Static(rows=8, blocks=3, block_size=4, device=CPU)
     static.fill(batch_of(8), 8)
-    static.fill(batch_of(3), 4)  # after a fuller one: its rows must not be stored again
+    static.fill(batch_of(3), 4)  # after a fuller one, whose rows must not be stored again
     read = static.batch(4)
     assert read.token_ids[:3].tolist() == [40, 41, 42]
     assert read.slot_mapping.tolist() == [20, 21, 22, -1]
@@ -77,7 +77,7 @@ def test_a_filled_bucket_holds_the_batch_and_padding():
     assert read.block_tables[:3, :2].eq(5).all()
     assert read.logit_rows.tolist() == [0, 1, 2, 0]
     assert read.query_lens == [1] * 4
-    assert read.context_lens == [12] * 4  # what splits are chosen for: the same at every replay
+    assert read.context_lens == [12] * 4  # splits are chosen for this length, the same at every replay
     static.fill(replace(batch_of(4), logit_rows=torch.tensor([1, 3])), 4)
     assert static.batch(4).logit_rows.tolist() == [1, 3, 0, 0], "fewer logits than rows"
 

@@ -1,7 +1,7 @@
-"""KV of ranks that have a GPU each: `python -m pytest tests/unit/gpu/test_ranks.py` on a machine with two.
+"""KV of ranks with a GPU each: `python -m pytest tests/unit/gpu/test_ranks.py` on a machine with two GPUs.
 
-None was at hand when this was written, so it has not been run. The protocol without GPUs is in
-`tests/unit/tp/test_memory.py`, the copies in `tests/unit/tp/test_cache.py`. The first test needs one GPU only.
+Not run yet, because no GPU was available. Without GPUs, `tests/unit/tp/test_memory.py` tests the protocol and
+`tests/unit/tp/test_cache.py` the copies. The first test needs only one GPU.
 """
 
 import os
@@ -71,7 +71,7 @@ def engine(backend) -> Engine:
 
 @two_gpus
 def test_two_gpus_hand_over_to_one_process_and_take_over_from_it() -> None:
-    """The tokens are those of one process on the CPU; rank 1's heads come and go through its own memory."""
+    """The tokens equal those of one process on the CPU. Rank 1's heads are transferred through its own memory."""
     one = engine(load_model(DEMO, dtype="float32"))
     with sharded() as backend:
         many = engine(backend)

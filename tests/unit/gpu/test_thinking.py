@@ -1,7 +1,4 @@
-"""A model that thinks on a GPU: `python -m pytest tests/unit/gpu/test_thinking.py` on a machine with one.
-
-None was at hand when this was written, so it has not been run.
-"""
+"""A model that thinks on a GPU, not run yet: `python -m pytest tests/unit/gpu/test_thinking.py` on a GPU machine."""
 
 from pathlib import Path
 
@@ -21,7 +18,7 @@ pytestmark = [
 
 
 def answer(mode, device):
-    """Text and thoughts, and the state that would be handed over with one token less, as numbers."""
+    """Return text and thoughts, and, as numbers, the state of a handoff with one token fewer."""
     tokenizer = load_tokenizer(COIN)
     engine = Engine(load_model(COIN, device=device, thinking=mode), tokenizer, total_blocks=64)
     prompt = tokenizer.encode(SENTENCE)

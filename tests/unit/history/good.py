@@ -1,4 +1,4 @@
-"""A cluster that only takes notes: the history of every kind of request, as its processes would keep it."""
+"""A cluster that only writes histories: every kind of request, as its processes would record it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.event_journal import History
 
 
 class TickingClock:
-    """One for all processes: each look at it takes a little."""
+    """A clock for all processes. Each reading advances it a little."""
 
     def __init__(self):
         self.now = 100.0
@@ -31,7 +31,7 @@ def taken(pool, own, shared=()) -> Allocation:
 
 
 class Process:
-    """One process with its history and, if it is a worker, its blocks."""
+    """One process with its history and, for a worker, its blocks."""
 
     def __init__(self, cluster, name, role, life=""):
         self.ref = f"{name}@{life}"
@@ -43,14 +43,14 @@ class Process:
             self.note("registered")
 
     def reserve(self, handoff, blocks, digests=(), event="reserved"):
-        """Take blocks. Return how many of them are shared."""
+        """Take blocks. Return the number of shared ones."""
         shared = self.pool.find(digests)
         self.held[handoff] = taken(self.pool, blocks - len(shared), shared)
         self.history.blocks(event, handoff, self.held[handoff], shared=len(shared))
         return len(shared)
 
     def compute(self, handoff, blocks, digests=()):
-        """At a prefill worker: the prompt is computed, full blocks are published."""
+        """Compute the prompt at a prefill worker, and cache its full blocks."""
         self.publish(handoff, self.reserve(handoff, blocks, digests, "owned"), digests)
 
     def publish(self, handoff, first, digests):
@@ -65,7 +65,7 @@ class Process:
         self.history.blocks("owned", handoff, allocation, before)
 
     def let_go(self, handoff, then=""):
-        """The blocks go; then it notes `then`."""
+        """Free the blocks, then note `then`."""
         allocation = self.held.pop(handoff)
         self.history.blocks("let_go", handoff, allocation)
         allocation.release()
@@ -74,7 +74,7 @@ class Process:
 
 
 class Cluster:
-    """Two workers of each role and a router. A request of each kind is a method, in the order of `run`."""
+    """Two workers of each role and a router. Each kind of request is a method; `run` has their order."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -114,7 +114,7 @@ class Cluster:
         return handoff
 
     def to_first_token(self, attempts, name, decode, blocks=2, digests=()):
-        """The first attempt, which all requests begin alike."""
+        """Note the first attempt, which is the same for all requests."""
         handoff = self.begin(attempts, name, decode)
         decode.reserve(handoff, blocks, digests)
         self.router.note("accepted", handoff)
@@ -141,7 +141,7 @@ class Cluster:
     # --- requests ------------------------------------------------------------------------------------------------
 
     def plain(self, name):
-        """Two full blocks are published at P; D publishes them, too, and grows by one. The next one shares them."""
+        """P and D cache two full blocks each, and D grows by one. The next request shares them."""
         digests = [bytes([n]) * 32 for n in range(2)]
         with self.request(name, count=4) as attempts:
             handoff = self.to_first_token(attempts, name, self.d, 3, digests)
@@ -163,7 +163,7 @@ class Cluster:
             self._again(attempts, name)
 
     def _again(self, attempts, name):
-        """The next attempt goes on at token 1."""
+        """Note the next attempt, which continues at token 1."""
         handoff = self.begin(attempts, name, self.d)
         self.d.reserve(handoff, 2)
         self.p.note("prefill", handoff)
@@ -175,7 +175,7 @@ class Cluster:
         self.d.note("finished", handoff)
 
     def prefill_lost(self, name):
-        """The push failed: D is told to fence, P's KV is released."""
+        """The push fails: D is fenced, and P's KV is released."""
         with self.request(name, count=3) as attempts:
             handoff = self.to_first_token(attempts, name, self.d)
             self.d.note("offered", handoff)
@@ -186,7 +186,7 @@ class Cluster:
             self._again(attempts, name)
 
     def decode_killed(self, name):
-        """The other decode worker dies with a reservation; its successor takes what P still holds."""
+        """The other decode worker dies with a reservation. Its successor gets the KV that P still holds."""
         with self.request(name, count=2) as attempts:
             first = self.to_first_token(attempts, name, self.other)
             self.other = Process(self, "decode-1", "decode", "7.4")
@@ -206,7 +206,7 @@ class Cluster:
         self.d.let_go(handoff, "released")
 
     def cancelled(self, name):
-        """While decoding. The router has said so before D has let go."""
+        """Cancelled while decoding. The router notes the end before D frees the blocks."""
         with self.request(name, "cancelled", count=2) as attempts:
             handoff = self.to_first_token(attempts, name, self.d)
             self.commit(handoff, self.d)
@@ -214,7 +214,7 @@ class Cluster:
         self.d.let_go(handoff, "released")
 
     def fetches(self, name):
-        """D pins what it has of a prompt, and P fetches that before it computes the rest; then the client leaves."""
+        """D pins its blocks of a prompt, P fetches them before it computes the rest, then the client leaves."""
         digests = [bytes([99]) * 32]
         self._fill(digests)
         with self.request(name, "cancelled") as attempts:
@@ -238,7 +238,7 @@ class Cluster:
         self._fence(handoff)
 
     def _fill(self, digests):
-        """An earlier turn leaves a block at D: P never had it."""
+        """Leave a block of an earlier turn at D, which P never had."""
         with self.request("earlier", count=1) as attempts:
             handoff = self.to_first_token(attempts, "earlier", self.d)
             self.commit(handoff, self.d)

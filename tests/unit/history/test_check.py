@@ -1,4 +1,4 @@
-"""The checker of histories: it lets a good one pass, and names the rule that each mutation of it breaks."""
+"""The checker of histories: a good one passes, and each mutation breaks the named rule."""
 
 import json
 import shutil
@@ -33,14 +33,14 @@ def rows(folder, file):
 
 
 def write(folder, file, events):
-    """Times stay with their lines: what is tested is not the clock."""
+    """Write the events with sorted times, because the clock is not under test."""
     times = sorted(event["monotonic"] for event in events)
     lines = [json.dumps(event | {"monotonic": time}) for event, time in zip(events, times, strict=True)]
     (folder / file).write_text("".join(line + "\n" for line in lines))
 
 
 def where(events, name, request=None, attempt=None):
-    """The place of the first such event."""
+    """Return the index of the first such event."""
     wanted = {"event": name, "request": request, "attempt": attempt}
     given = {key: value for key, value in wanted.items() if value is not None}
     return next(n for n, event in enumerate(events) if given.items() <= event.items())
@@ -74,7 +74,7 @@ def test_a_history_of_too_little_fails(good, tmp_path, capsys):
 
 
 def insert(after, new, of="fenced", **facts):
-    """After the event `after` of the first attempt of a request, another one."""
+    """Return a change that adds an event after the event `after` of a request's first attempt."""
 
     def change(events):
         place = where(events, after, of, 1)
@@ -148,19 +148,19 @@ def test_time_that_goes_back(folder):
 
 
 def test_an_older_incarnation_takes_nothing_new(folder):
-    """The one that was replaced wakes up, long after, and reserves."""
+    """A replaced incarnation wakes up long after and reserves."""
     old, new = rows(folder, OLD_D), rows(folder, NEW_D)
     later = {"wall": new[1]["wall"] + 60, "monotonic": new[1]["monotonic"] + 60}
     late = old[where(old, "reserved")] | later | {"attempt": 9, "own": [[7, 99]]}
     write(folder, OLD_D, [*old, late])
     assert "place" in rules(folder)
-    late["wall"] = new[1]["wall"] + 1  # it had not heard yet
+    late["wall"] = new[1]["wall"] + 1  # it may not know yet
     write(folder, OLD_D, [*old, late])
     assert "place" not in rules(folder)
 
 
 def test_a_killed_process_is_excused_from_what_it_could_not_do(folder):
-    """The last line is torn, what it held is held for ever, and nobody took its place."""
+    """The last line is torn, its blocks are never freed, and it has no successor."""
     events = rows(folder, D)[: where(rows(folder, D), "adopted", "plain") + 1]
     write(folder, D, events)
     with (folder / D).open("a") as file:
@@ -176,11 +176,11 @@ def test_a_line_that_is_torn_in_the_middle_is_not_excused(folder):
 
 
 def test_who_died_is_excused_and_who_lived_on_is_not(folder):
-    """Without an end of its own, a process is judged by how long it lived after the request had ended."""
+    """A process without a recorded end is judged by its remaining lifetime after the request's end."""
     events = rows(folder, D)
     del events[[event["event"] for event in events].index("beat") - 2]  # the last let_go
     write(folder, D, events)
-    assert rules(folder) == {"let_go"}  # nobody is given these blocks any more
+    assert rules(folder) == {"let_go"}  # these blocks are never used again
     write(folder, D, [*events[:-1], events[-1] | {"event": "died"}])
     assert rules(folder) == set()
     write(folder, D, events[:-2])
@@ -201,19 +201,19 @@ def test_a_router_that_was_killed_is_excused_and_one_that_stopped_is_not(folder)
 
 
 MAY_LACK = {"beat", "stopped", "published", "failed"}  # `published` is missed when the block is shared
-LEGAL_WITHOUT = {("offered", "fenced"), ("offered", "fetched"), ("accepted", "fetched")}  # given what follows
+LEGAL_WITHOUT = {("offered", "fenced"), ("offered", "fetched"), ("accepted", "fetched")}  # given the later events
 MAY_REPEAT = {"beat"}
 
 
 def all_events(folder, without):
-    """Every event of the processes that lived to the end, with all of its process."""
+    """Yield every event of the processes that lived to the end, with all events of its process."""
     for file in (P, D, NEW_D, R):
         events = rows(folder, file)
         yield from ((file, events, place) for place, event in enumerate(events) if event["event"] not in without)
 
 
 def passes(folder, file, events, changed):
-    """Whether the checker finds nothing in `changed`. Puts `events` back."""
+    """Return whether the checker finds nothing in `changed`. Restores `events`."""
     write(folder, file, changed)
     found = rules(folder)
     write(folder, file, events)
@@ -232,11 +232,11 @@ def test_no_event_can_come_twice(folder):
         assert not passes(folder, file, events, events[: place + 1] + events[place:]), (file, events[place])
 
 
-LEGAL = {"tokens", "failed"}  # a push may break before the first token is there
+LEGAL = {"tokens", "failed"}  # a push may break before the first token arrives
 
 
 def neighbours(folder):
-    """Two events that follow each other in the life of a request at its router, or of a handoff at a worker."""
+    """Yield pairs of consecutive events of a request at its router, or of a handoff at a worker."""
     for file in (P, D, NEW_D, R):
         events = rows(folder, file)
         lives = defaultdict(list)

@@ -1,4 +1,4 @@
-"""What a process notes is on disk at once, whole lines in the order of time, and says nothing of what was asked."""
+"""Each event is on disk immediately, in whole lines ordered by time, without the content of requests."""
 
 import json
 import resource

@@ -1,4 +1,4 @@
-"""Compiling the kernels: once, for this machine, and never a crash where it cannot be done."""
+"""Compiling the kernels: once per machine, and without a crash where it is impossible."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.compiled_kernels import compiled_or_skip
 
 @pytest.fixture(autouse=True)
 def native(monkeypatch):
-    """Also where `make without-kernels` sets another level: each test here sets the one that it is about."""
+    """Remove the level that `make without-kernels` sets, because each test here sets its own."""
     monkeypatch.delenv(compiler.LEVEL_VARIABLE, raising=False)
 
 

@@ -20,7 +20,7 @@ from tests.support.paged_attention import batch_over, paged
 DTYPES = list(ELEMENTS)
 BLOCK = 16
 
-# All of them on one thread and on two; single kernels are short enough to run beside other tests on two.
+# All on one thread and on two. Single kernels are short enough to run on two threads during other tests.
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.usefixtures("threads"),
@@ -40,7 +40,7 @@ def dtype(kernels: CpuKernels) -> torch.dtype:
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> None:
-    """Equal up to rounding: float32 to about 1e-5, bfloat16 to its last bits."""
+    """Check for equality up to rounding: float32 to about 1e-5, bfloat16 to its last bits."""
     atol, rtol = (2e-5, 1e-4) if dtype is torch.float32 else (8e-3, 1.6e-2)
     torch.testing.assert_close(found.float(), expected.float(), atol=atol * scale, rtol=rtol)
 
@@ -133,7 +133,7 @@ def test_rotation_and_cache_equal_torch(kernels: CpuKernels, dtype, normal, head
     slots = normal(5 * BLOCK).argsort()[:rows]
     results = []
     for one in (kernels, TorchKernels()):
-        # Views of a wider cache, as a rank of a tensor-parallel group has them.
+        # Views of a wider cache, as in a rank of a tensor-parallel group.
         wide = torch.zeros(2, 5, BLOCK, kv_heads + 3, dim, dtype=dtype)
         query = one.rotate_and_store(qkv.clone(), rotation, norms, slots, *wide[:, :, :, 1 : 1 + kv_heads])
         results.append((query, wide))
@@ -155,7 +155,7 @@ def attend(kernels: CpuKernels, data, window, *, unified=None, splits=None, **op
 
 
 def reference(data, window) -> torch.Tensor:
-    """In float32: what the kernel loses to bfloat16 on its way must not be hidden by the reference losing it too."""
+    """Compute attention in float32, because a bfloat16 reference would have the same rounding errors."""
     batch, query, keys, values = data
     out = torch.empty(len(query), query.shape[1] * values.shape[3])
     scale = query.shape[2] ** -0.5
@@ -165,7 +165,7 @@ def reference(data, window) -> torch.Tensor:
 LENGTHS = [(1, 1), (1, 15), (1, 16), (1, 17), (1, 63), (1, 64), (1, 65), (1, 300), (2, 2), (5, 64), (40, 40), (30, 97)]
 HEADS = [(4, 4, 64, 64), (12, 4, 48, 48), (8, 1, 128, 128), (32, 2, 16, 16), (4, 1, 96, 64), (130, 1, 32, 32)]
 MANY_TASKS = [(1, 5)] * 300 + [(90, 90)]
-WITHOUT_ROOM = [(2, 2, 10, 10), (2, 2, 640, 640), (2, 2, 32, 20)]  # for such heads: torch computes these
+WITHOUT_ROOM = [(2, 2, 10, 10), (2, 2, 640, 640), (2, 2, 32, 20)]  # torch computes such heads
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_splits_change_nothing_even_where_some_are_empty(kernels, dtype, seed, s
 
 @pytest.mark.parametrize("outlier", [3000.0, -3000.0, 90.0])
 def test_a_row_outside_the_unified_range_falls_back_alone(kernels, dtype, seed, outlier):
-    """One sequence's scores are far from the preset constant: it is right, and the bits of the others stay."""
+    """One sequence's scores are far from the preset constant. It is still right, and the others' bits do not change."""
     batch, query, keys, values = case(seed, [(1, 40), (1, 130), (2, 70)], 4, 2, 64, 64, dtype)
     calm = attend(kernels, (batch, query, keys, values), None, unified=0.0)
     loud = query.clone()
@@ -238,7 +238,7 @@ def test_the_profile_says_which_kernel_is_taken(dtype, monkeypatch, tall: bool):
 
 
 def test_what_is_not_a_number_is_never_hidden(kernels: CpuKernels, dtype, seed):
-    """A broken key, score or gate must reach the logits, where the engine looks for it."""
+    """A NaN in a key, score or gate must reach the logits, where the engine looks for it."""
     batch, query, keys, values = case(seed, [(1, 40), (6, 90)], 4, 2, 64, 64, dtype)
     broken = query.clone()
     broken[0, 1, 5] = torch.nan
@@ -255,7 +255,7 @@ def test_what_is_not_a_number_is_never_hidden(kernels: CpuKernels, dtype, seed):
 @pytest.mark.parametrize("rows", [32, 64, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (128, 256))])
 @pytest.mark.parametrize("choice", [FLAT, TALL, Choice(0, tall=False)], ids=["flat", "tall", "torch"])
 def test_rows_of_fixed_forwards_do_not_depend_on_their_slot(dtype, normal, choice: Choice, rows: int):
-    """Nor do those of torch's product, as long as the number of rows is one of those of fixed forwards."""
+    """Torch's product has this property for the numbers of rows of fixed forwards."""
     kernels = CpuKernels(dtype, Profile(static=choice))
     for width, k in ((96, 64), (77, 300), (40, 4096)):
         layer, row, x, results = kernels.linear(normal(width, k)), normal(k), normal(rows, k), []
@@ -300,7 +300,7 @@ def test_a_given_number_of_splits_takes_precedence_over_load(dtype, seed):
     ("by", "fixed", "splits"), [("auto", False, 256), ("auto", True, 1), ("load", True, 1), ("load_bf16", True, 1)]
 )
 def test_there_are_at_most_so_many_splits_as_can_be_joined(by, fixed, splits):
-    """However many threads there are, and however long the context is; only the plan is made, nothing is attended."""
+    """The limit holds for any number of threads and any context. Only the plan is computed, not the attention."""
     attention = CompiledAttention(compiled_or_skip(lambda: load_library("f32")), "f32", None, None, by=by)
     batch = batch_over(torch.zeros(1, 7500, dtype=torch.int32), [1], [120_000], fixed=fixed)
     attention.bind(batch, 16, 1.0)._plan(16, 1, 64, threads=192)
@@ -308,7 +308,7 @@ def test_there_are_at_most_so_many_splits_as_can_be_joined(by, fixed, splits):
 
 
 def test_partials_in_bfloat16_are_rounded_and_hide_nothing(seed, threads):
-    """In a float32 kernel too: there the difference is plain to see."""
+    """The difference is visible in a float32 kernel."""
     data = case(seed, [(1, 700)], 2, 1, 32, 32, torch.float32)
     batch, query, keys, values = data
     results, library = [], compiled_or_skip(lambda: load_library("f32"))

@@ -1,4 +1,4 @@
-"""What `baton profile` measures, decides and keeps."""
+"""The measurements, decisions and files of `baton profile`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STATIC = static_choice(K)
 
 
 def points(tall: float = 1.0, **others_over_flat: float) -> list[tuning.Point]:
-    """One point per `rNNN=ratio`; the tall kernel takes `tall` times as long as torch."""
+    """Return one point per `rNNN=ratio`. The tall kernel's time is `tall` times torch's."""
     return [tuning.Point(64, K, int(name[1:]), 1.0, ratio * tall, ratio) for name, ratio in others_over_flat.items()]
 
 
@@ -23,7 +23,7 @@ def points(tall: float = 1.0, **others_over_flat: float) -> list[tuning.Point]:
     ("ratios", "flat_rows"),
     [
         ({"r1": 1.0, "r64": 1.0, "r96": 1.0, "r128": 1.02, "r512": 0.98}, FLAT_ROWS),  # no clear winner: the preset
-        ({"r1": 2.0, "r16": 1.2, "r32": 0.8, "r64": 0.7, "r128": 0.7}, 16),  # a slower one gives way where it begins
+        ({"r1": 2.0, "r16": 1.2, "r32": 0.8, "r64": 0.7, "r128": 0.7}, 16),  # not used from the first slower one
         ({"r1": 0.5, "r16": 0.5}, 0),
         ({"r1": 2.0, "r96": 1.3, "r128": 1.3, "r192": 1.2, "r256": 0.9, "r384": 0.8}, 192),  # as far as it leads
         ({"r1": 2.0, "r8": 1.5, "r16": 0.7, "r32": 1.5, "r96": 1.3, "r128": 0.7, "r192": 0.6}, FLAT_ROWS),  # disturbed

@@ -31,8 +31,8 @@ def random_checkpoint(
 ) -> Any:
     """Write a tiny checkpoint of `family` to `folder` and return its transformers model, in eval mode.
 
-    The weights are large enough for attention, positions and biases to decide the tokens: with the usual initial
-    values a model hardly looks back, and would be right with the wrong rotation.
+    The weights are so large that attention, positions and biases decide the tokens. A wrong rotation would not change
+    the tokens of a model with the usual initial values.
     """
     shape: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": 80, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "max_position_embeddings": POSITIONS}
@@ -47,7 +47,7 @@ def random_checkpoint(
 
 
 def reload(folder: Path, family: str, dtype: torch.dtype) -> Any:
-    """The same checkpoint as transformers loads it: `model.to` would round the rotary frequencies as well."""
+    """Load the checkpoint with transformers. `model.to` would round the rotary frequencies as well."""
     model = CLASSES[family].from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     return model.eval().requires_grad_(False)
 

@@ -4,5 +4,5 @@ import torch
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Two cores, many tests: one thread each, unless a test takes the fixture `threads`."""
+    """Use one thread on two cores for many tests, unless a test takes the fixture `threads`."""
     torch.set_num_threads(1)

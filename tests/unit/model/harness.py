@@ -1,4 +1,4 @@
-"""Drives a backend through Batch and KVCache the hard way: random chunks, random company, scattered blocks."""
+"""Runs a backend through Batch and KVCache with random chunks, random batches and scattered blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.model.routing import assert_sure, routers
 
 @dataclass
 class Row:
-    """One sequence on its way: tokens known, how many are computed, and the logits seen, by position."""
+    """One unfinished sequence: its tokens, the number of computed ones, and the received logits, by position."""
 
     tokens: list[int]
     target: int
@@ -31,7 +31,7 @@ class Row:
 
 
 def poisoned_cache(backend: ModelBackend, total_blocks: int) -> KVCache:
-    """A cache full of NaN: whoever reads a slot that its sequence has not written gets NaN logits."""
+    """Return a cache full of NaN, so that reading a slot of another sequence gives NaN logits."""
     kv = backend.make_cache(total_blocks)
     for tensor in kv.tensors:
         tensor.fill_(float("nan"))
@@ -39,7 +39,7 @@ def poisoned_cache(backend: ModelBackend, total_blocks: int) -> KVCache:
 
 
 def greedy(backend: ModelBackend, prompts: Sequence[Sequence[int]], new: int, rng: random.Random) -> list[Row]:
-    """Decode all prompts greedily; each step takes some sequences, in any order, and a random chunk of each."""
+    """Decode all prompts greedily. Each step takes some sequences, in any order, and a random chunk of each."""
     size = backend.layout.block_size
     rows = [Row(list(prompt), len(prompt) + new) for prompt in prompts]
     free = list(range(sum(backend.layout.blocks_for(row.target) for row in rows) + 3))
@@ -74,7 +74,7 @@ def prompts(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def check_logits(variant: Variant, folder: Path, lengths: Sequence[int], new: int, seed: int) -> None:
-    """Greedy tokens by induction: each is the argmax of what transformers gives for the tokens before it."""
+    """Check greedy tokens by induction: each is the argmax of transformers' logits after the tokens before it."""
     oracle, some = variant.write(folder), prompts(lengths)
     rows = greedy(load_model(folder), some, new, random.Random(seed))
     if routers(oracle):
@@ -89,7 +89,7 @@ def check_logits(variant: Variant, folder: Path, lengths: Sequence[int], new: in
 
 
 def check_generate(variant: Variant, folder: Path, lengths: Sequence[int], new: int, seed: int) -> None:
-    """The same with transformers' own cached decoding."""
+    """Check greedy tokens against transformers' own cached decoding."""
     oracle, some = variant.write(folder), prompts(lengths)
     for prompt, row in zip(some, greedy(load_model(folder), some, new, random.Random(seed)), strict=True):
         mask = torch.ones(1, len(prompt))
@@ -98,9 +98,9 @@ def check_generate(variant: Variant, folder: Path, lengths: Sequence[int], new: 
 
 
 def check_bfloat16(variant: Variant, folder: Path, lengths: Sequence[int], new: int, seed: int) -> None:
-    """Both round: neither is right, so ours may be no farther from the float32 logits than theirs, but for chance.
+    """Check that our bfloat16 logits are no farther from the float32 ones than those of transformers, up to chance.
 
-    With experts, the few rows where a router fell the other way would decide a sum: there the median row is compared.
+    The few rows with another routing would decide a sum, so models with experts compare the median row.
     """
     variant.write(folder, dtype=torch.bfloat16)
     oracle, exact = (reload(folder, variant.family, dtype) for dtype in (torch.bfloat16, torch.float32))
@@ -134,7 +134,7 @@ def _take(rows: list[Row], chunks: list[int], wanted: list[list[int]], logits: t
 
 
 def make_batch(rows: list[Row], chunks: list[int], wanted: list[list[int]], block_size: int) -> Batch:
-    """The batch that computes the next `chunks[i]` tokens of each row and asks for the logits of `wanted[i]`."""
+    """Return the batch that computes the next `chunks[i]` tokens of each row, with the logits of `wanted[i]`."""
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []

@@ -1,7 +1,7 @@
-"""How sure the routers of a transformers model are: a near tie may fall either way when a logit is rounded otherwise.
+"""Margins of a transformers model's routers, because rounding may decide a near tie either way.
 
-Tests of sparse models use checkpoints and prompts whose routers have no near tie: `assert_sure` measures it in the
-oracle itself. Where it fails, another seed for the checkpoint will do.
+Tests of sparse models use checkpoints and prompts without near ties. `assert_sure` measures them in the reference
+model. If it fails, use another seed for the checkpoint.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-SURE = 1e-5  # several times the difference that float32 makes between two right implementations
+SURE = 1e-5  # several times the float32 difference between two right implementations
 
 
 def routers(oracle: Any) -> list[Any]:
@@ -19,8 +19,8 @@ def routers(oracle: Any) -> list[Any]:
 
 
 def assert_sure(oracle: Any, sequences: Sequence[Sequence[int]]) -> None:
-    """No router has a near tie at any token of these; and it is no trivial one: most experts are chosen by some."""
-    # Of each router: its logits [N, experts] and the experts that it chose [N, k], of every call.
+    """Check that no router has a near tie at any of these tokens, and that most experts are chosen at least once."""
+    # For each router and call: its logits [N, experts] and its chosen experts [N, k].
     seen: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {router: [] for router in routers(oracle)}
     for router, calls in seen.items():
         router.register_forward_hook(lambda _, __, found, calls=calls: calls.append((found[0].float(), found[2])))
@@ -32,7 +32,7 @@ def assert_sure(oracle: Any, sequences: Sequence[Sequence[int]]) -> None:
 
 
 def margins(router: Any, logits: torch.Tensor) -> torch.Tensor:
-    """By how much the last choice beats the first that is not chosen, of groups and of experts: [N]."""
+    """Return the margin between the last chosen and the first other, of groups and of experts: [N]."""
     biased = hasattr(router, "e_score_correction_bias")
     ranks = logits.sigmoid() + router.e_score_correction_bias if biased else logits.softmax(-1)
     sure = torch.full((len(ranks),), float("inf"))

@@ -1,4 +1,4 @@
-"""Loading: what is served, and the error for each thing that is not."""
+"""Loading: the supported checkpoints, and the error for each unsupported one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def original(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(original: Path, tmp_path: Path) -> Path:
-    """A copy for one test to spoil."""
+    """A copy that a test may change."""
     return Path(shutil.copytree(original, tmp_path / "tiny"))
 
 
@@ -58,7 +58,7 @@ def test_shards_are_the_same_model(original: Path, tmp_path: Path):
 def test_fingerprint_tells_models_apart(folder: Path):
     prints = {load_model(folder).fingerprint}
     prints.add(load_model(folder, dtype="bfloat16").fingerprint)
-    assert load_model(folder, block_size=32).fingerprint in prints  # the wire knows no blocks
+    assert load_model(folder, block_size=32).fingerprint in prints  # the fingerprint does not cover block sizes
     edit_config(folder, rms_norm_eps=1e-5)
     prints.add(load_model(folder).fingerprint)
     edit_tensors(folder, lambda t: t["model.layers.1.mlp.down_proj.weight"][3, 3].add_(1e-3))
@@ -106,7 +106,7 @@ def test_tied_with_a_head_of_its_own_uses_it(folder: Path):
 
 
 def test_what_is_not_read(folder: Path):
-    """Rotary buffers of old checkpoints, and an index beside a single file."""
+    """Rotary buffers of old checkpoints, and an index next to a single file, are ignored."""
     edit_tensors(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}))
     (folder / "model.safetensors.index.json").write_text("not read")
     load_model(folder)
@@ -200,7 +200,7 @@ def test_what_is_refused(spoil: Callable[[Path], None], message: str, folder: Pa
     spoil(folder)
     with pytest.raises(CheckpointError, match=message) as caught:
         load_model(folder)
-    assert "tiny" in str(caught.value) or "dtype" in message  # the folder or the file is named
+    assert "tiny" in str(caught.value) or "dtype" in message  # the error names the folder or the file
 
 
 def test_no_folder_and_no_weights(folder: Path, tmp_path: Path):

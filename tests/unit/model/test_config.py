@@ -1,4 +1,4 @@
-"""What config.json means: defaults, sliding windows, and both spellings of rotary scaling."""
+"""The meaning of config.json: defaults, sliding windows, and both spellings of rotary scaling."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def parsed(model_type: str = "llama", **settings: Any) -> ModelConfig:
 )
 @pytest.mark.parametrize("head_dim", [16, 64])
 def test_rope_both_spellings(scaling: dict[str, Any], head_dim: int):
-    """Frequencies and attention factor are those of transformers, bit for bit, however the config spells them."""
+    """Frequencies and attention factor equal those of transformers bit for bit in both spellings."""
     kind = scaling.get("rope_type") or scaling["type"]
     named = {key: value for key, value in scaling.items() if key != "type"} | {"rope_type": kind}
     oracle = transformers.LlamaConfig(**SHAPE, head_dim=head_dim, rope_scaling=dict(scaling), rope_theta=5e4)
@@ -130,7 +130,7 @@ def test_sliding_windows_as_transformers_treats_them():
     assert sliding("mistral", sliding_window=20) == (20, 20, 20)
     assert sliding("qwen2", sliding_window=20, max_window_layers=0) == (None, None, None)
     assert sliding("qwen2", **on, max_window_layers=2) == (None, None, 20)
-    assert sliding("qwen3", **on) == (None, None, None)  # max_window_layers is 28 where it is not said
+    assert sliding("qwen3", **on) == (None, None, None)  # without max_window_layers it is 28
     assert sliding("qwen3", **on, layer_types=types) == (None, 20, None)
     assert sliding("qwen3", use_sliding_window=True, sliding_window=None, max_window_layers=0) == (None, None, None)
     with pytest.raises(CheckpointError, match="layer_types contains sliding_attention, but no sliding window is set"):
@@ -157,7 +157,7 @@ ROPE_KEYS = [*(field.name for field in dataclasses.fields(RopeConfig)), "mscale"
     ),
 )
 def test_any_json_is_parsed_or_refused(family: str, settings: dict[str, Any], kind: str, rope: dict[str, Any]):
-    """No other exception, and no NaN, comes out of an untrusted config."""
+    """An untrusted config raises no other exception, and gives no NaN."""
     try:
         config = parsed(family, rope_parameters={"factor": 2.0, **rope, "rope_type": kind}, **settings)
     except CheckpointError:

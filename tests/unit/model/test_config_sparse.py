@@ -1,4 +1,4 @@
-"""What config.json means for mixtures of experts and latent attention: defaults, and what is refused by name."""
+"""The meaning of config.json for mixtures of experts and latent attention: defaults, and errors by name."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_groups_of_deepseek_v3():
     theirs, found = for_model("deepseek_v3"), experts("deepseek_v3")
     assert (found.groups, found.best_groups, found.per_token) == (8, 4, 8)
     assert (theirs.n_group, theirs.topk_group, theirs.num_experts_per_tok) == (8, 4, 8)
-    assert (experts("deepseek_v2", **V2, n_group=8, topk_group=3).groups) == 1  # greedy has none
+    assert (experts("deepseek_v2", **V2, n_group=8, topk_group=3).groups) == 1  # greedy routing has no groups
 
 
 def test_which_layers_are_sparse():
@@ -150,7 +150,7 @@ def test_refused(family: str, settings: dict[str, Any], message: str):
 def test_queries_at_once_or_by_way_of_a_narrow_row():
     assert latent("deepseek_v2", q_lora_rank=None).query_rank is None
     assert latent("deepseek_v2").query_rank == 1536
-    assert latent("deepseek_v2", rope_interleave=False).interleaved  # V2 knows no other
+    assert latent("deepseek_v2", rope_interleave=False).interleaved  # V2 has only the interleaved form
     assert not latent("deepseek_v3", rope_interleave=False).interleaved
 
 

@@ -1,4 +1,4 @@
-"""Mixture of experts against `transformers`: Mixtral and Qwen3-MoE, and the expert products by themselves."""
+"""Mixture of experts against `transformers`: Mixtral and Qwen3-MoE, and the expert products alone."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def sparse(layer: Any) -> SparseMLP:
 
 
 def test_which_layers_have_experts(tmp_path):
-    """Rounding cannot tell: a dense layer has other tensors, and they are all taken."""
+    """Checks the types, because rounding hides a wrong choice. A dense layer has other tensors, and all are used."""
     for variant, expected in (("qwen3_moe-step", [MLP, SparseMLP] * 2), ("qwen3_moe-mlp-only", [SparseMLP, MLP] * 2)):
         VARIANTS[variant].write(tmp_path / variant)
         layers = load_model(tmp_path / variant).model.layers
@@ -62,7 +62,7 @@ def test_which_layers_have_experts(tmp_path):
 
 @pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe"])
 def test_both_layouts_of_a_checkpoint(variant: str, tmp_path):
-    """The hub's, one tensor per expert, and the fused one of transformers 5: the same logits, bit for bit."""
+    """The hub's layout, one tensor per expert, and the fused one of transformers 5 give identical logits."""
     oracle = VARIANTS[variant].write(tmp_path / "hub")
     oracle.save_pretrained(tmp_path / "fused", save_original_format=False)
     found = []
@@ -110,7 +110,7 @@ def test_products_equal_transformers(case: str, experts: tuple[Any, Any], seed: 
 
 
 def test_a_row_is_what_it_is_in_other_company(experts: tuple[Any, Any], seed: int):
-    """As long as its experts have as many rows, it gets the same bits, whatever the others hold."""
+    """A row gets the same bits whatever the other rows are, if its experts have equally many rows."""
     model, _ = experts
     chosen, generator = choices()["all to the same"], torch.Generator().manual_seed(seed)
     weights, results = torch.rand(chosen.shape, generator=generator), []

@@ -1,4 +1,4 @@
-"""Whole models in fixed forwards: logits and KV of a token have the same bits wherever and beside whatever it lies."""
+"""Whole models in fixed forwards: a token's logits and KV have the same bits in every slot of every batch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def model(folder, family: str, dtype: torch.dtype, kernels: str, monkeypatch):
 
 
 def differing(backend, seed: int, rounds: int = 14) -> list[int]:
-    """Positions whose logits or KV had other bits in one of the passes."""
+    """Return the positions whose logits or KV had different bits in one of the passes."""
     rng, layout, width = random.Random(seed), backend.layout, SHAPES.tokens
     tokens = [rng.randrange(VOCAB) for _ in range(LAST + 2 * width)]
     each = layout.blocks_for(len(tokens))
@@ -81,7 +81,7 @@ def differing(backend, seed: int, rounds: int = 14) -> list[int]:
             if not all(map(torch.equal, seen.setdefault(start + i, bits), bits)):
                 found.add(start + i)
 
-    for most in (1, LAST):  # beside rows that begin too, and beside others
+    for most in (1, LAST):  # with rows that begin too, and with others
         verify(0, 0, width, most)
     for start in range(width, LAST + width, width):
         verify(start, 0, width)

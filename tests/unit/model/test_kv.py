@@ -51,7 +51,7 @@ def gathered(kv: KVCache, layers: range, blocks: list[int], begin: int, end: int
 
 
 def row_by_row(kv: KVCache, layers: range, blocks: list[int], begin: int, end: int) -> torch.Tensor:
-    """The wire order as it is defined: of each layer, of each tensor, one position after the other."""
+    """Return the bytes in wire order: by layer, then by tensor, then by position."""
     size = kv.layout.block_size
     rows = [
         tensor[layer, blocks[position // size], position % size].flatten()
@@ -107,7 +107,7 @@ def test_any_positions_go_from_any_blocks_to_any_others(copier: Copier, sequence
 
 @COPIES
 def test_a_view_with_strides_is_gathered_as_its_elements(copier: Copier):
-    """A rank of a tensor-parallel worker has such a view: some heads of KV that lies elsewhere."""
+    """A rank of a tensor-parallel worker has such a view: some heads of a larger cache."""
     whole = numbered(replace(LAYOUT, kv_heads=4))
     storage = [tensor[:, :, :, 1:3] for tensor in whole.tensors]
     part, copy = KVCache(LAYOUT, 7, storage=storage, copy=copier()), KVCache(LAYOUT, 7)
@@ -123,7 +123,7 @@ def test_a_view_with_strides_is_gathered_as_its_elements(copier: Copier):
 
 @pytest.fixture(params=["torch", "compiled", "ranks"])
 def any_kind(request: pytest.FixtureRequest) -> KVCache:
-    """A cache by torch, by the compiled kernel, or divided among ranks."""
+    """A cache copied by torch, copied by the compiled kernel, or divided among ranks."""
     if request.param == "ranks":
         return poisoned(GQA, 4, 7)
     return numbered(GQA, copy=compiled() if request.param == "compiled" else None)
@@ -176,7 +176,7 @@ def test_blocks_that_hold_none_of_the_positions_need_not_be_there():
 
 @COPIES
 def test_rows_of_whole_cache_lines(copier: Copier):
-    """Those are written past the caches."""
+    """Rows of whole cache lines are written past the CPU's caches."""
     layout = KVLayout(layers=2, kv_heads=4, head_dim=64, block_size=16, dtype="bfloat16")
     source, target = numbered(layout, 9, copier()), KVCache(layout, 9, copy=copier())
     wire = gathered(source, range(2), [4, 8, 1, 2], 5, 60)

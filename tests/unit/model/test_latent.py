@@ -1,4 +1,4 @@
-"""Latent attention against `transformers`: DeepSeek-V2 and V3, what is cached of them, and the handoff of that."""
+"""Latent attention against `transformers`: DeepSeek-V2 and V3, their cached KV, and its handoff."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_one_vector_per_token_and_layer_is_cached(tmp_path: Path):
 
 
 def advance(backend: TransformerBackend, kv: KVCache, row: Row, chunk: int) -> torch.Tensor:
-    """Compute the next `chunk` tokens of a row; the logits of the last."""
+    """Compute the next `chunk` tokens of a row and return the logits of the last one."""
     logits = backend.forward(make_batch([row], [chunk], [[chunk - 1]], backend.layout.block_size), kv)[0].clone()
     row.computed += chunk
     return logits
@@ -88,7 +88,7 @@ def advance(backend: TransformerBackend, kv: KVCache, row: Row, chunk: int) -> t
 @pytest.mark.parametrize("variant", ["v2-lite", "v3"])
 @pytest.mark.parametrize("frame_size", [1, 5000, 1 << 20])
 def test_handed_over(variant: str, frame_size: int, tmp_path: Path):
-    """Prompt on one worker's cache, the rest on another's: the same tokens as transformers, nothing computed twice."""
+    """One worker computes the prompt, another one the rest: the tokens of transformers, without repeated work."""
     oracle, [prompt] = VARIANTS[variant].write(tmp_path), prompts((33,))
     prefill, decode = load_model(tmp_path), load_model(tmp_path)
     source, target = poisoned_cache(prefill, 9), poisoned_cache(decode, 9)
@@ -111,7 +111,7 @@ def test_handed_over(variant: str, frame_size: int, tmp_path: Path):
 
 
 def test_expanded_and_absorbed_agree(tmp_path: Path):
-    """A prompt without a past is computed with keys and values per head, any other batch over latent rows."""
+    """A prompt without a past uses keys and values per head; all other batches use latent rows."""
     VARIANTS["v3"].write(tmp_path)
     backend, [prompt] = load_model(tmp_path), prompts((64,))
     kv, row = poisoned_cache(backend, 8), Row(list(prompt), 0, blocks=[4, 5, 6, 7])

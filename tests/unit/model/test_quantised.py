@@ -1,4 +1,4 @@
-"""Quantised checkpoints are refused by the name of their method, with or without a word about it in config.json."""
+"""Quantised checkpoints are rejected by the name of their method, whether or not config.json mentions it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of models that think: what is wrong with one is said by name."""
+"""Checkpoints of models that think: errors name the mistake."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_weights_that_are_missing_or_of_another_shape(folder, name):
 
 
 def test_states_have_one_shape_and_are_kept(folder):
-    """The state of a thought is computed alone: its bits follow from the thought, also when it was let go meanwhile."""
+    """A thought's state is computed alone, so its bits are the same even after an eviction."""
     thinker = load_model(folder).thinker
     assert thinker is not None
     first = thinker.state((9, 10))

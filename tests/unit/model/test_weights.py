@@ -1,4 +1,4 @@
-"""Weights: where they lie, that they are what the file holds, and how little memory it takes to get them there."""
+"""Weights: their placement, their equality to the file, and the memory that loading needs."""
 
 from __future__ import annotations
 
@@ -121,11 +121,11 @@ print(*(peak[key] - before[key] for key in ("RssAnon:", "RssFile:")))
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "times"), [("bfloat16", 1), ("float32", 2)])
 def test_there_is_no_second_copy(dtype: str, times: int, large: Path):
-    """Neither in memory of the process nor, once copied, in mapped pages of the file."""
+    """There is no second copy in process memory or, after copying, in mapped pages of the file."""
     command = [sys.executable, "-c", MEASURE, str(large), dtype, str(ROOT / "models/demo")]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     anonymous, mapped = map(int, done.stdout.split())
     size = (large / "model.safetensors").stat().st_size
     assert 0.95 * size * times < anonymous < 1.1 * size * times
-    assert mapped < 0.4 * size  # the largest tensor has .26 of it
+    assert mapped < 0.4 * size  # the largest tensor is 0.26 of it

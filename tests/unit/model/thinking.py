@@ -1,4 +1,4 @@
-"""Random checkpoints of models that think, and their reference: transformers' layers, a dense loop around them."""
+"""Random checkpoints of models that think, and their reference: transformers' layers in a dense loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BLOCKS = {LAYERS: "thinking.block", LAYERS + 1: "compression.block"}
 
 @dataclass(frozen=True)
 class Reference:
-    """`model` has two layers more than the backbone: T and C. Nothing of Baton computes here."""
+    """The reference model. `model` has two layers more than the backbone: T and C. It uses none of Baton's code."""
 
     model: Any
     settings: dict[str, int]
@@ -29,7 +29,7 @@ class Reference:
 
     @torch.inference_mode()
     def answer(self, prompt: list[int], new: int, *, thinks: bool = True, while_decoding: bool = False) -> Answer:
-        """Strictly one chunk after the other, with no cache; greedy."""
+        """Answer greedily, strictly one chunk after the other, without a cache."""
         tokens, thoughts, size = list(prompt), list[tuple[int, ...]](), self.settings["chunk_size"]
         rows = []
         while len(tokens) < len(prompt) + new:
@@ -42,7 +42,7 @@ class Reference:
         return Answer(tokens[len(prompt) :], thoughts, torch.stack(rows))
 
     def _forward(self, tokens: list[int], thoughts: list[tuple[int, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits and hidden rows."""
+        """Return the logits and the hidden rows."""
         size, settings = self.settings["chunk_size"], self.settings
         chunks = -(-len(tokens) // size)
         made = [self._compress(thoughts[i] if i < len(thoughts) else ()) for i in range(chunks - 1)]
@@ -91,7 +91,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Answer:
-    """Tokens and thoughts, end tokens left out, and the logits that each token was drawn from."""
+    """Tokens and thoughts without end tokens, and the logits of each token."""
 
     tokens: list[int]
     thoughts: list[tuple[int, ...]]
@@ -99,15 +99,13 @@ class Answer:
 
 
 def thinking_checkpoint(folder: Path, family: str = "llama", *, eos: float = 12.0, **changed: Any) -> Reference:
-    """Write a tiny checkpoint that thinks. With `eos` 12 nothing is thought about half of the chunks, with 0 something
-    is about each.
-    """
+    """Write a tiny checkpoint that thinks. `eos`: 12 gives half of the chunks no thought, 0 gives each a thought."""
     settings = SETTINGS | {name: changed.pop(name) for name in list(changed) if name in SETTINGS}
     model = random_checkpoint(folder, family, num_hidden_layers=LAYERS + 2, **changed)
     tensors = {_renamed(name): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
     generator = torch.Generator().manual_seed(1)
     head = torch.randn(VOCAB, HIDDEN, generator=generator) * HIDDEN**-0.5
-    head[settings["eos_token_id"]] *= eos  # above all others, or below: by the sign of what it sees
+    head[settings["eos_token_id"]] *= eos  # above or below all others, by the sign of the input
     norm = 1 + 0.3 * torch.randn(HIDDEN, generator=generator)
     tensors |= {"thinking.norm.weight": norm, "thinking.lm_head.weight": head}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

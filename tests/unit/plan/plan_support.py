@@ -1,4 +1,4 @@
-"""A simulation that takes no time, where what a shape carries is arithmetic; the status of a cluster."""
+"""A fake simulation that computes a shape's capacity arithmetically, and the status of a cluster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EASY = {"step_s": 0.01, "token_s": 1e-4, "context_s": 0.0}
 
 
 def profile(**changes: object) -> Profile:
-    """Round numbers: a token of a prompt takes 0.1 ms, so that a worker computes 100 prompts of 100 tokens a second."""
+    """Return a profile of round numbers: 0.1 ms per prompt token, so 100 prompts of 100 tokens per second."""
     layout = {"tensor_parallel": 1, "kv_tokens": 100_000, "prompt": EASY, "decode": [EASY]}
     given: dict[str, object] = {
         "name": "easy",
@@ -36,7 +36,7 @@ def profile(**changes: object) -> Profile:
 
 @dataclass
 class Fake:
-    """Each worker carries so many requests per second; the scenarios that were asked for are kept."""
+    """A simulation in which each worker serves so many requests per second. Records the requested scenarios."""
 
     prefill: float
     decode: float
@@ -63,7 +63,7 @@ class Fake:
 
 
 def planner(fake: Fake, *, gpus: int = 16, name: str = "", times: str = "constant") -> Planner:
-    """Of requests with 100 tokens and 11 new ones."""
+    """Return a planner for requests with 100 prompt tokens and 11 new ones."""
     site = Site(load_profile(name) if name else profile())
     return Planner(fake, site, Workload(Lengths.parse("100", "11"), times, requests=50), gpus=gpus)
 

@@ -1,13 +1,13 @@
-"""What DistServe published, from the coefficients that it published, by this simulator.
+"""DistServe's published results, reproduced by this simulator from the published coefficients.
 
 Figure 1 of the paper (OSDI 2024, arXiv 2401.09670): a model of 13B on one A100-80GB, Poisson arrivals, prompts of 512
 tokens and answers of 64, 90 % within a TTFT of 0.4 s and a TPOT of 0.04 s. Requests per second: 1.6 colocated, 5.6 by a
 worker that only prefills, 10 by one that only decodes, 10 by 2 prefill and 1 decode workers.
 
-Their coefficients of OPT-13B are of steps alone, without what engines did between steps, and carry about twice these
-rates on all sides. So ratios are compared. The colocated side is vLLM of 2023, which never did both in one step.
+Their coefficients of OPT-13B omit the engine's work between steps, and give about twice these rates for all shapes.
+Therefore ratios are compared. The colocated side is vLLM of 2023, which never mixed both in one step.
 
-The second test is of simulator against simulator, so rates are compared: the example in the README of simdistserve.
+The second test compares two simulators, so it compares rates: the example in the README of simdistserve.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _with(profile: Profile, **changes: object) -> Profile:
 
 
 def _rates() -> dict[str, float]:
-    """Requests per second that one worker carries, and three that are 2 prefill and 1 decode."""
+    """Return the requests per second of one worker, and of three: 2 prefill and 1 decode."""
     ours, theirs = load_profile("opt-13b-a100"), load_profile("opt-13b-a100-vllm")
     in_turns = _with(theirs, joint_extra_s=theirs.layout(1).prompt.step_s)
     both, first = ("512", "64"), ("512", "1")
@@ -66,10 +66,9 @@ def test_splitting_carries_so_many_times_what_is_colocated():
 
 
 def test_the_placement_that_their_simulator_chose_is_the_best_here_at_about_their_rate():
-    """README of simdistserve: OPT-13B, ShareGPT, 90 % within 200 ms and 100 ms, 4 GPUs: prefill tp 2, decode tp 1,
-    1.56 requests/s for each GPU (by steps of 0.25). Lengths here: lognormal, with the mean and the coefficient of
-    variation of 219 requests of the sample of ShareGPT that lies in their repository (778, 0.68; 178, 1.21), cut at
-    2,048 and 1,024. Within 20 %.
+    """README of simdistserve: OPT-13B, ShareGPT, 90 % within 200 ms and 100 ms, 4 GPUs: prefill tp 2, decode tp 1, 1.56
+    requests/s for each GPU (by steps of 0.25). Lengths here are lognormal, with the mean and the coefficient of
+    variation of 219 requests of their ShareGPT sample (778, 0.68; 178, 1.21), cut at 2,048 and 1,024. Within 20 %.
     """
     lengths = ("lognormal:778,0.68,2048", "lognormal:178,1.21,1024")
     planner = _planner(load_profile("opt-13b-a100"), Slo(ttft_s=0.2, itl_s=0.1), lengths, 800)

@@ -1,4 +1,4 @@
-"""`baton plan`: what it prints and which mistakes it names; the simulation is arithmetic."""
+"""`baton plan`: its output and its errors. The simulation is fake."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOAD = ("--rate", "20", "--prompt-tokens", "100", "--max-tokens", "11", "--arriv
 def fake(monkeypatch):
     found = Fake(10, 20, 4)
     monkeypatch.setattr(command, "simulate", found)
-    monkeypatch.setattr(command, "configure_logging", lambda *_: None)  # it is the process's, and others log here too
+    monkeypatch.setattr(command, "configure_logging", lambda *_: None)  # would change other tests' logs
     return found
 
 
@@ -138,7 +138,7 @@ def test_mistakes_are_named(fake, file, tmp_path, monkeypatch, args, says):
 
 
 def timed(path: Path, **more: object) -> Path:
-    """A trace of requests twice a second, all of them with more in it; None: without that."""
+    """Write a trace of two requests per second. `more` are fields of all; None omits one."""
     given: dict[str, object] = {"timestamp": 0, "max_tokens": 11, "prompt_tokens": 100} | more
     one = {key: value for key, value in given.items() if value is not None}
     lines = [one | ({"timestamp": 500 * number} if "timestamp" in one else {}) for number in range(40)]
@@ -177,7 +177,7 @@ def test_a_goodput_without_a_limit_is_not_compared():
     assert lines[3:] == ["disaggregation does not pay here: 2 GPUs against 1"]
 
 
-# --- what `--what-if` says
+# --- values of `--what-if`
 
 OWN = Shape(3, 2, 4, 1)
 

@@ -1,4 +1,4 @@
-"""The planner's search, over a simulation that is arithmetic."""
+"""The planner's search over a fake simulation."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_goodput_that_does_not_exist_is_0():
 
 
 def test_a_rate_is_not_raised_until_all_requests_are_one_burst():
-    """As with a tiny model: whatever comes at once is computed within the goal."""
+    """A tiny model meets the goal even for a burst of all requests."""
     answer = plan(Fake(math.inf, math.inf, 4), 1.0)
     assert answer.at_least == {"disaggregated"}
     assert 2 * answer.goodput["disaggregated"] == pytest.approx(512)  # 500 requests at most
@@ -99,7 +99,7 @@ def _sized(*layouts: dict[str, object]) -> Profile:
 
 
 def test_batches_are_of_any_size_within_the_goal_and_no_larger_than_the_room_for_kv():
-    """Three rows cost 1 ms each; from four on a step takes 1 s, which is beyond the goal."""
+    """Three rows cost 1 ms each. From four on a step takes 1 s, which exceeds the goal."""
     found, load = planner(Fake(1, 1, 1)), Workload(Lengths.parse("100", "11"))
     free = {"token_s": 0.0, "context_s": 0.0}
     decode = [{"rows_below": 4, "step_s": 0.003} | free, {"rows_below": 9, "step_s": 1.0} | free]
@@ -114,7 +114,7 @@ def test_batches_are_of_any_size_within_the_goal_and_no_larger_than_the_room_for
 
 @pytest.mark.parametrize(("room", "size"), [(112, 1), (111, 2), (16, 2)])
 def test_the_other_pool_of_a_phase_has_room_for_the_requests(room, size):
-    """They have 111 tokens, in blocks of 16."""
+    """Requests have 111 tokens, in blocks of 16."""
     found = planner(Fake(10, 20, 4))
     found.site = replace(found.site, profile=_sized({"kv_tokens": room}, {"tensor_parallel": 2}))
     found.plan(20.0)
@@ -131,7 +131,7 @@ def test_room_is_for_as_many_requests_as_must_be_good():
 
 
 def test_the_files_own_layout_counts_where_the_search_found_none_as_small():
-    """By arithmetic 250 requests a second take three workers; this simulation takes no time."""
+    """By arithmetic, 250 requests per second need three workers, but this simulation takes no time."""
     found = planner(Fake(math.inf, math.inf, math.inf))
     assert found.plan(250.0).colocated == found.tried[Shape(3, chunk=256), 250.0, ""]
     own = found.attempt(Shape(1, chunk=300), 250.0, "the file")

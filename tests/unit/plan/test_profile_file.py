@@ -1,4 +1,4 @@
-"""Profiles: those that come with Baton, files, what is wrong in one, and from measurements to a profile."""
+"""Profiles: Baton's own, files, errors in a file, and the step from measurements to a profile."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_is_wrong_in_a_file_is_named_with_its_place(tmp_path):
 
 
 def _decode(*pieces: tuple[int | None, float]) -> list[dict[str, float | None]]:
-    """Of rows below so many: seconds of a step; each row takes 1 ms more."""
+    """Return decode pieces from pairs of `rows_below` and the seconds of a step. Each row takes 1 ms more."""
     return [{"rows_below": rows, "step_s": step_s, "token_s": 1e-3, "context_s": 0.0} for rows, step_s in pieces]
 
 
@@ -166,7 +166,7 @@ def test_the_spread_keeps_the_percentiles_and_has_a_mean_of_1(seed):
 
 
 def test_each_point_has_the_same_part_in_the_spread():
-    """Two rows give twice as many gaps as one, of no more interest."""
+    """Two rows give twice as many gaps as one, but have the same weight."""
     factors = fit_spread([Gaps(1, 0.0, (1.0,) * 10), Gaps(32, 0.0, (0.5, 1.5) * 500)])
     assert {factor: factors.count(factor) for factor in (0.5, 1.0, 1.5)} == {0.5: 50, 1.0: 100, 1.5: 50}
 

@@ -1,4 +1,4 @@
-"""What `baton profile --live` makes of what it saw, and what it leaves out; a real cluster: tests/e2e."""
+"""The result of `baton profile --live`, and its omitted measurements. tests/e2e has a real cluster."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from baton.planner.live_fit import (
 from baton.testing import FakeClock
 from tests.unit.plan.plan_support import cluster
 
-PAIR = (Role.DECODE, 100), (Role.DECODE, 100)  # that do both
-TOKEN_S = 0.01  # of a clock that only requests move
+PAIR = (Role.DECODE, 100), (Role.DECODE, 100)  # colocated workers
+TOKEN_S = 0.01  # on a clock that only requests advance
 PROMPT_S = 0.002
-ROUNDS = 3  # the first is left out
+ROUNDS = 3  # the first is ignored
 
 
 def gaps(rows: int, *seconds: float) -> list[Gaps]:
@@ -52,7 +52,7 @@ def prompts(length: int, *seconds: float) -> list[Prompts]:
 
 
 def measured(*slow: float) -> Measured:
-    """Two rounds like each other, and others so many times as long."""
+    """Return two equal rounds, and more rounds that take so many times as long."""
     times = 1.0, 1.0, *slow
     return Measured(
         single={16: prompts(16, *(0.01 * one for one in times)), 64: prompts(64, *(0.02 * one for one in times))},
@@ -80,8 +80,8 @@ def test_a_round_in_which_the_machine_had_other_work_is_in_no_figure():
     [
         ((1.0, 1.2, 0.9), (1.0, 1.2, 0.9)),  # as much as machines differ
         ((1.0, 1.3), (1.0,)),
-        ((1.0, 6.9, 7.0), (1.0, 6.9, 7.0)),  # most rounds say so: it is so
-        ((0.0, 0.0, 1.0), (0.0, 0.0, 1.0)),  # no time is none to compare with
+        ((1.0, 6.9, 7.0), (1.0, 6.9, 7.0)),  # most rounds agree, so it is real
+        ((0.0, 0.0, 1.0), (0.0, 0.0, 1.0)),  # nothing can be compared with zero time
         ((), ()),
     ],
 )
@@ -90,12 +90,12 @@ def test_slow_is_what_is_far_slower_than_the_median_round(seconds, kept):
 
 
 class Served:
-    """Two workers that do both: a clock that requests move, and prompts that go to the idle one, or never do."""
+    """Two colocated workers with a clock that requests advance. Prompts go to the idle one, or never do."""
 
     def __init__(self, *, to_the_idle: bool, model_len: int = LEAST_MODEL_LEN) -> None:
         self.clock, self._model_len = FakeClock(), model_len
         self.paces, self.running = [Pace(), Pace()], [0, 0]
-        self.beside_prompts = 0  # requests that decode meanwhile
+        self.beside_prompts = 0  # requests that decode during prompts
         self._to_the_idle = to_the_idle
 
     async def __aenter__(self) -> Served:
@@ -143,8 +143,8 @@ def profiled(served: Served) -> tuple[Live, Any, str]:
 
 @pytest.mark.parametrize("to_the_idle", [True, False])
 def test_prompts_count_where_another_worker_computes_them(to_the_idle):
-    """A router that expects the idle worker to be slower than its SLO allows gives it none: the user is told, and what
-    is not known is taken from workers that decode.
+    """A router that expects the idle worker to miss its SLO gives it no prompt. The output has a warning, and
+    the missing costs are those of workers that decode.
     """
     served = Served(to_the_idle=to_the_idle)
     live, layout, said = profiled(served)
@@ -176,7 +176,7 @@ def test_kv_is_that_of_the_whole_model_and_of_a_worker_that_decodes():
 
 
 def test_workers_that_do_both_slow_each_other_as_much_as_one_alone_is_faster():
-    """Two of them decoded at 12 ms for one row each, one alone at 10 ms."""
+    """Two of them decoded at 12 ms for one row each, and one alone at 10 ms."""
     seen = Measured(
         single=SINGLE,
         together={(1, 16): [Gaps(1, 40, (0.012, 0.012))], (2, 16): [Gaps(2, 80, (0.0168, 0.0192))]},
@@ -217,7 +217,7 @@ def test_a_running_cluster_is_as_it_is(args, got):
 
 
 def test_only_gaps_in_which_all_decoded_count():
-    """The second begins at 1.0 and ends at 1.3: what came before and after was decoded with fewer rows."""
+    """The second stream lasts from 1.0 to 1.3. Before and after it, fewer rows decoded."""
     first = Seen(0.0, [0.1, 0.2, 1.0, 1.1, 1.2, 1.3, 9.0])
     second = Seen(0.0, [1.0, 1.1, 1.2, 1.3])
     gaps = together([first, second], rows=2, length=16)

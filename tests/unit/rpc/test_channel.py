@@ -1,4 +1,4 @@
-"""Options that Baton relies on, and why a listener could not be had."""
+"""Channel options that Baton relies on, and errors for listeners that cannot start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each value survives the wire, byte by byte; what is not valid is refused with the name of its field, or not sent."""
+"""Each value survives the wire byte by byte. Invalid ones are rejected by field name, or not sent."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def test_thoughts_with_a_gap_are_not_sent(chunks: list[int]):
 
 @pytest.mark.parametrize(("chunk", "most"), [(4, 4), (16, 16), (16, 64)])
 def test_the_longest_prompt_and_all_thoughts_of_it_are_one_message(chunk: int, most: int):
-    """A large state is the smaller part: 64 rows of 16384 float32, twice. Thoughts of large ids take 3 bytes each."""
+    """Thoughts are larger than even a large state: 64 rows of 16384 float32, twice. Large ids take 3 bytes each."""
     one, rows = tuple(200_000 + n for n in range(most)), bytes(64 * 16384 * 4)
 
     def size(count: int) -> int:

@@ -1,4 +1,4 @@
-"""The table of errors and statuses, both ways, and statuses of servers that are not ours."""
+"""The table of errors and statuses, both ways, and statuses of foreign servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DETAILS = "grpc-status-details-bin"
 
 
 def failure(code: Code, text: str | None, trailers: tuple[tuple[str, bytes], ...] = ()) -> aio.AioRpcError:
-    """A failed call, as gRPC would raise it."""
+    """Return a failed call, as gRPC would raise it."""
     return aio.AioRpcError(code, aio.Metadata(), aio.Metadata(*trailers), text)
 
 
@@ -56,7 +56,7 @@ def tree(kind: type[BatonError]) -> set[type[BatonError]]:
 
 def test_every_class_of_the_tree_is_here():
     listed = {type(error) for error, _ in VISIBLE} | {type(error) for error, _ in REPLACED}
-    ours = {kind for kind in tree(BatonError) if kind.__module__ == BatonError.__module__}  # others have imported more
+    ours = {kind for kind in tree(BatonError) if kind.__module__ == BatonError.__module__}  # tests add more
     assert ours - listed == set()
     assert {type(error) for error, _ in VISIBLE} == set(CODES)
 

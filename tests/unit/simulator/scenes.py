@@ -1,4 +1,4 @@
-"""Small scenarios, and loads of made-up requests."""
+"""Small scenarios, and synthetic loads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def poisson(requests: int, rate: float, prompt: int = 256, answer: int = 64, see
 
 
 def scene(prefill: int = 2, decode: int = 2, **facts) -> Scenario:
-    """A cluster that has enough of everything. `pool`: what is otherwise in both pools."""
+    """Return a cluster with enough of everything. `pool`: changed settings of both pools."""
     pool = {"cost": COST, "kv_blocks": 4000} | facts.pop("pool", {})
     defaults: dict[str, Any] = {"network": Network(token_bytes=100_000), "router": PATIENT}
     return Scenario(Pool(decode, **pool), Pool(prefill, **pool), **(defaults | facts))

@@ -1,7 +1,6 @@
-"""A simulated cluster beside serving: faults, reports, gaps, what production has, too, and what many workers cost.
-
-What a request costs is counted in events and in calls of functions, never in seconds: both are the same on any machine.
-The states of an attempt and its recovery: tests/simulation/test_simulator_recovers_alike.py.
+"""A simulated cluster apart from serving: faults, reports, gaps, options, and the cost of many workers. Costs of a
+request are counted in events and function calls, never in seconds, so they are the same on any machine.
+tests/simulation/test_simulator_recovers_alike.py tests the states of an attempt and its recovery.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ MOVED = {
 
 @pytest.mark.parametrize("of", MOVED.values(), ids=MOVED)
 def test_gaps_of_rows_that_went_on_elsewhere_count(of, monkeypatch):
-    """One fewer than tokens; steps in which a row had to wait count twice."""
+    """One gap fewer than tokens. Steps in which a row had to wait count twice."""
     missing, completed = [], Tally.completed
 
     def seen(tally: Tally, ttft_s: float, e2e_s: float, tokens: int, gaps: list[tuple[float, int]]) -> None:
@@ -157,7 +156,7 @@ def run(workers: int, requests: int, *, colocated: bool = False, seed: int = 0) 
 def test_a_thousand_workers_serve_all_that_comes_twice_alike(monkeypatch, capsys, seed):
     options = {"requests": REQUESTS, "workers": WORKERS, "seed": seed}
     monkeypatch.setattr(sys, "argv", ["simulator", *(f"--{name}={value}" for name, value in options.items())])
-    monkeypatch.setattr(program, "configure_logging", lambda *_: None)  # it is the process's, and others log here too
+    monkeypatch.setattr(program, "configure_logging", lambda *_: None)  # would change other tests' logs
     program.main()
     said, report = capsys.readouterr().out, run(WORKERS, REQUESTS, seed=seed)
     figures = json.loads(said.splitlines()[-1])
@@ -171,7 +170,7 @@ def test_a_thousand_workers_serve_all_that_comes_twice_alike(monkeypatch, capsys
 
 
 def cost(workers: int, *, colocated: bool) -> tuple[float, float]:
-    """Events and calls for each request, at the same load for each worker; starting the workers is among them."""
+    """Return events and calls per request, at the same load per worker, including the start of the workers."""
     profile, requests = Profile(), EACH * workers
     report = profile.runcall(run, workers, requests, colocated=colocated)
     assert report.completed == requests
@@ -183,7 +182,7 @@ def cost(workers: int, *, colocated: bool) -> tuple[float, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("colocated", [False, True], ids=["pairs", "colocated"])
 def test_a_request_costs_as_much_among_many_workers_as_among_few(colocated):
-    """What each worker costs is shared by the requests that it has: ten times as many are no dearer for each."""
+    """A worker's own cost is shared by its requests, so ten times as many workers cost the same per request."""
     few, many = cost(50, colocated=colocated), cost(500, colocated=colocated)
     assert many == pytest.approx(few, rel=0.15), "events and calls a request"
     assert many[0] < 1.1 * few[0]

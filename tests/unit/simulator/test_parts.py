@@ -89,7 +89,7 @@ def test_counted_blocks_are_those_of_the_real_pool(seed):
 
 
 def _allocated(draw: Random, real: BlockPool, counted: CountedPool) -> tuple[Allocation, Allocation] | None:
-    """By both, of prompts of which many begin alike: equal decisions, and as much that is found."""
+    """Allocate in both pools, for prompts with common beginnings. Check for equal decisions and equally many hits."""
     head, length = draw.randrange(1, 4) * 100, draw.randrange(1, 8)
     chain: list = [head + n for n in range(length)]
     digests = [str(name).encode() for name in chain]

@@ -1,4 +1,4 @@
-"""Whole simulations: what queueing theory says, what must hold whatever happens, and what must show."""
+"""Whole simulations: agreement with queueing theory, invariants, and visible effects."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_request_alone_takes_what_its_parts_take():
     prompt_s = COST.seconds(1000, 1000 * 1001 // 2, 0, 0)
     ttft_s = 0.001 + 3 * 0.0005 + prompt_s + 0.004
     steps_s = sum(COST.seconds(0, 0, 1, 1000 + n) for n in range(1, 11))
-    rest_s = 1000 * 1e5 / 1e9 - (prompt_s - prompt_s / 10)  # what was hidden began after the first layer
+    rest_s = 1000 * 1e5 / 1e9 - (prompt_s - prompt_s / 10)  # the hidden part began after the first layer
     assert report.ttft.max == pytest.approx(ttft_s)
     assert report.transfer.max == pytest.approx(rest_s + 0.005)
     assert report.e2e.max == pytest.approx(ttft_s + rest_s + 0.005 + steps_s)
@@ -157,9 +157,7 @@ def test_long_prompts_are_felt_by_those_who_decode_beside_them():
 
 
 def test_who_computes_a_long_prompt_is_known_to_be_busy():
-    """It says nothing about the prompt until that is done, but reports: others do not queue behind it as if it had
-    nothing to do.
-    """
+    """Reports during a long prompt show the worker busy, so that other prompts do not queue behind it."""
     pool = {"cost": Linear(line(0.01, 1e-3), DECODING), "max_batched_tokens": 1000}
     arrivals = [Arrival(0.0, 30_000, 2), *(Arrival(0.1 + 0.1 * n, 20, 2) for n in range(200))]
     report = simulate(scene(2, 2, pool=pool), arrivals)
@@ -199,7 +197,7 @@ def test_what_never_fits_is_refused_what_just_fits_is_served_and_rows_without_a_
 def test_steps_that_cost_nothing_and_links_without_bounds():
     of = Scenario(Pool(1, COST), Pool(1), network=AT_ONCE, overheads=NO_OVERHEADS, router=PATIENT)
     report = simulate(of, poisson(100, 20.0))
-    assert report.ttft.max < 0.03  # room is granted between two steps
+    assert report.ttft.max < 0.03  # blocks are reserved between two steps
     assert report.itl.p50 > 0.010
     nothing = simulate(Scenario(Pool(1), Pool(1), network=AT_ONCE, overheads=NO_OVERHEADS), poisson(100, 20.0))
     assert nothing.e2e.max == 0.0

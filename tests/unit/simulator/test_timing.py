@@ -1,4 +1,4 @@
-"""What workers of one host cost each other: each step by what the others do while it begins."""
+"""Interference of workers on one host: a step's time depends on the others' work when it begins."""
 
 from __future__ import annotations
 
@@ -99,9 +99,7 @@ FACTS["pool"] = {"cost": COST, "contention": BESIDE}
 
 
 def test_what_decodes_is_slower_while_a_prompt_is_computed_and_no_longer():
-    """101 tokens; the second prompt begins behind the step at whose end it finds room, and takes 0.15 s: as much as 12
-    or 13 steps of 12 ms.
-    """
+    """101 tokens. The second prompt begins when it gets blocks, and takes 0.15 s: 12 or 13 steps of 12 ms."""
     alone = simulate(scene(1, 1, **FACTS), [Arrival(0.0, 10, 101)])
     assert (alone.itl.p50, alone.itl.max) == pytest.approx((0.010, 0.010), rel=0.01)
     both = simulate(scene(1, 1, **FACTS), [Arrival(0.0, 10, 101), Arrival(0.455, 10, 1)])

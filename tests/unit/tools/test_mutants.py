@@ -1,4 +1,4 @@
-"""The mutation program: which changes it makes, and that a test run notices them."""
+"""The mutation program: its changes, and the test runs that detect them."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def finished(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any], str]:
-    """Exit code, summary, all that was printed. No process of the load is left."""
+    """Return exit code, summary, and all output. Checks that no process of the load is left."""
     said, _ = process.communicate(timeout=scaled(50))
     found = re.search(r"^load: .* processes \[(.*)\]$", said, re.MULTILINE)
     assert found is not None, said

@@ -1,4 +1,4 @@
-"""Caches of ranks in main memory, with bytes that are known by their place."""
+"""Caches of ranks in main memory, with known bytes at each place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYOUTS = (GQA, replace(GQA, kv_heads=2), replace(GQA, kv_heads=1), replace(GQA,
 
 
 def poisoned(layout: KVLayout, size: int, total_blocks: int) -> ShardedCache:
-    """What nobody has written is NaN."""
+    """Return a cache full of NaN."""
     ranks = [KVCache(rank_layout(layout, size), total_blocks) for _ in range(size)]
     for tensor in (tensor for cache in ranks for tensor in cache.tensors):
         tensor.fill_(POISON)
@@ -28,14 +28,14 @@ def poisoned(layout: KVLayout, size: int, total_blocks: int) -> ShardedCache:
 
 
 def whole(layout: KVLayout, tokens: int, seed: int) -> torch.Tensor:
-    """KV of a sequence, all heads: [layers, tensors, tokens, kv_heads, head_dim]."""
+    """Return KV of a sequence, all heads: [layers, tensors, tokens, kv_heads, head_dim]."""
     generator = torch.Generator().manual_seed(seed)
     shape = (layout.layers, len(layout.tensors), tokens, layout.kv_heads, layout.head_dim)
     return torch.randn(shape, generator=generator).to(getattr(torch, layout.dtype))
 
 
 def put(cache: ShardedCache, blocks: list[int], kv: torch.Tensor) -> None:
-    """Write a sequence where the ranks' models would: position by position, each rank its own heads."""
+    """Write a sequence like the ranks' models: position by position, each rank its own heads."""
     size, heads = cache.layout.block_size, Heads(cache.layout.kv_heads, len(cache.ranks))
     for rank, own in enumerate(cache.ranks):
         held = heads.held(rank)
@@ -46,12 +46,12 @@ def put(cache: ShardedCache, blocks: list[int], kv: torch.Tensor) -> None:
 
 
 def wire_of(kv: torch.Tensor, layers: range, begin: int, end: int) -> torch.Tensor:
-    """The wire's bytes of a part of a sequence, as they are defined."""
+    """Return the wire's bytes of a part of a sequence, as they are defined."""
     return kv[layers.start : layers.stop, :, begin:end].contiguous().view(torch.uint8).flatten()
 
 
 def same(a: ShardedCache, b: ShardedCache) -> bool:
-    """Whether all ranks have the same bits everywhere, NaNs as well."""
+    """Return whether all ranks have the same bits everywhere, NaNs included."""
     pairs = zip(a.ranks, b.ranks, strict=True)
     bits = (
         (x.view(torch.uint8), y.view(torch.uint8)) for p, q in pairs for x, y in zip(p.tensors, q.tensors, strict=True)
@@ -60,6 +60,6 @@ def same(a: ShardedCache, b: ShardedCache) -> bool:
 
 
 def gpus(size: int) -> tuple[list[Any], Log]:
-    """One for each rank, made of main memory, and what happens on them in its order."""
+    """Return one GPU for each rank, made of main memory, and the log of its events."""
     log: Log = []
     return [MainMemory(rank, log) for rank in range(size)], log

@@ -1,4 +1,4 @@
-"""KV out of the ranks of one worker and into those of another: every rank has exactly its heads, and nothing more."""
+"""KV from the ranks of one worker to those of another: every rank gets exactly its heads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def gathered(cache: ShardedCache, layers: range, blocks: list[int], begin: int, 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.kv_heads}-{layout.dtype}-{layout.tensors[0]}")
 @pytest.mark.parametrize(("sender", "receiver"), PAIRS)
 def test_frames_between_workers_of_any_sizes(sender: int, receiver: int, layout: KVLayout, seed: int) -> None:
-    """A whole prompt but what is skipped, in frames of any layers and positions, between blocks of different sizes."""
+    """A prompt without its skipped part, in frames of any layers and positions, between blocks of different sizes."""
     rng, kv = random.Random(seed), whole(layout, TOKENS, seed)
     source = poisoned(replace(layout, block_size=rng.randint(2, 7)), sender, TOTAL)
     target = poisoned(replace(layout, block_size=rng.randint(2, 7)), receiver, TOTAL)
@@ -58,7 +58,7 @@ def test_frames_between_workers_of_any_sizes(sender: int, receiver: int, layout:
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("layout", [replace(GQA, kv_heads=2), LATENT], ids=["gqa", "latent"])
 def test_replicas_that_do_not_supply_are_not_read(size: int, layout: KVLayout) -> None:
-    """Each layer of a head has one supplier: what another replica has does not come through."""
+    """Only one replica supplies each layer of a head. Other replicas' bytes are not sent."""
     kv, cache = whole(layout, 4, 1), poisoned(layout, size, 1)
     put(cache, [0], kv)
     heads = cache.layout.kv_heads
@@ -75,7 +75,7 @@ def test_replicas_that_do_not_supply_are_not_read(size: int, layout: KVLayout) -
 
 
 def test_one_frame_has_one_temporary_for_each_rank(monkeypatch) -> None:
-    """And nothing goes token by token: a rank's cache is asked once."""
+    """No copy is made per token: each rank's cache is called once."""
     cache = poisoned(GQA, 4, TOTAL)
     calls = [(own, name, Mock(wraps=getattr(own, name))) for own in cache.ranks for name in ("gather", "scatter")]
     for call in calls:
@@ -107,7 +107,7 @@ def test_ranks_that_do_not_fit_are_refused() -> None:
 
 
 def test_on_gpus_mark_and_settle_are_for_all_of_them(monkeypatch) -> None:
-    """Not run on GPUs: the calls of torch are looked at."""
+    """Not run on GPUs: only the calls of torch are checked."""
     streams, event, own = {f"cuda:{index}": Mock() for index in (2, 3, 4)}, Mock(), rank_layout(GQA, 4)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[str(device)])
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)

@@ -33,7 +33,7 @@ LAYOUTS = {"gqa8": GQA, "gqa2": replace(GQA, kv_heads=2), "gqa1": replace(GQA, k
 
 @contextmanager
 def connected(source: KVCache, target: KVCache) -> Iterator[tuple[Sender, RecordingTable, Reports]]:
-    """Frames hold about two layers of 7 positions: layers and positions are both cut."""
+    """Connect a sender to a receiver. Frames have about two layers of 7 positions, so that both are cut."""
     settings = replace(SETTINGS, transport="gloo", frame_size=14 * source.layout.layer_token_bytes, verify_kv=True)
     table, reports, made = RecordingTable(target.layout), Reports(), partial(GlooTransport, "127.0.0.1")
     peer = LoopbackPeer(lambda: PeerService(target, D, FINGERPRINT, settings, table, [made()]))
@@ -45,7 +45,7 @@ def connected(source: KVCache, target: KVCache) -> Iterator[tuple[Sender, Record
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize(("sender_size", "receiver_size"), [(1, 2), (2, 1), (2, 4), (4, 2)])
 def test_every_rank_gets_its_heads(sender_size: int, receiver_size: int, kind: str, seed: int) -> None:
-    """Layer by layer as it is computed, in two chunks, into blocks of another size; what is skipped stays untouched."""
+    """Layer by layer in two chunks, into blocks of another size. Skipped positions stay untouched."""
     rng, layout = random.Random(seed), LAYOUTS[kind]
     kv = whole(layout, TOKENS, seed)
     source = poisoned(replace(layout, block_size=3), sender_size, TOTAL)
@@ -57,7 +57,7 @@ def test_every_rank_gets_its_heads(sender_size: int, receiver_size: int, kind: s
         sender.begin(job)
         for computed, layer in itertools.product((20, TOKENS), range(layout.layers)):
             present[layer, :, :computed] = kv[layer, :, :computed]
-            put(source, there, present)  # what is not computed yet is NaN: nobody may have read it
+            put(source, there, present)  # uncomputed KV is NaN, so reading it would show
             sender.computed(job.handoff, there, layer + 1, computed)
         sender.finish(job.handoff, make_end(TOKENS))
         result = reports.done(job.handoff)

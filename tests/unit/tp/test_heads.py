@@ -1,4 +1,4 @@
-"""Which rank holds and supplies which heads, for all sizes: by counting (layer, head) one by one."""
+"""The heads that each rank holds and supplies, for all sizes: counted by (layer, head)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LATENT = 1  # latent attention caches one head
 
 
 def held_by_definition(kv_heads: int, size: int, rank: int) -> list[int]:
-    """Contiguous shares, or the one head at this rank's place among the ranks."""
+    """Return contiguous shares, or the one head at this rank's place among the ranks."""
     if kv_heads >= size:
         return [head for head in range(kv_heads) if head * size // kv_heads == rank]
     return [rank * kv_heads // size]
@@ -37,7 +37,7 @@ def test_what_each_rank_holds(kv_heads: int, size: int) -> None:
 @settings(max_examples=200)
 @given(sizes, st.integers(1, 40), st.sampled_from([LATENT, 2, 4, 8, 16, 24]))
 def test_each_head_of_each_layer_is_supplied_once(size: int, layers: int, kv_heads: int) -> None:
-    """The wire has it once. The receiver writes it to all ranks that hold it."""
+    """The wire has each head once. The receiver writes it to all ranks that hold it."""
     heads = Heads(kv_heads, size)
     supplied = Counter(
         cell for rank in range(size) for cell in itertools.product(heads.supplied(rank, layers), heads.held(rank))

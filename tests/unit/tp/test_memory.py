@@ -1,7 +1,7 @@
-"""KV that ranks hold on GPUs of their own, with ranks as threads and GPUs made of main memory.
+"""KV of ranks with separate GPUs: ranks are threads, and GPUs are main memory.
 
-Who allocates, opens, closes and frees, in which order; and a model on such ranks that hands over. What a GPU does to it
-is for `tests/unit/gpu/test_ranks.py`, on a machine with two.
+Tests the order of allocating, opening, closing and freeing, and handoffs of a model on such ranks.
+`tests/unit/gpu/test_ranks.py` runs on a machine with two GPUs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def plan_of(tmp_path) -> Callable[..., TpLayout]:
 
 
 def started(work: Callable, *arguments: Any) -> Future:
-    """In a thread that ends with the process: a rank waits for rank 0 without a limit."""
+    """Run `work` in a thread that ends with the process, because a rank waits for rank 0 without a limit."""
     future: Future = Future()
 
     def run() -> None:
@@ -78,7 +78,7 @@ def memory_of(plan: TpLayout, ranks: Ranks, layout: KVLayout, on_gpus: list[Any]
 
 @contextmanager
 def obeyed(plan: TpLayout, on_gpus: list[Any]) -> Iterator[tuple[Ranks, GpuMemory]]:
-    """Rank 0 and its memory; the other ranks make caches until the block ends."""
+    """Yield rank 0 and its memory. The other ranks make caches until the block ends."""
     ends = [started(obey, plan, rank, on_gpus) for rank in range(1, plan.size)]
     ranks = Ranks(plan, 0, lambda: None)
     yield ranks, memory_of(plan, ranks, GQA, on_gpus)
@@ -106,7 +106,7 @@ def test_rank_0_has_all_heads_and_nothing_is_freed_while_it_has(plan_of, size: i
             out = torch.empty(7 * 5 * GQA.layer_token_bytes, dtype=torch.uint8)
             seen.gather(range(5), [2, 1], 0, 7, out)
             assert torch.equal(out, wire_of(kv, range(5), 0, 7))
-            for rank in others:  # it lies where the rank has it
+            for rank in others:  # it is in the rank's own memory
                 (there,) = on_gpus[rank].memory.values()
                 held = torch.cat([tensor.flatten() for tensor in seen.ranks[rank].tensors])
                 assert torch.equal(there, held.view(torch.uint8))
@@ -137,7 +137,7 @@ def test_all_ranks_hear_what_each_says(plan_of) -> None:
 
 
 def backend_of(plan: TpLayout, fails: str = "") -> tuple[ShardedBackend, Mock]:
-    """A backend over doubles; their parent has the calls in order. The method `fails` raises RuntimeError."""
+    """Return a backend over doubles, and their parent, which has the calls in order. `fails` raises RuntimeError."""
     calls = Mock(**{f"{fails}.side_effect": RuntimeError(f"no {fails}")} if fails else {})
     calls.followers.explain = lambda error: RankLost(str(error))
     return ShardedBackend(plan, calls.local, calls.ranks, calls.followers, calls.memory), calls
@@ -162,7 +162,7 @@ def test_rank_0_lets_go_before_the_others_may(plan_of) -> None:
 
 @pytest.mark.parametrize("fails", ["ranks.send", "memory.make"])
 def test_a_cache_that_cannot_be_made_ends_the_worker(plan_of, fails: str) -> None:
-    """Nobody waits for a GPU then: a lost rank may hold it up for ever."""
+    """No rank waits for a GPU then, because a lost rank may block it forever."""
     backend, calls = backend_of(plan_of(2), fails)
     with pytest.raises(RankLost, match=f"no {fails}"):
         backend.make_cache(3)
@@ -175,7 +175,7 @@ def test_a_cache_that_cannot_be_made_ends_the_worker(plan_of, fails: str) -> Non
 
 
 def on_threads(plan: TpLayout, on_gpus: list[Any]) -> ShardedBackend:
-    """A model on ranks with a cache each, as on GPUs; sums go over gloo."""
+    """Return a model on ranks with a cache each, as on GPUs. Sums go over gloo."""
     ends = [started(follow, plan, rank, on_gpus.__getitem__) for rank in range(1, plan.size)]
     ranks = Ranks(plan, 0, lambda: None)
     local = load_rank(plan, ranks)

@@ -1,4 +1,4 @@
-"""A trace file is what Perfetto and chrome://tracing read: the trace event format."""
+"""A trace file in the trace event format, which Perfetto and chrome://tracing read."""
 
 import json
 import random
@@ -29,7 +29,7 @@ def complete(trace):
 
 
 def check(trace) -> None:
-    """What the format asks for, and what a viewer needs on top: no two slices of a thread overlap."""
+    """Check the format, and that no two slices of a thread overlap, as viewers require."""
     trace = json.loads(json.dumps(trace, allow_nan=False))
     for event in trace["traceEvents"]:
         assert event["ph"] in {"X", "M", "s", "f"}

@@ -1,4 +1,4 @@
-"""Which trace a request belongs to: exactly W3C's form, or none of the caller's."""
+"""The trace of a request: the caller's if it has exactly W3C's form, else a new one."""
 
 import pytest
 

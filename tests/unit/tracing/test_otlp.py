@@ -1,4 +1,4 @@
-"""The exporter against a collector in this process, against none, and against one that does not answer."""
+"""The exporter with a collector in this process, with none, and with one that does not answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAIT_S = scaled(20)
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps what it gets, by service name and span name; `gate` holds its answers."""
+    """Keeps the received spans. `gate` delays its answers."""
 
     def __init__(self):
         self.got, self.answered = threading.Semaphore(0), 0
@@ -60,7 +60,7 @@ def collectors():
 
 @contextmanager
 def exporting(linger_s=0.0):
-    """A collector, and an exporter to it that is closed in the end."""
+    """Yield a collector, and an exporter to it that is closed at the end."""
     with collectors() as (collector, address):
         exporter = Exporter(address, "local", "1.2", linger_s=linger_s)
         yield collector, exporter
@@ -124,7 +124,7 @@ def test_it_waits_for_what_workers_say_late():
 
 
 def test_one_trace_that_breaks_does_not_end_the_others():
-    taken = threading.Event()  # so what comes next is in another batch
+    taken = threading.Event()  # so that the next trace is in another batch
 
     def broken():
         taken.set()
@@ -145,18 +145,18 @@ def dead_port() -> str:
 
 @pytest.mark.slow
 def test_a_collector_that_is_not_there_delays_nobody():
-    """Most requests find no room, and none waits for one."""
+    """Most traces find the queue full, and none waits."""
     exporter = Exporter(dead_port(), "local", linger_s=0)
     for _ in range(5000):
         exporter.put(ended())
     assert exporter.dropped >= 5000 - 2048 - 64
     exporter.close()
-    exporter._thread.join(WAIT_S)  # it logs what was lost: not in the output of another test
+    exporter._thread.join(WAIT_S)  # it logs the loss, which must not appear in another test's output
 
 
 @contextmanager
 def held_up():
-    """A collector, and an exporter that waits for its first answer, and has no room for more."""
+    """Yield a collector and an exporter that waits for its first answer and whose queue is full."""
     with exporting() as (collector, exporter):
         collector.gate.clear()
         exporter.put(ended())
@@ -181,5 +181,5 @@ def test_what_found_no_room_is_told_though_the_collector_works():
     with structlog.testing.capture_logs() as logged, held_up() as (collector, exporter):
         dropped = exporter.dropped
         collector.gate.set()
-        assert collector.got.acquire(timeout=WAIT_S)  # another batch: the first one is done with
+        assert collector.got.acquire(timeout=WAIT_S)  # another batch, so the first one is done
     assert [one["dropped"] for one in logged if one["event"] == "traces_not_exported"] == [dropped]

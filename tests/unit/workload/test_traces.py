@@ -1,4 +1,4 @@
-"""Loads: when requests come, how long they are, what is shared; traces of three formats, and what is wrong."""
+"""Loads: arrival times, lengths and shared prefixes; traces of three formats, and their errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NINES = "9" * 5000
 
 
 def published(name: str) -> Path:
-    """A trace of others, which is no part of this repository: `../shared/data/traces`."""
+    """Return a third-party trace outside this repository: `../shared/data/traces`."""
     places = [base / "shared/data/traces" / name for base in (ROOT, ROOT.parent)]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
@@ -131,7 +131,7 @@ def test_a_trace_that_is_not_there_or_cannot_be_scaled(file: Path):
 def test_published_traces_have_the_published_figures(
     name: str, requests: int, span_s: int, prompt: int, answer: int, shared: float
 ):
-    """What is shared is a little more than of whole blocks alone (36.6 and 64 %): equal last ones count too."""
+    """The shared part exceeds that of whole blocks (36.6 and 64 %), because equal last ones count too."""
     load = read_trace(published(name)).arrivals
     assert (len(load), round(load[-1].at_s - load[0].at_s)) == (requests, span_s)
     assert round(sum(one.prompt_tokens for one in load) / requests) == pytest.approx(prompt, abs=1)
@@ -181,7 +181,7 @@ def test_the_share_of_prompts_that_a_cache_hits():
     assert cached_share([]) == 0
     assert cached_share(TRACE.arrivals) == pytest.approx(4 / 14)
     again = [TRACE.arrivals[1], TRACE.arrivals[1]]
-    assert cached_share(again) == pytest.approx(0.5)  # its second block is cut short, and found as far as it goes
+    assert cached_share(again) == pytest.approx(0.5)  # its second block is cut short, and found up to its end
 
 
 def test_equal_blocks_are_equal_tokens_and_nothing_else_is():

@@ -1,8 +1,8 @@
-"""The Triton kernels against their torch references: on a GPU where there is one, else under Triton's interpreter.
+"""The Triton kernels against their torch references: on a GPU if available, else under Triton's interpreter.
 
-The interpreter has to be chosen before triton is first imported, so these tests have a process of their own:
-`tests/unit/gpu/test_kernels.py` starts it. By hand: `TRITON_INTERPRET=1 python -m pytest tests/unit/gpu/kernels`, and
-without the variable on a machine with a GPU.
+The interpreter must be chosen before triton is first imported, so `tests/unit/gpu/test_kernels.py` runs these tests in
+a separate process. By hand: `TRITON_INTERPRET=1 python -m pytest tests/unit/gpu/kernels`, and without the variable on a
+machine with a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def dtype(request) -> torch.dtype:
 
 @pytest.fixture(scope="session", autouse=INTERPRETED)
 def bfloat16_as_on_a_gpu():
-    """The interpreter cuts float32 off to bfloat16, and multiplies the bits of bfloat16 as integers; a GPU does not."""
+    """Make the interpreter round like a GPU. It truncates float32 to bfloat16, and multiplies bfloat16 as integers."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -62,6 +62,6 @@ def bfloat16_as_on_a_gpu():
 
 @pytest.fixture
 def products_by_row(monkeypatch):
-    """numpy's products round a row by its place among the others. For a GPU that is to be seen on one."""
+    """Round a row equally at every place. numpy's products depend on the place; a GPU's must be tested on one."""
     if INTERPRETED:
         monkeypatch.setattr(np, "matmul", lambda a, b, dtype: (a[:, :, None] * b[None]).sum(1, dtype=dtype))

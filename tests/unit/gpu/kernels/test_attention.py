@@ -19,7 +19,7 @@ class Drawn:
     def __init__(self, seed, device, dtype, queries, contexts, *, heads=4, kv_heads=2, dim=16, window=None, **more):
         lengths = list(zip(queries, contexts, strict=True))
         case = paged(seed, lengths, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, **more)
-        # Queries are a part of the fused projection: their rows lie apart.
+        # Queries are a part of the fused projection, so their rows are not contiguous.
         rest = torch.full((len(case.query), 2 * kv_heads, dim), torch.nan, dtype=dtype)
         self.query = torch.cat([case.query, rest], 1).to(device)[:, :heads]
         self.keys, self.values = case.keys.to(device), case.values.to(device)
@@ -116,7 +116,7 @@ def test_without_the_fallback_the_loud_row_is_lost(device, seed):
 def test_prefill_over_a_prefix(window, rows, device, dtype, seed):
     case = Drawn(seed, device, dtype, [2, 1, 7, 16, 33, 5], [2, 8, 7, 49, 40, 21], heads=2, kv_heads=1, window=window)
     found = prefilled(case, 33, window=window, tiles=TILES._replace(rows=rows))
-    assert bool((found[2] == 7).all())  # the one new token is the decode kernel's
+    assert bool((found[2] == 7).all())  # the decode kernel computes the row with one new token
     found[2] = case.expected[2]
     close(found, case.expected)
 

@@ -1,4 +1,4 @@
-"""The same engine on the GPU kernels: a whole model against the reference kernels, and its decode steps by graphs."""
+"""The same engine on the GPU kernels: a whole model against the reference kernels, and decode steps with graphs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def both(family, device, **changed):
 
 
 def eager(forward):
-    """A stand-in for a graph: the forward, run again into where its logits were."""
+    """Replace a graph by the forward, which runs again and writes to the same logits."""
     logits = forward()
     return Captured(torch.inference_mode()(lambda: logits.copy_(forward())), logits)
 
@@ -83,7 +83,7 @@ def test_a_whole_model(family, device, seed):
 
 
 class Graphed:
-    """The model with graphs over whatever cache it is asked for; `buckets` are those that were replayed."""
+    """The model with graphs over each new cache. `buckets` are the replayed ones."""
 
     def __init__(self, model):
         self.model, self.layout = model, model.layout
@@ -100,7 +100,7 @@ class Graphed:
 
         self.graphs.capture(watched)
         assert self.model.model.scratch is scratch
-        assert bool((kv.k == 0).all())  # nothing is stored by capturing
+        assert bool((kv.k == 0).all())  # capturing stores nothing
         self.kv, self.backend = kv, graphed(self.model, self.graphs)
         return kv
 
@@ -111,7 +111,7 @@ class Graphed:
 
 @pytest.mark.parametrize("sequences", [1, 3])
 def test_decode_steps_by_graphs(sequences, device, seed):
-    """Batches that fill no bucket, in any order; what a padded row did would show as a NaN, or in another's KV."""
+    """Batches that fill no bucket, in any order. A padded row would show as a NaN, or in another row's KV."""
     _, model = both("llama", device, **SMALLEST)
     prompts = [[7 + i] * (2 + 3 * i) for i in range(sequences)]
     with_graphs = Graphed(model)
@@ -127,7 +127,7 @@ def test_decode_steps_by_graphs(sequences, device, seed):
 
 @pytest.mark.parametrize(("write", "captured"), [(random_checkpoint, True), (thinking_checkpoint, False)])
 def test_a_model_that_thinks_is_not_captured(tmp_path, monkeypatch, write, captured):
-    """A replayed forward would leave out the states that come with a batch."""
+    """A replayed forward would omit the states that come with a batch."""
     write(tmp_path, "llama")
     model, made = load_model(tmp_path, block_size=8), Mock(return_value=Mock(sizes=()))
     kv = model.make_cache(2)
@@ -142,14 +142,14 @@ def test_a_model_that_thinks_is_not_captured(tmp_path, monkeypatch, write, captu
 @pytest.mark.usefixtures("products_by_row")
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_fixed_forwards_are_steady(family, device):
-    """On a GPU this is what a worker looks at when it starts; the interpreter shows that masks and tiles are right."""
+    """A worker runs this check on its GPU at the start. The interpreter checks that masks and tiles are right."""
     _, model = both(family, device, **SMALLEST)
     assert check_fixed(model, FixedShapes(2, 16)) == ""
 
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_what_attention_fixed_batches_take(window, device):
-    """FlashAttention without a window, the Triton kernel with one, steady torch for heads that no tile holds."""
+    """FlashAttention without a window, the Triton kernel with one, steady torch for heads too large for a tile."""
     batch = fixed_batch([FixedRow([1] * 32, 0, [0])], [], 256, device)
     kernels = GpuKernels(4, varlen=lambda *_, **__: None)
     attention = GpuAttention(kernels, batch, 256, window, 1.0)

@@ -18,9 +18,9 @@ def drawn(seed, device, dtype, *shape):
 
 
 def close(found, expected, *, summands=1.0):
-    """Equal but for one rounding: float32 sums come in another order, and bfloat16 may round to the neighbour.
+    """Check for equality up to one rounding, because the order of float32 sums differs.
 
-    `summands`: how large the terms of a sum are that the reference rounds one by one.
+    `summands`: size of the terms of a sum that the reference rounds one by one.
     """
     tolerance = 2**-7 if expected.dtype == torch.bfloat16 else 2e-6
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * summands)
@@ -54,7 +54,7 @@ def test_rotation_and_the_cache(heads, kv_heads, head_dim, normed, device, dtype
     weights = drawn(seed + 3, device, dtype, head_dim), drawn(seed + 4, device, dtype, head_dim)
     norms = HeadNorms(*weights, 1e-6) if normed else None
     slots = torch.tensor([0, 7, 11, 3, 4], device=device)
-    # One layer of a cache whose blocks lie apart, as K and V of several layers might.
+    # One layer of a cache whose blocks are not contiguous, as if K and V of several layers alternated.
     keys, values = (torch.full((3, 2, BLOCK, kv_heads, head_dim), 9.0, device=device, dtype=dtype) for _ in range(2))
     plain_qkv, plain_keys, plain_values = qkv.clone(), keys[:, 1].contiguous(), values[:, 1].contiguous()
     expected = PLAIN.rotate_and_store(plain_qkv, rotation, norms, slots, plain_keys, plain_values)
