@@ -1,4 +1,4 @@
-"""The rules of ownership records in memory, and the records that a worker holds, as an arbiter would read them."""
+"""The rules of ownership records in memory, and a reader of the records that a worker holds."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from baton.ledger.redis_client import Connection, Script
 
 
 def owned_by(record: OwnershipRecord, owner: WorkerRef) -> bool:
-    """Whether that incarnation of that worker wrote the record."""
+    """Return whether this incarnation of the worker wrote the record."""
     return record.worker_id == owner.worker_id and record.incarnation == owner.incarnation
 
 
 class OwnershipTable:
-    """The rules of the store in memory."""
+    """An in-memory store with the rules of the real one."""
 
     def __init__(self) -> None:
         self._records: dict[str, OwnershipRecord] = {}
         self._places: dict[str, Incarnation] = {}
 
     def register(self, owner: WorkerRef) -> bool:
-        """Take a place, as `Ledger.register`: the incarnation minted last gets it."""
+        """Claim the worker id, as `Ledger.register` does: the most recently minted incarnation wins."""
         mine, last = owner.incarnation, self._places.get(owner.worker_id)
         if last is not None and (last.epoch, last.counter) > (mine.epoch, mine.counter):
             return False
@@ -69,8 +69,8 @@ return rows
 
 
 async def records_of(connection: Connection, owner: WorkerRef, most: int = 10_000) -> list[OwnershipRecord]:
-    """At most `most`, oldest write first, in one round trip. Raises LedgerError also during the store's grace, when
-    records may be missing.
+    """Read at most `most` records in one round trip, oldest write first. Raises LedgerError also during the store's
+    grace period, when records may be missing.
     """
     key, incarnation = connection.key, str(owner.incarnation)
     args = (key("req", ""), owner.worker_id, incarnation, most, *_FIELDS)
