@@ -1,6 +1,5 @@
-"""A session whose frames are announced beside the Peer stream: between the two ways there is no order but `after`.
-
-What holds for either way is in `test_receiver.py`.
+"""A session with frames announced on the express socket, which only `after` orders relative to the Peer stream.
+`test_receiver.py` tests the rules of both ways.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def test_frames_that_an_abort_has_overtaken_are_taken_and_dropped(call: Call) ->
 
 
 def test_more_frames_than_slots_are_never_expected(call: Call) -> None:
-    """The third is refused, or not read before there is a slot for it."""
+    """The third is rejected, or not read until a slot is free."""
     for layer in range(3):
         call.frame(layer)
     end = call.receiver.end
