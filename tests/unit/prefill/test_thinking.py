@@ -1,4 +1,4 @@
-"""Prompts of a model that thinks: what leaves when, what is told of them, and that they are never fetched."""
+"""Prompts of a thinking model: when KV and thoughts are sent, and that no prefix is fetched."""
 
 import pytest
 
@@ -68,7 +68,7 @@ def test_of_what_was_given_up_nothing_is_said(router):
 
 @pytest.mark.parametrize(("chunk", "fetch"), [(0, (0, 12)), (CHUNK, None)])
 def test_a_prompt_that_is_thought_about_is_never_fetched(router, chunk, fetch):
-    """However much cheaper that would be: its KV would come without the thoughts."""
+    """Even if a fetch is cheaper: the fetched KV has no thoughts."""
     side = PrefillSide(prefix_cache=True, thinking_chunk=chunk)
     side.role.fetches._cost.computed(1, 1.0)
     side.take(router, prefill(spec=spec_of(length=14), skip=12))
