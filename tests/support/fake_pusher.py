@@ -1,7 +1,6 @@
-"""A sender that the test drives stage by stage, over memory, into a reservation table.
+"""A sender driven stage by stage by the test, over memory, with the guarantees of `kvtransfer.sender.Sender`.
 
-It keeps the guarantees of `kvtransfer.sender.Sender`. It checks that its user frees no block before withdrawing it, and
-that every block it reads has an owner.
+It checks that its user frees no block before withdrawing it, and that every block it reads has an owner.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Scripted workers behind a real router over real gRPC, without engines and KV. Tests can hold every state.
+"""Scripted workers behind a real router over real gRPC, without engines and KV. Closed gates hold handoffs.
 
-A closed gate holds every handoff at that point. Like a real one, a prefill worker keeps computed KV until it is handed
-over, released or named by a Repush.
+Like a real one, a prefill worker keeps computed KV until it is handed over, released or named by a Repush.
 """
 
 from __future__ import annotations

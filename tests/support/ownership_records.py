@@ -69,9 +69,7 @@ return rows
 
 
 async def records_of(connection: Connection, owner: WorkerRef, most: int = 10_000) -> list[OwnershipRecord]:
-    """Read at most `most` records in one round trip, oldest write first. Raises LedgerError also during the store's
-    grace period, when records may be missing.
-    """
+    """Read at most `most` records, oldest write first. Raises LedgerError also during the store's grace period."""
     key, incarnation = connection.key, str(owner.incarnation)
     args = (key("req", ""), owner.worker_id, incarnation, most, *_FIELDS)
     answer = await connection.run(_HOLDS, (key("holds", owner.worker_id, incarnation), key("grace")), args)

@@ -1,7 +1,4 @@
-"""Factor by which this machine is slower than a quiet reference machine. It scales all time limits of tests.
-
-The limits claim nothing about the product; they only end tests that hang.
-"""
+"""Factor by which this machine is slower than a quiet reference one. It scales tests' time limits, which end hangs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A small cluster in simulated time: prompts queue for prefill workers, and decode steps slow down with load. Workers
-start, stop and change roles by the plan. The router's own code computes the reports.
-"""
+"""A small cluster in simulated time that follows plans. The router's own code computes the reports."""
 
 from __future__ import annotations
 

@@ -245,9 +245,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize(("url", "bound"), [("embedded", " --bound"), ("redis://127.0.0.1:7", "")])
 def test_the_children_of_a_remote_control(tmp_path, monkeypatch, url, bound):
-    """One child follows, one ends everything. The follower ends last if the controller and workers would end with it.
-    Otherwise it ends first, because it may be about to create another controller.
-    """
+    """The follower ends last if the controller would end with it, else first, because it may create another one."""
     monkeypatch.setattr(controller_ray, "check_reachable", lambda address: None)
     config = ClusterConfig.model_validate(FILE | {"redis": {"url": url}})
     said = tmp_path / "said"

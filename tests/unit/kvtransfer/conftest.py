@@ -84,9 +84,7 @@ class Pair:
 
 
 class Pairs:
-    """Creates pairs. `send` and `recv` return each side's transports, given the one that both could use. `heard` gets
-    each reply before the sender. It may change the reply, or return False to drop it.
-    """
+    """Creates pairs. `send`, `recv`: each side's transports. `heard` may change a reply, or return False to drop it."""
 
     def __init__(self) -> None:
         self.made: list[Pair] = []

@@ -1,6 +1,4 @@
-"""A session with frames announced on the express socket, which only `after` orders relative to the Peer stream.
-`test_receiver.py` tests the rules of both ways.
-"""
+"""Frames on the express socket, which only `after` orders with the Peer stream. `test_receiver.py` has common rules."""
 
 from __future__ import annotations
 

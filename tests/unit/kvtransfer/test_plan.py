@@ -76,9 +76,7 @@ class Handoffs(RuleBasedStateMachine):
 
     @rule(again_from=st.floats(0, 1))
     def withdraw(self, again_from: float) -> None:
-        """Free the blocks. The next chunk begins at any earlier position, because the rest is found in a cache. At
-        least one token is computed, as for any prompt.
-        """
+        """Free the blocks. The next chunk begins at an earlier position and has at least one token, like any prompt."""
         self.progress.withdrawn()
         self.start, self.layer = min(int(again_from * self.start), self.tokens - 1), 0
         self.final = [self.start] * self.layout.layers

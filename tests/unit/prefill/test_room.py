@@ -1,6 +1,4 @@
-"""Prompts without free blocks evict the oldest KV that waits for a Repush, if nothing else frees blocks. Otherwise a
-decode worker with blocks reserved for those prompts and the waiting KV would deadlock.
-"""
+"""Prompts without free blocks evict the oldest KV that waits for a Repush, because it could wait for them forever."""
 
 import pytest
 

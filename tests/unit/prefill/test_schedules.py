@@ -1,7 +1,7 @@
-"""The prefill role in any order of events: hypothesis searches for a lost block or a missing end. Two routers prefill,
-repush, release and disconnect. Pushes end in every way, also during other events. The pool is small and some prompts
-are urgent, so that others are preempted during their pushes. The pusher fails the run when blocks are freed that it may
-still read.
+"""The prefill role in any order of events: hypothesis searches for a lost block or a missing end.
+
+Two routers prefill, repush, release and disconnect. Pushes end in every way. The pool is small and some prompts are
+urgent, so that others are preempted. The pusher fails the run when blocks are freed that it may still read.
 """
 
 import functools

@@ -37,9 +37,7 @@ def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 
 class Gate:
-    """An admission with capacity for `room` requests or tokens. Its default clock stands still. `pair`: a worker that
-    could serve is connected.
-    """
+    """An admission with capacity for `room` requests or tokens. `pair`: a worker that could serve is connected."""
 
     def __init__(
         self,

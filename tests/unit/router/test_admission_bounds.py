@@ -54,7 +54,7 @@ async def measured(make):
 async def test_who_would_wait_too_long_is_refused_at_once_and_told_when_it_will_be_worth_it(measured):
     await measured.enter_all(21)
     delay_s = await measured.refuses(r"would wait for about 2\.1 s, and 2\.05 s are left")
-    assert delay_s == 0.5  # 0.1 s too long, raised to the minimum delay
+    assert delay_s == 0.5  # the minimum delay
     await measured.drain(1, 10)
     await measured.enter()
 

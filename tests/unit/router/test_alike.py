@@ -309,7 +309,7 @@ async def test_time_in_the_queue_is_no_time_without_a_worker():
 
 
 async def test_so_many_wait_and_a_newcomer_is_refused():
-    """Only newcomers count against the limit: accepted and waiting requests stay."""
+    """The limit rejects only newcomers: accepted and waiting requests stay."""
     gate = gate_of_one(most=2)
     say(gate.pool, "d0", usable=False)
     newcomer = partial(gate.ask, DETERMINISTIC)

@@ -1,6 +1,4 @@
-"""Local prefill on a decode worker: the cost of its joint step, the required advantage, and the break-even length that
-the workers' costs imply.
-"""
+"""Local prefill: the cost of its joint step, the required advantage, and the break-even that workers' costs imply."""
 
 from __future__ import annotations
 

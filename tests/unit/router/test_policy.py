@@ -200,7 +200,7 @@ def test_only_the_worker_that_holds_the_kv_is_taken():
         (decode(free=2, dispatched=1), 32, False),
         (decode(free=2, running=1, dispatched=1), 31, False),  # one block is kept for the running request to grow
         (decode(free=2, pending_blocks=1, dispatched=1), 31, False),
-        (decode(free=0), 31, True),  # a worker without our requests is always tried
+        (decode(free=0), 31, True),  # a worker without our requests is tried even if its report has no free block
         (decode(free=50, full=True), 31, False),
     ],
 )

@@ -1,4 +1,4 @@
-"""A lapsed lease is never renewed, an unreachable Redis costs no requests, and commands are obeyed."""
+"""A lapsed lease is never renewed, an unreachable Redis does not end the worker, and commands are obeyed."""
 
 import asyncio
 from unittest.mock import AsyncMock, Mock, call

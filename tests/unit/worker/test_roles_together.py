@@ -1,8 +1,7 @@
 """A prefill and a decode role in one thread: hypothesis searches for an order of events that breaks a guarantee.
 
 Routers reserve, prefill, repush, fence, release and disconnect. Pushes advance during the prompt, report late, or lose
-their channel. Both pools are small, which causes rejections and preemptions, also during pushes. The decode worker
-keeps cached prefixes and receives only the rest. The oracle's tokens depend on every byte of KV.
+their channel. Small pools cause rejections and preemptions. The oracle's tokens depend on every byte of KV.
 """
 
 import functools
