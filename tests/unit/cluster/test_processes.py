@@ -59,7 +59,7 @@ def test_told_to_stop_while_a_child_starts(child):
 
 
 def test_a_child_says_when_it_is_ready_and_does_not_inherit_keys_of_the_cluster_file(child, monkeypatch):
-    """The child reads them in the file, in which the supervisor has set its own ports and Redis."""
+    """The child reads these keys in the file, in which the supervisor has set its own ports and Redis."""
     monkeypatch.setenv("BATON__REDIS__URL", "embedded")
     monkeypatch.setenv("BATON_HOME", "/kept")
     code = "import os; from baton.cluster.backend_process import report_ready; report_ready(dict(os.environ));" + SILENT
@@ -119,7 +119,7 @@ def test_too_many_deaths_in_a_row_are_an_error(child):
 
 
 def test_a_child_that_cannot_be_started_again_is_tried_like_one_that_dies(child, tmp_path):
-    """Its log cannot be written, or the system has no free process: both may be temporary."""
+    """A log that cannot be written, or a lack of free processes, may be temporary."""
     clock = FakeClock()
     it = child("pass", clock, max_restarts=3)
     it.wait(10.0)

@@ -153,7 +153,7 @@ def test_a_deadline_ends_what_is_not_committed(side, router, state):
 
 @pytest.mark.parametrize(("late", "ends"), [(False, False), (True, False), (True, True)])
 def test_a_commit_before_its_deadline_counts(side, router, monkeypatch, late, ends):
-    """`late`: it was committed, or has even finished, between the deadline check and the fence."""
+    """`late`: the handoff was committed, or even finished, between the deadline check and the fence."""
     side.receive(router, deadline_s=5.0)
     side.commit()
     if ends:

@@ -106,7 +106,7 @@ class HandMadeEnd:
 
 
 def announcement(layer: int = 0, **change) -> pb.FrameAnnounce:
-    """Return an announcement, by default of a whole layer after as many frames."""
+    """Return an announcement, by default of a whole layer, with the layer as its number."""
     frame = {"handoff": HANDOFF, "sequence": layer, "begin": 0, "end": 8, "nbytes": LAYER}
     layers = {"layer_begin": layer, "layer_end": layer + 1}
     return pb.FrameAnnounce(**{**frame, **layers, **change})

@@ -50,7 +50,7 @@ def test_a_receiver_that_leaves_breaks_the_channel_and_the_next_push_builds_anot
 
 
 def test_what_is_computed_after_the_channel_broke_is_nobodys(pairs) -> None:
-    """The engine learns later than the sender of the end. The handoff may begin again on a new channel."""
+    """The engine learns of the broken channel after the sender. The handoff may begin again on a new channel."""
     pair = pairs(SMALL_FRAMES)
     job = pair.begin("r", 8, [11, 12])
     pair.sender.computed(job.handoff, [1, 2], 1, 8)

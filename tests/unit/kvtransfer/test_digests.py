@@ -92,7 +92,7 @@ def test_rows_that_have_changed_places_change_it(whole: Whole, data: st.DataObje
 
 @given(wholes, st.randoms(use_true_random=False))
 def test_a_frame_that_is_missing_or_twice_there_changes_it(whole: Whole, draw: random.Random) -> None:
-    """This includes zeros: memory that was not written may have other values."""
+    """Frames of zeros count too, because unwritten memory may have other values."""
     frames = whole.cut(draw)
     assert KVDigest(whole.layout).value not in (whole.digest(), whole.digest(*frames))
     assert whole.digest(*frames, frames[0]) != whole.digest()

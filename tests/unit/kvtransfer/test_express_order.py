@@ -55,7 +55,7 @@ def test_frames_that_an_abort_has_overtaken_are_taken_and_dropped(call: Call) ->
 
 
 def test_more_frames_than_slots_are_never_expected(call: Call) -> None:
-    """The third is rejected, or not read until a slot is free."""
+    """A frame beyond the slots is rejected, or not read until a slot is free."""
     for layer in range(3):
         call.frame(layer)
     end = call.receiver.end

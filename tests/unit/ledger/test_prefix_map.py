@@ -158,7 +158,7 @@ TestDirectory.settings = settings(max_examples=150, stateful_step_count=40, dead
     st.sampled_from([b"", b"the other half!!"]),
 )
 def test_leading_blocks_are_counted_for_each_holder(chain, sets, other_half):
-    """Compares with a plain loop. Whole digests are looked up by their names; holders without any are left out."""
+    """The reference is a plain loop. Whole digests are looked up by their names; holders without any are left out."""
     prefixes = PrefixIndex()
     for holder, names in sets.items():
         prefixes.apply(Change(holder, 1, reset=True, added=names))

@@ -121,7 +121,7 @@ def test_a_deadline_ends_what_is_not_computed_or_waits(chunked, router, state):
 
 
 def test_a_preempted_prompt_is_withdrawn_and_what_had_not_left_is_told_again(router):
-    """An urgent prompt takes its blocks in the middle of it."""
+    """An urgent prompt takes the blocks of a running one."""
     side = PrefillSide(blocks=5, max_batched_tokens=6, prefix_cache=False)
     long, urgent = HandoffId("long", 1), HandoffId("urgent", 1)
     specs = {long: spec_of(long, 14), urgent: replace(spec_of(urgent, 12), priority=2)}

@@ -159,7 +159,7 @@ def test_it_is_stale_when_another_router_asks(side, router, state):
 
 @pytest.mark.parametrize("attempt", [1, 2, 3])
 def test_attempts_may_be_left_out_and_older_ones_are_stale(side, router, attempt):
-    """A decode worker rejected those in between, so they never arrived. The held KV stays as it was."""
+    """A decode worker rejected the attempts in between, so they never arrived. The held KV stays as it was."""
     held, old = HandoffId("r", 3), HandoffId("r", attempt)
     side.serve(router, prefill(H))
     side.take(router, repush(H, held), repush(held, old), prefill(old))

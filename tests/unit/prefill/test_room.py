@@ -55,7 +55,7 @@ def test_nothing_is_given_up_while_there_is_room(side, router, computed):
 
 
 def test_a_push_under_way_is_waited_for(side, router, computed):
-    """It will free its blocks. Only after it has failed too is the oldest evicted."""
+    """The oldest KV is evicted only after the running push, which would free blocks, has failed too."""
     computed(A, B, waits=[A])
     side.take(router, prefill(C))
     side.step(5)

@@ -73,7 +73,7 @@ class Gate:
         self.admission.changed()
 
     async def enter(self, tokens: int = 10, priority: int = 0, arrival: int | None = None, **kwargs: Any) -> Any:
-        """Return a waiting request's task, its placement, or raise its error."""
+        """Start a request. Return its task if it waits, else its placement, or raise its error."""
         self.arrivals += 1
         ticket = ticket_for(self.arrivals if arrival is None else arrival, priority)
         task = asyncio.create_task(self.admission.admit(ticket, tokens, **kwargs))

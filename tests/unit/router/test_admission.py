@@ -14,7 +14,7 @@ from tests.unit.router.gates import Gate, in_virtual_time
 
 
 class Line(RuleBasedStateMachine):
-    """Compares an admission with a model: the head goes first, and newcomers wait unless they are the head and fit."""
+    """Compares an admission with a model: the head goes first. Newcomers wait unless they are the head and fit."""
 
     def __init__(self) -> None:
         super().__init__()

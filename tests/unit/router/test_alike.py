@@ -1,4 +1,4 @@
-"""Placement of deterministic requests on compatible workers. Without these, they do not block other requests."""
+"""Placement of deterministic requests on compatible workers. Requests without such workers do not block others."""
 
 import asyncio
 from dataclasses import replace

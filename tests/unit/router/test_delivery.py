@@ -177,7 +177,7 @@ async def test_the_status_waits_for_the_metadata_even_of_a_call_that_was_cancell
 
 @pytest.mark.parametrize("message", [None, "accepted", "tokens"])
 async def test_a_client_that_has_gone_does_not_keep_the_status(message):
-    """Happened with a choice that writes in its own task, because gRPC cancels only the call's task."""
+    """A choice writes in its own task, which gRPC does not cancel with the call's task."""
     client, stream, _ = await (begun() if message == "tokens" else opened())
     writing = {"accepted": lambda: asyncio.create_task(stream.accepted(3, 0)), "tokens": lambda: writing_to(stream)}
     task = writing[message]() if message else None

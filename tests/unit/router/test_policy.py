@@ -170,7 +170,7 @@ def test_what_lacks_little_there_is_computed_there():
 
 
 def test_prompts_that_a_decode_worker_has_to_compute_already_count():
-    """Otherwise all prompts of a burst would go there, in one step far beyond the SLO."""
+    """Without this, all prompts of a burst would go to one decode worker, in one step far beyond the SLO."""
     busy = prefill(pace=FAST, reported=1000)
     assert alone_at(busy, decode(pace=STEPS, queued_tokens=500)) == "d"
     assert alone_at(busy, decode(pace=STEPS, queued_tokens=1000)) is None

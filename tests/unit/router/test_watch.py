@@ -1,4 +1,4 @@
-"""The router's last minute and event feed, on a clock that stands still."""
+"""The router's statistics of the last minute and its event feed, on a simulated clock."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_the_worker_that_holds_the_kv_is_taken_while_it_is_there(pool):
 
 
 def test_what_is_held_is_given_up_when_nobody_is_there_who_could_take_it():
-    """Otherwise the request would block the queue forever, as with two models during an upgrade."""
+    """A request with unusable held KV would block the queue forever. Two models occur during an upgrade."""
     pool = pool_of(*(fakes.link(role, f"{role}-{model}", model) for role in Role for model in "ab"))
     kept = Requirements(named(pool, "prefill-a"))
     assert pair_of(pool.place(10, kept)) == ("prefill-a", "decode-a")

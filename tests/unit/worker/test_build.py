@@ -244,7 +244,7 @@ def test_who_and_where_it_is_stays(both):
 @pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True])
 def test_the_old_pool_is_freed_before_the_next_one_is_made(both, monkeypatch, again):
-    """Frees even an engine that its listeners refer to, as roles do, and that was frozen for the garbage collector."""
+    """An engine is freed although its listeners refer to it, as roles do, and the garbage collector was frozen."""
     sets = [f"model.path={DEMO}", "model.max_model_len=64", *["decode.block_size=32"] * again]
     alive: list[tuple[bool, bool]] = []
     model, settings = _Model(), both(*sets)

@@ -82,7 +82,7 @@ async def test_a_worker_starts_with_it(settings, monkeypatch):
 
 
 def test_workers_of_one_kind_look_at_one_place(settings):
-    """Otherwise two workers of one kind could use different numbers of rows and be incompatible."""
+    """Two workers of one kind with different numbers of rows would be incompatible."""
     here = passes_path(settings())
     same = ("decode.max_running=3", "decode.block_size=32", "decode.kv_memory=1MiB", "decode.max_batched_tokens=999")
     assert {passes_path(settings(each)) for each in same} == {here}
