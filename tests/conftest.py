@@ -1,7 +1,7 @@
-"""What all tests share: the seed, printed so that a failing run can be repeated, and hypothesis' settings.
+"""Hooks for all tests: the run's seed, printed so that a failing run can be repeated, and hypothesis settings.
 
-The time limit of a test is 300 s (`timeout` in pyproject.toml) and only ends what hangs. `@pytest.mark.timeout(600)`
-gives one more. Both are multiplied by how slow this machine is now (`tests/support/time_factor.py`).
+A test's time limit is 300 s (`timeout` in pyproject.toml); it only ends tests that hang. `@pytest.mark.timeout(600)`
+raises it for one test. `tests/support/time_factor.py` scales both on slow machines.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from tests.support import time_factor
 
 SEED_VARIABLE = "BATON_TEST_SEED"
 CHECKED = ("tests/unit/", "tests/guards/")
-CI_SEED = 20_240_229  # one landing must not fail for what another one drew
+CI_SEED = 20_240_229  # fixed: a merge must not fail because of another run's inputs
 
-MACHINES = [hypothesis.HealthCheck.too_slow]  # of drawing inputs: the machine's speed decides it
+MACHINES = [hypothesis.HealthCheck.too_slow]  # drawing inputs is slow on slow machines
 hypothesis.settings.register_profile("baton", deadline=None, print_blob=True, suppress_health_check=MACHINES)
 hypothesis.settings.load_profile("baton")
 
 
 def run_seed() -> int:
-    """The seed of this run: the one asked for, a fixed one in CI, else a random one; inherited by xdist's workers."""
+    """Return this run's seed: the configured one, a fixed one in CI, or a random one. xdist's workers inherit it."""
     default = CI_SEED if os.environ.get("CI") else random.SystemRandom().randrange(2**31)
     return int(os.environ.setdefault(SEED_VARIABLE, str(default)))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Hand the seed to hypothesis, before its plugin reads its option. Let SIGINT be heard: a shell that starts a run
-    in the background has it ignored, which all processes that tests start would inherit.
+    """Pass the seed to hypothesis before its plugin reads the option. Restore SIGINT: a shell that starts a run in the
+    background ignores it, and all processes that tests start would inherit that.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     time_factor.scale_default(config)
     if config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(run_seed())
-    if not hasattr(config, "workerinput"):  # xdist's workers write nothing themselves
+    if not hasattr(config, "workerinput"):  # xdist's workers print nothing
         config.pluginmanager.register(Failures(config))
 
 
@@ -50,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Scale the time limits of marks. With `--after-check`, deselect the fast tests of tests/unit and tests/guards."""
+    """Scale the time limits of marks. `--after-check` deselects the fast tests of tests/unit and tests/guards."""
     time_factor.scale_marks(items)
     if config.getoption("after_check"):
         done = [item for item in items if item.nodeid.startswith(CHECKED) and not item.get_closest_marker("slow")]
@@ -60,13 +60,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Failures:
-    """Say at once what failed: a run that is stopped before its end prints no summary."""
+    """Prints each failure immediately, because a run that is stopped early prints no summary."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """One line behind the dots."""
+        """Print one line after the dots."""
         terminal = self._config.pluginmanager.get_plugin("terminalreporter")
         if report.failed and terminal is not None:
             last = report.longreprtext.strip().splitlines()[-1:]
@@ -85,7 +85,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_report_header() -> list[str]:
-    """The lines that say how to repeat this run."""
+    """Return the header lines that say how to repeat this run."""
     return [f"seed: {run_seed()} (repeat with {SEED_VARIABLE}={run_seed()})", time_factor.header()]
 
 

@@ -11,7 +11,7 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import strategies as st
 
 DEPTH = 4
-MOST = 3  # entries of a repeated field
+MOST = 3  # maximum number of entries of a repeated field
 F = pb.FieldDescriptor
 
 _ODD = ["", "\x00", "\n", "{}", "[", "oracle", "a" * 5000, "\U0001f600", "\u0301" * 20, "{{ 7 * 7 }}", "(a+)+$"]
@@ -20,7 +20,7 @@ FLOATS = st.one_of(st.floats(width=32), st.sampled_from([0.0, 1.0, 0.5]))
 
 
 def integers(bits: int, *, signed: bool) -> st.SearchStrategy[int]:
-    """All of them, small ones and the ends most often."""
+    """Draw any integer of that width; small values and the limits are the most frequent."""
     low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
     return st.one_of(st.integers(max(low, -2), 9), st.sampled_from([low, high]), st.integers(low, high))
 
@@ -42,7 +42,7 @@ SCALARS: dict[int, st.SearchStrategy[Any]] = {
 
 @st.composite
 def messages(draw: st.DrawFn, kind: pb.Descriptor, depth: int = DEPTH) -> Message:
-    """Of type `kind`: some of its fields are set, and of a oneof the last that was drawn stays."""
+    """Draw a message of type `kind`. Some of its fields are set; of a oneof, the last drawn field stays."""
     message = GetMessageClass(kind)()
     for field in draw(st.permutations(list(kind.fields))):
         if draw(st.booleans()):

@@ -1,4 +1,4 @@
-"""For servers of tests that stand for a router and change no cluster."""
+"""An admin service for test servers that stand for a router and change no cluster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton.rpc.v1 import admin_pb2, admin_pb2_grpc
 
 
 class QuietAdmin(admin_pb2_grpc.AdminServicer):
-    """Refuses whatever would change a cluster, or show more of it than its status."""
+    """Rejects all calls that change a cluster or return more than its status."""
 
     def Scale(self, request: admin_pb2.ScaleRequest, context: grpc.ServicerContext) -> admin_pb2.ScaleReply:
         context.abort(grpc.StatusCode.UNIMPLEMENTED, "not here")

@@ -35,7 +35,7 @@ async def soon(awaitable: Any) -> Any:
     return await asyncio.wait_for(awaitable, scaled(20))
 
 
-# scripts of the server: each gets the call's context and yields events without numbers
+# Scripts of the server: each gets the call's context and yields events without numbers.
 
 
 async def answer(context: Any) -> AsyncIterator[Event]:
@@ -54,7 +54,7 @@ async def begin_and_hang(context: Any) -> AsyncIterator[Event]:
 
 
 class Scripted(inference_pb2_grpc.InferenceServicer, QuietAdmin):
-    """Plays its scripts one after the other, the last one again and again, and records what it was asked."""
+    """Plays its scripts in order, repeats the last one, and records the requests."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -71,7 +71,7 @@ class Scripted(inference_pb2_grpc.InferenceServicer, QuietAdmin):
             async for event in self._events(request, context):
                 event.request_id, event.seq = "r1", next(numbers)
                 yield event
-        except (asyncio.CancelledError, GeneratorExit):  # the latter where gRPC was just sending what was yielded
+        except (asyncio.CancelledError, GeneratorExit):  # GeneratorExit: gRPC was sending the yielded event
             self.cancelled.set()
             raise
 
@@ -118,7 +118,7 @@ S = TypeVar("S", bound=Scripted)
 
 @contextlib.asynccontextmanager
 async def serving(servicer: S, credentials: grpc.ServerCredentials | None = None) -> AsyncIterator[S]:
-    """The servicer on a listener of its own, at its `address`."""
+    """Serve `servicer` on its own listener, at its `address`."""
     server = channel.aio_server(link=channel.PUBLIC)
     inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
     admin_pb2_grpc.add_AdminServicer_to_server(servicer, server)
@@ -130,11 +130,11 @@ async def serving(servicer: S, credentials: grpc.ServerCredentials | None = None
         await server.stop(None)
 
 
-# the clients, behind one interface
+# The clients, behind one interface.
 
 
 class Native:
-    """The asyncio client; a method is called by its name."""
+    """The asyncio client. Methods are called by name."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
@@ -147,7 +147,7 @@ class Native:
 
 
 class Threaded(Native):
-    """The blocking client, in threads, as if it were an asyncio one."""
+    """The blocking client in threads, with the interface of the asyncio one."""
 
     async def __call__(self, method: str, *args: Any, **more: Any) -> Any:
         return await asyncio.to_thread(getattr(self.client, method), *args, **more)
@@ -157,7 +157,7 @@ class Threaded(Native):
 
 
 class ThreadedStream:
-    """A blocking stream as if it were an asyncio one. Its state is that of the blocking one."""
+    """A blocking stream with the interface of an asyncio one. Attributes are those of the blocking stream."""
 
     def __init__(self, stream: baton.client.Stream) -> None:
         self.stream = stream
@@ -188,7 +188,7 @@ class ThreadedStream:
 
 
 class World:
-    """A scripted server, clients of one kind, and the waits that they would have made."""
+    """A scripted server, clients of one kind, and the retry waits that the clients requested."""
 
     def __init__(self, kind: str, server: Any) -> None:
         self.kind, self.server, self.address = kind, server, server.address
@@ -210,7 +210,7 @@ class World:
             await made("close")
 
     def close_in_waits(self, client: Any, stream: Any) -> None:
-        """From now on the stream is closed while the client waits before its next try."""
+        """Make the client close the stream during its next retry wait."""
 
         async def close(_: float) -> None:
             await stream.close()
@@ -219,7 +219,7 @@ class World:
 
 
 class Wire:
-    """A TCP relay in front of a server, to be cut or frozen."""
+    """A TCP relay in front of a server. Tests cut or freeze it."""
 
     def __init__(self, target: str) -> None:
         self._target = target.split(":")

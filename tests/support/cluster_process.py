@@ -1,4 +1,4 @@
-"""Real clusters, started as a user starts them: `baton up --detach` in a state folder of the test's own."""
+"""Real clusters, started with `baton up --detach` in the test's own state folder."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from tests.support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / ".pytest_cache" / "kernels"
-HANDED_OVER = "router.local_prefill=never"  # no decode worker computes a prompt itself while prefill workers are there
+HANDED_OVER = "router.local_prefill=never"  # decode workers compute no prompts while prefill workers exist
 FREE_PORTS = tuple(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics", "http"))
 
 
 @dataclass
 class Home:
-    """A `$BATON_HOME` of its own, and the command line in it."""
+    """A separate `$BATON_HOME` and the command line in it."""
 
     path: Path
 
     def __post_init__(self) -> None:
-        """Kernels are compiled once for all tests: it takes as long as some of them."""
+        """Share one kernel folder among all tests, because compilation takes as long as some tests."""
         if self.path.is_dir() and not (self.path / "kernels").exists():
             KERNELS.mkdir(parents=True, exist_ok=True)
             (self.path / "kernels").symlink_to(KERNELS)
@@ -44,11 +44,11 @@ class Home:
         return {"env": env, "cwd": ROOT, "text": True, "stdout": subprocess.PIPE}
 
     def start(self, *args, **options) -> subprocess.Popen:
-        """`baton ARGS` as a running process, its output as text."""
+        """Start `baton ARGS`. Its output is text."""
         return subprocess.Popen(command(*args), **self._here(), stderr=subprocess.STDOUT, **options)
 
     def baton(self, *args, timeout=120, check=False, **options):
-        """Run `baton ARGS`; the finished process, its output as text."""
+        """Run `baton ARGS` and return the finished process. Its output is text."""
         options |= {"stderr": subprocess.PIPE, "timeout": scaled(timeout)}
         done = subprocess.run(command(*args), check=False, **self._here(), **options)
         if check:
@@ -56,12 +56,12 @@ class Home:
         return done
 
     def processes(self) -> list[psutil.Process]:
-        """All that run in it, by their environment: also what no state file knows (yet), and Ray's."""
+        """Find all processes of this home by their environment, including Ray's and those in no state file."""
         return [process for process in psutil.process_iter() if home_of(process) == str(self.path)]
 
     @contextmanager
     def swept(self, within_s=10.0):
-        """Kill the processes of this home that outlive the block. Raises AssertionError that names them."""
+        """Kill the processes of this home that outlive the block. Raises AssertionError with their command lines."""
         try:
             yield self
         finally:
@@ -71,7 +71,7 @@ class Home:
         assert not left, f"the test left running: {left}"
 
     def _killed(self) -> list[str]:
-        """Kill all processes of this home, repeatedly because a supervisor replaces them. Return what they were."""
+        """Kill all processes of this home, repeatedly because supervisors replace them. Return their command lines."""
         names: set[str] = set()
         while left := self.processes():
             for process in left:
@@ -87,7 +87,7 @@ class Home:
 
     @contextmanager
     def cluster(self, config="configs/no-ray.yaml", *sets, name=""):
-        """A running cluster, named `name` beside others; `down`, and a look at what is left, at the end."""
+        """Run a cluster, `name` if there are several. After the block, run `down` and check that nothing is left."""
         sets = (*sets, f"name={name}") if name else sets
         options = [part for item in (*FREE_PORTS, *sets) for part in ("--set", item)]
         self.baton("up", "-c", config, *options, "--detach", check=True)
@@ -97,7 +97,7 @@ class Home:
             yield running
         finally:
             pids |= running.processes()
-            if running.processes():  # a test may have ended it in its own way
+            if running.processes():  # the test may have ended it already
                 self.baton("down", "--name", running.name, check=True)
         left = {name: pid for name, pid in pids.items() if psutil.pid_exists(pid) and not is_zombie(pid)}
         assert not left, f"still running after down: {left}"
@@ -143,27 +143,27 @@ class ClusterProcess:
         return (self.home.path / self.name / "logs" / f"{process}.log").read_text()
 
     def loads(self) -> dict:
-        """The last load report of each worker, by worker id."""
+        """Return the last load report of each worker, by worker id."""
         with self.client() as client:
             return {worker.info.ref.worker_id: worker.load for worker in client.cluster().workers}
 
     def connected(self) -> dict[str, Any]:
-        """The workers that the router is connected to, by worker id."""
+        """Return the workers that the router is connected to, by worker id."""
         with self.client() as client:
             return {one.info.ref.worker_id: one for one in client.cluster().workers if one.state == "connected"}
 
     def busy(self, role: str) -> str:
-        """The id of the first worker of that role that has requests; empty without one."""
+        """Return the id of the first worker of that role with requests, or an empty string."""
         found = [name for name, one in self.connected().items() if one.info.role == role and one.dispatched]
         return found[0] if found else ""
 
     def all_free(self) -> dict | None:
-        """The loads of all workers; None while one of them runs something or holds a block."""
+        """Return the loads of all workers, or None while any worker runs a request or holds a block."""
         loads = self.loads()
         return None if any(one.running or one.blocks.available < one.blocks.total for one in loads.values()) else loads
 
     def nothing_is_held(self, workers: int) -> bool:
-        """Whether so many workers take part in a census in which nothing is held, and nothing is wrong."""
+        """Check that exactly `workers` workers take part in a census, which finds no held block and no problem."""
         censuses, problems = look(Admins([self.state().admin]))
         return len(censuses) == workers and not problems and not any(census.held for census in censuses)
 
@@ -179,12 +179,12 @@ def home_of(process: psutil.Process) -> str | None:
     """Return the `$BATON_HOME` of a process, or None if it has none or has ended."""
     try:
         return process.environ().get("BATON_HOME")
-    except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):  # OSError: it is just ending
+    except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):  # OSError: the process is just ending
         return None
 
 
 def is_zombie(pid: int) -> bool:
-    """Whether the process has ended. A zombie has: only its exit code is still to be read by its parent."""
+    """Return whether the process has ended. A zombie has: only its parent must still read the exit code."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

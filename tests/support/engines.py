@@ -1,4 +1,4 @@
-"""Small engines over the oracle, requests for them, the tokens that come of them, and a handoff between two."""
+"""Small engines over the oracle, requests for them, their tokens, and a handoff between two engines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def oracle(block_size: int = BLOCK, max_model_len: int = 128) -> OracleBackend:
 
 
 def engine_of(backend: ModelBackend, total_blocks: int = 40, **options: Any) -> Any:
-    """An engine. Tests look into parts of it that may be None: to mypy it is Any."""
+    """Return an engine, as Any because tests read parts of it that may be None."""
     return Engine(backend, OracleTokenizer(), total_blocks=total_blocks, **options)
 
 
@@ -38,7 +38,7 @@ def key_of(name: object = "r", attempt: int = 1) -> HandoffId:
 
 
 def spec_of(prompt: str | Iterable[int] = "abc", **options: Any) -> SequenceSpec:
-    """Nine greedy tokens that no end token ends. Options change fields of the spec or of its sampling."""
+    """Return a greedy request for nine tokens without an end token. Options set fields of the spec or its sampling."""
     ids = tuple(prompt.encode()) if isinstance(prompt, str) else tuple(prompt)
     whole = {name: options.pop(name) for name in list(options) if name in SPEC_FIELDS}
     return SequenceSpec(ids, **{"sampling": Sampling(**BRIEF | options), **whole})
@@ -53,13 +53,13 @@ def ids(tokens: Iterable[Token]) -> list[int]:
 
 
 def block_names(backend: ModelBackend, tokens: Sequence[int], scope: str = "", size: int = BLOCK) -> list[bytes]:
-    """The names under which a cache finds the full blocks of `tokens`."""
+    """Return the block hashes of the full blocks of `tokens`."""
     chain = BlockHashChain(scope_key(backend.fingerprint, scope), tokens, size)
     return [chain.digest(block) for block in range(len(tokens) // size)]
 
 
 class Streams:
-    """Output by request, from any engines. A step that fails and an output behind the end of a request are errors."""
+    """Output by request, from any engines. Rejects failed steps and output after the end of a request."""
 
     def __init__(self) -> None:
         self.tokens: dict[HandoffId, list[Token]] = defaultdict(list)
@@ -85,7 +85,7 @@ class Streams:
         return result
 
     def drain(self, engine: Engine, on_step: Callable[[StepResult], object] = lambda result: None) -> Streams:
-        """Step until nothing is left to do."""
+        """Step until the engine has no work."""
         while engine.has_work():
             on_step(self.step(engine))
         return self
@@ -95,7 +95,7 @@ class Streams:
 
 
 def run(engine: Engine, specs: Iterable[SequenceSpec] | Mapping[HandoffId, SequenceSpec]) -> Streams:
-    """Submit all at once, under their numbers if they have no keys, and drain."""
+    """Submit all requests, with their numbers as keys if they have none, and drain."""
     named = specs if isinstance(specs, Mapping) else {key_of(number): spec for number, spec in enumerate(specs)}
     for key, spec in named.items():
         engine.submit(key, spec)
@@ -115,7 +115,7 @@ def allocated(pool: BlockPool, n: int, **options: Any) -> Allocation:
 
 
 def kv_of(sender: Engine, spec: SequenceSpec, begin: int = 0) -> tuple[Streams, torch.Tensor]:
-    """Compute `spec` and one token more on `sender`, which holds it. Its KV from `begin` on, as on the wire."""
+    """Compute `spec` and one token on `sender`, which holds it. Return its KV from `begin` on in wire format."""
     sender.submit(key := key_of(), spec, hold=True)
     streams, layout = Streams().drain(sender), sender.layout
     nbytes = layout.layers * (len(spec) - begin) * layout.layer_token_bytes
@@ -135,7 +135,7 @@ def hand_over(
     *,
     change: Callable[[Any], ThinkingState | None] = lambda state: state,
 ) -> Streams:
-    """The prompt on one engine, the rest on another in `room`; what came of both. `change` spoils the thinking."""
+    """Prefill on one engine, decode on another in `room`. Return both outputs. `change` spoils the thinking state."""
     key, room = key_of(), room or reserved(receiver, len(spec))
     streams, wire = kv_of(sender, spec, room.cached_tokens)
     layers, wire = range(receiver.layout.layers), wire.to(receiver.kv.device)
@@ -153,7 +153,7 @@ def hand_over(
 
 
 class Faulty(OracleBackend):
-    """The oracle. It raises, or returns NaN, for forwards or rows with the token `poison`. None: for all of them."""
+    """An oracle that raises or returns NaN for batches or rows with the token `poison` (None: always)."""
 
     def __init__(self, fault: str = "", poison: int | None = None) -> None:
         super().__init__(oracle_layout(block_size=BLOCK), max_model_len=128)

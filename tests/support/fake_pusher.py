@@ -1,7 +1,6 @@
-"""A sender that goes on when the test says so: one stage at a time, over memory, into a reservation table.
+"""A sender driven stage by stage by the test, over memory, with the guarantees of `kvtransfer.sender.Sender`.
 
-It keeps the promises of the real one (`kvtransfer.sender.Sender`), and watches over those of its user: blocks that it
-may still read are not let go before they were withdrawn, and it reads only blocks that have an owner.
+It checks that its user frees no block before withdrawing it, and that every block it reads has an owner.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def commit_of(spec, first, thinking=None):
 
 @dataclass
 class Push:
-    """Under way: what a sender has of it, and how far it got at the receiver."""
+    """A push in progress: the sender's state and the receiver's progress."""
 
     job: PushJob
     progress: Progress
@@ -43,17 +42,17 @@ class Push:
 
 
 class FakePusher:
-    """Attached to the engine of a worker, and reports to `ended`."""
+    """A sender attached to a worker's engine. It reports to `ended`."""
 
     def __init__(self, engine, ended):
         self.engine, self.ended = engine, ended
         self.pushes = {}
         self.reports = []
-        self.log = []  # (what, handoff) of all that it was told, but `computed`
+        self.log = []  # (method, handoff) of all calls but `computed`
         self.refuse = None  # raised by begin
         self._let_go, engine.pool._let_go = engine.pool._let_go, self._checked
 
-    # --- what the role calls
+    # --- called by the role
 
     def begin(self, job):
         self.log.append(("begin", job.handoff))
@@ -71,7 +70,7 @@ class FakePusher:
             push.told.append((layers, end))
 
     def withdraw(self, handoff):
-        """Waits for a read under way, so that afterwards nothing reads these blocks, whatever became of the push."""
+        """Wait for a read in progress. Afterwards nothing reads these blocks, whatever the push's outcome."""
         self.log.append(("withdraw", handoff))
         if (push := self.pushes.get(handoff)) is not None:
             push.progress.withdrawn()
@@ -83,7 +82,7 @@ class FakePusher:
             push.end = end
 
     def abort(self, handoff):
-        """The read under way, if there is one, goes on until `withdraw`."""
+        """Abort the push. A read in progress continues until `withdraw`."""
         self.log.append(("abort", handoff))
         if (push := self.pushes.get(handoff)) is not None:
             push.aborted = True
@@ -99,16 +98,16 @@ class FakePusher:
         assert not readers, f"blocks are let go that {readers} may still read"
         self._let_go(allocation)
 
-    # --- what the test calls
+    # --- called by the test
 
     def done(self, handoff, outcome):
-        """The one report of a push."""
+        """Report the outcome of a push, its only report."""
         del self.pushes[handoff]
         self.reports.append(handoff)
         self.ended(handoff, outcome)
 
     def advance(self, handoff, decode):
-        """One stage further towards `decode`'s table, or as far as KV is computed."""
+        """Advance one stage towards `decode`'s table, or as far as KV is computed."""
         push, table = self.pushes[handoff], decode.role.reservations
         try:
             if push.aborted:
@@ -119,7 +118,7 @@ class FakePusher:
             self.done(handoff, error)
 
     def break_channel(self, decode):
-        """Every push fails, the table hears that the sender is gone."""
+        """Fail every push and report the lost sender to the table."""
         for handoff in list(self.pushes):
             self.done(handoff, CUT)
         decode.role.reservations.lost(P)

@@ -1,7 +1,6 @@
-"""Scripted workers behind a real router over real gRPC: no engine, no KV, and every state can be held still.
+"""Scripted workers behind a real router over real gRPC, without engines and KV. Closed gates hold handoffs.
 
-A worker does what its script says; a closed gate holds every handoff at that point. As the real one does, a prefill
-worker keeps what it has computed until it was handed over, released, or is named by a Repush.
+Like a real one, a prefill worker keeps computed KV until it is handed over, released or named by a Repush.
 """
 
 from __future__ import annotations
@@ -50,14 +49,14 @@ Event = worker_pb2.WorkerEvent
 
 
 def thoughts_about(spec: worker_pb2.SequenceSpec, size: int) -> list[Thought]:
-    """What is thought when all that is known was computed: `size` tokens are a chunk."""
+    """Return the thoughts after all known tokens were computed, with `size` tokens a chunk."""
     known = len(spec.prompt) + (len(spec.known) if spec.think_while_decoding else 0)
     return [Thought(chunk, thought(chunk)) for chunk in range(known // size)]
 
 
 @dataclass(eq=False)
 class Work:
-    """What a prefill worker has of one request. `computed`: the first token was said, under whatever name."""
+    """A prefill worker's state of one request. `computed`: the first token was sent, under any handoff id."""
 
     handoff: HandoffId
     spec: worker_pb2.SequenceSpec
@@ -67,7 +66,7 @@ class Work:
 
 
 class FakeWorker(WorkerServicer):
-    """A worker in this process; which script it follows depends on its role."""
+    """A worker in this process. Its role selects its script."""
 
     def __init__(self, role: Role, name: str, counter: int, blocks: int = 4000) -> None:
         self.role = role
@@ -76,25 +75,25 @@ class FakeWorker(WorkerServicer):
         self.peers: dict[str, FakeWorker] = {}
         self.commands: list[tuple[str, HandoffId]] = []
         self.messages_in: list[worker_pb2.RouterCommand] = []
-        self.specs: list[worker_pb2.SequenceSpec] = []  # of prompts that it was told to compute
+        self.specs: list[worker_pb2.SequenceSpec] = []  # specs of all prompts to compute
         self.gates = {name: asyncio.Event() for name in ("reserve", "think", "first", "commit", "decode", "hold")}
         self.open(*self.gates)
         self.refuse_once: list[int] = []  # reasons, for a Reserve or a Repush
-        self.hold_at: int | None = None  # the token index before which "hold" is waited for
-        self.preempt_at: list[int] = []  # token indices at which to hand back, each used once
-        self.fail_push: list[worker_pb2.Failed] = []  # what becomes of the next pushes, instead of a commit
+        self.hold_at: int | None = None  # token index before which the worker waits for "hold"
+        self.preempt_at: list[int] = []  # token indices at which the request is requeued, each used once
+        self.fail_push: list[worker_pb2.Failed] = []  # outcomes of the next pushes, instead of a commit
         self.corrupt_first = False
         self.commit_first = False  # D's message before P's first token
-        self.repeats_thoughts = True  # a decode worker: those before its first token, as it repeats that
-        self.said_twice = 0  # tokens said again for a Repush
+        self.repeats_thoughts = True  # a decode worker sends the prompt's thoughts again before its first token
+        self.said_twice = 0  # tokens sent again for a Repush
         self.cached: list[int] = []  # tokens that P finds in its cache, by attempt
-        self.cached_here = 0  # what D says to a Reserve
+        self.cached_here = 0  # cached tokens in D's reply to a Reserve
         self.scored = False  # its tokens have logprobs
         self.alive = True
         self.committed: set[HandoffId] = set()
         self.messages = 0
-        self.said: dict[HandoffId, list[Event]] = {}  # what a decode worker remembers of its streams
-        self._parked: set[HandoffId] = set()  # those of a router that is gone: no other hears of them unasked
+        self.said: dict[HandoffId, list[Event]] = {}  # events of each stream that a decode worker remembers
+        self._parked: set[HandoffId] = set()  # streams of a lost router: another gets their events after Attach
         self._work: dict[HandoffId, Work] = {}
         self._held: dict[HandoffId, int] = {}
         self._tasks: dict[HandoffId, asyncio.Task[None]] = {}
@@ -103,12 +102,12 @@ class FakeWorker(WorkerServicer):
         self.wire = PLAINTEXT
 
     def says(self, determinism: str) -> None:
-        """Of its bits, from its start on."""
+        """Set the determinism fingerprint. Call it before `start`."""
         why_not = "" if determinism else f"{self.role} workers cannot"
         self.info = replace(self.info, determinism=determinism, nondeterminism=why_not)
 
     def thinks(self, chunk: int) -> None:
-        """About chunks of so many tokens, from its start on."""
+        """Set the chunk size of thinking in tokens. Call it before `start`."""
         self.info = replace(self.info, thinking_chunk=chunk)
 
     def open(self, *gates: str) -> None:
@@ -120,7 +119,7 @@ class FakeWorker(WorkerServicer):
             self.gates[name].clear()
 
     def hold(self, index: int) -> None:
-        """It stands still before this token of an answer, until `open("hold")`."""
+        """Hold every answer before this token index until `open("hold")`."""
         self.hold_at = index
         self.close("hold")
 
@@ -178,12 +177,12 @@ class FakeWorker(WorkerServicer):
 
     @property
     def kinds(self) -> list[str]:
-        """What it was told, in order."""
+        """Kinds of all commands received, in order."""
         return [kind for kind, _ in self.commands]
 
     @property
     def handoff(self) -> HandoffId:
-        """The only one that it was told of."""
+        """The only handoff in the commands received."""
         [handoff] = {handoff for _, handoff in self.commands}
         return handoff
 
@@ -245,7 +244,7 @@ class FakeWorker(WorkerServicer):
         work.task = asyncio.create_task(self._prefill(work))
 
     def _repush(self, handoff: HandoffId, message: worker_pb2.Repush) -> None:
-        """What is held goes on under its new name: computing, or from its first token on."""
+        """Continue held work under its new id: compute, or repeat the first token."""
         work = self._work.pop(convert.handoff_from_pb(message.held), None)
         if work is not None and work.task is not None:
             work.task.cancel()
@@ -265,7 +264,7 @@ class FakeWorker(WorkerServicer):
             await self.gates["first"].wait()
         self.said_twice += work.computed
         work.computed, index = True, len(spec.known)
-        if index == spec.sampling.max_tokens:  # a client had all tokens, and not the end
+        if index == spec.sampling.max_tokens:  # the client has all tokens but not the end
             self._done(work, finish(work.handoff))
             return
         cached = self.cached.pop(0) if self.cached else 0
@@ -287,7 +286,7 @@ class FakeWorker(WorkerServicer):
             self._done(work, event(work.handoff, failed=failed))
 
     def _think(self, handoff: HandoffId, spec: worker_pb2.SequenceSpec) -> None:
-        """The first chunk in a message of its own, the others together."""
+        """Send the first chunk in its own message, the others together."""
         about = thoughts_about(spec, self.info.thinking_chunk) if self.info.thinking_chunk else []
         for some in (about[:1], about[1:]):
             if some:
@@ -324,7 +323,7 @@ class FakeWorker(WorkerServicer):
         self.emit(event(handoff, attached=worker_pb2.Attached()), *missed)
 
     def commit(self, handoff: HandoffId, spec: worker_pb2.SequenceSpec) -> bool:
-        """Whether it was accepted, now or before."""
+        """Return whether the commit was accepted, now or earlier."""
         if handoff in self._held and self._tasks[handoff].done():
             self._tasks[handoff] = asyncio.create_task(self._decode(handoff, spec))
             self.committed.add(handoff)
@@ -333,7 +332,7 @@ class FakeWorker(WorkerServicer):
     async def _compute(
         self, handoff: HandoffId, spec: worker_pb2.SequenceSpec, reserving: asyncio.Task[None] | None
     ) -> None:
-        """The prompt as well, in what was reserved for it."""
+        """Compute the prompt too, in the reserved blocks."""
         if reserving is not None:
             await reserving
         if handoff not in self._held:
@@ -384,7 +383,7 @@ class FakeWorker(WorkerServicer):
             await asyncio.sleep(0)
 
     def _thought_before(self, spec: worker_pb2.SequenceSpec, position: int) -> list[Thought]:
-        """About the chunk that ends before the token at `position`, which is generated."""
+        """Return the thought about the chunk that ends before the generated token at `position`."""
         size = self.info.thinking_chunk
         if not (spec.think_while_decoding and size) or position % size:
             return []
@@ -404,13 +403,13 @@ def token_at(prompt: list[int], index: int, *, scored: bool = False) -> Token:
 
 
 async def released(*workers: FakeWorker) -> None:
-    """Each of them was told so, once."""
+    """Wait until each worker has received exactly one Release."""
     for worker in workers:
         await until(lambda: worker.count("release") == 1, f"release to {worker.info.ref}")  # noqa: B023
 
 
 class InProcessCluster:
-    """Fake workers, and a router in front of them."""
+    """Fake workers and a router in front of them."""
 
     def __init__(self, prefill: list[FakeWorker], decode: list[FakeWorker], settings: RouterSettings) -> None:
         self.prefill, self.decode, self.settings = prefill, decode, settings
@@ -434,7 +433,7 @@ class InProcessCluster:
         await until(lambda: sum(link.usable for link in self.links) == len(self.workers), "connected")
 
     async def joined(self, decode: FakeWorker) -> None:
-        """It starts, and the ledger has it, beside all others that are listed here."""
+        """Start another decode worker and register it, along with all others in the lists."""
         self.decode.append(await decode.start())
         for worker in self.prefill:
             worker.peers[decode.info.ref.worker_id] = decode
@@ -475,13 +474,13 @@ class InProcessCluster:
         fingerprint: str = "",
         at: InferenceStub | None = None,
     ) -> list[pb.GenerateEvent]:
-        """The events after `received`; `at` another router."""
+        """Return the events after `received`. `at`: the stub of another router."""
         message = pb.ResumeRequest(request_id=name, request=request, system_fingerprint=fingerprint)
         message.received.extend(common_pb2.TokenIds(ids=ids) for ids in received)
         return await self.answer((at or self.stub).Resume(message))
 
     def hears(self, *said: tuple[Role, Item]) -> None:
-        """The router finds all of this in the mailbox of its only request at once, in this order."""
+        """Put all items into the mailbox of the only request in one turn, in this order."""
         handoff = self.prefill[0].handoff
         mailbox = next(found for link in self.links if (found := link._mailboxes.get(handoff)))
         for source, item in said:
@@ -500,7 +499,7 @@ class InProcessCluster:
         return self.router.context.admission.waiting == count
 
     async def nothing_is_left(self) -> None:
-        """No claim, no reservation and no KV, on any worker that lives."""
+        """Wait until no live worker has a claim, a reservation or KV."""
         await until(lambda: self.idle, "every claim is given back")
         alive = [worker for worker in self.workers if worker.alive]
         await until(lambda: all(worker.holds_nothing for worker in alive), "every worker has let go")
@@ -511,7 +510,7 @@ class InProcessCluster:
             return await AdminStub(channel).Status(admin_pb2.StatusRequest())
 
     async def http(self, path: str, of: Router | None = None) -> str:
-        """What a router says there: the first one, if not said which."""
+        """Return the reply of a router's metrics port, by default the first router's."""
         reader, writer = await asyncio.open_connection(*(of or self.router).metrics.split(":"))
         writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
         text = (await reader.read()).decode()
@@ -521,7 +520,7 @@ class InProcessCluster:
 
 @asynccontextmanager
 async def clusters() -> AsyncIterator[Any]:
-    """Gives a function that starts a cluster; all of them are stopped in the end."""
+    """Yield a function that starts a cluster. All clusters are stopped at the end."""
     made: list[InProcessCluster] = []
 
     async def build(
@@ -532,9 +531,7 @@ async def clusters() -> AsyncIterator[Any]:
         thinks: int = 0,
         **settings,
     ) -> InProcessCluster:
-        """`bits`: what workers say of their determinism, by name; the others say why they have none. `thinks`: about
-        chunks of so many tokens.
-        """
+        """`bits`: determinism fingerprints by worker id; the other workers have none. `thinks`: tokens a chunk."""
         addresses = dict.fromkeys(("grpc", "admin", "metrics"), "127.0.0.1:0")
         cluster = InProcessCluster(
             [FakeWorker(Role.PREFILL, f"prefill-{i}", 100 + i) for i in range(prefill)],
@@ -556,7 +553,7 @@ async def clusters() -> AsyncIterator[Any]:
 
 
 async def at(cluster: InProcessCluster, state: str):
-    """A request that stands still in `state`."""
+    """Return a request that is held in `state`."""
     prefill, decode = cluster.prefill[0], cluster.decode[0]
     if state == "queued":
         decode.close("decode")

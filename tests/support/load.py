@@ -1,4 +1,4 @@
-"""Clients that keep a cluster busy while a test does something to it, and check what they are told."""
+"""Clients that keep a cluster busy during a test and check their answers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 
 ORACLE = OracleBackend()
-PATIENCE_S = 90.0  # a request that takes longer hangs
+PATIENCE_S = 90.0  # a request that takes longer counts as hung
 TOLERATED = (WorkerLost, NoWorker, Overloaded)
 
 
 def until(what: str, look: Callable[[], Any], within_s: float = PATIENCE_S) -> Any:
-    """Return `look()` when it is true."""
+    """Wait until `look()` is true and return it."""
     return eventually(look, what, within_s=within_s, every_s=0.005)
 
 
@@ -39,12 +39,12 @@ class Job:
 
 
 def oracle_answer(prompt: Sequence[int], **sampling: Any) -> tuple[int, ...]:
-    """The tokens that the oracle answers with."""
+    """Return the oracle's answer to the prompt."""
     return tuple(ORACLE.expected(SequenceSpec(tuple(prompt), Sampling(**sampling))))
 
 
 def draw_jobs(rng: random.Random, number: int = 12) -> list[Job]:
-    """Requests for the oracle. Some prompts begin alike; one takes many steps, an answer some tenths of a second."""
+    """Draw requests for the oracle. Some share a prefix; prompts take many steps, answers some tenths of a second."""
     jobs = list[Job]()
     shared = [rng.randrange(256) for _ in range(96)]
     for _ in range(number):
@@ -58,9 +58,9 @@ def draw_jobs(rng: random.Random, number: int = 12) -> list[Job]:
 class Load:
     """Clients that stream one request after the other while the block runs.
 
-    `outcomes` counts whole answers, streams that the client left, and errors of `TOLERATED`. All else is in `faults`:
-    a wrong token, another error, and an answer that took longer than `PATIENCE_S`. `loyal` clients leave no stream and
-    have the SDK's defaults, which try again.
+    `outcomes` counts whole answers, streams that the client left, and `TOLERATED` errors. `faults` has the rest: wrong
+    tokens, other errors, and answers that took longer than `PATIENCE_S`. `loyal` clients leave no stream and retry with
+    the SDK's defaults.
     """
 
     def __init__(self, cluster: Any, jobs: Sequence[Job], seed: int, *, clients: int = 6, loyal: bool = False) -> None:
@@ -71,8 +71,8 @@ class Load:
         self._seed = seed
         self._loyal = loyal
         self._numbers = itertools.count(1)
-        self._running: dict[int, int] = {}  # the number of its request, by client
-        self._whole: list[int] = []  # numbers of requests that were answered
+        self._running: dict[int, int] = {}  # number of the current request, by client
+        self._whole: list[int] = []  # numbers of answered requests
         self._over = threading.Event()
         self._threads = [threading.Thread(target=self._client, args=(n,), daemon=True) for n in range(clients)]
 
@@ -91,7 +91,7 @@ class Load:
             assert self.faults == []
 
     def settle(self, answers: int = 1) -> None:
-        """Wait until all that runs now has ended, and so many later requests are answered."""
+        """Wait until all current requests have ended and `answers` later ones are answered."""
         running = set(self._running.values())
         until("what ran has ended", lambda: not running & set(self._running.values()), 2 * PATIENCE_S)
         last = next(self._numbers)
@@ -125,7 +125,7 @@ class Load:
             return "fault"
 
     def _read(self, stream: Any, job: Job, enough: int) -> str:
-        """Take so many tokens, or all of them with what follows the last."""
+        """Read `enough` tokens, or the whole stream."""
         came = 0
         for delta in stream:
             came += len(delta.tokens)
@@ -139,7 +139,7 @@ class Load:
 
 
 class Streams:
-    """One stream for each prompt, side by side, each read by a thread. All are under way when this is made."""
+    """One concurrent stream for each prompt, each read by a thread. All are running after construction."""
 
     def __init__(
         self, cluster: Any, prompts: Sequence[Any], *, tokens: int = 5, max_retries: int = 0, **options: Any
@@ -169,14 +169,14 @@ class Streams:
             self._under_way.abort()
 
     def join(self) -> list[Completion | BaseException]:
-        """The answer of each, or how it failed, in the order of the prompts."""
+        """Return each answer or error, in the order of the prompts."""
         for thread in self._threads:
             thread.join(scaled(PATIENCE_S))
         assert len(self.ends) == len(self._threads), "a stream hangs"
         return [self.ends[number] for number in range(len(self._threads))]
 
     def answers(self) -> list[Completion]:
-        """The answers; raises the first error."""
+        """Return the answers. Raises the first error."""
         found = list[Completion]()
         for end in self.join():
             if isinstance(end, BaseException):

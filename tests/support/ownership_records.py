@@ -10,19 +10,19 @@ from baton.ledger.ownership import OwnershipRecord, OwnershipStore, RecordState,
 
 
 def owned_by(record: OwnershipRecord, owner: WorkerRef) -> bool:
-    """Whether that incarnation of that worker wrote the record."""
+    """Return whether this incarnation of the worker wrote the record."""
     return record.worker_id == owner.worker_id and record.incarnation == owner.incarnation
 
 
 class OwnershipTable:
-    """The rules of the store in memory."""
+    """An in-memory store with the rules of the real one."""
 
     def __init__(self) -> None:
         self._records: dict[str, OwnershipRecord] = {}
         self._places: dict[str, Incarnation] = {}
 
     def register(self, owner: WorkerRef) -> bool:
-        """Take a place, as `Ledger.register`: the incarnation minted last gets it."""
+        """Claim the worker id, as `Ledger.register` does: the most recently minted incarnation wins."""
         mine, last = owner.incarnation, self._places.get(owner.worker_id)
         if last is not None and (last.epoch, last.counter) > (mine.epoch, mine.counter):
             return False
@@ -55,7 +55,7 @@ class OwnershipTable:
 async def write_record(
     store: OwnershipStore, handoff: HandoffId, owner: WorkerRef, router_id: str, state: RecordState
 ) -> bool:
-    """Write one record. Returns False, without a change, if rejected. Raises LedgerError."""
+    """Read at most `most` records, oldest write first. Raises LedgerError also during the store's grace period."""
     answer = (await store.write_many([Write(handoff, owner, router_id, state)]))[0]
     if isinstance(answer, LedgerError):
         raise answer

@@ -1,4 +1,4 @@
-"""Batches over scattered blocks of a cache, NaN wherever no sequence has written, and plain attention of them."""
+"""Batches over scattered cache blocks, NaN in all unwritten slots, and plain attention as a reference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.engine.batch import Batch
 
 @dataclass
 class Paged:
-    """`parts`: query, keys and values of each sequence by themselves."""
+    """`parts`: query, keys and values of each sequence."""
 
     batch: Batch
     query: Tensor
@@ -24,12 +24,12 @@ class Paged:
     parts: list[tuple[Tensor, Tensor, Tensor]]
 
     def expected(self, window: int | None = None) -> Tensor:
-        """The result of attention, in float64."""
+        """Return the reference attention in float64."""
         return torch.cat([plain_attention(*part, window) for part in self.parts])
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """One sequence, in float64: q [L, heads, dim] are its last L positions, k and v [S, kv_heads, dim] are all."""
+    """Return one sequence's attention in float64. q [L, heads, dim]: last L positions; k, v [S, kv_heads, dim]: all."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1).double(), v.repeat_interleave(group, 1).double()
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) / q.shape[2] ** 0.5
@@ -50,7 +50,7 @@ def paged(
     dtype: torch.dtype = torch.float32,
     loud: Collection[int] = (),
 ) -> Paged:
-    """Sequences of so many (new tokens, positions). Those in `loud` have keys of far larger scores."""
+    """Build sequences of (new tokens, positions). Those in `loud` have keys with far larger scores."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     needed = [-(-context // block) for _, context in lengths]
     blocks = list(range(1, 1 + sum(needed)))
@@ -72,7 +72,7 @@ def paged(
 
 
 def batch_over(tables: Tensor, new: list[int], contexts: list[int], *, fixed: bool = False) -> Batch:
-    """All that attention needs of a batch."""
+    """Return a batch with only the fields that attention needs."""
     none = torch.empty(0, dtype=torch.int64)
     starts = torch.tensor(list(accumulate(new, initial=0)), dtype=torch.int32)
     kv_lens = torch.tensor(contexts, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Plans of a test, of which only the fields that matter are given."""
+"""A plan for tests, with defaults for irrelevant fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs of child processes, for `python -c`, that import nothing of ours: they start within milliseconds."""
+"""Programs for `python -c` that start within milliseconds because they import none of our code."""
 
 from __future__ import annotations
 

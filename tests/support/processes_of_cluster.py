@@ -1,4 +1,4 @@
-"""A Ray of several nodes for tests: each node is a `ray start` that does not return."""
+"""A multi-node Ray for tests. Each node is a blocking `ray start`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SIZES = ("--num-cpus=4", "--object-store-memory=80000000")
 
 
 class RayNodes:
-    """Processes of `ray start`, each the parent of its node's. The head keeps its state in Redis."""
+    """Processes of `ray start`, each the parent of its node's processes. The head keeps its state in Redis."""
 
     def __init__(self, head: str, port: int, redis_url: str) -> None:
         store = urlsplit(redis_url)
-        self.folder = Path(tempfile.mkdtemp(prefix="bt-ray-"))  # short: it holds sockets
+        self.folder = Path(tempfile.mkdtemp(prefix="bt-ray-"))  # short because socket paths are limited
         self.nodes: dict[str, subprocess.Popen] = {}
         self.address, self._port, self._password = f"{head}:{port}", port, store.password
         self.env = {
@@ -40,11 +40,11 @@ class RayNodes:
         raise NotImplementedError
 
     def launch(self, name: str, argv: list[str], log: Path) -> subprocess.Popen:
-        """Start it on the host of that node, its output in the file."""
+        """Start `argv` on the host of that node, with its output in `log`."""
         raise NotImplementedError
 
     def start_head(self) -> None:
-        (self.folder / "ray_current_cluster").unlink(missing_ok=True)  # of one that was killed
+        (self.folder / "ray_current_cluster").unlink(missing_ok=True)  # left by a killed head
         store = ("--redis-username=default", f"--redis-password={self._password}")
         where = ("--head", f"--port={self._port}", f"--temp-dir={self.folder}")
         self._start("head", *where, *store, "--include-dashboard=false")
@@ -66,14 +66,14 @@ class RayNodes:
         assert process.poll() is None, log.read_text()
 
     def kill(self, name: str) -> None:
-        """As the power of a host fails."""
+        """Kill a node's processes, like a power failure of its host."""
         process = self.nodes.pop(name)
         _kill([psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)])
         process.wait(10)
 
 
 def _family_at_start(process: subprocess.Popen, log: Path) -> list[psutil.Process]:
-    """Wait until `ray start` reports success or ends; return the processes that it has started by then."""
+    """Wait until `ray start` reports success or ends. Return the processes that it has started by then."""
     family: dict[int, psutil.Process] = {}
 
     def started() -> bool:

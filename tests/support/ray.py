@@ -1,4 +1,4 @@
-"""A Ray that tests play: actors that answer as a test wants it, at a head that may be away."""
+"""A fake of Ray: actors with answers set by the test, and a head that may be unreachable."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RayTaskError(RayError):
 
 
 class Actor:
-    """Answers a question with what the test puts there (an exception is raised; None: no answer yet)."""
+    """An actor whose answers the test sets. An exception is raised; None means no answer yet."""
 
     def __init__(self, options: dict[str, Any], args: tuple[Any, ...]) -> None:
         self.options, self.args = options, args
@@ -29,7 +29,7 @@ class Actor:
         self.asked: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        """A method of the actor: a call of it is a question, which `FakeRay.get` has answered."""
+        """Return a remote method. A call of it is a question for `FakeRay.get`."""
 
         def remote(*args: Any) -> tuple[Actor, str, tuple[Any, ...]]:
             self.asked.append(name)
@@ -42,7 +42,7 @@ class Actor:
 
 
 class FakeRay:
-    """The module `ray`, as far as it is used. `away`: its head is; `silent`: it is there, and no actor answers."""
+    """The used part of the module `ray`. `away`: the head is unreachable; `silent`: no actor answers."""
 
     exceptions = SimpleNamespace(RayError=RayError, ActorDiedError=ActorDiedError, RayTaskError=RayTaskError)
 
@@ -55,7 +55,7 @@ class FakeRay:
         self._actor_type = actor_type
 
     def head(self) -> None:
-        """Raise what Ray raises without a head."""
+        """Raise the error of an unreachable head."""
         if self.away:
             raise ConnectionError("the head is away")
 

@@ -1,4 +1,4 @@
-"""What the ledger's tests against a real redis-server share."""
+"""Shared helpers of the ledger's tests against a real redis-server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KNOWN_PLACES = ("/usr/bin", "/usr/sbin", "/usr/local/bin", "/opt/redis/bin")
 
 
 def raw(server: EmbeddedRedis) -> redis.Redis:
-    """A client that may do everything."""
+    """Return a client with all permissions."""
     return redis.Redis.from_url(server.url, protocol=2, driver_info=None)
 
 
@@ -48,7 +48,7 @@ def order(incarnation: Incarnation) -> tuple[int, int]:
 
 
 def killed_and_empty(server: EmbeddedRedis, folder: Path) -> EmbeddedRedis:
-    """SIGKILL; another one, without data, at the same address."""
+    """Kill the server with SIGKILL and start an empty one at the same address."""
     os.kill(server.pid, signal.SIGKILL)
     server.stop()
     return EmbeddedRedis.start(folder, port=server.port, password=password_of(server))
@@ -61,7 +61,7 @@ def version_of(binary: Path) -> tuple[int, ...]:
 
 
 def newer_server() -> Path | None:
-    """A redis-server 7 or later that is installed here."""
+    """Return the path of an installed redis-server 7 or later, or None."""
     path = os.pathsep.join((os.environ.get("PATH", ""), *KNOWN_PLACES))
     found = shutil.which("redis-server", path=path)
     return Path(found) if found and version_of(Path(found)) >= (7,) else None

@@ -1,4 +1,4 @@
-"""A connection to no Redis: tests say when it answers, and which answers are lost."""
+"""A connection without a Redis. Tests delay its answers and lose some of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton.errors import LedgerError
 
 
 class StubConnection:
-    """`gate` holds calls back. `lose_next`: of the next calls the answer is lost; False: they were not done either."""
+    """A connection whose `gate` delays calls. Each of `lose_next` loses one answer; False skips the call, too."""
 
     def __init__(self) -> None:
         self.arrived = asyncio.Event()
@@ -22,7 +22,7 @@ class StubConnection:
         return ":".join(parts)
 
     async def answered(self, act: Callable[[], Any]) -> Any:
-        """Return the result of `act`. Raises LedgerError when that is lost."""
+        """Return the result of `act`. Raises LedgerError if the answer is lost."""
         self.arrived.set()
         await self.gate.wait()
         lost = self.lose_next.pop(0) if self.lose_next else None

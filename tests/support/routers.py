@@ -1,4 +1,4 @@
-"""Requests to a router with scripted workers, the answers that are right, and what a client reads of one."""
+"""Requests to a router with scripted workers, the expected answers, and readers of its events."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def expected(prompt: list[int], index: int) -> int:
 
 
 def right(prompt: list[int], length: int = 8) -> list[int]:
-    """The ids of the right answer."""
+    """Return the ids of the expected answer."""
     return [expected(prompt, index) for index in range(length)]
 
 
 def thought(chunk: int) -> tuple[int, ...]:
-    """Token ids of a thought, each fourth one empty; their text has a space in front."""
+    """Token ids of a thought, each fourth one empty; their text begins with a space."""
     return () if chunk % 4 == 1 else tuple(f" z{chunk}".encode())
 
 
@@ -41,7 +41,7 @@ def asked(
 
 
 def ids_of(events: list[pb.GenerateEvent], begin: int = 0, choice: int = 0) -> list[int]:
-    """Token ids after the first `begin`, after checking that no index came twice or was missed."""
+    """Return the token ids after the first `begin`. Checks that no index is missing or repeated."""
     ids: list[int] = []
     for item in events:
         if item.HasField("tokens") and item.tokens.choice == choice:
@@ -63,7 +63,7 @@ def recovered(events: list[pb.GenerateEvent]) -> list[tuple[int, str]]:
 
 @contextmanager
 def refused(kind: type[BatonError], match: str | None = None) -> Iterator[None]:
-    """A call of gRPC's own fails with this error of ours."""
+    """Expect a gRPC call in the block to fail with this error of ours."""
     with pytest.raises(aio.AioRpcError) as caught:
         yield
     with pytest.raises(kind, match=match):
@@ -71,7 +71,7 @@ def refused(kind: type[BatonError], match: str | None = None) -> Iterator[None]:
 
 
 async def leave(cluster: Any, call, how: str) -> None:
-    """The client of `call` goes: it hangs up, or another call of its cancels this one ("Cancel")."""
+    """End a call as its client: hang up, or cancel it with another call ("Cancel")."""
     if how == "leave":
         call.cancel()
         return
@@ -82,7 +82,7 @@ async def leave(cluster: Any, call, how: str) -> None:
 
 
 def spied(cluster: Any) -> list[str]:
-    """Will hold what the router gives to its links: one that stops ends its streams before workers heard all."""
+    """Record the commands that the router gives to its links. A stopping link may drop commands before sending them."""
     given: list[str] = []
 
     def note(link: WorkerStream, send: Callable[..., None], **command: Any) -> None:

@@ -1,4 +1,4 @@
-"""A router as a role sees it: its commands, and a session that remembers the answers."""
+"""Router commands as a role receives them, and a session that records the role's events."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def spec_of(handoff=H, length=9, sampling=GREEDY):
 
 
 def expected(spec=None, tokens=None):
-    """The oracle's answer, or its first tokens."""
+    """Return the oracle's answer, or its first tokens."""
     return BACKEND.expected(spec or spec_of(), tokens)
 
 
 def names_of(tokens, block_size=BLOCK):
-    """The names under which a cache keeps the full blocks of `tokens`."""
+    """Return the block hashes of the full blocks of `tokens`."""
     chain = BlockHashChain(scope_key(BACKEND.fingerprint, ""), tokens, block_size)
     return [chain.digest(block) for block in range(len(tokens) // block_size)]
 
@@ -60,13 +60,13 @@ def prefill(handoff=H, spec=None, to=D, **fields):
 
 
 def repush(held=H, handoff=None, to=D, **fields):
-    """`handoff`: the next attempt."""
+    """Return a Repush. `handoff` defaults to the next attempt."""
     held, handoff = convert.handoff_to_pb(held), convert.handoff_to_pb(handoff or next_of(held))
     return pb.RouterCommand(repush=pb.Repush(held=held, handoff=handoff, to=convert.ref_to_pb(to), **fields))
 
 
 def attach(known=0, spec=None, said=None):
-    """By a router whose client has the first `known` tokens of the right answer, or what was `said`."""
+    """Return the Attach of a client that has the first `known` correct tokens, or the tokens `said`."""
     spec = replace(spec or spec_of(), known=tuple(said or expected(tokens=known)))
     message = pb.Attach(handoff=convert.handoff_to_pb(H), spec=convert.spec_to_pb(spec))
     return pb.RouterCommand(attach=message)
@@ -81,7 +81,7 @@ def release(handoff=H):
 
 
 def malformed():
-    """Commands of every kind with something wrong, each with what its refusal names."""
+    """Yield malformed commands of every kind, each with a word that its rejection must contain."""
     empty, zeroth = pb.RouterCommand(), HandoffId("r", 0)
     hello = pb.RouterCommand(hello=pb.RouterHello(router_id="again"))
     no_seed = spec_of(sampling=Sampling(temperature=1.0))
@@ -111,7 +111,7 @@ def malformed():
 
 
 class FakeSession:
-    """The part of a session that a role uses. It keeps the events it was given, also by handoff."""
+    """The part of a session that a role uses. It records the events, also by handoff."""
 
     def __init__(self, router_id="router-a"):
         self.router_id = router_id
@@ -127,14 +127,14 @@ class FakeSession:
             self._told.setdefault((event.handoff.request_id, event.handoff.attempt), []).append(event)
 
     def told(self, handoff=None):
-        """All events, or those of one handoff."""
+        """Return all events, or those of one handoff."""
         return self.events if handoff is None else self._told.get((handoff.request_id, handoff.attempt), [])
 
     def kinds(self, handoff=None):
         return [event.WhichOneof("event") for event in self.told(handoff)]
 
     def cached_at(self, handoff=H):
-        """The answer of the decode worker to its Reserve; None: it refused."""
+        """Return the decode worker's reply to Reserve: cached tokens, or None after a rejection."""
         return next((e.reserved.cached_tokens for e in self.told(handoff) if e.HasField("reserved")), None)
 
     def tokens(self, handoff=H):
@@ -145,16 +145,16 @@ class FakeSession:
         return [token.token_id for token in self.tokens(handoff)]
 
     def thoughts(self, handoff=None):
-        """Those of each event, in order."""
+        """Return the thoughts of each event, in order."""
         return [thoughts_from_pb(event.thoughts) for event in self.told(handoff) if event.HasField("thoughts")]
 
     @property
     def refusals(self):
-        """The reasons."""
+        """Reasons of all rejections."""
         return [event.refused.reason for event in self.events if event.HasField("refused")]
 
     @property
     def failure(self):
-        """The last event, which is a failure."""
+        """The last event, which must be a failure."""
         assert self.kinds()[-1] == "failed"
         return self.events[-1].failed

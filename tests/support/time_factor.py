@@ -1,7 +1,4 @@
-"""How much slower than a quiet reference machine this one is now. All time limits of tests are multiplied by it.
-
-A limit of a test is no claim about the product: it only ends what hangs. So it grows on a slow or busy machine.
-"""
+"""Factor by which this machine is slower than a quiet reference one. It scales tests' time limits, which end hangs."""
 
 from __future__ import annotations
 
@@ -16,14 +13,14 @@ from collections.abc import Callable
 import pytest
 
 VARIABLE = "BATON_TEST_TIME_FACTOR"
-REFERENCE_S = 0.026  # the least of `sample` on an idle AMD EPYC with AVX2 alone, Python 3.11, 2026-11-25
+REFERENCE_S = 0.026  # minimum of `sample` on an idle AMD EPYC with AVX2 alone, Python 3.11, 2026-11-25
 LOWEST, HIGHEST = 1.0, 10.0
 SAMPLES, BUDGET_S = 7, 0.3
 ROUNDS = 60_000
 
 
 def sample() -> float:
-    """The seconds that a fixed piece of work and the start of a process take now."""
+    """Measure the seconds for a fixed amount of work and the start of a process."""
     began, state = time.perf_counter(), 0
     for number in range(ROUNDS):
         state = (state * 31 + number) & 0xFFFFFFFF
@@ -32,7 +29,7 @@ def sample() -> float:
 
 
 def measured(take: Callable[[], float] = sample, budget_s: float = BUDGET_S) -> float:
-    """Return the factor: the median of samples over the reference, within bounds. Stop before `budget_s` is over."""
+    """Return the factor: the median of samples over the reference, within limits. Takes at most about `budget_s`."""
     taken = [take()]
     while len(taken) < SAMPLES and sum(taken) + max(taken) <= budget_s:
         taken.append(take())
@@ -40,7 +37,7 @@ def measured(take: Callable[[], float] = sample, budget_s: float = BUDGET_S) -> 
 
 
 def time_factor() -> float:
-    """This run's factor: the one given, else measured once. Processes that the run starts, as xdist's, inherit it."""
+    """Return this run's factor, given or measured once. Child processes, like xdist's workers, inherit it."""
     if VARIABLE not in os.environ:
         os.environ[VARIABLE] = f"{measured():.2f}"
     given = os.environ[VARIABLE]
@@ -54,12 +51,12 @@ def time_factor() -> float:
 
 
 def scaled(seconds: float) -> float:
-    """A time limit for this machine."""
+    """Return `seconds` scaled for this machine."""
     return seconds * time_factor()
 
 
 def scale_default(config: pytest.Config) -> None:
-    """Scale the limit of the configuration file; one that the caller gives by option or environment stays as it is."""
+    """Scale the limit of the configuration file. A limit from an option or the environment stays."""
     default = config.getini("timeout")
     given = config.getoption("timeout", None) is not None or "PYTEST_TIMEOUT" in os.environ
     if default and not given:
@@ -67,7 +64,7 @@ def scale_default(config: pytest.Config) -> None:
 
 
 def scale_marks(items: list[pytest.Item]) -> None:
-    """Scale the `timeout` mark that counts for each test: at it, its parameters, its class or its module."""
+    """Scale each test's closest `timeout` mark: its own, its parameters', its class's or its module's."""
     for item in items:
         mark = item.get_closest_marker("timeout")
         if mark is None or not (mark.args or "timeout" in mark.kwargs):
@@ -78,5 +75,5 @@ def scale_marks(items: list[pytest.Item]) -> None:
 
 
 def header() -> str:
-    """The line that tells how much the limits were scaled."""
+    """Return the header line with the factor."""
     return f"time limits: x {time_factor():g} (set with {VARIABLE})"

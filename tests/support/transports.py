@@ -1,4 +1,4 @@
-"""A GPU made of main memory, and a gRPC server before a loopback peer: what transports need, without the world."""
+"""A GPU simulated in main memory and a gRPC server for a loopback peer, for tests of transports."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from baton.engine.kernels.gpu.cuda_memory import HANDLE_BYTES
 from baton.rpc.channel import aio_server, bind
 from baton.rpc.v1.peer_pb2_grpc import add_PeerServicer_to_server
 
-Log = list[tuple[str, int]]  # what was done, on the GPU of which rank
+Log = list[tuple[str, int]]  # (operation, rank of the GPU)
 
 
 class MainMemory:
-    """One GPU. `memory`: what is allocated; `opened`: what another process has open. Freeing that fails the test."""
+    """One GPU. `memory`: allocations; `opened`: those opened by another process. Freeing these fails the test."""
 
     uuid = "GPU-of-main-memory"
 
@@ -28,13 +28,13 @@ class MainMemory:
         self._rank, self._log = rank, [] if log is None else log
         self.memory: dict[int, torch.Tensor] = {}
         self.opened: dict[int, int] = {}
-        self.recorded: list[int] = []  # how often, of each event
+        self.recorded: list[int] = []  # number of records of each event
         self.busy = False
 
     def allocate(self, nbytes: int) -> int:
         self._log.append(("allocate", self._rank))
         address = next(self._numbers)
-        self.memory[address] = torch.full((nbytes,), 0xFF, dtype=torch.uint8)  # NaN: as an earlier owner left it
+        self.memory[address] = torch.full((nbytes,), 0xFF, dtype=torch.uint8)  # NaN, like memory of an earlier owner
         return address
 
     def free(self, address: int) -> None:
@@ -83,7 +83,7 @@ class MainMemory:
 
 @contextmanager
 def served(peer) -> Iterator[str]:
-    """A gRPC listener before a loopback peer's service. Its address."""
+    """Serve a loopback peer over gRPC. Yields the address."""
 
     async def start():
         server = aio_server()

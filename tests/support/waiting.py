@@ -1,4 +1,4 @@
-"""Waiting for a state that other processes or tasks reach by themselves."""
+"""Waiting for a state that other processes or tasks reach."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.time_factor import scaled
 
 
 def eventually(look: Callable[..., Any], what: str = "", *, within_s: float = 10.0, every_s: float = 0.02) -> Any:
-    """Return `look()` when it is true. Raises AssertionError after `within_s`, scaled to this machine."""
+    """Wait until `look()` is true and return it. Raises AssertionError after `within_s`, scaled to this machine."""
     deadline = time.monotonic() + scaled(within_s)
     while not (found := look()):
         assert time.monotonic() < deadline, f"not so within {within_s:g} s: {what or look}"
@@ -21,7 +21,7 @@ def eventually(look: Callable[..., Any], what: str = "", *, within_s: float = 10
 
 
 async def until(look: Callable[[], Any], what: str = "", within_s: float = 10.0, every_s: float = 0.002) -> Any:
-    """Return `look()`, or what it awaits, when it is true. Raises AssertionError after `within_s`, scaled."""
+    """Wait until `look()`, awaited if needed, is true. Return it. Raises AssertionError after `within_s`, scaled."""
     deadline = time.monotonic() + scaled(within_s)
     while True:
         found = look()

@@ -1,4 +1,4 @@
-"""A prefill and a decode role on real engines, in one thread: the test decides what happens next."""
+"""A prefill and a decode role on real engines in one thread. The test decides each next step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ torch.set_num_threads(1)
 
 
 def engine_of(role, total_blocks, block_size=BLOCK, *, backend=BACKEND, **options):
-    """Sizes of blocks may differ: the oracle's fingerprint does not."""
+    """Create an engine. Block sizes may differ because the oracle's fingerprint does not depend on them."""
     if block_size != BLOCK:
         backend = OracleBackend(oracle_layout(block_size=block_size), max_model_len=64)
     options = {"recompute_preempted": role is Role.PREFILL, "max_running": 16, **options}
@@ -52,9 +52,9 @@ def info_of(ref, role, engine, thinking_chunk=0):
 
 
 class SyncLoop:
-    """Jobs wait until the test runs them, as they do for a step to end."""
+    """A loop whose jobs wait until the test runs them, as jobs wait for a step to end."""
 
-    step_began = 1000.0  # when a FakeClock begins
+    step_began = 1000.0  # start of a FakeClock
 
     def __init__(self, engine):
         self.jobs: deque[Any] = deque()
@@ -71,7 +71,7 @@ class SyncLoop:
 
 
 class Records:
-    """An ownership log that remembers."""
+    """An ownership log in memory."""
 
     def __init__(self):
         self.notes = []
@@ -81,13 +81,13 @@ class Records:
 
 
 class Side:
-    """One worker: its engine, its loop, its role, and its sender (a decode worker has one once it is asked for)."""
+    """One worker: its engine, loop, role and sender. A decode worker gets its sender on request."""
 
     def __init__(self, engine, role, loop):
         self.engine, self.role, self.loop = engine, role, loop
 
     def take(self, session, *commands):
-        """As `WorkerService` hands them over."""
+        """Pass commands to the role as `WorkerService` does."""
         for command in commands:
             try:
                 self.role.command(session, command)
@@ -95,12 +95,12 @@ class Side:
                 session.emit(not_taken(command, str(error)))
 
     def serve(self, session, *commands):
-        """Until nothing is left to do."""
+        """Pass commands to the role and run until no work is left."""
         self.take(session, *commands)
         self.run()
 
     def step(self, times=1):
-        """Turns of the engine thread."""
+        """Run turns of the engine thread."""
         for _ in range(times):
             self.loop.drain()
             if self.engine.has_work():
@@ -120,12 +120,12 @@ class Side:
         return self.pusher
 
     def push_ends(self, handoff=H, outcome=None):
-        """The engine thread hears of it at once."""
+        """End a push and run the job that reports it."""
         self.pusher.done(handoff, outcome or done_of())
         self.loop.drain()
 
     def give_up(self, session, how):
-        """The handoff H, which `session` has."""
+        """End the handoff H of `session` in one of several ways."""
         if how == "gone":
             self.role.gone(session)
         elif how == "another router":
@@ -153,7 +153,7 @@ class PrefillSide(Side):
         self.attach_pusher()
 
     def bring(self, session, state):
-        """The handoff H, whose prompt takes three steps, comes to one of the PROMPT_STATES."""
+        """Bring the handoff H, whose prompt takes three steps, to one of the PROMPT_STATES."""
         self.take(session, prefill(deadline_s=5.0))
         self.step({"queued": 0, "computing": 1, "computed": 3}[state.partition(",")[0]])
         if state.endswith("waits"):
@@ -169,12 +169,12 @@ class DecodeSide(Side):
         super().__init__(engine, DecodeWorker(info, engine, loop, self.records, self.clock), loop)
 
     def receive(self, session, handoff=H, *, skip=0, **reserving):
-        """It is reserved, and offered by P."""
+        """Reserve, and let P offer."""
         self.take(session, reserve(handoff, **reserving))
         self.role.reservations.offer(handoff, P, Offer(BACKEND.fingerprint, 9, skip))
 
     def commit(self, handoff=H, spec=None, first=None):
-        """By P: a first token "A" unless told otherwise; no KV has come."""
+        """Commit as P, by default with the first token "A". No KV was sent."""
         spec = spec or SequenceSpec(prompt_of(handoff), GREEDY, (65,))
         first = [Token(0, 65, "A")] if first is None else first
         self.role.reservations.commit(handoff, P, commit_of(spec, first))
@@ -185,7 +185,7 @@ STATES = ["reserved", "receiving", "written", "committed", "adopted", "decoding"
 
 
 class Pair:
-    """Both sides, one clock."""
+    """Both sides with one clock."""
 
     def __init__(self, prefill_blocks=40, decode_blocks=40, *, decode_block_size=BLOCK, **options):
         self.clock = FakeClock()
@@ -193,7 +193,7 @@ class Pair:
         self.decode = DecodeSide(decode_blocks, self.clock, block_size=decode_block_size)
 
     def begin(self, session, handoff=H, spec=None, **reserving):
-        """Reserve, and Prefill if there is room; the decode worker may have the beginning in its cache."""
+        """Reserve, and prefill if there is capacity. The decode worker may have a prefix cached."""
         spec = spec or spec_of(handoff)
         prefix = names_of(spec.tokens, self.decode.engine.layout.block_size)
         self.decode.take(session, reserve(handoff, len(spec), prefix=prefix, **reserving))
@@ -201,19 +201,19 @@ class Pair:
             self.prefill.take(session, prefill(handoff, spec, skip=skip))
 
     def advance(self, handoff=H, upto="reported"):
-        """The push goes on until it reached stage `upto` ("reported": to whatever end)."""
+        """Advance the push to stage `upto`, or to its end ("reported")."""
         pusher = self.prefill.pusher
         while handoff in pusher.pushes and pusher.pushes[handoff].stage != upto:
             pusher.advance(handoff, self.decode)
 
     def hand_over(self, session, handoff=H, spec=None, *, upto="committed", **reserving):
-        """From Reserve on."""
+        """Run a handoff from Reserve to stage `upto`."""
         self.begin(session, handoff, spec, **reserving)
         self.prefill.run()
         self.advance(handoff, upto)
 
     def adopt(self, session, **reserving):
-        """The decode worker takes H over. The prefill worker tells another router, to tell their words apart."""
+        """Run H until the decode worker adopts it. The prefill worker has its own session to separate the events."""
         self.decode.take(session, reserve(**reserving))
         self.prefill.take(FakeSession(), prefill())
         self.prefill.run()
@@ -221,7 +221,7 @@ class Pair:
         self.decode.loop.drain()
 
     def bring(self, session, state):
-        """The handoff H comes to one of the STATES."""
+        """Bring the handoff H to one of the STATES."""
         if state == "reserved":
             self.decode.take(session, reserve(prefix=names_of(spec_of().tokens)))
             return
@@ -234,7 +234,7 @@ class Pair:
             self.decode.run()
 
     def end_pushes(self):
-        """To whatever end, when all is computed; what waits for a Repush is released."""
+        """Finish all computation and pushes, and release work that waits for a Repush."""
         side = self.prefill
         side.run()
         for handoff in list(side.pusher.pushes):
@@ -245,7 +245,7 @@ class Pair:
         side.run()
 
     def warm(self):
-        """Both have had the prompt of H before: its full blocks are in their caches."""
+        """Put the full blocks of H's prompt into both caches."""
         session, before = FakeSession("router-before"), HandoffId("warm", 1)
         self.hand_over(session, before, spec_of(), upto="reported")
         self.decode.run()
@@ -255,11 +255,11 @@ class Pair:
         return self
 
     def cached(self):
-        """The blocks of the prompt of H that the decode worker has in its cache."""
+        """Return the cached blocks of H's prompt on the decode worker."""
         return self.decode.engine.pool.find(names_of(spec_of().tokens))
 
     def ends_free(self):
-        """The pushes that are left end; then no worker holds anything."""
+        """End the remaining pushes and check that no worker holds anything."""
         self.end_pushes()
         self.decode.run()
         assert self.prefill.all_free

@@ -1,4 +1,4 @@
-"""Workers, a ledger and a board on a clock that a test moves: what a controller is put into."""
+"""The surroundings of a controller: workers, ledger and control state on a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from baton.testing import FakeClock
 
 LEASE_S = 9.0
 LOAD_S = 2.0
-WORK_S = 3.0  # that a worker has left to do, when it is told to drain or to turn
+WORK_S = 3.0  # remaining work of a worker when it receives a drain or role change
 LAYOUT = KVLayout(1, 1, 1, 16, "float32")
 
 
 @dataclass
 class Process:
-    """A simulated worker: loads, registers, beats, obeys orders after a while."""
+    """A simulated worker: it loads, registers, sends heartbeats, and obeys commands after some time."""
 
     worker_id: str
     role: Role
@@ -36,13 +36,13 @@ class Process:
 
 @dataclass
 class World:
-    """The placement, the ledger and the board in one, for as many workers as there is `room` for."""
+    """Placement, ledger and control state in one, with capacity for `room` workers."""
 
     prefill: int = 1
     decode: int = 1
     room: int = 100
     turn: bool = True
-    broken: set[str] = field(default_factory=set)  # whose process dies as it starts; "*": every one
+    broken: set[str] = field(default_factory=set)  # worker ids whose process fails at start; "*": all
     clock: FakeClock = field(default_factory=FakeClock)
 
     def __post_init__(self):
@@ -52,15 +52,15 @@ class World:
         self.orders: dict[str, Any] = {}
         self.report: Any = None
         self.routed: list[Any] = []
-        self.away = False  # Redis is, for all
-        self.cut = False  # it is for workers
+        self.away = False  # Redis is unreachable for everything
+        self.cut = False  # Redis is unreachable for workers
         self.minted = 0
         self.started: list[str] = []
         self.killed: list[str] = []
         self.followers: list[Any] = []
 
     def controller(self, autoscaler=None, **config) -> Controller:
-        """A new one, as one that starts now would be."""
+        """Return a new controller, as after a restart."""
         file = {
             "name": "test",
             "ledger": {"lease_s": LEASE_S},
@@ -144,13 +144,13 @@ class World:
         self.processes[worker_id].frozen = True
 
     def forget_store(self):
-        """The store came back empty; who lives enters again with its next beat."""
+        """Empty the store. Live workers register again with their next heartbeat."""
         self.leases, self.orders, self.said, self.report = {}, {}, None, None
         for forgotten in self.followers:
             forgotten()
 
     def ready(self, role) -> list[str]:
-        """Those that would serve: alive, registered, and not told to stop."""
+        """Return the workers that would serve: alive, registered, and without a stop command."""
         return [
             p.worker_id
             for p in self.processes.values()
@@ -173,7 +173,7 @@ class World:
         return {p.worker_id: p.role.value for p in self.processes.values() if p.state != "ended"}
 
     def advance(self, seconds: float) -> None:
-        """Time passes, and each process does what it does in it."""
+        """Advance the clock and simulate each process."""
         self.clock.advance(seconds)
         for process in self.processes.values():
             if not process.frozen:
@@ -245,7 +245,7 @@ async def started(**sizes: Any) -> tuple[World, Controller]:
 
 
 async def again(world: World, seconds: float) -> Controller:
-    """The controller after the one before, which was killed, when so much time has passed."""
+    """Replace the controller, which was killed, and run the new one for `seconds`."""
     controller = world.controller()
     await controller.begin()
     await run(world, controller, seconds)

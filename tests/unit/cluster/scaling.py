@@ -1,6 +1,4 @@
-"""A small cluster in which time is a number: prompts wait for prefill workers, decode steps take longer the more they
-do, workers come, go and turn as a plan says, and the router's own code says what it sees.
-"""
+"""A small cluster in simulated time that follows plans. The router's own code computes the reports."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from tests.support.plans import first_plan
 
 TICK_S = 0.05
 LOADS_S, TURNS_S = 4.0, 1.0
-BLOCKS = 3000  # of a worker
+BLOCKS = 3000  # KV blocks of a worker
 LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 PROMPTS = {"step_s": 0.004, "token_s": 2e-4, "context_s": 1e-8, "queued_s": 2e-4}
 STEPS = {"step_s": 0.010, "token_s": 8e-4, "context_s": 2e-7}
@@ -42,14 +40,14 @@ class Request:
 class Worker:
     name: str
     role: Role
-    ready: float  # from when on it takes requests
+    ready: float  # time from which it takes requests
     turns: bool = False
     leaves: bool = False
     prompts: deque[Request] = field(default_factory=deque)
     left_s: float = 0.0
     busy_s: float = 0.0
     rows: list[tuple[float, int, Request]] = field(default_factory=list)
-    tokens: float = 0.0  # that each row has been given
+    tokens: float = 0.0  # tokens that each sequence has received
     kv: float = 0.0  # positions when `tokens` was 0
     reserved: int = 0
     owned: int = 0
@@ -81,14 +79,14 @@ class Worker:
 
 
 class Cluster:
-    """Runs at `rate` requests a second of `tokens` and `output` on average, for some time, from `seed` on."""
+    """Simulates requests at `rate` a second with `tokens` and `output` on average."""
 
     def __init__(self, config: ClusterConfig, seed: float) -> None:
         self.autoscaler = Autoscaler(config)
         self.plan = first_plan(config.prefill.replicas, config.decode.replicas)
         self.plans: list[tuple[float, Plan]] = []
         self.outlook = ""
-        self.most = 0  # workers at once
+        self.most = 0  # maximum number of workers at the same time
         self.now = 1000.0
         self.done: list[Request] = []
         self._random = random.Random(seed)
@@ -116,7 +114,7 @@ class Cluster:
         return [one for one in self.workers if one.role is role and one.ready <= self.now and not one.leaves]
 
     def _admit(self) -> None:
-        """Room first, as the router has it: it is reserved while the prompt waits to be computed."""
+        """Reserve capacity first, as the router does: it is reserved while the prompt waits."""
         while self._queue and (decodes := self._here(Role.DECODE)) and (prefills := self._here(Role.PREFILL)):
             request = self._queue[0]
             decode = min(decodes, key=lambda one: one.reserved + one.owned)
@@ -177,7 +175,7 @@ class Cluster:
         self._reconcile()
 
     def _reconcile(self) -> None:
-        """Who is too many turns where somebody is missing, or goes; who is missing still, comes."""
+        """Surplus workers change to the role that lacks workers, or stop. Start workers for the rest."""
         count = {role: sum((one.role is role) is not one.turns and one.stays for one in self.workers) for role in Role}
         for worker in self.workers:
             role, other = worker.role, _other(worker.role)

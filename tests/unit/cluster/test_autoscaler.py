@@ -1,4 +1,4 @@
-"""When pools grow, shrink and give workers to each other, and when nothing is done; reports and time are said here."""
+"""When pools grow, shrink and exchange workers, and when nothing changes. The tests set reports and time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def config(prefill=(1, 8), decode=(1, 8), **scaling):
 
 
 class Run:
-    """Looks once a second. A plan that is decided is carried out at once, if `obeys`."""
+    """An autoscaler that looks once a second. Its plans take effect immediately if `obeys`."""
 
     def __init__(self, prefill=2, decode=2, cluster=None, obeys=True):
         self.autoscaler = Autoscaler(cluster or config())
@@ -47,7 +47,7 @@ class Run:
         self._busy_s = 0.0
 
     def report(self, busy=0.0, used=0.0, reserved=0.0, rows=0, **fields):
-        """Of one router; `busy` and `used` are shares of each worker, `rows` of all decode workers."""
+        """Return one router's report. `busy` and `used` are shares of each worker, `rows` of all decode workers."""
         workers = {
             f"{role}-{n}": WorkerDemand(role=role, busy_s=self._busy_s)
             if role is Role.PREFILL
@@ -59,7 +59,7 @@ class Run:
         return RouterReport(router_id="router-a", workers=workers, **fields)
 
     def look(self, *others, says=True, **fields):
-        """The plan that is decided, or None. `others`: reports of other routers; `says`: this one reports, too."""
+        """Return the new plan or None. `others`: reports of other routers; `says`: include this router's report."""
         self.now += 1.0
         reports = [*[self.report(**fields)] * says, *others]
         new, self.outlook = self.autoscaler.look(self.plan, reports, here(self.here), self.now)
@@ -73,12 +73,12 @@ class Run:
         return next((new for new in looks if new is not None), None)
 
     def settled(self, **fields):
-        """As long after the last change as nothing is decided."""
+        """Run through the time after a change in which nothing is decided."""
         assert self.until(SETTLE_S, **fields) is None
         return self
 
 
-BUSY = {"busy": 0.75}  # of prefill workers: none can be spared
+BUSY = {"busy": 0.75}  # share of prefill workers' time: none can be spared
 SLOW = {"itl_s": 0.13, "itl_alone_s": 0.01}
 LATE = {"ttft_s": 1.3, "ttft_alone_s": 0.1}
 
@@ -101,7 +101,7 @@ def test_pools_without_bounds_are_left_alone_and_what_is_not_known_presses_nothi
 def test_nothing_is_decided_while_no_router_says_anything():
     run = Run().settled(**SLOW)
     assert run.until(200, says=False) is None
-    assert run.until(UP_S - 1, **SLOW) is None  # what was before counts no more
+    assert run.until(UP_S - 1, **SLOW) is None  # earlier time counts no more
     assert run.until(2, **SLOW) is not None
 
 
@@ -135,7 +135,7 @@ def test_a_moment_without_takes_time_off_and_does_not_begin_anew():
     assert run.until(2, **SLOW, **BUSY) is None
     assert run.look(**SLOW, **BUSY) is not None
     run = Run().settled(**BUSY)
-    for _ in range(100):  # every other second is none
+    for _ in range(100):  # the load is high only every other second
         assert run.look(**SLOW, **BUSY) is None
         assert run.look(**BUSY) is None
 
@@ -184,7 +184,7 @@ def test_a_pool_shrinks_when_fewer_would_have_been_enough_for_long():
     assert sizes(new) == (1, 2)
     assert new.reason == "decode 3 to 2: with 2 at 50% of its limits, spare workers for 60 s"
     run = Run(prefill=1, decode=3).settled()
-    for _ in range(5):  # one busy moment keeps it from shrinking
+    for _ in range(5):  # one busy moment prevents shrinking
         assert run.until(DOWN_S - 1, used=0.3) is None
         assert run.look(used=0.5) is None
 
@@ -209,7 +209,7 @@ def test_kv_that_waits_for_prefill_workers_is_not_what_decode_workers_have_to_do
 
 
 def test_workers_are_not_added_for_what_takes_long_alone():
-    """The prompt, or the step, takes longer than the SLO with nothing else there."""
+    """The prompt or the step exceeds the SLO even without other load."""
     run = Run(cluster=config(prefill=(2, 8), decode=(2, 8)))
     assert run.until(200, ttft_s=3.5, ttft_alone_s=3.0, itl_s=0.35, itl_alone_s=0.3) is None
     assert "TTFT 3.50 s of 6.00 s" in run.outlook
@@ -219,7 +219,7 @@ def test_workers_are_not_added_for_what_takes_long_alone():
 def test_nothing_is_decided_while_workers_come_and_for_a_while_after():
     run = Run(obeys=False).settled(**SLOW, **BUSY)
     new = run.until(9, **SLOW, **BUSY)
-    assert run.look(**SLOW, **BUSY) == new  # nobody took it: it is said again
+    assert run.look(**SLOW, **BUSY) == new  # the plan was not applied: it is returned again
     run.plan = new
     assert run.until(100, **SLOW, **BUSY) is None
     assert run.outlook.endswith("changing: decode 2 to 3")
@@ -258,7 +258,7 @@ def test_workers_that_do_both_grow_by_late_first_tokens_and_what_is_reserved_cou
 
 
 def test_sizes_beyond_the_bounds_are_brought_within():
-    """The file has changed, and the store has a plan of before."""
+    """The file has changed since the stored plan."""
     run = Run(prefill=9, decode=1, cluster=config(decode=(2, 4)))
     new = run.look()
     assert sizes(new) == (8, 2)
@@ -325,7 +325,7 @@ PROMPTS = {"rate": 7, "tokens": 1500, "output": 20}
 ANSWERS = {"rate": 5, "tokens": 200, "output": 400}
 IDLE = {"rate": 0.2, "tokens": 200, "output": 50}
 TTFT_S, ITL_S = 1.0, 0.05
-SOON_S = 60.0  # after which a load is served as it should be
+SOON_S = 60.0  # time after which a load meets the SLO
 
 
 def cluster(seed):

@@ -1,4 +1,4 @@
-"""The controller among simulated workers: it reaches the plan, whatever happens, and never by taking the last away."""
+"""The controller with simulated workers: it reaches the plan after any event, and never stops a role's last worker."""
 
 import asyncio
 from collections import Counter
@@ -236,7 +236,7 @@ async def test_where_a_successor_finds_no_room_the_old_one_goes_first_if_another
     world.tell(generation=1)
     await run(world, controller, ROOM_S - 5)
     assert world.killed == []
-    # There is no room beside the only prefill worker: it stays. One more host, and all is replaced.
+    # There is no capacity for a second prefill worker, so the only one stays until there is one more host.
     await run(world, controller, 2 * ROOM_S)
     assert world.ready(Role.PREFILL) == ["prefill-0"]
     world.room = 4
@@ -374,7 +374,7 @@ EVENTS = st.one_of(
 
 
 class Story:
-    """Random events; what the controller's own orders would leave without any ready worker is an error."""
+    """Random events. It is an error if the controller's own commands leave a role without ready workers."""
 
     def __init__(self, turn):
         self.world = World(prefill=2, decode=2, turn=turn)
@@ -434,7 +434,7 @@ class Story:
                 assert self.obeying(role) or not before[role], (role, self.world.report)
 
     def obeying(self, role):
-        """Ready, as far as anybody can know, and under no order, though it may not have seen it yet."""
+        """Return workers that are ready by their lease and have no command, even one that they have not seen yet."""
         world, now = self.world, self.world.clock.monotonic()
         leased = [name for name, (info, until) in world.leases.items() if info.role is role and until > now]
         alive = [

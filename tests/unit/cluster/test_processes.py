@@ -1,4 +1,4 @@
-"""Supervision of real child processes, and of workers as such; signals; and the state folder of a cluster."""
+"""Supervision of real child processes and of workers; signals; and the state folder of a cluster."""
 
 import errno
 import os
@@ -64,7 +64,7 @@ def test_told_to_stop_while_a_child_starts(child):
 
 
 def test_a_child_says_when_it_is_ready_and_does_not_inherit_keys_of_the_cluster_file(child, monkeypatch):
-    """They are in the file that the child reads, where the supervisor has put the ports and the Redis of its own."""
+    """The child reads these keys in the file, in which the supervisor has set its own ports and Redis."""
     monkeypatch.setenv("BATON__REDIS__URL", "embedded")
     monkeypatch.setenv("BATON_HOME", "/kept")
     code = "import os; from baton.cluster.backend_process import report_ready; report_ready(dict(os.environ));" + SILENT
@@ -124,7 +124,7 @@ def test_too_many_deaths_in_a_row_are_an_error(child):
 
 
 def test_a_child_that_cannot_be_started_again_is_tried_like_one_that_dies(child, tmp_path):
-    """Its log cannot be written, or the system has no process for it: that may pass."""
+    """A log that cannot be written, or a lack of free processes, may be temporary."""
     clock = FakeClock()
     it = child("pass", clock, max_restarts=3)
     it.wait(10.0)
@@ -254,7 +254,7 @@ def test_the_first_signal_drains_and_the_second_does_not_wait(handlers, number):
     os.kill(os.getpid(), number)
     assert stop.drain.wait(5)
     assert not stop.now.is_set()
-    with pytest.raises(Cancelled):  # what is not done yet
+    with pytest.raises(Cancelled):  # the start is not complete
         stop.check()
     os.kill(os.getpid(), number)
     assert stop.now.wait(5)

@@ -1,4 +1,4 @@
-"""What Ray may do to us at start and later, played by a Ray of our own. The real one: tests/e2e/test_ray_cluster.py."""
+"""Failures of Ray at start and later, with a fake Ray. tests/e2e/test_ray_cluster.py uses the real one."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_at_the_end_all_are_asked_and_then_killed_and_ray_ends_though_its_head_d
     assert ray.shut
     if not away:
         assert "stop" in actor.asked
-        assert ray.killed == ["decode-0", "decode-0"]  # the second time in case that the first was not enough
+        assert ray.killed == ["decode-0", "decode-0"]  # a second time in case the first was not enough
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_at_the_end_all_are_asked_and_then_killed_and_ray_ends_though_its_head_d
     ids=["it ends", "it is frozen"],
 )
 def test_a_local_worker_is_killed_only_if_ray_does_not_end_it(ray, here, monkeypatch, on_sigterm, patience_s, said):
-    """Ray prints of those whom we kill that they died of an error."""
+    """Ray prints an error about each worker that is killed."""
     monkeypatch.setattr("baton.cluster.backend_ray.KIND_S", patience_s)
     command = [sys.executable, "-c", ENDING.format(on_sigterm)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as worker:
@@ -278,7 +278,7 @@ def test_a_local_ray_keeps_to_itself(ray, tmp_path):
     [
         (lambda folder: start_local(lambda: folder, "test"), RuntimeError("no shared memory"), StartError),
         (lambda folder: connect("auto", "test"), ConnectionError("no Ray here"), NoWorker),
-        (lambda folder: start_local(lambda: folder, "test"), SystemExit(15), Cancelled),  # what Ray makes of a SIGTERM
+        (lambda folder: start_local(lambda: folder, "test"), SystemExit(15), Cancelled),  # Ray's reaction to SIGTERM
     ],
 )
 def test_a_ray_that_does_not_start_is_an_error_that_names_the_key(ray, tmp_path, begin, failure, error):

@@ -1,4 +1,4 @@
-"""A controller in a Ray that others run, as whoever wants it there sees it; Ray is played by one of our own."""
+"""A controller in an external Ray, as its clients see it. The Ray is a fake."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CONFIG = ClusterConfig.model_validate(FILE)
 
 
 class Controller(Actor):
-    """Answers each question with the next that the test put there, and the last for ever (an exception is raised)."""
+    """An actor that returns the test's answers in order and repeats the last. An exception is raised."""
 
     def __init__(self, options, args):
         super().__init__(options, args)
@@ -127,12 +127,12 @@ def test_who_is_told_to_end_has_none_made(ray, ensured, one, monkeypatch):
 
 
 def test_the_handle_of_who_made_a_controller_is_kept(ray, ensured, monkeypatch):
-    """Ray ends an actor that is not detached when that one is gone; another handle does not count."""
+    """Ray ends an actor that is not detached with its first handle; other handles do not count."""
 
     def made(options, args, make=ray.make):
         controller = make(options, args)
         controller.said = [RayError("slow"), RayError("slow"), True]
-        ray.actors.clear()  # whoever looks it up again gets another handle
+        ray.actors.clear()  # a lookup would return another handle
         return controller
 
     monkeypatch.setattr(ray, "make", made)
@@ -244,9 +244,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize(("url", "bound"), [("embedded", " --bound"), ("redis://127.0.0.1:7", "")])
 def test_the_children_of_a_remote_control(tmp_path, monkeypatch, url, bound):
-    """One follows, one ends all. Who follows is ended last if controller and workers are bound to it, as they would end
-    with it; else first, as it may be about to have another controller made.
-    """
+    """The follower ends last if the controller would end with it, else first, because it may create another one."""
     monkeypatch.setattr(controller_ray, "check_reachable", lambda address: None)
     config = ClusterConfig.model_validate(FILE | {"redis": {"url": url}})
     said = tmp_path / "said"

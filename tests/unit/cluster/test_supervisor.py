@@ -1,4 +1,4 @@
-"""The life of a cluster around fake workers and a fake Redis; the router is a real process that does nothing."""
+"""The life of a cluster with fake workers, a fake Redis, and a real but idle router process."""
 
 import asyncio
 import errno
@@ -95,7 +95,7 @@ class FakeWorkers:
 
 
 class Run:
-    """A supervisor on a thread of its own, as it runs on the main thread of `baton up`."""
+    """A supervisor on its own thread, as on the main thread of `baton up`."""
 
     def __init__(self, tmp_path):
         self.folder = StateFolder("test", tmp_path)
@@ -150,7 +150,7 @@ def left(run):
 def test_start_and_stop_are_in_order_and_leave_only_logs(run):
     run.start()
     router = run.state.processes["router"].process()
-    assert set(run.state.processes) == {"router"}  # no fake process is told to be one
+    assert set(run.state.processes) == {"router"}  # the fake workers have no processes
     assert run.state.grpc == "router.example:4711"
     listens = yaml.safe_load(run.folder.config.read_text())["router"]["grpc"]
     assert listens == "127.0.0.1:4711", "where another router will listen, whatever address others use"

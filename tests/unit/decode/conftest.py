@@ -1,4 +1,4 @@
-"""A prefill and a decode worker, and a router of the latter, for each test."""
+"""A prefill and a decode worker, and a router session for the latter."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def second():
 
 @pytest.fixture
 def begin(pair):
-    """Begins a stream that may be resumed, of which `tokens` tokens are there."""
+    """A function that begins a resumable stream and decodes `tokens` tokens."""
 
     def begin(session, tokens=3, resumable_s=30.0):
         pair.adopt(session, resumable_s=resumable_s, stream="mine")

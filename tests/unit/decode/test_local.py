@@ -1,4 +1,4 @@
-"""A decode worker that computes prompts as well: without a prefill worker, in what was reserved."""
+"""A decode worker that computes prompts itself, without a prefill worker, in reserved blocks."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ def test_the_answer_is_that_of_a_handoff_and_what_is_known_is_not_sampled_again(
 
 
 def test_nothing_of_it_was_handed_over_nor_was_to_be(side, router):
-    """A reservation that was for a handoff, and is given up, is another matter."""
+    """An abandoned reservation for a handoff counts as fenced, unlike one for a local prefill."""
     side.take(router, reserve(), prefill(to=None))
     assert side.role.reservations.entries() == [], "nothing can be committed to it any more"
     side.run()
@@ -83,7 +83,7 @@ def test_what_can_never_be_computed_changes_nothing_and_its_deadline_still_count
 
 
 def test_one_that_has_all_that_the_model_can_take_has_ended(router):
-    """Its client has every token, and not the end: it is told, by a worker of either role."""
+    """The client has every token but not the end. A worker of either role reports it."""
     pair = Pair()
     most = pair.decode.role._info.max_model_len
     spec = spec_of(length=most - 4, sampling=replace(spec_of().sampling, max_tokens=4, ignore_eos=True))

@@ -1,4 +1,4 @@
-"""Streams that outlive their router: parked, attached, remembered for so long and so much, and dropped."""
+"""Streams that outlive their router: parked, attached, remembered within limits, and dropped."""
 
 from dataclasses import replace
 
@@ -131,7 +131,7 @@ def test_only_the_same_request_with_tokens_that_were_told_is_attached(begin, sid
 
 
 def test_who_attaches_takes_it_from_whom_it_had(begin, side, router, second):
-    """The older router lives, its client went away from it: it is told, and what it still sends changes nothing."""
+    """The older router lives, but its client has left. It receives a failure, and its later commands change nothing."""
     begin(router)
     side.take(second, attach(known=1))
     assert (router.failure.kind, router.failure.message) == ("Cancelled", "router router-b has taken over")

@@ -1,4 +1,4 @@
-"""What a decode worker has of a prompt need not come: it is shared and pinned, never written, and given back."""
+"""Cached prefixes on a decode worker are not sent again: they are shared and pinned, never written, and freed."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_a_reservation_says_how_much_is_here_but_the_last_position_always_comes(
 
 @pytest.mark.parametrize("size", [2, BLOCK, 8])
 def test_only_the_rest_comes_and_the_tokens_are_the_same(router, size):
-    """Each side has its own size of blocks."""
+    """The two sides have different block sizes."""
     pair = Pair(decode_block_size=size).warm()
     before = {block: pair.decode.engine.kv.k[:, block].view(torch.int32).clone() for block in pair.cached()}
     pair.hand_over(router, H, SPEC)
@@ -48,7 +48,7 @@ def test_only_the_rest_comes_and_the_tokens_are_the_same(router, size):
 
 
 def test_what_one_handoff_fills_the_next_one_finds(pair, router):
-    """A conversation: the next prompt is the whole of the first with its answer, and something new."""
+    """In a conversation, the next prompt is the first prompt with its answer and some new tokens."""
     answer = expected(SPEC)
     turn = SequenceSpec((*SPEC.prompt, *answer, 7, 7), GREEDY)
     pair.hand_over(router, H, turn)
@@ -83,14 +83,14 @@ def test_a_reservation_without_room_pins_nothing(router):
 
 @pytest.fixture
 def sender(pair):
-    """The decode worker's own, towards its prefill workers."""
+    """The decode worker's own sender, towards its prefill workers."""
     return pair.decode.attach_pusher()
 
 
 @pytest.mark.parametrize("end", ["pushed", "released before"])
 def test_what_is_fetched_is_pinned_until_it_was_sent(pair, router, sender, end):
     pair.hand_over(router, H, SPEC, upto="offered")
-    for _ in range(2):  # asked twice, sent once
+    for _ in range(2):  # requested twice, sent once
         pair.decode.role.reservations.fetch(H, P, 4, 8)
     pair.decode.loop.drain()
     [push] = sender.pushes.values()
@@ -120,7 +120,7 @@ def test_what_is_over_or_cannot_be_sent_is_not_pinned(pair, router, sender):
 def test_what_is_in_doubt_since_it_was_reserved_is_not_sent(pair, router, sender):
     pair.hand_over(router, H, SPEC, upto="offered")
     doubted = pair.decode.engine.pool.allocate(0, shared=pair.cached())
-    doubted.withdraw()  # as when a step fails that reads them
+    doubted.withdraw()  # as when a step that reads them fails
     doubted.release()
     pair.decode.role.reservations.fetch(H, P, 0, 8)
     pair.decode.loop.drain()

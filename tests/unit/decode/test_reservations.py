@@ -16,7 +16,7 @@ from kvtransfer.handoff import CommitState, Offer, PushJob
 from tests.support.time_factor import scaled
 
 P1 = WorkerRef("p1", Incarnation(1, 1), "127.0.0.1:1")
-P2 = WorkerRef("p1", Incarnation(1, 2), "127.0.0.1:1")  # same place, another life
+P2 = WorkerRef("p1", Incarnation(1, 2), "127.0.0.1:1")  # the same worker id, another incarnation
 H = HandoffId("r", 1)
 
 
@@ -42,7 +42,7 @@ def offer(known=6, fingerprint="fp", skip=0):
 
 
 def opened(table, handoff=H, cached=0):
-    """Three blocks of 4 positions. `cached` positions are in shared ones."""
+    """Open a reservation of three blocks of 4 positions. `cached` positions are in shared blocks."""
     shared = SimpleNamespace(blocks=[7, 8, 9][: cached // 4])
     reservation = SimpleNamespace(cached_tokens=cached, blocks=[7, 8, 9], shared=shared)
     table.open(handoff, reservation, 6, None)
@@ -151,7 +151,7 @@ def test_an_old_attempt_never_comes_back(table):
         with pytest.raises(StaleAttempt):
             opened(table, HandoffId("r", attempt))
     table.take(HandoffId("r", 3))
-    table.fence(HandoffId("r", 5))  # fencing what is unknown also keeps it from coming
+    table.fence(HandoffId("r", 5))  # a fence of an unknown attempt also prevents it later
     for attempt in (3, 5):
         with pytest.raises(StaleAttempt):
             opened(table, HandoffId("r", attempt))
@@ -163,14 +163,14 @@ def test_taking_waits_for_a_write_that_is_running(table):
     taking = threading.Thread(target=table.take, args=[H])
     with table.writing(H, P1):
         taking.start()
-        taking.join(0.05)  # time in which one that does not wait would have it
+        taking.join(0.05)  # enough time for a take that does not wait
         assert taking.is_alive()
     taking.join(scaled(10))
     assert len(table) == 0
 
 
 class Machine(RuleBasedStateMachine):
-    """Random interleavings against the rules: a plain dictionary has what must be true."""
+    """Random interleavings, compared with plain dictionaries."""
 
     handoffs = Bundle("handoffs")
 

@@ -1,4 +1,4 @@
-"""The decode role on a real engine: one commit at most, one end, the right tokens, and all blocks back."""
+"""The decode role on a real engine: one commit at most, one end, the right tokens, and all blocks freed."""
 
 import contextlib
 import threading
@@ -162,7 +162,7 @@ def test_a_deadline_ends_what_is_not_committed(side, router, state):
 
 @pytest.mark.parametrize(("late", "ends"), [(False, False), (True, False), (True, True)])
 def test_a_commit_before_its_deadline_counts(side, router, monkeypatch, late, ends):
-    """`late`: it came, or all has even ended, between the look at the deadlines and the fence."""
+    """`late`: the handoff was committed, or even finished, between the deadline check and the fence."""
     side.receive(router, deadline_s=5.0)
     side.commit()
     if ends:

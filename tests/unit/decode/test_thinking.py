@@ -1,4 +1,4 @@
-"""Thoughts at a decode worker: told with the commit, as they come, and to a router that attaches."""
+"""Thoughts of a decode worker: sent with the commit, during decoding, and to a router that attaches."""
 
 import pytest
 
@@ -13,7 +13,7 @@ ANSWER = expected()
 
 @pytest.fixture
 def pair():
-    """The prefill worker thinks; the decode worker goes on thinking about what it generates."""
+    """A pair whose prefill worker thinks. Tests add thoughts of the decode worker."""
     made = Pair()
     thinks(made.prefill.engine)
     return made
@@ -31,7 +31,7 @@ def test_thoughts_are_said_again_with_the_commit(pair, side, router):
 
 @pytest.mark.parametrize("always", [False, True])
 def test_a_prompt_that_is_computed_here_tells_its_thoughts_before_its_token(side, router, always):
-    """`always`: about what is generated, too, as it comes."""
+    """`always`: thoughts about generated tokens too, during decoding."""
     thinks(side.engine, always=always)
     side.serve(router, reserve(), prefill(to=None))
     assert router.kinds()[:3] == ["reserved", "thoughts", "tokens"]
@@ -49,7 +49,7 @@ def test_a_router_that_attaches_is_told_all_thoughts_first(begin, side, router, 
     result = side.engine.step()
     result.thoughts.append((H, [later]))
     side.role.gone(router)
-    side.role.stepped(result)  # nobody hears it
+    side.role.stepped(result)  # no router receives it
     side.take(second, attach(known))
     assert second.kinds()[:2] == ["attached", "thoughts"]
     assert second.thoughts() == [[*thoughts_about(2), later]]

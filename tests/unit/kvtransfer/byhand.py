@@ -1,4 +1,4 @@
-"""A receiver whose senders and data channels are made by hand: messages and frames come when the test says so."""
+"""A receiver with manual senders and data channels: the test sends each message and frame."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from tests.unit.kvtransfer.support import (
 JOB = make_job("r", 8)
 HANDOFF = convert.handoff_to_pb(JOB.handoff)
 SMALL = replace(SETTINGS, frame_size=LAYER, credits=2)
-ZEROS = torch.zeros(LAYER, dtype=torch.uint8)  # a layer of the whole handoff
+ZEROS = torch.zeros(LAYER, dtype=torch.uint8)  # one layer of the whole handoff
 DIGESTS = [wire_digest(ZEROS)] * 3
 
 
 class HandMade:
-    """A transport and its only side: what the session expects is listed, and comes when the test says so."""
+    """A transport and its only end. It lists the frames that the session expects; the test delivers them."""
 
     name, reach, device = "by hand", "here", torch.device("cpu")
 
@@ -57,7 +57,7 @@ class HandMade:
 
 
 class HandMadeEnd:
-    """`ours`: the test's half of its express, where it has one."""
+    """`ours`: the test's half of the express socket, if there is one."""
 
     express: ControlSocket | None = None
     ours: socket.socket | None = None
@@ -75,7 +75,7 @@ class HandMadeEnd:
             self.express = ControlSocket("by hand", theirs)
 
     def arrive(self, data: torch.Tensor = ZEROS) -> None:
-        """The next frame is there, whether it was expected or not."""
+        """Deliver the next frame, expected or not."""
         self.slot(self._arrived)[: len(data)].copy_(data)
         self._arrived += 1
         self._there.release()
@@ -98,7 +98,7 @@ class HandMadeEnd:
             self.express.close()
 
     def leave(self) -> None:
-        """As if the sender was gone."""
+        """Close the end, as if the sender was gone."""
         self.closed = True
         self._there.release()
         if self.ours is not None:
@@ -106,7 +106,7 @@ class HandMadeEnd:
 
 
 def announcement(layer: int = 0, **change) -> pb.FrameAnnounce:
-    """By default: a layer as a whole, and as many frames before it."""
+    """Return an announcement, by default of a whole layer, with the layer as its number."""
     frame = {"handoff": HANDOFF, "sequence": layer, "begin": 0, "end": 8, "nbytes": LAYER}
     layers = {"layer_begin": layer, "layer_end": layer + 1}
     return pb.FrameAnnounce(**{**frame, **layers, **change})
@@ -120,7 +120,7 @@ def commit_of(tokens: int = 8, digests: Sequence[bytes] = DIGESTS, **change) -> 
 
 
 class Call:
-    """A sender's stream by hand. `beside`: the kinds of the replies that came by express."""
+    """A manual sender stream. `beside`: kinds of the replies received over the express socket."""
 
     def __init__(self, receiver: Receiver, sender=P, generation: int = 3) -> None:
         self.replies: queue.Queue[pb.PeerReply | str] = queue.Queue()
@@ -143,7 +143,7 @@ class Call:
         return self.replies.get(timeout=scaled(5))
 
     def hear(self) -> str:
-        """The kind of the next reply; of a refusal, its reason; "ended" at the end."""
+        """Return the kind of the next reply, the reason of a rejection, or "ended" at the end of the stream."""
         reply = self.next()
         if isinstance(reply, str):
             return reply
@@ -174,7 +174,7 @@ class Call:
         self._hurry(pb.PeerCommand(frame=announcement(layer, **change)))
 
     def arrived(self, layers: Iterable[int] = range(3)) -> Call:
-        """Layers of zeros, whose credit came."""
+        """Send layers of zeros and expect their credits."""
         for layer in layers:
             self.frame(layer)
             self.receiver.end.arrive()
@@ -239,7 +239,7 @@ class Receiver:
     def __exit__(self, *_: object) -> None:
         for end in self.channels.ends:
             end.leave()
-        self.peer.run(self.peer.service.close())  # first: a session that waits for hello would hold the streams up
+        self.peer.run(self.peer.service.close())  # first: a session that waits for hello would block the streams
         for call in self.calls:
             call.stream.close()
         self.peer.close()

@@ -1,4 +1,4 @@
-"""A sender and a receiver in one process, over memory, with what a test wants to see or to spoil."""
+"""A sender and a receiver in one process, over memory, with hooks to watch and corrupt transfers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Pair:
     unfetched: queue.Queue[HandoffId]
 
     def reserve(self, name: str, tokens: int, target: Sequence[int], **job) -> PushJob:
-        """A push that has not begun, and room for it."""
+        """Reserve blocks for a push that has not begun."""
         made = make_job(name, tokens, **job)
         self.table.reserve(made.handoff, target)
         return made
@@ -73,7 +73,7 @@ class Pair:
         return hand_over(self.sender, self.reserve(name, tokens, target, **job), source, self.source.layout.layers)
 
     def complete(self, job: PushJob, blocks: Sequence[int], end: PushEnd | None = None) -> PushResult:
-        """Compute all of a push that has begun, and finish it."""
+        """Compute and finish a push that has begun. Return its result."""
         self.sender.computed(job.handoff, blocks, self.source.layout.layers, job.known_tokens)
         self.sender.finish(job.handoff, end or make_end(job.known_tokens))
         return self.reports.done(job.handoff)
@@ -84,10 +84,7 @@ class Pair:
 
 
 class Pairs:
-    """Makes pairs. `send` and `recv` say what transports each side has, made of the one that both could use.
-
-    `heard` is given each reply before the sender; it may change it, or return False: the sender never gets it.
-    """
+    """Creates pairs. `send`, `recv`: each side's transports. `heard` may change a reply, or return False to drop it."""
 
     def __init__(self) -> None:
         self.made: list[Pair] = []
@@ -121,7 +118,7 @@ class Pairs:
         return self.made[-1]
 
     def gated(self, settings: TransferSettings, **change) -> tuple[Pair, Gate]:
-        """A pair whose sender stops before each frame."""
+        """Create a pair whose sender stops before each frame."""
         gate = Gate()
         return self(settings, send=wrapped(gate), **change), gate
 
@@ -133,7 +130,7 @@ class Pairs:
 
 @pytest.fixture
 def pairs() -> Iterator[Pairs]:
-    """Closed at the end, which must leave no thread."""
+    """Pairs that are closed at the end. Closing must leave no thread."""
     torch.set_num_threads(1)
     before = set(threading.enumerate())
     pairs = Pairs()

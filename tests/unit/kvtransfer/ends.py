@@ -1,4 +1,4 @@
-"""Ends of a channel that spoil or stop what goes through them, around ends that work, and calls that stop half way."""
+"""Channel ends that corrupt or hold data, and methods that stop before they run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.time_factor import scaled
 
 
 class Wrapped:
-    """A transport whose ends are wrapped, or which has another name or reach."""
+    """A transport with wrapped ends, another name or another reach."""
 
     def __init__(self, inner, wrap=lambda end: end, name: str = "", reach: str | None = None) -> None:
         self.name, self.device = name or inner.name, inner.device
@@ -25,7 +25,7 @@ class Wrapped:
 
 
 class WrappedEnd:
-    """Does what the end in it does, but for methods that it is given instead."""
+    """An end with some methods replaced."""
 
     def __init__(self, inner, **instead: Callable[..., None]) -> None:
         self.inner = inner
@@ -36,7 +36,7 @@ class WrappedEnd:
 
 
 class FlippingEnd(WrappedEnd):
-    """A receiver's end. Flips one byte of frame `at` of the channel: between the wire and the digest."""
+    """A receiver's end that flips one byte of frame `at`, after the wire and before the digest."""
 
     def __init__(self, inner, at: int) -> None:
         super().__init__(inner)
@@ -49,7 +49,7 @@ class FlippingEnd(WrappedEnd):
 
 
 class Gate:
-    """Stops a sender's ends before each frame of a handoff until the test lets it through."""
+    """Holds a sender's ends before each frame of a handoff until the test releases it."""
 
     def __init__(self) -> None:
         self.channels = 0
@@ -77,7 +77,7 @@ class Gate:
 
 
 class Stopped:
-    """The next call of a method waits, before it does anything, until the test lets it go on."""
+    """Makes the next call of a method wait, before it does anything, until `go_on`."""
 
     def __init__(self, owner, name: str) -> None:
         self._entered, self._leave = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""What an engine does with its prompts: layer by layer, on blocks that are poison until computed."""
+"""Prompts computed layer by layer, as an engine does, on blocks that are NaN until computed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, make_end, make_kv, p
 if TYPE_CHECKING:
     from tests.unit.kvtransfer.conftest import Pair
 
-POISON = float("nan")  # what is not final, or somebody else's: it must arrive nowhere
+POISON = float("nan")  # values that are not final or belong to others; they must never arrive
 TOKEN = LAYOUT.layer_token_bytes
 EAGER = replace(SETTINGS, frame_size=5 * TOKEN, coalesce_below=1, verify_kv=True)
-RIGHT = make_kv(1)  # what positions hold when they are final, in blocks 0, 1, 2, ...
+RIGHT = make_kv(1)  # final values of all positions, in blocks 0, 1, 2, ...
 
 
 def poisoned() -> KVCache:
@@ -30,7 +30,7 @@ def poisoned() -> KVCache:
 
 @dataclass
 class Prompt:
-    """What an engine does with one prompt, on a cache that is poison wherever it has not computed."""
+    """One prompt of an engine, on a cache that is NaN wherever nothing was computed."""
 
     pair: Pair
     job: PushJob
@@ -54,13 +54,13 @@ class Prompt:
             self.layer(layer, begin, end)
 
     def rest(self, begin: int, size: int = 1 << 16) -> PushResult:
-        """Compute all from `begin` on, in chunks of this size; finish."""
+        """Compute everything from `begin` on, in chunks of this size, and finish."""
         for start in range(begin, self.tokens, size):
             self.chunk(start, min(start + size, self.tokens))
         return self.finished()
 
     def withdraw(self) -> None:
-        """The blocks are somebody else's from now on."""
+        """Withdraw the blocks and overwrite them, as their next owner does."""
         self.pair.sender.withdraw(self.job.handoff)
         put(self.pair.source, self.blocks, 0, len(self.blocks) * LAYOUT.block_size, POISON)
 
@@ -68,7 +68,7 @@ class Prompt:
         self.pair.sender.finish(self.job.handoff, make_end(self.tokens))
 
     def arrived(self) -> bool:
-        """Every position that was due is at the receiver, as it should be."""
+        """Return whether the receiver has the correct values of all positions due."""
         there = self.pair.table.blocks[self.job.handoff]
         due = rows(RIGHT, range(64), self.job.skip, self.tokens)
         return torch.equal(rows(self.pair.target, there, self.job.skip, self.tokens), due)
@@ -89,7 +89,7 @@ def prompt(pair, name: str, tokens: int, blocks: Sequence[int], target: Sequence
 
 
 def fence(pair, name: str) -> None:
-    """A handoff that comes after all others: when it is through, they had their turn, and nothing of them can leave."""
+    """Push a handoff after all others. Afterwards, nothing of these is left to send."""
     prompt(pair, name, 1, [63], [63]).begin().rest(0)
 
 

@@ -1,4 +1,4 @@
-"""A table that records and obeys, KV with known bytes, pushes, and a Peer stream without a network."""
+"""A recording reservation table, KV with known bytes, pushes, and a Peer stream without a network."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=4, dtype="float32
 P = WorkerRef("prefill-0", Incarnation(7, 1), "in-process")
 D = WorkerRef("decode-0", Incarnation(7, 2), "in-process")
 SETTINGS = TransferSettings(transport="memory", frame_size=1 << 16, frame_deadline_s=5.0)
-LAYER = 8 * LAYOUT.layer_token_bytes  # of 8 positions: two blocks
+LAYER = 8 * LAYOUT.layer_token_bytes  # bytes of 8 positions, which are two blocks
 SMALL_FRAMES = replace(SETTINGS, frame_size=LAYER)
 ALL = slice(None)
 
 
 def make_kv(seed: int | None, blocks: int = 64, layout: KVLayout = LAYOUT) -> KVCache:
-    """`seed` None: zeros."""
+    """Create KV of random values, or zeros without a seed."""
     kv = KVCache(layout, blocks)
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
@@ -58,7 +58,7 @@ def make_kv(seed: int | None, blocks: int = 64, layout: KVLayout = LAYOUT) -> KV
 
 
 def rows(kv: KVCache, blocks: Sequence[int], begin: int, end: int) -> torch.Tensor:
-    """Positions [begin, end) of what lies in `blocks`, each looked up: [tensors, layers, positions, heads, dim]."""
+    """Look up positions [begin, end) in `blocks`: [tensors, layers, positions, heads, dim]."""
     size = kv.layout.block_size
     where = [blocks[position // size] for position in range(begin, end)], [p % size for p in range(begin, end)]
     return torch.stack([tensor[:, where[0], where[1]] for tensor in kv.tensors])
@@ -69,7 +69,7 @@ def same_kv(a: KVCache, a_blocks: Sequence[int], b: KVCache, b_blocks: Sequence[
 
 
 def put(kv: KVCache, blocks: Sequence[int], begin: int, end: int, values: torch.Tensor | float, layers=ALL) -> None:
-    """Positions [begin, end) of these layers become `values`: as `rows` returns them, or a number."""
+    """Set positions [begin, end) of these layers to a number, or to values in the order of `rows`."""
     size = kv.layout.block_size
     for position in range(begin, end):
         for n, tensor in enumerate(kv.tensors):
@@ -78,7 +78,7 @@ def put(kv: KVCache, blocks: Sequence[int], begin: int, end: int, values: torch.
 
 
 def only_these(kv: KVCache, blocks: Sequence[int], tokens: int, skip: int = 0) -> bool:
-    """Everything but positions [skip, tokens) of `blocks` is as it was made: zero."""
+    """Return whether everything but positions [skip, tokens) of `blocks` is still zero."""
     rest = make_kv(None, kv.total_blocks, kv.layout)
     for mine, theirs in zip(rest.tensors, kv.tensors, strict=True):
         mine.copy_(theirs)
@@ -103,7 +103,7 @@ def hand_over(sender: Sender, job: PushJob, blocks: Sequence[int], layers: int =
 
 
 class Reports:
-    """An `on_done` to wait for. Fails a test that is told twice."""
+    """An `on_done` to wait for. A second report of a handoff fails the test."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -126,7 +126,7 @@ class Reports:
             return self.outcomes[handoff]
 
     def done(self, handoff: HandoffId) -> PushResult:
-        """The result; a push that failed fails the test."""
+        """Return the result. A failed push fails the test."""
         outcome = self.wait(handoff)
         assert isinstance(outcome, PushResult), outcome
         return outcome
@@ -139,7 +139,7 @@ class Reports:
 
 
 class RecordingTable:
-    """Reservations as the protocol wants them; `hold` lets a test stop a write half way."""
+    """Reservations by the rules of the protocol. `hold` stops a write half way."""
 
     def __init__(self, layout: KVLayout = LAYOUT) -> None:
         self._layout = layout
@@ -147,8 +147,8 @@ class RecordingTable:
         self.blocks: dict[HandoffId, list[int]] = {}
         self.bound: dict[HandoffId, WorkerRef] = {}
         self.commits: dict[HandoffId, CommitState] = {}
-        self.written: Counter[HandoffId] = Counter()  # frames that are in their blocks
-        self.cached = 0  # positions of any prompt that may be fetched here
+        self.written: Counter[HandoffId] = Counter()  # frames written to their blocks
+        self.cached = 0  # positions of any prompt that can be fetched here
         self.fetches: list[tuple[HandoffId, WorkerRef, int, int, bool]] = []  # True: with a digest of the whole
         self.events: list[tuple[str, object]] = []
         self.hold: Callable[[], None] = lambda: None
@@ -223,7 +223,7 @@ class RecordingTable:
 
 
 class LoopbackPeer:
-    """Runs a PeerService in an event loop of its own; `connect` is a sender's way in, without a network."""
+    """A PeerService in its own event loop. `connect` opens a sender's stream without a network."""
 
     def __init__(self, service: Callable[[], PeerService]) -> None:
         async def make() -> PeerService:
@@ -251,7 +251,7 @@ class LoopbackPeer:
 
 
 class LoopbackStream:
-    """`said`: all commands so far. `alter` may change one on its way."""
+    """`said`: all commands so far. `alter` may change a command before it is sent."""
 
     def __init__(self, peer: LoopbackPeer, on_reply: OnReply, on_end: OnEnd) -> None:
         self._peer = peer
@@ -277,7 +277,7 @@ class LoopbackStream:
             self._call.result(scaled(20))
 
     def _put(self, command: pb.PeerCommand | None) -> None:
-        with suppress(RuntimeError):  # the receiver was ended first, and its loop with it
+        with suppress(RuntimeError):  # the receiver and its loop were closed first
             self._peer.loop.call_soon_threadsafe(self._commands.put_nowait, command)
 
     async def _serve(self, on_reply: OnReply) -> None:

@@ -1,4 +1,4 @@
-"""Channels that break, and those whose other end answers too late or makes no sense."""
+"""Channels that break or whose peer replies too late or with invalid messages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_receiver_that_leaves_breaks_the_channel_and_the_next_push_builds_anot
     first = pair.push("first", 8, [1, 2], [11, 12])
     gate.wait_stopped()
     pair.peer.run(pair.peer.service.close())
-    pair.reports.failed(first, ChannelBroken)  # although its frame hangs on the wire
+    pair.reports.failed(first, ChannelBroken)  # although its frame is blocked on the wire
     assert [kind for kind, _ in pair.table.events] == ["offer", "lost"]
     second = pair.push("second", 8, [3, 4], [13, 14])
     gate.wait_stopped()
@@ -50,7 +50,7 @@ def test_a_receiver_that_leaves_breaks_the_channel_and_the_next_push_builds_anot
 
 
 def test_what_is_computed_after_the_channel_broke_is_nobodys(pairs) -> None:
-    """The engine learns of the end later than the sender; the same handoff may be begun again, on a new channel."""
+    """The engine learns of the broken channel after the sender. The handoff may begin again on a new channel."""
     pair = pairs(SMALL_FRAMES)
     job = pair.begin("r", 8, [11, 12])
     pair.sender.computed(job.handoff, [1, 2], 1, 8)
@@ -85,7 +85,7 @@ def test_a_callback_that_raises_costs_the_others_nothing(pair) -> None:
 
 
 def test_what_cannot_be_read_breaks_the_channel_and_reports(pair) -> None:
-    """Too few blocks for what is said to be computed: a mistake of the worker's own."""
+    """The engine reports more tokens than the blocks can hold, a bug of the worker."""
     pair.reports.failed(pair.push("r", 8, [0], [1, 2]), ChannelBroken, "IndexError")
     pair.reports.done(pair.push("s", 3, [0], [1]))
 
@@ -93,7 +93,7 @@ def test_what_cannot_be_read_breaks_the_channel_and_reports(pair) -> None:
 @pytest.mark.parametrize(
     ("answer", "missed"),
     [
-        ("welcome", "within"),  # of either end: the receiver waits for the channel meanwhile
+        ("welcome", "within"),  # on either side, because the receiver waits for the channel too
         ("probed", "no answer to the probe within"),
         ("offer_accepted", "no answer within"),
         ("credit", "no credit within"),
@@ -110,7 +110,7 @@ def test_an_answer_that_never_comes_breaks_the_channel_by_its_deadline(pairs, an
 
 
 class Clock:
-    """The time that the queue sees: it stands still but for what the test adds."""
+    """The clock of the send queue. It moves only in `add`."""
 
     def __init__(self) -> None:
         self._now, self._looks = time.monotonic(), 0
@@ -120,7 +120,7 @@ class Clock:
         return self._now
 
     def add(self, seconds: float) -> None:
-        """Returns when the answers that are due were looked at."""
+        """Advance the clock and wait until the deadlines were checked."""
         self._now += seconds
         seen = self._looks
         eventually(lambda: self._looks >= seen + 2)

@@ -1,4 +1,4 @@
-"""Digests: of each frame as it was sent, and of the whole KV, which knows neither the cut nor the order of frames."""
+"""Digests of each frame as sent and of the whole KV, which does not depend on the size and order of frames."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, SMALL_FRAMES, hand_o
 
 
 class Whole:
-    """KV of positions [begin, end) as it is on the wire: uint8 [layers, tensors, positions, bytes of a row]."""
+    """KV of positions [begin, end) in wire format: uint8 [layers, tensors, positions, bytes of a row]."""
 
     def __init__(self, layout: KVLayout, begin: int, end: int, seed: int, zeros: float = 0.0) -> None:
         self.layout, self.begin, self.end = layout, begin, end
@@ -43,7 +43,7 @@ class Whole:
         return digest.value
 
     def cut(self, draw: random.Random) -> list[tuple[FrameSpec, torch.Tensor]]:
-        """Into any rectangles, in any order."""
+        """Cut the KV into random rectangles in random order."""
         frames, layer = [], 0
         while layer < self.layout.layers:
             below, position = draw.randint(layer + 1, self.layout.layers), self.begin
@@ -82,7 +82,7 @@ def test_any_bit_changes_it(whole: Whole, data: st.DataObject) -> None:
 
 @given(wholes, st.data())
 def test_rows_that_have_changed_places_change_it(whole: Whole, data: st.DataObject) -> None:
-    """Positions, layers, or K and V of one position."""
+    """The rows are positions, layers, or K and V of one position."""
     before, rows = whole.digest(), whole.bytes.view(-1, whole.bytes.shape[-1])
     a, b = (data.draw(st.integers(0, len(rows) - 1), "row") for _ in range(2))
     same = torch.equal(rows[a], rows[b])
@@ -92,7 +92,7 @@ def test_rows_that_have_changed_places_change_it(whole: Whole, data: st.DataObje
 
 @given(wholes, st.randoms(use_true_random=False))
 def test_a_frame_that_is_missing_or_twice_there_changes_it(whole: Whole, draw: random.Random) -> None:
-    """Zeros are no exception: where nothing was written, there may be something else."""
+    """Frames of zeros count too, because unwritten memory may have other values."""
     frames = whole.cut(draw)
     assert KVDigest(whole.layout).value not in (whole.digest(), whole.digest(*frames))
     assert whole.digest(*frames, frames[0]) != whole.digest()
@@ -174,7 +174,7 @@ def test_layers_that_were_taken_for_others_are_found_by_the_whole_alone(pairs) -
 @pytest.mark.parametrize("settings", [SETTINGS, VERIFYING], ids=["asked for", "set"])
 @pytest.mark.parametrize("altered", [False, True])
 def test_a_push_is_verified_if_it_asks_for_it_or_the_settings_say_so(pairs, altered: bool, settings) -> None:
-    """Another digest of the whole is refused, though each frame is right."""
+    """A wrong digest of the whole is rejected although each frame is right."""
     pair = pairs(settings)
     pair.reports.done(pair.push("other", 8, [1, 2], [13, 14]))
     if altered:

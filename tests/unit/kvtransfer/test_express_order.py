@@ -1,7 +1,4 @@
-"""A session whose frames are announced beside the Peer stream: between the two ways there is no order but `after`.
-
-What holds for either way is in `test_receiver.py`.
-"""
+"""Frames on the express socket, which only `after` orders with the Peer stream. `test_receiver.py` has common rules."""
 
 from __future__ import annotations
 
@@ -58,7 +55,7 @@ def test_frames_that_an_abort_has_overtaken_are_taken_and_dropped(call: Call) ->
 
 
 def test_more_frames_than_slots_are_never_expected(call: Call) -> None:
-    """The third is refused, or not read before there is a slot for it."""
+    """A frame beyond the slots is rejected, or not read until a slot is free."""
     for layer in range(3):
         call.frame(layer)
     end = call.receiver.end

@@ -1,4 +1,4 @@
-"""Handoffs between a Sender and a PeerService in one process: what arrives, what is refused, how each push ends."""
+"""Handoffs between a Sender and a PeerService in one process: the KV that arrives, rejections, and each push's end."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_the_answer_to_a_fetch_is_committed_without_a_sequence(pair) -> None:
 
 
 def aborted(pair, handoff: HandoffId) -> None:
-    """Abort it: it is reported although nothing goes on."""
+    """Abort the handoff and wait for its report, although the push cannot continue."""
     pair.sender.abort(handoff)
     pair.reports.failed(handoff, StaleAttempt, timeout=3)
 
@@ -149,7 +149,7 @@ def test_abort_before_the_link_is_up(pairs) -> None:
 def test_abort_while_offered(pair) -> None:
     pair.reports.done(pair.push("up", 3, [0], [1]))
     free = threading.Event()
-    pair.peer.loop.call_soon_threadsafe(free.wait, scaled(10))  # the receiver's loop is busy: no offer is answered
+    pair.peer.loop.call_soon_threadsafe(free.wait, scaled(10))  # the receiver's loop is busy and answers no offer
     handoff = pair.push("r", 3, [0], [1])
     aborted(pair, handoff)
     free.set()
@@ -162,7 +162,7 @@ def test_abort_while_accepted_and_nothing_is_computed(pair) -> None:
     pair.table.wait_for(("offer", job.handoff))
     aborted(pair, job.handoff)
     pair.table.wait_for(("aborted", job.handoff))
-    pair.sender.computed(job.handoff, [0], LAYOUT.layers, 3)  # the engine does not know it yet
+    pair.sender.computed(job.handoff, [0], LAYOUT.layers, 3)  # the engine has not learned of the abort yet
     pair.sender.finish(job.handoff, make_end(3))
     pair.reports.done(pair.push("s", 3, [0], [2]))
     assert only_these(pair.target, [2], 3)
@@ -175,7 +175,7 @@ def test_abort_while_queued_and_while_on_the_wire(pairs) -> None:
     queued = pair.push("queued", 8, [3, 4], [13, 14])
     pair.table.wait_for(("offer", queued))
     for handoff in (queued, first):
-        aborted(pair, handoff)  # although a frame hangs on the wire
+        aborted(pair, handoff)  # although a frame is blocked on the wire
         pair.table.wait_for(("aborted", handoff))
     gate.let(4)
     pair.reports.done(pair.push("next", 8, [5, 6], [15, 16]))

@@ -1,4 +1,4 @@
-"""Whatever is computed, withdrawn and computed again: frames tile the KV exactly, and the receiver follows them."""
+"""After any computation and withdrawal, frames tile the KV exactly, and the receiver accepts them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cells(frame: FrameSpec) -> set[tuple[int, int]]:
 
 
 class Handoffs(RuleBasedStateMachine):
-    """An engine that computes, forgets and computes again, a link that sends when it can, a receiver that checks."""
+    """An engine that computes, forgets and recomputes, a link that sends when it can, and a receiver that checks."""
 
     @initialize(layout=layouts, skip=st.integers(0, 9), due=st.integers(1, 20), data=st.data())
     def begin(self, layout: KVLayout, skip: int, due: int, data) -> None:
@@ -30,14 +30,14 @@ class Handoffs(RuleBasedStateMachine):
         self.progress = Progress(layout, skip, self.tokens)
         self.coverage = Coverage(layout, skip, self.tokens)
         self.sent: set[tuple[int, int]] = set()
-        self.final = [0] * layout.layers  # of each layer: what is in its blocks now
-        self.told = [skip] * layout.layers  # and what the sender has been told of, or has sent
+        self.final = [0] * layout.layers  # by layer: end of the positions in its blocks now
+        self.told = [skip] * layout.layers  # by layer: end of the positions reported or sent
         self.start = self.stop = self.layer = 0  # the chunk that is being computed, and its next layer
-        self.picked: FrameSpec | None = None  # by the link, but not read yet
+        self.picked: FrameSpec | None = None  # chosen by the link, but not read yet
 
     @rule(size=st.integers(1, 12), layers=st.integers(1, 6))
     def compute(self, size: int, layers: int) -> None:
-        """Some layers of the chunk at hand, or of the next one."""
+        """Compute some layers of the current chunk, or of the next one."""
         if self.layer == 0:
             self.stop = min(self.start + size, self.tokens)
         self.layer = min(self.layer + layers, self.layout.layers)
@@ -49,7 +49,7 @@ class Handoffs(RuleBasedStateMachine):
 
     @rule(size=st.integers(1, 5))
     def past_the_end(self, size: int) -> None:
-        """Tokens behind the prompt are nobody's business: nothing of them is sent."""
+        """Tokens after the prompt are never sent."""
         if self.start == self.tokens:
             self.progress.computed(self.layout.layers, self.tokens + size)
 
@@ -65,7 +65,7 @@ class Handoffs(RuleBasedStateMachine):
     @precondition(lambda self: self.picked is not None)
     @rule(lost_while_read=st.booleans(), again_from=st.floats(0, 1))
     def send(self, lost_while_read: bool, again_from: float) -> None:
-        """What was picked is read and announced, unless it was withdrawn; or it is withdrawn just before the latter."""
+        """Read and announce the chosen frame unless it was withdrawn, maybe with a withdrawal between the two."""
         assert self.picked is not None
         if self.progress.offers(self.picked):
             assert all(position < self.final[layer] for layer, position in cells(self.picked))
@@ -76,10 +76,7 @@ class Handoffs(RuleBasedStateMachine):
 
     @rule(again_from=st.floats(0, 1))
     def withdraw(self, again_from: float) -> None:
-        """The blocks are gone. What is computed next begins at any earlier position: the rest is found in a cache.
-
-        At least one token is computed, as for any prompt.
-        """
+        """Free the blocks. The next chunk begins at an earlier position and has at least one token, like any prompt."""
         self.progress.withdrawn()
         self.start, self.layer = min(int(again_from * self.start), self.tokens - 1), 0
         self.final = [self.start] * self.layout.layers
@@ -114,7 +111,7 @@ class Handoffs(RuleBasedStateMachine):
         assert waits == (self.progress.next(self.frame_size) is not None)
 
     def teardown(self) -> None:
-        """What is left is computed and sent."""
+        """Compute and send the rest."""
         if not hasattr(self, "sent"):
             return
         while self.start < self.tokens:
@@ -151,7 +148,7 @@ def test_what_fits_one_frame_is_one_frame(layout: KVLayout, skip: int, due: int)
 
 
 Step = tuple[int, int, list[tuple[int, int, int, int]]]
-CHUNK = [(4, 10, [(0, 4, 0, 10)]), (6, 10, [])]  # six layers leave as four and a rest of two, which is too little
+CHUNK = [(4, 10, [(0, 4, 0, 10)]), (6, 10, [])]  # six layers are sent as four and a rest of two, which is too little
 STEPS: dict[str, tuple[int, int, list[Step]]] = {
     "whole layers travel together": (25, 1, [(6, 10, [(0, 2, 0, 10), (2, 4, 0, 10), (4, 6, 0, 10)])]),
     "a layer that is too large travels in parts": (4, 1, [(1, 10, [(0, 1, 0, 4), (0, 1, 4, 8), (0, 1, 8, 10)])]),
@@ -164,7 +161,7 @@ STEPS: dict[str, tuple[int, int, list[Step]]] = {
 
 @pytest.mark.parametrize(("most", "least", "steps"), STEPS.values(), ids=STEPS)
 def test_what_leaves_as_layers_are_computed(most: int, least: int, steps: list[Step]) -> None:
-    """`most` and `least` of a frame, in positions of a layer. A step: so many layers are final up to here; frames."""
+    """Frame limits in positions of a layer. A step: number of layers that are final, their end, and the frames."""
     progress = Progress(LAYOUT, 0, steps[-1][1])
     for layers, end, due in steps:
         progress.computed(layers, end)
@@ -193,7 +190,7 @@ SECOND = [frame_of(*each) for each in TWICE + OVERLAPPING + LATER_GAP + ON_IN_ON
     ("taken", "frame"), [*((False, frame) for frame in FIRST), *((True, frame) for frame in SECOND)]
 )
 def test_what_does_not_go_on_is_refused_and_counts_for_nothing(taken: bool, frame: FrameSpec) -> None:
-    """Before or after a frame was taken: layers of a frame must have ended together."""
+    """Layers of a frame must have the same end before it."""
     coverage = Coverage(LAYOUT, 3, 8)
     assert not taken or coverage.accepts(GOOD)
     assert not coverage.accepts(frame)

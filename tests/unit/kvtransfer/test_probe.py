@@ -1,4 +1,4 @@
-"""A channel is agreed and proved before anything is offered on it: which transport, and whether it keeps bytes."""
+"""A channel is selected and probed before the first offer: its transport, and whether it preserves bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_frame_of_the_probe_is_a_rectangle_of_nothing_that_fills_a_slot_up_to_
 @pytest.mark.parametrize("slots", [1, 2, 3, 4])
 @pytest.mark.parametrize("frame", [0, 2])
 def test_a_channel_that_changes_bytes_is_never_used_and_the_next_one_is_tried(pairs, slots: int, frame: int) -> None:
-    """Nothing is offered on it, whether the sender hears why, or sees the receiver's end close before."""
+    """Nothing is offered, whether the sender receives the reason or first sees the receiver's end close."""
     wraps = [lambda end: FlippingEnd(end, frame)]
     recv = wrapped(lambda end: wraps.pop()(end) if wraps else end)
     pair = pairs(replace(SETTINGS, credits=slots), recv=recv)
@@ -106,7 +106,7 @@ def test_a_channel_that_changes_bytes_is_refused_by_name(spoilt: Callable[[int],
 
 
 def named(*names: str):
-    """Transports of these names, each "name" or "name@reach"; all of them work between the two ends."""
+    """Return working transports with these names, each "name" or "name@reach"."""
     parts = [name.partition("@") for name in names]
     return lambda memory: [Wrapped(memory, name=name, reach=reach) for name, _, reach in parts]
 

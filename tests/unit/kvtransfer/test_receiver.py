@@ -1,4 +1,4 @@
-"""The receiver against senders that break the protocol: refused by name, and no receive is posted for it."""
+"""The receiver rejects senders that break the protocol, with the reason and without posting a receive."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def receiver() -> Iterator[Receiver]:
 
 @pytest.fixture(params=["stream", "express"])
 def call(request: pytest.FixtureRequest) -> Iterator[Call]:
-    """A handoff was accepted; its frames and its commit take this way."""
+    """A call with an accepted offer. Its frames and its commit are sent this way."""
     with Receiver(express=request.param == "express") as receiver:
         yield receiver.call().offered()
 
@@ -49,7 +49,7 @@ OTHER_TRANSPORTS = [[], [pb.TransportOffer(name="gloo", reach="here")], [pb.Tran
             ({"layout": convert.layout_to_pb(replace(LAYOUT, **{name: value}))}, "FINGERPRINT", repr(value))
             for name, value in OTHER_LAYOUTS.items()
         ),
-        ({"layout": convert.layout_to_pb(KVLayout(1, 1, 1, 1, "float32", ()))}, "FRAME", ""),  # no layout at all
+        ({"layout": convert.layout_to_pb(KVLayout(1, 1, 1, 1, "float32", ()))}, "FRAME", ""),  # not a valid layout
         ({"receiver": convert.ref_to_pb(replace(D, incarnation=Incarnation(8, 2)))}, "STALE", str(D)),
         ({"receiver": convert.ref_to_pb(replace(D, worker_id="decode-1"))}, "STALE", str(D)),
     ],
@@ -71,7 +71,7 @@ def test_welcome_says_what_holds_for_the_channel(receiver: Receiver) -> None:
 def test_a_stream_begins_with_hello(receiver: Receiver) -> None:
     call = receiver.call()
     call.offer()
-    call.refused("VERSION")  # there is none in an empty hello
+    call.refused("VERSION")  # an empty hello has no version
 
 
 def test_a_stream_that_says_nothing_is_given_up() -> None:
@@ -101,7 +101,7 @@ def test_an_offer_that_does_not_fit_is_refused_and_the_channel_lives(receiver: R
 FIRST_FRAMES: list[dict[str, Any]] = [
     *({"nbytes": nbytes} for nbytes in (1 << 30, LAYER + 1, LAYER - 1, 0)),
     {"sequence": 1},
-    {"layer_end": 3, "nbytes": 3 * LAYER},  # it goes on, but is more than a slot holds
+    {"layer_end": 3, "nbytes": 3 * LAYER},  # the next frame, but larger than a slot
     {"layer_begin": 1},
     {"layer_begin": 3, "layer_end": 4},
     {"layer_begin": 2**32 - 1},
@@ -109,13 +109,13 @@ FIRST_FRAMES: list[dict[str, Any]] = [
     {"end": 9, "nbytes": LAYER // 8 * 9},
     {"begin": 8, "nbytes": 0},
     *({"handoff": other} for other in OTHER_HANDOFFS),
-    {"handoff": None},  # a piece of a probe, and it is not
+    {"handoff": None},  # claims to be part of a probe
     {"handoff": None, "layer_end": 0, "end": 0, "nbytes": LAYER - 1},
     {"handoff": None, "layer_end": 0, "end": 0, "sequence": probe.FRAMES},
 ]
 SECOND_FRAMES: list[dict[str, Any]] = [
     {"layer_begin": 0, "layer_end": 1},  # twice
-    {"layer_begin": 0, "layer_end": 1, "begin": 4, "nbytes": LAYER // 2},  # in part
+    {"layer_begin": 0, "layer_end": 1, "begin": 4, "nbytes": LAYER // 2},  # overlaps
     {"sequence": 0},
     {"sequence": 2},
 ]
@@ -150,7 +150,7 @@ def test_what_is_announced_is_expected_ahead_and_a_credit_follows_the_write() ->
         write.wait()
         call.frame(1)
         call.frame(2)
-        call.offer()  # answered when the frames were read from the stream
+        call.offer()  # answered after the frames were read from the stream
         assert call.hear() == "STALE"  # and no credit: the slot of frame 0 is still read
         write.go_on()
         assert call.next() == pb.PeerReply(credit=pb.Credit(sequence=0))
@@ -230,7 +230,7 @@ def test_nothing_is_received_or_written_after_the_end(receiver: Receiver) -> Non
     call.frame(0)
     call.frame(1)
     eventually(lambda: receiver.end.waited == [0])
-    call.say(abort=pb.AbortHandoff())  # it makes no sense: the session ends
+    call.say(abort=pb.AbortHandoff())  # invalid: the session ends
     call.refused("FRAME")
     receiver.table.reserve(JOB.handoff, [11, 12])
     receiver.table.bound[JOB.handoff] = P  # as by a newer channel of the same sender

@@ -1,4 +1,4 @@
-"""Staging memory bounds the channels of each end: those that are idle make room, those that are busy do not."""
+"""Staging memory limits each side's channels: idle ones are closed for new ones, busy ones are not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OTHERS = [replace(P, worker_id=f"prefill-{n}", incarnation=Incarnation(7, 10 + n
 
 
 def farm(pairs, count: int, settings):
-    """One sender and `count` receivers, at the addresses "0", "1", ..."""
+    """Create one sender and `count` receivers with the addresses "0", "1", ..."""
     shared = MemoryTransport()
     others = [pairs(recv=lambda memory: [shared]) for _ in range(count)]
     pair = pairs(
@@ -91,7 +91,7 @@ def test_a_push_that_meets_the_eviction_of_its_channel_is_not_lost(pairs, monkey
     def idle(queue: SendQueue) -> bool:
         was = found_idle.fget(queue)
         if was and late:
-            queue.add(late.pop())  # another thread's push, right after the look
+            queue.add(late.pop())  # another thread's push, right after the check
         return was
 
     monkeypatch.setattr(SendQueue, "idle", property(idle))

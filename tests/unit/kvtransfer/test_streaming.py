@@ -1,4 +1,4 @@
-"""KV that leaves while it is computed: layer by layer, several prompts at a time, without what the receiver has."""
+"""KV is sent while it is computed: layer by layer, several prompts at a time, without the part at the receiver."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def test_kv_that_leaves_while_it_is_computed_arrives_equal(pairs, chunk: int, fr
 
 
 def test_a_layer_leaves_before_the_next_one_is_computed(pairs) -> None:
-    """And nothing that is not final: each layer is poison until right before it is reported."""
+    """Only final values are sent: each layer is NaN until right before it is reported."""
     pair = pairs(replace(EAGER, frame_size=1 << 16), source=poisoned())
     push = prompt(pair, "r", 12, [1, 2, 3], [11, 12, 13]).begin()
     for frames, (layer, begin) in enumerate(((layer, begin) for begin in (0, 8) for layer in range(3)), 1):
         push.layer(layer, begin, min(begin + 8, 12))
         pair.table.wait_written(push.job.handoff, frames)
     assert announced(pair, push) == [(n, n + 1, *span) for span in ((0, 8), (8, 12)) for n in range(3)]
-    assert push.arrived()  # before the end was said
+    assert push.arrived()  # before the end is reported
     assert push.job.handoff not in pair.table.commits
     assert push.finished().frames == 6
 
@@ -47,7 +47,7 @@ def test_nothing_smaller_than_asked_for_leaves_before_the_end(pairs) -> None:
     fence(pair, "one layer is too little again")
     assert announced(pair, push) == [(0, 2, 0, 8)]
     push.chunk(8, 16, 2)
-    pair.table.wait_written(push.job.handoff, 2)  # the rest of the first chunk holds nothing up
+    pair.table.wait_written(push.job.handoff, 2)  # the rest of the first chunk blocks nothing
     assert announced(pair, push) == [(0, 2, 0, 8), (0, 2, 8, 16)]
     push.layer(2, 8, 16)
     pair.table.wait_written(push.job.handoff, 3)
@@ -122,7 +122,7 @@ def test_prompts_of_one_batch_leave_side_by_side(pairs, seed: int) -> None:
 
 @pytest.mark.parametrize(("skip", "begin"), [*((n, n) for n in (1, 3, 4, 5, 12, 15)), (9, 0)])
 def test_what_is_skipped_is_not_sent_and_not_touched(pairs, skip: int, begin: int) -> None:
-    """The sender has it as well, or computes it from `begin` on. At the receiver it is poison here, to be told."""
+    """The sender has it too, or computes it from `begin` on. At the receiver it has marked values here."""
     pair = pairs(EAGER, source=poisoned())
     put(pair.target, range(10, 14), 0, skip, 7.0)
     push = prompt(pair, "r", 16, range(4), range(10, 14), skip=skip).begin()

@@ -1,4 +1,4 @@
-"""What a model that thinks hands over beside its KV: through real streams, bit for bit, or refused by name."""
+"""The thinking state in a handoff arrives bit for bit over real streams, or is rejected with the field's name."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.unit.kvtransfer.byhand import JOB, Call, Receiver
 from tests.unit.kvtransfer.support import make_end, same_kv
 
 TRANSPORTS = {"memory": lambda memory: [memory], "shm": lambda memory: [ShmTransport()]}
-SMALL, LARGE = MAX_PACKET // 32, MAX_PACKET * 32  # bytes of a state: beside the stream, if it can go there, and over it
+SMALL, LARGE = MAX_PACKET // 32, MAX_PACKET * 32  # state bytes: below and above an express packet's limit
 
 
 def state_of(nbytes: int, *, rows: int = 0, thoughts: int = 2) -> ThinkingState:
-    """Of random bytes, and every value of a byte among them."""
+    """Return a state of random bytes, which include every byte value."""
     generator = torch.Generator().manual_seed(nbytes + rows)
     noise = [bytes(torch.randint(256, (n,), generator=generator, dtype=torch.uint8).numpy()) for n in (nbytes, rows)]
     made = tuple((n, 2**32 - 1 - n) if n % 2 else () for n in range(thoughts))
@@ -79,7 +79,7 @@ RIGHT: dict[str, Any] = {"thinker": "t", "chunk": 2, "offset": 0, "state": b"sta
         ({"thinker": ""}, {}, "thinking.thinker: must not be empty"),
         ({"state": b""}, {}, "thinking.state: must not be empty"),
         ({"thoughts": [common.TokenIds(ids=[1])] * 3}, {}, "thinking.thoughts: must be at most 2"),
-        ({}, {"spec": None, "first": None}, "thinking: must not be set"),  # nobody decodes
+        ({}, {"spec": None, "first": None}, "thinking: must not be set"),  # no decode follows
     ],
 )
 def test_a_state_that_makes_no_sense_is_refused_by_name_and_ends_the_channel(call: Call, change, commit, named) -> None:

@@ -1,4 +1,4 @@
-"""KV that is withdrawn and computed again: nobody reads what was given away, and what arrives is right."""
+"""Withdrawn and recomputed KV: freed blocks are not read, and the right values arrive."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def short(pair: Pair, name: str = "r") -> Prompt:
 @pytest.mark.parametrize("again_from", [0, 5, 12])
 @pytest.mark.parametrize("layers", [0, 1, 2, 3])
 def test_what_was_withdrawn_is_computed_again_elsewhere(eager: Pair, layers: int, again_from: int) -> None:
-    """At any point of the second chunk; with other chunks afterwards. Positions before `again_from` are in a cache."""
+    """At any layer of the second chunk, with other chunks afterwards. Positions before `again_from` are in a cache."""
     push = prompt(eager, "r", 30, range(8), range(20, 28)).begin()
     push.chunk(0, 12)
     push.chunk(12, 20, layers)
@@ -92,7 +92,7 @@ def test_withdraw_does_not_wait_for_reads_of_others(eager: Pair) -> None:
 
 
 def test_what_is_withdrawn_between_the_choice_and_the_read_is_not_read(pairs: Pairs, monkeypatch) -> None:
-    """Although there are blocks again: less of them is final than was chosen."""
+    """There are new blocks, but fewer final positions than were chosen."""
     pair = pairs(replace(EAGER, frame_size=1 << 16), source=poisoned())
     push, chosen, choose = prompt(pair, "r", 8, [0, 1], [10, 11]), threading.Event(), SendQueue.next
 
@@ -138,7 +138,7 @@ def test_withdraw_before_anything_and_after_everything_has_left(pairs: Pairs) ->
 
 @pytest.mark.parametrize("again", [False, True])
 def test_finish_before_anything_is_computed(eager: Pair, again: bool) -> None:
-    """It is told that all is computed before it hears of it: it waits, however it is ordered."""
+    """The push can be finished before its progress is reported. It waits, whatever the order."""
     push = short(eager)
     if again:
         push.chunk(0, 8, 2)

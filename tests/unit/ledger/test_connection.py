@@ -43,9 +43,9 @@ BAD_URLS = [
         *((url, "redis") for url in BAD_URLS),
         ("redis://:secret@h?foo=bar", "foo"),
         ("redis://:secret@h?foo=", "foo"),
-        ("redis://:secret@h?decode_responses=true", "decode_responses"),  # answers would not be bytes any more
+        ("redis://:secret@h?decode_responses=true", "decode_responses"),  # answers would no longer be bytes
         ("redis://:secret@h?encoding=klingon", "encoding"),
-        ("redis://:secret@h?ssl_ca_certs=/ca.pem", "ssl_ca_certs"),  # of rediss alone
+        ("redis://:secret@h?ssl_ca_certs=/ca.pem", "ssl_ca_certs"),  # only for rediss
         ("redis://:secret@h/x", "numeric port and database"),
         ("unix://:secret@/run/r.sock?ssl_ca_certs=/ca.pem", "ssl_ca_certs"),
     ],

@@ -1,4 +1,4 @@
-"""DirectoryLog over a store that follows the rules of the script, and fails when the test says so."""
+"""PrefixPublisher over a store with the rules of the script. The store fails when the test sets it so."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Store(StubConnection):
         super().__init__()
         self.names: set[bytes] | None = None
         self.seq = 0
-        self.calls: list[tuple[str, int, int]] = []  # kind, how many were added, removed
+        self.calls: list[tuple[str, int, int]] = []  # kind, number added, number removed
         self.fenced = False
 
     async def run(self, script: Any, keys: Any, args: Any) -> int:
@@ -104,7 +104,7 @@ async def test_the_first_write_starts_from_nothing_and_later_ones_tell_what_chan
     await written(log, [3], [1])
     assert stub.calls == [("reset", 2, 0), ("delta", 1, 1)]
     assert stub.names == {name(2), name(3)}
-    log.note([digest(4)])  # what comes and goes between two writes is not written
+    log.note([digest(4)])  # blocks that are added and removed between two writes are not written
     log.note([], [digest(3)])
     log.note([digest(3)], [digest(4)])
     await written(log, [3, 3], [9])
@@ -219,7 +219,7 @@ async def trouble(steps: list[Any]) -> None:
             case (added, removed):
                 log.note(list(map(digest, added)), list(map(digest, removed)))
                 held = held - set(removed) | set(added)
-    log._refresh()  # as after a while: a key that expired is noticed at the latest then
+    log._refresh()  # as the periodic refresh, which detects an expired key
     await log.flush()
     assert stub.names == {name(n) for n in held}
     await log.close()

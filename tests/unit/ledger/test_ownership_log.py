@@ -1,4 +1,4 @@
-"""OwnershipLog over a connection that answers when the test says so."""
+"""OwnershipLog over a connection whose answers the test controls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ B_COMMITTED, NEWER = ("b", 1, COMMITTED), ("a", 2, COMMITTED)
 
 
 class Store(StubConnection):
-    """Records each batch as (request, attempt, state) and answers as told."""
+    """Records each batch as (request, attempt, state) and returns a fixed answer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def note(log: OwnershipLog, *notes: Note) -> None:
 
 
 async def written(log: OwnershipLog, *notes: Note) -> None:
-    """Note them, each when the one before was written."""
+    """Note each after the previous one was written."""
     for one in notes:
         note(log, one)
         await log.flush()
@@ -75,7 +75,7 @@ def noted_for(requests: range, state: RecordState = RESERVED) -> list[Note]:
 
 @asynccontextmanager
 async def without_an_answer(log: OwnershipLog, stub: Store, *notes: Note) -> AsyncIterator[None]:
-    """While Redis has these and does not answer; in the end it fails, and all is written."""
+    """Run the block while Redis holds these without an answer. Afterwards the write fails, and all is written."""
     stub.lose_next = [False]
     stub.gate.clear()
     note(log, *notes)
@@ -129,7 +129,7 @@ MANY = noted_for(range(1, 7))
     [
         (MANY, "3456", dict.fromkeys("0123456", RESERVED)),
         ([*MANY, ("6", 1, RELEASED)], "3456", {**dict.fromkeys("012345", RESERVED), "6": RELEASED}),
-        (noted_for(range(5), RELEASED), "1234", dict.fromkeys("1234", RELEASED)),  # "0" was under way
+        (noted_for(range(5), RELEASED), "1234", dict.fromkeys("1234", RELEASED)),  # "0" is in flight
     ],
     ids=["held", "one is released", "all are released"],
 )
@@ -251,7 +251,7 @@ STEPS = st.lists(st.one_of(NOTES, st.sampled_from(["fail", "wipe", "flush", "let
 
 
 class Trouble:
-    """A log whose store is the pure table; `wipe` empties it, as the ledger finds at the next heartbeat."""
+    """A log whose store is the in-memory table. `wipe` empties it, which the ledger sees at the next heartbeat."""
 
     def __init__(self) -> None:
         self.stub = Store()

@@ -43,7 +43,7 @@ WRITES = st.tuples(st.integers(1, 3), OWNERS, st.sampled_from(["a", "b"]), st.sa
 
 @given(st.lists(WRITES, max_size=40))
 def test_attempts_rise_states_move_forward_and_an_attempt_belongs_to_the_first_who_wrote_it(writes):
-    """The router of an attempt is the one that started it. A released record keeps older attempts out."""
+    """An attempt's router is the one that started it. A released record rejects older attempts."""
     table, owner, record = OwnershipTable(), worker(), None
     for attempt, writer, router, state in writes:
         handoff = HandoffId("r", attempt)

@@ -1,4 +1,4 @@
-"""A reader of the directory against a store that trims its events, forgets, and changes hands."""
+"""A reader of the directory against a store that trims its events, forgets, and changes incarnations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = [bytes([n]) * NAME_BYTES for n in range(6)]
 
 def test_a_change_out_of_order_is_not_applied():
     prefixes = PrefixIndex()
-    assert not prefixes.apply(Change(A, 1, added=NAMES))  # what was before?
+    assert not prefixes.apply(Change(A, 1, added=NAMES))  # earlier changes are unknown
     assert prefixes.apply(Change(A, 1, reset=True, added=NAMES[:1]))
     assert not prefixes.apply(Change(A, 3, added=NAMES[1:2]))
     assert prefixes.apply(Change(A, 1, added=NAMES))  # known already
@@ -62,12 +62,12 @@ def replace_incarnation(holder: Holder) -> Holder:
 
 
 class Directory(RuleBasedStateMachine):
-    """Two writers, a store with a stream that is trimmed, and a reader that is sometimes late."""
+    """Two writers, a store with a trimmed stream, and a reader that is sometimes late."""
 
     def __init__(self) -> None:
         super().__init__()
         self.holders = {"prefill-0": A, "decode-0": B}
-        self.history: dict[tuple[Holder, int], set[bytes]] = {}  # what each holder had after each change
+        self.history: dict[tuple[Holder, int], set[bytes]] = {}  # blocks of each holder after each change
         self.stored: dict[str, tuple[Holder, int, set[bytes]]] = {}
         self.events: list[Change] = []
         self.position = 0
@@ -159,7 +159,7 @@ TestDirectory.settings = settings(max_examples=150, stateful_step_count=40, dead
     st.sampled_from([b"", b"the other half!!"]),
 )
 def test_leading_blocks_are_counted_for_each_holder(chain, sets, other_half):
-    """As a plain loop does. Whole digests are asked by their names; a holder with none is left out."""
+    """The reference is a plain loop. Whole digests are looked up by their names; holders without any are left out."""
     prefixes = PrefixIndex()
     for holder, names in sets.items():
         prefixes.apply(Change(holder, 1, reset=True, added=names))

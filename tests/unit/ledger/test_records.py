@@ -15,7 +15,7 @@ INFO = replace(info_of(Incarnation(1_790_000_000_000_000, 7)), determinism="a" *
 
 
 def changed(path: str, value: object) -> bytes:
-    """INFO as JSON with one field set, or removed by `...`."""
+    """Return INFO as JSON with one field set, or removed by `...`."""
     record = json.loads(worker_to_json(INFO))
     *parents, last = path.split(".")
     target = record

@@ -1,4 +1,4 @@
-"""A prefill worker and a router, for each test."""
+"""A prefill worker and a router session."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def side():
 
 @pytest.fixture
 def chunked():
-    """A prompt of 9 tokens takes three steps."""
+    """A worker that needs three steps for a prompt of 9 tokens."""
     return PrefillSide(max_batched_tokens=4)
 
 

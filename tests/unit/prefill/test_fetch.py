@@ -1,4 +1,4 @@
-"""Fetching what the decode worker has of a prompt: when it pays, what may be written, and that the prompt goes on."""
+"""Fetching a cached prefix from the decode worker: when it pays, what may be written, and that the prompt continues."""
 
 import threading
 from dataclasses import replace
@@ -17,12 +17,12 @@ from tests.support.workers import PrefillSide
 
 OTHER = WorkerRef("decode-0", Incarnation(7, 99), D.address)
 WHOLE = CommitState(None, [], 0.1, 0.1, 64, "memory")
-SPEC = spec_of(H, 14)  # 14 tokens: three full blocks
+SPEC = spec_of(H, 14)  # three full blocks and two tokens
 
 
 @pytest.fixture
 def side():
-    """Computing is known to be slow: a second a token."""
+    """A worker that has measured slow computation: a second a token."""
     made = PrefillSide(prefix_cache=True)
     made.role.fetches._cost.computed(1, 1.0)
     return made
@@ -33,13 +33,13 @@ def offer_of(begin=0, end=12):
 
 
 def begun(side, router, *, skip=12, handoff=H, spec=SPEC):
-    """The positions that it asks for."""
+    """Begin a handoff and return the positions that it fetches."""
     side.take(router, prefill(handoff, spec, skip=skip))
     return side.pusher.pushes[handoff].job.fetch
 
 
 def came(side, *, begin=0, end=12, handoff=H):
-    """The right KV, as the decode worker has it."""
+    """Deliver the right KV, as the decode worker has it."""
     other = PrefillSide()
     other.engine.submit(handoff, SPEC, hold=True)
     other.engine.step()
@@ -137,14 +137,14 @@ def test_nothing_is_written_that_was_not_asked_for(side, router):
         write(side, OTHER)
     with pytest.raises(OfferRefused):
         fetches.fetch(H, D, 0, 4)
-    with pytest.raises(StaleAttempt):  # a commit with a sequence is no answer to a fetch
+    with pytest.raises(StaleAttempt):  # a commit with a sequence does not answer a fetch
         fetches.commit(H, D, replace(WHOLE, spec=SPEC))
     assert side.counts.reserved == 3
     fetches.commit(H, D, WHOLE)
 
 
 def by_sender(side, end):
-    """It gives up, or is lost; another one does so before."""
+    """End the fetch by its sender, after another sender did the same without effect."""
     end(OTHER)
     assert not side.loop.jobs
     end(D)
@@ -221,7 +221,7 @@ def test_the_end_waits_for_a_write_under_way_and_none_begins_after_it(side, rout
     ending = threading.Thread(target=fetches.end, args=[H])
     with fetches.writing(H, D):
         ending.start()
-        ending.join(0.05)  # time in which an end that does not wait would come
+        ending.join(0.05)  # enough time for an end that does not wait
         assert ending.is_alive()
     ending.join(scaled(10))
     monkeypatch.setattr(fetches, "_fetch", lambda handoff, sender: entry)  # it was looked up just before

@@ -1,4 +1,4 @@
-"""How KV leaves a prefill worker: while it is computed, never out of blocks that others may have, and what if not."""
+"""Pushes of a prefill worker: KV is sent during the prompt, never from freed blocks, and failures are handled."""
 
 from dataclasses import replace
 
@@ -60,7 +60,7 @@ def test_the_first_token_leaves_before_the_last_of_its_kv():
 
 
 def test_a_model_without_layers_to_tell_still_hands_over(side, router, monkeypatch):
-    """A backend that never calls back, as one whose graph runs as a whole: all is said at the end."""
+    """A backend without layer callbacks, such as a graph of the whole model, reports everything at the end."""
     forward = side.engine.backend.forward
 
     def silent(batch, kv):
@@ -76,14 +76,14 @@ def test_a_model_without_layers_to_tell_still_hands_over(side, router, monkeypat
 @pytest.mark.parametrize("how", ["release", "gone", "another router"])
 @pytest.mark.parametrize("state", PROMPT_STATES)
 def test_whatever_the_state_a_release_frees_at_once(chunked, router, state, how):
-    """(The pusher fails the test if blocks are let go that it may still read.)"""
+    """The pusher fails the test if blocks are freed that it may still read."""
     chunked.bring(router, state)
     push, kinds = chunked.pusher.pushes.get(H), router.kinds()
     computed = chunked.engine.counters.prefill_tokens
     chunked.give_up(router, how)
     assert chunked.all_free
     if how == "another router":
-        kinds.append("failed")  # its owner hears who did it
+        kinds.append("failed")  # its owner receives the reason
         assert router.failure.kind == "StaleAttempt"
     if push is not None:
         assert (push.blocks, push.aborted) == ((), True)
@@ -121,7 +121,7 @@ def test_a_deadline_ends_what_is_not_computed_or_waits(chunked, router, state):
 
 
 def test_a_preempted_prompt_is_withdrawn_and_what_had_not_left_is_told_again(router):
-    """An urgent one takes its blocks in the middle of it."""
+    """An urgent prompt takes the blocks of a running one."""
     side = PrefillSide(blocks=5, max_batched_tokens=6, prefix_cache=False)
     long, urgent = HandoffId("long", 1), HandoffId("urgent", 1)
     specs = {long: spec_of(long, 14), urgent: replace(spec_of(urgent, 12), priority=2)}

@@ -1,4 +1,4 @@
-"""The next attempt of what is held: pushed again under a new name, not computed again."""
+"""The next attempt of a held prompt: pushed again under a new id, not computed again."""
 
 import pytest
 from structlog.testing import capture_logs
@@ -46,7 +46,7 @@ def test_nothing_is_computed_twice_and_all_is_pushed_again(side, router, state):
 @pytest.mark.parametrize("outcome", [done_of(), CUT, DigestMismatch("frame 3"), StaleAttempt("x")])
 @pytest.mark.parametrize("state", ["computing", "computed"])
 def test_the_end_of_the_old_push_is_no_end_of_the_new_one(side, router, state, outcome):
-    """It may have been reported when the Repush was taken, and not been heard yet."""
+    """The old push may have ended before the Repush without the engine thread having seen it."""
     side.bring(router, state)
     side.pusher.done(H, outcome)
     side.take(router, repush())
@@ -97,7 +97,7 @@ def test_the_deadline_is_the_new_ones(side, router, state):
 
 @pytest.mark.parametrize("state", ["computing, waits", "computed, waits"])
 def test_it_waits_no_more(side, router, state):
-    """So what holds for any push holds for this one: no deadline but its own, and a word if its prompt is too late."""
+    """A push after a Repush has only its own deadline, and its prompt fails if it is too late."""
     side.bring(router, state)
     side.take(router, repush(deadline_s=10.0))
     side.clock.advance(10.0)
@@ -159,7 +159,7 @@ def test_it_is_stale_when_another_router_asks(side, router, state):
 
 @pytest.mark.parametrize("attempt", [1, 2, 3])
 def test_attempts_may_be_left_out_and_older_ones_are_stale(side, router, attempt):
-    """Those between were refused by a decode worker, and never came here. The held KV stays as it was."""
+    """A decode worker rejected the attempts in between, so they never arrived. The held KV stays as it was."""
     held, old = HandoffId("r", 3), HandoffId("r", attempt)
     side.serve(router, prefill(H))
     side.take(router, repush(H, held), repush(held, old), prefill(old))

@@ -1,4 +1,4 @@
-"""The prefill role on a real engine: whatever happens to a handoff, it ends once, and its blocks come back."""
+"""The prefill role on a real engine: each handoff ends once and frees its blocks."""
 
 from dataclasses import replace
 
@@ -53,7 +53,7 @@ def test_the_blocks_come_back_with_the_end_of_the_push(side, router):
     side.serve(router, prefill())
     assert not side.all_free
     side.pusher.done(H, done_of())
-    assert not side.all_free  # the engine thread has not heard yet
+    assert not side.all_free  # the engine thread has not seen it yet
     side.run()
     assert (side.all_free, router.kinds()) == (True, ["tokens", "pushed"])
     assert (side.role.transfer_bytes, side.role.transport, router.handoffs) == (64, "memory", set())

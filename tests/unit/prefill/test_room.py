@@ -1,7 +1,4 @@
-"""KV that waits for a Repush has the blocks that prompts need: the oldest is given up when nothing else will make room.
-
-Else a decode worker whose room is reserved by those prompts, and the one that waits, would wait for each other.
-"""
+"""Prompts without free blocks evict the oldest KV that waits for a Repush, because it could wait for them forever."""
 
 import pytest
 
@@ -22,7 +19,7 @@ def side():
 
 @pytest.fixture
 def computed(side, router):
-    """Computes these prompts; what is to wait has its push fail, in this order."""
+    """A function that computes prompts and then fails the pushes in `waits`, in this order."""
 
     def compute(*handoffs, waits):
         for handoff in handoffs:
@@ -38,7 +35,7 @@ def test_the_oldest_is_given_up_for_a_prompt_that_finds_no_block(side, router, c
     computed(A, B, waits=[B, A])
     side.serve(router, prefill(C))
     assert router.kinds(C) == ["tokens"]
-    for held, kinds in ((A, ["refused"]), (B, ["tokens"])):  # the one that came first is given up first
+    for held, kinds in ((A, ["refused"]), (B, ["tokens"])):  # the oldest prompt is evicted first
         side.take(router, repush(held, next_of(held)))
         assert router.kinds(next_of(held))[:1] == kinds
 
@@ -58,7 +55,7 @@ def test_nothing_is_given_up_while_there_is_room(side, router, computed):
 
 
 def test_a_push_under_way_is_waited_for(side, router, computed):
-    """It frees its blocks by itself; only when it, too, has failed is one of them given up."""
+    """The oldest KV is evicted only after the running push, which would free blocks, has failed too."""
     computed(A, B, waits=[A])
     side.take(router, prefill(C))
     side.step(5)

@@ -1,8 +1,7 @@
-"""The prefill role in any order of events: hypothesis looks for one that loses a block, or an ending.
+"""The prefill role in any order of events: hypothesis searches for a lost block or a missing end.
 
-Two routers prefill, repush, release and vanish; pushes end in every way, some in the moment in which something else
-happens to them; time passes; the pool is small and some prompts are urgent, so that others are preempted in the middle
-of their pushes. The pusher fails the run when blocks are let go that it may still read.
+Two routers prefill, repush, release and disconnect. Pushes end in every way. The pool is small and some prompts are
+urgent, so that others are preempted. The pusher fails the run when blocks are freed that it may still read.
 """
 
 import functools
@@ -27,7 +26,7 @@ deadlines = st.sampled_from([0.0, 0.0, 3.0])
 
 @functools.cache
 def spec_for(request):
-    """`a` ends with its first token; the later ones are longer and more urgent; `d` and `e` begin alike."""
+    """`a` ends with its first token; later ones are longer and more urgent; `d` and `e` share a prefix."""
     index = REQUESTS.index(request)
     prompt = prompt_of(HandoffId("d" if request == "e" else request, 1), 5 + 4 * index)
     sampling = Sampling(max_tokens=1 + index, temperature=0.0, ignore_eos=True)
@@ -44,9 +43,9 @@ class PrefillMachine(RuleBasedStateMachine):
         self.sessions = [FakeSession("router-a"), FakeSession("router-b")]
         self.former = []  # sessions whose stream has ended
         self.attempts = dict.fromkeys(REQUESTS, 0)
-        self.owners = {}  # session of each attempt that was taken, until it is renamed, released or left alone
+        self.owners = {}  # session of each accepted attempt, until it is renamed, released or disconnected
 
-    # --- what routers do
+    # --- routers
 
     @rule(request=requests, router=routers, deadline_s=deadlines, skip=st.integers(0, 4))
     def prefill(self, request, router, deadline_s, skip):
@@ -68,7 +67,7 @@ class PrefillMachine(RuleBasedStateMachine):
 
     @rule(request=requests, back=numbers, deadline_s=deadlines, skip=st.integers(0, 4), own=st.booleans())
     def repush(self, request, back, deadline_s, skip, own):
-        """Of the newest attempt that is there (or another one), by its owner (or another one)."""
+        """Repush the newest attempt or another one, by its owner or another session."""
         held = self.one_of(request, back)
         self.attempts[request] += 1
         handoff, work = self.last(request), self.side.role._work.get(held)
@@ -84,11 +83,11 @@ class PrefillMachine(RuleBasedStateMachine):
             self.owners.pop(held, None)
             self.owners[handoff] = session
         else:
-            self.attempts[request] -= 1  # it is not used up
+            self.attempts[request] -= 1  # the attempt can be used again
 
     @rule(request=requests, back=numbers, router=routers)
     def release(self, request, back, router):
-        """By its owner, or by the other one: then the owner hears of it."""
+        """Release by the owner, or by the other session. Then the owner receives a failure."""
         handoff, session = self.one_of(request, back), self.sessions[router]
         work = self.side.role._work.get(handoff)
         said = work.session.kinds(handoff).count("failed") if work else 0
@@ -106,7 +105,7 @@ class PrefillMachine(RuleBasedStateMachine):
         self.owners = {handoff: session for handoff, session in self.owners.items() if session is not lost}
         assert lost.handoffs == set()
 
-    # --- what goes on by itself
+    # --- progress
 
     @rule(times=st.integers(1, 5))
     def step(self, times):
@@ -114,7 +113,7 @@ class PrefillMachine(RuleBasedStateMachine):
 
     @rule(number=numbers, failure=st.sampled_from((None, *FAILURES)), heard=st.booleans())
     def a_push_ends(self, number, failure, heard):
-        """Well, if all of it could have left; badly at any time. `heard`: before anything else happens."""
+        """End a push: well if all of it could be sent, badly at any time. `heard`: the role sees it immediately."""
         if not (pushes := list(self.side.pusher.pushes.values())):
             return
         push = pushes[number % len(pushes)]
@@ -142,7 +141,7 @@ class PrefillMachine(RuleBasedStateMachine):
     def the_sender_is_closed_or_open(self, refuses):
         self.side.pusher.refuse = ChannelBroken("the sender was closed") if refuses else None
 
-    # --- promises
+    # --- guarantees
 
     @invariant()
     def the_ledger_adds_up(self):
@@ -158,7 +157,7 @@ class PrefillMachine(RuleBasedStateMachine):
                 self.check_ending(session, handoff)
 
     def check_ending(self, session, handoff):
-        """One end. KV that waits may still come to another one, which is told, and is the last."""
+        """Check that there is one end. Held KV may have a second one, which is reported and final."""
         mine = session.told(handoff)
         ends = [event for event in mine if event.WhichOneof("event") in ENDS]
         assert len(ends) <= 2, ends
@@ -193,7 +192,7 @@ class PrefillMachine(RuleBasedStateMachine):
         self.each_attempt_ends_once()
 
     def goes_quiet(self):
-        """All is computed, every push has ended, and what waits then is wanted by nobody."""
+        """Finish all computation and pushes, and release all held KV."""
         for _ in range(100):
             self.side.step(60)
             for push in list(self.side.pusher.pushes.values()):

@@ -1,4 +1,4 @@
-"""Prompts of a model that thinks: what leaves when, what is told of them, and that they are never fetched."""
+"""Prompts of a thinking model: when KV and thoughts are sent, and that no prefix is fetched."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def thinking_side(**options):
 
 
 def test_kv_of_an_unsettled_prompt_leaves_when_the_step_is_over(router, monkeypatch):
-    """It may be rolled back before."""
+    """Unsettled KV may be rolled back until the step ends."""
     monkeypatch.setattr(Sequence, "settled", property(lambda sequence: False))
     side = thinking_side(max_batched_tokens=4)
     side.take(router, prefill())
@@ -68,7 +68,7 @@ def test_of_what_was_given_up_nothing_is_said(router):
 
 @pytest.mark.parametrize(("chunk", "fetch"), [(0, (0, 12)), (CHUNK, None)])
 def test_a_prompt_that_is_thought_about_is_never_fetched(router, chunk, fetch):
-    """However much cheaper that would be: its KV would come without the thoughts."""
+    """A fetch would be cheaper, but fetched KV has no thoughts."""
     side = PrefillSide(prefix_cache=True, thinking_chunk=chunk)
     side.role.fetches._cost.computed(1, 1.0)
     side.take(router, prefill(spec=spec_of(length=14), skip=12))

@@ -1,4 +1,4 @@
-"""Gates that are empty in the end."""
+"""Gates whose queues must be empty at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.unit.router.gates import Gate
 
 @pytest.fixture
 async def make() -> AsyncIterator[Callable[..., Gate]]:
-    """A function that makes a `Gate`."""
+    """A function that creates a `Gate`."""
     made: list[Gate] = []
 
     def build(*args, **kwargs) -> Gate:

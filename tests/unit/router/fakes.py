@@ -1,4 +1,4 @@
-"""Links that are up, without a stream: a fleet, a pool and a floor of them, and what the prefix directory says."""
+"""Connected links without streams; fleets, pools and contexts of them; and entries of the prefix directory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=16, dtype="float3
 
 
 def predicted_ttft_s(placement: Placement) -> float | None:
-    """The prediction that is compared with the first token. None: nothing is."""
+    """Return the prediction to compare with the first token, or None if there is none."""
     return placement.on_first.args[0] if isinstance(placement.on_first, partial) else None
 
 
@@ -46,9 +46,8 @@ class FakeLink:
 def link(
     role: Role, name: str, fingerprint: str = "a", free: int = 100, running: int = 0, reported: int = 0, **fields
 ) -> FakeLink:
-    """`fields` are those of its view; `reported` and `running` are what the worker says of its load, `pace` of steps of
-    its own kind, `prompts` and `beside` (decode) of those with prompts and what was decoded in them, `bits` what it
-    says of its determinism.
+    """`fields` set its view. The worker's load has `reported`, `running` and three paces: `pace` of steps of its own
+    kind, `prompts` of joint steps, and `beside` of the decoding in these. `bits` is its determinism fingerprint.
     """
     bits = fields.pop("bits", "")
     ref = WorkerRef(name, Incarnation(1, 1), "x:1")
@@ -80,14 +79,14 @@ def fleet_of(*links: FakeLink, **facts) -> Fleet:
 
 
 def pace(steps: int, tokens: int, context: int, step_s: float = 0.0, token_s: float = 0.0, context_s: float = 0.0):
-    """Equal steps of a worker with these costs."""
+    """Return the pace of equal steps with these costs."""
     return Pace(steps, steps * tokens, steps * context, steps * (step_s + tokens * token_s + context * context_s))
 
 
 def block_names(
     tokens: Sequence[int], count: int, fingerprint: str = "a", scope: str = "", *, size: int = 16, marked=False
 ):
-    """Names of the first `count` blocks; `marked`: as deterministic requests have them."""
+    """Return the hashes of the first `count` blocks. `marked`: as for deterministic requests."""
     chain = BlockHashChain(scope_key(fingerprint, scope, marked), tokens, size)
     return [chain.digest(block)[:NAME_BYTES] for block in range(count)]
 
@@ -97,7 +96,7 @@ def holder(one: FakeLink) -> Holder:
 
 
 def publish(prefixes: PrefixIndex, one: FakeLink, names: list[bytes], seq: int = 1) -> None:
-    """The directory has these of this worker now."""
+    """Set the blocks that the directory lists for this worker."""
     prefixes.apply(Change(holder(one), seq, True, names))
 
 
@@ -124,7 +123,7 @@ def named(pool: WorkerPool, name: str) -> Any:
 
 
 def say(pool: WorkerPool, name: str, *, report: dict[str, Any] | None = None, **facts: Any) -> None:
-    """This is known of the worker's view now, or of its link; `report` changes what its load says."""
+    """Set fields of the worker's view or link. `report` changes fields of its load."""
     one = named(pool, name)
     if report:
         facts["load"] = replace(one.view.load, **report)

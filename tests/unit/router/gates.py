@@ -1,4 +1,4 @@
-"""Admissions before room that tests give and take, and a loop in virtual time to wait in."""
+"""Admissions whose capacity tests change, and a virtual-time loop to wait in."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def in_virtual_time(scenario: Coroutine[Any, Any, Result]) -> Result:
 
 
 def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Mark a test that runs in virtual time."""
+    """Decorate a test that runs in virtual time."""
 
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -37,10 +37,7 @@ def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 
 class Gate:
-    """An admission with room for so many requests, or tokens. Its clock stands still if no other is given.
-
-    `pair`: a worker is there that could serve.
-    """
+    """An admission with capacity for `room` requests or tokens. `pair`: a worker that could serve is connected."""
 
     def __init__(
         self,
@@ -54,7 +51,7 @@ class Gate:
     ) -> None:
         self.room, self.pair, self.arrivals = room, pair, 0
         self.clock = clock or FakeClock()
-        self.wishes: list[object] = []  # of each claim that was tried
+        self.wishes: list[object] = []  # requirements of each placement attempt
         self.tasks: list[asyncio.Task[int]] = []
         self._by_tokens = by_tokens
         limits = QueueLimits(**{"requests": 1000, "tokens": 100_000, "wait_s": 30.0, **bounds})
@@ -76,11 +73,11 @@ class Gate:
         self.admission.changed()
 
     async def enter(self, tokens: int = 10, priority: int = 0, arrival: int | None = None, **kwargs: Any) -> Any:
-        """A request that waits now, or its claim, or an error."""
+        """Start a request. Return its task if it waits, else its placement, or raise its error."""
         self.arrivals += 1
         ticket = ticket_for(self.arrivals if arrival is None else arrival, priority)
         task = asyncio.create_task(self.admission.admit(ticket, tokens, **kwargs))
-        await asyncio.sleep(0)  # one turn of the loop: it runs up to its first wait
+        await asyncio.sleep(0)  # one turn of the loop: the task runs up to its first wait
         if task.done():
             return task.result()
         self.tasks.append(task)
@@ -90,7 +87,7 @@ class Gate:
         return [await self.enter(**kwargs) for _ in range(count)]
 
     async def refuses(self, match: str | None = None, **kwargs: Any) -> float:
-        """A request is turned away at once. Return the delay that its client is told."""
+        """Expect an immediate rejection. Return the delay that the client receives."""
         with pytest.raises(Overloaded, match=match) as caught:
             await self.enter(**kwargs)
         return caught.value.retry_after_s
@@ -102,13 +99,13 @@ class Gate:
         await asyncio.sleep(0)
 
     async def measured(self, per_s: float = 10.0) -> None:
-        """No request waits, and ten requests of ten tokens were served per second."""
+        """Serve ten requests of ten tokens per second. Afterwards no request waits."""
         await self.enter_all(21)
         await self.drain(21, per_s)
         assert self.admission.waiting == 0
 
     async def cleared(self) -> None:
-        """All who wait have left, and nothing is left of them."""
+        """Cancel all waiting requests and check that none is left in the queue."""
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)

@@ -14,7 +14,7 @@ from tests.unit.router.gates import Gate, in_virtual_time
 
 
 class Line(RuleBasedStateMachine):
-    """Against a plain model: who enters waits unless it is first and fits; the head is served first, or nobody."""
+    """Compares an admission with a model: the head goes first. Newcomers wait unless they are the head and fit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,13 +32,13 @@ class Line(RuleBasedStateMachine):
         self.loop.close()
 
     def _take_back(self, data) -> int:
-        """A request ends, without news of it."""
+        """End a request without notifying the admission."""
         ticket = data.draw(st.sampled_from(sorted(self.held)))
         self.gate.room += self.held.pop(ticket)
         return ticket
 
     def _turn(self) -> None:
-        """Until every task waits or has ended."""
+        """Run until every task waits or has ended."""
         for _ in range(5):
             self.loop.run_until_complete(asyncio.sleep(0))
 
@@ -125,7 +125,7 @@ async def test_a_small_request_does_not_overtake_a_large_one(make):
     gate.admission.changed()
     assert not small.done()
     large.cancel()
-    assert await small == 1  # its turn has come with the end of the other
+    assert await small == 1  # the end of the other request makes it the head
 
 
 async def test_the_bound_turns_newcomers_away_but_nobody_who_comes_back(make):
@@ -171,19 +171,19 @@ async def test_no_claim_is_lost_when_service_and_cancellation_meet(make, seed):
     if rng.random() < 0.5:
         await asyncio.sleep(0)
     for task in tasks:
-        task.cancel()  # also of those that were served and have not run since
+        task.cancel()  # also those that were served but have not run since
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert gate.room + results.count(1) == 300
 
 
-# --- who was accepted is not turned away for room
+# --- accepted requests are not rejected for capacity
 
 
 WAIT_S = 8.0
 
 
 def accepting(scenario):
-    """Run it on a gate in virtual time; how many seconds passed."""
+    """Run the scenario on a gate in virtual time. Return the seconds that passed."""
 
     async def run():
         await scenario(gate := Gate(clock=LoopClock(), requests=1, tokens=100, wait_s=WAIT_S))

@@ -1,4 +1,4 @@
-"""Who is turned away, and when it is told to come back."""
+"""Rejections at the queue's limits and their retry delays."""
 
 import asyncio
 
@@ -18,7 +18,7 @@ async def test_the_bound_in_tokens(make):
     await gate.enter(tokens=500, returning=True)
     assert gate.admission.waiting_tokens == 600
     empty = make(tokens=100)
-    await empty.enter(tokens=5000)  # one above the bound may wait alone
+    await empty.enter(tokens=5000)  # a request above the limit may wait alone
     await empty.refuses(tokens=5000)
 
 
@@ -45,7 +45,7 @@ async def test_before_anything_was_measured_only_the_bounds_count(make):
 
 @pytest.fixture
 async def measured(make):
-    """A gate that serves ten requests of ten tokens per second, where none waits for more than 2.05 s."""
+    """A gate that serves ten requests of ten tokens per second. No request may wait for more than 2.05 s."""
     gate = make(wait_s=2.05)
     await gate.measured(per_s=10)
     return gate
@@ -54,7 +54,7 @@ async def measured(make):
 async def test_who_would_wait_too_long_is_refused_at_once_and_told_when_it_will_be_worth_it(measured):
     await measured.enter_all(21)
     delay_s = await measured.refuses(r"wait is 2\.1 s, but only 2\.05 s are left")
-    assert delay_s == 0.5  # of 0.1, the least that makes sense
+    assert delay_s == 0.5  # the minimum delay
     await measured.drain(1, 10)
     await measured.enter()
 
@@ -83,7 +83,7 @@ async def test_each_is_judged_by_its_own_wait(measured):
     await measured.drain(2, 10)
     assert urgent.done()
     await measured.enter_all(11, tenant="silent")
-    await measured.refuses(tenant="silent")  # eleven of its own are as far back as twenty-two of all
+    await measured.refuses(tenant="silent")  # its own eleven are as far back as twenty-two of all tenants
 
 
 async def test_who_comes_back_waits_however_long_the_queue_is(measured):
@@ -100,7 +100,7 @@ async def test_without_workers_the_drain_says_nothing(measured):
 
 
 async def test_a_rate_that_was_bad_does_not_lock_the_queue(make):
-    """Who has nobody before it may always wait, so that there is something to measure."""
+    """The head of the queue may always wait, so that there is something to measure."""
     gate = make(wait_s=2.05)
     await gate.measured(per_s=0.1)
     for _ in range(300):
@@ -120,10 +120,10 @@ async def test_waits_that_led_to_nothing_count_together(make, pair, error):
         await asyncio.wait_for(task, 5)
     gate.clock.advance(100)
     gate.room = 1
-    assert await gate.enter(returning=True, since=since) == 10  # what has room needs no patience
+    assert await gate.enter(returning=True, since=since) == 10  # a request that fits need not wait
 
 
-# --- how fast the queue drains
+# --- service rate of the queue
 
 
 def draining(over_s=10.0, *, waiting=True):

@@ -1,4 +1,4 @@
-"""Who takes deterministic requests: two workers that are alike to the bit, and nobody waits for those who have none."""
+"""Placement of deterministic requests on compatible workers. Requests without such workers do not block others."""
 
 import asyncio
 from dataclasses import replace
@@ -26,7 +26,7 @@ DETERMINISTIC, THOUGHTS = Requirements(spec=SPEC), Requirements(spec=PLAIN, thin
 
 
 def pool_with(*workers):
-    """Workers of (role, name, what they say of their bits)."""
+    """Create a pool of workers (role, name, determinism fingerprint)."""
     return pool_of(*(fakes.link(role, name, bits=bits) for role, name, bits in workers))
 
 
@@ -84,7 +84,7 @@ def test_who_has_no_room_is_waited_for_and_who_is_not_there_is_said():
 
 
 def test_local_prefill_keeps_to_who_is_alike():
-    """The worker that has all of the prompt is another kind of worker."""
+    """The worker that has the whole prompt cached is incompatible."""
     joint = {"pace": fakes.pace(1000, 1, 40, 0.001), "prompts": fakes.pace(1000, 10, 55, 0.002, 0.0001)}
     links = [
         fakes.prefill("p0", bits="x", pace=fakes.pace(1000, 100, 5050, 0.1, 0.01)),
@@ -136,7 +136,7 @@ def test_blocks_behind_the_prompt_are_looked_for_only_where_the_model_does_not_t
 
 
 class Gate:
-    """An admission over a pool; time stands still."""
+    """An admission over a pool, with a clock that stands still."""
 
     def __init__(self, pool, wait_s=10.0, most=100):
         self.pool, self.clock = pool, FakeClock()
@@ -158,7 +158,7 @@ class Gate:
         return asyncio.create_task(self.admission.admit(ticket, 40, requirements, deadline_s=deadline_s, **admitted))
 
     async def waiting(self, requirements, **facts):
-        """A request that waits now."""
+        """Start a request and check that it waits."""
         task = self.ask(requirements, **facts)
         await turns()
         assert not task.done()
@@ -166,13 +166,13 @@ class Gate:
 
 
 def tell(pool, name, **facts):
-    """The worker is of this kind now."""
+    """Change the worker's info."""
     one = named(pool, name)
     one.view.info = replace(one.info, **facts)
 
 
 def gate_of_one(prefill="x", decode="x", **facts):
-    """One pair of workers, which say this of their bits."""
+    """Create a gate with one pair of workers with these determinism fingerprints."""
     return Gate(pool_with((P, "p0", prefill), (D, "d0", decode)), **facts)
 
 
@@ -261,7 +261,7 @@ async def test_a_model_thinks_if_all_its_workers_say_so():
     ],
 )
 async def test_it_waits_no_longer_than_others_do(requirements, deadline_s, error, says):
-    bits = "" if requirements.determinism else "x"  # else it would be refused: what was begun is not
+    bits = "" if requirements.determinism else "x"  # new requests would be rejected, requests in progress are not
     gate = gate_of_one(bits, "", wait_s=0.01) if requirements.deterministic else Gate(pool_of(), wait_s=0.01)
     with pytest.raises(error, match=says):
         await gate.ask(requirements, deadline_s=deadline_s)
@@ -284,7 +284,7 @@ async def test_who_came_first_is_let_in_first():
     asked, served = [gate.ask(DETERMINISTIC) for _ in range(30)], []
     for number, one in enumerate(asked):
         one.add_done_callback(lambda _, number=number: served.append(number))
-    for _ in range(3):  # news that bring nobody change nothing
+    for _ in range(3):  # irrelevant changes have no effect
         await turns()
         gate.admission.changed()
     say(gate.pool, "d0", usable=True)
@@ -296,7 +296,7 @@ async def test_who_came_first_is_let_in_first():
 
 
 async def test_time_in_the_queue_is_no_time_without_a_worker():
-    """Of one that was accepted: it may have waited for room for longer than anybody waits for a worker."""
+    """An accepted request may wait longer for capacity than any request waits for a worker."""
     gate = gate_of_one()
     say(gate.pool, "d0", full=True)
     waits = await gate.waiting(DETERMINISTIC, deadline_s=600.0, returning=True, accepted=True)
@@ -309,7 +309,7 @@ async def test_time_in_the_queue_is_no_time_without_a_worker():
 
 
 async def test_so_many_wait_and_a_newcomer_is_refused():
-    """Who goes on with what was begun is not, nor is anybody who waits already."""
+    """The limit rejects only newcomers: accepted and waiting requests stay."""
     gate = gate_of_one(most=2)
     say(gate.pool, "d0", usable=False)
     newcomer = partial(gate.ask, DETERMINISTIC)

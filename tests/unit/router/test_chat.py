@@ -1,4 +1,4 @@
-"""Conversations as prompts. `transformers` renders the same templates beside: what it writes is right."""
+"""Conversations as prompts. The reference is `transformers`, which renders the same templates."""
 
 import json
 from itertools import count
@@ -36,7 +36,7 @@ def chat(*turns: tuple[str, str] | pb.ChatMessage, **more) -> pb.ChatMessages:
 
 
 def model(tmp_path: Path, template: object, **config: object) -> Tokenizer:
-    """A model's folder with this template: a text for its own file, else what tokenizer_config.json says."""
+    """Create a model folder with this template: text in its own file, other values in tokenizer_config.json."""
     save_bpe(tmp_path, bos=True)
     if isinstance(template, str):
         (tmp_path / "chat_template.jinja").write_text(template)
@@ -220,7 +220,7 @@ async def test_what_no_prompt_can_be_made_of_is_refused_by_name(tmp_path, templa
     ],
 )
 def test_a_template_can_take_only_so_much(template, words):
-    """The clock moves by a millisecond with each look, so that the test takes none of it."""
+    """The clock moves by a millisecond with each look, so that the test takes no time."""
     ticking = map((0.001).__mul__, count())
     with pytest.raises(TemplateFailed, match=words):
         Template(template, lambda: next(ticking)).render({"messages": [{"content": "ab"}]})

@@ -1,4 +1,4 @@
-"""Who computes a prompt and decodes as well: the earliest first token, and what chunks of prompts make of it."""
+"""Choice of the worker that prefills and decodes: the lowest predicted TTFT, including chunked prompts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.placement.snapshot import BLANK, Ask, Snapshot
 from tests.unit.router import fakes
 from tests.unit.router.fakes import BUSY, pace
 
-USUAL = 0.008 + 0.0005 * 5 + 1e-6 * 1600  # a step there with one of 600 tokens more
+USUAL = 0.008 + 0.0005 * 5 + 1e-6 * 1600  # a decode step with one more sequence of 600 tokens
 
 
 def among(rows, tokens=600, cached=None, chunk=np.inf, slo=np.inf, turn=0):
@@ -44,12 +44,12 @@ def prompt_s(steps, new, backlog=0.0):
     ("cached", "backlog", "chunk", "steps"),
     [
         (0.0, 0.0, np.inf, 1),
-        (0.0, 0.0, 604.0, 1),  # four tokens of it are for those that decode
+        (0.0, 0.0, 604.0, 1),  # four tokens of the chunk are for decoding sequences
         (0.0, 0.0, 603.0, 2),
         (0.0, 0.0, 104.0, 6),
         (500.0, 0.0, 104.0, 1),
-        (500.0, 300.0, 104.0, 4),  # behind those that wait
-        (0.0, 0.0, 2.0, 600),  # no fewer than one a step
+        (500.0, 300.0, 104.0, 4),  # after the waiting prompts
+        (0.0, 0.0, 2.0, 600),  # at least one token a step
     ],
 )
 def test_a_prompt_takes_as_many_steps_as_it_has_chunks(cached, backlog, chunk, steps):
@@ -74,15 +74,15 @@ CACHED = {"cached": [0.0, 560.0], "chunk": 128.0}
 @pytest.mark.parametrize(
     ("policy", "rows", "facts", "row"),
     [
-        ("predicted", (ONE_LONG, MANY_SHORT), {"chunk": 256.0}, 1),  # prompts that wait count however few they are
+        ("predicted", (ONE_LONG, MANY_SHORT), {"chunk": 256.0}, 1),  # waiting tokens count, not requests
         ("least_loaded", (ONE_LONG, MANY_SHORT), {}, 0),
-        ("predicted", (BUSY, BUSY), CACHED, 1),  # a cached prefix draws until too much is before it
+        ("predicted", (BUSY, BUSY), CACHED, 1),  # a cached prefix decides until too much is queued before it
         ("predicted", (BUSY, BEHIND), CACHED, 0),
         ("prefix", (BUSY, BUSY), CACHED, 1),
         ("prefix", (BUSY, BUSY._replace(requests=20.0)), CACHED, 0),
-        ("predicted", (BUSY._replace(step_s=0.012), NEARLY), {}, 0),  # near equality goes to fewer requests
+        ("predicted", (BUSY._replace(step_s=0.012), NEARLY), {}, 0),  # near-ties go to fewer requests
         ("predicted", (BUSY._replace(step_s=0.1), NEARLY), {}, 1),
-        ("predicted", (SLOW, LATE), {"slo": 0.11}, 0),  # one that decodes too slowly is passed by
+        ("predicted", (SLOW, LATE), {"slo": 0.11}, 0),  # a worker that decodes too slowly is skipped
         ("predicted", (SLOW, LATE), {"slo": 0.05}, 1),
     ],
 )
@@ -130,7 +130,7 @@ def test_each_policy_has_its_like_here():
 
 
 def test_one_worker_does_it_all_though_another_could_prefill():
-    """A prefill worker that is still there, of a plan before, is not asked; nor is one missed where there is none."""
+    """A prefill worker of an earlier plan is not used, and none is required."""
     pool = floor_of(worker("a"), worker("b"), fakes.prefill("p")).pool
     placements = [pool.place(100), pool.place(100)]
     assert {placement.decode.info.ref.worker_id for placement in placements} == {"a", "b"}

@@ -1,4 +1,4 @@
-"""The fits: they find what steps cost, are never negative, forget, and are not led astray."""
+"""Fits of step costs: they are accurate, never negative, forget old reports and ignore outliers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def seconds(tokens, context, true=TRUE):
 
 
 def prompts(rng, true=TRUE, noise=0.05, spikes=0.0):
-    """Steps of a prefill worker, for ever: one to 2,048 tokens behind some that are computed."""
+    """Yield steps of a prefill worker without end: 1 to 2,048 new tokens after some computed ones."""
     while True:
         tokens, before, steps = rng.randint(1, 2048), rng.choice((0, 0, 500, 4000)), rng.choice((1, 1, 3, 20))
         context = tokens * before + tokens * (tokens + 1) // 2
@@ -37,7 +37,7 @@ def fitted(paces, count, fit=None):
 
 
 def off(cost, true=TRUE):
-    """The worst relative error of what is predicted for ordinary steps."""
+    """Return the largest relative error of the predictions for ordinary steps."""
     points = [(tokens, tokens * before + tokens * tokens / 2) for tokens in (100, 500, 2000) for before in (0, 3000)]
     return max(abs(cost.of(*point) / seconds(*point, true) - 1) for point in points)
 
@@ -59,7 +59,7 @@ def test_outliers_are_passed_over(seed):
 
 def test_warming_up_is_forgotten_at_once():
     rng, fit = random.Random(1), StepCostFit()
-    fit.observe(Pace(1, 10, 55, 20.0))  # what kernels are compiled in
+    fit.observe(Pace(1, 10, 55, 20.0))  # includes the compilation of kernels
     fit.cost()
     fit.observe(Pace(1, 10, 55, 0.01))
     assert fit.cost().of(10, 55) < 0.1
@@ -85,7 +85,7 @@ def test_no_cost_is_negative_or_endless_whatever_is_reported(sequence):
 
 @pytest.mark.parametrize("digits", [90, *range(110, 340, 3)])
 def test_what_was_forgotten_long_ago_is_not_known(digits):
-    """Days of beats without a step: sums go to nothing, some before others."""
+    """Days of idle heartbeats: some sums underflow before others."""
     fit = StepCostFit()
     for number in range(12):
         fit.observe(Pace(10, 100 + number, 4000 + number * number, 0.05 + 0.001 * number))

@@ -65,7 +65,7 @@ def test_a_new_attempt_starts_from_what_was_delivered():
 
 
 class Client:
-    """A client's end of a stream, and gRPC between: what was sent is through when `takes` says so."""
+    """A client's end of a stream, and gRPC in between. `takes` delivers the sent message."""
 
     def __init__(self):
         self.sent = []
@@ -95,7 +95,7 @@ class Client:
 
 
 async def opened(patience=None):
-    """A stream whose metadata are under way, and why its request was given up."""
+    """Open a stream whose metadata are not delivered yet. Also returns the reasons for which its request was ended."""
     client, reasons = Client(), list[BaseException]()
     stream = EventStream(cast("Any", client), "a", patience or StallTimeout(30.0), reasons.append)
     stream.open(("baton-request-id", "a"), within_s=0)
@@ -104,7 +104,7 @@ async def opened(patience=None):
 
 
 async def begun(patience=None):
-    """A stream whose metadata are through."""
+    """Open a stream and deliver its metadata."""
     client, stream, reasons = await opened(patience)
     client.takes()
     return client, stream, reasons
@@ -177,7 +177,7 @@ async def test_the_status_waits_for_the_metadata_even_of_a_call_that_was_cancell
 
 @pytest.mark.parametrize("message", [None, "accepted", "tokens"])
 async def test_a_client_that_has_gone_does_not_keep_the_status(message):
-    """Found by a choice that writes in a task of its own: gRPC cancels only that of the call."""
+    """A choice writes in its own task, which gRPC does not cancel with the call's task."""
     client, stream, _ = await (begun() if message == "tokens" else opened())
     writing = {"accepted": lambda: asyncio.create_task(stream.accepted(3, 0)), "tokens": lambda: writing_to(stream)}
     task = writing[message]() if message else None
@@ -197,7 +197,7 @@ async def test_nor_does_one_that_takes_nothing():
 
 @virtual
 async def test_choices_that_wait_for_each_other_are_not_stalled():
-    """Each message is taken in time, the last of them later than a message may take."""
+    """Each message is taken in time, but the last one later than one message may take."""
     client, stream, reasons = await begun(StallTimeout(1.0))
     writing = [writing_to(stream, choice) for choice in range(4)]
     for _ in writing:

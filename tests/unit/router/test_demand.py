@@ -1,4 +1,4 @@
-"""What a router says of its demand: the predictions that it chooses workers by, and its queue."""
+"""The router's demand report: the predictions that also select workers, and the queue."""
 
 import asyncio
 from itertools import cycle
@@ -91,7 +91,7 @@ def test_full_decode_workers_have_a_next_token_too():
     context = floor_of(*pair(), fakes.decode("e", pace=pace(100, 4, 2000, step_s=0.2)))
     both = current(context).itl_s
     say(context.pool, "d", full=True)
-    assert current(context).itl_s > 4 * both  # a newcomer has e
+    assert current(context).itl_s > 4 * both  # a new request gets e
     say(context.pool, "e", full=True)
     assert current(context).itl_s == pytest.approx(both)
 
@@ -121,7 +121,7 @@ async def test_the_queue_is_in_the_first_token():
 async def test_a_wait_is_predicted_by_how_fast_the_queue_drains():
     context = floor_of(*pair())
     waiting = await queued(context, 30)
-    for _ in range(10):  # two in a second
+    for _ in range(10):  # two a second
         cast("FakeClock", context.sinks.clock).advance(0.5)
         context.admission.drain.served(50)
     assert current(context).queue_s == pytest.approx(15.0, rel=0.01)

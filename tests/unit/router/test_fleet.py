@@ -1,4 +1,4 @@
-"""The snapshot is, after whatever happened, what one made from nothing would be."""
+"""After any events, the snapshot equals one built from scratch."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def spec(tokens=PROMPT, scope=""):
 
 
 def report(fleet, one, **load):
-    """The worker says this of its load."""
+    """Set the worker's reported load."""
     one.view.load = Load(**load)
     fleet.touch(one.info.ref)
 
 
 def facts(fleet, one):
-    """What its row says."""
+    """Return the facts in the worker's row."""
     side = fleet.snapshot().prefill if one.info.role is Role.PREFILL else fleet.snapshot().decode
     return Facts(*(float(column[fleet._members[holder(one)].row]) for column in side.at))
 
@@ -157,7 +157,7 @@ def test_a_router_that_starts_goes_by_all_that_was_before_it_and_a_new_worker_is
     fleet = fleet_of(old, other, decode())
     found = facts(fleet, old)
     assert abs(found.step_s + 100 * found.token_s + 5050 * found.context_s - 0.11) < 0.01
-    report(fleet, other)  # a beat
+    report(fleet, other)  # a heartbeat
     assert facts(fleet, other).token_s > 0
     stranger = prefill("stranger", "b")
     fleet.add(stranger)
@@ -193,7 +193,7 @@ def test_what_is_known_of_an_idle_worker_ages():
     weights = []
     for _ in range(3):
         weights.append(fleet._members[holder(one)].learned.fit._sums[0, 4])
-        one.view.load = replace(one.view.load)  # a beat
+        one.view.load = replace(one.view.load)  # a heartbeat
         fleet.touch(one.info.ref)
     assert weights[0] > weights[1] > weights[2] > 0
 

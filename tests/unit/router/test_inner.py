@@ -1,4 +1,4 @@
-"""The folder of a router's own socket: gone with its router, or with the next one."""
+"""The folder of a router's own socket is removed by its router or the next one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ asyncio.run(main())
 
 @pytest.fixture
 def place(monkeypatch):
-    """Where temporary folders are made; short, as a socket's path must be."""
+    """The folder for temporary folders; short because socket paths are limited."""
     with tempfile.TemporaryDirectory() as short:
         monkeypatch.setattr(tempfile, "tempdir", short)
         yield Path(short)
@@ -49,7 +49,7 @@ def names(place):
 
 
 def bound():
-    """The folder of one that binds and stops, and what was beside it meanwhile."""
+    """Bind and stop a listener. Return its folder, and all folders that existed while it was bound."""
 
     async def bind_and_stop():
         inner = LoopbackListener([])
@@ -77,7 +77,7 @@ def test_what_a_killed_router_left_is_removed_by_the_next_one(place):
 
 
 def test_what_is_not_left_by_a_router_stays(place, gone):
-    """Also what is in use: in another container its process has another id."""
+    """A folder in use stays: in another container its process has another id."""
     kept = [f"baton-router-{number}-a" for number in (os.getpid(), "9" * 10, "x")]
     kept += ["baton-router-", f"other-{gone}-a", f"baton-router-{gone}-used", f"baton-router-{gone}-open"]
     for name in (*kept, f"baton-router-{gone}-left"):

@@ -1,6 +1,4 @@
-"""When a decode worker computes a prompt itself: what its joint step costs, by how much it is sooner, and that the
-break-even is the one that the workers' costs imply.
-"""
+"""Local prefill: the cost of its joint step, the required advantage, and the break-even that workers' costs imply."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def test_what_a_prompt_takes_there():
 
 
 def offered(decodes, cached, ttft_s, slo=np.inf, keep=None, group=0.0):
-    """What becomes of a pair with the first of these decode workers."""
+    """Return the local prefill chosen over a pair with the first of these decode workers."""
     snapshot = Snapshot(groups=2, slo_itl_s=slo)
     for side, rows in ((snapshot.prefill, [BLANK._replace(group=group)]), (snapshot.decode, decodes)):
         for facts in rows:
@@ -95,7 +93,7 @@ def cost(true, tokens, context):
 
 
 class Workers:
-    """One of each role, which report steps that take what they should, give or take."""
+    """One worker of each role. They report steps with the true costs plus noise."""
 
     def __init__(self, seed, prompts=PROMPTS):
         self.rng, self.true = random.Random(seed), prompts
@@ -132,12 +130,12 @@ class Workers:
             self.fleet.touch(link.info.ref)
 
     def expected(self, tokens):
-        """Seconds of a prompt at the decode worker, beside what it decodes."""
+        """Return the seconds of a prompt on the decode worker, in addition to its decoding."""
         facts = self.fleet.snapshot().decode.facts(0)
         return facts.prompt_step_s + facts.prompt_token_s * tokens + facts.prompt_context_s * tokens * (tokens + 1) / 2
 
     def break_even(self, waiting):
-        """The most tokens that the decode worker computes itself while so many wait at the prefill worker."""
+        """Return the longest prompt for local prefill while `waiting` tokens wait at the prefill worker."""
         self.say(waiting)
         snapshot = self.fleet.snapshot()
         alone = []
@@ -151,7 +149,7 @@ class Workers:
 
 
 def implied(waiting, prompts=PROMPTS):
-    """The same from what steps really cost; a token that waits attends to half of an ordinary prompt."""
+    """Compute the same from the true costs. A waiting token attends to half of an ordinary prompt."""
     told = BLANK._replace(
         requests=4.0, kv_tokens=640.0, step_s=D[0], token_s=D[1], context_s=D[2],
         prompt_step_s=prompts[0], prompt_token_s=prompts[1], prompt_context_s=prompts[2],
@@ -191,7 +189,7 @@ def test_prompts_that_turned_out_dear_are_tried_again_in_the_end():
 
 
 def test_steps_with_prompts_alone_tell_too():
-    """Of a decode worker that decodes nothing at the moment."""
+    """The decode worker has no sequences to decode at that time."""
     one = WorkerCostModel(Role.DECODE, CostModels())
     for number in range(1, 60):
         only = pace(number, 100, 5050, 0.009, 0.0003)
@@ -200,7 +198,7 @@ def test_steps_with_prompts_alone_tell_too():
 
 
 def test_a_prompt_costs_something_whatever_is_reported():
-    """Steps with prompts that seem to be faster than those without."""
+    """Steps with prompts are reported as faster than those without."""
     one = WorkerCostModel(Role.DECODE, CostModels())
     one.update(Load(step=10, decode_pace=pace(10, 4, 400, 0.01)))
     one.update(Load(step=30, decode_pace=pace(10, 4, 400, 0.01), joint_pace=pace(10, 50, 1275, 0.001)))

@@ -1,4 +1,4 @@
-"""Admission before a pool of workers, in virtual time: what comes through stays fast, however much is asked."""
+"""Admission in front of a pool, in virtual time. Accepted requests stay fast under any load."""
 
 import asyncio
 import random
@@ -12,13 +12,13 @@ from tests.unit.router.gates import Gate, in_virtual_time
 
 PREFILL_S = 0.2
 SLOTS = 16
-HELD_S = 1.0  # by a request, on average: so many per second are the capacity
+HELD_S = 1.0  # mean time of a request, so the capacity is SLOTS a second
 CAPACITY = SLOTS / HELD_S
 WAIT_S = 0.5
 
 
 class Pool(Gate):
-    """Slots, each held for some time; everything that arrives is noted."""
+    """Slots that each request holds for some time. Records all results."""
 
     def __init__(self, wait_s, **bounds):
         super().__init__(SLOTS, clock=LoopClock(), tokens=10**6, wait_s=wait_s, **bounds)
@@ -34,7 +34,7 @@ class Pool(Gate):
             await self.request(retries=True, **kwargs)
 
     async def attempt(self, tenant=""):
-        """How long to wait before the next one, if it was refused."""
+        """Make one request. Return the retry delay if it was rejected."""
         self.arrivals += 1
         began, tokens = asyncio.get_running_loop().time(), self.rng.randint(50, 500)
         ticket = ticket_for(self.arrivals, 0)
@@ -50,7 +50,7 @@ class Pool(Gate):
         return None
 
     async def arrive(self, per_s, for_s, **kwargs):
-        """Open loop: nobody waits for an answer before the next one comes."""
+        """Open loop: arrivals do not wait for answers."""
         tasks, loop = [], asyncio.get_running_loop()
         until = loop.time() + for_s
         while loop.time() < until:
@@ -60,7 +60,7 @@ class Pool(Gate):
 
 
 def simulate(*streams, for_s, wait_s=WAIT_S, **bounds):
-    """Streams of requests: (multiple of the capacity, keyword arguments)."""
+    """Simulate streams of requests: (multiple of the capacity, keyword arguments)."""
 
     async def run():
         pool = Pool(wait_s, **bounds)
@@ -104,7 +104,7 @@ def test_a_tenant_at_twenty_times_its_share_does_not_slow_another():
 
 
 def test_refused_clients_that_obey_the_delay_get_all_that_the_pool_can_do():
-    """Three times the capacity for ten seconds, then nothing new: thirty seconds' work, done in not much more."""
+    """Three times the capacity for ten seconds is thirty seconds' work. It takes little longer than that."""
     pool = simulate((3.0, {"retries": True}), for_s=10.0, wait_s=2.0)
     assert pool.refused[""]
     assert all(0.5 <= after <= 2.0 for after in pool.refused[""])

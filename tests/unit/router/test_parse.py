@@ -16,7 +16,7 @@ LIMITS = ("demo", 100)
 
 
 def message(**fields) -> pb.GenerateRequest:
-    """A good request with `fields` changed; `sampling` as keyword arguments."""
+    """Return a valid request with `fields` changed. `sampling` has keyword arguments."""
     sampling = common_pb2.Sampling(**fields.pop("sampling", {}))
     if not {"token_ids", "chat"} & set(fields):
         fields.setdefault("text", "Hello")

@@ -1,4 +1,4 @@
-"""The policies: never a pair that does not fit, the best of all pairs, and load that spreads."""
+"""Policies return only pairs that fit, the best of all pairs, and spread the load."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def asked(links, tokens, turn, cached, slo_itl_s, keep):
 
 
 def choose(policy, links, tokens=10, turn=0, cached=None, slo_itl_s=np.inf, keep=None):
-    """The ids of the pair; `cached`: tokens by worker id."""
+    """Return the ids of the pair. `cached`: tokens by worker id."""
     fleet, snapshot, ask = asked(links, tokens, turn, cached, slo_itl_s, keep)
     pair = policy(snapshot, ask)
     if pair is None:
@@ -151,7 +151,7 @@ def test_a_cached_prefix_is_worth_what_it_saves(policy):
 
 
 def alone_at(*links, tokens=100, cached=None, slo_itl_s=np.inf, keep=None):
-    """Which decode worker would rather do it alone."""
+    """Return the decode worker chosen for local prefill."""
     fleet, snapshot, ask = asked(links, tokens, 0, cached, slo_itl_s, keep)
     pair = predicted(snapshot, ask)
     assert pair is not None
@@ -170,7 +170,7 @@ def test_what_lacks_little_there_is_computed_there():
 
 
 def test_prompts_that_a_decode_worker_has_to_compute_already_count():
-    """All of a burst would go there, and be one step that is far beyond the SLO."""
+    """Without this, all prompts of a burst would go to one decode worker, in one step far beyond the SLO."""
     busy = prefill(pace=FAST, reported=1000)
     assert alone_at(busy, decode(pace=STEPS, queued_tokens=500)) == "d"
     assert alone_at(busy, decode(pace=STEPS, queued_tokens=1000)) is None
@@ -196,11 +196,11 @@ def test_only_the_worker_that_holds_the_kv_is_taken():
 @pytest.mark.parametrize(
     ("worker", "tokens", "room"),
     [
-        (decode(free=2, dispatched=1), 31, True),  # 31 known and one more fill two blocks
+        (decode(free=2, dispatched=1), 31, True),  # 31 known tokens and one more fill two blocks
         (decode(free=2, dispatched=1), 32, False),
-        (decode(free=2, running=1, dispatched=1), 31, False),  # a block to grow is kept for the running one
+        (decode(free=2, running=1, dispatched=1), 31, False),  # one block is kept for the running request to grow
         (decode(free=2, pending_blocks=1, dispatched=1), 31, False),
-        (decode(free=0), 31, True),  # nothing of ours is there: it is asked
+        (decode(free=0), 31, True),  # a worker without our requests is tried even if its report has no free block
         (decode(free=50, full=True), 31, False),
     ],
 )

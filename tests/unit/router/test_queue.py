@@ -1,4 +1,4 @@
-"""The order of the queue, against a model that looks at all who wait each time."""
+"""The order of the queue, compared with a model that looks at all waiting requests each time."""
 
 import itertools
 import math
@@ -20,10 +20,10 @@ NAMES = ["heavy", "light", "a", "b"]
 
 @dataclass
 class Slow:
-    """What the module's text says, word by word."""
+    """A direct implementation of the module's docstring."""
 
     waiting: list[Entry] = field(default_factory=list)
-    starts: dict[str, float] = field(default_factory=dict)  # of all that ever came
+    starts: dict[str, float] = field(default_factory=dict)  # of all tenants so far
     now: float = 0.0
 
     def weight(self, name):
@@ -113,7 +113,7 @@ def test_a_share_leaves_room_for_one_more_tenant_of_weight_1():
 @settings(max_examples=60, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(2, 5))
 def test_tenants_that_always_wait_get_their_weights_share(rng, tenants):
-    """What two of them got, each by its weight, never differs by more than one request of each."""
+    """The service of two tenants, divided by their weights, differs by at most one request of each."""
     weights = {f"t{number}": rng.choice((0.5, 1.0, 2.0, 7.0)) for number in range(tenants)}
     queue, got = FairQueue[Entry](weights), dict.fromkeys(weights, 0.0)
     arrival = 0
@@ -131,18 +131,18 @@ def test_tenants_that_always_wait_get_their_weights_share(rng, tenants):
 @settings(max_examples=30, deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from(["new tenants", "old tenants", "urgent", "mixed"]))
 def test_nobody_starves_whatever_comes_later(rng, adversary):
-    """As many newcomers as are served, chosen to be in the way. The bound is what the module's text promises."""
+    """As many requests arrive as are served, chosen to delay the victim. The module's docstring states the limit."""
     queue = FairQueue[Entry]({"victim": 0.5, "mine": 4.0})
     arrival = 0
     for name in ["victim", "mine"] * 10:
         queue.push(Entry(ticket_for(arrival := arrival + 1, 0), rng.randint(1, 50), name))
-    while serve(queue).tenant != "victim":  # it has had its share, and more
+    while serve(queue).tenant != "victim":  # the victim has had its share, and more
         pass
     victim = Entry(ticket_for(arrival := arrival + 1, 0), 50, "victim")
     queue.push(victim)
     most_active = 0.5 + 4 + 25
     until = queue._tenants["victim"].start - queue._now + queue._tenants["victim"].tokens / 0.5
-    overtaking = 2 * OVERTAKES * 3 / 0.5 if adversary in {"urgent", "mixed"} else 0  # virtual time of those of 3 tokens
+    overtaking = 2 * OVERTAKES * 3 / 0.5 if adversary in {"urgent", "mixed"} else 0  # virtual time of 3 tokens each
     bound = (until + overtaking) * most_active + 50
     for turns in range(int(bound)):
         if serve(queue) is victim:
@@ -156,7 +156,7 @@ def test_nobody_starves_whatever_comes_later(rng, adversary):
 
 @pytest.mark.parametrize("leave", ["served", "gone"])
 def test_what_is_kept_goes_by_who_waits_and_not_by_who_came(leave):
-    """One who never leaves, so that nothing is reset, and 20,000 of as many tenants that do."""
+    """One tenant always waits, so that nothing is reset. 20,000 requests come from it and from tenants that leave."""
     rng, queue = random.Random(3), FairQueue[Entry]({})
     queue.push(Entry((10**9, 10**9), 10**9, "stays"))
     waiting: list[Entry] = []
@@ -175,7 +175,7 @@ def test_what_is_kept_goes_by_who_waits_and_not_by_who_came(leave):
 
 @pytest.mark.slow
 def test_an_operation_takes_steps_like_the_logarithm_of_who_waits():
-    """Counted, not timed: lines of the queue's own modules that run."""
+    """Counts executed lines of the queue's own module, because times vary."""
     few, many = steps(500, 5), steps(20_000, 200)
     assert set(many) == {"push", "ahead", "remove", "serve"}
     for name, count in many.items():
@@ -184,7 +184,7 @@ def test_an_operation_takes_steps_like_the_logarithm_of_who_waits():
 
 
 def steps(waiters, tenants):
-    """The most that one operation took, by its name."""
+    """Return the maximum number of steps by operation."""
     rng = random.Random(5)
     queue, entries = FairQueue[Entry]({}), []
     for arrival in range(waiters):
@@ -226,7 +226,7 @@ def serve(queue):
     return found
 
 
-# --- what it is made of
+# --- components
 
 
 STEPS = st.lists(st.tuples(st.sampled_from(["put", "put", "remove"]), st.integers(0, 12), st.integers(-5, 5)))

@@ -1,4 +1,4 @@
-"""How much is read at once."""
+"""Limits of concurrent parsing."""
 
 from contextlib import suppress
 

@@ -1,4 +1,4 @@
-"""When tokens are held back, and for how long: on a clock and a processor that move only when told."""
+"""When tokens are delayed and for how long, with a simulated clock and processor."""
 
 from unittest.mock import Mock
 
@@ -42,7 +42,7 @@ def paced(machine):
 
 
 def after(machine, paced, looks, busy, step=stream._MEASURE_S * 1.01):
-    """The lengths that so many looks lead to."""
+    """Return the round lengths after each of `looks` looks."""
     lengths = []
     for _ in range(looks):
         machine.run(step, busy)
@@ -83,7 +83,7 @@ def test_what_comes_within_a_round_is_woken_once_at_its_end_and_another_round_be
     after(machine, paced, 10, 1.0)
     boxes = [Mock(), Mock()]
     machine.run(LONGEST_S, 1.0)
-    assert not paced.holds()  # the last round is over: this leaves at once
+    assert not paced.holds()  # the last round is over: this is sent immediately
     for _ in range(3):
         machine.run(0.004, 1.0)
         assert paced.holds()

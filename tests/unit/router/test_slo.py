@@ -1,4 +1,4 @@
-"""Which requests keep to the SLO, by times that the test sets."""
+"""Which requests meet the SLO."""
 
 from __future__ import annotations
 

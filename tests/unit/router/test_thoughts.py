@@ -1,4 +1,4 @@
-"""Whoever says thoughts, in whatever pieces and however often: each chunk comes once, in order, with no gap."""
+"""Each chunk's thought is delivered once, in order and without gaps, whichever workers send it and however often."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,13 +24,13 @@ def about(*chunks: int) -> list[Thought]:
 
 
 def said(most: int):
-    """Some of the consecutive chunks, as one message has them."""
+    """Draw some consecutive chunks, as one message has them."""
     return st.tuples(st.integers(0, most), st.integers(0, most)).map(lambda pair: about(*range(*sorted(pair))))
 
 
 @given(st.integers(0, 12), st.data())
 def test_any_messages_of_any_attempts(most, data):
-    """The last attempt says all of them, those before some."""
+    """The last attempt sends all thoughts, the earlier ones some."""
     thoughts, found = Thoughts(spell=spell), []
     for _ in range(data.draw(st.integers(0, 3))):
         thoughts.begin(0, 1, detached=False)
@@ -54,7 +54,7 @@ def test_what_was_told_first_counts():
 
 
 def chunks(thoughts: Thoughts, *said: int) -> list[int]:
-    """The chunks that are handed on when a worker says these."""
+    """Return the chunks that are delivered when a worker sends these."""
     return [thought.chunk for thought in thoughts.merge(about(*said))]
 
 

@@ -1,4 +1,4 @@
-"""What a router shows of the last minute, and of what happened: on a clock that stands still."""
+"""The router's statistics of the last minute and its event feed, on a simulated clock."""
 
 from __future__ import annotations
 
@@ -138,14 +138,14 @@ def test_refusals_under_load_leave_room_for_what_else_happens(clock):
 
 
 def test_happenings_name_a_request_as_its_client_does(clock):
-    """One that was resumed has another name on the workers, under which nobody finds its trace."""
+    """A resumed request has another id on the workers, under which no trace is found."""
     sinks: Any = MagicMock(clock=clock, activity=(seen := ActivityRecorder(clock)))
     request = RequestObserver(sinks, "mine", resumes=True)
     life = ChoiceObserver(request, 0, "r9", "mine", SPEC, 0)
     for reason in ("decode_lost", "prefill_lost"):
         attempt: Any = MagicMock(workers=("p-0", "d-0"), retry_reason=reason, fencing=NoWorker("gone"))
         life.recovered(attempt)
-    life.is_accepted = True  # so its end is no refusal
+    life.is_accepted = True  # so its end is no rejection
     request.ended(pb.GenerateRequest(), NoWorker("gone"))
     assert seen.happenings.settle() == 4
     assert {one.request_id for one in seen.happenings.since(0)} == {"mine"}
@@ -162,7 +162,7 @@ def test_a_prompt_counts_once_however_many_choices_it_has(clock):
 
 @pytest.fixture
 def trace(clock):
-    """Of a request that has just come."""
+    """The trace of a request that has just arrived."""
     trace = Trace("x", TraceContext.new(), "router", clock.wall())
     trace.tracks.append(Track("router", 0, clock))
     return trace

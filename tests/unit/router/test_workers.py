@@ -1,4 +1,4 @@
-"""Claims on pairs of workers: who is taken, who is kept, and what they count as loaded with."""
+"""Placements on pairs of workers: the choice, the worker with held KV, and the load that they count for."""
 
 from collections import Counter
 from unittest.mock import AsyncMock
@@ -17,7 +17,7 @@ from tests.unit.router.fakes import block_names, named, pair_of, pool_of, publis
 
 
 def workers(count, **facts):
-    """A pool with so many workers of each role."""
+    """Create a pool with `count` workers of each role."""
     return pool_of(*(fakes.link(role, f"{role}-{number}") for role in Role for number in range(count)), **facts)
 
 
@@ -40,7 +40,7 @@ def test_the_worker_that_holds_the_kv_is_taken_while_it_is_there(pool):
 
 
 def test_what_is_held_is_given_up_when_nobody_is_there_who_could_take_it():
-    """Else the request would wait for ever, and all others behind it: two models, as in the middle of an upgrade."""
+    """A request with unusable held KV would block the queue forever. Two models occur during an upgrade."""
     pool = pool_of(*(fakes.link(role, f"{role}-{model}", model) for role in Role for model in "ab"))
     kept = Requirements(named(pool, "prefill-a"))
     assert pair_of(pool.place(10, kept)) == ("prefill-a", "decode-a")
@@ -143,7 +143,7 @@ def test_a_decode_worker_is_asked_alone_where_that_is_sooner_and_allowed():
 
 
 def test_who_does_it_all_has_one_request_more(pool):
-    """Not two until the first token: the next one would go to who has just said it, and not in turn."""
+    """A request counts once, also before its first token. Else the worker that sent one would get the next request."""
     for name in ("prefill-0", "prefill-1"):
         say(pool, name, usable=False)
     placements = [pool.place(10) for _ in range(4)]
@@ -160,7 +160,7 @@ def test_who_does_it_all_has_one_request_more(pool):
 async def test_a_worker_without_a_lease_takes_nothing_new(pool):
     one = named(pool, "prefill-0")
     assert pair_of(pool.place(10))[0] == "prefill-0"
-    one.usable = False  # as a link's is that is retired
+    one.usable = False  # like a retired link
     await pool._check(one.info.ref, one, 0.5)
     assert pair_of(pool.place(10))[0] == "prefill-1"
     assert pair_of(pool.place(10))[0] == "prefill-1"
@@ -171,7 +171,7 @@ async def test_a_worker_without_a_lease_takes_nothing_new(pool):
 
 @pytest.mark.parametrize("failed", [1, 3])
 async def test_a_ledger_that_comes_back_empty_ends_nothing_however_long_it_was_away(pool, failed):
-    """The workers had no time yet to register again."""
+    """The workers have not registered again yet."""
     clock = pool._clock
     pool._source = AsyncMock(side_effect=[*[LedgerError("away")] * failed, []])
     pool._seen = {one.info.ref: clock.monotonic() for one in pool.links}

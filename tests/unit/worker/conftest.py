@@ -1,4 +1,4 @@
-"""Both workers, a router, and the settings of a decode worker, for each test."""
+"""Both workers, a router session, and the settings of a decode worker."""
 
 from __future__ import annotations
 

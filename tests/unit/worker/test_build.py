@@ -1,4 +1,4 @@
-"""From settings to an engine, and from one role to the other: what is refused, what stays loaded, what is freed."""
+"""From settings to an engine, and from one role to the other: rejections, what stays loaded, and what is freed."""
 
 import weakref
 from dataclasses import asdict, replace
@@ -110,7 +110,7 @@ def test_a_worker_tells_on_which_settings_its_bits_depend(settings):
     ],
 )
 def test_a_worker_is_told_what_the_file_says(settings, sets, told):
-    """Of KV, of verify passes, and of thinking, where YAML takes "off" for a boolean."""
+    """Settings of KV, verify passes and thinking. YAML reads the thinking mode "off" as a boolean."""
     found = settings(*sets)
     facts = asdict(found.transfer) | {"shapes": found.shapes, "thinking_prefill": found.thinking_prefill}
     assert {name: facts[name] for name in told} == told
@@ -174,9 +174,9 @@ def test_ranks_that_cannot_be_are_refused_by_key_before_any_starts(monkeypatch, 
     ("pool", "host"),
     [
         ("listen: '127.0.0.1:0'", "127.0.0.1"),
-        ("listen: '0.0.0.0:7000', advertise: 127.0.0.2", "127.0.0.2"),  # where its peers find it
+        ("listen: '0.0.0.0:7000', advertise: 127.0.0.2", "127.0.0.2"),  # the address that its peers use
         ("listen: '[::]:7000', advertise: '[::1]'", "::1"),
-        ("listen: '0.0.0.0:7000'", "127.0.0.1"),  # without a name of its own it is found from this machine alone
+        ("listen: '0.0.0.0:7000'", "127.0.0.1"),  # without `advertise`, only this machine can reach it
         ("listen: '[::]:7000'", "::1"),
         ("listen: '127.0.0.1:0', advertise: worker-0.example", "127.0.0.1"),
         ("listen: '0.0.0.0:0', advertise: worker-0.example, interface: lo", "127.0.0.1"),
@@ -195,7 +195,7 @@ def test_how_attention_is_split_reaches_the_kernels(settings, by):
     sets = (f"decode.attention_splits={by}", f"model.path={DEMO}", "decode.device=cpu")
     backend: Any = load_backend(settings(*sets))
     kernels = backend.model.kernels
-    if kernels.name == "compiled":  # elsewhere it has no effect, and the log says so
+    if kernels.name == "compiled":  # elsewhere it has no effect, which is logged
         assert kernels.splits == by
 
 
@@ -244,7 +244,7 @@ def test_who_and_where_it_is_stays(both):
 @pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True])
 def test_the_old_pool_is_freed_before_the_next_one_is_made(both, monkeypatch, again):
-    """Also of an engine whose listeners refer to it, as those of roles do, and which was frozen for the collector."""
+    """An engine is freed although its listeners refer to it, as roles do, and the garbage collector was frozen."""
     sets = [f"model.path={DEMO}", "model.max_model_len=64", *["decode.block_size=32"] * again]
     alive: list[tuple[bool, bool]] = []
     model, settings = _Model(), both(*sets)

@@ -1,4 +1,4 @@
-"""The histories that both roles keep of random schedules hold for the checker."""
+"""The checker accepts the histories that both roles write during random schedules."""
 
 import inspect
 import random

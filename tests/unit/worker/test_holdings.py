@@ -1,4 +1,4 @@
-"""A census counts who holds which blocks of a worker, in every state, and finds those that nobody holds."""
+"""A census lists the holders of a worker's blocks in every state and finds blocks without a holder."""
 
 import threading
 from functools import partial
@@ -29,7 +29,7 @@ def d():
 
 
 def states(side, router_id="router-a"):
-    """As the census has them, which always adds up; all are of this router."""
+    """Return the holdings in a census, which must add up. All are of this router."""
     census = count(D, side.counts, side.role.holdings())
     assert census.unaccounted == 0
     assert {held.router_id for held in census.held} <= {router_id}
@@ -55,7 +55,7 @@ def test_a_prefill_worker(p, router):
 
 
 def test_a_fetch_holds_blocks_beside_the_prompt(p, router):
-    p.role.fetches._cost.computed(1, 10.0)  # computing is dear
+    p.role.fetches._cost.computed(1, 10.0)  # makes computing expensive
     p.take(router, prefill(A, skip=8))
     assert states(p) == [(A, "fetching", 2)]
     p.role.fetch_ended(A)
@@ -169,4 +169,4 @@ async def test_an_engine_that_does_not_come_to_it_is_not_waited_for(side):
         await take(side.loop, D, holdings, within_s=0.01)
     side.loop.start(side.role)
     assert (await take(side.loop, D, list)).unaccounted == 0
-    assert looked == []  # nobody waited for it any more
+    assert looked == []  # the expired census was skipped

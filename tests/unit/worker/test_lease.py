@@ -1,4 +1,4 @@
-"""A lapsed lease is never taken up again, a Redis that is away costs nobody anything, and orders are obeyed."""
+"""A lapsed lease is never renewed, an unreachable Redis does not end the worker, and commands are obeyed."""
 
 import asyncio
 from unittest.mock import AsyncMock, Mock, call
@@ -51,7 +51,7 @@ async def test_a_lease_that_is_renewed_in_time_is_kept(lease, ledger, clock):
 @pytest.mark.parametrize("redis", ["there", "away"])
 @pytest.mark.parametrize("how", ["check", "renew"])
 async def test_a_lease_that_lapsed_is_over_whatever_the_ledger_would_say(lease, ledger, clock, how, redis):
-    """An engine thread that was stuck, or a process that was frozen: the place may have been reclaimed."""
+    """Another worker may have taken the id while the engine thread or the process was stuck."""
     await lease.take()
     if redis == "away":
         ledger.renew.side_effect = LedgerError("away")
@@ -122,7 +122,7 @@ DRAIN, TURN, STAY = order_of(drain=True), order_of(Role.PREFILL), order_of()
 
 @pytest.fixture
 def parts():
-    """A lease, a loop, a service, a board, a role and settings in one, of which each call is remembered."""
+    """A mock of the lease, loop, service, control state, role and settings that records all calls."""
     it = Mock(heartbeat_s=0.001, lease_s=0.06, failure=None, iterations=0)
     it.renew, it.order = AsyncMock(), AsyncMock(return_value=None)
 

@@ -1,4 +1,4 @@
-"""A worker that is told to drain ends what it has; at a SIGTERM it hands that over. Then nobody would miss it."""
+"""A draining worker finishes its work; at SIGTERM, it hands its work over. Afterwards it can end."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_nothing_new_is_taken_and_idle_workers_are_drained_at_once(pair, router,
 
 @pytest.mark.parametrize("upto", ["reserved", "alone", "queued", "offered", "written", "committed"])
 def test_a_handoff_that_is_under_way_ends_with_its_last_token(pair, router, upto):
-    """`alone`: it is reserved, and its prompt is computed there as well."""
+    """`alone`: the decode worker also computes the prompt."""
     sides = [pair.prefill, pair.decode]
     if upto in {"reserved", "alone"}:
         sides = [pair.decode]
@@ -81,7 +81,7 @@ def test_kv_that_waits_for_a_repush_is_waited_for(pair, router):
 
 
 def park(side, router):
-    """Let a resumable request decode, and let its router go."""
+    """Start decoding a resumable request and disconnect its router."""
     side.take(router, reserve(resumable_s=30.0), prefill(to=None))
     side.step()
     side.role.gone(router)
@@ -92,7 +92,7 @@ def test_so_is_what_decodes_for_nobody(pair, router):
     pair.decode.role.drain()
     assert not pair.decode.role.idle
     pair.decode.run()
-    assert len(pair.decode.role.detached) == 1  # remembered, and not missed
+    assert len(pair.decode.role.detached) == 1  # it remembers the stream, but need not wait for it
     ends_in_peace(pair.decode)
 
 
@@ -108,7 +108,7 @@ def test_a_pin_is_waited_for(pair, router):
     ends_in_peace(pair.decode)
 
 
-# --- SIGTERM: what it has goes on elsewhere, in whatever state it is
+# --- SIGTERM: its work continues elsewhere, from any state
 
 
 @pytest.mark.parametrize("upto", ["reserved", "offered", "written"])

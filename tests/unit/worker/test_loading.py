@@ -1,4 +1,4 @@
-"""What is logged while a model is loaded: not too often, and once at the end how long it took and what it needs."""
+"""Log of loading a model: limited progress, and one line at the end with the time and memory it took."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def test_progress_is_logged_at_most_every_two_seconds():
 
 def test_the_end_is_logged_once(settings):
     with capture_logs() as logged:
-        load_backend(settings())  # the oracle, of which nothing is loaded
+        load_backend(settings())  # the oracle loads nothing
         backend = load_backend(settings(f"model.path={DEMO}"))
-    events = [event for event in logged if event["event"] != "kernels_torch"]  # logged where none are compiled
+    events = [event for event in logged if event["event"] != "kernels_torch"]  # logged where no kernels are compiled
     assert [event["event"] for event in events] == ["model_loading", "model_loaded"]
     loaded = events[-1]
     assert (loaded["model"], loaded["dtype"], loaded["device"]) == (str(DEMO), backend.layout.dtype, "cpu")
@@ -44,7 +44,7 @@ def test_the_end_is_logged_once(settings):
 
 
 def test_a_length_for_which_positions_are_not_right_is_refused_before_weights_are_read(settings, tmp_path):
-    """The model's rotary scaling says how long that is, which may be more than what its config.json starts with."""
+    """The model's rotary scaling sets the limit, which may exceed the length in its config.json."""
     folder = shutil.copytree(DEMO, tmp_path / "demo")
     config = json.loads((folder / "config.json").read_text())
     limit = config["max_position_embeddings"]

@@ -1,4 +1,4 @@
-"""The engine thread: jobs in order between steps, idle without spinning, and a failure that says so."""
+"""The engine thread runs jobs in order between steps, waits without spinning, and reports a failure."""
 
 import asyncio
 import threading
@@ -21,12 +21,12 @@ from tests.support.workers import DecodeSide, PrefillSide
 
 
 class FakeEngine:
-    """Has work while `work` is true; a step brings what `bring` gives."""
+    """Has work while `work` is true. A step returns `bring()`."""
 
     def __init__(self):
         self.work, self.bring = False, StepResult
         self.steps = 0
-        self.many = threading.Event()  # set when it was stepped more often than any of these tests needs
+        self.many = threading.Event()  # set after more steps than any of these tests needs
 
     def has_work(self):
         return self.work
@@ -126,7 +126,7 @@ def test_jobs_run_between_steps(engine, listener, started):
 
 @pytest.mark.parametrize("work", [False, True])
 def test_idle_it_runs_each_job_at_once_and_does_not_spin(engine, listener, started, work):
-    engine.work = work  # a step computes nothing: the pool is held by others
+    engine.work = work  # a step computes nothing because others hold the pool
     loop = started(idle_s=60.0)
     for _ in range(3):
         run_on(loop)  # 10 s would be too late
@@ -162,7 +162,7 @@ def test_a_failure_ends_the_thread_and_is_told(engine, listener, where):
     loop._thread.join(scaled(10))
     assert isinstance(loop.failure, AssertionError)
     before = loop.iterations
-    loop.submit(lambda: None)  # by a transfer thread that does not know: harmless
+    loop.submit(lambda: None)  # by a transfer thread that has not seen the failure: harmless
     assert loop.iterations == before
     loop.stop()
 
@@ -186,7 +186,7 @@ def test_what_was_submitted_before_the_stop_still_runs(engine, listener):
     gate.set()
     stopping.join(scaled(10))
     assert (seen, loop.failure) == (list(range(5)), None)
-    EngineLoop(engine).stop()  # one that was never started
+    EngineLoop(engine).stop()  # a loop that was never started
 
 
 def test_what_steps_took_is_kept_by_kind_and_of_those_that_mix_kinds_each_part(engine, listener):
@@ -237,7 +237,7 @@ def test_who_hears_of_a_step_finds_what_it_took_and_telling_counts_with_the_next
 
 
 class SlowBackend(OracleBackend):
-    """Stops in the middle of a forward until it is told to go on."""
+    """A backend that stops in the middle of a forward until `go_on` is set."""
 
     def __init__(self):
         super().__init__(oracle_layout(block_size=BLOCK), max_model_len=64)

@@ -1,4 +1,4 @@
-"""A model that thinks, over both roles: prompt here, the rest there, and all comes as if nothing had moved."""
+"""A thinking model over both roles: a handoff changes neither tokens nor thoughts."""
 
 import random
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ def model(tmp_path_factory):
 
 
 class Workers(Pair):
-    """KV that is declared final leaves at once, in the middle of the step."""
+    """A pair that sends final KV immediately, in the middle of the step."""
 
     def __init__(self, model, mode="auto", **options):
         backend = model.backends[mode]
@@ -60,7 +60,7 @@ class Workers(Pair):
         self.prefill.pusher.advance(handoff, self.decode)  # offered
 
     def finish(self, handoff=H):
-        """From what is computed to the last token; the decode worker has the very same KV."""
+        """Finish the prompt, check that both workers have equal KV, and decode to the end."""
         self.prefill.run()
         self.advance(handoff, "committed")
         ours, theirs = self.prefill.engine, self.decode.engine
@@ -81,7 +81,7 @@ def spec_of(length=27, **changed):
 
 
 def outcome_of(session, handoff=H, known=0):
-    """Ids and thoughts of one attempt. Those that are told again must be the same."""
+    """Return ids and thoughts of one attempt. Repeated ones must be the same."""
     ids: dict[int, int] = {}
     thoughts: dict[int, tuple[int, ...]] = {}
     for token in session.tokens(handoff):
@@ -115,7 +115,7 @@ def test_a_handoff_is_as_if_nothing_had_moved(model, router, mode, while_decodin
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("steps", range(4))
 def test_a_repush_hands_the_same_state_over_and_tells_all_thoughts_again(model, router, workers, steps, waits):
-    """The decode worker was lost; the next one gets all of it. Nothing is computed twice."""
+    """The decode worker was lost. The next one gets everything, and nothing is computed twice."""
     workers.begin(router, H, spec_of())
     workers.prefill.step(steps)
     workers.decode.take(router, release())
@@ -135,7 +135,7 @@ def test_a_repush_hands_the_same_state_over_and_tells_all_thoughts_again(model, 
 @pytest.mark.parametrize("while_decoding", [False, True])
 @pytest.mark.parametrize("said", [1, 5])
 def test_a_next_attempt_with_known_tokens_says_all_thoughts_again(model, router, while_decoding, said):
-    """The decode worker was lost after its commit: elsewhere all that the client has is computed again."""
+    """The decode worker was lost after its commit. Another one recomputes everything that the client has."""
     answer = model.answer(prompt_of(27), while_decoding=while_decoding)
     spec = spec_of(known=tuple(answer.tokens[:said]), think_while_decoding=while_decoding)
     workers, again = Workers(model), HandoffId("again", 2)

@@ -1,9 +1,7 @@
-"""A prefill and a decode role in one thread, in any order of events: hypothesis looks for one that breaks a promise.
+"""A prefill and a decode role in one thread: hypothesis searches for an order of events that breaks a guarantee.
 
-Routers reserve, prefill, push again what is held, fence, release and vanish; pushes go on by a stage while the prompt
-is computed, are reported late, or lose their channel; time passes; both engines step. Both pools are small, so there is
-no room, and there are preemptions, in the middle of pushes too. The decode worker keeps what it had of a prompt, and
-only the rest comes. The oracle's tokens depend on every byte of KV.
+Routers reserve, prefill, repush, fence, release and disconnect. Pushes advance during the prompt, report late, or lose
+their channel. Small pools cause rejections and preemptions. The oracle's tokens depend on every byte of KV.
 """
 
 import functools
@@ -27,9 +25,7 @@ requests, numbers = st.sampled_from(REQUESTS), st.integers(0, 3)
 
 @functools.cache
 def spec_for(request):
-    """`a` ends with its first token; the others grow past a block, at random ones of the seeds or greedily; `d` is in a
-    hurry.
-    """
+    """`a` ends with its first token, the others grow past a block. `c` is sampled, others are greedy. `d` is urgent."""
     index = REQUESTS.index(request)
     sampling = Sampling(max_tokens=1 + 4 * index, temperature=float(index == 2), seed=5, ignore_eos=index != 3)
     return replace(spec_of(HandoffId(request, 1), 5 + 3 * index, sampling), priority=int(request == "d"))
@@ -41,7 +37,7 @@ def known_answer(request):
 
 
 class Router:
-    """Its streams to both workers; a side whose stream broke gets a new one, as a link does."""
+    """A router's streams to both workers. A broken one is replaced, as a link does."""
 
     def __init__(self, name):
         self.name = name
@@ -66,7 +62,7 @@ class TogetherMachine(RuleBasedStateMachine):
 
     @rule(request=requests, router=st.integers(0, 1), deadline_s=st.sampled_from([0.0, 3.0]))
     def begin(self, request, router, deadline_s):
-        """The next attempt: reserve, and prefill if there is room."""
+        """Start the next attempt: reserve, and prefill if there is capacity."""
         self.attempts[request] += 1
         handoff, spec, router = HandoffId(request, self.attempts[request]), spec_for(request), self.routers[router]
         cached = self.reserve(router, handoff, deadline_s)
@@ -74,7 +70,7 @@ class TogetherMachine(RuleBasedStateMachine):
             self.pair.prefill.take(router.p, prefill(handoff, spec, deadline_s=deadline_s, skip=cached))
 
     def reserve(self, router, handoff, deadline_s=0.0):
-        """What is here already; None: it was refused."""
+        """Return the cached tokens, or None after a rejection."""
         spec = spec_for(handoff.request_id)
         prefix = names_of(spec.tokens, self.pair.decode.engine.layout.block_size)
         self.pair.decode.take(router.d, reserve(handoff, len(spec), deadline_s=deadline_s, prefix=prefix))
@@ -82,7 +78,7 @@ class TogetherMachine(RuleBasedStateMachine):
 
     @rule(request=requests, router=st.integers(0, 1), back=numbers, deadline_s=st.sampled_from([0.0, 3.0]))
     def push_again(self, request, router, back, deadline_s):
-        """The next attempt of what the prefill worker holds of this one, or has let go of."""
+        """Repush an earlier attempt, which the prefill worker holds or has freed."""
         held, router = self.one_of(request, back), self.routers[router]
         self.pair.decode.take(router.d, release(held))
         self.attempts[request] = max(self.attempts[request], 1) + 1
@@ -99,7 +95,7 @@ class TogetherMachine(RuleBasedStateMachine):
 
     @rule(request=requests, router=st.integers(0, 1), back=numbers)
     def reserve_again(self, request, router, back):
-        """Only an attempt that found no room may be tried again, while no later one was seen."""
+        """Only an attempt rejected for capacity may be retried, while no later one was seen."""
         handoff, session = self.one_of(request, back), self.routers[router].d
         seen = any({"reserved", "fenced"} & set(d.kinds(handoff)) for _, d in self.sessions)
         self.pair.decode.take(session, reserve(handoff, len(spec_for(request))))
@@ -134,7 +130,7 @@ class TogetherMachine(RuleBasedStateMachine):
             lost.d = fresh.d
         self.sessions.append((lost.p, lost.d))
 
-    # --- what goes on by itself
+    # --- progress
 
     @rule(times=st.integers(1, 4))
     def step_prefill(self, times):
@@ -172,7 +168,7 @@ class TogetherMachine(RuleBasedStateMachine):
     def time_passes(self, seconds):
         self.pair.clock.advance(seconds)
 
-    # --- promises
+    # --- guarantees
 
     @invariant()
     def no_block_is_lost(self):
@@ -227,7 +223,7 @@ class TogetherMachine(RuleBasedStateMachine):
         return job is not None and job.adopted
 
     def committed(self, handoff):
-        """Accepted, and waiting for the engine thread."""
+        """Return whether the commit was accepted and waits for the engine thread."""
         entry = self.pair.decode.role.reservations._entries.get(handoff)
         return entry is not None and entry.state is State.COMMITTED
 
@@ -239,12 +235,12 @@ class TogetherMachine(RuleBasedStateMachine):
 
 
 def kinds_of(session, handoff):
-    """A failure after which the KV is held is "held": it may be followed by what becomes of the prompt."""
+    """Return event kinds. "held" is a failure that keeps the KV; another end of the prompt may follow it."""
     return ["held" if event.failed.held else event.WhichOneof("event") for event in session.told(handoff)]
 
 
 def once(kinds, ends, refusal):
-    """After its one end a handoff is silent: but for fences, which are answered each time, and refused repetitions."""
+    """Check that a handoff ends once. Afterwards it only answers fences and rejects repetitions."""
     kinds = [kind for kind in kinds if kind != refusal]
     found = [kind for kind in kinds if kind in ends and kind != "fenced"]
     assert len(found) <= 1, kinds

@@ -1,4 +1,4 @@
-"""Service Worker over real gRPC: who is let in, what is said, and how it ends; malformed commands change nothing."""
+"""The Worker service over real gRPC: handshake, messages and end of a stream. Malformed commands change nothing."""
 
 import asyncio
 import threading
@@ -86,7 +86,7 @@ class Worker:
         return call
 
     async def heard(self, call):
-        """The router's session, once the role has heard a command of it."""
+        """Return the router's session, after the role has received a command of it."""
         await call.write(saying(release()))
         kind, session, _ = await self.role.next()
         assert kind == "command"
@@ -189,14 +189,14 @@ async def test_the_end_of_the_stream_is_told_once_and_last(worker, how):
             await call.read()
     assert await worker.role.next() == ("gone", session, None)
     assert worker.service.sessions == set()
-    session.emit([events.fenced(H)])  # a step that was under way: harmless
+    session.emit([events.fenced(H)])  # by a step in progress: harmless
     assert worker.role.heard.empty()
 
 
 async def test_a_router_that_does_not_read_is_noticed_when_it_leaves(worker):
     call = await worker.joined()
     session = await worker.heard(call)
-    for _ in range(40):  # far more than a flow control window: the worker's write is blocked now
+    for _ in range(40):  # far more than a flow control window, so that the worker's write blocks
         session.emit([events.preempted(H, "x" * 500_000)])
         await asyncio.sleep(0)
     call.cancel()

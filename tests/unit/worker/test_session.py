@@ -1,4 +1,4 @@
-"""A router's stream as the roles see it: events gather, and leave together."""
+"""A router's stream as the roles see it: events gather and are sent together."""
 
 import asyncio
 import threading

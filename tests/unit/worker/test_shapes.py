@@ -1,4 +1,4 @@
-"""The shape of verify passes of a worker: the cluster file first, then what was measured here, then 2 x 32."""
+"""The shape of a worker's verify passes: from the cluster file, else from measurements here, else 2 x 32."""
 
 import asyncio
 from dataclasses import replace
@@ -27,7 +27,7 @@ def settings(settings, tmp_path, monkeypatch):
 
 
 def chosen(found):
-    """Rows, tokens, and where the log says that they are from."""
+    """Return rows, tokens, and their source in the log."""
     with capture_logs() as logs:
         shapes = settled(found).shapes
     (line,) = [line for line in logs if line["event"] == "verify_passes"]
@@ -53,10 +53,10 @@ def test_the_cluster_file_comes_first(settings, tmp_path):
     for sets, expected in {
         ("determinism.rows=1",): (1, 32, "config"),
         ("determinism.rows=1", "determinism.window=64"): (1, 64, "config"),
-        ("determinism.window=64",): (PRESET, 64, "preset"),  # of which nothing was measured
+        ("determinism.window=64",): (PRESET, 64, "preset"),  # nothing was measured for it
         ("determinism.window=32",): (4, 32, "profile"),
         ("determinism.verify=always",): (8, 32, "profile"),
-        (f"model.path={tmp_path}",): (PRESET, 32, "preset"),  # no model is there: whoever loads it says so
+        (f"model.path={tmp_path}",): (PRESET, 32, "preset"),  # loading reports the missing model
         ("model.path=oracle",): (PRESET, 32, "preset"),
     }.items():
         assert chosen(settings(*sets)) == expected, sets
@@ -82,7 +82,7 @@ async def test_a_worker_starts_with_it(settings, monkeypatch):
 
 
 def test_workers_of_one_kind_look_at_one_place(settings):
-    """Another number of rows on one of two workers alike would make them unlike."""
+    """Two workers of one kind with different numbers of rows would be incompatible."""
     here = passes_path(settings())
     same = ("decode.max_running=3", "decode.block_size=32", "decode.kv_memory=1MiB", "decode.max_batched_tokens=999")
     assert {passes_path(settings(each)) for each in same} == {here}

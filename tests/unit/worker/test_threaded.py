@@ -1,4 +1,4 @@
-"""A worker on a thread of somebody's process: ready, failing, stopped, and ending by itself."""
+"""A worker on a thread of its host process: start, failure, stop, and its own end."""
 
 import asyncio
 import threading
@@ -13,11 +13,11 @@ from baton.worker.process import HostedWorker, run_worker_process
 from tests.support.sessions import D
 from tests.support.time_factor import scaled
 
-NO_SETTINGS: Any = ({}, {}, None)  # settings, factories and a role that nobody looks at
+NO_SETTINGS: Any = ({}, {}, None)  # unused settings, factories and role
 
 
 class Exits:
-    """Starts workers; with which codes they end the process, had they one."""
+    """Starts workers and records the exit codes with which they would end the process."""
 
     def __init__(self):
         self.codes = []
@@ -62,7 +62,7 @@ def test_what_kept_it_from_starting_is_raised_by_ready(exits):
 
 @pytest.mark.parametrize("error", [EngineFault("the engine thread failed"), RuntimeError("a bug"), None])
 def test_a_worker_that_ends_by_itself_ends_the_process(exits, hosted, error):
-    """`run_worker_process` must not make its own end look like a stop that was asked for."""
+    """`run_worker_process` must not make its own end look like a requested stop."""
     go_on = threading.Event()
 
     async def serve(stop, ready):

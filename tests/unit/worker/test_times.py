@@ -1,4 +1,4 @@
-"""What workers say of their time, once each, and what they remember of thoughts and attempts, up to a limit."""
+"""Workers report each span once, and keep a limited number of thoughts and attempts."""
 
 from dataclasses import replace
 
@@ -68,7 +68,7 @@ def test_a_handoff_at_both_ends(router, pair, side):
     assert list(said(router, "pushed")) == ["wait", "compute", "push"]
     assert list(said(router, "committed")) == ["receive", "commit"]
     spans = said(router, "finish")
-    made = str(len(router.tokens()) - 2)  # but the first, which comes from both
+    made = str(len(router.tokens()) - 2)  # the first token comes from both workers
     assert list(spans) == ["decode"]
     assert (spans["decode"].attributes["tokens"], spans["decode"].attributes["steps"]) == (made, made)
     other = HandoffId("one token", 1)
@@ -158,7 +158,7 @@ def test_the_latest_requests_are_remembered_up_to_the_limit():
                 attempts.check_new(HandoffId(request, attempt))
         attempts.check_new(HandoffId(request, 3))
     attempts.check_new(HandoffId("a", 1))  # forgotten
-    attempts.saw(HandoffId("b", 1))  # an older attempt takes nothing back, and the request was seen last
+    attempts.saw(HandoffId("b", 1))  # an older attempt changes nothing, but makes the request the most recent
     attempts.saw(HandoffId("d", 1))
     attempts.check_new(HandoffId("c", 1))
     with pytest.raises(StaleAttempt, match="attempt 2"):

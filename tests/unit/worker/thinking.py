@@ -1,4 +1,4 @@
-"""Engines that seem to think: what a role is told of thoughts and states, without a model that has any."""
+"""Engines with fake thoughts and thinking states, which need no thinking model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from baton.core import ThinkingState, Thought
 
-CHUNK = 4  # as many tokens as a block has
+CHUNK = 4  # the size of a block
 
 
 def thought_about(chunk):
@@ -18,16 +18,16 @@ def thoughts_about(count):
 
 
 def state_at(position):
-    """As a handoff carries it: the chunks before that of `position` were thought about."""
+    """Return the state in a handoff after thoughts about all chunks before that of `position`."""
     chunk, offset = divmod(position, CHUNK)
     ids = tuple(thought.token_ids for thought in thoughts_about(chunk))
     return ThinkingState("thinker", chunk, offset, bytes([position]) * 32, b"", ids)
 
 
 def thinks(engine, *, always=False):
-    """Each step tells thoughts about the chunks of prompts that it completed. `always`: about generated ones, too."""
+    """Make each step return thoughts about completed chunks of prompts, with `always` also of generated tokens."""
     step = engine.step
-    told: dict[Any, int] = {}  # by sequence
+    told: dict[Any, int] = {}  # reported positions by sequence
 
     def thinking_step():
         result = step()

@@ -1,4 +1,4 @@
-"""Channels over every transport that a test of the contract runs on."""
+"""Channels over every transport, for tests of the contract."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.unit.kvtransfer.transports.pairs import Pairs, two
 
 @pytest.fixture(scope="session")
 def _small_heap() -> None:
-    """Freeze objects that were loaded before: a collection takes milliseconds instead of half a second."""
+    """Freeze objects loaded earlier, so that a collection takes milliseconds instead of half a second."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
 def collected(_small_heap: None) -> None:
-    """No garbage of other tests holds descriptors."""
+    """Collect garbage of other tests, which may hold descriptors."""
     gc.collect()
 
 

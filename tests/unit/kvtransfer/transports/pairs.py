@@ -1,4 +1,4 @@
-"""Two ends of a channel in one process, whatever the transport, and frames sent through them with credits."""
+"""Both ends of a channel in one process, over any transport, and frames sent through them with credits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.unit.kvtransfer.support import FINGERPRINT, SETTINGS, D, LoopbackPeer
 NAME = ChannelName(Incarnation(7, 1), Incarnation(7, 2), 1)
 RING = Ring(slots=4, size=1 << 16)
 CPU = torch.device("cpu")
-PATIENT_S = 600.0  # a deadline that no test waits for
+PATIENT_S = 600.0  # a deadline longer than any test
 
 
 def descriptors() -> set[str]:
@@ -38,12 +38,12 @@ def descriptors() -> set[str]:
 
 
 def held() -> tuple[int, int]:
-    """Descriptors and Python threads of this process."""
+    """Return the numbers of descriptors and Python threads of this process."""
     return len(descriptors()), threading.active_count()
 
 
 def given_back(before: tuple[int, int]) -> None:
-    """Wait until there are no more of either than `before`."""
+    """Wait until there are at most `before` descriptors and threads."""
     eventually(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
 
 
@@ -56,18 +56,18 @@ def breaks(call: Callable[[], object]) -> bool:
 
 
 def broken(end: ChannelEnd, first: int = 0) -> None:
-    """Wait until no frame from `first` on can be started any more."""
+    """Wait until no frame from `first` on can be started."""
     numbers = itertools.count(first)
     eventually(lambda: breaks(lambda: end.start(next(numbers), 8)))
 
 
 def mute() -> KeyRelay:
-    """The other side has no end."""
+    """Return a relay without a peer."""
     return KeyRelay(lambda key, value: None)
 
 
 def relayed() -> tuple[KeyRelay, KeyRelay]:
-    """By side; what one sends, the other receives."""
+    """Return the relays by side. Each receives the other's keys."""
     receiver = KeyRelay(lambda key, value: sender.deliver(key, value))  # noqa: PLW0108  # there is no sender yet
     sender = KeyRelay(receiver.deliver)
     return sender, receiver
@@ -75,7 +75,7 @@ def relayed() -> tuple[KeyRelay, KeyRelay]:
 
 @contextmanager
 def two(kind: str) -> Iterator[tuple[Transport, Transport]]:
-    """A transport for the sender and one for the receiver."""
+    """Yield a transport for the sender and one for the receiver."""
     if kind == "grpc":
         grpc, kv = GrpcTransport(), make_kv(None)
         peer = LoopbackPeer(lambda: PeerService(kv, D, FINGERPRINT, SETTINGS, RecordingTable(), [], data=grpc))
@@ -95,7 +95,7 @@ def two(kind: str) -> Iterator[tuple[Transport, Transport]]:
 
 @dataclass
 class Pairs:
-    """Opens channels; each side in a thread. `sides`: transports by side."""
+    """Opens channels, each end on a thread. `sides`: transports by side."""
 
     sides: tuple[Transport, Transport]
     pool: ThreadPoolExecutor
@@ -108,11 +108,11 @@ class Pairs:
         return sender.result(), receiver.result()
 
     def alone(self, side: Side, keys: KeyRelay, deadline_s: float = 5.0, ring: Ring = RING) -> Future[ChannelEnd]:
-        """An end whose other one is the test's."""
+        """Open one end. The test plays the other."""
         return self.pool.submit(self.sides[side].open, NAME, side, keys, ring, deadline_s)
 
     def carry(self, ends: tuple[ChannelEnd, ChannelEnd], data: list[torch.Tensor], ahead: int, ring: Ring = RING):
-        """Send these frames; what came. `ahead`: how many are started before the first of them is finished."""
+        """Send frames and return the received ones. `ahead`: number started before the first is finished."""
         credits = threading.Semaphore(ring.slots)
         sending = self.pool.submit(send, ends[0], credits, data, ring.slots)
         taken = receive(ends[1], credits, list(map(len, data)), ahead)
@@ -125,7 +125,7 @@ class Pairs:
 
 
 def frames(seed: int, count: int, ring: Ring = RING) -> list[torch.Tensor]:
-    """Random bytes of random lengths, the first of a whole slot, the second of one byte."""
+    """Return random bytes of random lengths: first a whole slot, then one byte."""
     draw = random.Random(seed)
     sizes = [ring.size, 1] + [draw.randint(1, ring.size) for _ in range(count - 2)]
     return [torch.frombuffer(bytearray(draw.randbytes(size)), dtype=torch.uint8) for size in sizes]
@@ -148,6 +148,6 @@ def receive(end: ChannelEnd, credits: threading.Semaphore, sizes: list[int], ahe
             started += 1
         end.finish(number)
         taken.append(end.slot(number)[:nbytes].clone())
-        end.slot(number).zero_()  # what comes late, or is sent twice, is seen
+        end.slot(number).zero_()  # so that late or repeated data is detected
         credits.release()
     return taken

@@ -1,4 +1,4 @@
-"""Which transports a worker has."""
+"""Selection of a worker's transports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of a channel, held by each transport."""
+"""The contract of a channel, tested on each transport."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_frames_larger_than_any_buffer_of_the_system(pairs: Pairs, seed: int) ->
 def test_the_sender_starts_all_its_slots_before_the_receiver_takes_one(pairs: Pairs, seed: int) -> None:
     sender, receiver = pairs()
     credits, data = threading.Semaphore(RING.slots), frames(seed, RING.slots)
-    send(sender, credits, data, RING.slots)  # in this very thread: none of it may wait for the receiver
+    send(sender, credits, data, RING.slots)  # on this thread: no send may wait for the receiver
     assert all(map(torch.equal, receive(receiver, credits, list(map(len, data)), RING.slots), data))
     for number in range(RING.slots):
         sender.finish(number)
@@ -76,7 +76,7 @@ def test_slots_are_as_promised(pairs: Pairs) -> None:
 @pytest.mark.slow
 def test_an_idle_channel_has_no_deadline(pairs: Pairs, seed: int) -> None:
     ends, data = pairs(deadline_s=scaled(0.3)), frames(seed, 6)
-    time.sleep(scaled(0.4))  # a real socket's deadline must pass: there is nothing to wait for
+    time.sleep(scaled(0.4))  # longer than the deadline of a real socket, which must not apply to an idle channel
     assert all(map(torch.equal, pairs.carry(ends, data, 1), data))
 
 
@@ -127,7 +127,7 @@ def test_a_silent_sender_is_seen_by_the_deadline_and_the_channel_is_closed(pairs
 
 @contextmanager
 def nothing_stays(before: tuple[int, int]) -> Iterator[None]:
-    """Although no garbage is collected."""
+    """Check that descriptors and threads are freed without garbage collection."""
     gc.disable()
     try:
         yield
@@ -161,7 +161,7 @@ def test_close_gives_back_threads_and_descriptors_and_can_be_repeated(pairs: Pai
 
     all_there = threading.Barrier(4)
     assert list(pool.map(lambda _: all_there.wait() >= 0, range(4))) == [True] * 4
-    one()  # what a library makes once for the process is there now
+    one()  # creates what libraries keep for the whole process
     before = held()
     for _ in range(3):
         one()

@@ -1,7 +1,5 @@
 """CUDA IPC's protocol over a device made of main memory: order of events, proof before memory is freed.
-
-That it keeps the contract of a channel is asserted in `test_contract.py`.
-What a GPU does to it is for `tests/unit/gpu/test_cuda_ipc.py`, on a machine with one.
+`test_contract.py` tests the contract of a channel, and `tests/unit/gpu/test_cuda_ipc.py` a real GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ def gpu() -> MainMemory:
 
 @pytest.fixture
 def pairs(gpu: MainMemory, pool) -> Iterator[Pairs]:
-    """In the end all memory is free, and none was freed that the receiver had open."""
+    """Channels that must free all memory at the end, and none that the receiver has open."""
     before = descriptors()
     pairs = Pairs((CudaIpcTransport(CPU, gpu), CudaIpcTransport(CPU, gpu)), pool)
     yield pairs
@@ -114,7 +112,7 @@ def test_a_sender_keeps_what_it_offered_until_the_receiver_is_gone(pairs: Pairs,
     pair = unix_socket.accept(theirs, 5.0)
     key = theirs.receive(5.0)
     assert key is not None
-    address = gpu.open(key[1][:HANDLE_BYTES])  # and never says so
+    address = gpu.open(key[1][:HANDLE_BYTES])  # and never reports it
     with pytest.raises(ChannelBroken, match="not built"):
         opening.result(scaled(10))
     assert quarantined(pairs) == RING.nbytes

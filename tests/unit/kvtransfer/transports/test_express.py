@@ -1,4 +1,4 @@
-"""Packets beside the Peer stream: whole, in order, and an end that is seen by the other one."""
+"""Express packets arrive whole and in order, and each end sees when the other is closed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_wake_before_the_wait_is_not_lost_and_counts_once(two) -> None:
 
 
 def test_a_wake_is_nothing_to_take(two) -> None:
-    """Who asks `ready` first, and then receives because of it, must not wait."""
+    """A caller that checks `ready` and then receives must not wait."""
     left, right = two
     left.wake()
     assert not left.ready
@@ -95,7 +95,7 @@ def test_it_takes_what_is_neither_too_long_nor_has_to_wait(two) -> None:
 
 
 def test_a_wake_after_the_end_writes_to_no_other_file(two) -> None:
-    """The number of a file that was closed is given to the next one at once."""
+    """The next file gets the descriptor number of the closed one."""
     left, _ = two
     left.close()
     files = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(8)]

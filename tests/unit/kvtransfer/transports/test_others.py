@@ -1,4 +1,4 @@
-"""What is particular to gloo, to memory and to gRPC."""
+"""Behaviour specific to gloo, memory and gRPC."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_a_memory_end_that_gave_up_is_not_met_later() -> None:
 
 
 async def chunks_of(queue: Chunks) -> AsyncIterator[pb.DataChunk]:
-    """One call of Data. None ends it."""
+    """Yield the chunks of one Data call. None ends it."""
     while (chunk := await queue.get()) is not None:
         yield chunk
 
 
 def call_of(*chunks: pb.DataChunk | None) -> AsyncIterator[pb.DataChunk]:
-    """A call that goes on after these chunks."""
+    """Return a call that stays open after these chunks."""
     queue: Chunks = asyncio.Queue()
     for chunk in chunks:
         queue.put_nowait(chunk)
@@ -57,12 +57,12 @@ def call_of(*chunks: pb.DataChunk | None) -> AsyncIterator[pb.DataChunk]:
 
 
 class GrpcEnd:
-    """A receiver that was told its ticket, fed without a network: `take` runs in the test's own loop."""
+    """A receiver with an accepted ticket and no network: `take` runs in the test's own loop."""
 
     ring = Ring(2, 4 << 20)
 
     async def open(self, *expected: int, deadline_s: float = 5.0) -> GrpcEnd:
-        """`expected`: bytes of the frames that it starts."""
+        """Open the receiver. `expected`: bytes of the frames that it starts."""
         self.transport, self.chunks = GrpcTransport("decode:1"), Chunks()
         told = mute()
         keys = KeyRelay(told.deliver)
@@ -91,13 +91,13 @@ class GrpcEnd:
         await asyncio.to_thread(self.end.finish, number)
 
     async def ended(self) -> str:
-        """How the call ended; "" if it did so in good order."""
+        """Return the error that ended the call, or "" without one."""
         failure = (await asyncio.gather(self.call, return_exceptions=True))[0]
         return str(failure or "")
 
 
 async def turns() -> None:
-    """Whoever can go on in this loop does so."""
+    """Run the loop until all ready tasks have run."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -123,7 +123,7 @@ async def test_a_chunk_waits_for_its_frame_and_holds_up_those_behind_it() -> Non
     await channel.finish(0)
     assert channel.holds(0, b"abcd")
     await turns()
-    assert channel.chunks.empty()  # the next one is in hand, in no slot
+    assert channel.chunks.empty()  # the next chunk is in hand, in no slot
     assert channel.holds(1, bytes(2))
     channel.end.close()
     assert "closed" in await channel.ended()
@@ -168,7 +168,7 @@ async def test_a_cut_call_is_seen_at_once() -> None:
 @pytest.mark.parametrize("ticket", ["", "of nobody"])
 async def test_an_unknown_ticket_ends_the_call_and_nothing_else(ticket: str) -> None:
     channel = await GrpcEnd().open(2)
-    for named in (ticket, channel.ticket):  # one is good for one call
+    for named in (ticket, channel.ticket):  # a ticket is valid for one call
         with pytest.raises(ChannelBroken, match="ticket"):
             await channel.transport.take(call_of(pb.DataChunk(ticket=named, data=b"x" * 100)))
     channel.say(b"ok")

@@ -1,4 +1,4 @@
-"""Shared memory: what a wrong peer can do to either end, which is to break the channel, and what stays of it."""
+"""Shared memory: a faulty peer can only break the channel, and all memory is freed."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def ordinary_file() -> int:
 
 
 def mapped() -> int:
-    """How many mappings of channels this process has."""
+    """Return the number of channel mappings of this process."""
     return Path("/proc/self/maps").read_text().count(f"memfd:baton-kv-{NAME}")
 
 
 @contextmanager
 def false_receiver(files: list[int]) -> Iterator[KeyRelay]:
-    """Listens as a receiver would, and gives what is in `files` to who comes. Yields the sender's keys."""
+    """Listen like a receiver and send `files` to the connecting sender. Yields the sender's keys."""
     name = unix_socket._PREFIX + secrets.token_hex(16).encode()
     keys = mute()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -74,7 +74,7 @@ def false_receiver(files: list[int]) -> Iterator[KeyRelay]:
                 socket.send_fds(connected, [b"\0"], [theirs.fileno()])
                 socket.send_fds(connected, [b"\0"], files)
                 connected.recv(100)
-                connected.recv(100)  # until the sender has gone
+                connected.recv(100)  # until the sender has disconnected
 
         serving = threading.Thread(target=serve)
         serving.start()
@@ -125,15 +125,15 @@ def test_a_sender_connects_to_nothing_but_a_channel(tmp_path: Path) -> None:
 
 
 def turned_away(connected: socket.socket) -> bool:
-    """Whether the other end closes, without having sent memory."""
+    """Return whether the other end closes without sending memory."""
     try:
         return connected.recv(1) == b""
-    except ConnectionResetError:  # it did not even read the secret
+    except ConnectionResetError:  # it closed without reading the secret
         return True
 
 
 class Stranger:
-    """A sender's side by hand, against a real receiver."""
+    """A manual sender's side for a real receiver."""
 
     def __init__(self, pool, deadline_s: float = 5.0) -> None:
         self.said = mute()
@@ -149,13 +149,13 @@ class Stranger:
             connected.settimeout(5)
             connected.connect(self.value[16:])
             if secret is not None:
-                with suppress(BrokenPipeError):  # turned away before it could say it
+                with suppress(BrokenPipeError):  # rejected before the secret was sent
                     connected.send(secret)
             yield connected
 
     @contextmanager
     def joined(self) -> Iterator[tuple[socket.socket, ChannelEnd]]:
-        """As its sender: the connection and the receiver."""
+        """Connect as the right sender. Yields the connection and the receiver."""
         with self.connect(self.value[:16]) as connected, closing(self.opening.result(scaled(10))) as receiver:
             yield connected, receiver
 
@@ -166,7 +166,7 @@ def test_a_receiver_turns_strangers_away_and_still_meets_its_sender(pool, monkey
     for secret in (bytes(16), b"", b"short", stranger.value[:16] + b"!", bytes(4000)):
         with stranger.connect(secret) as connected:
             assert turned_away(connected)
-    with stranger.connect(None), stranger.connect(stranger.value[:16]) as right:  # the silent one is left after a while
+    with stranger.connect(None), stranger.connect(stranger.value[:16]) as right:  # the silent one is skipped later
         given = [file for _ in range(2) for file in socket.recv_fds(right, 1, 1)[1]]  # half of an express, and memory
         assert [os.fstat(file).st_size for file in given] == [0, RING.nbytes]
         for file in given:
@@ -188,7 +188,7 @@ def test_neither_end_takes_one_of_another_user(pool, monkeypatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
     with pytest.raises(ChannelBroken, match="another user"):
         ShmTransport().open(NAME, Side.SENDER, keys, RING, 5.0)
-    with stranger.connect(stranger.value[:16]) as connected:  # who knows the secret, too
+    with stranger.connect(stranger.value[:16]) as connected:  # although the secret is right
         assert turned_away(connected)
     with pytest.raises(ChannelBroken, match="not built"):
         stranger.opening.result(scaled(10))
