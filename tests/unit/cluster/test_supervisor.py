@@ -66,7 +66,7 @@ class FakeWorkers:
 
     def __init__(self, folder):
         self.folder = folder
-        self.found = {"decode-0": 2**22 + 1}  # nobody: beyond the largest process id
+        self.found = {"decode-0": 2**22 + 1}  # no process: beyond the largest process id
         self.waiting, self.polled = threading.Event(), threading.Event()
 
     def start(self, redis_url):
