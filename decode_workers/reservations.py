@@ -100,7 +100,7 @@ class Reservations:
             return entry.state
 
     def take(self, handoff: HandoffId, *, alone: bool = False) -> Reservation | None:
-        """Remove the entry, fenced, and return its blocks, which no thread writes any more; None if there is no entry.
+        """Remove the entry, mark it FENCED so that no thread writes its blocks any more, and return the blocks, if any.
         `alone` means that the prompt is computed here, so the handoff is not counted as fenced.
         """
         with self._lock:

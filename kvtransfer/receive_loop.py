@@ -249,7 +249,8 @@ class ReceiveLoop:
     def _write(self, inbound: IncomingHandoff, spec: FrameSpec, data: Tensor) -> None:
         try:
             with self._table.writing(inbound.handoff, self._sender) as blocks:
-                if self.over:  # set before the table processes `lost`: an admission now is for a newer channel
+                # Set before `lost` reaches the table: the table admits this write for a newer channel of the sender.
+                if self.over:
                     raise StaleAttempt(f"handoff {inbound.handoff}: its channel is closed")
                 self._end.kv.scatter(spec.layers, blocks, spec.begin, spec.end, data)
                 self._end.kv.settle()  # before the blocks or the slot are reused

@@ -101,9 +101,9 @@ class PrefillJob(Job):
         return "prefilling" if self.first is None else "pushing"
 
 
-def final(item: StepWork, layer: int, layers: int) -> Iterator[tuple[int, int]]:
-    """Yield (layers, positions) of KV that may be sent once `layer` is written. KV from before the step is final in all
-    layers. So is KV of the step, unless the sequence is not settled: a rollback may still remove its end.
+def sendable(item: StepWork, layer: int, layers: int) -> Iterator[tuple[int, int]]:
+    """Yield (layers, positions) of KV that may be sent once `layer` is written. KV of earlier steps is final in all
+    layers. KV of this step is final in the layers up to `layer`, unless a rollback may remove its end (not `settled`).
     """
     sequence = item.sequence
     if layer == 0 and sequence.computed:
@@ -118,10 +118,10 @@ def overdue(works: Mapping[HandoffId, PrefillJob], now: float) -> list[tuple[Han
     return [(handoff, work) for handoff, work in late if work.first is None or work.waits]
 
 
-def spare(works: Mapping[HandoffId, PrefillJob]) -> HandoffId | None:
-    """Return the job to drop if prompts find no capacity: the oldest that waits for a retransfer. Return None while a
-    push is under way, because it will free blocks. Otherwise the jobs may deadlock: the next decode worker may have no
-    capacity before one of these prompts is computed.
+def job_to_drop(works: Mapping[HandoffId, PrefillJob]) -> HandoffId | None:
+    """Return the job to drop if prompts find no capacity: the oldest that waits for a retransfer. Return None during a
+    push, because it will free blocks. Without a drop, held KV waits for a decode worker, which waits for capacity that
+    only a prompt on this worker can free, and this prompt waits for the held KV's blocks.
     """
     computed = [(handoff, work.waits) for handoff, work in works.items() if work.first is not None]
     return computed[0][0] if computed and all(waits for _, waits in computed) else None
@@ -283,7 +283,7 @@ class PrefillWorker(HandoffRole[PrefillJob]):
                 work.times.in_step(self._loop.step_began, streams=work.streams)
             if work is None or not work.streams or sequence.allocation is None:
                 continue
-            for layers, end in final(item, layer, self._info.layout.layers):
+            for layers, end in sendable(item, layer, self._info.layout.layers):
                 self._pusher.computed(sequence.key, sequence.allocation.blocks, layers, end)
 
     def _hand_over(self, item: SequenceOutput) -> None:
@@ -322,7 +322,7 @@ class PrefillWorker(HandoffRole[PrefillJob]):
 
     def tick(self) -> None:
         """Drop overdue prompts and KV that blocks other prompts; stop waiting for late fetches."""
-        if (held := spare(self._work)) is not None and self._engine.load().starved:
+        if (held := job_to_drop(self._work)) is not None and self._engine.load().starved:
             self._drop(held)
         for handoff in self.fetches.late():
             self._fetched(handoff)

@@ -8,7 +8,8 @@ ahead of it, divided by the queue's recent service rate. An accepted request is 
 waits until its deadline, or until no capable worker has been connected for `QueueLimits.wait_s`.
 
 Requests that need a capability no connected worker has wait aside, by capability. They keep their tickets and do not
-block the queue. A capable worker lets them queue; a head of the queue that no worker can serve any more leaves it.
+block the queue. When a capable worker connects, they join the queue. If the last capable worker is lost, the head of
+the queue moves aside.
 """
 
 from __future__ import annotations
@@ -389,7 +390,9 @@ class Admission(Generic[PlacementT]):
 
 
 def _over(limit: int, waiting: int, own: int, adding: int, share: float) -> int:
-    """Return the excess of `waiting` over the limit for a tenant that holds `own` of it, `adding` of them new."""
+    """Return how far `waiting` exceeds the limit for one tenant. `own` is the tenant's part of `waiting`, `adding` that
+    of the new request. A tenant within its share, or without other requests in the queue, may also use the reserve.
+    """
     if own == adding or own <= limit * share:
         limit += math.ceil(limit / _RESERVE)
     return max(waiting - limit, 0)

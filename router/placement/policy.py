@@ -40,9 +40,9 @@ Policy = Callable[[Snapshot, Ask], Pair | None]  # None if no pair has capacity
 AlonePolicy = Callable[[Snapshot, Ask], Alone | None]
 Criteria = list[tuple[Role, Callable[[], Column]]]
 
-_CLEARLY = 0.85  # times the pair's TTFT: the prediction error is larger than most differences
-_ABOUT = 0.65  # times a TTFT: the typical error of one prediction
-_CROWD = 4.0  # requests beyond twice the least busy worker's: no cached prefix is worth more
+_LOCAL_TTFT_SHARE = 0.85  # of the pair's TTFT; local prefill must be below it, because predictions err
+_TTFT_ERROR = 0.65  # a predicted TTFT times this: the typical error of one prediction
+_CROWD = 4.0  # beyond 2x + 4 requests of the least busy worker, a worker's cached prefix does not count
 
 
 def least_loaded(snapshot: Snapshot, ask: Ask) -> Pair | None:
@@ -90,8 +90,8 @@ def prefix(snapshot: Snapshot, ask: Ask) -> Pair | None:
 
 
 def predicted(snapshot: Snapshot, ask: Ask) -> Pair | None:
-    """Choose the lowest predicted TTFT among pairs with an ITL within the SLO; if there is none, the lowest ITL. Ties
-    of decode workers go to the earliest second token. Unknown costs count as 0; then `least_loaded` decides.
+    """Choose the lowest predicted TTFT among pairs with an ITL within the SLO; if there is none, the lowest ITL. A tie
+    goes to the decode worker that will send the second token first. Unknown costs are 0, and then `least_loaded` decides.
     """
     prefill, decode = snapshot.prefill.at, snapshot.decode.at
     ttft, itl = ttft_s(snapshot, ask), itl_s(snapshot, ask)
@@ -123,7 +123,7 @@ def local_prefill(snapshot: Snapshot, ask: Ask) -> Alone | None:
     first = chunked_s(snapshot.decode.at, ask.tokens, ask.decode_cached, snapshot.chunk)
     slow = np.maximum(itl - snapshot.slo_itl_s, 0.0)
     able = (snapshot.decode.at.capacity > ask.tokens) & (slow == 0.0)
-    later = np.maximum(first - first[able].min(initial=np.inf) / _ABOUT, 0.0)
+    later = np.maximum(first - first[able].min(initial=np.inf) / _TTFT_ERROR, 0.0)
     found = _alone(snapshot, ask, lambda: slow, lambda: later)
     return None if found is None else found._replace(ttft_s=float(first[found.decode]))
 
@@ -168,7 +168,7 @@ def local_prefill_if_faster(snapshot: Snapshot, ask: Ask, pair: Pair) -> Alone |
             rows.append(most)
     offers = (alone_s(snapshot.decode.facts(row), ask.tokens, float(cached[row]), snapshot.slo_itl_s) for row in rows)
     ttft, row = min(zip(offers, rows, strict=True))
-    return Alone(row, ttft) if ttft < pair.ttft_s * _CLEARLY else None
+    return Alone(row, ttft) if ttft < pair.ttft_s * _LOCAL_TTFT_SHARE else None
 
 
 def alone_s(decode: Facts[float], tokens: int, cached: float, slo_itl_s: float = np.inf) -> float:

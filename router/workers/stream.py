@@ -180,7 +180,7 @@ class WorkerStream:
 
     def send(self, **command: Message) -> None:
         """Queue a command, named by its field in `RouterCommand`. Those queued before the next write share a message.
-        Dropped unless connected: then the worker has aborted all that this router had on it.
+        Dropped while not connected, because a worker aborts all requests of a router whose stream ends.
         """
         if self.state == "connected":
             self._commands.append(pb.RouterCommand(**command))  # type: ignore[arg-type]
@@ -193,7 +193,7 @@ class WorkerStream:
                 await self._session()
             except (Exception, asyncio.CancelledError) as error:  # the task must outlive any failure of a stream
                 if (task := asyncio.current_task()) and task.cancelling():
-                    raise  # not a stop, but a call that was cancelled from this side
+                    raise  # a stop of this task; a cancelled call is a lost stream instead
                 silent = f"silent for {self._silence_s:g} s"
                 reason = silent if isinstance(error, TimeoutError) else _why(self._fault or error)
             finally:

@@ -30,7 +30,7 @@ from decode_workers.reservations import Reservations
 from router.admission.admission import Admission, QueueLimits, ticket_for
 from router.placement.policy import ALONE, POLICIES
 from router.placement.snapshot import WorkerView
-from router.request.lifecycle import DEADLY
+from router.request.lifecycle import MAX_DEATHS
 from router.workers.placement import NO_REQUIREMENTS, Placement, Requirements
 from router.workers.pool import PoolOptions, WorkerPool
 from router.workers.stream import WorkerStream
@@ -382,7 +382,7 @@ class Request:
         self._deaths += attempt.died
         if attempt.kept:
             self.held = attempt
-        if self._deaths >= DEADLY or (attempt.failed and self._failures >= self._cluster.scenario.router.attempts):
+        if self._deaths >= MAX_DEATHS or (attempt.failed and self._failures >= self._cluster.scenario.router.attempts):
             self._end("failed")
             return
         self._cluster.tally.recoveries[reason] += 1

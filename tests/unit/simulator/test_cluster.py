@@ -26,7 +26,7 @@ from baton.planner.sim.cluster import Cluster, simulate
 from baton.planner.sim.scenario import Death, Network, Pool, Router, Slo, Slow, SlowLink
 from baton.planner.sim.stats import Report, Tally
 from baton.planner.sim.worker import PrefillWorker
-from prefill_workers.worker import spare
+from prefill_workers.worker import job_to_drop
 from router.context import RouterSettings
 from tests.unit.simulator.scenes import PATIENT, colocated, poisson, scene
 
@@ -140,7 +140,7 @@ def test_the_same_kv_is_given_up_where_prompts_find_no_room(seed):
         }
         pushes = {name: SimpleNamespace(computed=computed, waits=waits) for name, (computed, waits) in works.items()}
         spared: Any = PrefillWorker._spare(cast("Any", SimpleNamespace(pushes=pushes)))
-        assert spared == spare(theirs), works
+        assert spared == job_to_drop(theirs), works
 
 
 WORKERS, REQUESTS = 1000, 3000
