@@ -91,7 +91,7 @@ def prefix(snapshot: Snapshot, ask: Ask) -> Pair | None:
 
 def predicted(snapshot: Snapshot, ask: Ask) -> Pair | None:
     """Choose the lowest predicted TTFT among pairs with an ITL within the SLO; if there is none, the lowest ITL. A tie
-    goes to the decode worker that will send the second token first. Unknown costs are 0, and then `least_loaded` decides.
+    goes to the decode worker that will send the second token first. Unknown costs are 0; then `least_loaded` decides.
     """
     prefill, decode = snapshot.prefill.at, snapshot.decode.at
     ttft, itl = ttft_s(snapshot, ask), itl_s(snapshot, ask)
