@@ -101,7 +101,7 @@ def test_notes_say_what_to_do_and_warn(there: Helm):
     said = install(there, "--set=network.policy.enabled=false").stdout
     assert "one-baton-router.serving.svc:50051" in said
     assert "WARNING security.allowInsecure" in said
-    assert "every pod of this Kubernetes cluster may use" in said
+    assert "every pod of this Kubernetes cluster has full access" in said
 
 
 def test_nothing_is_installed_unsecured(there: Helm, server: ApiServer):
