@@ -116,7 +116,6 @@ def plot(samples: Sequence[Sample], goals: Goals, path: Path) -> None:
 
 
 def _shares(axes: Any, name: str, seconds: Sequence[float], goal_ms: float | None) -> None:
-    """Draw the share of values up to each latency."""
     if seconds:
         axes.ecdf([value * 1e3 for value in seconds])
         axes.set_xscale("log")
@@ -142,7 +141,6 @@ def _timeline(axes: Any, samples: Sequence[Sample], good: Sequence[Sample], orig
 
 
 def _throughput(axes: Any, samples: Sequence[Sample], origin: float) -> None:
-    """Draw messages with tokens per second, and the number of requests in flight."""
     span = max(sample.end for sample in samples) - origin
     width = max(span / SLOTS, 1e-9)
     middles = [(slot + 0.5) * width for slot in range(SLOTS)]

@@ -53,11 +53,9 @@ class BenchPlan:
         return self.rate is not None or self.arrivals is not None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the options as JSON values."""
         return asdict(self) | {"trace": None if self.trace is None else str(self.trace)}
 
     def check(self) -> None:
-        """Raise ConfigError for options that contradict each other."""
         replayed = self.arrivals == TRACE
         wrong = {
             "--concurrency: for a closed loop only; --max-in-flight limits an open one": self.is_open
@@ -95,7 +93,6 @@ class Load:
 
     @classmethod
     def read(cls, plan: BenchPlan) -> Load:
-        """Parse a plan. Raises ConfigError with the wrong option or line of a file."""
         plan.check()
         lengths = Lengths.parse(plan.prompt_tokens, plan.max_tokens)
         trace = None if plan.trace is None else read_trace(plan.trace, scale=plan.scale, limit=plan.requests)
@@ -114,7 +111,6 @@ class Load:
         return arrivals(self.lengths, self.plan.seed, trace=self.trace, times=self.times)
 
     def arrivals(self) -> Iterator[Arrival]:
-        """Yield the arrivals, with times relative to the start."""
         found = itertools.islice(self._endless(), self.count)
         if self.plan.is_open and (until := self.plan.duration) is not None:
             return itertools.takewhile(lambda one: one.at_s < until, found)
@@ -143,7 +139,6 @@ class Load:
 
 
 def _replayed(plan: BenchPlan, trace: Trace) -> Trace:
-    """Return the trace with its times divided by the speed, or scaled to the rate."""
     if not trace.timed:
         raise ConfigError(f"--arrivals trace: {trace.path} has no timestamps")
     if plan.rate is not None and not trace.period_s:

@@ -34,7 +34,6 @@ class Sample:
 
     @property
     def tpot_s(self) -> float | None:
-        """The TPOT, or None with fewer than two tokens."""
         return (self.times[-1] - self.times[0]) / (self.tokens - 1) if self.tokens > 1 else None
 
     @property
@@ -46,7 +45,6 @@ class Sample:
         return [later - earlier for earlier, later in pairwise(self.times)]
 
     def record(self, time: float, tokens: int) -> None:
-        """Record a message with `tokens` tokens."""
         self.times.append(time)
         self.counts.append(tokens)
 
@@ -83,7 +81,6 @@ class Goals:
         return {name: value for name, value in goals.items() if value is not None}
 
     def met(self, sample: Sample) -> dict[str, bool]:
-        """Return for each given goal whether a successful request met it."""
         took_s = {
             "ttft_ms": sample.ttft_s,
             "itl_ms": sample.tpot_s or 0.0,

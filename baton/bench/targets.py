@@ -111,7 +111,6 @@ class HttpServer:
 
 
 def _parsed(data: str) -> dict[str, Any]:
-    """Return the object of an event. Raises EngineFault."""
     try:
         chunk = orjson.loads(data)
     except orjson.JSONDecodeError:

@@ -44,7 +44,6 @@ class Arrival:
 
     @property
     def total_tokens(self) -> int:
-        """The KV length of the whole request."""
         return self.prompt_tokens + self.max_tokens
 
     def within(self, tokens: int) -> Arrival:
@@ -82,7 +81,6 @@ class Trace:
         return last * count / (count - 1) if count > 1 else last
 
     def faster(self, speed: float) -> Trace:
-        """Return a copy with times divided by `speed`. Raises ConfigError unless `speed` is above 0."""
         if not 0 < speed < math.inf:
             raise ConfigError(f"speed: must be a number above 0, got {speed:g}")
         return replace(self, arrivals=tuple(replace(one, at_s=one.at_s / speed) for one in self.arrivals))

@@ -56,7 +56,6 @@ class Times:
 
     @classmethod
     def parse(cls, text: str, rate: float) -> Times:
-        """Parse an option of KINDS. Raises ConfigError with the allowed values."""
         if not (0 < rate < math.inf):
             raise ConfigError(f"rate: must be requests per second, a number above 0, got {rate:g}")
         kind, _, value = text.partition(":")

@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import typer
 
-from baton.cli.cluster.controller import controller
 from baton.cli.cluster.operate import drain, restart, scale
-from baton.cli.cluster.up import decode_worker, demo, down, gateway, prefill_worker, pull, router, up
+from baton.cli.cluster.up import controller, decode_worker, demo, down, gateway, prefill_worker, pull, router, up
 from baton.cli.inspect.logs import logs
 from baton.cli.inspect.status import status, top
 from baton.cli.inspect.trace import trace

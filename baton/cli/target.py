@@ -59,7 +59,6 @@ class Credentials:
 
     @classmethod
     def of(cls, config: ClusterConfig) -> Credentials:
-        """Return the credentials for a cluster by its file. Raises ConfigError."""
         return cls(Wire.of(config.security.tls), os.environ.get(TOKEN_VARIABLE) or None)
 
     @classmethod
@@ -72,7 +71,6 @@ class Credentials:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The gRPC metadata of each call."""
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()
 
 
@@ -106,7 +104,6 @@ class Admins:
                 raise from_rpc_error(error, address) from None
 
     def status(self, address: str, timeout_s: float = TIMEOUT_S) -> ClusterStatus:
-        """Return the cluster's status by the router at `address`. Raises BatonError."""
         if not address:
             raise NoWorker("the router is still starting")
         token, tls = self.credentials.token, self.credentials.wire

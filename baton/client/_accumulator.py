@@ -97,7 +97,6 @@ class Fold:
         return None  # other events, also those of newer servers, are ignored
 
     def _received(self, choices: int) -> list[common.TokenIds]:
-        """Return the tokens of each choice so far, which a Resume continues."""
         count = max(choices, 1, *(index + 1 for index in self._choices))
         return [common.TokenIds(ids=self._choice(index).tokens) for index in range(count)]
 

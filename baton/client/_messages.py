@@ -53,18 +53,8 @@ def chat_request(messages: Chat, options: types.Options, tools: Tools = ()) -> i
             added.MergeFrom(_field(inference.ChatMessage, name, value, where))
         for call in turn.tool_calls:
             values = {"id": call.id, "name": call.name, "arguments": call.arguments}
-            added.tool_calls.append(_message(inference.ToolCall, f"{where}tool_calls", **values))
+            added.tool_calls.append(build_message(inference.ToolCall, f"{where}tool_calls", **values))
     return request
-
-
-def tokenize_request(text: str, model: str) -> inference.TokenizeRequest:
-    """Return the request. Raises InvalidRequest for text that is not valid Unicode."""
-    return _field(inference.TokenizeRequest, "text", text, "", model=model)
-
-
-def detokenize_request(ids: Ids, model: str) -> inference.DetokenizeRequest:
-    """Return the request. Raises InvalidRequest for an invalid token id."""
-    return _field(inference.DetokenizeRequest, "ids", ids, "", model=model)
 
 
 def cluster_status(reply: admin.StatusReply) -> types.ClusterStatus:
@@ -149,12 +139,13 @@ def _unknown(name: str) -> TypeError:
     return TypeError(f"unknown option {name!r}; {hint}")
 
 
-def _field(kind: type[M], name: str, value: object, where: str, **more: object) -> M:
+def _field(kind: type[M], name: str, value: object, where: str) -> M:
     """Return a message with this field; protobuf checks the type and the width of the value."""
-    return _message(kind, f"{where}{name}", **{name: value}, **more)
+    return build_message(kind, f"{where}{name}", **{name: value})
 
 
-def _message(kind: type[M], field: str, **values: object) -> M:
+def build_message(kind: type[M], field: str, **values: object) -> M:
+    """Return a message. Raises InvalidRequest with `field` if the wire cannot carry a value."""
     try:
         return kind(**values)
     except (TypeError, ValueError) as error:

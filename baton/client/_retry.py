@@ -39,7 +39,6 @@ class Attempts:
         self._retries = 0
 
     def remaining(self) -> float | None:
-        """Return the seconds left, at least 0; None without a deadline."""
         return None if self._deadline is None else max(0.0, self._deadline - self._clock.monotonic())
 
     def wait_after(self, error: BatonError, *, started: bool = False) -> float:
@@ -58,7 +57,6 @@ class Attempts:
         return wait
 
     def progressed(self) -> None:
-        """Reset the retries, because the call has advanced."""
         self._retries = 0
 
 
@@ -97,7 +95,6 @@ class ClientBase:
         """Finish the construction after all arguments were checked."""
 
     def _attempts(self, timeout: float | None) -> Attempts:
-        """Return the retries of one call. `timeout` is in seconds; None means the client's own."""
         return Attempts(self._max_retries, self._timeout if timeout is None else timeout, self._clock, self._draw)
 
     def _after(self, target: str) -> str:
@@ -140,7 +137,6 @@ class Recovery:
         self._lost: BatonError | None = None
 
     def progressed(self) -> None:
-        """Forget the breaks, because the answer has advanced."""
         self._refused, self._lost = 0, None
 
     def wait_after(self, error: BatonError, attempts: Attempts, *, answered: bool) -> float:

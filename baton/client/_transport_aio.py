@@ -44,7 +44,6 @@ class Stubs:
         return channel.aio_channel(target, link=channel.PUBLIC, credentials=credentials, proxy=proxy, name=name)
 
     def of(self, target: str) -> Stub:
-        """Return the stub of a router. Raises Cancelled after `close`."""
         if self._closed:
             raise Cancelled("the client was closed")
         if target not in self._made:

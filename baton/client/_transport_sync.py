@@ -57,7 +57,6 @@ class Stubs:
         return channel.sync_channel(target, link=channel.PUBLIC, credentials=credentials, proxy=proxy, name=name)
 
     def of(self, target: str) -> Stub:
-        """Return the stub of a router. Raises Cancelled after `close`."""
         with self._lock:
             if self._closed:
                 raise Cancelled("the client was closed")

@@ -86,7 +86,6 @@ class AsyncStream(Fold):
             self._recovery.progressed()
 
     def _send(self) -> wire.Call | wire.ResumeCall:
-        """Send the request, or resume it after the first event."""
         client, left = self._client, self._attempts.remaining()
         stub = client._stubs.of(self._target)
         if not self._started:
@@ -173,7 +172,6 @@ class AsyncClient(ClientBase):
             return await stream.collect()
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> AsyncStream:
-        """Send the request and return its stream."""
         return AsyncStream(self, _messages.generate_request(prompt, options), timeout)
 
     async def chat(
@@ -205,17 +203,14 @@ class AsyncClient(ClientBase):
         return False
 
     async def tokenize(self, text: str, model: str = "") -> list[int]:
-        """Return the token ids of a text."""
-        request = _messages.tokenize_request(text, model)
+        request = _messages.build_message(inference.TokenizeRequest, "text", text=text, model=model)
         return list((await self._call(lambda target: self._stubs.of(target).Tokenize, request)).ids)
 
     async def detokenize(self, ids: _messages.Ids, model: str = "") -> str:
-        """Return the text of token ids."""
-        request = _messages.detokenize_request(ids, model)
+        request = _messages.build_message(inference.DetokenizeRequest, "ids", ids=ids, model=model)
         return (await self._call(lambda target: self._stubs.of(target).Detokenize, request)).text
 
     async def models(self) -> list[Model]:
-        """Return the served models."""
         reply = await self._call(lambda target: self._stubs.of(target).ListModels, inference.ListModelsRequest())
         return [Model(**_messages.values(model)) for model in reply.models]
 

@@ -46,7 +46,6 @@ class Operator:
         return refs.get(worker_id, worker_id)
 
     def status(self) -> ClusterStatus:
-        """Return the cluster's status. Raises BatonError if no router answers."""
         return self._first(self._admins.status)
 
     def wait_settled(self, number: int, seconds: float) -> None:

@@ -1,9 +1,10 @@
-"""Commands that start and stop processes: `baton up | down | pull | demo` for a cluster, and for one role
-`baton prefill-worker | decode-worker | router | gateway`, by hand or from `baton up`.
+"""Commands that start and stop processes: `baton up | down | pull | demo` for a cluster, and for one part of it
+`baton prefill-worker | decode-worker | router | gateway | controller`, by hand or from `baton up`.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -21,6 +22,8 @@ WorkerId = Annotated[str | None, typer.Option("--id", help="the worker's id in a
 RouterIndex = Annotated[int, typer.Option("--index", min=0, help="the router's number, of router.replicas")]
 Upstream = Annotated[str | None, typer.Option("--target", help="a router's host:port (default: router.grpc)")]
 Log = Annotated[Path | None, typer.Option("--log", help="append the output to this file")]
+Bound = Annotated[bool, typer.Option("--bound", hidden=True, help="the created controller ends with this process")]
+GRACE_S = 5.0  # for the workers of `baton controller --stop`
 
 
 def up(config: ConfigFile = LOCAL, sets: Sets = None, detach: Detach = False, as_json: Json = False) -> None:
@@ -87,3 +90,43 @@ def gateway(config: ConfigFile = LOCAL, target: Upstream = None, sets: Sets = No
     from baton.cli.cluster import serve
 
     serve.run_gateway(config, sets or [], target, log)
+
+
+def controller(
+    config: ConfigFile,
+    sets: Sets = None,
+    wait: Annotated[float, typer.Option("--wait", min=0, help="seconds to wait for the Ray cluster")] = 300,
+    stop: Annotated[bool, typer.Option("--stop", help="end the workers and the controller")] = False,
+    follow: Annotated[bool, typer.Option("--follow", hidden=True, help="run until a stop signal or its loss")] = False,
+    bound: Bound = False,
+) -> None:
+    """Start a controller in the Ray cluster at ray.address. It runs the workers of a file; they are not waited for."""
+    from baton.cluster.signals import stop_on_signals
+
+    stopped = stop_on_signals()
+    from baton.cli.cluster.serve import role_factories
+    from baton.cluster import controller_ray
+    from baton.cluster.backend_process import die_with_parent, report_ready
+    from baton.config import load_config
+    from baton.logs import configure_logging
+    from baton.worker.process import WorkerActor
+
+    die_with_parent()
+    cluster = load_config(config, sets or [], os.environ)
+    configure_logging(cluster.log.level, cluster.log.format, "controller")
+    ray = controller_ray.join(cluster, wait, stopped)
+    try:
+        if stop:
+            controller_ray.end(ray, cluster, GRACE_S)
+            typer.echo(f"the workers of cluster {cluster.name!r} have ended")
+            return
+        parts = controller_ray.Parts(WorkerActor, role_factories())
+        there = controller_ray.ensure(ray, cluster, parts, stopped, detached=not bound)
+        if follow:
+            controller_ray.follow(
+                ray, there, stopped, lambda state: report_ready({"workers": state.workers, "pid": os.getpid()})
+            )
+        else:
+            typer.echo(f"the controller of cluster {cluster.name!r} is in the Ray cluster at {cluster.ray.address}")
+    finally:
+        ray.shutdown()

@@ -54,7 +54,6 @@ class Line:
         return [str(value) for each in values for value in (each if isinstance(each, list) else [each])]
 
     def as_json(self) -> str:
-        """Return the line as JSON, unchanged if it already is."""
         if self.event is not None and self.text.startswith("{"):
             return self.text
         fields = self.event or {"event": "output", "text": self.text}
@@ -127,7 +126,6 @@ class LogFile:
             return
 
     def lines_with(self, text: str) -> Iterator[Line]:
-        """Yield all lines that contain `text`, from the first on."""
         wanted = text.encode()
         for path in (path for path in (self._before, self._path) if path.exists()):
             with path.open("rb") as file:

@@ -6,52 +6,28 @@ import os
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from baton.bench.lengths import KINDS
 from baton.cli.options import ClusterName, Json, ModelName, Target, Temperature, Timeout, Tls, Token
 
-if TYPE_CHECKING:
-    from baton.bench.requests import BenchPlan
-    from baton.bench.sample import Goals
-    from baton.cli.target import Router
-    from baton.client.types import Options
-
 PICTURES = (".png", ".svg", ".pdf")
 TRACES = "Mooncake's JSON lines, Azure's CSV, or JSON lines: prompt or prompt_tokens, max_tokens, timestamp (ms)"
 
 Concurrency = Annotated[int | None, typer.Option(min=1, help="closed loop: number of requests in flight (default: 8)")]
-Rate = Annotated[float | None, typer.Option(help="open loop: requests per second, whether answered or not")]
 Arrivals = Annotated[
     str | None, typer.Option(help="poisson, constant, gamma:CV, or trace (default: poisson, with --rate)")
 ]
 MaxInFlight = Annotated[int, typer.Option(min=1, help="open loop: a request is dropped if so many are in flight")]
-Requests = Annotated[int | None, typer.Option(min=1, help="number of requests (default: 100, or the trace)")]
-Duration = Annotated[float | None, typer.Option(min=0, help="seconds after which no request is sent")]
-Warmup = Annotated[int, typer.Option(min=0, help="number of requests before the measurement")]
-PromptTokens = Annotated[str, typer.Option(help=f"length of random prompts: {KINDS}")]
-MaxTokens = Annotated[str | None, typer.Option(help="new tokens of each request, as above (default: 64)")]
-Trace = Annotated[Path | None, typer.Option(help=TRACES)]
-Scale = Annotated[float, typer.Option(help="divisor of all lengths of the trace")]
-Speed = Annotated[float, typer.Option(help="factor by which the trace is replayed faster")]
-Clip = Annotated[bool, typer.Option("--clip", help="cut prompts that are too long for the model")]
-DeterministicShare = Annotated[float, typer.Option(min=0, max=1, help="share of deterministic requests")]
-IgnoreEos = Annotated[bool, typer.Option(help="generate all new tokens of each request")]
 VocabSize = Annotated[
     int | None, typer.Option(min=1, help="upper limit of token ids (default: the model's, or 256 if unknown)")
 ]
-Seed = Annotated[int, typer.Option(min=0, help="seed of times, lengths and prompts")]
-TtftMs = Annotated[float | None, typer.Option(help="goodput: limit of TTFT")]
-ItlMs = Annotated[float | None, typer.Option(help="goodput: limit of mean ITL")]
-GapMs = Annotated[float | None, typer.Option(help="goodput: limit of each ITL")]
 GapPercentile = Annotated[
     float, typer.Option(min=0, max=100, help="apply --gap-ms to this percentile of a request's ITLs")
 ]
-E2eMs = Annotated[float | None, typer.Option(help="goodput: limit of the whole answer's time")]
 Http = Annotated[str | None, typer.Option(metavar="URL", help="use OpenAI's HTTP API at this URL instead of gRPC")]
-Out = Annotated[Path | None, typer.Option(help="write the report and all samples to this file")]
 Plot = Annotated[Path | None, typer.Option(help="draw the samples into a .png, .svg or .pdf (needs matplotlib)")]
 
 bench_app = typer.Typer(invoke_without_command=True)
@@ -61,28 +37,28 @@ bench_app = typer.Typer(invoke_without_command=True)
 def bench(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     context: typer.Context,
     concurrency: Concurrency = None,
-    rate: Rate = None,
+    rate: Annotated[float | None, typer.Option(help="open loop: requests per second, whether answered or not")] = None,
     arrivals: Arrivals = None,
     max_in_flight: MaxInFlight = 1024,
-    requests: Requests = None,
-    duration: Duration = None,
-    warmup: Warmup = 0,
-    prompt_tokens: PromptTokens = "128",
-    max_tokens: MaxTokens = None,
-    trace: Trace = None,
-    scale: Scale = 1.0,
-    speed: Speed = 1.0,
-    clip: Clip = False,
-    deterministic_share: DeterministicShare = 0.0,
+    requests: Annotated[int | None, typer.Option(min=1, help="number of requests (default: 100, or the trace)")] = None,
+    duration: Annotated[float | None, typer.Option(min=0, help="seconds after which no request is sent")] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="number of requests before the measurement")] = 0,
+    prompt_tokens: Annotated[str, typer.Option(help=f"length of random prompts: {KINDS}")] = "128",
+    max_tokens: Annotated[str | None, typer.Option(help="new tokens of each request, as above (default: 64)")] = None,
+    trace: Annotated[Path | None, typer.Option(help=TRACES)] = None,
+    scale: Annotated[float, typer.Option(help="divisor of all lengths of the trace")] = 1.0,
+    speed: Annotated[float, typer.Option(help="factor by which the trace is replayed faster")] = 1.0,
+    clip: Annotated[bool, typer.Option("--clip", help="cut prompts that are too long for the model")] = False,
+    deterministic_share: Annotated[float, typer.Option(min=0, max=1, help="share of deterministic requests")] = 0.0,
     temperature: Temperature = 0.0,
-    ignore_eos: IgnoreEos = True,
+    ignore_eos: Annotated[bool, typer.Option(help="generate all new tokens of each request")] = True,
     vocab_size: VocabSize = None,
-    seed: Seed = 0,
-    ttft_ms: TtftMs = None,
-    itl_ms: ItlMs = None,
-    gap_ms: GapMs = None,
+    seed: Annotated[int, typer.Option(min=0, help="seed of times, lengths and prompts")] = 0,
+    ttft_ms: Annotated[float | None, typer.Option(help="goodput: limit of TTFT")] = None,
+    itl_ms: Annotated[float | None, typer.Option(help="goodput: limit of mean ITL")] = None,
+    gap_ms: Annotated[float | None, typer.Option(help="goodput: limit of each ITL")] = None,
     gap_percentile: GapPercentile = 100.0,
-    e2e_ms: E2eMs = None,
+    e2e_ms: Annotated[float | None, typer.Option(help="goodput: limit of the whole answer's time")] = None,
     http: Http = None,
     model: ModelName = "",
     timeout: Timeout = 120.0,
@@ -90,24 +66,36 @@ def bench(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     target: Target = None,
     token: Token = None,
     tls: Tls = None,
-    out: Out = None,
+    out: Annotated[Path | None, typer.Option(help="write the report and all samples to this file")] = None,
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """Send requests and measure latencies, throughput and goodput. `baton bench compare A B` compares two reports."""
     if context.invoked_subcommand is not None:
         return
-    from baton.bench.requests import BenchPlan
+    _check_files(out, plot)
+    from baton.bench.output import Output, run_bench
+    from baton.bench.requests import BenchPlan, Load
     from baton.bench.sample import Goals
+    from baton.bench.targets import GrpcServer, HttpServer, Server
     from baton.cli.target import Router
+    from baton.client import Options
+    from baton.clock import SystemClock
 
     plan = BenchPlan(trace=trace, scale=scale, speed=speed, clip=clip, vocab_size=vocab_size, seed=seed, warmup=warmup)
     plan = replace(plan, concurrency=concurrency, rate=rate, arrivals=arrivals, max_in_flight=max_in_flight)
     plan = replace(plan, requests=requests, duration=duration, deterministic_share=deterministic_share, model=model)
     plan = replace(plan, prompt_tokens=prompt_tokens, max_tokens=max_tokens, temperature=temperature)
     plan = replace(plan, ignore_eos=ignore_eos, api="grpc" if http is None else "http")
+    options: Options = {"temperature": temperature, "ignore_eos": ignore_eos or None, "model": model}
+    router = Router(name, target, timeout, token, tls)
+    server: Server
+    if http is None:
+        server = GrpcServer(router.async_client(max_retries=0), options, SystemClock())
+    else:
+        server = HttpServer(http, options, SystemClock(), timeout, token, router.authorities())
     goals = Goals(ttft_ms, itl_ms, gap_ms, gap_percentile, e2e_ms)
-    _run(plan, goals, Router(name, target, timeout, token, tls), http, as_json, out, plot)
+    run_bench(server, Load.read(plan), goals, Output(as_json, out, plot))
 
 
 @bench_app.command("compare")
@@ -116,24 +104,6 @@ def compare(first: Path, second: Path, as_json: Json = False) -> None:
     from baton.bench.compare import print_comparison
 
     print_comparison(first, second, as_json=as_json)
-
-
-def _run(
-    plan: BenchPlan, goals: Goals, router: Router, url: str | None, as_json: bool, out: Path | None, plot: Path | None
-) -> None:
-    _check_files(out, plot)
-    from baton.bench.output import Output, run_bench
-    from baton.bench.requests import Load
-    from baton.bench.targets import GrpcServer, HttpServer, Server
-    from baton.clock import SystemClock
-
-    options: Options = {"temperature": plan.temperature, "ignore_eos": plan.ignore_eos or None, "model": plan.model}
-    server: Server
-    if url is None:
-        server = GrpcServer(router.async_client(max_retries=0), options, SystemClock())
-    else:
-        server = HttpServer(url, options, SystemClock(), router.timeout, router.token, router.authorities())
-    run_bench(server, Load.read(plan), goals, Output(as_json, out, plot))
 
 
 def _check_files(out: Path | None, plot: Path | None) -> None:

@@ -86,7 +86,6 @@ class Screen:
         return line.rstrip("\r\n") if line else None
 
     def write(self, text: str) -> None:
-        """Show a part of an answer."""
         typer.echo(text, nl=False)
         sys.stdout.flush()
 
@@ -95,7 +94,6 @@ class Screen:
         typer.echo("")
 
     def note(self, text: str) -> None:
-        """Show a message that is not part of the conversation."""
         typer.echo(text, err=True)
 
 

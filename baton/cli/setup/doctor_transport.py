@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import threading
-from contextlib import closing, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from multiprocessing.connection import Connection
 
 import torch
 
@@ -18,18 +19,11 @@ from baton.logs import configure_logging
 from baton.rpc import channel
 from baton.rpc.v1 import peer_pb2_grpc
 from baton.worker.engine_factory import pick_device
-from kvtransfer.handoff import PushJob, TransferSettings
+from kvtransfer.handoff import CommitState, Offer, PushJob, TransferSettings
 from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
 from kvtransfer.transports.grpc import GrpcTransport
 from kvtransfer.transports.select import make_transports
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
-    from multiprocessing.connection import Connection
-
-    from kvtransfer.handoff import CommitState, Offer
 
 LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 SENDER, RECEIVER = Incarnation(1, 1), Incarnation(1, 2)
@@ -106,7 +100,6 @@ def _send(settings: TransferSettings, device: torch.device, to: WorkerRef) -> Ch
 
 
 def _receive(there: Connection, settings: TransferSettings, device: str) -> None:
-    """Run the other process until the pipe closes."""
     configure_logging("error", "auto")
     try:
         asyncio.run(_serve(there, settings, torch.device(device)))

@@ -6,7 +6,6 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import typer
@@ -25,10 +24,7 @@ from baton.errors import ConfigError
 from baton.logs import configure_logging
 from baton.tokenizer import ORACLE_MODEL
 from baton.worker.engine_factory import load_backend, passes_path, pick_device
-from baton.worker.settings import from_config
-
-if TYPE_CHECKING:
-    from baton.worker.settings import WorkerSettings
+from baton.worker.settings import WorkerSettings, from_config
 
 
 def profile_kernels(file: Path, sets: list[str], *, as_json: bool) -> None:

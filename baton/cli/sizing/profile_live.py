@@ -121,13 +121,11 @@ class Live:
             await self._apart(min(lengths[-1], LONG))
 
     async def _rows(self, count: int, length: int, workers: int) -> Gaps:
-        """Run `count` requests for each decode worker."""
         tokens = DECODED if length == SHORT else DECODED_LONG
         requests = [self._request(length, tokens) for _ in range(count * workers)]
         return together(await asyncio.gather(*requests), count, length)
 
     async def _both(self, length: int, workers: int) -> None:
-        """Send prompts one after another while some requests decode."""
         before = await self._paces()
         decoding = asyncio.gather(*(self._request(SHORT, 4 * DECODED) for _ in range(BESIDE * workers)))
         while not decoding.done():

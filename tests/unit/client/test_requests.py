@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton.client import ChatMessage, Options, ToolCall
-from baton.client._messages import chat_request, cluster_status, detokenize_request, generate_request, tokenize_request
+from baton.client._messages import build_message, chat_request, cluster_status, generate_request
 from baton.errors import EngineFault, InvalidRequest
 from baton.rpc.v1 import admin_pb2 as admin
 from baton.rpc.v1 import common_pb2 as common
@@ -124,12 +124,12 @@ def test_chat_takes_tools_and_calls_of_them():
 
 
 def test_tokenizing_names_what_is_wrong():
-    assert tokenize_request("a", "m") == inference.TokenizeRequest(text="a", model="m")
-    assert detokenize_request([1, 2], "m") == inference.DetokenizeRequest(ids=[1, 2], model="m")
+    request = build_message(inference.DetokenizeRequest, "ids", ids=[1, 2], model="m")
+    assert (list(request.ids), request.model) == ([1, 2], "m")
     with pytest.raises(InvalidRequest, match="text"):
-        tokenize_request("\udcff", "")
+        build_message(inference.TokenizeRequest, "text", text="\udcff")
     with pytest.raises(InvalidRequest, match="ids"):
-        detokenize_request([-1], "")
+        build_message(inference.DetokenizeRequest, "ids", ids=[-1])
     for prompt in (b"abc", bytearray(b"abc")):
         with pytest.raises(TypeError, match="text or token ids, not byte"):
             generate_request(prompt, {})

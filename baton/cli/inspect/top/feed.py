@@ -45,7 +45,6 @@ class Feed:
             await asyncio.sleep(RETRY_S)
 
     async def trace(self, request_id: str) -> admin_pb2.TraceReply:
-        """Return a trace from the router of the last message. Raises BatonError."""
         if not self._admin:
             raise NoWorker("no router has answered yet")
         admins = await asyncio.to_thread(self._find)
@@ -77,7 +76,6 @@ class Feed:
                 yield Lost(error)
 
     async def _watch(self, admins: Admins, admin: str) -> AsyncIterator[admin_pb2.Live]:
-        """Yield a router's views until it is lost. Raises the reason."""
         request = admin_pb2.WatchRequest(interval_s=self._interval_s)
         async with admins.credentials.wire.aio(admin) as channel:
             messages = aiter(AdminStub(channel).Watch(request, metadata=admins.credentials.metadata))
