@@ -57,7 +57,7 @@ def differences(a: Report, b: Report) -> dict[str, list[Any]]:
 def figures(a: Report, b: Report) -> dict[str, list[float | None]]:
     """Return by name the figures of A and B and their ratio B / A. Missing values are None."""
     pairs = {name: (a.figures.get(name), b.figures.get(name)) for name in dict.fromkeys([*a.figures, *b.figures])}
-    return {name: [*pair, _ratio(*pair)] for name, pair in pairs.items()}
+    return {name: [x, y, y / x if x and y is not None else None] for name, (x, y) in pairs.items()}
 
 
 def _goals(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,10 +78,6 @@ def _figures(found: Mapping[str, Any]) -> dict[str, float]:
         if not isinstance(value, int | float):
             raise ValueError(f"{name}: must be a number, got {value!r}")
     return values
-
-
-def _ratio(a: float | None, b: float | None) -> float | None:
-    return b / a if a and b is not None else None
 
 
 def table(found: Mapping[str, Any]) -> str:

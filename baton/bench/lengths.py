@@ -30,9 +30,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, prompt: str, answer: str | None) -> Lengths:
-        """Parse texts of KINDS. A file with two numbers per line contains pairs of prompt and answer lengths; `answer`
-        must then be None. Raises ConfigError with the wrong value.
-        """
+        """Parse texts of KINDS. `answer` must be None if `prompt` is a file of pairs. Raises ConfigError."""
         if prompt.startswith("file:") and len((rows := _rows("prompt_tokens", prompt))[0]) == 2:
             if answer is not None:
                 raise ConfigError(f"max_tokens: must be left out, because {prompt} has pairs, got {answer!r}")

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,22 +77,16 @@ class Output:
         """Write the report of all samples so far. Raises ConfigError last if a file cannot be written."""
         found = report(run.samples, goals, run.load.plan.as_dict(), run.generator())
         typer.echo(json.dumps(found) if self.as_json else table(found))
-        failures = [
-            *_failure("--out", self.out, lambda path: _write(found, run, path)),
-            *_failure("--plot", self.picture, lambda path: plot(run.samples, goals, path)),
-        ]
+        write_out, draw = partial(_write, found, run), partial(plot, run.samples, goals)
+        failures = []
+        for option, path, write in (("--out", self.out, write_out), ("--plot", self.picture, draw)):
+            try:
+                if path is not None:
+                    write(path)
+            except OSError as error:
+                failures.append(f"{option}: cannot write {path}: {error.strerror or error}")
         if failures:
             raise ConfigError("; ".join(failures))
-
-
-def _failure(option: str, path: Path | None, write: Callable[[Path], None]) -> list[str]:
-    """Write the file of an option, if given, and return the error, if any."""
-    try:
-        if path is not None:
-            write(path)
-    except OSError as error:
-        return [f"{option}: cannot write {path}: {error.strerror or error}"]
-    return []
 
 
 def _write(found: Mapping[str, Any], run: Run, path: Path) -> None:

@@ -74,9 +74,7 @@ def rate(count: int, seconds: float) -> float:
 
 
 def goodput(good: Sequence[Sample], goals: Goals, sent: int, wall_s: float) -> dict[str, Any] | None:
-    """Return requests that met all goals, per second and as a share of all that were to be sent, or None without goals.
-    `attained` is the share of all that met each single goal.
-    """
+    """Return requests that met all goals, as a rate and a share, and the share for each goal, or None without goals."""
     if not goals.given():
         return None
     met = [goals.met(sample) for sample in good]

@@ -23,12 +23,10 @@ TRACE = "trace"
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """The options. Times are in seconds. A closed loop keeps `concurrency` requests in flight; `rate` (per second) or
-    `arrivals` of a trace make it open.
-    """
+    """The options. Times are in seconds."""
 
-    concurrency: int | None = None
-    rate: float | None = None
+    concurrency: int | None = None  # requests in flight of a closed loop
+    rate: float | None = None  # per second; makes the loop open, like `arrivals`
     arrivals: str | None = None
     max_in_flight: int = 1024
     requests: int | None = None

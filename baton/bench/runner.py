@@ -102,18 +102,14 @@ class Run:
         async with asyncio.TaskGroup() as group:
             for request in requests:
                 due = began + request.at_s
-                await self._sleep_until(due)
+                await asyncio.sleep(max(0.0, due - self.clock.monotonic()))  # always yields
+                if (left := due - self.clock.monotonic()) > 0:  # timers count whole milliseconds, and fire early
+                    await asyncio.sleep(left + MILLISECOND)
                 if self.in_flight >= self.load.plan.max_in_flight:
                     self.samples.append(Sample(due, end=self.clock.monotonic(), error=NOT_SENT))
                     continue
                 self.in_flight += 1
                 group.create_task(self._send(request, due))
-
-    async def _sleep_until(self, due: float) -> None:
-        """Sleep until `due`, but always yield. Timers count whole milliseconds, so one can fire slightly early."""
-        await asyncio.sleep(max(0.0, due - self.clock.monotonic()))
-        if (left := due - self.clock.monotonic()) > 0:
-            await asyncio.sleep(left + MILLISECOND)
 
     async def _send(self, request: BenchRequest, due: float) -> float:
         """Send one request, record its sample, and return the seconds to wait before the next one."""

@@ -12,18 +12,16 @@ NOT_SENT = "NotSent"  # an `error`: never sent, because too many requests were i
 
 @dataclass(slots=True)
 class Sample:
-    """One request. Times are seconds of one clock. Latencies count from `start`, the intended send time, so a late
-    client cannot improve them. `error` is the class of the error that ended the request, or empty.
-    """
+    """One request. Times are seconds of one clock."""
 
-    start: float
+    start: float  # the intended send time; latencies count from it, so a late client cannot improve them
     sent: float | None = None  # None if it was not sent
     end: float = 0.0
     times: list[float] = field(default_factory=list)  # of messages with tokens
     counts: list[int] = field(default_factory=list)  # tokens of each message
     prompt_tokens: int = 0
     tokens: int = 0
-    error: str = ""
+    error: str = ""  # class of the error that ended the request
     deterministic: bool = False
     prefill_worker: str = ""
     decode_worker: str = ""

@@ -31,15 +31,13 @@ MOST_SHOWN = 60  # characters of a wrong value
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """The time and lengths of a request. `blocks` are ids of `block_tokens` prompt tokens each: equal leading ids mean
-    equal tokens. The prompt's end may cut the last block. Tokens after the blocks are the request's own.
-    """
+    """The time and lengths of a request. Prompt tokens after the blocks are the request's own."""
 
     at_s: float  # seconds from the start of the load
     prompt_tokens: int  # 0 if `prompt` is text, which only the server tokenizes
     max_tokens: int
-    blocks: tuple[int, ...] = ()
-    block_tokens: int = 0
+    blocks: tuple[int, ...] = ()  # equal leading ids mean equal prompt tokens
+    block_tokens: int = 0  # of each block; the end of the prompt may cut the last one
     prompt: str | tuple[int, ...] | None = None  # None for any tokens
 
     @property
@@ -201,7 +199,6 @@ def _shown(value: object) -> str:
 
 
 def _seconds(where: str, value: object) -> float:
-    """Convert a timestamp from milliseconds."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise ConfigError(f"{where}: timestamp: must be finite milliseconds of at least 0, got {_shown(value)}")
     return value / 1e3

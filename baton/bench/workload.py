@@ -1,8 +1,4 @@
-"""An endless stream of requests from lengths, times and a trace.
-
-Arrival times do not depend on earlier answers (an open loop). Prompts without text are random, the same for the same
-seed, and share prefixes as their trace does.
-"""
+"""An endless stream of requests from lengths, times and a trace. Prompts share prefixes as their trace does."""
 
 from __future__ import annotations
 
@@ -47,12 +43,10 @@ KINDS = f"poisson, constant, or gamma:CV with a coefficient of variation from {L
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Arrival times of `rate` requests per second. Gaps have the coefficient of variation `cv` and a gamma
-    distribution: 0 makes all gaps equal, 1 is a Poisson process, more is burstier.
-    """
+    """Arrival times of `rate` requests per second, with gaps from a gamma distribution."""
 
     rate: float
-    cv: float = 1.0
+    cv: float = 1.0  # coefficient of variation: 0 makes all gaps equal, 1 is a Poisson process, more is burstier
 
     @classmethod
     def parse(cls, text: str, rate: float) -> Times:

@@ -1,4 +1,4 @@
-"""All commands. Their modules declare the options, and import the code that does the work when the command runs."""
+"""All commands."""
 
 from __future__ import annotations
 

@@ -28,9 +28,7 @@ Reply = TypeVar("Reply")
 
 
 def find_cluster(name: str | None, *, starting: bool = False) -> ClusterState:
-    """Return the running cluster called `name`, or the only one. One that still starts counts only with `starting`.
-    Raises NoWorker (exit code 4) with the running clusters' names.
-    """
+    """Return the running cluster called `name`, or the only one. Raises NoWorker with the running clusters' names."""
     running = running_clusters()
     chosen = [state for state in running if name in {None, state.name}]
     if len(chosen) == 1:
@@ -90,7 +88,6 @@ class Admins:
 
     @property
     def started(self) -> list[str]:
-        """The addresses of routers that have started. Raises NoWorker if there are none."""
         if not any(self.addresses):
             raise NoWorker("the cluster is still starting")
         return [address for address in self.addresses if address]
@@ -113,15 +110,13 @@ class Admins:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A router for requests, at `target` or of the running cluster `name`. `tls` is a CA file, a folder of
-    `baton certs`, `system` for this machine's authorities, or None for the running cluster's settings.
-    """
+    """A router for requests, at `target` or of the running cluster `name`."""
 
     name: str | None
     target: str | None
     timeout: float  # seconds for each call
     token: str | None = field(default=None, repr=False)
-    tls: Path | None = None
+    tls: Path | None = None  # a CA file, a folder of `baton certs`, SYSTEM, or None for the running cluster's settings
 
     def client(self) -> Client:
         """Return a client. Raises NoWorker if no cluster runs, ConfigError for an unusable token or CA file."""
@@ -129,7 +124,6 @@ class Router:
         return Client(address, token=self.token, tls=tls, timeout=self.timeout)
 
     def async_client(self, max_retries: int) -> AsyncClient:
-        """Return an asynchronous client with `max_retries` retries per failed call. Raises the errors of `client`."""
         address, tls = self._reach()
         return AsyncClient(address, token=self.token, tls=tls, timeout=self.timeout, max_retries=max_retries)
 

@@ -1,8 +1,6 @@
 """The SDK: `Client`, `AsyncClient` and their plain values. It loads neither torch nor ray.
 
-Read `types` (the values), then `aio` (the client; `sync` is generated from it). `_retry` decides on retries and
-resumes, `_messages` translates requests and `_accumulator` events, all without I/O. `_transport_aio` and
-`_transport_sync` are the two gRPC APIs.
+Read `types` (the values), then `aio` (the client; `sync` is generated from it). Only the transports do I/O.
 """
 
 from baton.client.aio import AsyncClient as AsyncClient

@@ -33,15 +33,13 @@ class _ChoiceState:
 
 
 class Fold:
-    """The answer so far, common to both streams; complete once the stream has ended.
-
-    Events and tokens must come in order. A violation raises EngineFault, because an answer with a gap must not look
-    complete. `resumed` counts the resumed streams.
+    """The answer so far, common to both streams. An event or token out of order raises EngineFault, because an answer
+    with a gap must not look complete.
     """
 
     def __init__(self) -> None:
         self.request_id = ""  # named by the server in its first event
-        self.resumed = 0
+        self.resumed = 0  # resumed streams
         self.usage: Usage | None = None
         self.timings: Timings | None = None
         self.placement: Placement | None = None

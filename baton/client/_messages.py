@@ -93,7 +93,10 @@ def _options(options: types.Options) -> inference.GenerateRequest:
     request = inference.GenerateRequest()
     for name, value in options.items():
         if name not in types.Options.__annotations__:
-            raise _unknown(name)
+            near = difflib.get_close_matches(name, types.Options.__annotations__, n=1)
+            known = ", ".join(types.Options.__annotations__)
+            hint = f"did you mean {near[0]!r}?" if near else f"must be one of {known}"
+            raise TypeError(f"unknown option {name!r}; {hint}")
         if value is not None:
             _set(request, name, value)
     return request
@@ -131,12 +134,6 @@ def _json(value: object, field: str) -> str:
         return json.dumps(value)
     except (TypeError, ValueError) as error:
         raise InvalidRequest.of(field, f"not JSON ({type(error).__name__})") from error
-
-
-def _unknown(name: str) -> TypeError:
-    near = difflib.get_close_matches(name, types.Options.__annotations__, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"must be one of {', '.join(types.Options.__annotations__)}"
-    return TypeError(f"unknown option {name!r}; {hint}")
 
 
 def _field(kind: type[M], name: str, value: object, where: str) -> M:

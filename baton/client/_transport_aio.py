@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
@@ -18,10 +18,8 @@ Q = TypeVar("Q")
 R = TypeVar("R")
 Channel: TypeAlias = "grpc.aio.Channel"
 Stub: TypeAlias = "inference_pb2_grpc.InferenceAsyncStub"
-Call: TypeAlias = "grpc.aio.UnaryStreamCall[inference.GenerateRequest, inference.GenerateEvent]"
-ResumeCall: TypeAlias = "grpc.aio.UnaryStreamCall[inference.ResumeRequest, inference.GenerateEvent]"
+Call: TypeAlias = "grpc.aio.UnaryStreamCall[Any, inference.GenerateEvent]"  # of `Generate` or `Resume`
 Unary: TypeAlias = "grpc.aio.UnaryUnaryMultiCallable[Q, R]"
-Metadata: TypeAlias = tuple[tuple[str, str], ...]
 Sleep: TypeAlias = Callable[[float], Awaitable[None]]
 
 sleep: Sleep = asyncio.sleep
@@ -58,7 +56,7 @@ class Stubs:
             await made.close()
 
 
-async def ask(method: Unary[Q, R], request: Q, timeout: float | None, metadata: Metadata) -> R:
+async def ask(method: Unary[Q, R], request: Q, timeout: float | None, metadata: tuple[tuple[str, str], ...]) -> R:
     """Return the reply. Raises grpc.RpcError, or Cancelled if the client was closed during the call."""
     call = method(request, timeout=timeout, metadata=metadata)
     try:
@@ -68,7 +66,7 @@ async def ask(method: Unary[Q, R], request: Q, timeout: float | None, metadata: 
         raise
 
 
-async def read(call: Call | ResumeCall) -> inference.GenerateEvent | None:
+async def read(call: Call) -> inference.GenerateEvent | None:
     """Return the next event, None at the end. Raises grpc.RpcError, or Cancelled if the call was cancelled here."""
     try:
         event = await call.read()

@@ -20,7 +20,6 @@ R = TypeVar("R")
 Channel: TypeAlias = "grpc.Channel"
 Stub: TypeAlias = "inference_pb2_grpc.InferenceStub"
 Unary: TypeAlias = "grpc.UnaryUnaryMultiCallable[Q, R]"
-Metadata: TypeAlias = tuple[tuple[str, str], ...]
 Sleep: TypeAlias = Callable[[float], None]
 
 sleep: Sleep = time.sleep
@@ -34,9 +33,6 @@ class Call(Protocol):
     def cancel(self) -> object: ...
 
     def initial_metadata(self) -> Iterable[tuple[str, str | bytes]]: ...
-
-
-ResumeCall: TypeAlias = Call
 
 
 class Stubs:
@@ -73,7 +69,7 @@ class Stubs:
                 made.close()
 
 
-def ask(method: Unary[Q, R], request: Q, timeout: float | None, metadata: Metadata) -> R:
+def ask(method: Unary[Q, R], request: Q, timeout: float | None, metadata: tuple[tuple[str, str], ...]) -> R:
     """Return the reply. Raises grpc.RpcError."""
     return method(request, timeout=timeout, metadata=metadata)
 

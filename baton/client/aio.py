@@ -85,7 +85,7 @@ class AsyncStream(Fold):
             self._attempts.progressed()
             self._recovery.progressed()
 
-    def _send(self) -> wire.Call | wire.ResumeCall:
+    def _send(self) -> wire.Call:
         client, left = self._client, self._attempts.remaining()
         stub = client._stubs.of(self._target)
         if not self._started:
@@ -129,18 +129,10 @@ R = TypeVar("R")
 
 
 class AsyncClient(ClientBase):
-    """A connection to a router, for any number of tasks of one event loop. Arguments are those of `Client`.
+    """A connection to a router, for any number of concurrent tasks of one event loop. Arguments are those of `Client`.
 
     >>> import asyncio
     >>> from baton import AsyncClient
-    >>> async def ask() -> str:
-    ...     async with AsyncClient(target) as client:
-    ...         return (await client.generate("The color of dog", temperature=0)).text
-    >>> asyncio.run(ask())
-    ' can vary widely'
-
-    Requests may run concurrently:
-
     >>> async def ask_all(*prompts: str) -> list[str]:
     ...     async with AsyncClient(target) as client:
     ...         answers = await asyncio.gather(*(client.generate(prompt, max_tokens=8) for prompt in prompts))

@@ -85,7 +85,7 @@ class Stream(Fold):
             self._attempts.progressed()
             self._recovery.progressed()
 
-    def _send(self) -> wire.Call | wire.ResumeCall:
+    def _send(self) -> wire.Call:
         client, left = self._client, self._attempts.remaining()
         stub = client._stubs.of(self._target)
         if not self._started:

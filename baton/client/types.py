@@ -78,10 +78,8 @@ class Thought(core.Thought):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The addition of one stream message to one choice: tokens from index `start`, and text that became final.
-
-    Either may be empty, because an incomplete character or a possible stop string is held back. A delta with `thoughts`
-    (if requested) has neither.
+    """The addition of one stream message to one choice: tokens from index `start`, and text that became final. Both
+    may be empty, because an incomplete character or a possible stop string is held back, and thoughts come alone.
     """
 
     choice: int
@@ -94,14 +92,12 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request; thinking tokens are not part of the others. `audit_digest` is the hex SHA-256 of a
-    deterministic request's prompt, parameters and answers.
-    """
+    """Token counts of one request; thinking tokens are not part of the others."""
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
-    audit_digest: str = ""
+    audit_digest: str = ""  # hex SHA-256 of a deterministic request's prompt, parameters and answers
     thinking_tokens: int = 0
 
 
@@ -118,16 +114,14 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer to a prompt. `finish_reason` is None while it runs. `thoughts`, if requested, are in chunk order;
-    those about the prompt are in the first choice only, because all choices share them.
-    """
+    """One answer to a prompt. Thoughts about the prompt, which all choices share, are in the first choice only."""
 
     text: str
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason | None  # None while it runs
     matched_stop: str
-    thoughts: tuple[Thought, ...] = ()
+    thoughts: tuple[Thought, ...] = ()  # if requested; in chunk order
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,15 +160,13 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A served model. `tool_form` is its tool-call syntax (hermes, mistral, llama, or json for others); empty means no
-    tools. `thinking_chunk` is the chunk size in tokens for thoughts; 0 means that it does not think.
-    """
+    """A served model."""
 
     id: str
     max_model_len: int
     vocab_size: int
-    tool_form: str = ""
-    thinking_chunk: int = 0
+    tool_form: str = ""  # tool-call syntax: hermes, mistral, llama, or json for others; empty means no tools
+    thinking_chunk: int = 0  # chunk size in tokens for thoughts; 0 means that it does not think
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,9 @@ def _ask(state: ClusterState, credentials: Credentials, stop: Stop, *, stay: boo
         with Client(from_here(state.grpc), admin=from_here(state.admin), timeout=30.0, token=token, tls=tls) as client:
             for prompt in PROMPTS[:2]:
                 _show(prompt, client)
-            _show_workers(client)
+            for worker in client.cluster().workers:
+                done = f"{worker.load.prefill_tokens} prefill tokens, {worker.load.decode_steps} decode steps"
+                typer.echo(f"{worker.info.ref.worker_id:<10} pid {worker.info.pid:<7} {done}")
         if stay:
             _send_until(stop, state, credentials)
     except BatonError:
@@ -83,13 +85,6 @@ def _show(prompt: str, client: Client) -> None:
     reason = done.finish_reason.value if done.finish_reason else "nothing"
     tokens = f"{done.usage.prompt_tokens} prompt tokens, {len(done.tokens)} new ones, ended by {reason}"
     typer.echo(f"\n  {tokens}\n  {placed(done)}\n  {latency(done)}\n")
-
-
-def _show_workers(client: Client) -> None:
-    for worker in client.cluster().workers:
-        load = worker.load
-        done = f"{load.prefill_tokens} prefill tokens, {load.decode_steps} decode steps"
-        typer.echo(f"{worker.info.ref.worker_id:<10} pid {worker.info.pid:<7} {done}")
 
 
 def _send_until(stop: Stop, state: ClusterState, credentials: Credentials) -> None:

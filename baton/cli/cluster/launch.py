@@ -64,12 +64,11 @@ def pull(model: str) -> None:
 
 
 def fetched(config: ClusterConfig, stop: Stop) -> ClusterConfig:
-    """Return the config with its Hub model downloaded and pinned to a commit. A child process downloads, because only a
-    process can be stopped immediately. If it fails, typer.Exit carries its exit code. Raises Cancelled.
-    """
+    """Return the config with its Hub model downloaded and pinned to a commit. Raises Cancelled, typer.Exit."""
     path = config.model.path
     if not path.startswith(HUB_PREFIX):
         return config
+    # in a child process, because only a process can be stopped immediately
     env = os.environ | {PARENT: str(os.getpid())}
     with subprocess.Popen(
         [sys.executable, *COMMAND, path], stdout=subprocess.PIPE, text=True, env=env, process_group=0
@@ -163,8 +162,12 @@ def run_cluster(
 
 def make_control(config: ClusterConfig, folder: StateFolder) -> Control:
     """Return the `Control` of the workers: child processes for `ray.address: none`, otherwise Ray actors."""
+
+    def worker_command(worker_id: str, role: Role) -> list[str]:
+        return [sys.executable, "-m", "baton", f"{role.value}-worker", "-c", str(folder.config), "--id", worker_id]
+
     if config.ray.address == "none":
-        return LocalControl(config, ProcessPlacement(partial(worker_command, folder.config), folder.logs))
+        return LocalControl(config, ProcessPlacement(worker_command, folder.logs))
     if config.ray.address != LOCAL:
         command = [sys.executable, "-m", "baton", "controller", "-c", str(folder.config)]
         return RemoteControl(config, command, folder.logs)
@@ -173,11 +176,6 @@ def make_control(config: ClusterConfig, folder: StateFolder) -> Control:
     start = partial(start_local, folder.scratch, config.name)
     given, place = partial(load_config, folder.config), RayPlace(folder.logs)
     return LocalControl(config, RayPlacement(given, WorkerActor, role_factories(), start, place))
-
-
-def worker_command(config: Path, worker_id: str, role: Role) -> list[str]:
-    """Return the argv of one worker as a plain process."""
-    return [sys.executable, "-m", "baton", f"{role.value}-worker", "-c", str(config), "--id", worker_id]
 
 
 def announce(state: ClusterState, config: ClusterConfig, *, as_json: bool) -> None:

@@ -49,8 +49,6 @@ class Operator:
         return self._first(self._admins.status)
 
     def wait_settled(self, number: int, seconds: float) -> None:
-        """Wait until plan `number` or a later one is carried out. Raises DeadlineExceeded."""
-
         def done(status: ClusterStatus) -> bool:
             control = status.control
             return control is not None and control.plan.number >= number and control.settled and not _missed(status)
@@ -58,8 +56,6 @@ class Operator:
         self._wait(done, seconds)
 
     def wait_gone(self, process: str, seconds: float) -> None:
-        """Wait until this incarnation is gone and the plan is carried out. Raises DeadlineExceeded."""
-
         def done(status: ClusterStatus) -> bool:
             here = {str(worker.info.ref) for worker in status.workers}
             settled = status.control is not None and status.control.settled

@@ -169,6 +169,8 @@ def router_settings(config: ClusterConfig, index: int = 0) -> RouterSettings:
     from router.context import RouterSettings
 
     router = config.router
+    operators = (router.admin, router.metrics)
+    admin, metrics = operators if index == 0 else (f"{address.rpartition(':')[0]}:0" for address in operators)
     return RouterSettings(
         attempts=config.retry.attempts,
         name=config.name,
@@ -178,8 +180,8 @@ def router_settings(config: ClusterConfig, index: int = 0) -> RouterSettings:
         tokens=config.security.tokens,
         version=__version__,
         grpc=router.grpc,
-        admin=router.admin if index == 0 else _any_port(router.admin),
-        metrics=router.metrics if index == 0 else _any_port(router.metrics),
+        admin=admin,
+        metrics=metrics,
         share_port=router.replicas > 1,
         http=router.http,
         http_body=router.http_body,
@@ -203,7 +205,3 @@ def router_settings(config: ClusterConfig, index: int = 0) -> RouterSettings:
         trace_sample=config.tracing.sample,
         worker_silence_s=config.ledger.lease_s,  # the ledger's lease: at least three heartbeats
     )
-
-
-def _any_port(address: str) -> str:
-    return f"{address.rpartition(':')[0]}:0"

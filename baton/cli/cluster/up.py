@@ -1,6 +1,4 @@
-"""Commands that start and stop processes: `baton up | down | pull | demo` for a cluster, and for one part of it
-`baton prefill-worker | decode-worker | router | gateway | controller`, by hand or from `baton up`.
-"""
+"""Commands that start and stop a cluster, or run one part of it as a process, by hand or from `baton up`."""
 
 from __future__ import annotations
 

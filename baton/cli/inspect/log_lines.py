@@ -212,9 +212,7 @@ class LogFilter:
         return self.worker == line.process or any(self.worker == name.partition("@")[0] for name in about)
 
     def _of_request(self, event: dict[str, object]) -> bool:
-        """Return whether an event belongs to the request. A resumed request has another id on workers. The router's
-        event has both ids, and counts even if it is not shown.
-        """
+        """A resumed request has another id on workers. The router's event has both, and counts even if not shown."""
         name = str(event.get("request_id", ""))
         if _is_of(str(event.get("stream", "")), self.request) and name:
             self._names.add(name)
@@ -247,7 +245,11 @@ def print_logs(name: str | None, wanted: LogFilter, lines: int | None, *, follow
     folder = find_logs(name)
     most = lines if lines is not None else (None if wanted.since else LINES)
     files: dict[Path, LogFile] = {}
-    show = _printer(as_json=as_json)
+    console, plain = Console(highlight=False, soft_wrap=True), as_json or not sys.stdout.isatty()
+
+    def show(line: Line) -> None:
+        typer.echo(line.as_json()) if plain else console.print(pretty(line))
+
     _look(folder, files)
     if wanted.request:
         _learn_names(files.values(), wanted)
@@ -278,13 +280,6 @@ def _learn_names(files: Iterable[LogFile], wanted: LogFilter) -> None:
         if file.process.startswith("router"):
             for line in file.lines_with(wanted.request):
                 wanted.takes(line)
-
-
-def _printer(*, as_json: bool) -> Callable[[Line], None]:
-    console = Console(highlight=False, soft_wrap=True)
-    if as_json or not sys.stdout.isatty():
-        return lambda line: typer.echo(line.as_json())
-    return lambda line: console.print(pretty(line))
 
 
 def pretty(line: Line) -> Text:

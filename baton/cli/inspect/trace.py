@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -17,9 +17,6 @@ from baton.cli.options import AdminTarget, ClusterName, Json, Tls
 from baton.errors import BatonError, ConfigError, InvalidRequest, UnknownModel
 from baton.tracing.chrome import chrome_trace
 from baton.tracing.trace import Span, processes
-
-if TYPE_CHECKING:
-    from baton.cli.target import Admins
 
 COLOURS = {"router": "cyan", "prefill": "yellow", "decode": "green"}
 LEAST, MOST = 16, 60  # limits of the bars' width in characters
@@ -47,9 +44,7 @@ def trace(
     as_json: Json = False,
 ) -> None:
     """Show the time spent in each stage of a recent request, in the router and in its workers."""
-    from baton.cli.target import Admins
-
-    found = find(request, Admins.find(name, target, tls))
+    found = find(request, name, target, tls)
     if out is not None:
         write(out, found.spans, found.request_id, found.trace_id)
     if as_json:
@@ -58,13 +53,20 @@ def trace(
         show(found)
 
 
-def find(request: str, admins: Admins) -> FoundTrace:
+def find(request: str, name: str | None, target: str | None, tls: Path | None) -> FoundTrace:
     """Return the trace from any router that has it; without a request id, the one that began last."""
+    from baton.cli.target import Admins
+    from baton.rpc.convert import span_from_pb
+    from baton.rpc.v1 import admin_pb2
+
+    admins, message = Admins.find(name, target, tls), admin_pb2.TraceRequest(request_id=request)
     found: list[FoundTrace] = []
     failures: list[BatonError] = []
     for admin in admins.started:
         try:
-            found.append(_ask(request, admin, admins))
+            reply = admins.call(admin, lambda stub, **how: stub.Trace(message, **how))
+            spans = tuple(map(span_from_pb, reply.spans))
+            found.append(FoundTrace(reply.request_id, reply.trace_id, reply.outcome, spans))
         except UnknownModel as error:  # the status for a trace that is not there
             failures.append(InvalidRequest.of("REQUEST", str(error)))
         except BatonError as error:
@@ -72,15 +74,6 @@ def find(request: str, admins: Admins) -> FoundTrace:
     if not found:
         raise next((one for one in failures if not isinstance(one, InvalidRequest)), failures[0])
     return max(found, key=lambda one: one.spans[0].start_s if one.spans else 0.0)
-
-
-def _ask(request: str, admin: str, admins: Admins) -> FoundTrace:
-    from baton.rpc.convert import span_from_pb
-    from baton.rpc.v1 import admin_pb2
-
-    message = admin_pb2.TraceRequest(request_id=request)
-    reply = admins.call(admin, lambda stub, **how: stub.Trace(message, **how))
-    return FoundTrace(reply.request_id, reply.trace_id, reply.outcome, tuple(map(span_from_pb, reply.spans)))
 
 
 def write(out: Path, spans: Sequence[Span], request_id: str, trace_id: str) -> None:

@@ -6,12 +6,17 @@ import os
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from baton.bench.lengths import KINDS
 from baton.cli.options import ClusterName, Json, ModelName, Target, Temperature, Timeout, Tls, Token
+
+if TYPE_CHECKING:
+    from baton.bench.requests import BenchPlan
+    from baton.bench.sample import Goals
+    from baton.cli.target import Router
 
 PICTURES = (".png", ".svg", ".pdf")
 TRACES = "Mooncake's JSON lines, Azure's CSV, or JSON lines: prompt or prompt_tokens, max_tokens, timestamp (ms)"
@@ -73,29 +78,17 @@ def bench(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     """Send requests and measure latencies, throughput and goodput. `baton bench compare A B` compares two reports."""
     if context.invoked_subcommand is not None:
         return
-    _check_files(out, plot)
-    from baton.bench.output import Output, run_bench
-    from baton.bench.requests import BenchPlan, Load
+    from baton.bench.requests import BenchPlan
     from baton.bench.sample import Goals
-    from baton.bench.targets import GrpcServer, HttpServer, Server
     from baton.cli.target import Router
-    from baton.client import Options
-    from baton.clock import SystemClock
 
     plan = BenchPlan(trace=trace, scale=scale, speed=speed, clip=clip, vocab_size=vocab_size, seed=seed, warmup=warmup)
     plan = replace(plan, concurrency=concurrency, rate=rate, arrivals=arrivals, max_in_flight=max_in_flight)
     plan = replace(plan, requests=requests, duration=duration, deterministic_share=deterministic_share, model=model)
     plan = replace(plan, prompt_tokens=prompt_tokens, max_tokens=max_tokens, temperature=temperature)
     plan = replace(plan, ignore_eos=ignore_eos, api="grpc" if http is None else "http")
-    options: Options = {"temperature": temperature, "ignore_eos": ignore_eos or None, "model": model}
-    router = Router(name, target, timeout, token, tls)
-    server: Server
-    if http is None:
-        server = GrpcServer(router.async_client(max_retries=0), options, SystemClock())
-    else:
-        server = HttpServer(http, options, SystemClock(), timeout, token, router.authorities())
     goals = Goals(ttft_ms, itl_ms, gap_ms, gap_percentile, e2e_ms)
-    run_bench(server, Load.read(plan), goals, Output(as_json, out, plot))
+    _run(plan, goals, Router(name, target, timeout, token, tls), http, as_json, out, plot)
 
 
 @bench_app.command("compare")
@@ -104,6 +97,25 @@ def compare(first: Path, second: Path, as_json: Json = False) -> None:
     from baton.bench.compare import print_comparison
 
     print_comparison(first, second, as_json=as_json)
+
+
+def _run(
+    plan: BenchPlan, goals: Goals, router: Router, url: str | None, as_json: bool, out: Path | None, plot: Path | None
+) -> None:
+    _check_files(out, plot)
+    from baton.bench.output import Output, run_bench
+    from baton.bench.requests import Load
+    from baton.bench.targets import GrpcServer, HttpServer, Server
+    from baton.client import Options
+    from baton.clock import SystemClock
+
+    options = Options(temperature=plan.temperature, ignore_eos=plan.ignore_eos or None, model=plan.model)
+    server: Server
+    if url is None:
+        server = GrpcServer(router.async_client(max_retries=0), options, SystemClock())
+    else:
+        server = HttpServer(url, options, SystemClock(), router.timeout, router.token, router.authorities())
+    run_bench(server, Load.read(plan), goals, Output(as_json, out, plot))
 
 
 def _check_files(out: Path | None, plot: Path | None) -> None:

@@ -80,7 +80,6 @@ class Screen:
     survives_errors = False
 
     def read(self) -> str | None:
-        """Return the user's next line, or None at the end."""
         # As in an argument: invalid UTF-8 is rejected later with a named error, without a traceback here.
         line = sys.stdin.buffer.readline().decode(errors="surrogateescape")
         return line.rstrip("\r\n") if line else None

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 SHOWN = ("timings", "tokens", "thoughts")
 STAGES = ("queue", "route", "reserve", "prefill", "transfer", "commit", "decode", "verify")
-
 THINK = "--think-while-decoding/--no-think-while-decoding"
 Think = Annotated[bool | None, typer.Option(THINK, help="for a model that thinks (default: the cluster file's)")]
 

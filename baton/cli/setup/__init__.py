@@ -1,3 +1,1 @@
-"""Commands that prepare a cluster: `config.py` checks its file, `certs.py` makes certificates, and `doctor.py` (with
-`doctor_transport.py`) looks for problems on this machine.
-"""
+"""Commands that prepare a cluster: check its file, make certificates, and look for problems on this machine."""

@@ -21,7 +21,6 @@ OPENSSL_S = 30.0
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9]([A-Za-z0-9-]{0,62})(\.[A-Za-z0-9]([A-Za-z0-9-]{0,62}))*")
 _KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
-
 Hosts = Annotated[list[str] | None, typer.Option(help="name or address of a host; may be repeated")]
 Days = Annotated[int, typer.Option(min=1, help="validity of the certificate in days")]
 

@@ -166,9 +166,7 @@ class Live:
         return seen
 
     async def _paces(self) -> tuple[Pace, Pace, Pace]:
-        """Return totals of all workers since their start: prompts alone, mixed steps, and the decoding in these. Waits
-        until all is reported and this object's requests have ended.
-        """
+        """Wait for idle workers, and return their totals: prompts alone, mixed steps, and the decoding in these."""
         end, before = self._clock.monotonic() + SETTLE_S, None
         while True:
             cluster = await self._status.cluster()

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from baton.cli.app import app as commands
 from baton.cli.inspect.top import feed, render
-from baton.cli.inspect.top.app import Help, Table, Top, Trace
+from baton.cli.inspect.top.app import Sheet, Table, Top, Trace
 from baton.cli.inspect.top.feed import Feed
 from baton.cli.target import Admins, Credentials
 from baton.errors import NoWorker, Unauthenticated
@@ -209,9 +209,9 @@ async def test_keys(router):
         await pilot.press("d")
         assert app.current_theme.dark is not dark
         await pilot.press("question_mark")
-        assert isinstance(app.screen, Help)
+        assert type(app.screen) is Sheet
         await pilot.press("escape")
-        assert not isinstance(app.screen, Help)
+        assert not isinstance(app.screen, Sheet)
         await pilot.press("q")
     assert app.return_value is None
     assert app.return_code == 0

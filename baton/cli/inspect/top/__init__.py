@@ -1,3 +1,1 @@
-"""`baton top`, a live terminal view. Read `feed.py` (messages of routers) first, then `render.py` (messages to text)
-and `app.py` (the Textual screen).
-"""
+"""`baton top`: `feed.py` receives routers' messages, `render.py` formats them, and `app.py` is the screen."""

@@ -18,7 +18,7 @@ from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, RichLog, Sparkline, Static
 
 from baton.cli.inspect.top import render
-from baton.cli.inspect.top.feed import Feed, Lost
+from baton.cli.inspect.top.feed import Feed
 from baton.cli.target import Admins
 from baton.errors import BatonError
 from baton.rpc.v1 import admin_pb2
@@ -44,31 +44,24 @@ class Sheet(ModalScreen[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,question_mark,enter", "dismiss", "close")]
 
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = text
+
     def compose(self) -> ComposeResult:
         with VerticalScroll(id="sheet"):
-            yield Static(id="text")
-
-    def write(self, text: str) -> None:
-        self.query_one("#text", Static).update(text)
-
-
-class Help(Sheet):
-    """The list of keys."""
-
-    def on_mount(self) -> None:
-        self.write(HELP)
+            yield Static(self._text, id="text")
 
 
 class Trace(Sheet):
     """The spans of one request."""
 
     def __init__(self, feed: Feed, request_id: str) -> None:
-        super().__init__()
+        super().__init__("...")
         self._feed = feed
         self._request_id = request_id
 
     def on_mount(self) -> None:
-        self.write("...")
         self.run_worker(self._load(), exit_on_error=False)
 
     async def _load(self) -> None:
@@ -215,14 +208,14 @@ class Top(App[BatonError | None]):
         except BatonError as error:
             self.exit(error)
 
-    def _take(self, message: admin_pb2.Live | Lost) -> None:
+    def _take(self, message: admin_pb2.Live | BatonError) -> None:
         """Process one message. While paused, the screen keeps its content; rates and events are recorded for later."""
         if not self.screen_stack:
             return  # the app is ending
         lost = self.screen_stack[0].query_one("#lost", Static)
-        lost.set_class(isinstance(message, Lost), "shown")
-        if isinstance(message, Lost):
-            lost.update(Text(f"no router answers: {message.error}; trying again"))
+        lost.set_class(isinstance(message, BatonError), "shown")
+        if isinstance(message, BatonError):
+            lost.update(Text(f"no router answers: {message}; trying again"))
             return
         self._count(message)
         for item in message.happenings:
@@ -292,7 +285,7 @@ class Top(App[BatonError | None]):
         self.theme = "textual-light" if self.current_theme.dark else "textual-dark"
 
     async def action_help(self) -> None:
-        await self.push_screen(Help())
+        await self.push_screen(Sheet(HELP))
 
 
 def run_top(name: str | None, target: str | None, tls: Path | None, interval_s: float) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 
 import grpc
 
@@ -22,13 +21,6 @@ SILENT_S = 5.0  # beyond the interval; a frozen router sends nothing, but keeps 
 TRACE_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """No router sends messages at present."""
-
-    error: BatonError
-
-
 class Feed:
     """A stream of views. `find` returns the routers, and is called again whenever one is lost."""
 
@@ -37,8 +29,8 @@ class Feed:
         self._interval_s = interval_s
         self._admin = ""  # the router of the last message
 
-    async def views(self) -> AsyncIterator[admin_pb2.Live | Lost]:
-        """Yield views endlessly. Raises errors that a retry would meet again."""
+    async def views(self) -> AsyncIterator[admin_pb2.Live | BatonError]:
+        """Yield views endlessly, or the error if no router sends any. Raises errors that a retry would meet again."""
         while True:
             async for message in self._round():
                 yield message
@@ -58,13 +50,13 @@ class Feed:
                 raise from_rpc_error(error, self._admin) from None
         return reply
 
-    async def _round(self) -> AsyncIterator[admin_pb2.Live | Lost]:
+    async def _round(self) -> AsyncIterator[admin_pb2.Live | BatonError]:
         """Yield views of each router in turn, for as long as it sends."""
         try:
             admins = await asyncio.to_thread(self._find)
             started = admins.started
         except NoWorker as error:  # the cluster is gone, or still starting
-            yield Lost(error)
+            yield error
             return
         for admin in started:
             try:
@@ -73,7 +65,7 @@ class Feed:
             except PERMANENT:
                 raise
             except BatonError as error:
-                yield Lost(error)
+                yield error
 
     async def _watch(self, admins: Admins, admin: str) -> AsyncIterator[admin_pb2.Live]:
         request = admin_pb2.WatchRequest(interval_s=self._interval_s)
