@@ -103,7 +103,7 @@ class Run:
             for request in requests:
                 due = began + request.at_s
                 await asyncio.sleep(max(0.0, due - self.clock.monotonic()))  # always yields
-                if (left := due - self.clock.monotonic()) > 0:  # timers count whole milliseconds, and fire early
+                if (left := due - self.clock.monotonic()) > 0:  # a timer counts whole milliseconds and can fire early
                     await asyncio.sleep(left + MILLISECOND)
                 if self.in_flight >= self.load.plan.max_in_flight:
                     self.samples.append(Sample(due, end=self.clock.monotonic(), error=NOT_SENT))

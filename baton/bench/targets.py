@@ -37,9 +37,7 @@ _BY_STATUS: dict[int, type[BatonError]] = {
 
 
 class HttpServer:
-    """A `Server` over HTTP. `timeout` is for a whole answer, in seconds. `tls` is None for this machine's authorities.
-    Raises InvalidRequest for an invalid URL, ConfigError for a token that cannot be sent in a header.
-    """
+    """A `Server` over HTTP. `timeout` is for a whole answer, in seconds. `tls`: None for this machine's authorities."""
 
     def __init__(
         self, url: str, options: Options, clock: Clock, timeout: float, token: str | None, tls: ssl.SSLContext | None

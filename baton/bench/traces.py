@@ -85,9 +85,7 @@ class Trace:
 
 
 def read_trace(path: Path, *, scale: float = 1.0, limit: int | None = None) -> Trace:
-    """Read the first `limit` requests of a file; the first one arrives at 0 s. `scale` divides lengths and blocks, so
-    sharing stays the same; written prompts stay unchanged. Raises ConfigError with line, field and value.
-    """
+    """Read at most `limit` requests, from 0 s on. `scale` divides lengths and blocks. Raises ConfigError."""
     if not 0 < scale < math.inf:
         raise ConfigError(f"scale: must be a number above 0, got {scale:g}")
     try:

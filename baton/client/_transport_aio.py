@@ -50,7 +50,6 @@ class Stubs:
         return self._made[target][1]
 
     async def close(self) -> None:
-        """Close all channels; running calls end with Cancelled."""
         self._closed = True
         for made, _ in self._made.values():
             await made.close()

@@ -62,7 +62,6 @@ class Stubs:
             return self._made[target][1]
 
     def close(self) -> None:
-        """Close all channels; running calls end with Cancelled."""
         with self._lock:
             self._closed = True
             for made, _ in self._made.values():

@@ -138,19 +138,16 @@ async def _serve_http(config: ClusterConfig, address: str, target: str) -> None:
     from baton.metrics import Metrics
     from router.openai.server import GatewaySettings, HttpServer
 
+    router, counts = config.router, Metrics(config.name, __version__)
     settings = GatewaySettings(
-        __version__,
-        config.router.http_body,
-        stall_s=config.router.slow_reader_s,
-        counts=Metrics(config.name, __version__),
-        tls=config.security.tls,
+        __version__, router.http_body, stall_s=router.slow_reader_s, counts=counts, tls=config.security.tls
     )
     server = HttpServer(address, settings)
     await server.start(target)
     log.info("gateway_started", http=server.address, target=target)
     report_ready({"http": server.address, "target": target, "pid": os.getpid()})
     await _stop_signal()
-    await server.stop(config.router.drain_s)
+    await server.stop(router.drain_s)
 
 
 async def _stop_signal() -> None:

@@ -149,8 +149,7 @@ def _workers(cluster: ClusterStatus) -> None:
             typer.echo(f"{worker.info.ref.worker_id}: {worker.note}")
     for line in determinism(cluster):
         typer.echo(line)
-    width = None if sys.stdout.isatty() else 240
-    Console(width=width).print(table)
+    Console(width=None if sys.stdout.isatty() else 240).print(table)
 
 
 def determinism(cluster: ClusterStatus) -> Iterator[str]:

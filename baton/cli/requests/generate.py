@@ -65,13 +65,7 @@ def parse_show(text: str) -> set[str]:
 
 
 def stream_answer(
-    client: Client,
-    prompt: str,
-    request: Options,
-    shown: Collection[str] = (),
-    trace: Path | None = None,
-    *,
-    as_json: bool = False,
+    client: Client, prompt: str, request: Options, shown: Collection[str], trace: Path | None = None, *, as_json: bool
 ) -> None:
     """Print the answer as it arrives, and write its trace to the file `trace`. Raises BatonError."""
     # As in an argument: invalid UTF-8 is rejected later with a named error, without a traceback here.

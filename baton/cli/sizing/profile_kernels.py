@@ -42,9 +42,8 @@ def _profile_pool(settings: WorkerSettings) -> dict[str, object]:
         torch.set_num_threads(settings.threads)
     if settings.model_path == ORACLE_MODEL:
         raise _nothing_to_profile(settings)
-    if pick_device(settings.device) == "cpu":
-        return {**_profile_kernels(settings), "verify_passes": _profile_passes(settings)}
-    return {"verify_passes": _profile_passes(settings)}
+    kernels = _profile_kernels(settings) if pick_device(settings.device) == "cpu" else {}
+    return {**kernels, "verify_passes": _profile_passes(settings)}
 
 
 def _profile_passes(settings: WorkerSettings) -> dict[str, object]:

@@ -105,7 +105,7 @@ def thinking() -> Thinking:
 
 def test_thoughts_are_shown_as_they_come(capsys):
     stream = thinking()
-    stream_answer(stream, "x", {"n": 1}, {"thoughts", "tokens"})  # type: ignore[arg-type]
+    stream_answer(stream, "x", {"n": 1}, {"thoughts", "tokens"}, as_json=False)  # type: ignore[arg-type]
     assert stream.asked == {"n": 1, "thoughts": True}
     out, err = capsys.readouterr()
     assert err == "chunk 0: a dog\nchunk 1: -\n\nchunk 2: 3 4\n"
@@ -137,7 +137,7 @@ def test_thinking_while_decoding_is_an_option(monkeypatch):
 def test_a_prompt_on_standard_input_need_not_be_text(monkeypatch, data, text):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
     stream = thinking()
-    stream_answer(stream, "-", {})  # type: ignore[arg-type]
+    stream_answer(stream, "-", {}, set(), as_json=False)  # type: ignore[arg-type]
     assert stream.prompt == text
 
 
