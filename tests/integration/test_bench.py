@@ -187,7 +187,7 @@ async def test_servers_that_are_no_servers(gateway: Alone):
     assert exit_code((await bench_http("127.0.0.1:port")).exception) == 2
     assert exit_code((await bench_http(gateway.address, "--model", "x")).exception) == 2
     gateway.fake.script = silent
-    done = await bench_http(gateway.address, "--requests", 1, "--timeout", 0.2)
+    done = await bench_http(gateway.address, "--requests", 1, "--timeout", 2)
     assert json.loads(done.stdout)["errors"] == {"DeadlineExceeded": 1}
 
 
