@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton", reason="no triton here (the dev extra has
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from baton.engine.kernels.gpu import triton_decode, triton_prefill, triton_rows  # noqa: E402
+from baton.engine.kernels.gpu import triton_attention, triton_rows  # noqa: E402
 from baton.engine.kernels.gpu.shapes import MAX_SPLITS, decode_tiles, prefill_tiles  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -76,9 +76,9 @@ def attention(capability: int, dim: int, group: int, element: str) -> list[Any]:
     shape = dim, dim, {"bf16": 2, "fp32": 4}[element]
     made = []
     for kernel, tiles, more in (
-        (triton_decode.split_kernel, decode_tiles(group, *shape), {"UNIFIED": True}),
-        (triton_prefill.prefill_kernel, prefill_tiles(*shape), {"STEADY": False}),
-        (triton_prefill.prefill_kernel, prefill_tiles(*shape), {"STEADY": True}),
+        (triton_attention.split_kernel, decode_tiles(group, *shape), {"UNIFIED": True}),
+        (triton_attention.prefill_kernel, prefill_tiles(*shape), {"STEADY": False}),
+        (triton_attention.prefill_kernel, prefill_tiles(*shape), {"STEADY": True}),
     ):
         constants = sizes | more | {"ROWS": tiles.rows, "TILE": tiles.keys}
         made.append(compiled(kernel, constants, capability, tiles.warps, tiles.stages, element))
@@ -100,7 +100,7 @@ def test_attention(capability: int, dim: int, group: int, element: str, tmp_path
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_others(capability: int):
-    compiled(triton_decode.combine_kernel, {"SPLITS": MAX_SPLITS, "DIM": 128, "WIDTH": 128}, capability)
+    compiled(triton_attention.combine_kernel, {"SPLITS": MAX_SPLITS, "DIM": 128, "WIDTH": 128}, capability)
     rotate = {"HALF": 64, "NORMS": True, "HEADS": triton_rows.HEADS_AT_ONCE, "BLOCK": 64}
     compiled(triton_rows.rotate_and_store_kernel, rotate, capability)
     compiled(triton_rows.rms_norm_kernel, {"ADD": True, "BLOCK": 4096}, capability, 8)

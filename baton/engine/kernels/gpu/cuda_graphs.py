@@ -41,9 +41,8 @@ class CudaCapture:
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
 
     def __call__(self, forward: Callable[[], Tensor]) -> Captured:
-        """Capture after one normal run, which compiles kernels and initialises libraries outside the graph.
-
-        Raises RuntimeError if that fails.
+        """Capture after one normal run, which compiles kernels and initialises libraries outside the graph. Raises
+        RuntimeError if that fails.
         """
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -123,7 +122,6 @@ class DecodeGraphs:
             model.scratch = before
 
     def bucket(self, batch: Batch, kv: KVCache) -> int | None:
-        """Return the bucket of the graph that can run this batch, or None."""
         if kv is not self._kv or max(batch.query_lens) > 1 or batch.block_tables.shape[1] > self._max_blocks:
             return None
         if batch.fixed:  # padding to a bucket would change its shape
@@ -150,10 +148,9 @@ class GraphedBackend(TransformerBackend):
 
 
 def with_graphs(backend: ModelBackend, kv: KVCache, max_running: int, max_model_len: int) -> ModelBackend:
-    """Return the backend with decode steps captured over this cache, or the backend itself if that is impossible.
-
-    Only Llama-like models on the GPU kernels can be captured. A mixture of experts reads its choice from the device.
-    Latent attention would store padding. Ranks exchange through the host. Thinking takes states with each batch.
+    """Return the backend with decode steps captured over this cache, or the backend itself if that is impossible. Only
+    Llama-like models on the GPU kernels can be captured. A mixture of experts reads its choice from the device. Latent
+    attention would store padding. Ranks exchange through the host. Thinking takes states with each batch.
     """
     if not isinstance(backend, TransformerBackend) or backend.device.type != "cuda":
         return backend

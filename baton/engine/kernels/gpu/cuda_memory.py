@@ -152,9 +152,8 @@ def _checked(cuda: ctypes.CDLL, name: str, *arguments: object) -> None:
 
 
 def claim_activations(backend: ModelBackend, max_batched_tokens: int, max_running: int) -> None:
-    """Run the widest forward once on a GPU, so that scratch and the allocator hold their memory from then on.
-
-    A later `auto_kv_bytes` then sees the memory that is free for KV. Raises torch.OutOfMemoryError if it does not fit.
+    """Run the widest forward once on a GPU, so that scratch and the allocator hold their memory from then on. A later
+    `auto_kv_bytes` then sees the memory that is free for KV. Raises torch.OutOfMemoryError if it does not fit.
     """
     if backend.device.type != "cuda":
         return

@@ -10,17 +10,16 @@ from torch import Tensor
 
 from baton.engine.batch import Batch
 from baton.engine.kernels.base import Attention, HeadNorms, Rotation
-from baton.engine.kernels.gpu import triton_decode, triton_prefill, triton_rows
+from baton.engine.kernels.gpu import triton_attention, triton_rows
 from baton.engine.kernels.gpu.flash_attention import Varlen, VarlenAttention, find_varlen, varlen_fits
 from baton.engine.kernels.gpu.shapes import WIDEST_HEAD, decode_tiles, prefill_tiles, split_count
 from baton.engine.kernels.torch_reference import TorchKernels, torch_attention
 
 
 class GpuAttention:
-    """Attention of one batch: single tokens by split KV, chunks by FlashAttention or the Triton kernel.
-
-    The first call chooses, because the choice depends on block size and head size of the cache. A fixed batch has no
-    single tokens, so nothing is split. If it has a window it uses the Triton kernel, with key tiles at fixed places.
+    """Attention of one batch: single tokens by split KV, chunks by FlashAttention or the Triton kernel. The first call
+    chooses, because the choice depends on block size and head size of the cache. A fixed batch has no single tokens, so
+    nothing is split. If it has a window it uses the Triton kernel, with key tiles at fixed places.
     """
 
     def __init__(self, kernels: GpuKernels, batch: Batch, block_size: int, window: int | None, scale: float) -> None:
@@ -29,7 +28,7 @@ class GpuAttention:
         self._longest_query, self._longest = max(batch.query_lens), max(batch.context_lens)
         self._singles = 1 in batch.query_lens
         self._chosen: Attention | None = None
-        self._pieces: triton_decode.Pieces | None = None
+        self._pieces: triton_attention.Pieces | None = None
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> Tensor:
         if self._chosen is None:
@@ -51,30 +50,29 @@ class GpuAttention:
         sizes = keys.shape[3], values.shape[3], keys.element_size()
         if longest > 1:
             tiles = prefill_tiles(*sizes)
-            triton_prefill.prefill_attention(
+            triton_attention.prefill_attention(
                 *where, tiles, longest_query=longest, scale=scale, window=window, steady=batch.fixed
             )
         if self._singles:
             pieces, unified = self._pieces_for(query.shape[1], keys, values), self._kernels.unified
             tiles = decode_tiles(query.shape[1] // keys.shape[2], *sizes)
-            triton_decode.decode_attention(*where, pieces, tiles, scale=scale, window=window, unified=unified)
+            triton_attention.decode_attention(*where, pieces, tiles, scale=scale, window=window, unified=unified)
         return out
 
-    def _pieces_for(self, heads: int, keys: Tensor, values: Tensor) -> triton_decode.Pieces:
+    def _pieces_for(self, heads: int, keys: Tensor, values: Tensor) -> triton_attention.Pieces:
         """Return memory for the splits, shared by all layers, because they run one after another."""
         if self._pieces is None:
             sequences = len(self._batch.kv_lens)
             seen = self._longest if self._window is None else min(self._longest, self._window)
             splits = split_count(sequences * keys.shape[2], seen, self._kernels.processors)
-            self._pieces = triton_decode.Pieces.empty(sequences, heads, splits, values.shape[3], keys.device)
+            self._pieces = triton_attention.Pieces.empty(sequences, heads, splits, values.shape[3], keys.device)
         return self._pieces
 
 
 class GpuKernels(TorchKernels):
-    """Torch's products and fused kernels for the rest. A row with slot -1 is padding and is not stored.
-
-    `unified` is the constant that replaces the running maximum in decode attention, in units of scaled scores, or
-    None. `varlen` is torch's FlashAttention over block tables, or None. `processors` is the device's SM count.
+    """Torch's products and fused kernels for the rest. A row with slot -1 is padding and is not stored. `unified` is
+    the constant that replaces the running maximum in decode attention, in units of scaled scores, or None. `varlen` is
+    torch's FlashAttention over block tables, or None. `processors` is the device's SM count.
     """
 
     name = "triton"
@@ -84,7 +82,6 @@ class GpuKernels(TorchKernels):
 
     @classmethod
     def on(cls, device: torch.device) -> GpuKernels:
-        """Return the kernels for this device and version of torch."""
         return cls(torch.cuda.get_device_properties(device).multi_processor_count, find_varlen())
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:

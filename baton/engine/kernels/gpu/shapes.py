@@ -22,10 +22,9 @@ class Tiles(NamedTuple):
 
 
 def split_count(pairs: int, longest: int, processors: int) -> int:
-    """Return the number of splits of each context, a power of two.
-
-    It fills the device's `processors` without splits below SPLIT_TOKENS. `pairs` is sequences x KV heads, the
-    parallelism without splits; `longest` is the longest context in tokens.
+    """Return the number of splits of each context, a power of two. It fills the device's `processors` without splits
+    below SPLIT_TOKENS. `pairs` is sequences x KV heads, the parallelism without splits; `longest` is the longest
+    context in tokens.
     """
     wanted = -(-processors * WAVES // max(pairs, 1))
     room = max(longest // SPLIT_TOKENS, 1)
@@ -64,5 +63,4 @@ def bucket_for(rows: int, sizes: list[int]) -> int | None:
 
 
 def _power_of_two(n: int) -> int:
-    """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length() if n > 1 else 1

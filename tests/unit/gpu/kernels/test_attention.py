@@ -7,8 +7,7 @@ import torch
 
 from baton.engine.kernels.gpu.ops import GpuKernels
 from baton.engine.kernels.gpu.shapes import Tiles
-from baton.engine.kernels.gpu.triton_decode import Pieces, decode_attention
-from baton.engine.kernels.gpu.triton_prefill import prefill_attention
+from baton.engine.kernels.gpu.triton_attention import Pieces, decode_attention, prefill_attention
 from benchmarks.lib.device import CASES, Case, attention_error
 from tests.support.paged_attention import paged
 
