@@ -30,7 +30,7 @@ from baton.engine.sampling.output import OutputFactory
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import LayerListener, ScheduledSequence, Sequence, VerifyWork
 from baton.engine.step_result import Counters, SequenceOutput, StepResult
-from baton.engine.thinking.states import Thoughts
+from baton.engine.thinking import Thoughts
 from baton.errors import EngineFault, RankLost
 from baton.tokenizer import Tokenizer
 
@@ -40,12 +40,11 @@ log = structlog.get_logger()
 
 
 class Engine:
-    """One model, its KV cache, and the requests that use them.
-
-    A sequence ends at `max_model_len` tokens (None means the model's limit), or where it would not fit into the pool
-    alone. `max_batched_tokens` and `max_running` limit a step's tokens and sequences. Preempted sequences start over
-    here if `recompute_preempted`; else they are dropped and reported. `prefix_cache` keeps KV of full blocks for the
-    same `cache_scope` while capacity lasts. `shapes` enables deterministic requests; None rejects them.
+    """One model, its KV cache, and the requests that use them. A sequence ends at `max_model_len` tokens (None means
+    the model's limit), or where it would not fit into the pool alone. `max_batched_tokens` and `max_running` limit a
+    step's tokens and sequences. Preempted sequences start over here if `recompute_preempted`; else they are dropped and
+    reported. `prefix_cache` keeps KV of full blocks for the same `cache_scope` while capacity lasts. `shapes` enables
+    deterministic requests; None rejects them.
     """
 
     def __init__(  # noqa: PLR0913  (all but three have a default)
@@ -113,10 +112,9 @@ class Engine:
         self, key: HandoffId, spec: SequenceSpec, reservation: Reservation, thinking: ThinkingState | None = None
     ) -> TokenSequence[int]:
         """Continue a sequence that has its KV in `reservation` (from `reserve`), except that of the last token. That
-        token was delivered elsewhere. Returns a growing list of tokens. The engine then owns the reservation.
-
-        Raises ValueError if the reservation is used or too small, `thinking` does not fit the model or `key` is in use,
-        and InvalidRequest like `submit`. The caller then keeps the reservation.
+        token was delivered elsewhere. Returns a growing list of tokens. The engine then owns the reservation. Raises
+        ValueError if the reservation is used or too small, `thinking` does not fit the model or `key` is in use, and
+        InvalidRequest like `submit`. The caller then keeps the reservation.
         """
         self.validate(spec)
         reservation.check(self.pool, self.layout.blocks_for(len(spec) - 1))
@@ -190,7 +188,6 @@ class Engine:
         )
 
     def step(self) -> StepResult:
-        """Schedule and compute one step, and return its results."""
         result, self._ended = StepResult(outputs=self._ended), []
         plan = self._scheduler.schedule()
         self.counters.preemptions += len(plan.preempted)
@@ -263,7 +260,6 @@ class Engine:
         self._hold_or_release(request)
 
     def _hold_or_release(self, request: Request) -> None:
-        """Hold a request that has a new token, or release it if it is finished."""
         if request.hold:
             request.held = True
             self._scheduler.remove(request.sequence)

@@ -23,7 +23,7 @@ from baton.engine.model_backend import ModelBackend
 from baton.engine.request import Request
 from baton.engine.sampling.sampler import Sampled, Sampler
 from baton.engine.sequence import LayerListener, ScheduledSequence
-from baton.engine.thinking.states import Thoughts
+from baton.engine.thinking import Thoughts
 
 Array = np.ndarray[Any, np.dtype[Any]]
 STAGES = 2

@@ -14,7 +14,7 @@ from baton.engine.sampling.logits import Row
 from baton.engine.sampling.output import OutputFactory, OutputState
 from baton.engine.sequence import Sequence
 from baton.engine.step_result import SequenceOutput
-from baton.engine.thinking.states import Thoughts
+from baton.engine.thinking import Thoughts
 from baton.errors import InvalidRequest
 
 
@@ -57,7 +57,6 @@ class Request:
         self.sequence.known, self.progress.ended = len(self.draft.tokens), self.draft.ended
 
     def start_over(self) -> None:
-        """Drop the candidates after the KV was lost."""
         if self.draft is not None:
             self.draft = CandidateTokens(self.choice)
 

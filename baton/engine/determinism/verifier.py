@@ -28,7 +28,7 @@ from baton.engine.sampling.output import OutputState
 from baton.engine.sampling.sampler import Sampled, Sampler
 from baton.engine.sequence import LayerListener, ScheduledSequence, VerifyWork
 from baton.engine.step_result import Counters, StepResult
-from baton.engine.thinking.states import Thoughts
+from baton.engine.thinking import Thoughts
 
 
 class VerifiedTokens(NamedTuple):
