@@ -31,9 +31,8 @@ COMPILED = 64  # grammars that are kept
 _WHITESPACE = " ?"
 _MAX_REASON_CHARS = 300
 _MAX_PLACES = 20
-_NO_SCHEMAS = frozenset(
-    {"$defs", "definitions", "const", "enum", "default", "examples"}
-)  # keywords without schemas that apply
+# Keywords without schemas that apply.
+_NO_SCHEMAS = frozenset({"$defs", "definitions", "const", "enum", "default", "examples"})
 _NAMED_SCHEMAS = frozenset({"properties", "patternProperties"})
 _PATTERN_KEYS = frozenset({"pattern", "format"})
 _BASE_KEYS = frozenset({"$id", "id"})  # with these, references do not start at the root
@@ -84,9 +83,7 @@ class Grammars:
 
     def start(self, constraint: Constraint | None) -> Guide | None:
         """Return the guide for a new answer; None if unconstrained. Raises InvalidRequest like `check`."""
-        if constraint is None:
-            return None
-        return self._guide(self._compiled(constraint))
+        return None if constraint is None else self._guide(self._compiled(constraint))
 
     def _guide(self, matcher: LLMatcher) -> Guide:
         return Guide(matcher.deep_copy(), -(-self._tokenizer.vocab_size // 32))

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import psutil
 import torch
 from torch import Tensor
 
 from baton.core import KVLayout
+from baton.engine.kernels.cpu.ops import CompiledBlockCopy
 from baton.engine.models.huge_pages import Arena
 from baton.errors import ConfigError
-
-if TYPE_CHECKING:
-    from baton.engine.kernels.cpu.ops import CompiledBlockCopy
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CPU_SHARE, CPU_CAP_BYTES = 0.2, 4 << 30  # of available memory, per worker, because several share a machine
@@ -32,10 +30,9 @@ class Mark(Protocol):
 
 
 class KVCache:
-    """Tensors of a KV layout, each `[layers, total_blocks, block_size, kv_heads, head_dim]`, on `device`.
-
-    Latent attention has only `k`, and `v` has no blocks. The wire order of layers x positions is, for each layer, K of
-    all positions, then V of all. It has no blocks, so each side has its own block size. Not thread-safe: the block pool
+    """Tensors of a KV layout, each `[layers, total_blocks, block_size, kv_heads, head_dim]`, on `device`. Latent
+    attention has only `k`, and `v` has no blocks. The wire order of layers x positions is, for each layer, K of all
+    positions, then V of all. It has no blocks, so each side has its own block size. Not thread-safe: the block pool
     decides which component may access a block. `copy` replaces torch for contiguous CPU tensors.
     """
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from baton.core import KVLayout
 from baton.engine.batch import Batch
 from baton.engine.kv_cache import KVCache
-
-if TYPE_CHECKING:
-    from baton.engine.models.thinking import Thinker
+from baton.engine.models.thinking import Thinker
 
 
 class ModelBackend(Protocol):

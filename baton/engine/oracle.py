@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,15 +19,13 @@ from torch import Tensor
 from baton.core import KVLayout, SequenceSpec
 from baton.engine.batch import Batch
 from baton.engine.kv_cache import KVCache
+from baton.engine.models.thinking import Thinker
 from baton.engine.sampling.noise import GOLDEN64, mix64, mix64_tensor, signed64
 from baton.engine.sampling.output import OutputFactory
 from baton.engine.sampling.sampler import Sampler
 from baton.errors import ConfigError, EngineFault
 from baton.hashing import fingerprint, keyed_digest
 from baton.tokenizer import OracleTokenizer
-
-if TYPE_CHECKING:
-    from baton.engine.models.thinking import Thinker
 
 WORD_BYTES = 8
 LOGIT_RANGE = 8.0
@@ -80,12 +78,10 @@ class OracleBackend:
         self._scratch = _Scratch(self.device)
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
-        """Return nothing, because integers are never rounded."""
-        return ()
+        return ()  # integers are never rounded
 
     def steady_rows(self) -> int:
-        """Return a number beyond any batch, because integers are never rounded."""
-        return 1 << 30
+        return 1 << 30  # more than any batch has
 
     def make_cache(self, total_blocks: int) -> KVCache:
         self._seen = None

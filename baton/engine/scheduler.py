@@ -76,7 +76,6 @@ class Scheduler:
         sequence.allocation = None
 
     def schedule(self) -> SchedulerOutput:
-        """Plan the next step, and allocate the blocks that it needs."""
         plan = SchedulerOutput()
         self._steps += 1
         self._admit_higher_ranked(plan)

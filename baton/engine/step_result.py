@@ -36,7 +36,6 @@ class StepResult:
     verifying: list[tuple[HandoffId, Verifying]] = field(default_factory=list)  # live totals of the pass's sequences
 
     def add_thoughts(self, sequences: Iterable[Sequence]) -> None:
-        """Add the thoughts of these sequences that were not reported before."""
         for sequence in sequences:
             for policy in sequence.policies:
                 if thoughts := policy.new_thoughts():

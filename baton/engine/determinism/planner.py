@@ -50,7 +50,6 @@ class VerifiedProgress(SequencePolicy):
 
     @property
     def on_grid(self) -> bool:
-        """Whether the prompt is not computed yet."""
         return self.final < self.prompt
 
     def due(self, known: int) -> bool:

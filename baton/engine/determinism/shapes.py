@@ -34,7 +34,6 @@ class FixedShapes:
 
     @property
     def largest(self) -> int:
-        """Largest number of tokens of a fixed forward."""
         return max(SHORT_UNTIL, self.rows * self.tokens)
 
     @staticmethod
@@ -58,7 +57,6 @@ class CandidateTokens:
 
     @property
     def ended(self) -> bool:
-        """Whether no candidate can follow."""
         guide = self.row.guide
         full = self.row.produced >= self._choice.max_output or (guide is not None and (guide.complete or guide.broken))
         return self.stopped or full

@@ -51,10 +51,9 @@ class Attention(Protocol):
     """Causal attention of one batch over paged KV, made once per forward and window, and used by each layer."""
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> Tensor:
-        """Attend with query [N, heads, head_dim], write and return out [N, heads * value_dim].
-
-        `keys` [blocks, block_size, kv_heads, head_dim] and `values` [.., value_dim] are one layer's cache, which holds
-        K and V of this batch. They may be strided views, contiguous in the last dimension.
+        """Attend with query [N, heads, head_dim], write and return out [N, heads * value_dim]. `keys` [blocks,
+        block_size, kv_heads, head_dim] and `values` [.., value_dim] are one layer's cache, which holds K and V of this
+        batch. They may be strided views, contiguous in the last dimension.
         """
 
 
@@ -102,9 +101,8 @@ class Kernels(Protocol):
         """Return the facts behind the bits of fixed forwards of so many rows, except torch, threads and device."""
 
     def attention(self, batch: Batch, block_size: int, window: int | None, scale: float) -> Attention:
-        """Return attention for this batch. A `window` limits a token to itself and window - 1 positions before it.
-
-        If the batch is `fixed`, the bits of a row depend only on its position and the KV before it.
+        """Return attention for this batch. A `window` limits a token to itself and window - 1 positions before it. If
+        the batch is `fixed`, the bits of a row depend only on its position and the KV before it.
         """
 
 

@@ -94,7 +94,6 @@ class PagedAttention:
         return _Group(rows, slots, (columns < seen[:, None])[:, None, None])
 
     def _slots(self, tables: Tensor, positions: Tensor) -> Tensor:
-        """Return the slots of positions [.., S] by tables [.., max_blocks]."""
         blocks = tables.gather(-1, positions // self._block_size)
         return blocks * self._block_size + positions % self._block_size
 

@@ -69,10 +69,9 @@ def _no_weights(folder: Path) -> CheckpointError:
 
 
 class Checkpoint:
-    """The tensors of a checkpoint by name. A model takes each tensor once, then calls `finish`.
-
-    Files stay mapped until `finish`. All methods raise CheckpointError with the file or the tensor; the constructor
-    also raises it for quantised weights. `progress` is called at the start and after each tensor.
+    """The tensors of a checkpoint by name. A model takes each tensor once, then calls `finish`. Files stay mapped until
+    `finish`. All methods raise CheckpointError with the file or the tensor; the constructor also raises it for
+    quantised weights. `progress` is called at the start and after each tensor.
     """
 
     def __init__(self, folder: Path, progress: Progress | None = None, *, digests: bool = True) -> None:
@@ -97,7 +96,6 @@ class Checkpoint:
         return name in self._files
 
     def stored_dtype(self, name: str) -> str:
-        """Return the dtype of a tensor on disk."""
         self._file(name)
         return FLOATS.get(self._dtypes[name], "unknown")
 
@@ -122,9 +120,8 @@ class Checkpoint:
         self._report()
 
     def finish(self, unread: tuple[str, ...] = ()) -> str:
-        """Unmap the files, and return a digest of the tensors taken.
-
-        Raises CheckpointError if other tensors exist, except those with a name prefix in `unread`.
+        """Unmap the files, and return a digest of the tensors taken. Raises CheckpointError if other tensors exist,
+        except those with a name prefix in `unread`.
         """
         left = sorted(self._files.keys() - self._digests.keys())
         left = [name for name in left if not name.startswith(unread) and not name.endswith("rotary_emb.inv_freq")]
@@ -176,7 +173,6 @@ class Weights:
         self._arena = Arena()
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """Return one tensor of this shape."""
         place = self._place(shape)
         self._fill(place, name)
         return place
@@ -193,7 +189,6 @@ class Weights:
         return place
 
     def float32(self, name: str, *shape: int) -> Tensor:
-        """Return one tensor of this shape in float32."""
         place = torch.empty(shape, dtype=torch.float32, device=self.device)
         self._fill(place, name)
         return place

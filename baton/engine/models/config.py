@@ -69,9 +69,8 @@ MAX_LAYERS = 4096  # far above any model; limits the work that a hostile config 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Constants and defaults of an architecture. Those after `qk_norm` are defaults for absent keys of config.json.
-
-    A bias of None means the flag `attention_bias` (qkv, o) or `mlp_bias` of config.json.
+    """Constants and defaults of an architecture. Those after `qk_norm` are defaults for absent keys of config.json. A
+    bias of None means the flag `attention_bias` (qkv, o) or `mlp_bias` of config.json.
     """
 
     architecture: str
@@ -106,7 +105,6 @@ FAMILIES = {
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The shape of a decoder-only transformer. `windows[i]` is layer i's sliding window in tokens, None for no window.
-
     `kv_heads` and `head_dim` describe the cache. Latent attention has one cached head, `latent.width` wide.
     """
 
@@ -136,7 +134,6 @@ class ModelConfig:
 
     @property
     def kv_tensors(self) -> tuple[str, ...]:
-        """Names of the cached tensors, as in `KVLayout.tensors`."""
         return ("k", "v") if self.latent is None else ("latent",)
 
 
@@ -234,10 +231,8 @@ def _dtype(fields: Fields) -> str | None:
 
 
 def _windows(fields: Fields, name: str, layers: int) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer, as in transformers.
-
-    Llama never slides, Mistral in all layers or none. Qwen slides only with `use_sliding_window`: the family with
-    experts in all layers, the others by layer type.
+    """Return the sliding window of each layer, as in transformers. Llama never slides, Mistral in all layers or none.
+    Qwen slides only with `use_sliding_window`: the family with experts in all layers, the others by layer type.
     """
     family = FAMILIES[name]
     on = family.slides == "all" or (family.slides in {"flagged", "layers"} and fields.flag("use_sliding_window", False))
@@ -270,10 +265,9 @@ def _layer_types(fields: Fields, name: str, layers: int, *, slides: bool) -> tup
 
 
 def chosen_dtype(config: ModelConfig, wanted: str, stored: str) -> str:
-    """Return the dtype to compute in, "float32" or "bfloat16". Raises CheckpointError for any other dtype.
-
-    `auto` means the dtype of config.json, else `stored`, that of the tensors. A float16 checkpoint is computed in
-    float32: it holds all values, CPUs have no fast float16, and bfloat16 would drop three bits of each weight.
+    """Return the dtype to compute in, "float32" or "bfloat16". Raises CheckpointError for any other dtype. `auto` means
+    the dtype of config.json, else `stored`, that of the tensors. A float16 checkpoint is computed in float32: it holds
+    all values, CPUs have no fast float16, and bfloat16 would drop three bits of each weight.
     """
     name = (config.dtype or stored) if wanted == "auto" else wanted
     name = "float32" if name == "float16" and wanted == "auto" else name

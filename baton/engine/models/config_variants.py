@@ -20,10 +20,9 @@ MAX_DIM = 2**16
 
 @dataclass(frozen=True, slots=True)
 class LatentConfig:
-    """Widths of latent attention: a query head is [nope_dim, rope_dim], a value head `value_dim`.
-
-    The cache holds `rank` numbers per token for all heads, and one rotated key of `rope_dim`. `query_rank` is None if
-    queries have no low-rank projection. Dimensions (0, 1) rotate together if `interleaved`, else (0, rope_dim / 2).
+    """Widths of latent attention: a query head is [nope_dim, rope_dim], a value head `value_dim`. The cache holds
+    `rank` numbers per token for all heads, and one rotated key of `rope_dim`. `query_rank` is None if queries have no
+    low-rank projection. Dimensions (0, 1) rotate together if `interleaved`, else (0, rope_dim / 2).
     """
 
     query_rank: int | None
@@ -35,12 +34,10 @@ class LatentConfig:
 
     @property
     def width(self) -> int:
-        """Number of cached elements per token and layer."""
         return self.rank + self.rope_dim
 
     @property
     def query_dim(self) -> int:
-        """Width of a query head."""
         return self.nope_dim + self.rope_dim
 
 
@@ -69,11 +66,10 @@ MAX_EXPERTS = 2**14
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """Routing and sizes of a mixture of experts. Layer i has experts if `sparse[i]`, else a dense network.
-
-    A token goes to `per_token` of `count` experts, each `inner` wide. If `groups` is above 1, only the experts of the
-    token's `best_groups` best groups are eligible. The weights of the chosen experts are divided by their sum if
-    `normalised`, then multiplied by `scaling`. `shared_inner` is the width of the shared network, or 0 without one.
+    """Routing and sizes of a mixture of experts. Layer i has experts if `sparse[i]`, else a dense network. A token goes
+    to `per_token` of `count` experts, each `inner` wide. If `groups` is above 1, only the experts of the token's
+    `best_groups` best groups are eligible. The weights of the chosen experts are divided by their sum if `normalised`,
+    then multiplied by `scaling`. `shared_inner` is the width of the shared network, or 0 without one.
     """
 
     count: int
@@ -187,11 +183,10 @@ KEYS = "chunk_size input_layer output_layer max_thought_tokens bos_token_id eos_
 
 @dataclass(frozen=True, slots=True)
 class ThinkingConfig:
-    """Sizes, layers and special tokens of Thinking States.
-
-    A chunk has `chunk_size` tokens. Its state is added after layer `input_layer` (L_in, counted from 1), and its
-    hidden rows are taken after layer `output_layer` (L_out). A thought begins with token `bos` and ends with `eos` or
-    after `max_thought_tokens` tokens, `eos` included. For the compression block it is padded to a chunk with `pad`.
+    """Sizes, layers and special tokens of Thinking States. A chunk has `chunk_size` tokens. Its state is added after
+    layer `input_layer` (L_in, counted from 1), and its hidden rows are taken after layer `output_layer` (L_out). A
+    thought begins with token `bos` and ends with `eos` or after `max_thought_tokens` tokens, `eos` included. For the
+    compression block it is padded to a chunk with `pad`.
     """
 
     chunk_size: int

@@ -19,18 +19,16 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Arena:
-    """An allocator of uninitialised CPU tensors, 64-byte aligned, on huge pages from 1 MiB.
-
-    On ordinary pages, threads that stream weights wait for address translation instead of memory. Memory becomes
-    resident when written and is freed with the last tensor of its mapping. A tensor of 32 MiB or more has its own
-    mapping, which begins at a huge page; smaller tensors share mappings of 64 MiB.
+    """An allocator of uninitialised CPU tensors, 64-byte aligned, on huge pages from 1 MiB. On ordinary pages, threads
+    that stream weights wait for address translation instead of memory. Memory becomes resident when written and is
+    freed with the last tensor of its mapping. A tensor of 32 MiB or more has its own mapping, which begins at a huge
+    page; smaller tensors share mappings of 64 MiB.
     """
 
     def __init__(self) -> None:
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor of this shape."""
         size = math.prod(shape) * dtype.itemsize
         if size < SMALL:
             return torch.empty(shape, dtype=dtype)

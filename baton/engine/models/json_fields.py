@@ -36,57 +36,48 @@ class Fields:
     values: dict[str, Any]
 
     def error(self, key: str, problem: str) -> CheckpointError:
-        """Return an error about `key` for the caller to raise."""
         return CheckpointError(f"{self.where}: {key} {problem}")
 
     def has(self, key: str) -> bool:
-        """Return whether the key is present and not null."""
         return self.values.get(key) is not None
 
     def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = MAX_INT) -> int:
-        """Return a whole number from `low` to `high`."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self.error(key, f"must be a whole number from {low} to {high}, got {value!r:.60}")
         return value
 
     def number(self, key: str, default: float | None = None, *, above: float = 0.0, below: float = math.inf) -> float:
-        """Return a finite number between `above` and `below`, both excluded."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < below:
             raise self.error(key, f"must be a number between {above:g} and {below:g}, got {value!r:.60}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return a boolean."""
         value = self._get(key, default)
         if not isinstance(value, bool):
             raise self.error(key, f"must be true or false, got {value!r:.60}")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
-        """Return a string."""
         value = self._get(key, default)
         if not isinstance(value, str):
             raise self.error(key, f"must be a string, got {value!r:.60}")
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """Return a list of strings, empty if the key is absent."""
         value = self._get(key, [])
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.error(key, f"must be a list of strings, got {value!r:.60}")
         return tuple(value)
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """Return a list of whole numbers, empty if the key is absent."""
         value = self._get(key, [])
         if not isinstance(value, list) or not all(type(item) is int for item in value):
             raise self.error(key, f"must be a list of whole numbers, got {value!r:.60}")
         return tuple(value)
 
     def section(self, key: str) -> Fields:
-        """Return a nested object, empty if the key is absent."""
         value = self._get(key, {})
         if not isinstance(value, dict):
             raise self.error(key, f"must be an object, got {value!r:.60}")

@@ -46,7 +46,6 @@ class Parts:
     kernels: Kernels
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
-        """Return an RMSNorm over `size` elements."""
         return RMSNorm(self.kernels, self.weights.tensor(f"{name}.weight", size), eps)
 
     def linear(self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int, *, bias: bool) -> Linear:
@@ -131,9 +130,8 @@ class MLP:
 
 
 class Variant(NamedTuple):
-    """The layer factories in which an architecture differs from Llama.
-
-    `attention` takes (config, parts, name prefix, window), `feed_forward` (config, parts, name prefix, layer index).
+    """The layer factories in which an architecture differs from Llama. `attention` takes (config, parts, name prefix,
+    window), `feed_forward` (config, parts, name prefix, layer index).
     """
 
     attention: Callable[[ModelConfig, Parts, str, int | None], Callable[[Tensor, Step, Tensor, Tensor], Tensor]]

@@ -91,7 +91,6 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
     thinking: Mode = "auto",
 ) -> TransformerBackend:
     """Load a Hugging Face checkpoint. `split` loads one rank's part, with layout and fingerprint of the whole model.
-
     `dtype` auto means the checkpoint's dtype, or float32 for float16. `max_model_len` None means
     max_position_embeddings. Raises CheckpointError with the file, key or tensor if the folder cannot be served, and
     ConfigError if `dtype` or `max_model_len` is invalid.

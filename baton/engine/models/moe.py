@@ -156,7 +156,6 @@ class Experts:
 
 
 def _by_row(members: list[Expert], kernels: Kernels) -> list[Expert] | None:
-    """Return the experts with `Kernels.by_row` products, or None if the kernels have none."""
     found = [
         Expert(gate_up, down)
         for each in members

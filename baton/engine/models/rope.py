@@ -160,6 +160,5 @@ class Rotary:
         self._scale, self._dtype = rope.attention_factor, dtype
 
     def __call__(self, positions: Tensor) -> Rotation:
-        """Return the rotation of each row, for int64 positions [N]."""
         angles = positions[:, None].float() * self._inv_freq
         return Rotation((angles.cos() * self._scale).to(self._dtype), (angles.sin() * self._scale).to(self._dtype))

@@ -103,7 +103,6 @@ class Thinker:
 
     @torch.inference_mode()
     def state(self, thought: tuple[int, ...]) -> Tensor:
-        """Return the state of the next chunk: [chunk_size, hidden_size]."""
         if (found := self._states.get(thought)) is None:
             found = self._states[thought] = self._compressed(thought)
             if len(self._states) > KEPT_STATES:

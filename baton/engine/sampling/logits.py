@@ -46,12 +46,10 @@ class Seen:
 
     @property
     def ids(self) -> Array:
-        """int64 [tokens], each once."""
         return self._ids[: len(self._places)]
 
     @property
     def counts(self) -> Array:
-        """float32 [tokens]: count in the output."""
         return self._counts[: len(self._places)]
 
 
@@ -64,7 +62,8 @@ class Row:
         self.sampling, self.guide = sampling, guide
         self.end_ids = np.array(sorted({token for token in end_ids if token < vocab_size}), dtype=np.int64)
         self.position, self.produced = len(prompt), 0
-        self.seen = Seen(prompt) if has_penalties(sampling) else None
+        penalties = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
+        self.seen = None if penalties == (1.0, 0.0, 0.0) else Seen(prompt)
         self._noise_start = mix64((sampling.seed or 0) + GOLDEN64)
 
     def advance(self, token_id: int) -> None:
@@ -93,11 +92,6 @@ class Row:
         """Two int32 that key the noise at `position` of the sequence."""
         key = mix64(self._noise_start + self.position * GOLDEN64)
         return signed32(key), signed32(key >> 32)
-
-
-def has_penalties(sampling: Sampling) -> bool:
-    """Return whether the tokens so far change the logits."""
-    return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
 class Adjustments:

@@ -8,24 +8,21 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from baton.engine.batch import Batch
+from baton.engine.kernels.base import Splits
 from baton.engine.kv_cache import KVCache
+from baton.engine.models.checkpoint import Progress
 from baton.engine.models.config import read_config
+from baton.engine.models.loading import TransformerBackend
+from baton.engine.models.thinking import Thinker
 from baton.engine.tp.group import CACHE, END, STEP, Ranks, SharedExchange, TpLayout, memory_is_ordered
 from baton.engine.tp.kv_memory import KVMemory, kv_memory
 from baton.engine.tp.rank_process import Followers, body, lengths, load_rank
 from baton.engine.tp.sharding import divided
 from baton.errors import RankLost
-
-if TYPE_CHECKING:
-    from baton.engine.kernels.base import Splits
-    from baton.engine.models.checkpoint import Progress
-    from baton.engine.models.loading import TransformerBackend
-    from baton.engine.models.thinking import Thinker
 
 PART_ELEMENTS = 2**20
 HEAD_ROWS = 64  # rows of logits that fit in one exchange
@@ -52,7 +49,6 @@ class ShardedBackend:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the ranks above 0."""
         return [process.pid for process in self._followers.processes]
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
@@ -60,8 +56,7 @@ class ShardedBackend:
         return (f"{self._plan.size} ranks of {self._plan.threads} threads", *self._local.facts(rows))
 
     def steady_rows(self) -> int:
-        """Return 0, because exchanges are cut by their size."""
-        return 0
+        return 0  # exchanges are cut by their size
 
     def make_cache(self, total_blocks: int) -> KVCache:
         """Make the cache for `forward` on all ranks, and invalidate the previous one. Raises RankLost."""
@@ -89,7 +84,6 @@ class ShardedBackend:
             raise self._lost(error) from error
 
     def check(self) -> None:
-        """Raise RankLost if another rank has ended."""
         if not self._closed:
             self._followers.check()
 

@@ -15,20 +15,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, FileStore, PrefixStore, Store
 
+from baton.engine.kernels.base import Splits
 from baton.errors import RankLost
 
-if TYPE_CHECKING:
-    from baton.engine.kernels.base import Splits
-
-    Group = dist.ProcessGroupGloo | dist.ProcessGroupNCCL
-
+Group: TypeAlias = "dist.ProcessGroupGloo | dist.ProcessGroupNCCL"  # a torch for CPUs has no NCCL
 FRAME = 2048  # int64 numbers in the first broadcast of a message; a longer message takes a second one
 FOREVER = timedelta(days=365)
 LOOPBACK = "127.0.0.1"
@@ -75,19 +72,15 @@ class GroupExchange:
     def swap(self) -> list[Tensor]:
         count = self._shape[0] * self._shape[1]
         own, parts = self._own[:count], [part[:count] for part in self._all]
-        try:
-            self._group.allgather([parts], [own], self._options).wait()  # type: ignore[union-attr]  # not in the stub
-        except RuntimeError as error:
-            raise RankLost(f"a rank of this worker does not respond: {error}") from error
+        _wait(lambda: self._group.allgather([parts], [own], self._options))  # type: ignore[union-attr]  # not in the stub
         return [part.view(self._shape) for part in parts]
 
 
 class SharedExchange:
-    """An exchange over shared memory, with two alternating places and a counter per rank.
-
-    A rank writes place n, raises its counter to n, and waits until all counters reach n. It sums n before it raises
-    its counter to n + 1. Place n + 2 follows the wait for n + 1 and can thus reuse the memory of n. Requires Linux on
-    x86-64, where stores become visible in order. `alive` is called while waiting; RankLost follows after `timeout_s`.
+    """An exchange over shared memory, with two alternating places and a counter per rank. A rank writes place n, raises
+    its counter to n, and waits until all counters reach n. It sums n before it raises its counter to n + 1. Place n + 2
+    follows the wait for n + 1 and can thus reuse the memory of n. Requires Linux on x86-64, where stores become visible
+    in order. `alive` is called while waiting; RankLost follows after `timeout_s`.
     """
 
     def __init__(

@@ -95,7 +95,6 @@ class GpuMemory:
         return self._all(total_blocks) if self._ranks.rank == 0 else self._one(total_blocks)
 
     def close(self) -> None:
-        """See `KVMemory`. Waits until this process no longer uses the memory."""
         self._held.close()
 
     def _all(self, total_blocks: int) -> tuple[KVCache, KVCache]:

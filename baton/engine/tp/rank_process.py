@@ -20,25 +20,22 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from baton.engine.batch import Batch
+from baton.engine.kernels.base import Kernels
 from baton.engine.kv_cache import KVCache
+from baton.engine.models.checkpoint import Checkpoint, Progress
+from baton.engine.models.config import ModelConfig
+from baton.engine.models.llama import Parts
 from baton.engine.models.loading import TransformerBackend, load_model
 from baton.engine.tp.group import CACHE, END, Ranks, TpLayout
 from baton.engine.tp.kv_memory import GpuOf, kv_memory
 from baton.engine.tp.sharding import ShardedParts, ShardedWeights, divided
 from baton.errors import BatonError, RankLost
 from baton.logs import configure_logging
-
-if TYPE_CHECKING:
-    from baton.engine.kernels.base import Kernels
-    from baton.engine.models.checkpoint import Checkpoint, Progress
-    from baton.engine.models.config import ModelConfig
-    from baton.engine.models.llama import Parts
 
 
 def lengths(batch: Batch) -> list[int]:
@@ -118,16 +115,14 @@ class Followers:
         self.processes = [_start([*command, str(rank)], shared) for rank in range(1, plan.size)]
 
     def check(self) -> None:
-        """Raise RankLost if a process has ended."""
         polled = [(process.poll(), rank, process.pid) for rank, process in enumerate(self.processes, 1)]
         ended = [(code, rank, pid) for code, rank, pid in polled if code is not None]
         if ended:
             code, rank, pid = min(ended)  # ends by a signal (below 0) first, because the others follow from them
-            end = (
-                f"was ended by {signal.Signals(-code).name}"
-                if code < 0
-                else f"ended with exit code {code}; see the log"
-            )
+            if code < 0:
+                end = f"was ended by {signal.Signals(-code).name}"
+            else:
+                end = f"ended with exit code {code}; see the log"
             raise RankLost(f"rank {rank} of this worker (process {pid}) {end}")
 
     def wait(self, stage: str, timeout_s: float) -> None:

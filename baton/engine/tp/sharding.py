@@ -15,20 +15,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from baton.engine.models.checkpoint import Weights
+from baton.engine.kernels.base import Linear
+from baton.engine.models.checkpoint import Checkpoint, Weights
+from baton.engine.models.config import ModelConfig
 from baton.engine.models.llama import Parts
 from baton.engine.tp.group import Exchange
 from baton.errors import ConfigError
-
-if TYPE_CHECKING:
-    from baton.engine.kernels.base import Linear
-    from baton.engine.models.checkpoint import Checkpoint
-    from baton.engine.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +47,6 @@ class Heads:
 
     @property
     def replicas(self) -> int:
-        """Number of ranks that hold the same heads."""
         return max(1, self.size // self.kv_heads)
 
     def held(self, rank: int) -> range:

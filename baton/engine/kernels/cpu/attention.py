@@ -47,10 +47,9 @@ def is_compiled(dim: int, value_dim: int | None = None) -> bool:
 
 
 class CompiledAttention:
-    """Implementation of `baton.engine.kernels.base.Attention` for one window, rebound to each batch.
-
-    `unified_max` is a constant subtracted from scores instead of their maximum; None means a running maximum. `splits`
-    is the number of ranges per decode context and takes precedence over `by`; None means that `by` decides.
+    """Implementation of `baton.engine.kernels.base.Attention` for one window, rebound to each batch. `unified_max` is a
+    constant subtracted from scores instead of their maximum; None means a running maximum. `splits` is the number of
+    ranges per decode context and takes precedence over `by`; None means that `by` decides.
     """
 
     def __init__(
@@ -79,7 +78,6 @@ class CompiledAttention:
         self._planned: tuple[int, int] | None = None  # heads and KV heads of the current tasks
 
     def bind(self, batch: Batch, block_size: int, scale: float) -> CompiledAttention:
-        """Use this batch from now on."""
         self._batch, self._planned, self._fallback = batch, None, None
         args = self._args
         args.tables, args.table_stride = batch.block_tables.data_ptr(), batch.block_tables.stride(0)

@@ -51,7 +51,6 @@ def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> Machine:
 
 def load_library(element: str, folder: Path | None = None) -> ctypes.CDLL:
     """Load the kernels for "bf16" or "f32" elements, compiled into `folder` (default: the state folder) if missing.
-
     Raises Unavailable if `BATON_CPU_LEVEL` is none, the processor lacks an instruction, or compilation or loading
     fails. Raises ConfigError if `BATON_CPU_LEVEL` is invalid.
     """

@@ -26,7 +26,6 @@ class Choice(NamedTuple):
     tall: bool
 
     def product(self, rows: int) -> str:
-        """Return the name of the kernel for so many rows."""
         if rows <= self.flat_rows:
             return "flat"
         return "tall" if self.tall else "torch"
@@ -41,7 +40,6 @@ class Profile:
     static: Choice | None = None
 
     def choice(self, width: int, k: int) -> Choice:
-        """Return the choice for a weight [width, K]."""
         return self.choices.get((width, k)) or self.static or static_choice(k)
 
     def merged(self, other: Profile) -> Profile:

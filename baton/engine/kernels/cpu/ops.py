@@ -70,9 +70,8 @@ class CompiledBlockCopy:
     def __call__(
         self, planes: Sequence[Tensor], layers: range, blocks: Sequence[int], span: range, wire: Tensor, *, write: bool
     ) -> None:
-        """Copy positions `span` of the sequence in `blocks` to `wire`, uint8 [nbytes], or from it if `write`.
-
-        Copies `layers` of all `planes`, contiguous [layers, total_blocks, block_size, kv_heads, head_dim], unchecked.
+        """Copy positions `span` of the sequence in `blocks` to `wire`, uint8 [nbytes], or from it if `write`. Copies
+        `layers` of all `planes`, contiguous [layers, total_blocks, block_size, kv_heads, head_dim], unchecked.
         """
         _, _, block_size, kv_heads, head_dim = planes[0].shape
         layer_bytes = planes[0].stride(0) * planes[0].itemsize
@@ -228,7 +227,6 @@ class CompiledLinear:
         return out
 
     def is_tall(self, rows: int) -> bool:
-        """Return whether the tall kernel computes so many rows."""
         return rows > self._chosen.flat_rows and self._chosen.tall
 
     @property

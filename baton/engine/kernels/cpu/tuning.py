@@ -43,7 +43,6 @@ class Point(NamedTuple):
     torch_s: float
 
     def seconds(self, choice: Choice) -> float:
-        """Return the seconds with this choice."""
         return {"flat": self.flat_s, "tall": self.tall_s, "torch": self.torch_s}[choice.product(self.rows)]
 
 
