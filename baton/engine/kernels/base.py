@@ -70,11 +70,10 @@ class Kernels(Protocol):
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Return a layer with weight [width, K], which it may use without a copy, and bias [width]."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
-        """Write weight * x / sqrt(mean(x^2) + eps) over the last dimension to `out`, with statistics in float32."""
-
-    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
-        """Add delta to x in place, then write `rms_norm` of x to `out`."""
+    def rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+        """Add `delta`, unless it is None, to x in place. Then write weight * x / sqrt(mean(x^2) + eps) over the last
+        dimension to `out`, with statistics in float32.
+        """
 
     def rotate_and_store(
         self, qkv: Tensor, rotation: Rotation, norms: HeadNorms | None, slots: Tensor, keys: Tensor, values: Tensor

@@ -51,13 +51,12 @@ class TorchKernels:
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> TorchLinear:
         return TorchLinear(weight, bias)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+    def rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+        if delta is not None:
+            x.add_(delta)
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         return torch.mul(weight, normed.to(x.dtype), out=out)
-
-    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
-        return self.rms_norm(x.add_(delta), weight, eps, out)
 
     def rotate_and_store(
         self, qkv: Tensor, rotation: Rotation, norms: HeadNorms | None, slots: Tensor, keys: Tensor, values: Tensor
@@ -65,8 +64,8 @@ class TorchKernels:
         kv_heads = keys.shape[-2]
         query, key, value = qkv.tensor_split((qkv.shape[1] - 2 * kv_heads, qkv.shape[1] - kv_heads), dim=1)
         if norms is not None:
-            self.rms_norm(query, norms.query, norms.eps, query)
-            self.rms_norm(key, norms.key, norms.eps, key)
+            self.rms_norm(query, None, norms.query, norms.eps, query)
+            self.rms_norm(key, None, norms.key, norms.eps, key)
         query.copy_(rotate(query, rotation))
         keys.view(-1, *keys.shape[2:]).index_put_((slots,), rotate(key, rotation))
         values.view(-1, *values.shape[2:]).index_put_((slots,), value)

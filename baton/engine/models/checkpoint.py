@@ -177,12 +177,16 @@ class Weights:
         self._fill(place, name)
         return place
 
-    def matrix(self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int) -> Tensor:
-        """Return tensors [outs[i], n_in] as one [sum(outs), n_in], so that projections of one input are one product."""
-        return self._stacked(names, outs, (n_in,))
+    def joined(self, names: tuple[str, ...], outs: tuple[int, ...], *rest: int) -> Tensor:
+        """Return tensors [outs[i], *rest] as one [sum(outs), *rest], so that projections of one input are one product.
+        Biases have no `rest`.
+        """
+        place = self._place((sum(outs), *rest))
+        self._fill_parts(place, names, outs)
+        return place
 
     def stack(self, names: Sequence[tuple[str, ...]], outs: tuple[int, ...], n_in: int) -> Tensor:
-        """Return a `matrix` for each entry of `names` as one tensor: [len(names), sum(outs), n_in]."""
+        """Return a matrix, as from `joined`, for each entry of `names` as one tensor: [len(names), sum(outs), n_in]."""
         place = self._place((len(names), sum(outs), n_in))
         for matrix, parts in zip(place, names, strict=True):
             self._fill_parts(matrix, parts, outs)
@@ -191,15 +195,6 @@ class Weights:
     def float32(self, name: str, *shape: int) -> Tensor:
         place = torch.empty(shape, dtype=torch.float32, device=self.device)
         self._fill(place, name)
-        return place
-
-    def vector(self, names: tuple[str, ...], outs: tuple[int, ...]) -> Tensor:
-        """Return the biases `names` as one vector [sum(outs)], like `matrix`."""
-        return self._stacked(names, outs, ())
-
-    def _stacked(self, names: tuple[str, ...], outs: tuple[int, ...], rest: tuple[int, ...]) -> Tensor:
-        place = self._place((sum(outs), *rest))
-        self._fill_parts(place, names, outs)
         return place
 
     def _fill_parts(self, place: Tensor, names: tuple[str, ...], outs: tuple[int, ...]) -> None:

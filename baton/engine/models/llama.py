@@ -53,11 +53,11 @@ class Parts:
         weight = self.columns(names, outs, n_in)
         if not bias:
             return self.kernels.linear(weight)
-        return self.kernels.linear(weight, self.weights.vector(tuple(f"{name}.bias" for name in names), outs))
+        return self.kernels.linear(weight, self.weights.joined(tuple(f"{name}.bias" for name in names), outs))
 
     def columns(self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int) -> Tensor:
         """Return the weight [sum(outs), n_in] of `linear`. A tensor-parallel rank holds its share of the rows."""
-        return self.weights.matrix(tuple(f"{name}.weight" for name in names), outs, n_in)
+        return self.weights.joined(tuple(f"{name}.weight" for name in names), outs, n_in)
 
     def whole(self, name: str, out: int, n_in: int, *, bias: bool) -> Linear:
         """Return a projection that every rank computes whole, because it is small and all ranks need its results."""
@@ -81,14 +81,9 @@ class RMSNorm:
     weight: Tensor
     eps: float
 
-    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        return self.kernels.rms_norm(x, self.weight, self.eps, out)
-
-    def after_adding(self, delta: Tensor | None, x: Tensor, out: Tensor) -> Tensor:
-        """Add `delta`, unless it is None, to x in place, and return the norm of the sum."""
-        if delta is None:
-            return self(x, out)
-        return self.kernels.add_rms_norm(x, delta, self.weight, self.eps, out)
+    def __call__(self, x: Tensor, out: Tensor, delta: Tensor | None = None) -> Tensor:
+        """Add `delta`, unless it is None, to x in place, and write the norm of x to `out`."""
+        return self.kernels.rms_norm(x, delta, self.weight, self.eps, out)
 
 
 class SelfAttention:
@@ -150,8 +145,8 @@ class Layer:
 
     def __call__(self, x: Tensor, delta: Tensor | None, step: Step, keys: Tensor, values: Tensor) -> Tensor:
         normed = step.scratch.take("normed", *x.shape)
-        delta = self.attention(self.input_norm.after_adding(delta, x, normed), step, keys, values)
-        return self.feed_forward(self.post_norm.after_adding(delta, x, normed), step)
+        delta = self.attention(self.input_norm(x, normed, delta), step, keys, values)
+        return self.feed_forward(self.post_norm(x, normed, delta), step)
 
 
 class Llama:

@@ -1,12 +1,8 @@
 """The memory of a worker's KV, and access to all of it from rank 0, which alone makes handoffs.
 
-    CPU     one shared memory with all heads; each rank has a strided view of its own
-    GPUs    a cache per GPU; rank 0 opens those of the others by CUDA IPC on their devices (`ShardedCache`)
-
-On GPUs a rank frees its memory only after rank 0 has closed it, which precedes each CACHE or END message:
-
-    rank 0                  CACHE    allocate, send handles    open   ...   close    CACHE or END
-    rank r  (free the last)          allocate, send handles                          free
+On a CPU, one shared memory has all heads, and each rank has a strided view of its own. On GPUs, each rank has a cache,
+and rank 0 opens those of the others by CUDA IPC on their devices (`ShardedCache`). There a rank frees its memory only
+after rank 0 has closed it, which precedes each CACHE or END message.
 
 Never run on GPUs, for lack of two. The order is tested with simulated devices (docs/how-to/gpu.md has the commands).
 """

@@ -1,9 +1,5 @@
 """The division of a model and its KV among ranks (docs/design/tensor-parallelism.md).
 
-    x W^T, rows divided        q, k, v, gate, up: each rank computes its own features
-    x W^T, columns divided     o, down: each rank multiplies the features that it computed; the products are summed
-    head                       each rank has a range of the vocabulary; rank 0 joins the logits
-    norms, embedding           whole on each rank, because dividing them would cost an exchange and save little
     8 KV heads, 4 ranks        0 1 | 2 3 | 4 5 | 6 7    shares: one rank holds each head
     2 KV heads, 4 ranks          0 |   0 |   1 |   1    replicas: each has some layers of a read
 
@@ -81,7 +77,7 @@ def divided(config: ModelConfig, size: int, key: str) -> ModelConfig:
 
 
 class ShardedWeights(Weights):
-    """`Weights` of one rank: `matrix`, `vector` and `stack` return its rows, and `outs` are its sizes."""
+    """`Weights` of one rank: `joined` and `stack` return its rows, and `outs` are its sizes."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, rank: int, size: int) -> None:
         super().__init__(checkpoint, dtype, device)

@@ -52,7 +52,7 @@ def test_the_slices_of_all_ranks_are_the_whole(folder, size):
     own = tuple(out // size for out in outs)
     for kind, rest in (("weight", (HIDDEN,)), ("bias", ())):
         names = tuple(f"{name}.{part}_proj.{kind}" for part in "qkv")
-        parts = [(r.matrix(names, own, *rest) if rest else r.vector(names, own)).split(own) for r in ranks]
+        parts = [r.joined(names, own, *rest).split(own) for r in ranks]
         for index, (tensor, out) in enumerate(zip(names, outs, strict=True)):
             assert torch.equal(torch.cat([part[index] for part in parts]), whole.tensor(tensor, out, *rest))
     down = "model.layers.0.mlp.down_proj.weight"

@@ -33,10 +33,10 @@ def test_stacked_in_the_order_of_names(on_disk: torch.dtype, dtype: torch.dtype,
     biases = {f"{name}_bias": part[:, 0].contiguous() for name, part in parts.items()}
     weights = Weights(stored(tmp_path, **parts, **biases), dtype, CPU)
     assert torch.equal(
-        weights.matrix(("q", "k", "v"), (700, 5, 3), 24), torch.cat([parts["q"], parts["k"], parts["v"]]).to(dtype)
+        weights.joined(("q", "k", "v"), (700, 5, 3), 24), torch.cat([parts["q"], parts["k"], parts["v"]]).to(dtype)
     )
     assert torch.equal(
-        weights.vector(("k_bias", "v_bias"), (5, 3)), torch.cat([biases["k_bias"], biases["v_bias"]]).to(dtype)
+        weights.joined(("k_bias", "v_bias"), (5, 3)), torch.cat([biases["k_bias"], biases["v_bias"]]).to(dtype)
     )
     assert torch.equal(weights.tensor("q_bias", 700), biases["q_bias"].to(dtype))
     assert weights.checkpoint.finish()
@@ -50,7 +50,7 @@ def test_pieces_cover_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("rows", [1, 3, 511, 515, 2048, 16385, 20001])
 def test_matrices_are_aligned(rows: int, tmp_path: Path):
-    matrix = Weights(stored(tmp_path, a=torch.ones(rows, 512)), torch.float32, CPU).matrix(("a",), (rows,), 512)
+    matrix = Weights(stored(tmp_path, a=torch.ones(rows, 512)), torch.float32, CPU).joined(("a",), (rows,), 512)
     assert matrix.data_ptr() % (HUGE_PAGE if matrix.nbytes >= CHUNK // 2 else CACHE_LINE) == 0
     assert matrix.is_contiguous()
 

@@ -121,13 +121,7 @@ class CpuKernels:
         self.shapes.add((width, k))
         return CompiledLinear(self.products, weight, bias, self.profile.choice(width, k))
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
-        return self._normed(x, None, weight, eps, out)
-
-    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
-        return self._normed(x, delta, weight, eps, out)
-
-    def _normed(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+    def rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> Tensor:
         args = self._norm_args
         args.x, args.out, args.weight = x.data_ptr(), out.data_ptr(), weight.data_ptr()
         args.delta = None if delta is None else delta.data_ptr()

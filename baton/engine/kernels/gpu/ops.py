@@ -84,10 +84,7 @@ class GpuKernels(TorchKernels):
     def on(cls, device: torch.device) -> GpuKernels:
         return cls(torch.cuda.get_device_properties(device).multi_processor_count, find_varlen())
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
-        return triton_rows.rms_norm(x, None, weight, eps, out)
-
-    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+    def rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> Tensor:
         return triton_rows.rms_norm(x, delta, weight, eps, out)
 
     def rotate_and_store(

@@ -105,7 +105,7 @@ def rotate_and_store_kernel(
 
 
 def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> Tensor:
-    """Run `Kernels.rms_norm`, or `Kernels.add_rms_norm` with `delta`, for x [N, width] with contiguous rows."""
+    """Run `Kernels.rms_norm` for x [N, width] with contiguous rows."""
     rows, width = x.shape
     if rows:
         block = triton.next_power_of_2(width)
