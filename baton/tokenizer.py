@@ -41,11 +41,6 @@ class Tokenizer(ABC):
     eos_ids: tuple[int, ...]
     folder: Path | None = None
 
-    @staticmethod
-    def load(folder: Path | str) -> Tokenizer:
-        """Return the tokenizer of a checkpoint folder. Raises CheckpointError naming a missing or wrong file."""
-        return _FolderTokenizer(Path(folder))
-
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a prompt, with the model's special tokens around it."""
@@ -71,7 +66,7 @@ def load_tokenizer(model_path: Path | str) -> Tokenizer:
     """Return the tokenizer of `oracle`, a folder, or `hf:org/name` (downloads small files). Raises CheckpointError."""
     if str(model_path) == ORACLE_MODEL:
         return OracleTokenizer()
-    return Tokenizer.load(model_folder(model_path, weights=False))
+    return _FolderTokenizer(model_folder(model_path, weights=False))
 
 
 class OracleTokenizer(Tokenizer):

@@ -73,7 +73,6 @@ class RequestFactory:
     arrivals: int = 0
 
     def check(self, spec: SequenceSpec) -> None:
-        """Raise InvalidRequest, naming the field, if `spec` can never be computed here."""
         if spec.deterministic and self.begin_fixed is None:
             raise InvalidRequest.of("deterministic", f"not supported here. {self.backend.nondeterminism}".rstrip(". "))
         if spec.think_while_decoding and self.thoughts is None:

@@ -17,7 +17,7 @@ from baton.rpc import convert
 from baton.rpc.status import to_rpc_status
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1 import worker_pb2
-from baton.tokenizer import OracleTokenizer, Tokenizer
+from baton.tokenizer import OracleTokenizer, load_tokenizer
 from router.openai.errors import problem_of
 from router.openai.job import chat_job, completion_job
 from router.openai.parsing import checked
@@ -31,7 +31,7 @@ from tests.fuzzing.common import FREELY, ROOT, Target, outcome
 LOOP = asyncio.new_event_loop()
 MODEL_LEN = 256
 INVALID_ARGUMENT = 3
-DEMO = Tokenizer.load(ROOT / "models" / "demo")
+DEMO = load_tokenizer(ROOT / "models" / "demo")
 _TOOLS = Template((ROOT / "tests/unit/router/templates/qwen.jinja").read_text())
 MODELS = [
     (OracleTokenizer(), Chats.of(OracleTokenizer())),

@@ -10,7 +10,7 @@ from baton.core import Constraint
 from baton.errors import InvalidRequest
 from baton.limits import MAX_CHOICE_CHARS, MAX_CHOICE_TEXTS, MAX_REGEX_BYTES, MAX_SCHEMA_BYTES
 from baton.structured_output import Grammars
-from baton.tokenizer import ORACLE_EOS, OracleTokenizer, Tokenizer
+from baton.tokenizer import ORACLE_EOS, OracleTokenizer, load_tokenizer
 from tests.unit.test_tokenizer import save_bpe
 
 
@@ -37,7 +37,7 @@ def tokenizer(request, tmp_path_factory):
         return OracleTokenizer()
     folder = save_bpe(tmp_path_factory.mktemp("bpe"))
     (folder / "config.json").write_text('{"eos_token_id": 1}')
-    return Tokenizer.load(folder)
+    return load_tokenizer(folder)
 
 
 def allowed(guide) -> list[int]:
@@ -224,12 +224,12 @@ def test_grammars_are_compiled_once_and_used_apart():
 
 def test_a_model_without_an_end_token_and_a_tokenizer_that_cannot_be_read_are_refused(tmp_path):
     with pytest.raises(InvalidRequest, match="constraint: the model has no end token"):
-        Grammars(Tokenizer.load(save_bpe(tmp_path))).check(choices("a"))
+        Grammars(load_tokenizer(save_bpe(tmp_path))).check(choices("a"))
     raw = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     raw.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
     with pytest.raises(InvalidRequest, match="constraint: constraints are not possible with this model's tokenizer"):
-        Grammars(Tokenizer.load(tmp_path)).check(choices("a"))
+        Grammars(load_tokenizer(tmp_path)).check(choices("a"))
 
 
 def test_logits_may_be_wider_than_the_vocabulary():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from baton.errors import CheckpointError
-from baton.tokenizer import ORACLE_EOS, OracleTokenizer, Tokenizer, load_tokenizer
+from baton.tokenizer import ORACLE_EOS, OracleTokenizer, load_tokenizer
 
 unicode_text = st.text(st.characters(exclude_categories=["Cs"]))
 
@@ -76,7 +76,7 @@ def test_first_token_keeps_the_space_that_decoding_alone_would_strip(tmp_path):
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     raw.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer.load(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.decode([2]) == "dog"
     stream = tokenizer.stream([1])
     assert [stream.push(i) for i in (2, 3)] == [" dog", "s"]
@@ -84,7 +84,7 @@ def test_first_token_keeps_the_space_that_decoding_alone_would_strip(tmp_path):
 
 
 def test_special_tokens_have_no_text(folder):
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = load_tokenizer(folder)
     ids = [0, *tokenizer.encode("some words"), 1]
     assert tokenizer.decode(ids) == "some words"
     stream = tokenizer.stream([])
@@ -92,10 +92,10 @@ def test_special_tokens_have_no_text(folder):
 
 
 def test_special_tokens_of_the_file_count_and_its_truncation_and_padding_do_not(tmp_path):
-    tokenizer = Tokenizer.load(save_bpe(tmp_path, truncate=True))
+    tokenizer = load_tokenizer(save_bpe(tmp_path, truncate=True))
     text = "some words to keep and not to cut"
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert Tokenizer.load(save_bpe(tmp_path, bos=True)).encode("some")[0] == 0
+    assert load_tokenizer(save_bpe(tmp_path, bos=True)).encode("some")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_eos_ids_of_both_files(tmp_path, generation, config, wanted):
     (tmp_path / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert Tokenizer.load(tmp_path).eos_ids == wanted
+    assert load_tokenizer(tmp_path).eos_ids == wanted
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_bad_file_is_named(tmp_path, name, content):
     else:
         (tmp_path / name).write_text(content)
     with pytest.raises(CheckpointError, match=name):
-        Tokenizer.load(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 @pytest.fixture

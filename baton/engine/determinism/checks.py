@@ -36,7 +36,6 @@ WINDOW = FixedShapes().tokens  # of the passes whose times are measured
 TOTALS = (32, 64, 128, 256, 512)  # tokens of a pass: rows times WINDOW
 CLOSE = 1.15  # factor of the best time per token that is still good
 CONTEXT = 256  # tokens before a row's window
-
 log = structlog.get_logger(__name__)
 
 

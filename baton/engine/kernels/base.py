@@ -14,7 +14,6 @@ from torch import Tensor
 
 from baton.engine.batch import Batch
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 Splits = Literal["auto", "load", "load_bf16"]
 """How decode attention splits contexts. `auto` keeps all threads busy. `load` makes more splits for fewer sequences, as
 GPU servers do, and `load_bf16` also rounds their results to bfloat16.
@@ -85,7 +84,7 @@ class Kernels(Protocol):
         """
 
     def gate(self, gate_up: Tensor, activation: str, out: Tensor) -> Tensor:
-        """Write activation(gate) * up to out [N, I], for gate_up [N, 2 I] and one of ACTIVATIONS."""
+        """Write activation(gate) * up to out [N, I], for gate_up [N, 2 I] and silu, gelu or gelu_tanh."""
 
     def gated(self, gate_up: Linear, x: Tensor, activation: str, scratch: Tensor, out: Tensor) -> Tensor:
         """Write `gate` of gate_up(x), for x [N, K] and width 2 I, to out [N, I]. `scratch` is [N, 2 I]."""

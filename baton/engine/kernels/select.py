@@ -15,7 +15,6 @@ from baton.engine.kernels.cpu.ops import ELEMENTS, CompiledBlockCopy, CpuKernels
 from baton.engine.kernels.torch_reference import TorchKernels
 
 log = structlog.get_logger()
-
 OLDEST_GPU = (8, 0)  # Ampere: the first with bfloat16
 
 

@@ -163,8 +163,6 @@ def _run_group(group: _Group, query: Tensor, keys: Tensor, values: Tensor, out: 
 
 CHUNK = 64
 ALIGNED = 16  # elements; libraries round rows of a product differently if not all rows begin at a multiple
-
-
 # Slots int64 [CHUNK] of consecutive positions, and a mask [tokens, CHUNK], True if hidden from the new token.
 _FixedChunk = tuple[Tensor, Tensor]
 

@@ -14,7 +14,6 @@ HUGE_PAGE = 2 * 2**20
 CACHE_LINE = 64
 SMALL = 2**20  # smaller tensors take ordinary memory
 CHUNK = 64 * 2**20
-
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 

@@ -69,7 +69,6 @@ class Parts:
         return self.linear((name,), (out,), n_in, bias=bias)
 
     def head(self, embed: Tensor, *, tied: bool) -> Linear:
-        """Return the projection to the vocabulary: the embedding [vocab, n_in] if `tied`, else `lm_head`."""
         return self.kernels.linear(embed if tied else self.weights.tensor("lm_head.weight", *embed.shape))
 
 

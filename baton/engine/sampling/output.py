@@ -70,7 +70,6 @@ class OutputFactory:
         self._grammars = Grammars(tokenizer, vocab_size)
 
     def check(self, spec: SequenceSpec) -> None:
-        """Raise InvalidRequest, naming the field, if `spec` can never be computed here."""
         if not spec.prompt:
             raise InvalidRequest.of("prompt", "must have at least one token")
         if len(spec.prompt) >= self._max_model_len or len(spec) > self._max_model_len:

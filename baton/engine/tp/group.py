@@ -34,7 +34,6 @@ LINE = 64  # bytes; counters of different ranks are in different cache lines
 SPINS = 200
 FUTEX, FUTEX_WAIT, FUTEX_WAKE = 202, 0, 1  # x86-64
 ALL = 2**31 - 1
-
 _LIBC = ctypes.CDLL(None)
 _SLICE = (ctypes.c_long * 2)(0, 50_000_000)  # seconds, nanoseconds
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from baton.engine.sampling.output import OutputText
-from baton.tokenizer import OracleTokenizer, Tokenizer
+from baton.tokenizer import OracleTokenizer, load_tokenizer
 
 CORPUS = [
     "the quick brown fox jumps over ünïcödé dogs, 日本語 テキスト, 😀😃 and Ελλάδα: hello world stop </s> END\n\n"
@@ -25,7 +25,7 @@ def bpe(tmp_path_factory):
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     raw.train_from_iterator(CORPUS * 9, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet))
     raw.save(str(folder / "tokenizer.json"))
-    return Tokenizer.load(folder)
+    return load_tokenizer(folder)
 
 
 @pytest.fixture(scope="module", params=["bpe", "oracle"])

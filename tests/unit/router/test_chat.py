@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from baton.errors import InvalidRequest
 from baton.limits import MAX_RENDERED_CHARS, MAX_TEMPLATE_CHARS
 from baton.rpc.v1 import inference_pb2 as pb
-from baton.tokenizer import OracleTokenizer, Tokenizer
+from baton.tokenizer import OracleTokenizer, Tokenizer, load_tokenizer
 from router.parsing.chat import Chats
 from router.parsing.chat_template import Template, TemplateFailed
 from router.parsing.generate_request import RequestParser
@@ -44,7 +44,7 @@ def model(tmp_path: Path, template: object, **config: object) -> Tokenizer:
         config["chat_template"] = template
     tokens = {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}, "pad_token": None}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokens | config))
-    return Tokenizer.load(tmp_path)
+    return load_tokenizer(tmp_path)
 
 
 async def refused(chats: Chats, asked: pb.ChatMessages) -> list[tuple[str, str]]:
@@ -120,7 +120,7 @@ async def test_json_that_is_no_text_is_refused(tmp_path):
 
 async def test_the_oracle_has_a_plain_template_and_the_demo_model_reads_what_was_said():
     assert await Chats.of(OracleTokenizer()).prompt(chat(("user", "hi"))) == "user: hi\nassistant:"
-    tokenizer = Tokenizer.load(DEMO)
+    tokenizer = load_tokenizer(DEMO)
     assert await Chats.of(tokenizer).prompt(chat(("user", "A flute"), ("user", "is an"))) == "A flute is an"
 
 

@@ -19,7 +19,6 @@ from baton.engine.batch import Batch
 BLOCK_MULTIPLE = 256
 HEAD_MULTIPLE, WIDEST_HEAD = 8, 256
 Varlen = Callable[..., Any]
-
 NEEDED = {"scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits"}
 
 

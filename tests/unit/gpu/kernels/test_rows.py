@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.engine.kernels.base import ACTIVATIONS, HeadNorms, Rotation
+from baton.engine.kernels.base import HeadNorms, Rotation
 from baton.engine.kernels.gpu.triton_rows import gate, rms_norm, rotate_and_store
 from baton.engine.kernels.torch_reference import TorchKernels
 
@@ -36,7 +36,7 @@ def test_rms_norm_and_the_residual_that_is_added_in_place(shape, device, dtype, 
     assert torch.equal(x, sum_)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("shape", [(1, 5), (3, 1030)])
 def test_gate(activation, shape, device, dtype, seed):
     gate_up = drawn(seed, device, dtype, shape[0], 2 * shape[1])
