@@ -134,8 +134,7 @@ class Thoughts:
         mode, prompt = self._thinker.mode, len(spec.prompt)
         if mode == "off":
             return Thinking(self._notes, self._size, 0, ALL)
-        continues = spec.think_while_decoding
-        until, shared = (ALL, ALL) if continues else (prompt // self._size, prompt)
+        until, shared = (ALL, ALL) if spec.think_while_decoding else (prompt // self._size, prompt)
         cheap = self._thinker.cheap_rows
         ahead = {"auto": cheap, "fast": ALL, "sequential": 0}[mode]
         return Thinking(self._notes, self._size, until, shared, ahead, cheap if mode == "auto" else None)

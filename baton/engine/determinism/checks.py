@@ -113,8 +113,7 @@ class _Checker:
     def __init__(self, backend: ModelBackend, shapes: FixedShapes) -> None:
         self._backend, self._shapes = backend, shapes
         self._from = max(1, min(SHORT, backend.max_model_len - 2 * shapes.tokens))  # where verify passes begin
-        longest = max(2 * SHORT_UNTIL, SHORT + 2 * shapes.tokens)
-        each = backend.layout.blocks_for(longest)
+        each = backend.layout.blocks_for(max(2 * SHORT_UNTIL, SHORT + 2 * shapes.tokens))
         tables = [list(range(row * each, (row + 1) * each)) for row in range(shapes.rows + 1)]
         self._blocks, *self._others = [table[::-1] for table in tables]
         self._kv = backend.make_cache(len(tables) * each)

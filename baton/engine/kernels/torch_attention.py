@@ -182,8 +182,7 @@ class SteadyAttention:
         self._scale, self._block_size, self._window = scale, block_size, window
         starts = accumulate(batch.query_lens, initial=0)
         self._rows = [slice(start, start + n) for start, n in zip(starts, batch.query_lens, strict=False)]
-        tables = batch.block_tables.to(torch.int64)
-        lengths = zip(tables, batch.query_lens, batch.context_lens, strict=True)
+        lengths = zip(batch.block_tables.to(torch.int64), batch.query_lens, batch.context_lens, strict=True)
         self._chunks = [self._cut(*sequence) for sequence in lengths]
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> Tensor:
