@@ -257,16 +257,13 @@ class Planner:
         """Simulate a shape at a rate, or return the earlier result. Phases are simulated without local prefills."""
         key = shape, rate, why if why in PHASES else ""
         if key not in self.tried:
-            report = self._report(shape, rate, alone=why in PHASES)
+            scenario = self.site.scenario(shape)
+            if why in PHASES:
+                scenario = replace(scenario, router=replace(scenario.router, local_prefill=False))
+            report = self.run(scenario, self.workload.at(rate, _least_requests(shape)))
             self.tried[key] = Tried(shape, rate, report, report.attainment >= self.attainment, why)
             self.on_tried(self.tried[key])
         return self.tried[key]
-
-    def _report(self, shape: Shape, rate: float, *, alone: bool) -> Report:
-        scenario = self.site.scenario(shape)
-        if alone:
-            scenario = replace(scenario, router=replace(scenario.router, local_prefill=False))
-        return self.run(scenario, self.workload.at(rate, _least_requests(shape)))
 
     def goodput(self, shape: Shape, from_rate: float = 1.0) -> float:
         """Return the highest rate (requests/s) that meets the goal or is `too_short`, or 0 below `from_rate` / 1000."""

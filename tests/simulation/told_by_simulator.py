@@ -10,7 +10,7 @@ import pytest
 from baton.bench.traces import Arrival
 from baton.core import Role
 from baton.planner.sim.cluster import Cluster
-from baton.planner.sim.request import Attempt, Request
+from baton.planner.sim.request import Attempt, Request, deliver
 from baton.planner.sim.scenario import Death, Linear, Network, Pool, Router, Scenario, line
 from baton.planner.sim.worker import DecodeWorker, PrefillWorker, Worker
 from tests.simulation.stories import BACK_S, BLOCK, BLOCKS, PROMPT, TOKENS, Case, Phase, Story, Strike, Striker
@@ -58,7 +58,7 @@ class _Watch:
         worker = attempt.decode if one.role is Role.DECODE else attempt.prefill
         assert worker is not None
         if one.role is None:
-            worker.release(self.attempts[one.attempt - 1])
+            deliver(worker, worker.release, self.attempts[one.attempt - 1])
         else:
             noticed_s = _NOTICED_S.get(one.phase, 0.002)
             self.cluster._kill(Death(self.cluster.kernel.now, worker.name, BACK_S, noticed_s))

@@ -14,7 +14,7 @@ from baton.planner.sim.network import Way
 from baton.planner.sim.request import Request, SimRouter
 from baton.planner.sim.scenario import Death, Fault, Scenario, Slow, SlowLink
 from baton.planner.sim.stats import Gaps, Report, Tally
-from baton.planner.sim.timing import Host
+from baton.planner.sim.timing import Timing
 from baton.planner.sim.worker import DecodeWorker, PrefillWorker
 from router.workers.placement import Placement
 
@@ -120,7 +120,6 @@ class Cluster:
             self.kernel.after(self.scenario.router.report_s, self._beat)
 
     def _check(self) -> None:
-        """Assert that every request has one outcome and nothing is left over."""
         assert not self._running, f"{self._running} requests have no outcome"
         outcomes = sum(self.tally.outcomes.values())
         assert outcomes == self.tally.arrivals, f"{self.tally.arrivals} requests have {outcomes} outcomes"
@@ -178,14 +177,14 @@ class Cluster:
                 other.table.lost(worker.ref)
 
 
-def hosts_of(scenario: Scenario) -> dict[str, Host]:
-    """Return the hosts of workers with neighbours, by worker name, assigned round-robin."""
+def hosts_of(scenario: Scenario) -> dict[str, list[Timing]]:
+    """Return the empty hosts of workers with neighbours, by worker name, assigned round-robin."""
     pools = (("prefill", scenario.prefill), ("decode", scenario.decode))
     names = [f"{role}-{number}" for role, pool in pools for number in range(pool.workers)]
     sizes = [pool.contention.workers for _, pool in pools if pool.contention is not None]
     if not sizes:
         return {}
-    hosts = [Host() for _ in range(math.ceil(len(names) / min(sizes)))]
+    hosts: list[list[Timing]] = [[] for _ in range(math.ceil(len(names) / min(sizes)))]
     return {name: hosts[place % len(hosts)] for place, name in enumerate(names)}
 
 

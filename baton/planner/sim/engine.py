@@ -321,10 +321,13 @@ class Engine:
         if not (scheduler.running or scheduler.waiting):
             self.timing.rest()
             return
-        if most := self._steady_steps():
-            self._stretch_out(most)
-        else:
+        steps = self._steady_steps()
+        if not steps:
             self._plan()
+            return
+        first, more, drawn = self.timing.steps(len(self.rows), self.rows.context, steps)
+        self._stretch = Stretch(self.kernel.now, steps, first, more, drawn)
+        self._event = self.kernel.timer(self._stretch.end(steps), self._stretched)
 
     def _steady_steps(self) -> int:
         """Return the number of steps without a decision, or 0 if there is a decision now."""
@@ -336,11 +339,6 @@ class Engine:
         self.rows.loosen()
         most = self.rows.next_end() - self.rows.steps
         return self.rows.steps_with_room(min(most, _NOISY_STEPS) if self.timing.noisy else most)
-
-    def _stretch_out(self, steps: int) -> None:
-        first, more, drawn = self.timing.steps(len(self.rows), self.rows.context, steps)
-        self._stretch = Stretch(self.kernel.now, steps, first, more, drawn)
-        self._event = self.kernel.timer(self._stretch.end(steps), self._stretched)
 
     def _stretched(self) -> None:
         stretch, self._stretch = self._stretch, None
@@ -354,8 +352,8 @@ class Engine:
         rows, seconds = len(self.rows), stretch.seconds(steps)
         self._record_gaps(stretch.pieces(steps), stretch.end(1), rows)
         context = steps * self.rows.context + rows * (steps * (steps - 1) // 2)
-        self.paces.decoded(steps, rows * steps, context, seconds)
-        self.tally.decoded(steps, rows * steps, seconds)
+        self.paces.add(0, 0, rows * steps, context, seconds, steps=steps)
+        self.tally.count(steps, 0, rows * steps, seconds)
 
     def _record_gaps(self, pieces: list[tuple[int, float]], first_end: float, rows: int) -> None:
         itl, waited, step = self.tally.itl, self.rows.take_fresh(), self.rows.steps
@@ -397,8 +395,8 @@ class Engine:
         if stalled:
             self.rows.stall(work, self.kernel.now)
         self._stuck = not prompts and bool(self.scheduler.waiting) and not plan.preempted and self._orderly()
-        self.paces.planned(prompts, context, decodes, decode_context, seconds)
-        self.tally.planned(prompts, decodes, seconds)
+        self.paces.add(prompts, context, decodes, decode_context, seconds)
+        self.tally.count(1, prompts, decodes, seconds)
         self._event = self.kernel.timer(self.kernel.now + seconds, self._planned, work, decodes, seconds)
 
     def _orderly(self) -> bool:
@@ -435,8 +433,7 @@ class Engine:
         if row.hold:
             self.scheduler.remove(row)
         elif row.tokens == 1:
-            self.scheduler.remove(row)
-            self.scheduler.free(row)
+            self.release(row)
         else:
             row.end = self.rows.steps + row.tokens - 1
             self.rows.enter(row)
@@ -454,7 +451,5 @@ class Engine:
 
     def _finish(self, row: Row) -> None:
         self._stuck = False
-        self.rows.leave(row)
-        self.scheduler.remove(row)
-        self.scheduler.free(row)
+        self.release(row)
         self.listener.finished(row)

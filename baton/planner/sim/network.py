@@ -45,12 +45,14 @@ class Flow:
         if self._closed or nbytes <= 0:
             return
         self.moved += nbytes
-        idle, self._left = not self._active, self._left + nbytes
-        if idle:
-            self._since = self._kernel.now
-            self._start()
-        else:
+        active, self._left = self._active, self._left + nbytes
+        if active:
             self.adapt()
+            return
+        self._since = self._kernel.now
+        for way in self._ways:
+            way.flows[self] = None
+        self._adapt_all()
 
     def close(self) -> None:
         self._closed = True
@@ -82,11 +84,6 @@ class Flow:
     @property
     def _active(self) -> bool:
         return self in self._ways[0].flows
-
-    def _start(self) -> None:
-        for way in self._ways:
-            way.flows[self] = None
-        self._adapt_all()
 
     def _stop(self) -> None:
         if self._event is not None:

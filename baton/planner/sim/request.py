@@ -12,7 +12,7 @@ production's admission, policies, placements, cost fit and prefix map, without s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,11 +21,12 @@ from baton.core import HandoffId, Load, Role, Sampling, SequenceSpec, WorkerInfo
 from baton.errors import DeadlineExceeded, NoWorker, Overloaded
 from baton.ledger.prefix_index import PrefixIndex
 from baton.planner.sim.block_pool import UNSHARED, BlockHashes
+from baton.planner.sim.engine import Engine
 from baton.planner.sim.event_loop import Kernel
 from baton.planner.sim.network import Way
 from baton.planner.sim.scenario import Scenario
 from baton.planner.sim.stats import Tally
-from baton.planner.sim.timing import Host
+from baton.planner.sim.timing import Timing
 from decode_workers.reservations import Reservations
 from router.admission.admission import Admission, QueueLimits, ticket_for
 from router.placement.policy import ALONE, POLICIES
@@ -36,7 +37,8 @@ from router.workers.pool import PoolOptions, WorkerPool
 from router.workers.stream import WorkerStream
 
 FINGERPRINT = "simulated"
-_SHARED = SequenceSpec((), Sampling())  # spec of requests with shared prefixes
+SAMPLING = Sampling()
+_SHARED = SequenceSpec((), SAMPLING)  # spec of requests with shared prefixes
 _LEFT_BY_WORKER = {"no_room", "preempted"}  # reasons after which nothing is left at the decode worker
 
 
@@ -151,8 +153,11 @@ class SimRouter:
 
 
 class _Side(Protocol):
+    """A worker. Its methods are messages for `deliver`, except for `lost_peer` and `commit`, which are calls."""
+
     attempts: dict[Attempt, None]
     dead: bool
+    engine: Engine
     name: str
     ref: WorkerRef
 
@@ -167,7 +172,6 @@ class PrefillSide(_Side, Protocol):
     def prefill(self, attempt: Attempt) -> None: ...
     def repush(self, held: Attempt, attempt: Attempt) -> None: ...
     def lost_peer(self, attempt: Attempt) -> None: ...
-    def acknowledged(self, attempt: Attempt) -> None: ...
 
 
 class DecodeSide(_Side, Protocol):
@@ -193,7 +197,7 @@ class Simulation(Protocol):
     tally: Tally
     hashes: BlockHashes
     router: SimRouter
-    hosts: dict[str, Host]
+    hosts: dict[str, list[Timing]]
     slow: dict[str, float]
     ways: dict[str, tuple[Way, Way]]
 
@@ -325,14 +329,14 @@ class Attempt:
                 self._send(prefill, prefill.release, self)
         self._placement.release()
 
-    def _send(self, worker: PrefillSide | DecodeSide, act: object, *facts: object) -> None:
-        """Send a message to a worker. A dead worker does not receive it."""
-        self._kernel.after(self.request.overheads.hop_s, _deliver, worker, act, facts)
+    def _send(self, worker: PrefillSide | DecodeSide, act: Callable[..., None], *facts: Attempt) -> None:
+        self._kernel.after(self.request.overheads.hop_s, deliver, worker, act, *facts)
 
 
-def _deliver(worker: PrefillSide | DecodeSide, act, facts) -> None:  # type: ignore[no-untyped-def]
+def deliver(worker: PrefillSide | DecodeSide, act: Callable[..., None], *facts: Attempt) -> None:
+    """Have a worker handle a message between two steps. A dead worker does not receive it."""
     if not worker.dead:
-        act(*facts)
+        worker.engine.submit(act, *facts)
 
 
 class Request:
@@ -441,8 +445,8 @@ class Request:
 
     def _release_held(self) -> None:
         held, self.held = self.held, None
-        if held is not None and held.prefill is not None and not held.prefill.dead:
-            held.prefill.release(held)
+        if held is not None and held.prefill is not None:
+            deliver(held.prefill, held.prefill.release, held)
 
     def latencies(self) -> tuple[float, float]:
         """Return TTFT and end-to-end latency in seconds."""

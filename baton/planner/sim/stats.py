@@ -165,12 +165,10 @@ class Report:
 
     @property
     def ttft_attainment(self) -> float:
-        """Share of all arrivals within the TTFT goal."""
         return self.good_ttft / self.arrivals if self.arrivals else 1.0
 
     @property
     def itl_attainment(self) -> float:
-        """Share of all arrivals within the ITL goal."""
         return self.good_itl / self.arrivals if self.arrivals else 1.0
 
     @property
@@ -179,14 +177,13 @@ class Report:
         return self.output_tokens / self.duration_s if self.duration_s else 0.0
 
     def as_dict(self) -> dict[str, object]:
-        rates = {
+        return asdict(self) | {
             "goodput": self.goodput,
             "attainment": self.attainment,
             "ttft_attainment": self.ttft_attainment,
             "itl_attainment": self.itl_attainment,
             "throughput": self.throughput,
         }
-        return asdict(self) | rates
 
     def as_json(self) -> str:
         """Return one line of JSON. Equal reports give equal text."""
@@ -231,16 +228,10 @@ class PoolTally:
         self._steps = self._decode_steps = self._prompts = self._decodes = 0
         self._busy_s = 0.0
 
-    def decoded(self, steps: int, tokens: int, seconds: float) -> None:
+    def count(self, steps: int, prompts: int, decodes: int, seconds: float) -> None:
+        """Count steps that computed `prompts` prompt tokens and `decodes` decoded tokens in `seconds`, all together."""
         self._steps += steps
-        self._decode_steps += steps
-        self._decodes += tokens
-        self._busy_s += seconds
-
-    def planned(self, prompts: int, decodes: int, seconds: float) -> None:
-        """Count a step with `prompts` prompt tokens and `decodes` decoding sequences."""
-        self._steps += 1
-        self._decode_steps += decodes > 0
+        self._decode_steps += steps if decodes else 0
         self._prompts += prompts
         self._decodes += decodes
         self._busy_s += seconds

@@ -24,18 +24,17 @@ class Paces:
         self.prefill, self.decode = Pace(), Pace()
         self.joint, self.beside = Pace(), Pace()
 
-    def decoded(self, steps: int, tokens: int, context: int, seconds: float) -> None:
-        _add(self.decode, steps, tokens, context, seconds)
-
-    def planned(self, prompts: int, context: int, decodes: int, decode_context: int, seconds: float) -> None:
-        """Add a step: tokens and positions of its prompts, then of its decoding sequences."""
+    def add(
+        self, prompts: int, context: int, decodes: int, decode_context: int, seconds: float, *, steps: int = 1
+    ) -> None:
+        """Add steps of one kind: tokens and positions of prompts, then of decoding sequences."""
         if not prompts:
-            _add(self.decode, 1, decodes, decode_context, seconds)
+            _add(self.decode, steps, decodes, decode_context, seconds)
         elif not decodes:
-            _add(self.prefill, 1, prompts, context, seconds)
+            _add(self.prefill, steps, prompts, context, seconds)
         else:
-            _add(self.joint, 1, prompts, context, seconds)
-            _add(self.beside, 1, decodes, decode_context, 0.0)
+            _add(self.joint, steps, prompts, context, seconds)
+            _add(self.beside, steps, decodes, decode_context, 0.0)
 
     def copy(self) -> Paces:
         now = Paces()
@@ -65,7 +64,6 @@ class Stretch:
         self._ends = list(accumulate(drawn))
 
     def seconds(self, steps: int) -> float:
-        """Return the seconds of the first `steps` steps."""
         if self._ends:
             return self._ends[steps - 1] if steps else 0.0
         return steps * self.first_s + self.more_s * (steps * (steps - 1) / 2)
@@ -75,7 +73,6 @@ class Stretch:
         return self.began + self.seconds(steps)
 
     def done_by(self, now: float) -> int:
-        """Return the number of steps done at `now`."""
         return bisect_right(range(1, self.count + 1), now, key=self.end)
 
     def next_end(self, now: float) -> int:
@@ -95,35 +92,17 @@ class Stretch:
         return [(end - begin, (self.seconds(end) - self.seconds(begin)) / (end - begin)) for begin, end in spans]
 
 
-class Host:
-    """Workers that slow each other down while they are busy."""
-
-    def __init__(self) -> None:
-        self.timings: list[Timing] = []
-
-    def busy_others(self, timing: Timing) -> tuple[float, float]:
-        """Return the number of other workers that decode, and that compute prompts. Mixed steps count in part."""
-        busy = [one.decoding for one in self.timings if one is not timing and one.decoding is not None]
-        return sum(busy), len(busy) - sum(busy)
-
-    def changed(self, timing: Timing) -> None:
-        """Notify the other workers of a change at `timing`."""
-        for one in self.timings:
-            if one is not timing:
-                one.on_change()
-
-
 class Timing:
-    """Step times of one worker."""
+    """Step times of one worker. `host` has those of all workers that slow each other down while they are busy."""
 
-    def __init__(self, pool: Pool, rng: Random, host: Host | None = None) -> None:
+    def __init__(self, pool: Pool, rng: Random, host: list[Timing] | None = None) -> None:
         self.factor = 1.0  # slowdown for any reason
         self.on_change: Callable[[], None] = lambda: None  # called when the neighbours change
         self.decoding: float | None = None  # share of the current step spent on decoding, or None without a step
         self._cost, self._spread, self._rng = pool.cost, pool.spread, rng
         self._host, self._contention = host, pool.contention or Contention(1)
         if host is not None:
-            host.timings.append(self)
+            host.append(self)
 
     @property
     def noisy(self) -> bool:
@@ -156,20 +135,20 @@ class Timing:
     def leave(self) -> None:
         self.rest()
         if self._host is not None:
-            self._host.timings.remove(self)
+            self._host.remove(self)
 
     def _do(self, decoding: float | None) -> None:
         if self._host is not None and decoding != self.decoding:
             self.decoding = decoding
-            self._host.changed(self)
+            for other in self._host:
+                if other is not self:
+                    other.on_change()
 
     def _busy_neighbours(self) -> tuple[float, float]:
-        """Return the shares of the host's other workers that decode, and that compute prompts."""
-        if self._host is None:
-            return 0.0, 0.0
+        """Return the shares of the host's other workers that decode and that compute prompts. Mixed steps are split."""
+        busy = [one.decoding for one in self._host or () if one is not self and one.decoding is not None]
         others = max(self._contention.workers - 1, 1)
-        decoding, prompts = self._host.busy_others(self)
-        return decoding / others, prompts / others
+        return sum(busy) / others, (len(busy) - sum(busy)) / others
 
     def _slower(self, share: float) -> float:
         """Return the slowdown of a step that spends `share` of its time on decoding."""

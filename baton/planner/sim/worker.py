@@ -12,19 +12,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, cast
 
-from baton.core import (
-    Channel,
-    HandoffId,
-    Incarnation,
-    KVLayout,
-    Load,
-    Role,
-    Sampling,
-    SequenceSpec,
-    Token,
-    WorkerInfo,
-    WorkerRef,
-)
+from baton.core import Channel, HandoffId, Incarnation, KVLayout, Load, Role, SequenceSpec, Token, WorkerInfo, WorkerRef
 from baton.engine.block_pool import Reservation
 from baton.errors import HandoffError
 from baton.event_journal import History
@@ -32,7 +20,7 @@ from baton.ledger.prefix_index import Change, Holder
 from baton.planner.sim.block_pool import directory_hashes
 from baton.planner.sim.engine import Engine, Listener, Row
 from baton.planner.sim.network import Flow, Way
-from baton.planner.sim.request import FINGERPRINT, Attempt, PrefillSide, SimLink, Simulation
+from baton.planner.sim.request import FINGERPRINT, SAMPLING, Attempt, PrefillSide, SimLink, Simulation, deliver
 from baton.planner.sim.scenario import Pool, Scenario
 from baton.planner.sim.timing import Timing
 from decode_workers.reservations import Reservations, State
@@ -69,6 +57,7 @@ class Worker(Listener):
         self._changes = 1
         self._learned_at, self._report_s = -math.inf, scenario.router.report_s
         self._paces = self.engine.paces.copy()
+        self._holder = Holder(name, self.ref.incarnation)
         cluster.router.directory.apply(Change(self._holder, 1, reset=True))
         self.engine.pool.on_hashes = self._record_hashes
 
@@ -147,10 +136,6 @@ class Worker(Listener):
             self._learned_at, self._paces = self.kernel.now, self.engine.paces.copy()
         return due
 
-    @property
-    def _holder(self) -> Holder:
-        return Holder(self.name, self.ref.incarnation)
-
     def _record_hashes(self, added: Sequence[int], removed: Sequence[int]) -> None:
         self._hashes.update(dict.fromkeys(directory_hashes(added), True))
         self._hashes.update(dict.fromkeys(directory_hashes(removed), False))
@@ -194,17 +179,6 @@ class PrefillWorker(Worker):
         super().__init__(cluster, name, starts, pool)
         self.pushes: dict[Attempt, Push] = {}
 
-    # messages from the router and from prefill workers
-
-    def prefill(self, attempt: Attempt) -> None:
-        self.engine.submit(self._prefill, attempt)
-
-    def repush(self, held: Attempt, attempt: Attempt) -> None:
-        self.engine.submit(self._repush, held, attempt)
-
-    def release(self, attempt: Attempt) -> None:
-        self.engine.submit(self._release, attempt)
-
     def lost_peer(self, attempt: Attempt) -> None:
         """Keep the KV of an attempt after the death of its decode worker."""
         if (push := self.pushes.get(attempt)) is not None:
@@ -212,7 +186,7 @@ class PrefillWorker(Worker):
             if push.flow is not None:
                 push.flow.cancel()
 
-    def _prefill(self, attempt: Attempt) -> None:
+    def prefill(self, attempt: Attempt) -> None:
         if attempt.over and not attempt.kept:
             return
         row = self.row(attempt, attempt.known, 1, hold=True)
@@ -220,7 +194,7 @@ class PrefillWorker(Worker):
         self._begin(attempt, push)
         self.engine.add(row)
 
-    def _repush(self, held: Attempt, attempt: Attempt) -> None:
+    def repush(self, held: Attempt, attempt: Attempt) -> None:
         push = self.pushes.pop(held, None)
         if push is None:
             self.send(attempt.kv_dropped)
@@ -246,7 +220,7 @@ class PrefillWorker(Worker):
         if self.network.token_bytes:
             push.flow = Flow(self.kernel, self.way_out, decode.way_in, lambda: self._moved(attempt, push))
 
-    def _release(self, attempt: Attempt) -> None:
+    def release(self, attempt: Attempt) -> None:
         push = self.pushes.pop(attempt, None)
         if push is not None:
             if push.flow is not None:
@@ -276,7 +250,7 @@ class PrefillWorker(Worker):
         self.stream(attempt.first)
         if attempt.tokens == 1:
             self.stream(attempt.finished)
-            self.engine.submit(self._release, attempt)
+            self.engine.submit(self.release, attempt)
         else:
             self._finish(attempt, push)
 
@@ -296,14 +270,10 @@ class PrefillWorker(Worker):
             self.cluster.tally.moved_bytes += push.flow.moved
         self.kernel.after(delay_s, attempt.decode.commit, attempt, self)
 
-    def acknowledged(self, attempt: Attempt) -> None:
-        if not self.dead:
-            self.engine.submit(self._release, attempt)
-
     def jobs_done(self) -> None:
         """Drop KV without receiver if prompts find no block and nothing else will free any, as in production."""
         while self.engine.starved and (spare := self._spare()) is not None:
-            self.engine.submit(self._release, spare)
+            self.engine.submit(self.release, spare)
         super().jobs_done()
 
     def _spare(self) -> Attempt | None:
@@ -323,7 +293,6 @@ class PrefillWorker(Worker):
 
 
 _FIRST = (Token(0, 0, ""),)
-_SAMPLING = Sampling()
 
 
 class _SilentHistory(History):
@@ -344,32 +313,18 @@ class DecodeWorker(Worker):
         self.rows: dict[Attempt, Row] = {}
         self.committing: Attempt | None = None
 
-    # messages from the router and from prefill workers
-
-    def reserve(self, attempt: Attempt) -> None:
-        self.engine.submit(self._reserve, attempt)
-
-    def compute(self, attempt: Attempt) -> None:
-        self.engine.submit(self._compute, attempt)
-
-    def fence(self, attempt: Attempt) -> None:
-        self.engine.submit(self._fence, attempt)
-
-    def release(self, attempt: Attempt) -> None:
-        self.engine.submit(self._drop, attempt)
-
     def commit(self, attempt: Attempt, sender: PrefillSide) -> None:
         if self.dead or sender.dead:
             return
-        spec = SequenceSpec(cast("tuple[int, ...]", range(attempt.known)), _SAMPLING, (0,))
+        spec = SequenceSpec(cast("tuple[int, ...]", range(attempt.known)), SAMPLING, (0,))
         self.committing = attempt
         try:
             self.table.commit(attempt.handoff, sender.ref, CommitState(spec, _FIRST, 0.0, 0.0, 0, "simulated"))
         except HandoffError:
             return  # fenced; the router handles that
-        self.kernel.after(self.overheads.hop_s, sender.acknowledged, attempt)
+        self.kernel.after(self.overheads.hop_s, deliver, sender, sender.release, attempt)
 
-    def _reserve(self, attempt: Attempt) -> None:
+    def reserve(self, attempt: Attempt) -> None:
         if attempt.over:
             return
         full, spare = (attempt.known - 1) // self.engine.block_size, self.engine.scheduler.watermark
@@ -382,7 +337,7 @@ class DecodeWorker(Worker):
         self.table.open(attempt.handoff, reservation, attempt.known, None)
         self.send(attempt.reserved, reservation.cached_tokens)
 
-    def _compute(self, attempt: Attempt) -> None:
+    def compute(self, attempt: Attempt) -> None:
         reservation = self.table.take(attempt.handoff)
         if reservation is None:
             return
@@ -407,13 +362,13 @@ class DecodeWorker(Worker):
         self.engine.adopt(row, reservation.cached_tokens)
         self.send(attempt.adopted)
 
-    def _fence(self, attempt: Attempt) -> None:
+    def fence(self, attempt: Attempt) -> None:
         if attempt in self.rows or self.table.fence(attempt.handoff) is State.COMMITTED:
             return  # the router receives the commit
-        self._drop(attempt)
+        self.release(attempt)
         self.send(attempt.fenced)
 
-    def _drop(self, attempt: Attempt) -> None:
+    def release(self, attempt: Attempt) -> None:
         reservation = self.table.take(attempt.handoff)
         if reservation is not None:
             reservation.release()

@@ -11,7 +11,7 @@ import pytest
 from baton.bench.traces import Arrival
 from baton.planner.sim.cluster import hosts_of, simulate
 from baton.planner.sim.scenario import Contention, Linear, Pool, Slo, Slowed, line
-from baton.planner.sim.timing import Host, Timing
+from baton.planner.sim.timing import Timing
 from tests.unit.simulator.scenes import AT_ONCE, NO_OVERHEADS, colocated, scene
 
 COST = Linear(line(0.1), line(0.010))
@@ -20,8 +20,8 @@ POOL = Pool(1, COST, contention=BESIDE)
 KEPT = Slo(itl_percentile=50.0)
 
 
-def timings(*pools: Pool, on: Host | None = None) -> list[Timing]:
-    host = on or Host()
+def timings(*pools: Pool, on: list[Timing] | None = None) -> list[Timing]:
+    host = on if on is not None else []
     return [Timing(pool, Random(1), host) for pool in pools]
 
 
@@ -34,7 +34,7 @@ def decode(timing: Timing) -> float:
 
 
 def test_a_step_is_as_long_as_what_the_others_do_makes_it():
-    one, other = timings(POOL, POOL, on=(host := Host()))
+    one, other = timings(POOL, POOL, on=(host := []))
     assert (prompt(one), decode(one)) == (0.1, 0.010)
     decode(other)
     assert (prompt(one), decode(one)) == pytest.approx((0.15, 0.020))
@@ -119,6 +119,6 @@ def test_colocated_workers_slow_each_other_as_far_as_they_decode_at_the_same_tim
 def test_a_host_has_as_many_workers_as_were_measured_together():
     placed = hosts_of(scene(3, 2, **FACTS))
     assert list(placed) == ["prefill-0", "prefill-1", "prefill-2", "decode-0", "decode-1"]
-    hosts = [{name for name, one in placed.items() if one is host} for host in dict.fromkeys(placed.values())]
-    assert hosts == [{"prefill-0", "decode-0"}, {"prefill-1", "decode-1"}, {"prefill-2"}]
+    hosts = {tuple(name for name, one in placed.items() if one is host) for host in placed.values()}
+    assert hosts == {("prefill-0", "decode-0"), ("prefill-1", "decode-1"), ("prefill-2",)}
     assert hosts_of(scene(3, 2)) == {}
