@@ -367,9 +367,9 @@ class Pace:
     context: int = 0  # positions that these tokens attended to, summed
     seconds: float = 0.0
 
-    def plus(self, tokens: int, context: int, seconds: float) -> Pace:
-        """Return the totals after one more step."""
-        return Pace(self.steps + 1, self.tokens + tokens, self.context + context, self.seconds + seconds)
+    def plus(self, tokens: int, context: int, seconds: float, steps: int = 1) -> Pace:
+        """Return the totals after more steps."""
+        return Pace(self.steps + steps, self.tokens + tokens, self.context + context, self.seconds + seconds)
 
     def since(self, before: Pace) -> Pace:
         """Return the difference to `before`."""

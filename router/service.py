@@ -19,7 +19,7 @@ from baton.rpc.v1.inference_pb2_grpc import InferenceServicer
 from baton.tokenizer import Tokenizer
 from baton.tracing.trace import TRACEPARENT, TraceContext
 from router.auth.interceptor import current_grant
-from router.auth.limits import Concurrency, limited, may_cancel
+from router.auth.tokens import Concurrency, limited, may_cancel
 from router.context import RouterContext
 from router.parsing.generate_request import RequestParser, check_resumes, needs_thread, resumed_name
 from router.request.client_request import ClientCall, ClientRequest

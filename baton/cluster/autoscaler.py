@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from baton.config import ClusterConfig
 from baton.control_plane import Plan, next_plan, pool_size
 from baton.core import Role, WorkerInfo
-from baton.ledger.control_state import RouterReport, WorkerDemand
+from baton.ledger.control_state import RouterReport
 
 _FULL = 0.9  # usable share of decode workers' KV blocks, because running sequences grow
 _SATURATED = 0.9  # usable share of prefill workers' time; beyond it, prompts wait long
@@ -53,13 +53,7 @@ class PoolLoad:
     def worst(self) -> LoadMeasure:
         return _worst(self.measures)
 
-    @property
-    def now(self) -> float:
-        """The current load; more than 1 is overload."""
-        return self.worst.now
-
     def with_only(self, workers: int) -> float:
-        """Return the load if the pool had `workers` workers."""
         each = max(self.there, 1) / workers if workers else math.inf
         return max(one.fixed + (one.shared and one.shared * each) for one in self.measures)
 
@@ -74,7 +68,7 @@ class PoolLoads:
         self._ttft_s, self._itl_s = config.slo.ttft_ms / 1000, config.slo.itl_ms / 1000
         self._rows = config.decode.max_running
         self._colocated = config.mode == "colocated"
-        self._busy = _Busy()
+        self._busy: dict[str, tuple[float, float, float]] = {}  # by prefill worker: time, busy seconds until then, mean
 
     def look(self, routers: Sequence[RouterReport], there: Mapping[Role, int], now: float) -> dict[Role, PoolLoad]:
         """Return both loads at `now` (monotonic), from at least one router and the number of workers by role. Decode KV
@@ -84,8 +78,9 @@ class PoolLoads:
         """
         workers = {worker_id: one for report in routers for worker_id, one in report.workers.items()}
         decodes = [one for one in workers.values() if one.role is Role.DECODE]
-        busy = self._busy.look({name: one for name, one in workers.items() if one.role is Role.PREFILL}, now)
-        share = busy / max(there[Role.PREFILL], 1)
+        prefills = [(name, one.busy_s) for name, one in workers.items() if one.role is Role.PREFILL]
+        self._busy = {name: self._busy_mean(name, busy_s, now) for name, busy_s in prefills}
+        share = sum(mean for _, _, mean in self._busy.values()) / max(there[Role.PREFILL], 1)
         first, used = _worst(self._first_token(report) for report in routers), _mean([one.used for one in decodes])
         theirs = not self._colocated and first.now and max(first.now, share / _SATURATED) > 1
         late = first.shared / first.now if theirs else 0.0
@@ -123,20 +118,9 @@ class PoolLoads:
         text = f"ITL {report.itl_s * 1e3:.3g} ms of {may_s * 1e3:.3g} ms" if report.itl_s else ""
         return LoadMeasure(text, more_s / may_s, report.itl_alone_s / may_s)
 
-
-class _Busy:
-    """A running mean of how busy prefill workers are."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, tuple[float, float, float]] = {}  # by worker: time, seconds in steps until then, mean
-
-    def look(self, workers: Mapping[str, WorkerDemand], now: float) -> float:
-        """Return the sum of the workers' shares: 2.0 if two workers are always busy."""
-        self._seen = {worker_id: self._mean(worker_id, one.busy_s, now) for worker_id, one in workers.items()}
-        return sum(mean for _, _, mean in self._seen.values())
-
-    def _mean(self, worker_id: str, busy_s: float, now: float) -> tuple[float, float, float]:
-        since, before, mean = self._seen.get(worker_id, (now, busy_s, 0.0))
+    def _busy_mean(self, worker_id: str, busy_s: float, now: float) -> tuple[float, float, float]:
+        """Return the next entry of `_busy`. Its mean is 1.0 if the worker is always busy."""
+        since, before, mean = self._busy.get(worker_id, (now, busy_s, 0.0))
         if busy_s < before:  # the worker's process is a new one
             return now, busy_s, mean
         if now > since:
@@ -231,7 +215,7 @@ class Autoscaler:
         return f"settles for {left_s:.0f} s" if left_s > 0 else ""
 
     def _count(self, pool: _Pool, load: PoolLoad, fewer: int, least: int, passed: float) -> None:
-        sign = 1 if load.now > 1 else -1
+        sign = 1 if load.worst.now > 1 else -1
         pool.over_s = min(max(pool.over_s + sign * passed, 0.0), self._scaling.up_after_s)
         small = load.with_only(fewer) if fewer >= least else math.inf
         pool.spare_s = pool.spare_s + passed if small < _SPARE else 0.0
@@ -244,7 +228,8 @@ class Autoscaler:
             if self._pools[role].over_s < self._scaling.up_after_s:
                 continue
             count, worst = pool_size(plan, role), loads[role].worst
-            goal = self._goal(role, count, worst.now)
+            goal = max(count + 1, min(math.ceil(count * worst.now), 2 * count))  # enough for the load, at most twice
+            goal = min(goal, self._bounds[role][1])
             if goal == count:
                 continue
             text = f"{worst.text} for {self._scaling.up_after_s:g} s"
@@ -269,10 +254,6 @@ class Autoscaler:
             left = f"with {sizes[role]} at {loads[role].with_only(sizes[role]):.0%} of its limits"
             why.append(f"{role} {count} to {sizes[role]}: {left}, spare workers for {after_s:g} s")
         return next_plan(plan, sizes, "autoscaler", "; ".join(why)) if sizes else None
-
-    def _goal(self, role: Role, count: int, load: float) -> int:
-        """Return how many workers would carry the load, at most twice `count` and at most the pool's limit."""
-        return min(max(count + 1, min(math.ceil(count * load), 2 * count)), self._bounds[role][1])
 
     def _spared(self, role: Role, plan: Plan, load: PoolLoad, most: int) -> int:
         """Return how many workers, at most `most`, this pool can give to the other one."""

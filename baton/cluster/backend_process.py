@@ -92,7 +92,6 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """The id of the running process, or None."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def start(self) -> None:

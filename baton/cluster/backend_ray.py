@@ -131,21 +131,10 @@ class _Worker:
     unplaced: NoWorker | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RayPlace:
-    """Where actors run. `logs` is a folder on this machine, or None with other hosts: then Ray keeps the output."""
-
-    logs: Path | None
-    detached: bool = False  # actors outlive the process that started them
-
-    @property
-    def local(self) -> bool:
-        return self.logs is not None
-
-
 class RayPlacement:
     """A `Placement` of Ray actors. `actor` is constructed with the config as JSON, the role, the id, a log file (empty
-    for none) and `factories`. `open` calls `config` and `connect`, which returns the module `ray` in use.
+    for none) and `factories`. `open` calls `config` and `connect`, which returns the module `ray` in use. `logs` is a
+    folder on this machine, or None with other hosts: then Ray keeps the output. `detached` actors outlive this process.
     """
 
     def __init__(
@@ -154,14 +143,13 @@ class RayPlacement:
         actor: type,
         factories: Mapping[Role, object],
         connect: Callable[[], Any],
-        place: RayPlace,
+        logs: Path | None,
+        *,
+        detached: bool = False,
         clock: Clock | None = None,
     ) -> None:
-        self._load_config = config
-        self._actor = actor
-        self._factories = factories
-        self._connect = connect
-        self._place = place
+        self._load_config, self._connect, self._logs, self._local = config, connect, logs, logs is not None
+        self._actor, self._factories, self._detached = actor, factories, detached
         self._clock = clock or SystemClock()
         self._config: ClusterConfig
         self._json = ""
@@ -176,7 +164,7 @@ class RayPlacement:
 
     def found(self) -> Mapping[str, Role]:
         """Return the workers that have a placement group. A group without its actor is removed."""
-        if self._place.local:
+        if self._local:
             return {}
         prefix, roles = self._group_name(""), {}
         for entry in self._ray.util.placement_group_table().values():
@@ -194,7 +182,7 @@ class RayPlacement:
 
     def start(self, worker_id: str, role: Role) -> None:
         worker = self._workers[worker_id] = _Worker(role, self._clock.monotonic())
-        log_file = str(self._place.logs / f"{worker_id}.log") if self._place.logs is not None else ""
+        log_file = str(self._logs / f"{worker_id}.log") if self._logs is not None else ""
         try:
             actor = self._ray.remote(self._actor).options(**self._options(worker_id, role))
             worker.handle = actor.remote(self._json, role.value, worker_id, log_file, dict(self._factories))
@@ -203,11 +191,11 @@ class RayPlacement:
 
     def _options(self, worker_id: str, role: Role) -> dict[str, Any]:
         """Return the actor's options, and begin to create its placement group."""
-        lifetime = {"lifetime": "detached"} if self._place.detached else {}
+        lifetime = {"lifetime": "detached"} if self._detached else {}
         named = {"name": worker_id, "namespace": namespace(self._config.name), **lifetime}
         options = {**named, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": 4}
         pool = self._config.prefill if role is Role.PREFILL else self._config.decode
-        if self._place.local:
+        if self._local:
             return options | {"num_cpus": 0, "num_gpus": pool.gpus if self._one_gpu_each() else 0}
         cpus = pool.threads * pool.tensor_parallel if pool.threads != "auto" else 1
         labels = self._labels(role)
@@ -287,7 +275,7 @@ class RayPlacement:
                 worker.ready = True
 
     def _why_unplaced(self, worker_id: str, worker: _Worker) -> NoWorker | None:
-        if self._place.local:
+        if self._local:
             return None
         with contextlib.suppress(ValueError):  # its group is gone
             group = self._ray.util.get_placement_group(self._group_name(worker_id, worker.role))
@@ -302,7 +290,7 @@ class RayPlacement:
         if isinstance(cause, BatonError):
             return cause
         words = str(error).strip().splitlines() or [""]
-        details = f"\n{tail(self._place.logs / f'{worker_id}.log')}" if self._place.logs else f" {words[-1][:LONGEST]}"
+        details = f"\n{tail(self._logs / f'{worker_id}.log')}" if self._logs else f" {words[-1][:LONGEST]}"
         return StartError(f"{worker_id} ended ({type(cause).__name__}):{details}")
 
     def kill(self, worker_id: str) -> None:
@@ -318,13 +306,13 @@ class RayPlacement:
             self._give_back(worker_id, worker)
         except Exception as error:  # noqa: BLE001  (a process boundary)
             log.warning("actor_not_ended", worker=worker_id, error=type(error).__name__)
-        if self._place.local and worker.pid is not None:
+        if self._local and worker.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, signal.SIGKILL)
 
     def _give_back(self, worker_id: str, worker: _Worker) -> None:
         """Remove the worker's placement group, which ends every process in it."""
-        if not self._place.local:
+        if not self._local:
             with contextlib.suppress(ValueError):  # already gone
                 group = self._ray.util.get_placement_group(self._group_name(worker_id, worker.role))
                 self._ray.util.remove_placement_group(group)
@@ -340,7 +328,7 @@ class RayPlacement:
         except Exception as error:  # noqa: BLE001  (a process boundary: Ray itself may have died)
             log.warning("ray_did_not_stop_its_actors", error=repr(error))
         finally:
-            if self._place.local:
+            if self._local:
                 self._ray.shutdown()
 
     def _wait_until_gone(self, workers: list[_Worker]) -> None:
@@ -358,7 +346,7 @@ class RayPlacement:
         stopping = [worker.handle.stop.remote() for worker in live.values() if worker.pid is not None]
         if stopping:
             self._ray.wait(stopping, num_returns=len(stopping), timeout=grace_s)
-        if self._place.local:
+        if self._local:
             with contextlib.suppress(Exception):  # a process boundary: the rest is killed anyway
                 self._wait_until_gone(list(live.values()))
         for name in live:

@@ -17,7 +17,7 @@ from baton.clock import Clock, SystemClock
 from baton.cluster.autoscaler import Autoscaler
 from baton.cluster.backend_process import START_TIMEOUT_S, StartError
 from baton.cluster.interfaces import Placement
-from baton.cluster.reconcile import Step, WorkerState, free_id, reconcile_step
+from baton.cluster.reconcile import WorkerState, free_id, reconcile_step
 from baton.cluster.signals import Stop
 from baton.cluster.worker_supervisor import DecisionLog, WorkerSupervisor
 from baton.config import ClusterConfig
@@ -48,19 +48,14 @@ class Controller:
         autoscaler: Autoscaler | None = None,
     ) -> None:
         self.plan = Plan(config.prefill.replicas, config.decode.replicas, 0, 0, "file", "")
-        self._placement = placement
-        self._ledger = ledger
-        self._control_state = control_state
-        self._clock = clock
-        self._autoscaler = autoscaler
-        self._scaling = config.scaling
-        self._lease_grace_s = config.ledger.lease_s / 2
+        self._placement, self._ledger, self._control_state = placement, ledger, control_state
+        self._clock, self._autoscaler, self._scaling = clock, autoscaler, config.scaling
+        self._lease_s, self._lease_grace_s = config.ledger.lease_s, config.ledger.lease_s / 2
         self._journal = DecisionLog(clock)
         self._supervisor = WorkerSupervisor(placement, self._journal, self._lease_grace_s, config.scaling.drain_s)
         self._units = self._supervisor.units
         pools = {(pool.tensor_parallel, pool.device) for pool in (config.prefill, config.decode)}
         self._turns = config.scaling.turn and len(pools) == 1
-        self._lease_s = config.ledger.lease_s
         self._away = False  # Redis does not answer
         self._no_kills_until = 0.0  # until then, a missing lease is no reason to kill a worker
         self._ordered: set[str] = set()  # workers that may have a command in the control state
@@ -71,7 +66,6 @@ class Controller:
 
     @property
     def ready(self) -> bool:
-        """Whether all workers are as planned."""
         units = self._units.values()
         sizes = all(sum(unit.role is role for unit in units) == pool_size(self.plan, role) for role in Role)
         return sizes and all(unit.state == "ready" for unit in units)
@@ -181,19 +175,16 @@ class Controller:
         started: list[tuple[str, str]] = []
         while (step := reconcile_step(list(self._units.values()), self.plan, now, turns=self._turns)) is not None:
             if step.unit is None:
-                started.append((step.reason, self._start(step, now)))
+                worker_id = free_id(step.role, self._units)
+                self._supervisor.start(WorkerState(worker_id, step.role, self.plan.generation), now)
+                started.append((step.reason, worker_id))
             elif step.kind == "turn":
                 step.unit.change_role(step.role, now)
                 self._journal.record("turn", f"{step.unit.worker_id} becomes {step.role.value}: {step.reason}")
             else:
                 self._supervisor.leave(step.unit, step.reason, now)
         for reason, group in groupby(started, key=lambda one: one[0]):
-            self._journal.record("start", f"{', '.join(worker_id for _, worker_id in group)}: {reason}")
-
-    def _start(self, step: Step, now: float) -> str:
-        worker_id = free_id(step.role, self._units)
-        self._supervisor.start(WorkerState(worker_id, step.role, self.plan.generation), now)
-        return worker_id
+            self._journal.record("start", f"{', '.join(name for _, name in group)}: {reason}")
 
     async def _put_orders(self) -> None:
         """Write pending commands to the control state, again if the store lost them, and remove obsolete ones."""
@@ -250,8 +241,7 @@ class LocalControl:
     """A `Control` around a `Controller` in this process. Its event loop runs only within these calls."""
 
     def __init__(self, config: ClusterConfig, placement: Placement) -> None:
-        self._config = config
-        self._placement = placement
+        self._config, self._placement = config, placement
         self._runner = asyncio.Runner()
         self._ledger: Ledger | None = None
         self._controller: Controller | None = None

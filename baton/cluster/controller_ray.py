@@ -23,7 +23,7 @@ import structlog
 
 from baton.clock import Clock, SystemClock
 from baton.cluster.backend_process import BACKOFF_S, Child, ProcessSpec, StartError
-from baton.cluster.backend_ray import LONGEST, RayPlace, RayPlacement, check_reachable, connect, namespace, this_ray
+from baton.cluster.backend_ray import LONGEST, RayPlacement, check_reachable, connect, namespace, this_ray
 from baton.cluster.controller import LocalControl
 from baton.cluster.signals import Stop
 from baton.config import ClusterConfig, RouterConfig, config_from_json
@@ -63,8 +63,7 @@ class ControllerActor:
         self._config_json = config_json
         self._config = config_from_json(config_json)
         configure_logging(self._config.log.level, self._config.log.format, "controller")
-        place = RayPlace(None, detached=detached)
-        placement = RayPlacement(lambda: self._config, parts.actor, parts.factories, this_ray, place)
+        placement = RayPlacement(lambda: self._config, parts.actor, parts.factories, this_ray, None, detached=detached)
         self._control = LocalControl(self._config, placement)
         self._stop = threading.Event()
         self._grace_s = 0.0
@@ -287,7 +286,7 @@ def end(ray: Any, config: ClusterConfig, grace_s: float) -> None:
         except ray.exceptions.RayError as error:
             log.warning("controller_did_not_stop", error=type(error).__name__)
         ray.kill(controller, no_restart=True)
-    left = RayPlacement(lambda: config, object, {}, this_ray, RayPlace(None))  # never starts workers
+    left = RayPlacement(lambda: config, object, {}, this_ray, None)  # never starts workers
     left.open()
     left.found()
     left.stop(grace_s)

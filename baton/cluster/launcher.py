@@ -128,9 +128,7 @@ class Supervisor:
     def __init__(
         self, config: ClusterConfig, folder: StateFolder, control: Control, router_command: Sequence[str]
     ) -> None:
-        self._config = config
-        self._folder = folder
-        self._control = control
+        self._config, self._folder, self._control = config, folder, control
         self._redis: SupervisedRedis | None = None
         self._routers = [Child(ProcessSpec("router", router_command, folder.logs / "router.log"))]
         for index in range(1, config.router.replicas):
@@ -176,9 +174,8 @@ class Supervisor:
         while not router_serves(str(router.ready["metrics"]), workers):
             stop.check()
             if clock.monotonic() > deadline:
-                raise StartError(
-                    f"the router did not find all {workers} workers in {SERVING_S:g} s:\n{tail(router.spec.log)}"
-                )
+                text = f"the router did not find all {workers} workers in {SERVING_S:g} s"
+                raise StartError(f"{text}:\n{tail(router.spec.log)}")
             stop.drain.wait(READY_POLL_S)
 
     def _start_redis(self, leaving: ExitStack) -> None:

@@ -47,7 +47,6 @@ class WorkerState:
 
     @property
     def slot(self) -> Slot:
-        """The worker's entry in the controller's report."""
         note = self.note[:MAX_TEXT]
         return Slot(self.worker_id, self.role, self.state, self.generation, self.restarts, note)
 

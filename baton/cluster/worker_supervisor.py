@@ -39,10 +39,8 @@ class WorkerSupervisor:
     def __init__(self, placement: Placement, journal: DecisionLog, lease_grace_s: float, drain_s: float) -> None:
         """`lease_grace_s` is the time a worker without a lease has to register again before it counts as frozen."""
         self.units: dict[str, WorkerState] = {}
-        self._placement = placement
-        self._journal = journal
-        self._lease_grace_s = lease_grace_s
-        self._drain_s = drain_s
+        self._placement, self._journal = placement, journal
+        self._lease_grace_s, self._drain_s = lease_grace_s, drain_s
 
     def start(self, unit: WorkerState, now: float) -> None:
         """Begin to start the worker's process. It must have none."""
@@ -70,7 +68,6 @@ class WorkerSupervisor:
                 self._placement.kill(unit.worker_id)
 
     def retry(self, units: Iterable[WorkerState], now: float) -> None:
-        """Retry failed workers immediately."""
         for unit in units:
             if unit.retry_at is not None:
                 unit.in_a_row, unit.retry_at = 0, now

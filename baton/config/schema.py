@@ -39,7 +39,6 @@ from baton.config.values import (
     Workers,
     is_loopback,
     parse_hub_name,
-    parse_off,
 )
 from baton.core import Role
 from baton.limits import MAX_RESUMABLE_S
@@ -102,7 +101,6 @@ class TlsConfig(Section):
     )
 
     def files(self) -> dict[str, str]:
-        """Return the path of each part."""
         return {"cert": self.cert, "key": self.key, "ca": self.ca}
 
 
@@ -387,7 +385,10 @@ class ThinkingConfig(Section):
     while_decoding: bool = Field(default=False, description="default for requests that leave it out")
     prefill: Annotated[
         Literal["auto", "fast", "sequential", "off"],
-        BeforeValidator(parse_off, json_schema_input_type=Literal["auto", "fast", "sequential", "off", False]),
+        BeforeValidator(  # YAML makes False of a bare `off`
+            lambda value: "off" if value is False else value,
+            json_schema_input_type=Literal["auto", "fast", "sequential", "off", False],
+        ),
     ] = Field(default="auto", description="computation of thoughts about a prompt; off disables them")
 
 

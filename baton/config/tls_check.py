@@ -23,7 +23,6 @@ class Certificate:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until it expires."""
         return ssl.cert_time_to_seconds(self.until) - time.time()
 
 

@@ -30,11 +30,6 @@ def parse_size(value: object) -> int:
     return int(size)
 
 
-def parse_size_or_auto(value: object) -> int | Literal["auto"]:
-    """Parse a size or the word `auto`. Raises ValueError."""
-    return "auto" if value == "auto" else parse_size(value)
-
-
 @dataclass(frozen=True, slots=True)
 class HubName:
     """A model of the Hugging Face Hub: `repo` is `org/name`; `revision` is a branch, tag or commit, None for main."""
@@ -88,11 +83,6 @@ def is_loopback_host(host: str) -> bool:
         return host == "localhost"
 
 
-def parse_off(value: object) -> object:
-    """Return "off" for False, which YAML makes of a bare `off`, and any other value unchanged."""
-    return "off" if value is False else value
-
-
 # For editors: patterns without syntax that only Python has.
 _SIZES: list[dict[str, object]] = [
     {"type": "integer", "minimum": 1, "maximum": MOST_BYTES},
@@ -101,7 +91,9 @@ _SIZES: list[dict[str, object]] = [
 Auto = Literal["auto"]
 Size = Annotated[int, BeforeValidator(parse_size), WithJsonSchema({"anyOf": _SIZES})]
 SizeOrAuto = Annotated[
-    int | Auto, BeforeValidator(parse_size_or_auto), WithJsonSchema({"anyOf": [{"const": "auto"}, *_SIZES]})
+    int | Auto,
+    BeforeValidator(lambda value: value if value == "auto" else parse_size(value)),
+    WithJsonSchema({"anyOf": [{"const": "auto"}, *_SIZES]}),
 ]
 Address = Annotated[
     str, BeforeValidator(parse_address), WithJsonSchema({"type": "string", "pattern": "^.+:[0-9]{1,5}$"})

@@ -45,16 +45,21 @@ class Paces:
 
     def note(self, result: StepResult, seconds: float) -> None:
         """Add the cost of a step. `seconds` includes delivering the outputs of the step before."""
-        if not result.computed or result.failed:
-            return
-        if result.prefill == result.computed:
-            self.prefill = self.prefill.plus(result.computed, result.context, seconds)
-        elif not result.prefill:
-            self.decode = self.decode.plus(result.computed, result.context, seconds)
-        else:
+        if result.computed and not result.failed:
             rest = result.computed - result.prefill, result.context - result.prefill_context
-            self.joint = self.joint.plus(result.prefill, result.prefill_context, seconds)
-            self.beside = self.beside.plus(*rest, 0.0)
+            self.add(result.prefill, result.prefill_context, *rest, seconds)
+
+    def add(
+        self, prompts: int, context: int, decodes: int, decode_context: int, seconds: float, *, steps: int = 1
+    ) -> None:
+        """Add steps of one kind: tokens and positions of prompts, then of decoding sequences."""
+        if not prompts:
+            self.decode = self.decode.plus(decodes, decode_context, seconds, steps)
+        elif not decodes:
+            self.prefill = self.prefill.plus(prompts, context, seconds, steps)
+        else:
+            self.joint = self.joint.plus(prompts, context, seconds, steps)
+            self.beside = self.beside.plus(decodes, decode_context, 0.0, steps)
 
     def into(self, load: Load) -> Load:
         """Return `load` with these totals."""

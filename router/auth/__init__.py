@@ -1,4 +1,4 @@
 """Authentication and authorization. Without a token file nothing here is active.
 
-Read `tokens` (the token file and its reload), `interceptor` (the check of each call), then `limits` (of each token).
+Read `tokens` (the token file, its reload, the limits of each token), then `interceptor` (the check of each call).
 """

@@ -12,8 +12,6 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
-from ipaddress import ip_address
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import orjson
@@ -23,16 +21,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from baton.clock import SystemClock
+from baton.config.values import is_loopback_host
 from baton.errors import InvalidRequest, Unauthenticated
 from baton.rpc.v1 import admin_pb2
 from router.auth.interceptor import check
 from router.auth.tokens import TokenFile
 from router.openai.errors import JSON, HttpError
 from router.openai.responses import EVENT_STREAM, EventWriter, Stalled, as_json, run_until_disconnect
-from router.status import SingleFlight
-
-if TYPE_CHECKING:
-    from router.status import RouterStatus
+from router.status import RouterStatus, SingleFlight
 
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _HEADERS = {
@@ -65,7 +61,6 @@ class LivePaths:
         self._text = None if data is None else SingleFlight(data.live.views.get, partial(_encode, data), SystemClock())
 
     def routes(self) -> list[Route]:
-        """Return the routes for the gateway."""
         return [
             Route("/", self.file),
             Route("/page/{name}", self.file),
@@ -74,7 +69,6 @@ class LivePaths:
         ]
 
     async def file(self, request: Request) -> Response:
-        """Return a file of the page."""
         name = request.path_params.get("name", "index.html")
         content, kind = self._files.get(name), _TYPES.get(f".{name.rpartition('.')[2]}")
         if content is None or kind is None:
@@ -93,7 +87,6 @@ class LivePaths:
         return _Events(self._events(views), self._stall_s)
 
     async def trace(self, request: Request) -> Response:
-        """Return the `TraceReply` of a request."""
         found = self._allowed(request, "Trace").trace(request.path_params["request_id"])
         if found is None:
             raise HttpError(404, "not_found", "this router has no trace of this request")
@@ -146,18 +139,15 @@ class _Events(Response):
 
 
 def _check_same_origin(request: Request) -> None:
-    """Raise HttpError if a browser fetches this for a page of another origin.
-
-    Such a page cannot read the answer, but would use up a watcher's slot; browsers send `Sec-Fetch-Site`. A page with
-    a name that resolves to this machine (DNS rebinding) could read it. Therefore the host name must be a loopback
-    name on a loopback listener. Without tokens, other listeners are open to their whole network.
+    """Raise HttpError if a browser fetches this for a page of another origin. Such a page cannot read the answer, but
+    would use up a watcher's slot; browsers send `Sec-Fetch-Site`. A page with a name that resolves to this machine (DNS
+    rebinding) could read it. Therefore the host name must be a loopback name on a loopback listener. Without tokens,
+    other listeners are open to their whole network.
     """
     if request.headers.get("sec-fetch-site", "none") not in {"same-origin", "none"}:
         raise HttpError(403, "cross_site", "cross-site requests are rejected: only this router's page may fetch this")
     server = request.scope.get("server")
-    if server is None or not _is_loopback(server[0]):
-        return
-    if not _is_loopback(_host(request)):
+    if server is not None and _is_loopback(server[0]) and not _is_loopback(_host(request)):
         raise HttpError(403, "wrong_host", "host: must be a loopback name such as localhost, because no tokens are set")
 
 
@@ -170,10 +160,7 @@ def _host(request: Request) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
+    return is_loopback_host(host) or host.endswith(".localhost")
 
 
 def _interval(request: Request) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 from uuid import uuid4
 
 from router.openai.tool_calls import Call, CallReader, Part
@@ -14,33 +14,13 @@ from router.openai.upstream import Scored, bytes_of
 Json = dict[str, Any]
 
 
-class ChoiceFormat(Protocol):
-    """Format of the choices of one endpoint. `offset` counts the characters of the choice's earlier tokens."""
-
-    prefix: str  # of the answer's id
-    whole: str  # name of the object
-    chunk: str
-
-    def choice(self, index: int, text: str, scored: Sequence[Scored] | None, reason: str) -> Json:
-        """Return a choice of an unstreamed answer."""
-
-    def opening(self, index: int) -> Json | None:
-        """Return the first delta of a choice, or None."""
-
-    def piece(self, index: int, text: str, scored: Sequence[Scored] | None, offset: int) -> list[Json]:
-        """Return the choices for new text; empty if the text is held back."""
-
-    def thought(self, index: int, thought: Json) -> Json:
-        """Return a choice that has only a thought."""
-
-    def ending(self, index: int, reason: str) -> list[Json]:
-        """Return the text that was held back, then the finish reason."""
-
-
 class CompletionFormat:
-    """Choices of `text_completion` objects."""
+    """Choices of `text_completion` objects: `choice` of an unstreamed answer, the others of chunks. `opening` is the
+    first delta of a choice, if any. `piece` returns no choice while it holds the text back. `ending` returns that text,
+    then the finish reason. `offset` counts the characters of the choice's earlier tokens.
+    """
 
-    prefix, whole, chunk = "cmpl-", "text_completion", "text_completion"
+    prefix, whole, chunk = "cmpl-", "text_completion", "text_completion"  # of the answer's id; names of the objects
 
     def choice(self, index: int, text: str, scored: Sequence[Scored] | None, reason: str) -> Json:
         return _text_choice(index, text, scored, 0, reason)
@@ -82,7 +62,7 @@ def _best(top: Sequence[tuple[str, float]]) -> dict[str, float]:
 
 
 class ChatFormat:
-    """Choices of `chat.completion` objects and chunks, without tool calls."""
+    """Choices of `chat.completion` objects and chunks, without tool calls. See `CompletionFormat`."""
 
     prefix, whole, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
@@ -178,3 +158,6 @@ class ToolFormat(ChatFormat):
 
 def _reason(reason: str, calls: int) -> str:
     return "tool_calls" if calls and reason == "stop" else reason
+
+
+ChoiceFormat: TypeAlias = CompletionFormat | ChatFormat

@@ -56,7 +56,6 @@ class Problem:
         return orjson.dumps({"error": error})
 
     def response(self) -> Response:
-        """Return the HTTP response."""
         return Response(self.body(), self.status, self.headers, JSON)
 
 

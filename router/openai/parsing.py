@@ -106,7 +106,8 @@ def _requests_nothing(value: object, neutral: Sequence[object]) -> bool:
 
 
 def _violation(detail: Any, kind: type[BaseModel]) -> Violation:
-    place, message = _place(detail["loc"]), str(detail["msg"]).removeprefix("Value error, ")
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in detail["loc"])
+    place, message = "".join(steps).removeprefix(".")[:128], str(detail["msg"]).removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":
         return Violation(place or "''", _unknown(detail["loc"], kind))
     if detail["type"] == "missing":
@@ -116,11 +117,6 @@ def _violation(detail: Any, kind: type[BaseModel]) -> Violation:
         return Violation(field, text)
     got = "" if detail["type"] == "value_error" else _got(detail["input"])
     return Violation(place, message.replace("Input should be", "must be") + got)
-
-
-def _place(loc: Sequence[int | str]) -> str:
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
-    return text.removeprefix(".")[:128]
 
 
 def _got(value: object) -> str:

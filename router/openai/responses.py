@@ -21,7 +21,7 @@ from baton.errors import BatonError, Cancelled, EngineFault
 from baton.metrics import Metrics
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from baton.stages import Stage, Timings, timings_of
+from baton.stages import Stage, timings_of
 from router.audit_digest import joined
 from router.openai.choices import Json
 from router.openai.errors import JSON, problem_of
@@ -61,7 +61,6 @@ class RequestMetrics(AbstractContextManager["RequestMetrics"]):
         self.parts = common_pb2.Timings()  # of the longest call
 
     def tokens(self, choice: int, count: int) -> None:
-        """Count tokens that just arrived."""
         now = self._clock.monotonic()
         self._first = now if self._first is None else self._first
         if self._metrics is not None and count:
@@ -78,12 +77,16 @@ class RequestMetrics(AbstractContextManager["RequestMetrics"]):
 
     def finished(self) -> None:
         """Record that the answer was written."""
-        if self._metrics is not None:
-            self._metrics.ended("finished", self._timings(), staged=False)
-            self._metrics = None
+        if self._metrics is None:
+            return
+        queue, prefill = self.parts.queue_s, self.parts.prefill_s
+        rest = max(0.0, self._clock.monotonic() - self._arrived - queue - prefill)
+        ttft = 0.0 if self._first is None else self._first - self._arrived
+        timings = timings_of({Stage.QUEUE: queue, Stage.PREFILL: prefill, Stage.DECODE: rest}, ttft)
+        self._metrics.ended("finished", timings, staged=False)
+        self._metrics = None
 
     def failed(self, error: BatonError) -> None:
-        """Record that the request ended with `error`."""
         if self._metrics is None:
             return
         refused = isinstance(error, _REFUSALS) and self._first is None
@@ -97,12 +100,6 @@ class RequestMetrics(AbstractContextManager["RequestMetrics"]):
             self.failed(error)
         elif isinstance(error, asyncio.CancelledError):
             self.failed(Cancelled("the client disconnected"))
-
-    def _timings(self) -> Timings:
-        queue, prefill = self.parts.queue_s, self.parts.prefill_s
-        rest = max(0.0, self._clock.monotonic() - self._arrived - queue - prefill)
-        ttft = 0.0 if self._first is None else self._first - self._arrived
-        return timings_of({Stage.QUEUE: queue, Stage.PREFILL: prefill, Stage.DECODE: rest}, ttft)
 
 
 @dataclass(slots=True)

@@ -113,7 +113,6 @@ class Gateway:
         raise UnknownModel(f"model {name[:128]!r} is not served; served: {', '.join(each.id for each in found)}")
 
     async def health(self, request: Request) -> Response:
-        """Return 200 while this process responds."""
         return Response("ok\n", media_type=_PLAIN)
 
     async def ready(self, request: Request) -> Response:
@@ -250,10 +249,8 @@ def bounded(app: ASGIApp) -> ASGIApp:
         if size <= MAX_HTTP_HEADER_BYTES:
             await app(scope, receive, send)
             return
-        error = HttpError(
-            431, "headers_too_large", f"headers: must be at most {MAX_HTTP_HEADER_BYTES} bytes, got {size}"
-        )
-        await http_problem(error).response()(scope, receive, send)
+        text = f"headers: must be at most {MAX_HTTP_HEADER_BYTES} bytes, got {size}"
+        await http_problem(HttpError(431, "headers_too_large", text)).response()(scope, receive, send)
 
     return checked
 

@@ -57,7 +57,6 @@ class CallReader:
         self._value: _Value | None = None
 
     def feed(self, text: str) -> list[Part]:
-        """Parse more text."""
         return list(self._read(text))
 
     def end(self) -> list[Part]:
@@ -162,7 +161,6 @@ def _calls(text: str, names: Collection[str]) -> list[Call]:
 
 
 def _call(value: object, names: Collection[str]) -> Call:
-    """Return the call. Raises ValueError."""
     fields = value if isinstance(value, dict) else {}
     name, arguments = fields.get("name"), fields.get("arguments", fields.get("parameters"))
     if not isinstance(name, str) or name not in names or not isinstance(arguments, dict):

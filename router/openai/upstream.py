@@ -56,12 +56,10 @@ class Upstream:
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
 
     async def models(self, metadata: Metadata) -> Sequence[pb.Model]:
-        """Return the served models. Raises BatonError."""
         reply = await self._answer(self.stub.ListModels(pb.ListModelsRequest(), metadata=metadata, timeout=_UNARY_S))
         return reply.models
 
     async def decode(self, ids: Sequence[int], metadata: Metadata) -> str:
-        """Return the text of these tokens. Raises BatonError."""
         request = pb.DetokenizeRequest(ids=ids)
         return (await self._answer(self.stub.Detokenize(request, metadata=metadata, timeout=_UNARY_S))).text
 

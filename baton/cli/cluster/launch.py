@@ -30,7 +30,7 @@ from baton.cluster.backend_process import (
     report_ready,
     tail,
 )
-from baton.cluster.backend_ray import LOCAL, RayPlace, RayPlacement, start_local
+from baton.cluster.backend_ray import LOCAL, RayPlacement, start_local
 from baton.cluster.controller import LocalControl
 from baton.cluster.controller_ray import RemoteControl
 from baton.cluster.interfaces import Control
@@ -174,8 +174,8 @@ def make_control(config: ClusterConfig, folder: StateFolder) -> Control:
     from baton.worker.process import WorkerActor
 
     start = partial(start_local, folder.scratch, config.name)
-    given, place = partial(load_config, folder.config), RayPlace(folder.logs)
-    return LocalControl(config, RayPlacement(given, WorkerActor, role_factories(), start, place))
+    given = partial(load_config, folder.config)
+    return LocalControl(config, RayPlacement(given, WorkerActor, role_factories(), start, folder.logs))
 
 
 def announce(state: ClusterState, config: ClusterConfig, *, as_json: bool) -> None:

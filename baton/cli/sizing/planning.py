@@ -1,10 +1,13 @@
-"""The work of `baton plan`: simulates layouts to find the cheapest pools for a load, or to evaluate one layout."""
+"""The work of `baton plan`: simulates layouts to find the cheapest pools for a load, or to evaluate one layout, which
+`--what-if` describes, such as `prefill=2,decode=1,fault=death:prefill-0@10`.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -22,8 +25,7 @@ from baton.logs import configure_logging
 from baton.planner.profile import load_profile
 from baton.planner.search import OWN, Answer, Planner, Shape, Site, Tried, Workload, kind
 from baton.planner.sim.cluster import simulate
-from baton.planner.sim.scenario import Pool, Router, Slo
-from baton.planner.what_if import parse_what_if
+from baton.planner.sim.scenario import Death, Fault, Pool, Router, Slo, Slow, SlowLink
 
 COLUMNS = ("pools", "GPUs", "requests/s", "good", "TTFT p50", "p99 ms", "ITL p50", "p99 ms", "busy P", "D", "tried as")
 POISSON = "poisson"  # default arrivals
@@ -233,3 +235,82 @@ def _plain(answer: Answer, site: Site) -> dict[str, object]:
         "goodput_at_least": sorted(answer.at_least),
         "tried": [of(tried) for tried in answer.tried],
     }
+
+
+KEYS = ("prefill", "decode", "colocated", "prefill_tp", "decode_tp", "tp", "chunk", "workers", "fault")
+_FAULT = re.compile(r"(death|slow|link):([a-z0-9-]*)@([0-9.]+)(?:-([0-9.]+)x([0-9.]+))?")
+_ALLOWED = "death:WORKER@SECONDS, slow:WORKER@FROM-UNTILxFACTOR or link:WORKER@FROM-UNTILxFACTOR"
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """One layout with faults. `scale`: factor of the load, if `workers` scaled the pools."""
+
+    shape: Shape
+    faults: tuple[Fault, ...] = ()
+    scale: float = 1.0
+
+
+def parse_what_if(text: str, like: Shape) -> WhatIf:
+    """Parse a layout; missing keys come from `like`. Raises ConfigError with key, value and allowed values."""
+    numbers: dict[str, int] = {}
+    faults = []
+    for part in text.split(","):
+        key, found, value = part.strip().partition("=")
+        if not found or key not in KEYS:
+            raise ConfigError(f"--what-if: must be KEY=VALUE,... with {', '.join(KEYS)}, got {part!r}")
+        if key == "fault":
+            faults.append(_fault(value))
+        else:
+            numbers[key] = _whole(key, value)
+    if "colocated" in numbers and numbers.keys() & {"prefill", "decode", "prefill_tp"}:
+        raise ConfigError(f"--what-if: colocated: must be given without prefill, decode and prefill_tp, got {text!r}")
+    shape = _shape(numbers, like)
+    _check(numbers, shape)
+    if "workers" not in numbers:
+        return WhatIf(shape, tuple(faults))
+    large = shape.of(numbers["workers"])
+    return WhatIf(large, tuple(faults), (large.prefill + large.decode) / (shape.prefill + shape.decode))
+
+
+def _shape(numbers: dict[str, int], like: Shape) -> Shape:
+    tp = numbers.get("tp")
+    decode_tp = numbers.get("decode_tp", tp or like.decode_tp)
+    if "colocated" in numbers or (not like.prefill and "prefill" not in numbers):
+        workers = numbers.get("colocated", numbers.get("decode", like.decode))
+        return Shape(workers, decode_tp=decode_tp, chunk=numbers.get("chunk", like.chunk))
+    prefill = numbers.get("prefill", like.prefill)
+    prefill_tp = numbers.get("prefill_tp", tp or like.prefill_tp)
+    return Shape(numbers.get("decode", like.decode), prefill, decode_tp, prefill_tp)
+
+
+def _check(numbers: dict[str, int], shape: Shape) -> None:
+    """Raise ConfigError for a key that such a layout does not have."""
+    if shape.prefill and "chunk" in numbers:
+        chunk = numbers["chunk"]
+        raise ConfigError(f"--what-if: chunk: must be left out without colocated workers, got {chunk}")
+    if not shape.prefill and "prefill_tp" in numbers:
+        tp = numbers["prefill_tp"]
+        raise ConfigError(f"--what-if: prefill_tp: must be left out, colocated workers have decode_tp, got {tp}")
+    if shape.prefill and numbers.get("workers") == 1:
+        raise ConfigError("--what-if: workers: must be 2 or more, one that prefills and one that decodes, got 1")
+
+
+def _whole(key: str, value: str) -> int:
+    if not (value.isascii() and value.isdigit()) or int(value) < 1:
+        raise ConfigError(f"--what-if: {key}: must be a whole number above 0, got {value!r}")
+    return int(value)
+
+
+def _fault(text: str) -> Fault:
+    match = _FAULT.fullmatch(text)
+    try:
+        kind, worker, *times = match.groups() if match else ("", "", "", "", "")
+        at_s, until_s, factor = (float(time) if time else math.nan for time in times)
+    except ValueError:
+        kind = ""
+    if kind == "death" and worker and math.isnan(until_s):
+        return Death(at_s, worker)
+    if kind not in {"slow", "link"} or not at_s < until_s or not factor > 0 or (kind == "slow" and not worker):
+        raise ConfigError(f"--what-if: fault: must be {_ALLOWED}, got {text!r}")
+    return Slow(at_s, until_s, worker, factor) if kind == "slow" else SlowLink(at_s, until_s, worker, factor)

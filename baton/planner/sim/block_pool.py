@@ -14,7 +14,6 @@ from typing import cast
 from baton.bench.traces import Arrival
 from baton.core import BlockCounts
 from baton.engine.block_pool import Allocation, BlockPool, BlockState
-from baton.engine.prefix_cache import BlockHashChain
 from baton.event_journal import OFF
 from baton.ledger.prefix_index import NAME_BYTES
 
@@ -213,11 +212,6 @@ class Content:
     def digests(self, first: int, end: int) -> list[int]:
         hashes = self.hashes[first:end]
         return [*hashes, *[0] * (end - first - len(hashes))]
-
-    @property
-    def chain(self) -> BlockHashChain:
-        """This object, typed as the engine's chain."""
-        return cast("BlockHashChain", self)
 
 
 UNSHARED = Content(())

@@ -22,7 +22,8 @@ from baton.planner.sim.block_pool import CountedPool, Held
 from baton.planner.sim.event_loop import Event, Kernel
 from baton.planner.sim.scenario import Pool
 from baton.planner.sim.stats import Gaps, PoolTally
-from baton.planner.sim.timing import Paces, Stretch, Timing
+from baton.planner.sim.timing import Stretch, Timing
+from baton.worker.engine_loop import Paces
 
 
 class Listener(Protocol):

@@ -75,21 +75,18 @@ class Kernel:
         """Run until no event is left, or until `until`. Raises the exceptions of tasks and events."""
         before = asyncio._get_running_loop()
         asyncio._set_running_loop(self._loop)
+        soon, late, pop = self._soon, self._late, heapq.heappop
         try:
-            self._run(until)
+            while soon or late:
+                heap = soon if soon and not (late and late[0] < soon[0]) else late
+                if heap[0][0] > until:
+                    return
+                self.now, _, act, facts, event = pop(heap)
+                if event is None or not event.off:
+                    self.events += 1
+                    act(*facts)
         finally:
             asyncio._set_running_loop(before)
-
-    def _run(self, until: float) -> None:
-        soon, late, pop = self._soon, self._late, heapq.heappop
-        while soon or late:
-            heap = soon if soon and not (late and late[0] < soon[0]) else late
-            if heap[0][0] > until:
-                return
-            self.now, _, act, facts, event = pop(heap)
-            if event is None or not event.off:
-                self.events += 1
-                act(*facts)
 
     def _push(self, when: float, act: Act, facts: tuple[Any, ...], event: Event | None) -> None:
         now = self.now

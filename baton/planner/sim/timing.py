@@ -1,7 +1,6 @@
 """Step times of one simulated worker: its cost, the spread, and slowdown by other workers of its host.
 
-`Paces` are the totals that a worker reports, as in `baton.worker.engine_loop.Paces`. A `Stretch` is a run of steps with
-a constant batch, in which each sequence grows by one token a step.
+A `Stretch` is a run of steps with a constant batch, in which each sequence grows by one token a step.
 """
 
 from __future__ import annotations
@@ -9,46 +8,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from random import Random
 
-from baton.core import Pace
 from baton.planner.sim.scenario import Contention, Pool
-
-
-class Paces:
-    """Running totals of steps by kind."""
-
-    def __init__(self) -> None:
-        self.prefill, self.decode = Pace(), Pace()
-        self.joint, self.beside = Pace(), Pace()
-
-    def add(
-        self, prompts: int, context: int, decodes: int, decode_context: int, seconds: float, *, steps: int = 1
-    ) -> None:
-        """Add steps of one kind: tokens and positions of prompts, then of decoding sequences."""
-        if not prompts:
-            _add(self.decode, steps, decodes, decode_context, seconds)
-        elif not decodes:
-            _add(self.prefill, steps, prompts, context, seconds)
-        else:
-            _add(self.joint, steps, prompts, context, seconds)
-            _add(self.beside, steps, decodes, decode_context, 0.0)
-
-    def copy(self) -> Paces:
-        now = Paces()
-        now.prefill, now.decode = replace(self.prefill), replace(self.decode)
-        now.joint, now.beside = replace(self.joint), replace(self.beside)
-        return now
-
-
-def _add(pace: Pace, steps: int, tokens: int, context: int, seconds: float) -> None:
-    pace.steps += steps
-    pace.tokens += tokens
-    pace.context += context
-    pace.seconds += seconds
-
 
 _EQUAL = 0.01  # steps with times that differ by less count as equal
 _MOST_PIECES = 16

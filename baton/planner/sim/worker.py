@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from random import Random
 from typing import Any, cast
 
 from baton.core import Channel, HandoffId, Incarnation, KVLayout, Load, Role, SequenceSpec, Token, WorkerInfo, WorkerRef
 from baton.engine.block_pool import Reservation
+from baton.engine.prefix_cache import BlockHashChain
 from baton.errors import HandoffError
 from baton.event_journal import History
 from baton.ledger.prefix_index import Change, Holder
@@ -56,7 +58,7 @@ class Worker(Listener):
         self._hashes: dict[bytes, bool] = {}  # block hashes since the last report: whether they are cached
         self._changes = 1
         self._learned_at, self._report_s = -math.inf, scenario.router.report_s
-        self._paces = self.engine.paces.copy()
+        self._paces = copy(self.engine.paces)
         self._holder = Holder(name, self.ref.incarnation)
         cluster.router.directory.apply(Change(self._holder, 1, reset=True))
         self.engine.pool.on_hashes = self._record_hashes
@@ -87,7 +89,7 @@ class Worker(Listener):
         self._tokens.append((act, facts))
 
     def row(self, attempt: Attempt, known: int, tokens: int, *, hold: bool = False) -> Row:
-        chain = attempt.request.content.chain if self._prefix_cache else None
+        chain = cast("BlockHashChain", attempt.request.content) if self._prefix_cache else None
         return Row(attempt.handoff, 0, known, known, chain=chain, base=known, tokens=tokens, owner=attempt, hold=hold)
 
     def die(self) -> None:
@@ -116,24 +118,21 @@ class Worker(Listener):
 
     def _load(self) -> Load:
         """Return the load. Its paces are from the last report that taught the cost fit."""
-        engine, scheduler, paces = self.engine, self.engine.scheduler, self._paces
-        return Load(
+        engine, scheduler = self.engine, self.engine.scheduler
+        load = Load(
             step=engine.rows.steps,
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             queued_tokens=engine.queued_tokens,
             blocks=engine.pool.counts(),
             channels=self._channels,
-            prefill_pace=paces.prefill,
-            decode_pace=paces.decode,
-            joint_pace=paces.joint,
-            beside_pace=paces.beside,
         )
+        return self._paces.into(load)
 
     def _teaches(self) -> bool:
         due = self.kernel.now - self._learned_at >= self._report_s
         if due:
-            self._learned_at, self._paces = self.kernel.now, self.engine.paces.copy()
+            self._learned_at, self._paces = self.kernel.now, copy(self.engine.paces)
         return due
 
     def _record_hashes(self, added: Sequence[int], removed: Sequence[int]) -> None:

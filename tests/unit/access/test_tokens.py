@@ -10,8 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from baton.errors import Cancelled, ConfigError, Overloaded, Unauthenticated
-from router.auth.limits import Concurrency
-from router.auth.tokens import Grant, Limits, Right, TokenFile, read_tokens
+from router.auth.tokens import Concurrency, Grant, Limits, Right, TokenFile, read_tokens
 
 ALICE, BOB = "alice-token-0123456789", "bob-token-0123456789"
 GOOD = f"""

@@ -12,7 +12,7 @@ import pytest
 
 from baton.cluster import backend_ray
 from baton.cluster.backend_process import StartError
-from baton.cluster.backend_ray import ASK_S, SILENT_S, RayPlace, RayPlacement, connect, start_local
+from baton.cluster.backend_ray import ASK_S, SILENT_S, RayPlacement, connect, start_local
 from baton.config import config_from_json
 from baton.core import Role
 from baton.errors import Cancelled, ConfigError, NoWorker
@@ -93,9 +93,8 @@ def ray(monkeypatch):
 class Place:
     def __init__(self, ray, logs=None):
         self.ray, self.clock = ray, FakeClock()
-        place = RayPlace(logs, detached=logs is None)
-        factories = {Role.DECODE: "a factory"}
-        self.it = RayPlacement(lambda: config_from_json(CONFIG), object, factories, lambda: ray, place, self.clock)
+        given = (lambda: config_from_json(CONFIG), object, {Role.DECODE: "a factory"}, lambda: ray, logs)
+        self.it = RayPlacement(*given, detached=logs is None, clock=self.clock)
         self.it.open()
 
     def start(self, worker_id="decode-0", role=Role.DECODE):

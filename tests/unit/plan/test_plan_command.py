@@ -12,12 +12,11 @@ from typer.testing import CliRunner, Result
 from baton.cli.app import app
 from baton.cli.exit_codes import exit_code
 from baton.cli.sizing import planning as command
-from baton.cli.sizing.planning import verdict
+from baton.cli.sizing.planning import parse_what_if, verdict
 from baton.errors import ConfigError
 from baton.planner.search import Answer, Shape, Tried
 from baton.planner.sim.scenario import Death, Slow, SlowLink
 from baton.planner.sim.stats import Report
-from baton.planner.what_if import parse_what_if
 from tests.unit.plan.plan_support import Fake, profile
 
 LOAD = ("--rate", "20", "--prompt-tokens", "100", "--max-tokens", "11", "--arrivals", "constant", "--requests", "50")

@@ -34,7 +34,8 @@ def decode(timing: Timing) -> float:
 
 
 def test_a_step_is_as_long_as_what_the_others_do_makes_it():
-    one, other = timings(POOL, POOL, on=(host := []))
+    host: list[Timing] = []
+    one, other = timings(POOL, POOL, on=host)
     assert (prompt(one), decode(one)) == (0.1, 0.010)
     decode(other)
     assert (prompt(one), decode(one)) == pytest.approx((0.15, 0.020))

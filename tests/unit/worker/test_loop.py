@@ -193,7 +193,7 @@ def test_what_steps_took_is_kept_by_kind_and_of_those_that_mix_kinds_each_part(e
     clock = FakeClock()
     loop = EngineLoop(engine, clock=clock)
     results = [
-        StepResult(computed=8, prefill=8, context=36),
+        StepResult(computed=8, prefill=8, context=36, prefill_context=36),
         StepResult(computed=3, prefill=0, context=300),
         StepResult(computed=9, prefill=8, context=99, prefill_context=36),
         StepResult(),
