@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,11 +82,9 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, ob
     for turn in range(2 * ROUNDS):
         if all(done):
             break
-        try:
+        with suppress(ssl.SSLWantReadError):
             ends[turn % 2].do_handshake()
             done[turn % 2] = True
-        except ssl.SSLWantReadError:
-            continue
     return dict(ends[0].getpeercert() or {})
 
 

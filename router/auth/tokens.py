@@ -87,17 +87,22 @@ class Grant:
 
 
 class Tokens:
-    """Grants of a file."""
+    """Grants of a file. Raises ValueError if a token occurs twice."""
 
-    def __init__(self, entries: Iterable[tuple[bytes, Grant]]) -> None:
-        self._entries = tuple(entries)
-        self._by_key = {grant.key: grant for _, grant in self._entries}
+    def __init__(self, file: _File) -> None:
+        self._by_digest: dict[bytes, Grant] = {}
+        for number, entry in enumerate(file.tokens):
+            digest = entry.digest()
+            if digest in self._by_digest:
+                raise ValueError(f"tokens.{number}: duplicate token")
+            self._by_digest[digest] = Grant(entry.tenant, entry.role, entry.limits, digest.hex()[:16])
+        self._by_key = {grant.key: grant for grant in self._by_digest.values()}
 
     def __contains__(self, grant: Grant) -> bool:
         return self._by_key.get(grant.key) == grant
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._by_digest)
 
     def grant(self, authorization: str | None) -> Grant:
         """Return the grant for the header `Bearer TOKEN`, in constant time. Raises Unauthenticated."""
@@ -105,7 +110,7 @@ class Tokens:
         if scheme.lower() != "bearer" or not token:
             raise Unauthenticated("a token is required: send the header 'authorization: Bearer TOKEN'")
         given, found = _digest(token.strip()), None
-        for digest, grant in self._entries:  # every entry, also after a match
+        for digest, grant in self._by_digest.items():  # every entry, also after a match
             if hmac.compare_digest(given, digest):
                 found = grant
         if found is None:
@@ -120,7 +125,7 @@ def read_tokens(path: str | Path) -> Tokens:
             data = file.read(MAX_TOKENS_FILE_BYTES + 1)
         if len(data) > MAX_TOKENS_FILE_BYTES:
             raise ValueError(f"must be at most {MAX_TOKENS_FILE_BYTES} bytes")
-        return _of(_File.model_validate(_parse(data)))
+        return Tokens(_File.model_validate(_parse(data)))
     except OSError as error:
         problems = [f"cannot be read: {error.strerror}"]
     except ValidationError as error:
@@ -139,16 +144,6 @@ def _parse(data: bytes) -> object:
         raise ValueError(f"line {line}: not YAML") from None
     except (yaml.YAMLError, ValueError, RecursionError):
         raise ValueError("not YAML") from None
-
-
-def _of(file: _File) -> Tokens:
-    found: dict[bytes, Grant] = {}
-    for number, entry in enumerate(file.tokens):
-        digest = entry.digest()
-        if digest in found:
-            raise ValueError(f"tokens.{number}: duplicate token")
-        found[digest] = Grant(entry.tenant, entry.role, entry.limits, digest.hex()[:16])
-    return Tokens(found.items())
 
 
 def _problems(details: Iterable[Mapping[str, Any]]) -> Iterator[str]:

@@ -45,23 +45,19 @@ _BACKLOG = 2048
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """Settings of a gateway. `max_body` is in bytes. A stream gets a comment after `keep_alive_s` of silence. A client
-    that reads nothing for `stall_s` is disconnected.
-
-    `registry` holds the metrics of the router in this process; `look` is awaited before they are read. `counts` are the
-    gateway's own metrics, used without such a router. `tls` is used for HTTPS and towards the router; None means
-    plaintext for both. `live` is the data of the dashboard; None means that no router runs in this process.
+    """Settings of a gateway. `look` is awaited before the metrics of `registry` are read. `counts` is used without a
+    router in this process.
     """
 
     version: str = ""
-    max_body: int = 2**20
-    keep_alive_s: float = 15.0
-    stall_s: float = 60.0
-    registry: CollectorRegistry | None = None
+    max_body: int = 2**20  # bytes
+    keep_alive_s: float = 15.0  # silence after which a stream gets a comment
+    stall_s: float = 60.0  # time without a read after which a client is disconnected
+    registry: CollectorRegistry | None = None  # metrics of the router in this process
     look: Callable[[], Awaitable[None]] | None = None
-    counts: Metrics | None = None
-    tls: TlsConfig | None = None
-    live: LiveData | None = None
+    counts: Metrics | None = None  # the gateway's own metrics
+    tls: TlsConfig | None = None  # for HTTPS and towards the router; None means plaintext for both
+    live: LiveData | None = None  # data of the dashboard; None means that no router runs in this process
 
 
 class Gateway:

@@ -167,8 +167,7 @@ class CountedPool(BlockPool):
             self._owned += n
 
     def _peak(self) -> None:
-        used = self.total - self._unused - self._kept_blocks
-        self.used_most = max(self.used_most, used)
+        self.used_most = max(self.used_most, self.total - self._unused - self._kept_blocks)
 
     def _activate(self, allocation: Allocation) -> None:
         self._reserved -= len(allocation)
