@@ -4,14 +4,15 @@
 
 All lines count: code, docstrings, comments and blank lines. Generated code, tests, benchmarks, models and tools are not
 part of the product. The check fails if the main path or the product is over its limit, if a file has more than 600
-lines, or if a function has more than 50.
+lines or a function more than 50, or if a folder has more than 15 files beside `__init__.py` and `__main__.py`.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +39,7 @@ MAIN_PATH = (  # in the order in which a request passes them
     "decode_workers/reservations.py",
     "decode_workers/worker.py",
 )
-MAIN_PATH_LIMIT, PRODUCT_LIMIT, FILE_LIMIT, FUNCTION_LIMIT = 5500, 47000, 600, 50
+MAIN_PATH_LIMIT, PRODUCT_LIMIT, FILE_LIMIT, FUNCTION_LIMIT, FOLDER_LIMIT = 5500, 43000, 600, 50, 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,12 @@ def sources(folder: str) -> list[Source]:
     return [Source(name, path.read_text()) for name, path in paths if not name.startswith(GENERATED)]
 
 
-def faults(tree: Iterable[Source]) -> Iterator[str]:
-    """Yield a line for each file and each function that is too long."""
+def faults(tree: Sequence[Source]) -> Iterator[str]:
+    """Yield a line for each file and each function that is too long, and for each folder with too many files."""
+    files = Counter(Path(source.path).parent for source in tree if not Path(source.path).stem.startswith("__"))
+    for folder, count in files.items():
+        if count > FOLDER_LIMIT:
+            yield f"{folder}: {count} files, at most {FOLDER_LIMIT}"
     for source in tree:
         if source.lines > FILE_LIMIT:
             yield f"{source.path}: {source.lines} lines, at most {FILE_LIMIT}"

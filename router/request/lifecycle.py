@@ -29,7 +29,7 @@ from router.workers.pool import WorkerPool
 if TYPE_CHECKING:
     from baton.ledger.ownership import OwnershipRecord
 
-MAX_DEATHS = 2  # this many lost workers suggest that the request itself is the cause
+DEATH_LIMIT = 2  # this many lost workers suggest that the request itself is the cause
 
 # Finds the decode worker that continues a stream, by its client's name: `OwnershipStore.find`. Raises LedgerError.
 StreamSource = Callable[[str], Awaitable["OwnershipRecord | None"]]
@@ -261,7 +261,7 @@ class ChoiceRun:
         self._failures += attempt.lost is not None
         self._deaths += attempt.died
         self.observer.unfinished(attempt)
-        if self._deaths >= MAX_DEATHS:  # checked first, because this error means that no retry helps
+        if self._deaths >= DEATH_LIMIT:  # checked first, because this error means that no retry helps
             raise EngineFault(f"{self._deaths} workers were lost while they computed this request; it is not retried")
         if attempt.lost is not None and self._failures >= self._dispatch.attempts:
             raise attempt.lost

@@ -11,7 +11,7 @@ from baton.core import Constraint, Role, Sampling
 from baton.engine.determinism.shapes import FixedShapes
 from kvtransfer.handoff import TransferSettings
 from router.context import RouterSettings
-from router.request.lifecycle import MAX_DEATHS
+from router.request.lifecycle import DEATH_LIMIT
 from tests.simulation.faults import Fault, Faults, draw, orders
 from tests.simulation.front import Ask, Client, RouterHost
 from tests.simulation.ledger import SimLedger
@@ -235,7 +235,7 @@ class Cluster:
             "left": client.ask.leaves_after is not None,
             "router crashed": not client.router.process.alive,
             "WorkerLost": tight or len(struck) >= ATTEMPTS,
-            "EngineFault": len(struck) >= MAX_DEATHS,  # both lost workers computed it, so the request may be the reason
+            "EngineFault": len(struck) >= DEATH_LIMIT,  # both lost workers computed it
         }
         return [] if fine.get(outcome) else [f"{client.ask.name} ended as {outcome!r} with faults {struck}"]
 

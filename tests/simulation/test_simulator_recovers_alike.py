@@ -13,7 +13,7 @@ from random import Random
 import pytest
 
 from baton.core import Role
-from router.request.lifecycle import MAX_DEATHS
+from router.request.lifecycle import DEATH_LIMIT
 from tests.simulation.stories import ALONE, Case, Phase, Story, Strike
 from tests.simulation.told_by_production import told_by_production
 from tests.simulation.told_by_simulator import told_by_simulator
@@ -48,7 +48,7 @@ def test_a_worker_dies_and_then_another_one(first):
     for second in BLOWS if first not in HARMLESS else ():
         story = alike(Case(strikes=(Strike(1, *first), Strike(2, *second))))
         deaths = sum(leg.died for leg in story.legs.values())
-        assert story.outcomes == {"failed" if deaths >= MAX_DEATHS else "completed": 1}
+        assert story.outcomes == {"failed" if deaths >= DEATH_LIMIT else "completed": 1}
 
 
 def test_three_workers_die(seed):

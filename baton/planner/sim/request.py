@@ -31,7 +31,7 @@ from decode_workers.reservations import Reservations
 from router.admission.admission import Admission, QueueLimits, ticket_for
 from router.placement.policy import ALONE, POLICIES
 from router.placement.snapshot import WorkerView
-from router.request.lifecycle import MAX_DEATHS
+from router.request.lifecycle import DEATH_LIMIT
 from router.workers.placement import NO_REQUIREMENTS, Placement, Requirements
 from router.workers.pool import PoolOptions, WorkerPool
 from router.workers.stream import WorkerStream
@@ -386,7 +386,7 @@ class Request:
         self._deaths += attempt.died
         if attempt.kept:
             self.held = attempt
-        if self._deaths >= MAX_DEATHS or (attempt.failed and self._failures >= self._cluster.scenario.router.attempts):
+        if self._deaths >= DEATH_LIMIT or (attempt.failed and self._failures >= self._cluster.scenario.router.attempts):
             self._end("failed")
             return
         self._cluster.tally.recoveries[reason] += 1
