@@ -4,7 +4,7 @@
 
 All lines count: code, docstrings, comments and blank lines. Generated code, tests, benchmarks, models and tools are not
 part of the product. The check fails if the main path or the product is over its limit, if a file has more than 600
-lines or a function more than 50, or if a folder has more than 15 files beside `__init__.py` and `__main__.py`.
+lines or a function more than 50, or if a folder has more than 15 files, `__init__.py` and `__main__.py` not counted.
 """
 
 from __future__ import annotations

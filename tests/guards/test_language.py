@@ -7,7 +7,9 @@ import pytest
 from tools.language import Text, all_findings, findings
 
 PRODUCT = ("baton", "router", "prefill_workers", "decode_workers", "kvtransfer", "tools")
-PAGES = ("README.md", "ARCHITECTURE.md", "docs/design", "docs/how-to", "docs/tutorials", "docs/glossary.md")
+PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/README.md", "docs/glossary.md", "docs/performance.md")
+FOLDERS = ("docs/design", "docs/how-to", "docs/reference", "docs/tutorials", "helm/baton/README.md")
+OTHERS = ("tests", "benchmarks", "examples")
 BROKEN = {
     "What it sends.": "begins with",
     "It waits. Who is late is not asked.": "begins with",
@@ -20,7 +22,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("places", [PRODUCT, PAGES], ids=["product", "pages"])
+@pytest.mark.parametrize("places", [PRODUCT, (*PAGES, *FOLDERS), OTHERS], ids=["product", "pages", "others"])
 def test_no_sentence_breaks_the_rules(places):
     found = list(all_findings(places, strings=False))
     assert not found, "\n" + "\n".join(found)
