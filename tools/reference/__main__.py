@@ -6,13 +6,21 @@ import argparse
 import sys
 
 import tools.reference as package
-from tools.reference import caps, commands, events, failures, keys
+from tools.reference import caps, commands, events, failures, families, keys
 from tools.reference.pages import Page
 
 
 def pages() -> list[Page]:
     """Return all pages with generated parts."""
-    return [commands.page(), keys.config_page(), keys.http_page(), failures.page(), caps.page(), events.page()]
+    return [
+        commands.page(),
+        keys.config_page(),
+        keys.http_page(),
+        failures.page(),
+        caps.page(),
+        events.page(),
+        families.page(),
+    ]
 
 
 def stale() -> list[Page]:
