@@ -24,7 +24,7 @@ from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import wire
 from kvtransfer.frames import Coverage, FrameSpec, KVDigest, wire_digest
 from kvtransfer.handoff import CommitState, HandoffTable, Offer, PushEnd
-from kvtransfer.transports.base import ChannelEnd, Endpoint, Express
+from kvtransfer.transports.base import ChannelEnd, ControlPath, Endpoint
 from kvtransfer.wire import FingerprintRefused, FrameRefused, end_of, frame_of, refusal_to_pb
 
 
@@ -83,34 +83,34 @@ class EndOfHandoff:
     after: int
 
 
-# An item for the receiving thread. Messages from the express are not checked yet. None ends the thread.
+# An item for the receiving thread. Messages from the control socket are not checked yet. None ends the thread.
 Item = Frame | EndOfHandoff | pb.PeerCommand | None
 
 
 class ReceiveQueue:
-    """Items for the receiving thread, from the event loop or from the sender's `express`. Each path keeps its order.
-    Only `EndOfHandoff.after` orders items across the two paths.
+    """Items for the receiving thread, from the event loop or from the control socket. Each path keeps its order. Only
+    `EndOfHandoff.after` orders items across the two paths.
     """
 
     def __init__(self) -> None:
-        self.express: Express | None = None  # set by the receiving thread before its first `take`
+        self.control_socket: ControlPath | None = None  # set by the receiving thread before its first `take`
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()  # bounded by credits and offers
 
     def put(self, item: Item) -> None:
         """Add an item. Called from either thread."""
         self._items.put(item)
-        if self.express is not None:
-            self.express.wake()
+        if self.control_socket is not None:
+            self.control_socket.wake()
 
     @property
     def ready(self) -> bool:
         """Whether an item or a packet is waiting."""
-        return not self._items.empty() or (self.express is not None and self.express.ready)
+        return not self._items.empty() or (self.control_socket is not None and self.control_socket.ready)
 
     def take(self) -> Item:
-        """Wait for the next item. Raises ChannelBroken if the express fails."""
-        while self.express is not None and self._items.empty():
-            if (packet := self.express.receive()) is not None:
+        """Wait for the next item. Raises ChannelBroken if the control socket fails."""
+        while self.control_socket is not None and self._items.empty():
+            if (packet := self.control_socket.receive()) is not None:
                 return pb.PeerCommand.FromString(packet)
         return self._items.get()
 
@@ -148,9 +148,9 @@ class ReceiveLoop:
 
     def serve(self, channel: ChannelEnd) -> None:
         """Run until `stop`. Raises BatonError if the channel fails or the peer violates the protocol."""
-        if channel.express is not None and self.announced:
+        if channel.control_socket is not None and self.announced:
             raise FrameRefused("a frame was announced before the channel was built")
-        self.queue.express = channel.express
+        self.queue.control_socket = channel.control_socket
         todo: deque[Frame | EndOfHandoff | None] = deque()
         early: deque[EndOfHandoff] = deque()
         while not self.over:
@@ -193,7 +193,7 @@ class ReceiveLoop:
 
     def checked(self, message: pb.FrameAnnounce, known: Mapping[HandoffId, IncomingHandoff]) -> Frame:
         """Return an announced frame if it belongs to a handoff in `known`. Raises FrameRefused if it was not agreed.
-        Called by the event loop, or by the receiving thread if the channel has an express.
+        Called by the event loop, or by the receiving thread if the channel has a control socket.
         """
         spec, number, inbound = frame_of(message), message.sequence, None
         if message.HasField("handoff"):
@@ -235,8 +235,8 @@ class ReceiveLoop:
         self._hurry(pb.PeerReply(credit=pb.Credit(sequence=self.received - 1)))
 
     def _hurry(self, reply: pb.PeerReply) -> None:
-        if self.queue.express is not None:
-            self.queue.express.send(reply.SerializeToString())
+        if self.queue.control_socket is not None:
+            self.queue.control_socket.send(reply.SerializeToString())
         else:
             self._reply(reply)
 

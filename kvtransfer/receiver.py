@@ -4,8 +4,8 @@
            <--(event loop)-- replies <----------------'
 
 Messages are checked in the event loop; a thread per channel takes the bytes. Announcements, credits and commits use the
-channel's express if it has one; a commit or an abort states after how many frames it comes. A session ends with its
-stream, a newer channel of the same sender, or any error. The table then gets `lost` once: after the session was
+channel's control socket if it has one; a commit or an abort states after how many frames it comes. A session ends with
+its stream, a newer channel of the same sender, or any error. The table then gets `lost` once: after the session was
 stopped, and before a newer channel of that sender is welcomed.
 """
 
@@ -137,8 +137,8 @@ class Session:
             self._replies.put_nowait(pb.PeerReply(fetch_refused=refused))
 
     def _take_frames(self, frames: Sequence[pb.FrameAnnounce]) -> None:
-        if self._receive_loop.queue.express is not None:
-            raise FrameRefused(f"frame {frames[0].sequence}: announced over the stream instead of the express")
+        if self._receive_loop.queue.control_socket is not None:
+            raise FrameRefused(f"frame {frames[0].sequence}: announced over the stream instead of the control socket")
         for frame in frames:
             self._receive_loop.queue.put(self._receive_loop.checked(frame, self._receive_loop.open))
 

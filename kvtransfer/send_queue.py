@@ -29,7 +29,7 @@ from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import wire
 from kvtransfer.frames import FrameSpec, KVDigest, Progress
 from kvtransfer.handoff import PushEnd, PushJob, PushResult, Reports
-from kvtransfer.transports.base import Endpoint, Express, KeyRelay, Ring
+from kvtransfer.transports.base import ControlPath, Endpoint, KeyRelay, Ring
 from kvtransfer.wire import announcement, commit_of, offer_of, refusal_from_pb
 
 NEVER = float("inf")
@@ -123,7 +123,7 @@ class SendQueue:
         self, end: Endpoint, title: str, enqueue: Callable[[pb.PeerCommand], None], keys: KeyRelay, reports: Reports
     ) -> None:
         self.window = FlowControl(enqueue)  # only the channel's thread announces
-        self.express: Express | None = None  # set by the channel's thread
+        self.control_socket: ControlPath | None = None  # set by the channel's thread
         self._end, self._title = end, title
         self._enqueue, self._keys = enqueue, keys
         self._report, self._unfetched = reports.done, reports.unfetched
@@ -378,18 +378,18 @@ class SendQueue:
     def _wake(self) -> None:
         """Wake the channel's thread."""
         self._changed.notify_all()
-        if self._listens and self.express is not None:
-            self.express.wake()
+        if self._listens and self.control_socket is not None:
+            self.control_socket.wake()
 
     def _listen(self, timeout_s: float | None) -> bytes | None:
         """Wait, without the lock, for a change, a packet or the timeout. Return the packet, if there is one."""
-        if self.express is None:
+        if self.control_socket is None:
             self._changed.wait(timeout_s)
             return None
         self._listens = True
         self._changed.release()
         try:
-            return self.express.receive(timeout_s)
+            return self.control_socket.receive(timeout_s)
         finally:
             self._changed.acquire()
             self._listens = False

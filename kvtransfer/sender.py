@@ -257,8 +257,8 @@ class SendChannel:
         transport, ring = self.queue.welcome()
         channel = self._open(transport, ring)
         leaving.callback(channel.close)
-        self.queue.express = channel.express
-        if channel.express is None:
+        self.queue.control_socket = channel.control_socket
+        if channel.control_socket is None:
             self.queue.window.batch = max(1, ring.slots // 2)
         probed = self._probe(channel, ring)
         self.channel = Channel(self.to.worker_id, transport, probed)
@@ -325,10 +325,10 @@ class SendChannel:
                 channel.finish(number - ring.slots)  # returns immediately: the slot was credited, so the frame has left
 
     def _put(self, command: pb.PeerCommand) -> None:
-        express = self.queue.express
-        if express is not None and (
-            command.HasField("frame") or (command.HasField("commit") and express.takes(command.ByteSize()))
+        control_socket = self.queue.control_socket
+        if control_socket is not None and (
+            command.HasField("frame") or (command.HasField("commit") and control_socket.takes(command.ByteSize()))
         ):
-            express.send(command.SerializeToString())
+            control_socket.send(command.SerializeToString())
         elif self._stream is not None:
             self._stream.send(command)

@@ -67,7 +67,7 @@ class Ring:
         return self.slots * self.size
 
 
-class Express(Protocol):
+class ControlPath(Protocol):
     """A fast, ordered path for announcements, credits and commits; see `kvtransfer.transports.unix_socket`."""
 
     @property
@@ -83,7 +83,7 @@ class ChannelEnd(Protocol):
     """One end of a channel; see the contract above. Frames are numbered 0, 1, 2, ... on both ends."""
 
     @property
-    def express(self) -> Express | None: ...
+    def control_socket(self) -> ControlPath | None: ...
 
     def slot(self, number: int) -> Tensor:
         """Return staging of frame `number`: uint8 [ring.size], contiguous, 64-byte aligned, on `device`."""
@@ -184,7 +184,7 @@ class RingEnd(ABC):
     because a kept exception would keep the connection and its sockets.
     """
 
-    express: Express | None = None
+    control_socket: ControlPath | None = None
 
     def __init__(self, title: str, staging: Tensor) -> None:
         self._title = title

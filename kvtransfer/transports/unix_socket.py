@@ -3,9 +3,9 @@
 The abstract name leaves no file behind and cannot be guessed, but all users of the host can read it in /proc/net/unix.
 So the kernel must confirm the peer's user, and the peer must send a secret.
 
-The express (`ControlSocket`) bypasses gRPC and its threads. A 4 MiB frame passes shared memory in well under 1 ms; a
-gRPC message costs about 0.3 ms at each end (`benchmarks/transfer.py`). It carries the same bytes as the Peer stream:
-announcements, credits, commits that are short enough, and their replies.
+The control socket (`ControlSocket`) bypasses gRPC and its threads. A 4 MiB frame passes shared memory in well under
+1 ms; a gRPC message costs about 0.3 ms at each end (`benchmarks/transfer.py`). It carries the same bytes as the Peer
+stream: announcements, credits, commits that are short enough, and their replies.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def host_reach(*namespaces: str) -> str:
 
 
 class ControlSocket:
-    """One end of an express. One thread sends and receives, any thread may `wake` it. Packets arrive whole and in order
+    """One end of a pair. One thread sends and receives, any thread may `wake` it. Packets arrive whole and in order
     until the peer is gone. `send` blocks if some hundred are unread, more than there can be credits.
     """
 
@@ -114,12 +114,12 @@ _NOTICE = struct.Struct("<QQ")  # number and bytes of a frame
 
 class UnixSocketPair:
     """One end of a connected pair. Each message is one packet. The peer's end is detected immediately, for any reason.
-    Methods raise OSError. `socket` and `express`, a second pair for its user, have the channel's deadline.
+    Methods raise OSError. `socket` and `control_socket`, a second pair for its user, have the channel's deadline.
     """
 
-    def __init__(self, connected: socket.socket, express: socket.socket) -> None:
+    def __init__(self, connected: socket.socket, control_socket: socket.socket) -> None:
         self.socket = connected
-        self.express = express
+        self.control_socket = control_socket
 
     def notify(self, number: int, nbytes: int) -> None:
         """Notify that frame `number` is filled. Blocks only if some 250 notices are unread, more than the credits."""
@@ -138,7 +138,7 @@ class UnixSocketPair:
 
     def close(self) -> None:
         """Close both sockets. Idempotent."""
-        self.express.close()
+        self.control_socket.close()
         self.socket.close()
 
     def check(self) -> None:
@@ -177,7 +177,7 @@ class SocketEnd(RingEnd):
         self._free = free
         self._mark = mark
         self._expected: dict[int, int] = {}
-        self.express = ControlSocket(title, pair.express)
+        self.control_socket = ControlSocket(title, pair.control_socket)
 
     def _start(self, number: int, nbytes: int) -> None:
         if self._side is Side.SENDER:
@@ -195,8 +195,8 @@ class SocketEnd(RingEnd):
             self._mark(number)
 
     def _release(self) -> None:
-        if self.express is not None:
-            self.express.close()
+        if self.control_socket is not None:
+            self.control_socket.close()
         self._free()
 
 
@@ -230,10 +230,10 @@ def connect(keys: KeyRelay, deadline_s: float) -> UnixSocketPair:
         _, files, _, _ = socket.recv_fds(connected, 1, 1, socket.MSG_CMSG_CLOEXEC)
         if not files:
             raise ConnectionError("closed by the peer")
-        express = socket.socket(fileno=files[0])
-        express.settimeout(deadline_s)
+        control_socket = socket.socket(fileno=files[0])
+        control_socket.settimeout(deadline_s)
         failing.pop_all()
-    return UnixSocketPair(connected, express)
+    return UnixSocketPair(connected, control_socket)
 
 
 def _with_express(connected: socket.socket, deadline_s: float) -> UnixSocketPair:

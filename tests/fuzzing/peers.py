@@ -93,7 +93,7 @@ def from_bytes(data: bytes) -> None:
         else:
             conversation(_split(data[1:]))
     except DecodeError:
-        pass  # gRPC's answer, or the end of an express
+        pass  # gRPC's answer, or the end of a control socket
 
 
 def _split(data: bytes) -> list[pb.PeerCommand]:

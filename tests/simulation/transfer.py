@@ -36,7 +36,7 @@ class Meeting:
     """A channel: a ring that both ends share, and the frames that have left the sender."""
 
     staging: Tensor
-    express: dict[Side, SimExpress] = field(default_factory=dict)
+    control_socket: dict[Side, SimControlSocket] = field(default_factory=dict)
     packets: dict[Side, deque[bytes]] = field(default_factory=lambda: {side: deque() for side in Side})
     left: set[int] = field(default_factory=set)
     closed: set[Side] = field(default_factory=set)  # the sides that have seen the end
@@ -45,19 +45,19 @@ class Meeting:
     def close(self, side: Side) -> None:
         self.closed.add(side)
         self.changed.notify_all()
-        if side in self.express:
-            self.express[side].changed.notify_all()
+        if side in self.control_socket:
+            self.control_socket[side].changed.notify_all()
 
 
-class SimExpress:
-    """`Express`: packets arrive in order, but in no order relative to the Peer stream."""
+class SimControlSocket:
+    """`ControlPath`: packets arrive in order, but in no order relative to the Peer stream."""
 
     def __init__(self, world: World, meeting: Meeting, side: Side) -> None:
         self.changed = SimCondition()
         self._world, self._meeting, self._side = world, meeting, side
         self._packets = meeting.packets[side]
         self._rng, self._last = PROCESS.get().rng, 0.0
-        meeting.express[side] = self
+        meeting.control_socket[side] = self
 
     def takes(self, nbytes: int) -> bool:
         return self._rng.random() < 0.8
@@ -71,8 +71,8 @@ class SimExpress:
     def _arrive(self, packet: bytes) -> None:
         other = Side(1 - self._side)
         self._meeting.packets[other].append(packet)
-        if other in self._meeting.express:
-            self._meeting.express[other].changed.notify_all()
+        if other in self._meeting.control_socket:
+            self._meeting.control_socket[other].changed.notify_all()
 
     @property
     def ready(self) -> bool:
@@ -94,7 +94,7 @@ class SimExpress:
 
 
 class SimTransport:
-    """The transport of all workers of a world. Half of the worlds have an express.
+    """The transport of all workers of a world. Half of the worlds have a control socket.
 
     `flips`: number of later frames with a flipped byte.
     """
@@ -129,7 +129,7 @@ class SimEnd:
         self._transport, self._meeting, self._side, self._deadline_s = transport, meeting, side, deadline_s
         self._world, self._rng = transport.world, PROCESS.get().rng
         self._last = 0.0
-        self.express: Any = SimExpress(self._world, meeting, side) if transport.fast else None
+        self.control_socket: Any = SimControlSocket(self._world, meeting, side) if transport.fast else None
 
     def slot(self, number: int) -> Tensor:
         return self._meeting.staging[number % len(self._meeting.staging)]
@@ -188,9 +188,9 @@ class SimLink(SendChannel):
         transport, ring = queue.welcome()
         channel = self._open(transport, ring)
         leaving.callback(channel.close)
-        queue.express = channel.express
-        if channel.express is not None:
-            cast("SimExpress", channel.express).changed = _condition(queue)
+        queue.control_socket = channel.control_socket
+        if channel.control_socket is not None:
+            cast("SimControlSocket", channel.control_socket).changed = _condition(queue)
         else:
             queue.window.batch = max(1, ring.slots // 2)
         await self._prove(channel, ring)
@@ -232,19 +232,19 @@ class SimLink(SendChannel):
 
 async def _until(queue: SendQueue, ready: Callable[[], Any], within_s: float | None) -> None:
     """Wait for the change that the queue waits for; its own waiting then returns or raises immediately."""
-    clock, express = asyncio.get_running_loop().time, cast("SimExpress | None", queue.express)
+    clock, control_socket = asyncio.get_running_loop().time, cast("SimControlSocket | None", queue.control_socket)
     due = None if within_s is None else clock() + within_s
 
     def heard() -> bool:
-        return express is not None and express.ready
+        return control_socket is not None and control_socket.ready
 
     while True:
         left = None if due is None else max(0.0, due - clock())
         await _condition(queue).until(lambda: queue.broken or ready() or heard(), left)
         await PROCESS.get().resumed()
-        if express is None or queue.broken or ready() or not heard():
+        if control_socket is None or queue.broken or ready() or not heard():
             break
-        if (packet := express.receive()) is not None:
+        if (packet := control_socket.receive()) is not None:
             queue.take(pb.PeerReply.FromString(packet))
     if queue._error is not None:
         raise queue._error
@@ -298,16 +298,16 @@ class SimSession(Session):
             self._in_loop(self.end, error)
 
     async def _go(self, process: Process, channel: SimEnd) -> None:
-        intake, queue, express = self._receive_loop, self._receive_loop.queue, channel.express
-        queue.express = express
+        intake, queue, control_socket = self._receive_loop, self._receive_loop.queue, channel.control_socket
+        queue.control_socket = control_socket
         todo: deque[Frame | EndOfHandoff | None] = deque()
         early: deque[EndOfHandoff] = deque()
         while not intake.over:
             while not todo or queue.ready:
-                if express is None:
+                if control_socket is None:
                     await cast("SimQueue", queue._items).filled()
                 else:
-                    await express.changed.until(lambda: queue.ready, None)
+                    await control_socket.changed.until(lambda: queue.ready, None)
                 await process.turn()
                 intake._take_up(channel, todo, early)
             item = todo.popleft()

@@ -47,32 +47,32 @@ class HandMade:
 
     name, reach, device = "by hand", "here", torch.device("cpu")
 
-    def __init__(self, *, express: bool) -> None:
+    def __init__(self, *, control_socket: bool) -> None:
         self.ends: list[HandMadeEnd] = []
-        self._express = express
+        self._control_socket = control_socket
 
     def open(self, name, side, keys, ring: Ring, deadline_s: float) -> HandMadeEnd:
-        self.ends.append(HandMadeEnd(ring, express=self._express))
+        self.ends.append(HandMadeEnd(ring, control_socket=self._control_socket))
         return self.ends[-1]
 
 
 class HandMadeEnd:
-    """`ours`: the test's half of the express socket, if there is one."""
+    """`ours`: the test's half of the control socket, if there is one."""
 
-    express: ControlSocket | None = None
+    control_socket: ControlSocket | None = None
     ours: socket.socket | None = None
 
-    def __init__(self, ring: Ring, *, express: bool) -> None:
+    def __init__(self, ring: Ring, *, control_socket: bool) -> None:
         self._ring = local_ring(ring, torch.device("cpu"))
         self._there = threading.Semaphore(0)
         self._arrived = 0
         self.closed = False
         self.expected: list[tuple[int, int]] = []
         self.waited: list[int] = []
-        if express:
+        if control_socket:
             theirs, self.ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             theirs.settimeout(scaled(5))
-            self.express = ControlSocket("by hand", theirs)
+            self.control_socket = ControlSocket("by hand", theirs)
 
     def arrive(self, data: torch.Tensor = ZEROS) -> None:
         """Deliver the next frame, expected or not."""
@@ -94,8 +94,8 @@ class HandMadeEnd:
 
     def close(self) -> None:
         self.leave()
-        if self.express is not None:
-            self.express.close()
+        if self.control_socket is not None:
+            self.control_socket.close()
 
     def leave(self) -> None:
         """Close the end, as if the sender was gone."""
@@ -120,7 +120,7 @@ def commit_of(tokens: int = 8, digests: Sequence[bytes] = DIGESTS, **change) -> 
 
 
 class Call:
-    """A manual sender stream. `beside`: kinds of the replies received over the express socket."""
+    """A manual sender stream. `beside`: kinds of the replies received over the control socket."""
 
     def __init__(self, receiver: Receiver, sender=P, generation: int = 3) -> None:
         self.replies: queue.Queue[pb.PeerReply | str] = queue.Queue()
@@ -129,15 +129,15 @@ class Call:
         self.stream = receiver.peer.connect("", self.replies.put, self.replies.put)
         self._sender = sender
         self._generation = generation
-        self._express: socket.socket | None = None
+        self._control_socket: socket.socket | None = None
         self._frames = 0
 
     def say(self, **command) -> None:
         self.stream.send(pb.PeerCommand(**command))
 
     def send(self, packet: bytes) -> None:
-        assert self._express is not None
-        self._express.send(packet)
+        assert self._control_socket is not None
+        self._control_socket.send(packet)
 
     def next(self) -> pb.PeerReply | str:
         return self.replies.get(timeout=scaled(5))
@@ -191,9 +191,9 @@ class Call:
     def welcomed(self) -> Call:
         self.hello()
         assert self.hear() == "welcome"
-        self._express = self.receiver.end.ours
-        if self._express is not None:
-            threading.Thread(target=self._listen, args=(self._express,), daemon=True).start()
+        self._control_socket = self.receiver.end.ours
+        if self._control_socket is not None:
+            threading.Thread(target=self._listen, args=(self._control_socket,), daemon=True).start()
         return self
 
     def offered(self, handoff: HandoffId = JOB.handoff) -> Call:
@@ -203,25 +203,25 @@ class Call:
         return self
 
     def _hurry(self, command: pb.PeerCommand) -> None:
-        if self._express is None:
+        if self._control_socket is None:
             self.stream.send(command)
         else:
             self.send(command.SerializeToString())
 
-    def _listen(self, express: socket.socket) -> None:
+    def _listen(self, control_socket: socket.socket) -> None:
         with suppress(ConnectionError):
-            while packet := express.recv(1 << 15):
+            while packet := control_socket.recv(1 << 15):
                 reply = pb.PeerReply.FromString(packet)
                 self.beside.append(reply.WhichOneof("reply"))
                 self.replies.put(reply)
 
 
 class Receiver:
-    def __init__(self, settings=SMALL, *, express: bool = False) -> None:
+    def __init__(self, settings=SMALL, *, control_socket: bool = False) -> None:
         torch.set_num_threads(1)
         self.table, self.kv = RecordingTable(), make_kv(None)
         self.table.reserve(JOB.handoff, [11, 12])
-        self.channels = HandMade(express=express)
+        self.channels = HandMade(control_socket=control_socket)
         self.peer = LoopbackPeer(lambda: PeerService(self.kv, D, FINGERPRINT, settings, self.table, [self.channels]))
         self.calls: list[Call] = []
 

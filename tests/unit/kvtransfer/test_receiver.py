@@ -27,10 +27,10 @@ def receiver() -> Iterator[Receiver]:
         yield receiver
 
 
-@pytest.fixture(params=["stream", "express"])
+@pytest.fixture(params=["stream", "control socket"])
 def call(request: pytest.FixtureRequest) -> Iterator[Call]:
     """A call with an accepted offer. Its frames and its commit are sent this way."""
-    with Receiver(express=request.param == "express") as receiver:
+    with Receiver(control_socket=request.param == "control socket") as receiver:
         yield receiver.call().offered()
 
 

@@ -23,7 +23,7 @@ from tests.unit.kvtransfer.byhand import JOB, Call, Receiver
 from tests.unit.kvtransfer.support import make_end, same_kv
 
 TRANSPORTS = {"memory": lambda memory: [memory], "shm": lambda memory: [ShmTransport()]}
-SMALL, LARGE = MAX_PACKET // 32, MAX_PACKET * 32  # state bytes: below and above an express packet's limit
+SMALL, LARGE = MAX_PACKET // 32, MAX_PACKET * 32  # state bytes: below and above a control packet's limit
 
 
 def state_of(nbytes: int, *, rows: int = 0, thoughts: int = 2) -> ThinkingState:

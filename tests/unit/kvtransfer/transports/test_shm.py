@@ -167,7 +167,9 @@ def test_a_receiver_turns_strangers_away_and_still_meets_its_sender(pool, monkey
         with stranger.connect(secret) as connected:
             assert turned_away(connected)
     with stranger.connect(None), stranger.connect(stranger.value[:16]) as right:  # the silent one is skipped later
-        given = [file for _ in range(2) for file in socket.recv_fds(right, 1, 1)[1]]  # half of an express, and memory
+        given = [
+            file for _ in range(2) for file in socket.recv_fds(right, 1, 1)[1]
+        ]  # half of a control socket, and memory
         assert [os.fstat(file).st_size for file in given] == [0, RING.nbytes]
         for file in given:
             os.close(file)
@@ -211,7 +213,7 @@ def test_a_receiver_refuses_another_notice_than_the_expected_one(pool, notice: b
         connected.send(notice)
         with pytest.raises(ChannelBroken, match="frame 0 of 8 bytes was expected"):
             receiver.finish(0)
-        assert connected.recv(2) == connected.recv(2) == b"\0"  # with the express, and with the memory
+        assert connected.recv(2) == connected.recv(2) == b"\0"  # with the control socket, and with the memory
         assert connected.recv(1) == b""
 
 

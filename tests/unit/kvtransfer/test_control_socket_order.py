@@ -1,4 +1,4 @@
-"""Frames on the express socket, which only `after` orders with the Peer stream. `test_receiver.py` has common rules."""
+"""Frames on the control socket, which only `after` orders with the Peer stream. `test_receiver.py` has common rules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.unit.kvtransfer.byhand import HANDOFF, JOB, Call, Receiver, announcem
 
 @pytest.fixture
 def call() -> Iterator[Call]:
-    with Receiver(express=True) as receiver:
+    with Receiver(control_socket=True) as receiver:
         yield receiver.call().offered()
 
 

@@ -1,4 +1,4 @@
-"""Express packets arrive whole and in order, and each end sees when the other is closed."""
+"""Control packets arrive whole and in order, and each end sees when the other is closed."""
 
 from __future__ import annotations
 
