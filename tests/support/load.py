@@ -157,16 +157,19 @@ class Streams:
         self._under_way.wait()
 
     def _read(self, cluster: Any, number: int, prompt: Any) -> None:
+        running = False
         try:
             with cluster.client(max_retries=self._retries) as client, client.stream(prompt, **self._options) as stream:
                 while len(stream.tokens) < self._tokens:
                     next(stream)
                 self._under_way.wait()
+                running = True
                 self.ends[number] = stream.collect()
                 self.resumed += stream.resumed
         except (BatonError, threading.BrokenBarrierError) as error:
             self.ends[number] = error
-            self._under_way.abort()
+            if not running:  # later, an abort would also fail threads that have not yet woken up from the barrier
+                self._under_way.abort()
 
     def join(self) -> list[Completion | BaseException]:
         """Return each answer or error, in the order of the prompts."""
