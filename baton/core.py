@@ -297,7 +297,6 @@ class KVLayout:
         return repr(replace(self, block_size=0))
 
     def blocks_for(self, tokens: int) -> int:
-        """Return the number of blocks that hold `tokens` positions."""
         return -(-tokens // self.block_size)
 
 
@@ -368,11 +367,9 @@ class Pace:
     seconds: float = 0.0
 
     def plus(self, tokens: int, context: int, seconds: float, steps: int = 1) -> Pace:
-        """Return the totals after more steps."""
         return Pace(self.steps + steps, self.tokens + tokens, self.context + context, self.seconds + seconds)
 
     def since(self, before: Pace) -> Pace:
-        """Return the difference to `before`."""
         return Pace(
             self.steps - before.steps,
             self.tokens - before.tokens,

@@ -1,6 +1,7 @@
 """Every error that Baton raises on purpose, as one tree below `BatonError`.
 
-`baton.rpc.status` translates them to gRPC status codes, `baton.cli` to exit codes.
+`docs/reference/errors.md` lists each with its gRPC status (`baton.rpc.status`), HTTP status (`router.openai.errors`)
+and exit code (`baton.cli.exit_codes`). A `HandoffError` and its subclasses are never shown to clients.
 """
 
 from __future__ import annotations

@@ -67,7 +67,6 @@ class History:
 
     @property
     def kept(self) -> bool:
-        """True if events are written."""
         return self._file is not None
 
     def step(self, event: str, handoff: HandoffId, **facts: object) -> None:

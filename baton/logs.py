@@ -70,14 +70,13 @@ class LineWriter:
     A log line must not end what it reports on: on a full disk or a closed pipe the request goes on.
     """
 
-    def __init__(self, file: TextIO, *_: object) -> None:
-        self._file = file
+    def __init__(self, file: TextIO | None, *_: object) -> None:
+        self._file = file  # None, which means stdout, in a process that was started with stderr closed
 
     def msg(self, line: str) -> None:
         """Write one line in one call and flush it."""
         with suppress(OSError):
-            self._file.write(f"{line}\n")
-            self._file.flush()
+            print(f"{line}\n", end="", file=self._file, flush=True)
 
     debug = info = warning = error = critical = exception = msg
 

@@ -94,7 +94,6 @@ class StageClock:
         self._over = True
 
     def so_far(self) -> list[Passage]:
-        """Return all passages until now, including the current one."""
         if self._over:
             return self.passages
         since, now = self._since, self._now()

@@ -56,7 +56,6 @@ class Guide:
         return not self.broken and self._matcher.is_stopped()
 
     def advance(self, token_id: int) -> None:
-        """Append a token, which is no end token."""
         self.broken = self.broken or not self._matcher.consume_token(token_id)
 
     def fill(self, allowed: Bits) -> None:

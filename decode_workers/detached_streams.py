@@ -105,7 +105,6 @@ class DetachedStreams:
             stream.spec, stream.ids, stream.first = spec, list(spec.known), len(spec.known)
 
     def record(self, handoff: HandoffId, events: Sequence[pb.WorkerEvent]) -> None:
-        """Record events that were sent."""
         stream = self._streams.get(handoff)
         if stream is None or stream.spec is None:
             return
@@ -134,7 +133,6 @@ class DetachedStreams:
         return stream.thoughts.events(handoff) + stream.after(len(wanted.known))
 
     def drop(self, handoff: HandoffId) -> None:
-        """Forget a stream that no router will resume."""
         self._streams.pop(handoff, None)
 
     def expired(self) -> list[HandoffId]:

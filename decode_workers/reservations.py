@@ -123,7 +123,6 @@ class Reservations:
         return [entry.handoff for entry in entries if entry.state is not State.COMMITTED]
 
     def entries(self) -> list[Entry]:
-        """Return all open entries."""
         with self._lock:
             return list(self._entries.values())
 

@@ -90,7 +90,6 @@ class FetchPins:
         self._shared, self._pusher = shared, pusher
 
     def holdings(self) -> Mapping[HandoffId, Allocation]:
-        """Return the blocks that are being fetched."""
         return self._pins
 
     def fetch(self, job: PushJob) -> None:
@@ -152,7 +151,6 @@ class DecodeWorker(HandoffRole[DecodeJob]):
             engine.watch(lambda work, layer: loop.progressed(), lambda sequence: None)
 
     def attach(self, pusher: Pusher) -> None:
-        """Set the sender for KV that prefill workers fetch."""
         self.pins.attach(self.reservations.shared, pusher)
 
     # --- commands ------------------------------------------------------------------------------------------------
@@ -172,11 +170,7 @@ class DecodeWorker(HandoffRole[DecodeJob]):
             session.emit([events.stopping(handoff) if self.draining else events.no_room(handoff, message.known_tokens)])
             return
         self._history.blocks("reserved", handoff, reservation, shared=len(reservation.shared))
-        try:
-            self.reservations.open(handoff, reservation, message.known_tokens, deadline)
-        except StaleAttempt:
-            self._free(handoff, reservation)
-            raise
+        self.reservations.open(handoff, reservation, message.known_tokens, deadline)
         cached = reservation.cached_tokens
         log.debug("handoff_reserved", handoff=handoff, known_tokens=message.known_tokens, cached=cached)
         self.detached.open(handoff, message.stream, message.resumable_s)

@@ -126,12 +126,10 @@ class Progress:
         return all(self._sent[layer] == frame.begin and self._ready[layer] >= frame.end for layer in frame.layers)
 
     def took(self, frame: FrameSpec) -> None:
-        """Record that `frame` was sent."""
         self._sent[frame.layer_begin : frame.layer_end] = [frame.end] * len(frame.layers)
 
     @property
     def complete(self) -> bool:
-        """Whether all positions of all layers were sent."""
         return min(self._sent) == self._tokens
 
     def _waiting(self) -> list[int]:

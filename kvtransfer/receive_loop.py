@@ -97,14 +97,12 @@ class ReceiveQueue:
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()  # bounded by credits and offers
 
     def put(self, item: Item) -> None:
-        """Add an item. Called from either thread."""
         self._items.put(item)
         if self.control_socket is not None:
             self.control_socket.wake()
 
     @property
     def ready(self) -> bool:
-        """Whether an item or a packet is waiting."""
         return not self._items.empty() or (self.control_socket is not None and self.control_socket.ready)
 
     def take(self) -> Item:

@@ -63,7 +63,6 @@ class Session:
     # In the event loop
 
     async def read(self, commands: AsyncIterator[pb.PeerCommand]) -> None:
-        """Handle commands until the stream or the session ends."""
         try:
             async for command in commands:
                 self._take(command)
@@ -76,7 +75,6 @@ class Session:
             self.end(None)
 
     async def write(self, context: grpc.aio.ServicerContext[pb.PeerCommand, pb.PeerReply]) -> None:
-        """Send replies until the session ends."""
         while (reply := await self._replies.get()) is not None:
             await context.write(reply)
 
@@ -227,7 +225,6 @@ class PeerService(PeerServicer):
     async def Data(
         self, request_iterator: AsyncIterator[pb.DataChunk], context: grpc.aio.ServicerContext[pb.DataChunk, pb.DataEnd]
     ) -> pb.DataEnd:
-        """Receive the bytes of one channel."""
         try:
             if self._data is None:
                 raise ChannelBroken("no channel here receives bytes over gRPC")

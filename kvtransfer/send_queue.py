@@ -90,7 +90,6 @@ class FlowControl:
 
     @property
     def room(self) -> bool:
-        """Whether a slot is free."""
         return self.number - self._credited < self.slots
 
     def announce(self, handoff: HandoffId | None, frame: FrameSpec) -> None:
@@ -101,7 +100,6 @@ class FlowControl:
             self.flush()
 
     def flush(self) -> None:
-        """Send the pending announcements."""
         frames, self._unsent = self._unsent, []
         if frames:
             self._enqueue(pb.PeerCommand(frame=frames[0], more=frames[1:]))
@@ -376,7 +374,6 @@ class SendQueue:
             raise self._error
 
     def _wake(self) -> None:
-        """Wake the channel's thread."""
         self._changed.notify_all()
         if self._listens and self.control_socket is not None:
             self.control_socket.wake()

@@ -153,7 +153,6 @@ class Sender:
             channel.queue.abort(handoff)
 
     def channels(self) -> tuple[Channel, ...]:
-        """Return the open channels, each with its probed bandwidth."""
         return tuple(one.channel for one in self._all() if one.channel is not None and one.running)
 
     def close(self) -> None:

@@ -145,7 +145,6 @@ class Fetches:
         return True
 
     def holdings(self) -> dict[HandoffId, Allocation]:
-        """Return the blocks of each fetch."""
         with self._lock:
             return {handoff: fetch.allocation for handoff, fetch in self._fetches.items()}
 
@@ -160,7 +159,6 @@ class Fetches:
         return list(late)
 
     def step_began(self) -> None:
-        """Start measuring a step."""
         self._step_began = self._clock.monotonic()
 
     def step_ended(self, tokens: int) -> None:

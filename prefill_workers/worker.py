@@ -95,7 +95,6 @@ class PrefillJob(Job):
 
     @property
     def state(self) -> str:
-        """State of a job that has blocks."""
         if self.waits:
             return "waiting"
         return "prefilling" if self.first is None else "pushing"
@@ -354,7 +353,6 @@ class HostedPrefill(PrefillWorker):
 
     @property
     def busy(self) -> bool:
-        """See `WorkerRole.busy`: whether KV is being pushed."""
         return any(not work.waits for work in list(self._work.values()))
 
     def load(self, load: Load) -> Load:

@@ -67,7 +67,6 @@ class EventFeed:
         return self.last
 
     def since(self, number: int) -> list[admin_pb2.Happening]:
-        """Return the kept events after `number`, oldest first."""
         return list(islice(self._kept, max(0, len(self._kept) - (self.last - number)), None))
 
 

@@ -54,9 +54,10 @@ class Admin(AdminServicer):
             state, control = await self._controlled()
             refs = {link.info.ref.worker_id: link.info for link in self._context.pool.links if not link.retired}
             info = refs.get(request.worker_id)
-            if info is None or request.worker_id not in {slot.worker_id for slot in control.slots}:
-                names = ", ".join(sorted(refs)) or "none"
-                text = f"worker {request.worker_id!r} is unknown; known workers: {names}"
+            slots = {slot.worker_id for slot in control.slots}
+            if info is None or request.worker_id not in slots:
+                names = ", ".join(sorted(refs.keys() & slots)) or "none"
+                text = f"the controller runs no worker {request.worker_id!r}; its workers: {names}"
                 raise InvalidRequest.of("worker_id", text)
             incarnation, grace_s = str(info.ref.incarnation), self._context.settings.drain_s
             command = WorkerCommand(incarnation=incarnation, role=info.role, drain=True, grace_s=grace_s, wish=True)

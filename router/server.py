@@ -185,7 +185,9 @@ class Router:
         log.info("router_started", router_id=self.context.sinks.router_id, **bound)
 
     async def stop(self, grace_s: float = 30.0) -> None:
-        """Reject new requests, give running ones `grace_s`, and close. Decode workers continue resumable ones."""
+        """Reject new requests, give running ones `grace_s`, end the rest with NoWorker, and close. Decode workers go on
+        with resumable ones.
+        """
         self.context.running.accepting = False
         # Closes the listener and sends GOAWAY, so that new calls go to another router.
         closing = asyncio.create_task(self._public.stop(grace_s + 2 * _CLOSING_S))

@@ -79,7 +79,6 @@ class RouterStatus:
         self._closed = asyncio.Event()
 
     async def status(self) -> admin_pb2.StatusReply:
-        """Return the current status with a fresh `control`."""
         await self.refresh()
         return self.current()
 

@@ -92,11 +92,11 @@ class Admins:
             raise NoWorker("the cluster is still starting")
         return [address for address in self.addresses if address]
 
-    def call(self, address: str, method: Callable[..., Reply]) -> Reply:
+    def call(self, address: str, method: Callable[..., Reply], timeout_s: float = TIMEOUT_S) -> Reply:
         """Return `method(stub, timeout=..., metadata=...)` for the router at `address`. Raises BatonError."""
         with self.credentials.wire.sync(address) as channel:
             try:
-                return method(AdminStub(channel), timeout=TIMEOUT_S, metadata=self.credentials.metadata)
+                return method(AdminStub(channel), timeout=timeout_s, metadata=self.credentials.metadata)
             except grpc.RpcError as error:
                 raise from_rpc_error(error, address) from None
 

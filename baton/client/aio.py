@@ -196,11 +196,13 @@ class AsyncClient(ClientBase):
 
     async def tokenize(self, text: str, model: str = "") -> list[int]:
         request = _messages.build_message(inference.TokenizeRequest, "text", text=text, model=model)
-        return list((await self._call(lambda target: self._stubs.of(target).Tokenize, request)).ids)
+        reply = await self._call(lambda target: self._stubs.of(target).Tokenize, request)
+        return list(reply.ids)
 
     async def detokenize(self, ids: _messages.Ids, model: str = "") -> str:
         request = _messages.build_message(inference.DetokenizeRequest, "ids", ids=ids, model=model)
-        return (await self._call(lambda target: self._stubs.of(target).Detokenize, request)).text
+        reply = await self._call(lambda target: self._stubs.of(target).Detokenize, request)
+        return reply.text
 
     async def models(self) -> list[Model]:
         reply = await self._call(lambda target: self._stubs.of(target).ListModels, inference.ListModelsRequest())

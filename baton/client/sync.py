@@ -208,11 +208,13 @@ class Client(ClientBase):
 
     def tokenize(self, text: str, model: str = "") -> list[int]:
         request = _messages.build_message(inference.TokenizeRequest, "text", text=text, model=model)
-        return list((self._call(lambda target: self._stubs.of(target).Tokenize, request)).ids)
+        reply = self._call(lambda target: self._stubs.of(target).Tokenize, request)
+        return list(reply.ids)
 
     def detokenize(self, ids: _messages.Ids, model: str = "") -> str:
         request = _messages.build_message(inference.DetokenizeRequest, "ids", ids=ids, model=model)
-        return (self._call(lambda target: self._stubs.of(target).Detokenize, request)).text
+        reply = self._call(lambda target: self._stubs.of(target).Detokenize, request)
+        return reply.text
 
     def models(self) -> list[Model]:
         reply = self._call(lambda target: self._stubs.of(target).ListModels, inference.ListModelsRequest())

@@ -264,7 +264,8 @@ def tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
     words = [number for number, line in enumerate(last) if line.startswith("baton: ")]
     if not last:
         full = shutil.disk_usage(path.parent).free < FULL_BYTES
-        return f"    (its log is empty{f', because the disk of {path} is full' if full else ''})"
+        reason = f", because the disk of {path} is full" if full else ""
+        return f"    (its log is empty{reason})"
     return "\n".join(f"    {line}" for line in last[words[-1] if words else 0 :])
 
 

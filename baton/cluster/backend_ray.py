@@ -148,7 +148,9 @@ class RayPlacement:
         detached: bool = False,
         clock: Clock | None = None,
     ) -> None:
-        self._load_config, self._connect, self._logs, self._local = config, connect, logs, logs is not None
+        self._load_config, self._connect = config, connect
+        self._logs = logs
+        self._local = logs is not None
         self._actor, self._factories, self._detached = actor, factories, detached
         self._clock = clock or SystemClock()
         self._config: ClusterConfig

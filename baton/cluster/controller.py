@@ -49,8 +49,10 @@ class Controller:
     ) -> None:
         self.plan = Plan(config.prefill.replicas, config.decode.replicas, 0, 0, "file", "")
         self._placement, self._ledger, self._control_state = placement, ledger, control_state
-        self._clock, self._autoscaler, self._scaling = clock, autoscaler, config.scaling
-        self._lease_s, self._lease_grace_s = config.ledger.lease_s, config.ledger.lease_s / 2
+        self._clock, self._autoscaler = clock, autoscaler
+        self._scaling = config.scaling
+        self._lease_s = config.ledger.lease_s
+        self._lease_grace_s = config.ledger.lease_s / 2
         self._journal = DecisionLog(clock)
         self._supervisor = WorkerSupervisor(placement, self._journal, self._lease_grace_s, config.scaling.drain_s)
         self._units = self._supervisor.units

@@ -135,7 +135,7 @@ UNBOUNDED = 10**9
 
 
 class RemoteControl:
-    """A `Control` by child processes. `command` is the argv of a child."""
+    """A `Control` by child processes. `command` is the argv of a child; `--follow` or `--stop` is added."""
 
     def __init__(self, config: ClusterConfig, command: Sequence[str], logs: Path) -> None:
         self._address = config.ray.address

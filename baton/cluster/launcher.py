@@ -256,9 +256,12 @@ class Supervisor:
         return ClusterState(
             name=self._config.name,
             supervisor=ProcessId.of(os.getpid()),
+            grpc=str(addresses.get("grpc", "")),
+            admin=str(addresses.get("admin", "")),
+            metrics=str(addresses.get("metrics", "")),
+            http=str(addresses.get("http", "")),
             redis_url=self._redis_url,
             ray=self._config.ray.address,
             processes=self._processes(),
             admins=[str(router.ready.get("admin", "")) for router in self._routers],
-            **{listener: str(addresses.get(listener, "")) for listener in LISTENERS},
         )

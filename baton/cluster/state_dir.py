@@ -105,15 +105,20 @@ class StateFolder:
             lock = (self.path / "lock").open("w", encoding="utf-8")
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            except OSError as error:
                 lock.close()
+                if not isinstance(error, BlockingIOError):
+                    raise
                 text = f"a cluster named {self.name!r} is running; `baton down --name {self.name}` stops it"
                 raise ConfigError(f"name: {text}, or use another name for a second cluster") from None
             self._lock = lock
-            self._clear()
+            try:
+                self._clear()
+            except OSError:
+                self.release()
+                raise
 
     def start_logs(self) -> None:
-        """Remove the logs of the previous cluster."""
         with writing(self.logs):
             for old in self.logs.glob("*.log*"):
                 old.unlink()
@@ -150,7 +155,11 @@ class StateFolder:
         except OSError as error:
             raise ConfigError(f"TMPDIR: cannot create {error.filename or 'a folder'}: {error.strerror}") from None
         with writing(self._scratch):
-            self._scratch.symlink_to(folder)
+            try:
+                self._scratch.symlink_to(folder)
+            except OSError:
+                folder.rmdir()  # only the link would record it for `release`
+                raise
         return folder
 
     def write_private(self, path: Path, text: str) -> None:

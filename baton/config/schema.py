@@ -172,7 +172,9 @@ class PoolConfig(Section):
     max_running: Rows = Field(default=64, description="maximum requests that a worker computes at the same time")
     prefix_cache: bool = Field(default=True, description="reuse computed KV for prompts with the same prefix")
     listen: Address = Field(default="127.0.0.1:0", description="address of each worker; port 0 means any free port")
-    metrics: Address | None = Field(default="127.0.0.1:0", description="Prometheus address of a worker; null for none")
+    metrics: Address | None = Field(
+        default="127.0.0.1:0", description="Prometheus address of a worker; port 0 means any, null disables it"
+    )
     advertise: Host | None = Field(default=None, description="host that a worker registers, with the listener's port")
     interface: Interface | None = Field(
         default=None, description="network interface for KV transfers, and of the registered address without advertise"
@@ -189,12 +191,10 @@ class PoolConfig(Section):
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Minimum and maximum number of workers for scaling."""
         return (self.autoscale.min, self.autoscale.max) if self.autoscale else (1, MOST_WORKERS)
 
     @property
     def gpus(self) -> int:
-        """Ray's GPU request for one worker."""
         return self.tensor_parallel if self.device.startswith("cuda") else 0
 
 

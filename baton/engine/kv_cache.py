@@ -45,7 +45,8 @@ class KVCache:
         copy: CompiledBlockCopy | None = None,
     ) -> None:
         shape = (layout.layers, total_blocks, layout.block_size, layout.kv_heads, layout.head_dim)
-        self.layout, self.total_blocks, self.device = layout, total_blocks, torch.device(device)
+        self.layout, self.total_blocks = layout, total_blocks
+        self.device = torch.device(device)
         # Zeros, because a slot that was never written must be finite.
         self.tensors = storage or [_zeros(shape, DTYPES[layout.dtype], self.device) for _ in layout.tensors]
         self.k = self.tensors[0]

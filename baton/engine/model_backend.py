@@ -26,7 +26,7 @@ class ModelBackend(Protocol):
     thinker: Thinker | None  # set if the model thinks about its prompts
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
-        """Return what the bits of fixed forwards depend on: the kernels for each of `rows`, and the number of ranks."""
+        """Return what else the bits of fixed forwards depend on: the kernels for `rows`, and the number of ranks."""
 
     def steady_rows(self) -> int:
         """Return up to how many rows the kernels give a row the same bits in every fixed shape (tested at startup)."""

@@ -62,7 +62,8 @@ class OracleBackend:
         position_bytes = self.layout.layer_token_bytes // len(self.layout.tensors)
         if position_bytes % WORD_BYTES:
             raise ConfigError(f"the oracle needs whole 8-byte words for K of a position, got {position_bytes} bytes")
-        self.name, self.nondeterminism = "oracle", ""
+        self.name = "oracle"
+        self.nondeterminism = ""
         self.thinker: Thinker | None = None
         self.tokenizer = OracleTokenizer()
         self.vocab_size = self.tokenizer.vocab_size

@@ -69,7 +69,6 @@ class Thinking(SequencePolicy):
 
     @property
     def settled(self) -> bool:
-        """Whether no thought is left to make."""
         return len(self.thoughts) >= self.until
 
     @property

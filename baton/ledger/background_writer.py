@@ -53,7 +53,6 @@ class BackgroundWriter(ABC):
         """Queue everything that must be in the store. The lock is held."""
 
     def _signal(self) -> None:
-        """Wake the task. The lock is held."""
         if self._signalled:
             return
         self._signalled = True

@@ -130,7 +130,6 @@ class ControlState:
         return bool(await self._connection.run(_PUT_PLAN, [key], args))
 
     async def order(self, ref: WorkerRef) -> WorkerCommand | None:
-        """Return the order to this incarnation, if any."""
         found = await self._get(WorkerCommand.model_validate_json, "order", ref.worker_id)
         return found if found is not None and found.incarnation == str(ref.incarnation) else None
 

@@ -86,7 +86,6 @@ class EmbeddedRedis:
 
     @property
     def redacted(self) -> str:
-        """The URL without its password."""
         return redacted(self.url)
 
     @property

@@ -98,7 +98,6 @@ class Connection:
             raise failure
 
     async def call(self, *command: Arg) -> object:
-        """Run one command in one round trip. Raises LedgerError."""
         async with self._errors():
             answer: object = await self.client.execute_command(*command)  # type: ignore[no-untyped-call]  # its gap
         return answer

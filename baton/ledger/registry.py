@@ -312,7 +312,6 @@ class Ledger:
         return max(PLACE_TTL_S * 1000, 100 * self._lease_ms)
 
     async def close(self) -> None:
-        """Close the connections. Leases stay until they lapse."""
         await self.connection.close()
 
 

@@ -66,7 +66,6 @@ class MetricsServer:
         return f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
     async def stop(self) -> None:
-        """Close the listener. Idempotent."""
         if self._server is not None:
             self._server.close()
             self._server = None

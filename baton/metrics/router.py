@@ -232,7 +232,6 @@ class Metrics:
         self._prompts.inc(prompt_tokens)
 
     def used(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> None:
-        """Count the tokens of a finished request."""
         self._prompt_size.observe(prompt_tokens)
         self._output_size.observe(completion_tokens)
         self._cached.inc(cached_tokens)
@@ -254,7 +253,6 @@ class Metrics:
         self._refusals.labels(type(error).__name__).inc()
 
     def first(self, tokens: int) -> None:
-        """Count the first tokens of a choice."""
         self._first_tokens += tokens
 
     def gap(self, seconds: float, tokens: int, exemplar: dict[str, str] | None = None) -> None:

@@ -37,12 +37,10 @@ class Counts:
         self.transfers: dict[tuple[str, str], tuple[float, float, float]] = {}
 
     def ended(self, outcome: str) -> None:
-        """Count the end of a handoff at this worker."""
         with self._lock:
             self.handoffs[outcome] += 1
 
     def moved(self, direction: str, transport: str, nbytes: int, frames: int, seconds: float) -> None:
-        """Count the transferred KV of a handoff."""
         key = direction, transport_label(transport)
         with self._lock:
             before = self.transfers.get(key, (0.0, 0.0, 0.0))
@@ -82,7 +80,6 @@ class WorkerMetrics:
         self.registry.register(Scraped(lambda: families(watched)))
 
     def ready(self) -> bool:
-        """Return whether the worker takes requests."""
         return self.serving and self._watched is not None and not self._watched.load().draining
 
     def trouble(self) -> str:

@@ -171,7 +171,6 @@ class Measured:
 
     @property
     def parts(self) -> int:
-        """Number of measurements, without mixed steps."""
         parts = sum(map(len, self.single.values())) + sum(map(len, self.together.values()))
         return parts + len(self.busy) + len(self.busy_prompts) + len(self.alone)
 

@@ -127,7 +127,6 @@ class Profile(Section):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Tensor-parallel sizes with a layout."""
         return tuple(layout.tensor_parallel for layout in self.layouts)
 
     def layout(self, tensor_parallel: int) -> Layout:

@@ -102,7 +102,6 @@ class Workload:
     seed: int = 0
 
     def at(self, rate: float, least: int = 0) -> Iterator[Arrival]:
-        """Yield `count` arrivals at `rate` requests per second."""
         return itertools.islice(self._endless(rate), self.count(rate, least))
 
     def count(self, rate: float, least: int = 0) -> int:

@@ -62,7 +62,6 @@ class Paces:
             self.beside = self.beside.plus(decodes, decode_context, 0.0, steps)
 
     def into(self, load: Load) -> Load:
-        """Return `load` with these totals."""
         return replace(
             load, prefill_pace=self.prefill, decode_pace=self.decode, joint_pace=self.joint, beside_pace=self.beside
         )

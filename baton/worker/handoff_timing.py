@@ -51,11 +51,9 @@ class PrefillTimes:
         self._leaves = now if self._leaves is None else self._leaves
 
     def repushed(self) -> None:
-        """Record the start of a retransfer."""
         self._leaves = None if self._leaves is None else self._clock.monotonic()
 
     def pushed(self, **figures: object) -> None:
-        """Record the end of the push."""
         if self._leaves is not None:
             self._spans.append(span("push", self._leaves, self._clock.monotonic(), self._clock, **figures))
 
@@ -95,7 +93,6 @@ class DecodeTimes:
                 one.verifying = verifying
 
     def verify_s(self, handoff: HandoffId) -> float:
-        """Seconds of verify passes so far."""
         one = self._decoding.get(handoff)
         return one.verifying.seconds if one is not None and one.verifying is not None else 0.0
 

@@ -65,7 +65,6 @@ class Lease:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the lease was last kept."""
         return self._clock.monotonic() - self._kept
 
     async def take(self) -> None:

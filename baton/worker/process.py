@@ -127,7 +127,6 @@ class HostedWorker:
         return self._ref
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """End the worker and wait for it."""
         self._stop.set()
         self._thread.join(timeout_s)
 

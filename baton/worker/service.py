@@ -60,13 +60,16 @@ def deadline_after(seconds: float, clock: Clock, field: str = "deadline_s") -> f
     return clock.monotonic() + seconds if seconds else None
 
 
+ANSWERED = {"reserve", "prefill", "repush", "fence", "attach"}  # commands about one handoff
+
+
 def not_taken(
     command: worker_pb2.RouterCommand,
     detail: str,
     reason: worker_pb2.RefusalReason.ValueType = worker_pb2.REFUSAL_REASON_INVALID,
 ) -> list[worker_pb2.WorkerEvent]:
     """Build the refusal of a command, with the handoff id of the command. A Release is never answered."""
-    answered = [value for field, value in command.ListFields() if field.name not in {"hello", "release"}]
+    answered = [value for field, value in command.ListFields() if field.name in ANSWERED]
     refused = worker_pb2.Refused(reason=reason, detail=detail)
     return [worker_pb2.WorkerEvent(handoff=message.handoff, refused=refused) for message in answered]
 

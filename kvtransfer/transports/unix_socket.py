@@ -84,7 +84,6 @@ class ControlSocket:
                 os.eventfd_write(self._woken, 1)
 
     def close(self) -> None:
-        """Close this end, which the peer detects. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -108,7 +107,7 @@ _PREFIX = b"\0baton-kv-"  # of the name; the zero byte makes it abstract
 _SECRET_BYTES = 16
 _GREETING_S = 1.0  # seconds for a process of the same user to send the secret after it has connected
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-_EXPRESS_BYTES = 1 << 18  # for 64 packets of some 100 bytes and a commit: it counts as full when a quarter is used
+_CONTROL_BYTES = 1 << 18  # for 64 packets of some 100 bytes and a commit: it counts as full when a quarter is used
 _NOTICE = struct.Struct("<QQ")  # number and bytes of a frame
 
 
@@ -137,7 +136,6 @@ class UnixSocketPair:
             raise ConnectionError(f"frame {number} of {nbytes} bytes was expected, but the peer sent {notice.hex()}")
 
     def close(self) -> None:
-        """Close both sockets. Idempotent."""
         self.control_socket.close()
         self.socket.close()
 
@@ -210,7 +208,7 @@ def accept(keys: KeyRelay, deadline_s: float) -> UnixSocketPair:
         keys.send(KEY, secret + name)
         while (left := deadline - time.monotonic()) > 0:
             if (connected := _next(listener, secret, left)) is not None:
-                return _with_express(connected, deadline_s)
+                return _with_control_socket(connected, deadline_s)
     raise TimeoutError(f"the peer did not connect within {deadline_s} s")
 
 
@@ -236,7 +234,7 @@ def connect(keys: KeyRelay, deadline_s: float) -> UnixSocketPair:
     return UnixSocketPair(connected, control_socket)
 
 
-def _with_express(connected: socket.socket, deadline_s: float) -> UnixSocketPair:
+def _with_control_socket(connected: socket.socket, deadline_s: float) -> UnixSocketPair:
     """Make the second pair and pass one half to the peer."""
     connected.settimeout(deadline_s)
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -245,7 +243,7 @@ def _with_express(connected: socket.socket, deadline_s: float) -> UnixSocketPair
         failing.callback(connected.close)
         mine.settimeout(deadline_s)
         for half in (mine, theirs):
-            half.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _EXPRESS_BYTES)
+            half.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _CONTROL_BYTES)
         socket.send_fds(connected, [b"\0"], [theirs.fileno()])
         failing.pop_all()
     return UnixSocketPair(connected, mine)

@@ -77,7 +77,6 @@ class DrainRate:
         self._busy_s = self._busy_s * keep + gap
 
     def _lap(self) -> float:
-        """Return the seconds since the last sample."""
         if self._since is None:
             return 0.0
         now = self._clock.monotonic()

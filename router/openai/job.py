@@ -76,9 +76,11 @@ def _job(
     body: Common, requests: list[pb.GenerateRequest], shown: ChoiceFormat, rename: Rename, *, logprobs: bool
 ) -> Job:
     options = body.stream_options or StreamOptions()
-    usage, running_usage = bool(options.include_usage), bool(options.continuous_usage_stats)
-    choices, stream, thoughts = body.n or 1, bool(body.stream), bool(body.thoughts)
-    return Job(requests, shown, rename, choices, stream, usage, running_usage, logprobs, thoughts)
+    return Job(
+        requests, format=shown, rename=rename, n=body.n or 1, stream=bool(body.stream), logprobs=logprobs,
+        usage=bool(options.include_usage), running_usage=bool(options.continuous_usage_stats),
+        thoughts=bool(body.thoughts),
+    )  # fmt: skip
 
 
 def _base_request(body: Common, max_tokens: int | None) -> pb.GenerateRequest:

@@ -76,7 +76,6 @@ class RequestMetrics(AbstractContextManager["RequestMetrics"]):
             self.parts = timings
 
     def finished(self) -> None:
-        """Record that the answer was written."""
         if self._metrics is None:
             return
         queue, prefill = self.parts.queue_s, self.parts.prefill_s

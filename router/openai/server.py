@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import orjson
 import uvicorn
 from prometheus_client import CollectorRegistry
+from starlette import status
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -69,7 +70,6 @@ class Gateway:
         self._started = int(time.time())
 
     def app(self) -> Starlette:
-        """Return the application with all paths and error handlers."""
         routes = [
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
@@ -156,15 +156,15 @@ def _json(value: Json) -> Response:
 
 async def _on_exception(request: Request, error: Exception) -> Response:
     """Return the error response. Starlette raises an unexpected exception again, so that it is logged."""
-    where = f"{request.method} {request.url.path[:128]}"
     match error:
         case BatonError():
             return problem_of(error).response()
         case HttpError():
             return http_problem(error).response()
-        case HTTPException(status_code=404):
-            return http_problem(HttpError(404, "not_found", f"no such path: {where}")).response()
         case HTTPException():
+            where = f"{request.method} {request.scope['path'][:128]}"
+            if error.status_code == status.HTTP_404_NOT_FOUND:
+                return http_problem(HttpError(404, "not_found", f"no such path: {where}")).response()
             refused = HttpError(error.status_code, "method_not_allowed", f"method not allowed: {where}")
             response = http_problem(refused).response()
             response.headers.update(error.headers or {})  # `Allow`

@@ -73,7 +73,6 @@ class Upstream:
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def close(self) -> None:
-        """Close the channel; running calls end."""
         await self._channel.close()
 
     async def _answer(self, call: Awaitable[T]) -> T:

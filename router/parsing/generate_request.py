@@ -4,8 +4,8 @@ Defaults of unset fields:
 - `max_tokens`: the rest of the model's length, but at most 16 unless the prompt is a chat. A set value that exceeds the
   model's length is rejected with both numbers, never clipped.
 - `seed`: derived from the idempotency key or the request's name, so that all workers of the request have the same one.
-- `think_while_decoding`: as in the cluster file, but off for deterministic requests. `fitted` turns it off for a model
-  that does not think.
+- `think_while_decoding`: as in the cluster file, but off for deterministic requests. For a model that
+  does not think, `router.request.lifecycle.fitted` turns it off.
 """
 
 from __future__ import annotations

@@ -162,7 +162,6 @@ class WorkerCostModel:
 
     @property
     def cost(self) -> Cost:
-        """Cost of the worker's own kind of steps."""
         return self.fit.cost(self._similar)
 
     @property

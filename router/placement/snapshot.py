@@ -63,7 +63,6 @@ class Side:
         return self._end
 
     def add(self) -> int:
-        """Return a row for a new worker."""
         if self._vacant:
             return self._vacant.pop()
         if self._end == self._table.shape[1]:

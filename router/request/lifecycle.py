@@ -174,7 +174,8 @@ class ChoiceRun:
 
     async def admit(self) -> Placement:
         """Wait for a placement. A request that returns to the queue keeps its place."""
-        call, spec, accepted = self.request.call, self._next_spec(), self.request.call.observer.is_accepted
+        call, spec = self.request.call, self._next_spec()
+        accepted = call.observer.is_accepted
         self._waits_since = self._waits_since or self._dispatch.clock.monotonic()
         thinks = () if accepted else self.request.parsed.thinks  # an accepted request is never rejected for this
         keep = self._held.prefill_link if self._held else None
@@ -215,7 +216,8 @@ class ChoiceRun:
         if self._held is not None and self._held.prefill_link is not placement.prefill:
             self.release_held()
         self.observer.attempted(placement)
-        info, detached, self._detached = placement.decode.info, self._detached, None
+        info = placement.decode.info
+        detached, self._detached = self._detached, None
         retention = self.request.retention(self.choice)
         rest = (placement, fitted(self._next_spec(), info), self.observer.track, self.observer.metrics, retention)
         self.thoughts.begin(len(self.spec.prompt), info.thinking_chunk, detached=detached is not None)

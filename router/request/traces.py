@@ -134,9 +134,12 @@ class Traces:
         while len(self._kept) > self._keep or (self._bytes > _MOST_BYTES and self._kept):
             self._drop(next(iter(self._kept)))
         if self._export is not None and trace.context.exported(self._sample):
-            begin, end = trace.began_s, trace.ended_s
-            names = trace.request_id, trace.router_id, trace.context
-            self._export(Ended(*names, begin, end, outcome, error, lambda: list(map(span_from_pb, trace.spans()))))
+            ended = Ended(
+                request_id=trace.request_id, router_id=trace.router_id, context=trace.context, began_s=trace.began_s,
+                ended_s=trace.ended_s, outcome=outcome, error=error,
+                spans=lambda: [span_from_pb(span) for span in trace.spans()],
+            )  # fmt: skip
+            self._export(ended)
 
     def find(self, request_id: str) -> Trace | None:
         """Return a kept trace, or None. An empty id finds the trace that ended last."""

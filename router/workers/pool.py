@@ -133,9 +133,9 @@ class WorkerPool:
         pair = None if self._options.colocated else self._policy(snapshot, ask)
         if pair is None:
             alone = None if self.has_pair(requirements) else self._options.alone(snapshot, ask)
-            return None if alone is None else self._placed(ask, None, *alone)
+            return None if alone is None else self._placed(ask, None, alone.decode, alone.ttft_s)
         if self._options.local_prefill and (faster := local_prefill_if_faster(snapshot, ask, pair)) is not None:
-            return self._placed(ask, None, *faster)
+            return self._placed(ask, None, faster.decode, faster.ttft_s)
         return self._placed(ask, pair.prefill, pair.decode, pair.ttft_s if kept is None else 0.0)
 
     def _placed(self, ask: Ask, prefill_row: int | None, decode_row: int, ttft_s: float) -> Placement:
@@ -231,7 +231,7 @@ class WorkerPool:
 
     def note(self, link: WorkerStream) -> str:
         if link.info.role is Role.DECODE and not (self._options.colocated or self._usable(Role.PREFILL)):
-            return "no prefill worker is connected: it computes prompts itself"
+            return "no prefill worker takes requests: it computes prompts itself"
         reason = self.misfit(link)
         return f"is compatible with no other worker: {reason}" if reason else ""
 

@@ -26,6 +26,12 @@ def test_an_event_without_an_entry_is_an_error(monkeypatch):
         reference.page()
 
 
+def test_an_event_in_two_groups_is_an_error(monkeypatch):
+    monkeypatch.setattr(reference, "GROUPS", {**GROUPS, "more": {"thread_failed": ("any", "")}})
+    with pytest.raises(ValueError, match="in two groups"):
+        reference.page()
+
+
 def test_an_entry_without_an_event_is_an_error(monkeypatch):
     monkeypatch.setattr(reference, "GROUPS", {**GROUPS, "more": {"never_logged": ("router", "")}})
     with pytest.raises(ValueError, match=r"no event \['never_logged'\]"):

@@ -28,7 +28,7 @@ async def test_without_a_prefill_worker_a_decode_worker_does_it_all(make):
     placement = done.placement
     assert (placement.prefill_worker, placement.decode_worker, placement.kv_bytes) == ("decode-0", "decode-0", 0)
     [worker] = (await cluster.status()).workers
-    assert worker.note == "no prefill worker is connected: it computes prompts itself"
+    assert worker.note == "no prefill worker takes requests: it computes prompts itself"
     assert "200 OK" in await cluster.http("/ready")
     await cluster.nothing_is_left()
 

@@ -55,7 +55,7 @@ class OwnershipTable:
 async def write_record(
     store: OwnershipStore, handoff: HandoffId, owner: WorkerRef, router_id: str, state: RecordState
 ) -> bool:
-    """Read at most `most` records, oldest write first. Raises LedgerError also during the store's grace period."""
+    """Write one record. Return whether it was accepted. Raises LedgerError if the store returned one."""
     answer = (await store.write_many([Write(handoff, owner, router_id, state)]))[0]
     if isinstance(answer, LedgerError):
         raise answer

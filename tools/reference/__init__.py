@@ -3,6 +3,6 @@
     python -m tools.reference             # write them (`make fmt` does)
     python -m tools.reference --check     # exit code 1 if a page is stale
 
-A page holds text by hand and generated parts between two marker lines. `pages` finds and fills the parts; each of the
-other modules makes the parts of one page.
+A page holds text by hand and generated parts between two marker lines. `pages` finds and fills the parts; the other
+modules make them.
 """

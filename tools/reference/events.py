@@ -1,7 +1,7 @@
 """Parts of docs/reference/log-events.md: each event with its processes, levels and keys.
 
-Levels and keys come from the log calls in the source; processes and meanings are here. An event without an entry, or an
-entry without an event, stops the generation.
+Levels and keys come from the log calls in the source, processes and meanings from `event_meanings`. An event without an
+entry, or an entry without an event, stops the generation.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ def page() -> Page:
     """Return the page of events. Raises ValueError if entries and events differ."""
     logged = events()
     entries = {name: _of(name, logged) for group in GROUPS.values() for name in group}
+    if len(entries) != sum(map(len, GROUPS.values())):
+        raise ValueError("tools/reference/event_meanings.py: an event is in two groups")
     unknown = [name for name, found in entries.items() if not found]
     covered = {event for found in entries.values() for event in found}
     if unknown or covered != {*logged}:

@@ -166,8 +166,9 @@ def router_settings(config: ClusterConfig, index: int = 0) -> RouterSettings:
     from router.context import RouterSettings
 
     router = config.router
-    operators = (router.admin, router.metrics)
-    admin, metrics = operators if index == 0 else (f"{address.rpartition(':')[0]}:0" for address in operators)
+    admin, metrics = router.admin, router.metrics
+    if index > 0:  # only the first router has the file's ports
+        admin, metrics = f"{admin.rpartition(':')[0]}:0", f"{metrics.rpartition(':')[0]}:0"
     return RouterSettings(
         attempts=config.retry.attempts,
         name=config.name,

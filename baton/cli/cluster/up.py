@@ -102,12 +102,10 @@ def controller(
     from baton.cluster.signals import stop_on_signals
 
     stopped = stop_on_signals()
-    from baton.cli.cluster.serve import role_factories
     from baton.cluster import controller_ray
     from baton.cluster.backend_process import die_with_parent, report_ready
     from baton.config import load_config
     from baton.logs import configure_logging
-    from baton.worker.process import WorkerActor
 
     die_with_parent()
     cluster = load_config(config, sets or [], os.environ)
@@ -118,6 +116,9 @@ def controller(
             controller_ray.end(ray, cluster, GRACE_S)
             typer.echo(f"the workers of cluster {cluster.name!r} have ended")
             return
+        from baton.cli.cluster.serve import role_factories  # these two import the engine
+        from baton.worker.process import WorkerActor
+
         parts = controller_ray.Parts(WorkerActor, role_factories())
         there = controller_ray.ensure(ray, cluster, parts, stopped, detached=not bound)
         if follow:

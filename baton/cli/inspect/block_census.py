@@ -62,8 +62,9 @@ def look(admins: Admins) -> tuple[list[Census], list[Problem]]:
     """
     censuses, found = [], []
     running = _running(admins)
-    workers = admins.call(admins.started[0], lambda stub, **how: stub.Status(admin_pb2.StatusRequest(), **how)).workers
-    for worker in workers:
+    first = admins.started[0]
+    reply = admins.call(first, lambda stub, **how: stub.Status(admin_pb2.StatusRequest(), **how), TIMEOUT_S)
+    for worker in reply.workers:
         ref = worker.info.ref
         try:
             censuses.append(_census(ref.address, admins))
@@ -77,7 +78,7 @@ def look(admins: Admins) -> tuple[list[Census], list[Problem]]:
 def _running(admins: Admins) -> dict[str, set[str]]:
     running = {}
     for admin in admins.started:
-        reply = admins.call(admin, lambda stub, **how: stub.Requests(admin_pb2.RequestsRequest(), **how))
+        reply = admins.call(admin, lambda stub, **how: stub.Requests(admin_pb2.RequestsRequest(), **how), TIMEOUT_S)
         running[reply.router_id] = set(reply.request_ids)
     return running
 

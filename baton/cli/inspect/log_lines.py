@@ -98,7 +98,7 @@ class LogFile:
             if line.at < 0:
                 pending.append(text)
                 continue
-            self._at = max(self._at, line.at)
+            self._at = self._at or line.at  # of the newest event, which is read first
             found += filter(takes, [*(Line(line.at, self.process, each) for each in pending), line])
             pending.clear()
             if line.at < since or (most is not None and len(found) >= most):
@@ -245,10 +245,14 @@ def print_logs(name: str | None, wanted: LogFilter, lines: int | None, *, follow
     folder = find_logs(name)
     most = lines if lines is not None else (None if wanted.since else LINES)
     files: dict[Path, LogFile] = {}
-    console, plain = Console(highlight=False, soft_wrap=True), as_json or not sys.stdout.isatty()
+    console = Console(highlight=False, soft_wrap=True)
+    plain = as_json or not sys.stdout.isatty()
 
     def show(line: Line) -> None:
-        typer.echo(line.as_json()) if plain else console.print(pretty(line))
+        if plain:
+            typer.echo(line.as_json())
+        else:
+            console.print(pretty(line))
 
     _look(folder, files)
     if wanted.request:

@@ -59,7 +59,8 @@ def find(request: str, name: str | None, target: str | None, tls: Path | None) -
     from baton.rpc.convert import span_from_pb
     from baton.rpc.v1 import admin_pb2
 
-    admins, message = Admins.find(name, target, tls), admin_pb2.TraceRequest(request_id=request)
+    admins = Admins.find(name, target, tls)
+    message = admin_pb2.TraceRequest(request_id=request)
     found: list[FoundTrace] = []
     failures: list[BatonError] = []
     for admin in admins.started:

@@ -58,10 +58,11 @@ def generate(  # noqa: PLR0913, PLR0917 (each is an option of the command)
 
 def parse_show(text: str) -> set[str]:
     """Parse `--show a,b`. Raises InvalidRequest with the unknown name."""
-    names = {name.strip() for name in text.split(",") if name.strip()}
-    for name in sorted(names.difference(SHOWN)):
-        raise InvalidRequest.of("--show", f"{name!r} is not one of {', '.join(SHOWN)}")
-    return names
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in SHOWN:
+            raise InvalidRequest.of("--show", f"{name!r} is not one of {', '.join(SHOWN)}")
+    return set(names)
 
 
 def stream_answer(

@@ -68,6 +68,9 @@ def plan(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     """Find the cheapest pools for a load and a goal by simulation, and whether disaggregation pays."""
     from baton.cli.sizing.planning import PlanOptions, print_plan
 
-    load = (rate, prompt_tokens, max_tokens, trace, scale, arrivals, requests)
-    goal = (ttft_ms, itl_ms, attainment, gpus_at_most)
-    print_plan(PlanOptions(profile, *load, *goal, what_if, seed, config, tuple(sets or ())), as_json=as_json)
+    options = PlanOptions(
+        profile=profile, rate=rate, prompt_tokens=prompt_tokens, max_tokens=max_tokens, trace=trace, scale=scale,
+        times=arrivals, requests=requests, ttft_ms=ttft_ms, itl_ms=itl_ms, attainment=attainment, gpus=gpus_at_most,
+        what_if=what_if, seed=seed, config=config, sets=tuple(sets or ()),
+    )  # fmt: skip
+    print_plan(options, as_json=as_json)

@@ -147,8 +147,10 @@ def _site(options: PlanOptions, config: ClusterConfig | None) -> Site:
 
 
 def _pool(config: PoolConfig) -> Pool:
-    pool = Pool(0, block_size=config.block_size, prefix_cache=config.prefix_cache)
-    return replace(pool, max_batched_tokens=config.max_batched_tokens, max_running=config.max_running)
+    return Pool(
+        0, block_size=config.block_size, max_batched_tokens=config.max_batched_tokens,
+        max_running=config.max_running, prefix_cache=config.prefix_cache,
+    )  # fmt: skip
 
 
 def _router(config: ClusterConfig) -> Router:

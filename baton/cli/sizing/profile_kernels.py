@@ -72,7 +72,8 @@ def _profile_kernels(settings: WorkerSettings) -> dict[str, object]:
     for width, k in sorted(kernels.shapes):
         console.print(f"measuring [{width}, {k}] with {torch.get_num_threads()} threads ...")
         points += measure_linear(kernels, width, k)
-    layout, config, attention = backend.layout, backend.model.config, None
+    layout, config = backend.layout, backend.model.config
+    attention = None
     if layout.tensors == ("k", "v"):
         attention = measure_attention(kernels, config.heads, layout.kv_heads, layout.head_dim)
     return _keep(kernels, points, attention)

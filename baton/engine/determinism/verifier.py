@@ -164,7 +164,8 @@ class FixedForwards:
 
     def _draws(self, windows: Sequence[VerifyWork], requests: Sequence[Request], logits: Tensor) -> list[VerifySamples]:
         """Return draws for each window. Rows with a state that follows from the position alone are drawn together."""
-        found = [VerifySamples(self._sampler, *each) for each in zip(windows, requests, strict=True)]
+        pairs = zip(windows, requests, strict=True)
+        found = [VerifySamples(self._sampler, window, request) for window, request in pairs]
         rows, places = [], list[int]()
         for number, draws in enumerate(found):
             at = number * windows[0].size if len(logits) > 1 else -draws.first

@@ -93,10 +93,10 @@ class Kernels(Protocol):
         """Return the layer with bits of a row independent of the number of rows, for fixed forwards, or None."""
 
     def steady_rows(self, heads: Sequence[int]) -> int:
-        """Return the most rows for which a row's bits do not depend on their number, with these head sizes, or 0."""
+        """Return the most rows for which a row's bits do not depend on their number, or 0, for these heads."""
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
-        """Return the facts behind the bits of fixed forwards of so many rows, except torch, threads and device."""
+        """Return the facts behind the bits of fixed forwards of `rows`, but torch, threads, device. Call it last."""
 
     def attention(self, batch: Batch, block_size: int, window: int | None, scale: float) -> Attention:
         """Return attention for this batch. A `window` limits a token to itself and window - 1 positions before it. If
@@ -116,7 +116,8 @@ class Scratch:
         """Return the contiguous [rows, width] of `name`, in `dtype` or else the model's. Its content is undefined."""
         view = self._views.get(name)
         if view is None or view.shape != (rows, width):
-            size, storage = rows * width, self._storage.get(name)
+            size = rows * width
+            storage = self._storage.get(name)
             if storage is None or len(storage) < size:
                 storage = self._storage[name] = torch.empty(size, dtype=dtype or self.dtype, device=self.device)
             view = self._views[name] = storage[:size].view(rows, width)

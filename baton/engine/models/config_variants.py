@@ -10,10 +10,10 @@ checkpoints obeys, is rejected by name. Thinking States (arXiv 2602.08332, docs/
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from baton.engine.models.json_fields import Fields
+from baton.engine.models.json_fields import Fields, shown
 
 MAX_DIM = 2**16
 
@@ -116,9 +116,11 @@ def _deepseek_v2(fields: Fields, layers: int) -> ExpertsConfig:
     inner, shared = fields.integer("moe_intermediate_size", 1407), fields.integer("n_shared_experts", 2)
     groups, best = (1, 1) if method == "greedy" else _groups(fields, None, None, count)
     per_token, sparse = _per_token(fields, None, count // groups * best), _after_dense(fields, 0, layers)
-    found = ExpertsConfig(count, per_token, inner, sparse, normalised=False, float32_router=True)
     scaling = fields.number("routed_scaling_factor", 1.0)
-    return replace(found, scaling=scaling, shared_inner=shared * inner, groups=groups, best_groups=best)
+    return ExpertsConfig(
+        count, per_token, inner, sparse, normalised=False, scaling=scaling, shared_inner=shared * inner,
+        groups=groups, best_groups=best, float32_router=True,
+    )  # fmt: skip
 
 
 def _deepseek_v3(fields: Fields, layers: int) -> ExpertsConfig:
@@ -129,8 +131,10 @@ def _deepseek_v3(fields: Fields, layers: int) -> ExpertsConfig:
     groups, best = _groups(fields, 8, 4, count)
     per_token, sparse = _per_token(fields, 8, count // groups * best), _after_dense(fields, 3, layers)
     normalised, scaling = fields.flag("norm_topk_prob", True), fields.number("routed_scaling_factor", 2.5)
-    found = ExpertsConfig(count, per_token, inner, sparse, normalised, scaling, sigmoid=True, float32_router=True)
-    return replace(found, shared_inner=shared * inner, groups=groups, best_groups=best)
+    return ExpertsConfig(
+        count, per_token, inner, sparse, normalised=normalised, scaling=scaling, shared_inner=shared * inner,
+        groups=groups, best_groups=best, sigmoid=True, float32_router=True,
+    )  # fmt: skip
 
 
 _PARSERS: dict[str, Callable[[Fields, int], ExpertsConfig]] = {
@@ -173,12 +177,14 @@ def _after_dense(fields: Fields, dense: int, layers: int) -> tuple[bool, ...]:
 
 def _expect(fields: Fields, key: str, value: Any) -> None:
     if fields.has(key) and fields.values[key] != value:
-        raise fields.error(key, f"must be {value!r} for this model, got {fields.values[key]!r:.60}")
+        raise fields.error(key, f"must be {value!r} for this model, got {shown(fields.values[key])}")
 
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 MAX_CHUNK, MAX_THOUGHT = 1024, 1024
-KEYS = "chunk_size input_layer output_layer max_thought_tokens bos_token_id eos_token_id pad_token_id".split()
+KEYS = (
+    "chunk_size", "input_layer", "output_layer", "max_thought_tokens", "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

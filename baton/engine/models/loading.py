@@ -97,13 +97,14 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
     """
     if dtype not in DTYPE_CHOICES:
         raise ConfigError(f"model.dtype must be one of {', '.join(DTYPE_CHOICES)}, got {dtype!r}")
-    folder, device = Path(path), torch.device(device)
+    folder = Path(path)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
     config = read_config(folder)
     length = _max_model_len(config, max_model_len)
     checkpoint = Checkpoint(folder, progress, digests=split is None or split.names_the_model)
     dtype = chosen_dtype(config, dtype, checkpoint.stored_dtype("model.embed_tokens.weight"))
+    device = torch.device(device)
     kernels = choose_kernels(device, DTYPES[dtype], attention_splits)
     if split is None:
         part, parts = config, Parts(Weights(checkpoint, DTYPES[dtype], device), kernels)

@@ -149,7 +149,6 @@ class Experts:
         return results
 
     def _compute(self, expert: Expert, rows: Tensor, step: Step) -> None:
-        """Replace rows [n, hidden] by the expert's output."""
         take, (gate_up, down) = step.scratch.take, expert
         both = gate_up(rows, take("expert_gate_up", len(rows), gate_up.width))
         down(self.kernels.gate(both, self.activation, take("expert_gated", len(rows), gate_up.width // 2)), rows)

@@ -76,7 +76,10 @@ class Split:
 
     plan: TpLayout
     ranks: Ranks
-    names_the_model: bool
+
+    @property
+    def names_the_model(self) -> bool:
+        return self.ranks.rank == 0
 
     def config(self, whole: ModelConfig) -> ModelConfig:
         return divided(whole, self.plan.size, self.plan.key)
@@ -95,7 +98,7 @@ def load_rank(plan: TpLayout, ranks: Ranks, progress: Progress | None = None) ->
         block_size=plan.block_size,
         max_model_len=plan.max_model_len,
         progress=progress,
-        split=Split(plan, ranks, names_the_model=ranks.rank == 0),
+        split=Split(plan, ranks),
         attention_splits=plan.splits,
     )
 

@@ -143,7 +143,6 @@ class CountedPool(BlockPool):
         return True
 
     def _use(self, n: int) -> None:
-        """Take unused blocks first, then the oldest cached ones."""
         self._unused -= n
         lost: list[int] = []
         while self._unused < 0:

@@ -195,7 +195,6 @@ class Rows:
         return max(0, len(row.allocation) + row.computed // -self._block_size)
 
     def _sync(self, row: Row) -> None:
-        """Apply the steps of stretches to the sequence."""
         count, held = self.steps - row.synced, row.allocation
         if not count:
             return
@@ -249,7 +248,6 @@ class Engine:
             self._cut()
 
     def _cut(self) -> None:
-        """End a stretch after the current step."""
         if self._stretch is None or self._event is None:
             return
         steps = self._stretch.next_end(self.kernel.now)

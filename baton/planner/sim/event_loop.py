@@ -56,7 +56,6 @@ class Kernel:
         self._push(when, act, facts, None)
 
     def after(self, seconds: float, act: Act, *facts: Any) -> None:
-        """Call `act(*facts)` after `seconds`."""
         now = self.now
         self._count += 1
         heapq.heappush(self._soon if seconds < _SOON_S else self._late, (now + seconds, self._count, act, facts, None))

@@ -216,7 +216,8 @@ class Attempt:
 
     def __init__(self, request: Request, placement: Placement, workers: Pair, known: int, before: int) -> None:
         self.request, self._placement, self._kernel = request, placement, request.kernel
-        self.prefill, self.decode = prefill, decode = workers
+        prefill, decode = workers
+        self.prefill, self.decode = prefill, decode
         self.handoff = HandoffId(request.name, request.attempts)
         self.known, self.before, self.tokens = known, before, request.tokens - before
         self.cached = 0  # cached tokens at the decode worker
@@ -413,7 +414,8 @@ class Request:
 
     async def _wait(self, known: int, requirements: SimRequirements, since: float) -> None:
         ticket, returning = ticket_for(self.number, 0), self.attempts > 0
-        admit, accepted = self._cluster.router.admission.admit, self.accepted
+        admit = self._cluster.router.admission.admit
+        accepted = self.accepted
         try:
             placement = await admit(ticket, known, requirements, returning=returning, accepted=accepted, since=since)
         except Overloaded:
@@ -449,5 +451,4 @@ class Request:
             deliver(held.prefill, held.prefill.release, held)
 
     def latencies(self) -> tuple[float, float]:
-        """Return TTFT and end-to-end latency in seconds."""
         return self._first_at - self.arrived_at, self._last_at - self.arrived_at

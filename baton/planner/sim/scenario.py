@@ -127,7 +127,7 @@ class Router:
     max_tokens: int = 1_000_000
     max_wait_s: float = 10.0
     attempts: int = 3
-    report_s: float = 1.0  # see `baton.planner.sim.router`
+    report_s: float = 1.0  # see `baton.planner.sim.request`
     slo_itl_s: float | None = None  # ITL goal of placements; None means that of `Slo`
 
 

@@ -155,7 +155,6 @@ class Report:
 
     @property
     def goodput(self) -> float:
-        """Good requests per second."""
         return self.good / self.duration_s if self.duration_s else 0.0
 
     @property
@@ -173,7 +172,6 @@ class Report:
 
     @property
     def throughput(self) -> float:
-        """Output tokens per second."""
         return self.output_tokens / self.duration_s if self.duration_s else 0.0
 
     def as_dict(self) -> dict[str, object]:

@@ -336,6 +336,11 @@ def test_a_full_disk_is_an_error_with_file_reason_and_variable(folder, monkeypat
     assert folder.read_state() == state()
 
 
+def begin(folder):
+    folder.acquire()
+    folder.scratch()
+
+
 def no_space(*_, **__):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/where/it/failed")
 
@@ -358,13 +363,16 @@ def test_a_draft_that_was_not_completed_takes_no_space(folder, monkeypatch):
     ids=["folder", "old files", "scratch", "link to scratch"],
 )
 def test_folders_that_cannot_be_made_are_errors_too(tmp_path, monkeypatch, patched, says):
-    monkeypatch.setattr(*patched, no_space)
-    made = StateFolder("b", tmp_path)
-
-    def begin():
-        made.acquire()
-        made.scratch()
-
-    with pytest.raises(ConfigError, match=says):
-        begin()
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    made, again = StateFolder("b", tmp_path), StateFolder("b", tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(*patched, no_space)
+        with pytest.raises(ConfigError, match=says):
+            begin(made)
+    assert list(temporary.iterdir()) == []
+    if patched == (Path, "unlink"):
+        begin(again)  # a failed start leaves no lock
+        again.release()
     made.release()  # raises nothing, whatever is left

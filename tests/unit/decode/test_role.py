@@ -49,15 +49,6 @@ def test_a_reserve_that_never_fits_is_refused(side, router, command, reason):
     assert side.counts.reserved == side.engine.layout.blocks_for(9 + 1)
 
 
-def test_a_reserve_that_the_table_rejects_frees_its_blocks(side, router, monkeypatch):
-    def stale(*reservation):
-        raise StaleAttempt("a later attempt came first")
-
-    monkeypatch.setattr(side.role.reservations, "open", stale)
-    side.take(router, reserve())
-    assert (router.refusals, side.all_free) == ([STALE], True)
-
-
 def test_no_room_now_is_refused_as_such_and_there_is_room_later(router):
     side, other = DecodeSide(blocks=5), HandoffId("s", 1)
     side.take(router, reserve(), reserve(other))

@@ -39,6 +39,7 @@ def test_each_error_has_a_row_with_its_status_type_and_code():
     for status, kind, code in errors.ANSWERS.values():
         if status != 499:
             assert any(line.startswith(f"| {status}") and f"`{kind}`" in line and f"`{code}`" in line for line in rows)
+    assert any(line.startswith("| 405") and "`method_not_allowed`" in line for line in rows)
     source = "".join(file.read_text() for file in (ROOT / "router/openai").glob("*.py"))
     for status, code in re.findall(r'HttpError\((\d+), "(\w+)"', source):
         assert code == "internal" or any(status in line and f"`{code}`" in line for line in rows), code

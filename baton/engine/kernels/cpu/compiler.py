@@ -101,15 +101,16 @@ def _path(folder: Path, element: str, here: Machine) -> Path:
 def _compile(path: Path, element: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     define = ("-DELEM_BF16",) if element == "bf16" else ()
-    with path.with_suffix(".lock").open("w") as lock, tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+    with path.with_suffix(".lock").open("w") as lock:
         # One compiler at a time, because several would only slow each other down. The lock ends with the process.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if path.is_file():
             return  # compiled by another worker
-        unit, library = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
-        _run((_compiler(), *FLAGS, *define, "-c", str(SOURCES / "kernels.c"), "-o", str(unit)))
-        _run((_compiler(), "-shared", str(unit), "-lm", "-o", str(library)))
-        library.replace(path)  # atomic, because locks do not work on every file system; the last of equal results stays
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            unit, library = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
+            _run((_compiler(), *FLAGS, *define, "-c", str(SOURCES / "kernels.c"), "-o", str(unit)))
+            _run((_compiler(), "-shared", str(unit), "-lm", "-o", str(library)))
+            library.replace(path)  # atomic, because some file systems have no locks; the last of equal results stays
 
 
 def _run(command: tuple[str, ...]) -> str:

@@ -14,7 +14,7 @@ from baton.hashing import fingerprint
 
 log = structlog.get_logger()
 
-# Most rows up to which the flat kernel leads, fewer if rows of W are long. Measured on a Zen 5 (docs/measurements).
+# Most rows up to which the flat kernel leads, fewer if rows of W are long: docs/design/kernels.md.
 FLAT_ROWS, LONG_K, FLAT_ROWS_LONG = 96, 4096, 32
 TILE_UNIT = "amx_bf16"  # a matrix unit for bfloat16, used by torch but not by the compiled kernels
 

@@ -77,10 +77,12 @@ class CompiledBlockCopy:
         layer_bytes = planes[0].stride(0) * planes[0].itemsize
         held = np.array(blocks[span.start // block_size : -(-span.stop // block_size)], dtype=np.int64)
         bases = (ctypes.c_void_p * len(planes))(*(plane.data_ptr() + layers.start * layer_bytes for plane in planes))
-        args = BlocksArgs(planes=ctypes.addressof(bases), blocks=held.ctypes.data, wire=wire.data_ptr())
-        args.tensors, args.layers, args.layer_bytes = len(planes), len(layers), layer_bytes
-        args.block_size, args.token_bytes = block_size, kv_heads * head_dim * planes[0].itemsize
-        args.begin, args.end, args.write = span.start, span.stop, write
+        args = BlocksArgs(
+            planes=ctypes.addressof(bases), blocks=held.ctypes.data, wire=wire.data_ptr(),
+            tensors=len(planes), layers=len(layers), layer_bytes=layer_bytes,
+            block_size=block_size, token_bytes=kv_heads * head_dim * planes[0].itemsize,
+            begin=span.start, end=span.stop, write=write,
+        )  # fmt: skip
         self._copy(ctypes.byref(args))
 
 

@@ -105,7 +105,8 @@ class DecodeGraphs:
 
     def __init__(self, model: TransformerBackend, kv: KVCache, max_rows: int, max_blocks: int) -> None:
         self._model, self._kv = model, kv
-        self.sizes, self._max_blocks = buckets(max_rows), max_blocks
+        self.sizes = buckets(max_rows)
+        self._max_blocks = max_blocks
         self._static = Static(max_rows, max_blocks, model.layout.block_size, model.device)
         self._graphs: dict[int, Captured] = {}
 

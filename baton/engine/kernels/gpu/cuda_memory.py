@@ -107,7 +107,6 @@ class CudaDevice:
         return event.query
 
     def _primary_context(self, index: int) -> ctypes.c_void_p:
-        """Return the context that torch also uses."""
         device, context = ctypes.c_int(), ctypes.c_void_p()
         _checked(self._cuda, "cuInit", ctypes.c_uint(0))
         _checked(self._cuda, "cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from baton.errors import ChannelBroken
-from kvtransfer.transports.unix_socket import _EXPRESS_BYTES, MAX_PACKET, ControlSocket
+from kvtransfer.transports.unix_socket import _CONTROL_BYTES, MAX_PACKET, ControlSocket
 from tests.support.time_factor import scaled
 
 
@@ -20,7 +20,7 @@ def two() -> Iterator[tuple[ControlSocket, ControlSocket]]:
     sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for one in sockets:
         one.settimeout(scaled(5.0))
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _EXPRESS_BYTES)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _CONTROL_BYTES)
     ends = ControlSocket("a", sockets[0]), ControlSocket("b", sockets[1])
     yield ends
     for end in ends:
