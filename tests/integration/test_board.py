@@ -182,7 +182,7 @@ async def test_a_drain_is_an_order_to_the_process_that_is_there(operator, board,
     assert (order.drain, order.role, order.grace_s) == (True, Role.PREFILL, 7.0)
     assert order.wish, "the controller sees to it that another one is there first"
     for name in ("prefill-1", ""):
-        with pytest.raises(InvalidRequest, match="known workers: prefill-0"):
+        with pytest.raises(InvalidRequest, match="its workers: prefill-0"):
             await call(operator.drain, name)
 
 
