@@ -87,35 +87,35 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Scale(self, request, context):
-        """How many workers each pool should have from now on. The controller, wherever it runs, does it; this only says so.
+        """Sets the desired number of workers of each pool. The router stores it; the controller starts and ends workers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """This worker takes nothing new, finishes what it has, ends, and another takes its place.
+        """The worker accepts no new requests, finishes the running ones and ends. The controller starts a replacement.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Restart(self, request, context):
-        """Every worker is replaced by a new process, one after the other.
+        """The controller replaces every worker by a new process, one after the other.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """What goes on, again and again, until the caller leaves.
+        """Streams the live view until the caller closes the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Trace(self, request, context):
-        """The spans of one of the last requests that this router had. NOT_FOUND: it is not among them.
+        """Returns the spans of a recent request of this router. NOT_FOUND: the router no longer has it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,7 +42,7 @@ Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
 class Incarnation(_message.Message):
-    """One life of a process. Compared for equality only."""
+    """Identifies one start of a worker process. Values are only compared for equality."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -73,7 +73,7 @@ class WorkerRef(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
-    """host:port of its cluster-internal listener"""
+    """host:port of the cluster-internal listener"""
     @_builtins.property
     def incarnation(self) -> Global___Incarnation: ...
     def __init__(
@@ -93,16 +93,16 @@ Global___WorkerRef: _TypeAlias = WorkerRef  # noqa: Y015
 
 @_typing.final
 class HandoffId(_message.Message):
-    """Names one handoff. A late message of an old attempt is refused wherever it arrives."""
+    """Identifies one handoff. Every receiver rejects a message of an earlier attempt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """minted by the router"""
+    """assigned by the router"""
     attempt: _builtins.int
-    """from 1; only the owning router raises it"""
+    """starts at 1; only the router that owns the request increments it"""
     def __init__(
         self,
         *,
@@ -201,7 +201,7 @@ class Sampling(_message.Message):
     """(false)"""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """ends before the string; the string is not part of the text"""
+        """generation ends before the string; the text does not contain it"""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -307,7 +307,7 @@ class TokenLogprobs(_message.Message):
     LOGPROB_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
     logprob: _builtins.float
-    """of the chosen token"""
+    """of the sampled token"""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
         """best first"""
@@ -328,7 +328,7 @@ Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
 class Timings(_message.Message):
-    """Where the time of one request went. Stages follow each other without gap: their sum is the end-to-end time."""
+    """Time of one request by stage. Stages follow each other without a gap; their sum is the end-to-end time."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -343,25 +343,25 @@ class Timings(_message.Message):
     E2E_S_FIELD_NUMBER: _builtins.int
     VERIFY_S_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
-    """arrival to admission"""
+    """from arrival to admission"""
     route_s: _builtins.float
-    """choosing the pair"""
+    """choice of the worker pair"""
     reserve_s: _builtins.float
-    """decode room reserved"""
+    """until the decode worker reserved blocks"""
     prefill_s: _builtins.float
-    """until the first token was at the router"""
+    """until the router received the first token"""
     transfer_s: _builtins.float
-    """until the last KV byte was at the decode worker"""
+    """until the decode worker received the last KV byte"""
     commit_s: _builtins.float
-    """until the decode worker's first message was at the router"""
+    """until the router received the decode worker's first message"""
     decode_s: _builtins.float
     """until the end, without verify_s"""
     ttft_s: _builtins.float
-    """arrival to first token"""
+    """from arrival to the first token"""
     e2e_s: _builtins.float
-    """arrival to end"""
+    """from arrival to the end"""
     verify_s: _builtins.float
-    """verify passes of a deterministic request, while it was decoded"""
+    """verify passes of a deterministic request during decoding"""
     def __init__(
         self,
         *,
@@ -386,8 +386,8 @@ Global___Timings: _TypeAlias = Timings  # noqa: Y015
 
 @_typing.final
 class Span(_message.Message):
-    """A part of a request's time in one process. Those of the router (its stages) follow each other without gap; those of
-    workers lie beside them, each by its own host's wall clock.
+    """A part of a request's time in one process. The spans of a router are its stages and follow each other without a gap.
+    The spans of workers overlap them. Each span uses the wall clock of its own host.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -421,20 +421,20 @@ class Span(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """router: a stage; P: wait, compute, push; D: receive, commit, decode, verify"""
+    """router: a stage; prefill: wait, compute, push; decode: receive, commit, decode, verify"""
     process: _builtins.str
-    """router id or worker id; empty in what a worker says: the router knows who it is"""
+    """router id or worker id; a worker leaves it empty and the router sets it"""
     role: _builtins.str
-    """router | prefill | decode; empty, as above"""
+    """router | prefill | decode; a worker leaves it empty"""
     start_s: _builtins.float
     """Unix time"""
     duration_s: _builtins.float
     attempt: _builtins.int
-    """0: of no attempt"""
+    """0: belongs to no attempt"""
     choice: _builtins.int
     @_builtins.property
     def attributes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """figures, such as tokens or kv_bytes; never text of a request"""
+        """numbers such as tokens or kv_bytes; never request text"""
 
     def __init__(
         self,
@@ -493,7 +493,7 @@ Global___KVLayout: _TypeAlias = KVLayout  # noqa: Y015
 
 @_typing.final
 class BlockCounts(_message.Message):
-    """Always free + reserved + owned + cached + quarantined = total."""
+    """Invariant: free + reserved + owned + cached + quarantined = total."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -557,42 +557,42 @@ class Load(_message.Message):
     waiting: _builtins.int
     queued_tokens: _builtins.int
     prefill_tokens: _builtins.int
-    """computed"""
+    """prompt tokens that were computed"""
     decode_steps: _builtins.int
     decode_tokens: _builtins.int
     transfer_bytes: _builtins.int
     transport: _builtins.str
     cached_tokens: _builtins.int
-    """found in the prefix cache instead of computed"""
+    """prompt tokens found in the prefix cache"""
     fetched_tokens: _builtins.int
-    """whose KV came from a decode worker instead of being computed"""
+    """prompt tokens whose KV was fetched from a decode worker"""
     verify_passes: _builtins.int
     """of deterministic requests"""
     rollbacks: _builtins.int
-    """candidates that a verify pass did not agree with"""
+    """candidate tokens that a verify pass rejected"""
     recomputed_tokens: _builtins.int
-    """dropped with them, or behind them"""
+    """rejected tokens and the tokens after them"""
     draining: _builtins.bool
-    """takes nothing new, finishes what it has"""
+    """accepts no new requests and finishes the running ones"""
     @_builtins.property
     def blocks(self) -> Global___BlockCounts: ...
     @_builtins.property
     def channels(self) -> _containers.RepeatedCompositeFieldContainer[Global___Channel]: ...
     @_builtins.property
     def prefill_pace(self) -> Global___Pace:
-        """of steps that only computed prompts"""
+        """steps that only computed prompts"""
 
     @_builtins.property
     def decode_pace(self) -> Global___Pace:
-        """of steps that only decoded"""
+        """steps that only decoded"""
 
     @_builtins.property
     def joint_pace(self) -> Global___Pace:
-        """of steps that did both, and in them of prompts; the seconds are of all of it"""
+        """mixed steps: their prompt tokens and their whole time"""
 
     @_builtins.property
     def beside_pace(self) -> Global___Pace:
-        """what was decoded in those steps; no seconds of its own"""
+        """mixed steps: their decoded tokens; seconds stays 0"""
 
     def __init__(
         self,
@@ -629,7 +629,7 @@ Global___Load: _TypeAlias = Load  # noqa: Y015
 
 @_typing.final
 class Pace(_message.Message):
-    """Steps of one kind since the process began, all together: what a router fits its predictions to. It only grows."""
+    """Totals over all steps of one kind since the process started. Routers fit their latency predictions to them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -641,7 +641,7 @@ class Pace(_message.Message):
     tokens: _builtins.int
     """computed"""
     context: _builtins.int
-    """positions that these tokens attended to, summed"""
+    """sum of the positions that these tokens attended to"""
     seconds: _builtins.float
     def __init__(
         self,
@@ -661,7 +661,7 @@ Global___Pace: _TypeAlias = Pace  # noqa: Y015
 
 @_typing.final
 class Channel(_message.Message):
-    """A data channel that the worker sends on, and how fast its probe went through."""
+    """A data channel on which the worker sends, and the measured rate of its probe."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -714,14 +714,14 @@ class WorkerInfo(_message.Message):
     host: _builtins.str
     protocol_version: _builtins.int
     determinism: _builtins.str
-    """Names all that the bits of its results depend on: workers that say the same compute deterministic requests alike.
-    Empty: it cannot, and says why.
+    """Fingerprint of everything that affects the bits of a result. Workers with equal fingerprints compute deterministic
+    requests alike. Empty: the worker does not support determinism, and `nondeterminism` has the reason.
     """
     nondeterminism: _builtins.str
     thinking_chunk: _builtins.int
-    """tokens of a chunk that the model thinks about; 0: it does not think"""
+    """tokens of a thinking chunk; 0: the model does not think"""
     metrics: _builtins.str
-    """host:port of its metrics; empty: it serves none"""
+    """host:port of the metrics listener; empty: no metrics are served"""
     @_builtins.property
     def ref(self) -> Global___WorkerRef: ...
     @_builtins.property

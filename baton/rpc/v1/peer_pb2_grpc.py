@@ -56,7 +56,7 @@ class PeerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Data(self, request_iterator, context):
-        """The bytes of a channel whose transport is grpc: chunks of its frames, in order, without gaps.
+        """The bytes of a channel with the grpc transport: chunks of its frames, in order, without gaps.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -56,7 +56,7 @@ class WorkerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Census(self, request, context):
-        """Who holds which blocks here, counted between two steps: for operators and tests.
+        """Returns the blocks of each handoff, counted between two steps. For operators and tests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
