@@ -1,16 +1,16 @@
-# One image for all roles: router, workers, Ray's head, the commands. Which of them runs is said by the command.
+# One image for all roles: router, workers, Ray's head and the commands. The command of the container selects the role.
 #
 #   docker build -t baton:0.1.0 .                                                                  # for NVIDIA GPUs
 #   docker build -t baton:0.1.0-cpu --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu . # for CPUs only
 #
-# Every step is a script in tools/image; tests/guards/test_image_steps.py runs them in the order of this file, below a
-# folder. BuildKit is needed (RUN --mount).
-# The digest is what counts, the tag is for the reader. To renew: docker buildx imagetools inspect python:TAG
+# Every step is a script in tools/image. tests/guards/test_image_steps.py runs them in this order below a scratch folder.
+# BuildKit is required (RUN --mount).
+# The digest selects the image; the tag is only for readers. To renew it: docker buildx imagetools inspect python:TAG
 FROM python:3.11.16-slim-bookworm@sha256:528257d48c1da0dcecc2e725d1ae34498d60c965f1241e39cd6a85a8859bdf84 AS base
 WORKDIR /src
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 
-# All that Baton needs, and nothing of Baton: gigabytes that change only with a version in constraints.txt.
+# The dependencies without Baton itself: gigabytes that change only with constraints.txt.
 FROM base AS dependencies
 ARG TORCH_INDEX=""
 COPY pyproject.toml constraints.txt ./
@@ -37,9 +37,9 @@ RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
     --mount=type=bind,source=tools/image/install.sh,target=/src/tools/image/install.sh \
     bash tools/image/install.sh /opt/baton /dist
 
-# Nothing in the image is written at run time: the root may be read-only if /tmp is a volume (Ray's session, the state
-# folder, kernels that are compiled at the first use, caches). No NVIDIA_VISIBLE_DEVICES: set here, it would show a pod
-# that asked for no GPU all of them.
+# Nothing in the image is written at run time. The root may be read-only if /tmp is a volume: Ray's session, the state
+# folder, compiled kernels and caches are there. NVIDIA_VISIBLE_DEVICES is not set: it would give all GPUs to pods that
+# request none.
 ENV PATH=/opt/baton/bin:$PATH \
     HOME=/tmp \
     BATON_HOME=/tmp/baton \
@@ -55,14 +55,15 @@ LABEL org.opencontainers.image.title="Baton" \
       org.opencontainers.image.version="$VERSION" \
       org.opencontainers.image.revision="$REVISION"
 
-# A number, so that Kubernetes can see that it is not root (runAsNonRoot).
+# A numeric user, so that Kubernetes can check that it is not root (runAsNonRoot).
 USER 10001:10001
-# `baton up -c configs/local.yaml` finds its file here, and that file its model.
+# `baton up -c configs/local.yaml` reads its file here, and the path of the model starts here.
 WORKDIR /opt/baton
-# gRPC, HTTP, metrics, as configs/ has them.
+# gRPC, HTTP and metrics, as in configs/.
 EXPOSE 50051 8000 9100
-# Roles differ in what is healthy, and Kubernetes, which asks by its own probes, ignores this.
+# Each role has another health check. Kubernetes uses its own probes and ignores this.
 HEALTHCHECK NONE
-# No ENTRYPOINT: KubeRay starts pods with `bash -c "ray start ..."`, others with `baton router ...`. And no tini: KubeRay
-# would put bash in its place, and Baton's processes handle SIGTERM and wait for their children (else: docker run --init).
+# No ENTRYPOINT: KubeRay starts pods with `bash -c "ray start ..."`, the chart starts others with `baton router ...`.
+# No tini: KubeRay would replace it by bash, and Baton's processes handle SIGTERM and wait for their children. Other
+# commands can use `docker run --init`.
 CMD ["baton", "--help"]

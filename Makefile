@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-# Where this is set, as in many images, each process that a test starts would compile all modules again.
+# Many images set this. Each process of a test would then compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
 PYTHON ?= python3
@@ -19,10 +19,10 @@ CODE := $(PACKAGES) tools tests $(wildcard benchmarks models)
 SETUP := .venv/.fresh
 PROTO_SETUP := .venv-proto/.fresh
 
-# One line for each large download, out of the hundreds that pip prints.
+# Prints one line for each large download instead of all output of pip.
 PROGRESS := awk '/(Downloading|Using cached) .*[MG]B\)/ { name = $$(NF-2); sub(/.*\//, "", name); split(name, part, "-"); \
 	print "  " part[1], part[2], $$(NF-1), $$NF; fflush() } /^Installing/ { print "  installing"; fflush() }'
-# pytest's exit code 5 means that no test was selected, which is fine for a second, smaller selection.
+# pytest's exit code 5 means that no test was selected. A second, smaller selection may be empty.
 NONE_IS_FINE := || [ $$? -eq 5 ]
 COMPILED_KERNELS_HERE := $(BIN)/python -c "from baton.engine.kernels.cpu.compiler import load_library; load_library('f32')" 2>&1 | tail -n 1
 KERNEL_SUITES := tests/unit/kernels tests/unit/engine tests/unit/model tests/unit/worker/test_loading.py \
@@ -98,7 +98,7 @@ regenerate: $(SETUP)
 	@if $(MAKE) --no-print-directory $(PROTO_SETUP); then .venv-proto/bin/python tools/gen_proto.py --diff; \
 		else echo "the generator cannot be installed: not regenerated, digests compared"; $(MAKE) --no-print-directory fresh; fi
 
-# Of `make check test` the unit tests run once: `check` leaves out those that are slow, so these are what is left of them.
+# In `make check test` each unit test runs once: `check` runs the fast ones, `test` the slow ones.
 test: regenerate  ## everything that needs no GPU (18 minutes after check on 2 cores, goal 9)
 	@$(PYTEST) $(PARALLEL) -m "not chaos and not serial" $(if $(filter check,$(MAKECMDGOALS)),--after-check) --durations 30 --durations-min 4
 	@$(PYTEST) -m "serial and not chaos" $(NONE_IS_FINE)

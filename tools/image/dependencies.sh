@@ -1,6 +1,6 @@
 #!/bin/bash
-# A virtual environment in the folder $1 with all that the image needs, and nothing of Baton itself.
-# TORCH_INDEX: an extra package index with another build of torch, such as the one for CPUs.
+# Create a virtual environment in the folder $1 with the dependencies of the image, without Baton itself.
+# TORCH_INDEX: an extra package index with another build of torch, such as the CPU build.
 set -euo pipefail
 
 python3 -m venv "$1"

@@ -1,15 +1,15 @@
 #!/bin/bash
-# What the image needs of Debian, and its user. Run as root, in the image.
+# Install the Debian packages of the image and create its user. Runs as root in the image.
 set -euo pipefail
 
-# gcc and libc6-dev: kernels for the CPU at hand are compiled at their first use, and triton compiles what starts its own.
-# The others let NCCL use InfiniBand and RoCE; without them it takes TCP. Debian removes old versions: none is pinned.
+# gcc and libc6-dev: CPU kernels are compiled at their first use, and triton compiles its launchers. The others are for
+# NCCL over InfiniBand and RoCE; without them NCCL uses TCP. No version is pinned, because Debian removes old versions.
 apt-get update
 apt-get install --yes --no-install-recommends gcc libc6-dev libibverbs1 ibverbs-providers
 rm -rf /var/lib/apt/lists/*
 
 groupadd --gid 10001 baton
 useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /bin/bash baton
-# A login shell (KubeRay before 1.4, or with ENABLE_LOGIN_SHELL) begins with a PATH of its own.
-# shellcheck disable=SC2016  # that shell is to expand it
+# A login shell (KubeRay before 1.4, or with ENABLE_LOGIN_SHELL) resets PATH.
+# shellcheck disable=SC2016  # the login shell expands it
 echo 'export PATH=/opt/baton/bin:$PATH' > /etc/profile.d/baton.sh

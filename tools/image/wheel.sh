@@ -1,5 +1,5 @@
 #!/bin/bash
-# Baton's wheel in the folder $1, built by what constraints.txt pins.
+# Build Baton's wheel in the folder $1 with the versions in constraints.txt.
 set -euo pipefail
 
 scratch=$(mktemp -d)
