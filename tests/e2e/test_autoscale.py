@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from baton.core import Role
 from tests.support.load import Load, draw_jobs
 from tests.support.waiting import eventually
 
@@ -18,10 +19,10 @@ SETS = """
 
 def sizes(cluster):
     """Return the planned and the actual sizes."""
-    status = cluster.status()
-    roles = [worker["info"]["role"] for worker in status["workers"]]
-    plan = status["control"]["plan"]
-    return (plan["prefill"], plan["decode"]), (roles.count("prefill"), roles.count("decode"))
+    with cluster.client() as client:
+        found = client.cluster()
+    roles, plan = [worker.info.role for worker in found.workers], found.control.plan
+    return (plan.prefill, plan.decode), (roles.count(Role.PREFILL), roles.count(Role.DECODE))
 
 
 def test_pools_follow_the_load_and_say_why(home):
