@@ -64,7 +64,7 @@ async def two_words(request: pb.GenerateRequest) -> AsyncIterator[dict[str, Any]
             yield tokens(choice, at, [token_id], text, entry)
     for choice in range(request.n or 1):
         yield finished(choice, EOS)
-    yield completed(new=2 * (request.n or 1))
+    yield completed(new=2 * (request.n or 1), cached=1)
 
 
 def any_text(grammars: Grammars, schema: str, rng: random.Random) -> str:
