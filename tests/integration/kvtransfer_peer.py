@@ -23,14 +23,11 @@ from baton.engine.kv_cache import KVCache
 from baton.hashing import frame_digest
 from baton.rpc.channel import aio_server, bind
 from baton.rpc.v1.peer_pb2_grpc import add_PeerServicer_to_server
-from kvtransfer import wire
 from kvtransfer.handoff import PushJob, TransferSettings
 from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
-from kvtransfer.transports.base import Transport
 from kvtransfer.transports.torch_dist import GlooTransport
 from tests.support.time_factor import scaled
-from tests.unit.kvtransfer.ends import FlippingEnd, Wrapped
 from tests.unit.kvtransfer.support import (
     FINGERPRINT,
     LAYOUT,
@@ -146,12 +143,9 @@ def say(**message) -> None:
 
 async def receive(arguments: argparse.Namespace, settings: TransferSettings) -> None:
     table, kv = RecordingTable(arguments.layout), make_kv(None, BLOCKS, arguments.layout)
-    transport: Transport = GlooTransport(settings.bind_host)
-    if arguments.flip >= 0:
-        transport = Wrapped(transport, lambda end: FlippingEnd(end, wire.FRAMES + arguments.flip))
     server = aio_server()
     me = WorkerRef("decode-0", Incarnation(7, arguments.counter), bind(server, "127.0.0.1:0"))
-    service = PeerService(kv, me, FINGERPRINT, settings, table, [transport])
+    service = PeerService(kv, me, FINGERPRINT, settings, table, [GlooTransport(settings.bind_host)])
     add_PeerServicer_to_server(service, server)
     await server.start()
     say(address=me.address)
@@ -192,14 +186,10 @@ def main() -> None:
     parser.add_argument("role", choices=("receiver", "sender"))
     parser.add_argument("--counter", type=int, default=2)
     parser.add_argument("--frame-size", type=int, default=1 << 16)
-    parser.add_argument("--flip", type=int, default=-1)
-    parser.add_argument("--verify-kv", action="store_true")
     parser.add_argument("--to", default="")
     parser.add_argument("--layout", type=layout_of, required=True)
     arguments = parser.parse_args()
-    settings = TransferSettings(
-        "gloo", arguments.frame_size, frame_deadline_s=scaled(5.0), verify_kv=arguments.verify_kv
-    )
+    settings = TransferSettings("gloo", arguments.frame_size, frame_deadline_s=scaled(5.0), verify_kv=True)
     if arguments.role == "receiver":
         asyncio.run(receive(arguments, settings))
     else:

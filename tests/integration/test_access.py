@@ -75,9 +75,6 @@ def test_every_method_has_a_rule_or_is_a_worker_s():
     known = support.methods(*support.baton_files(), *support.OTHERS)
     assert {name.split("/")[1] for name in known} == {name for names in support.LISTENERS.values() for name in names}
     assert set(known) - set(methods_of("worker")) == set(RULES)
-
-
-def test_what_needs_less_than_a_token_or_more():
     by_need = {need: {name for name in RULES if RULES[name] is need} for need in Need}
     assert by_need[Need.NOTHING] == {f"/grpc.health.v1.Health/{name}" for name in ("Check", "Watch")}
     assert by_need[Need.ADMIN] == {name for name in RULES if name.startswith("/baton.v1.Admin/")}
@@ -188,22 +185,18 @@ async def test_a_request_that_fails_gives_its_place_back(cluster):
     assert len(ids_of(await generate(cluster, "alice", max_tokens=4))) == 4
 
 
-BEYOND: dict[str, dict[str, Any]] = {
-    "sampling.max_tokens": {"max_tokens": 9},
-    "token_ids": {"prompt": [1] * 21},
-    "priority": {"priority": 6},
-}
-
-
-@pytest.mark.parametrize("field", BEYOND)
+@pytest.mark.parametrize(
+    ("field", "beyond"),
+    [("sampling.max_tokens", {"max_tokens": 9}), ("token_ids", {"prompt": [1] * 21}), ("priority", {"priority": 6})],
+)
 @alice_may(max_tokens=8, max_prompt_tokens=20, priority_max=5)
-async def test_what_a_token_does_not_allow_is_refused_by_name(cluster, field):
+async def test_what_a_token_does_not_allow_is_refused_by_name(cluster, field, beyond):
     with pytest.raises(InvalidRequest) as caught:
-        await generate(cluster, "alice", **BEYOND[field])
+        await generate(cluster, "alice", **beyond)
     assert [violation.field for violation in caught.value.violations] == [field]
     assert "this token allows at most" in str(caught.value)
     assert len(ids_of(await generate(cluster, "alice", [1] * 20, 8, priority=5))) == 8
-    await generate(cluster, "bob", **BEYOND[field])
+    await generate(cluster, "bob", **beyond)
 
 
 @alice_may(max_tokens=3, priority_max=-7)

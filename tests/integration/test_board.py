@@ -43,18 +43,15 @@ def board(ledger: Ledger) -> ControlState:
     return ControlState(ledger.connection)
 
 
-async def test_of_two_plans_the_later_number_stays(board):
+async def test_one_plan_of_the_highest_number_stays(board):
     assert await board.plan() is None
     assert await board.put_plan(first_plan(1, 2, number=4))
     for number in (3, 4):
         assert not await board.put_plan(first_plan(9, 9, number=number)), "it is not newer"
     assert await board.put_plan(first_plan(2, 2, number=5, by="operator"))
     assert await board.plan() == first_plan(2, 2, number=5, by="operator")
-
-
-async def test_of_many_who_plan_at_once_one_wins_each_number(board):
     said = await asyncio.gather(*(board.put_plan(first_plan(i, 1, number=7)) for i in range(1, 20)))
-    assert sum(said) == 1
+    assert sum(said) == 1, "of those who plan at once, one wins the number"
 
 
 @pytest.mark.parametrize("garbage", [b"", b"no json", b"[]", b'{"prefill": "many"}', b'{"number": "x"}', b"\xff"])

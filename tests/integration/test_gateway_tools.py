@@ -25,6 +25,7 @@ WEATHER: dict[str, Any] = {
 }
 NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 CALL = '{"name": "weather", "arguments": {"city": "Köln"}}'
+UNKNOWN = '<tool_call>{"name": "delete_all", "arguments": {}}</tool_call>'
 SAID = f"Let me see.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>"
 
 
@@ -150,21 +151,28 @@ async def test_a_template_without_tools(routed):
     assert (await chat(routed, tool_choice="none", max_tokens=2)).usage.completion_tokens == 2
 
 
-async def test_calls(gateway):
-    gateway.plays(*spoken(SAID))
-    choice = await choice_of(gateway)
-    assert (choice.message.content, choice.finish_reason) == ("Let me see.", "tool_calls")
-    assert [(call.type, call.function.name, call.function.arguments) for call in choice.message.tool_calls] == [
+@pytest.mark.parametrize(
+    ("text", "reason", "parallel", "content", "count", "shown"),
+    [
+        (SAID, EOS, None, "Let me see.", 2, "tool_calls"),
+        (SAID, EOS, False, "Let me see.", 1, "tool_calls"),
+        (SAID[:-20], LENGTH, None, f"Let me see.{SAID[-75:-20]}", 1, "length"),
+        *((text, EOS, None, text, 0, "stop") for text in ("It rains.", UNKNOWN)),
+        (SAID[12:40], LENGTH, None, SAID[12:40], 0, "length"),
+    ],
+    ids=["two", "one at a time", "one is cut short", "none", "an unknown function", "the only one is cut short"],
+)
+async def test_calls(gateway, text, reason, parallel, content, count, shown):
+    gateway.plays(*spoken(text, reason))
+    options = {} if parallel is None else {"parallel_tool_calls": parallel}
+    choice = await choice_of(gateway, **options)
+    calls = choice.message.tool_calls or []
+    assert (choice.message.content, choice.finish_reason) == (content, shown)
+    assert [(call.type, call.function.name, call.function.arguments) for call in calls] == [
         ("function", "weather", '{"city": "Köln"}')
-    ] * 2
-    assert len({call.id for call in choice.message.tool_calls}) == 2
-
-
-async def test_an_answer_cut_short_behind_a_call(gateway):
-    gateway.plays(*spoken(SAID[:-20], LENGTH))
-    choice = await choice_of(gateway)
-    assert (len(choice.message.tool_calls), choice.finish_reason) == (1, "length")
-    assert (await streamed(gateway))[1:] == ([("weather", {"city": "Köln"})], "length")
+    ] * count
+    assert len({call.id for call in calls}) == count
+    assert await streamed(gateway, **options) == (content, [("weather", {"city": "Köln"})] * count, shown)
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
@@ -181,28 +189,6 @@ async def test_calls_of_each_choice(gateway):
     async for chunk in await chat(gateway, n=2, stream=True):
         found[chunk.choices[0].index] += len(chunk.choices[0].delta.tool_calls or ())
     assert found == {0: 2, 1: 2}
-
-
-async def test_one_call_at_a_time(gateway):
-    gateway.plays(*spoken(SAID))
-    choice = await choice_of(gateway, parallel_tool_calls=False)
-    _, calls, _ = await streamed(gateway, parallel_tool_calls=False)
-    assert len(choice.message.tool_calls) == len(calls) == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "reason", "shown"),
-    [
-        ("It rains.", EOS, "stop"),
-        ('<tool_call>{"name": "delete_all", "arguments": {}}</tool_call>', EOS, "stop"),
-        ('<tool_call>{"name": "weather", "arguments": {"city', LENGTH, "length"),
-    ],
-)
-async def test_what_is_no_call_stays_content(gateway, text, reason, shown):
-    gateway.plays(*spoken(text, reason))
-    choice = await choice_of(gateway)
-    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, shown)
-    assert await streamed(gateway) == (text, [], shown)
 
 
 async def test_text_before_a_call_is_not_held_back(gateway):

@@ -25,12 +25,6 @@ from tests.support import clients
 from tests.support.clients import KINDS, Event, Play, Scripted, Wire, World, answer, begin_and_hang, serving, soon
 
 
-async def end_early(context: Any) -> AsyncIterator[Event]:
-    async for event in answer(context):
-        if not event.HasField("completed"):
-            yield event
-
-
 async def repeat_a_token(context: Any) -> AsyncIterator[Event]:
     async for event in answer(context):
         yield event
@@ -54,16 +48,6 @@ def fail(error: BaseException, after: int = 0, delay_s: float = 0) -> Play:
 async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     async with serving(Scripted()) as scripted:
         yield World(request.param, scripted)
-
-
-async def failing(
-    world: World, kind: type[Exception], match: str | None = None, prompt: str = "x", **more: Any
-) -> Exception:
-    """Return the error that a whole answer raises. `more` are the client's options."""
-    async with world.client(**more) as client:
-        with pytest.raises(kind, match=match) as caught:
-            await soon(client("generate", prompt))
-    return caught.value
 
 
 async def test_a_whole_answer(world: World):
@@ -129,14 +113,9 @@ async def test_a_cancelled_task_stays_cancelled_and_the_server_learns_of_it(worl
         await soon(world.server.cancelled.wait())
 
 
-async def test_a_stream_that_ends_early_is_a_fault(world: World):
-    world.server.scripts = [end_early]
-    await failing(world, errors.EngineFault, "without Completed")
-
-
 async def test_a_token_seen_twice_is_a_fault_and_cancels(world: World):
     world.server.scripts = [repeat_a_token]
-    await failing(world, errors.EngineFault, "received token 0 of choice 0, expected 1")
+    await world.failing(errors.EngineFault, "received token 0 of choice 0, expected 1")
     await soon(world.server.cancelled.wait())
 
 
@@ -152,20 +131,18 @@ ERRORS: list[BatonError] = [  # tests/unit/rpc/test_status.py tests each class
 @pytest.mark.parametrize("after", [0, 2])
 async def test_an_error_arrives_as_it_was_raised(world: World, error: BatonError, after: int):
     world.server.scripts = [fail(error, after)]
-    found = await failing(world, type(error), max_retries=0)
+    found = await world.failing(type(error), None, max_retries=0)
     assert (str(found), vars(found)) == (str(error), vars(error))
 
 
 async def test_a_prompt_that_is_too_large_is_refused_once(world: World):
-    await failing(world, InvalidRequest, "too large", prompt="x" * (PUBLIC_RECEIVE_BYTES + 1))
+    await world.failing(InvalidRequest, "too large", "generate", "x" * (PUBLIC_RECEIVE_BYTES + 1))
     assert world.waits == []
 
 
 async def test_an_unreachable_server_is_named(world: World):
-    async with world.client("127.0.0.1:1") as client:
-        for asked in (("generate", "x"), ("models",)):
-            with pytest.raises(NoWorker, match=r"cannot reach 127\.0\.0\.1:1"):
-                await soon(client(*asked))
+    for call in (("generate", "x"), ("models",)):
+        await world.failing(NoWorker, r"cannot reach 127\.0\.0\.1:1", *call, target="127.0.0.1:1")
     assert world.waits == [0.125, 0.25] * 2
 
 
@@ -240,7 +217,7 @@ async def test_the_deadline_ends_a_stream(world: World):
 
 async def test_the_deadline_spans_retries(world: World):
     world.server.scripts = [fail(NoWorker("none"), delay_s=0.2), fail(Overloaded("full", 30.0)), answer]
-    await failing(world, Overloaded, timeout=5.0)  # waiting 30 s would be pointless
+    await world.failing(Overloaded, None, timeout=5.0)  # waiting 30 s would be pointless
     first, second = world.server.time_left
     assert second < first - 0.1
 
@@ -263,12 +240,8 @@ async def test_chat_sends_the_conversation(world: World):
 
 
 async def test_cluster_needs_the_admin_address(world: World):
-    async with world.client() as client:
-        with pytest.raises(errors.ConfigError, match="admin"):
-            await soon(client("cluster"))
-    async with world.client(admin="127.0.0.1:1", max_retries=0) as client:
-        with pytest.raises(NoWorker, match=r"cannot reach 127\.0\.0\.1:1"):
-            await soon(client("cluster"))
+    await world.failing(errors.ConfigError, "admin", "cluster")
+    await world.failing(NoWorker, r"cannot reach 127\.0\.0\.1:1", "cluster", admin="127.0.0.1:1", max_retries=0)
     async with world.client(admin=world.address) as client:
         status = await soon(client("cluster"))
     assert (status.name, status.running, status.queued) == ("local", 2, 0)
@@ -277,8 +250,7 @@ async def test_cluster_needs_the_admin_address(world: World):
 
 @pytest.fixture(params=KINDS)
 async def tls_world(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[World]:
-    pair = ((folder / "key.pem").read_bytes(), (folder / "cert.pem").read_bytes())
-    async with serving(Scripted(), grpc.ssl_server_credentials([pair])) as scripted:
+    async with serving(Scripted(), channel.Wire.of_path(folder).public) as scripted:
         yield World(request.param, scripted)
 
 
@@ -290,6 +262,4 @@ async def test_tls_with_the_right_authority(tls_world: World, folder: Path, form
 
 @pytest.mark.parametrize("tls", [None, True])
 async def test_tls_without_it(tls_world: World, tls: bool | None):
-    async with tls_world.client(tls=tls, max_retries=0) as client:
-        with pytest.raises(NoWorker, match="cannot reach"):
-            await soon(client("tokenize", "a"))
+    await tls_world.failing(NoWorker, "cannot reach", "tokenize", "a", tls=tls, max_retries=0)

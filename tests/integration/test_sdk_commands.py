@@ -13,11 +13,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from baton import errors
 from baton.cli.exit_codes import exit_code
+from baton.rpc.channel import Wire
 from tests.integration.commands_support import Talking, run
 from tests.support.clients import serving, soon
 from tests.support.time_factor import scaled
@@ -51,8 +51,7 @@ async def test_generate_sends_the_token(server: Talking, monkeypatch: pytest.Mon
 
 
 async def test_generate_over_tls(folder: Path):
-    pair = ((folder / "key.pem").read_bytes(), (folder / "cert.pem").read_bytes())
-    async with serving(Talking(), grpc.ssl_server_credentials([pair])) as server:
+    async with serving(Talking(), Wire.of_path(folder).public) as server:
         assert (await generate(server.address, "--tls", folder / "ca.pem")).stdout == "0:hi!\n"
         failed = await generate(server.address, "--tls", "system")
     assert exit_code(failed.exception) == 4

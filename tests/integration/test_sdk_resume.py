@@ -122,16 +122,6 @@ async def test_a_stream_that_is_cut_anywhere_and_again_is_one_stream(world: Worl
             assert {each.system_fingerprint for each in server.resumes} == ({"x"} if resumed else set()), cuts
 
 
-async def test_thoughts_that_come_again_are_shown_once(world: World, server: Resumable):
-    async with world.client(max_retries=3) as client:
-        for cuts in itertools.product(range(1, EVENTS + 2), range(4)):
-            server.cuts = list(cuts)
-            done, deltas, _ = await read_all(client, thoughts=True)
-            assert (done.text, done.tokens) == (TEXT, IDS), cuts
-            assert [thought.chunk for thought in done.thoughts] == [0, 1], cuts
-            assert [thought for delta in deltas for thought in delta.thoughts] == list(done.thoughts), cuts
-
-
 async def test_a_thought_is_no_progress(world: World, server: Resumable):
     """Each resumed stream has one more thought than the one before, and no token."""
     server.cuts = [2, 3, 3]
@@ -168,9 +158,7 @@ async def test_the_request_goes_along_as_it_was(world: World, server: Resumable)
 @pytest.mark.parametrize("cut", [1, 3])
 async def test_a_stream_that_is_not_resumable_is_not_sent_again(world: World, server: Resumable, cut: int):
     server.headers, server.cuts = (), [cut]
-    async with world.client() as client:
-        with pytest.raises(WorkerLost, match=DIED):
-            await read_all(client)
+    await world.failing(WorkerLost, DIED)
     assert (len(server.requests), server.resumes, world.waits) == (1, [], [])
 
 
@@ -197,9 +185,7 @@ async def test_retries_are_counted_anew_after_progress(world: World, server: Res
 async def test_retries_without_progress_run_out(world: World, server: Resumable, retries: int, cut: int):
     """A server that sends only Accepted each time makes no progress."""
     server.cuts = [3] + [cut] * 5
-    async with world.client(max_retries=retries) as client:
-        with pytest.raises(WorkerLost, match=DIED):
-            await read_all(client)
+    await world.failing(WorkerLost, DIED, max_retries=retries)
     assert len(server.resumes) == retries
 
 
@@ -209,15 +195,6 @@ async def test_the_deadline_ends_a_resumed_stream(world: World, server: Resumabl
         with pytest.raises(errors.DeadlineExceeded):
             await soon(all_of(stream))
         assert stream.resumed == 1
-
-
-async def test_closing_before_a_resume_is_the_end(world: World, server: Resumable):
-    server.cuts = [3]
-    async with world.client() as client, client.stream("x") as stream:
-        world.close_in_waits(client, stream)
-        with pytest.raises(errors.Cancelled):
-            await soon(all_of(stream))
-    assert server.resumes == []
 
 
 @pytest.mark.parametrize("what", ["the stream, in a resume", "the client"])

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 import grpc
+import pytest
 
 import baton.client
 from baton import AsyncClient, Client, core, errors
@@ -208,6 +209,13 @@ class World:
             yield made
         finally:
             await made("close")
+
+    async def failing(self, kind: type[Exception], match: str | None, *call: Any, **options: Any) -> Exception:
+        """Return the error that this call raises, by default `generate`. `options` are the client's."""
+        async with self.client(**options) as client:
+            with pytest.raises(kind, match=match) as caught:
+                await soon(client(*call or ("generate", "x")))
+        return caught.value
 
     def close_in_waits(self, client: Any, stream: Any) -> None:
         """Make the client close the stream during its next retry wait."""
