@@ -25,6 +25,7 @@ WEATHER: dict[str, Any] = {
 }
 NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 CALL = '{"name": "weather", "arguments": {"city": "Köln"}}'
+CUT = '<tool_call>{"name": "weather", "arguments": {"city'
 UNKNOWN = '<tool_call>{"name": "delete_all", "arguments": {}}</tool_call>'
 SAID = f"Let me see.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>"
 
@@ -152,19 +153,19 @@ async def test_a_template_without_tools(routed):
 
 
 @pytest.mark.parametrize(
-    ("text", "reason", "parallel", "content", "count", "shown"),
+    ("text", "reason", "options", "content", "count", "shown"),
     [
-        (SAID, EOS, None, "Let me see.", 2, "tool_calls"),
-        (SAID, EOS, False, "Let me see.", 1, "tool_calls"),
-        (SAID[:-20], LENGTH, None, f"Let me see.{SAID[-75:-20]}", 1, "length"),
-        *((text, EOS, None, text, 0, "stop") for text in ("It rains.", UNKNOWN)),
-        (SAID[12:40], LENGTH, None, SAID[12:40], 0, "length"),
+        (SAID, EOS, {}, "Let me see.", 2, "tool_calls"),
+        (SAID, EOS, {"parallel_tool_calls": False}, "Let me see.", 1, "tool_calls"),
+        (SAID + CUT, LENGTH, {}, "Let me see." + CUT, 2, "length"),
+        ("It rains.", EOS, {}, "It rains.", 0, "stop"),
+        (UNKNOWN, EOS, {}, UNKNOWN, 0, "stop"),
+        (CUT, LENGTH, {}, CUT, 0, "length"),
     ],
-    ids=["two", "one at a time", "one is cut short", "none", "an unknown function", "the only one is cut short"],
+    ids=["two", "one at a time", "two and a part", "none", "unknown function", "a part"],
 )
-async def test_calls(gateway, text, reason, parallel, content, count, shown):
+async def test_calls(gateway, text, reason, options, content, count, shown):
     gateway.plays(*spoken(text, reason))
-    options = {} if parallel is None else {"parallel_tool_calls": parallel}
     choice = await choice_of(gateway, **options)
     calls = choice.message.tool_calls or []
     assert (choice.message.content, choice.finish_reason) == (content, shown)
