@@ -12,11 +12,9 @@ import os
 import queue
 import random
 import signal
-import subprocess
 import sys
 import threading
 from contextlib import closing
-from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -28,6 +26,7 @@ from baton.hashing import frame_digest
 from kvtransfer.handoff import TransferSettings
 from kvtransfer.transports.base import ChannelEnd, ChannelName, KeyRelay, Ring, Side
 from kvtransfer.transports.select import make_transports
+from tests.support.processes import start_program
 from tests.support.time_factor import scaled
 
 NAME = ChannelName(Incarnation(7, 1), Incarnation(7, 2), 1)
@@ -108,14 +107,8 @@ class Peer:
     def __init__(
         self, side: Side, *flags: str, transport: str = "shm", device: str = "cpu", deadline_s: float = 10.0
     ) -> None:
-        program = [sys.executable, "-m", "tests.integration.channel_peer", transport, Side(1 - side).name.lower()]
-        self.process = subprocess.Popen(
-            [*program, "--device", device, "--deadline-s", str(deadline_s), *flags],
-            cwd=Path(__file__).parents[2],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        settings = ("--device", device, "--deadline-s", str(deadline_s), *flags)
+        self.process = start_program(__name__, transport, Side(1 - side).name.lower(), *settings)
         assert self.process.stdin
         assert self.process.stdout
         self.wire = Wire(self.process.stdout, self.process.stdin)

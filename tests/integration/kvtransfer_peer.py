@@ -9,12 +9,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
@@ -27,6 +25,7 @@ from kvtransfer.handoff import PushJob, TransferSettings
 from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
 from kvtransfer.transports.torch_dist import GlooTransport
+from tests.support.processes import start_program
 from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.support import (
     FINGERPRINT,
@@ -64,14 +63,7 @@ class Process:
     """A process that runs this program."""
 
     def __init__(self, role: str, *flags: str, layout: KVLayout = LAYOUT) -> None:
-        command = [sys.executable, "-m", "tests.integration.kvtransfer_peer", role, "--layout"]
-        self.process = subprocess.Popen(
-            [*command, json.dumps(asdict(layout)), *flags],
-            cwd=Path(__file__).parents[2],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self.process = start_program(__name__, role, "--layout", json.dumps(asdict(layout)), *flags)
 
     def hear(self) -> dict:
         """Return the next message. Skips log lines."""

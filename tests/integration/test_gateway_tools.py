@@ -173,13 +173,9 @@ async def test_calls(gateway, text, reason, options, content, count, shown):
         ("function", "weather", '{"city": "Köln"}')
     ] * count
     assert len({call.id for call in calls}) == count
-    assert await streamed(gateway, **options) == (content, [("weather", {"city": "Köln"})] * count, shown)
-
-
-@pytest.mark.parametrize("size", [1, 7, 1000])
-async def test_calls_in_a_stream(gateway, size):
-    gateway.plays(*spoken(SAID, size=size))
-    assert await streamed(gateway) == ("Let me see.", [("weather", {"city": "Köln"})] * 2, "tool_calls")
+    for size in (1, 7, 1000):
+        gateway.plays(*spoken(text, reason, size))
+        assert await streamed(gateway, **options) == (content, [("weather", {"city": "Köln"})] * count, shown)
 
 
 async def test_calls_of_each_choice(gateway):
