@@ -82,7 +82,7 @@ def open_end(wire: Wire, transport: str, side: Side, device: str, deadline_s: fl
 
 
 def send(end: ChannelEnd, wire: Wire, count: int) -> None:
-    """Send frames 0 to count - 1, at most as many ahead of their credits as there are slots."""
+    """Send frames 0 to count - 1, at most `RING.slots` ahead of their credits. Then wait for the end of `wire`."""
     for number in range(count):
         if number >= RING.slots and wire.hear() is None:
             raise ChannelBroken("no credit came")
@@ -90,6 +90,8 @@ def send(end: ChannelEnd, wire: Wire, count: int) -> None:
         end.slot(number)[: len(data)].copy_(data)
         wire.say(number=number, nbytes=len(data))
         end.start(number, len(data))
+    while wire.hear() is not None:
+        pass
 
 
 def receive(end: ChannelEnd, wire: Wire) -> None:
@@ -163,16 +165,6 @@ class Peer:
                 pipe.close()
 
 
-def serve(end: ChannelEnd, wire: Wire, side: Side, frames: int) -> None:
-    """Send frames as a sender, or receive all announced ones, until the other process ends `wire`."""
-    if side is Side.RECEIVER:
-        receive(end, wire)
-        return
-    send(end, wire, frames)
-    while wire.hear() is not None:
-        pass
-
-
 def main() -> None:
     """Send `started` and `ready`, serve the channel, and send `failed` if it broke."""
     parser = argparse.ArgumentParser()
@@ -188,7 +180,10 @@ def main() -> None:
     try:
         with closing(open_end(wire, arguments.transport, side, arguments.device, arguments.deadline_s)) as end:
             wire.say(ready=os.getpid())
-            serve(end, wire, side, arguments.frames)
+            if side is Side.RECEIVER:
+                receive(end, wire)
+            else:
+                send(end, wire, arguments.frames)
     except ChannelBroken as error:
         wire.say(failed=str(error))
 

@@ -248,18 +248,13 @@ async def test_cluster_needs_the_admin_address(world: World):
     assert status.workers == (baton.client.WorkerStatus(clients.INFO, clients.LOAD, "connected", 1),)
 
 
-@pytest.fixture(params=KINDS)
-async def tls_world(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[World]:
+@pytest.mark.parametrize("kind", KINDS)
+async def test_tls_needs_the_right_authority(kind: str, folder: Path):
+    ca = folder / "ca.pem"
     async with serving(Scripted(), channel.Wire.of_path(folder).public) as scripted:
-        yield World(request.param, scripted)
-
-
-@pytest.mark.parametrize("form", [Path, str, Path.read_bytes])
-async def test_tls_with_the_right_authority(tls_world: World, folder: Path, form: Any):
-    async with tls_world.client(tls=form(folder / "ca.pem")) as client:
-        assert await soon(client("tokenize", "a")) == [97]
-
-
-@pytest.mark.parametrize("tls", [None, True])
-async def test_tls_without_it(tls_world: World, tls: bool | None):
-    await tls_world.failing(NoWorker, "cannot reach", "tokenize", "a", tls=tls, max_retries=0)
+        world = World(kind, scripted)
+        for right in (ca, str(ca), ca.read_bytes()):
+            async with world.client(tls=right) as client:
+                assert await soon(client("tokenize", "a")) == [97]
+        for wrong in (None, True):
+            await world.failing(NoWorker, "cannot reach", "tokenize", "a", tls=wrong, max_retries=0)
