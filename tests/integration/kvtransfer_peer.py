@@ -1,7 +1,7 @@
 """A worker's transfer side as a separate process, driven by lines of JSON: run with `receiver` or `sender`.
 
-The receiver prints {"address": ...} and then answers {"reserve": {...}, "digest": {...}}. The sender pushes on command
-and prints reports. `Process` and `Receiver` start such a process; `Prefill` is a sender in the test's process.
+The receiver prints {"address": ...} and then answers {"reserve": {...}, "digest": {...}}. The sender pushes on command.
+`Process` and `Receiver` start such a process; `Prefill` is a sender in the same process.
 """
 
 from __future__ import annotations
@@ -156,20 +156,13 @@ async def receive(arguments: argparse.Namespace, settings: TransferSettings) -> 
     await service.close()
 
 
-def send(arguments: argparse.Namespace, settings: TransferSettings) -> None:
-    kv, me = make_kv(1, BLOCKS, arguments.layout), WorkerRef("prefill-0", Incarnation(7, 1), "none")
+def send(arguments: argparse.Namespace) -> None:
+    prefill = Prefill(arguments.layout, scaled(5.0))
     to = WorkerRef("decode-0", Incarnation(7, arguments.counter), arguments.to)
-    transports = [GlooTransport(settings.bind_host)]
-
-    def done(handoff: HandoffId, outcome: object) -> None:
-        say(done=str(handoff), outcome=repr(outcome))
-
-    sender = Sender(kv, me, FINGERPRINT, settings, transports, done)
     for line in sys.stdin:
         command = json.loads(line)
-        job = make_job(command["push"], command["tokens"], to)
-        stream(sender, job, command["blocks"], kv.layout.layers, command["tokens"])
-    sender.close()
+        prefill.push(command["push"], command["tokens"], command["blocks"], to, chunk=command["tokens"])
+    prefill.sender.close()
 
 
 def main() -> None:
@@ -185,7 +178,7 @@ def main() -> None:
     if arguments.role == "receiver":
         asyncio.run(receive(arguments, settings))
     else:
-        send(arguments, settings)
+        send(arguments)
 
 
 if __name__ == "__main__":

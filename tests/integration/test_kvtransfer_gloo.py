@@ -155,7 +155,7 @@ async def test_a_sender_killed_mid_push(start) -> None:
     sender.tell(push="r", tokens=60 * 16, blocks=blocks)
     assert await asyncio.to_thread(writing.wait, scaled(20))
     sender.kill()
-    await asyncio.to_thread(table.wait_for, ("lost", WorkerRef("prefill-0", P.incarnation, "none")))
+    await asyncio.to_thread(table.wait_for, ("lost", P))
     assert not table.commits
     await server.stop(0)
     await service.close()
