@@ -11,8 +11,10 @@ import asyncio
 import json
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -103,12 +105,12 @@ class Receiver(Process):
 class Prefill:
     """A sender in this process. After `close` it holds no thread and no descriptor."""
 
-    def __init__(self, layout: KVLayout = LAYOUT, deadline_s: float = 5.0, me: WorkerRef = P) -> None:
+    def __init__(self, layout: KVLayout = LAYOUT, deadline_s: float = 5.0, me: WorkerRef = P, **more: Any) -> None:
         self.reports = Reports()
         self.kv = make_kv(1, BLOCKS, layout)
         settings = TransferSettings("gloo", coalesce_below=1, frame_deadline_s=deadline_s, verify_kv=True)
         transports = [GlooTransport(settings.bind_host)]
-        self.sender = Sender(self.kv, me, FINGERPRINT, settings, transports, self.reports)
+        self.sender = Sender(self.kv, me, FINGERPRINT, settings, transports, self.reports, **more)
 
     def push(
         self, name: str, tokens: int, blocks: Sequence[int], to: WorkerRef, *, chunk: int = 0, skip: int = 0
@@ -119,6 +121,21 @@ class Prefill:
             return hand_over(self.sender, job, blocks, self.kv.layout.layers)
         stream(self.sender, job, blocks, self.kv.layout.layers, chunk)
         return job.handoff
+
+
+@asynccontextmanager
+async def receiving(
+    kv: KVCache, table: RecordingTable, settings: TransferSettings, counter: int = 2
+) -> AsyncIterator[WorkerRef]:
+    """Serve a decode worker's side in this process, and yield its reference."""
+    server = aio_server()
+    me = WorkerRef("decode-0", Incarnation(7, counter), bind(server, "127.0.0.1:0"))
+    service = PeerService(kv, me, FINGERPRINT, settings, table, [GlooTransport(settings.bind_host)])
+    add_PeerServicer_to_server(service, server)
+    await server.start()
+    yield me
+    await server.stop(0)
+    await service.close()
 
 
 # in the process
@@ -135,25 +152,18 @@ def say(**message) -> None:
 
 async def receive(arguments: argparse.Namespace, settings: TransferSettings) -> None:
     table, kv = RecordingTable(arguments.layout), make_kv(None, BLOCKS, arguments.layout)
-    server = aio_server()
-    me = WorkerRef("decode-0", Incarnation(7, arguments.counter), bind(server, "127.0.0.1:0"))
-    service = PeerService(kv, me, FINGERPRINT, settings, table, [GlooTransport(settings.bind_host)])
-    add_PeerServicer_to_server(service, server)
-    await server.start()
-    say(address=me.address)
-    loop = asyncio.get_running_loop()
-    while line := await loop.run_in_executor(None, sys.stdin.readline):
-        command = json.loads(line)
-        for name, blocks in command.get("reserve", {}).items():
-            table.reserve(HandoffId(name, 1), blocks)
-        say(
-            commits=[handoff.request_id for handoff in table.commits],
-            digests={name: kv_digest(kv, *where) for name, where in command.get("digest", {}).items()},
-            lost=[str(what) for kind, what in table.events if kind == "lost"],
-            threads=sum(thread.name.startswith("kv-") for thread in threading.enumerate()),
-        )
-    await server.stop(0)
-    await service.close()
+    async with receiving(kv, table, settings, arguments.counter) as me:
+        say(address=me.address)
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            command = json.loads(line)
+            for name, blocks in command.get("reserve", {}).items():
+                table.reserve(HandoffId(name, 1), blocks)
+            say(
+                commits=[handoff.request_id for handoff in table.commits],
+                digests={name: kv_digest(kv, *where) for name, where in command.get("digest", {}).items()},
+                lost=[str(what) for kind, what in table.events if kind == "lost"],
+                threads=sum(thread.name.startswith("kv-") for thread in threading.enumerate()),
+            )
 
 
 def send(arguments: argparse.Namespace) -> None:

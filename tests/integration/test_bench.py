@@ -19,7 +19,7 @@ from baton.bench.report import KIND
 from baton.cli.exit_codes import exit_code
 from tests.integration.access_support import TOKENS, tls_of, token_file
 from tests.integration.commands_support import Talking, run
-from tests.integration.gateway_support import Alone, alone, tokens, two_words
+from tests.integration.gateway_support import Alone, alone, tokens
 from tests.support.clients import serving, soon
 
 ROOT = Path(__file__).parents[2]
@@ -152,19 +152,9 @@ ERRORS = ["Overloaded", "NoWorker", "WorkerLost", "InvalidRequest", "Unauthentic
 )
 async def test_errors_over_http_are_of_the_same_classes(gateway: Alone, name: str, after: int):
     error = errors.InvalidRequest.of("n", "too many") if name == "InvalidRequest" else getattr(errors, name)("because")
-
-    async def script(request: Any) -> AsyncIterator[Any]:
-        if len(gateway.fake.requests) == 1:
-            async for step in two_words(request):
-                yield step
-            return
-        for number in range(after):
-            yield tokens(0, number, [number + 1], "x")
-        yield error
-
-    gateway.fake.script = script
-    found = json.loads((await bench_http(gateway.address, "--requests", 2, "--concurrency", 1)).stdout)
-    assert (found["completed"], found["errors"]) == (1, {name: 1})
+    gateway.plays(*(tokens(0, number, [number + 1], "x") for number in range(after)), error)
+    found = json.loads((await bench_http(gateway.address, "--requests", 1)).stdout)
+    assert (found["completed"], found["errors"]) == (0, {name: 1})
 
 
 async def test_servers_that_are_no_servers(gateway: Alone):

@@ -19,16 +19,12 @@ import torch
 
 from baton.core import Incarnation, KVLayout, WorkerRef
 from baton.errors import ChannelBroken
-from baton.rpc.channel import aio_server, bind
-from baton.rpc.v1.peer_pb2_grpc import add_PeerServicer_to_server
 from kvtransfer.handoff import PushResult, TransferSettings
-from kvtransfer.receiver import PeerService
-from kvtransfer.sender import GrpcPeerStream, Sender
-from kvtransfer.transports.torch_dist import GlooTransport
-from tests.integration.kvtransfer_peer import Prefill, Process, Receiver, kv_digest
+from kvtransfer.sender import GrpcPeerStream
+from tests.integration.kvtransfer_peer import Prefill, Process, Receiver, kv_digest, receiving
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
-from tests.unit.kvtransfer.support import FINGERPRINT, LAYOUT, P, RecordingTable, Reports, hand_over, make_job, make_kv
+from tests.unit.kvtransfer.support import LAYOUT, P, RecordingTable, make_job, make_kv
 
 WIDE = KVLayout(layers=4, kv_heads=8, head_dim=64, block_size=16, dtype="float32")  # 256 KiB a block
 FOREVER_S = 600.0  # longer than a test: only the death itself ends the push
@@ -96,20 +92,16 @@ def test_an_address_without_a_listener(prefills, address: str) -> None:
     prefill.reports.failed(prefill.push("r", 4, [1], absent), ChannelBroken, address)
 
 
-def test_a_reply_that_no_stream_takes_ends_the_channel(receiver: Receiver) -> None:
+def test_a_reply_that_no_stream_takes_ends_the_channel(receiver: Receiver, prefills) -> None:
     def bad(reply) -> None:
         raise RuntimeError("a bug")
 
     def connect(address, on_reply, on_end):
         return GrpcPeerStream(address, bad, on_end)
 
-    reports, transports = Reports(), [GlooTransport("127.0.0.1")]
-    sender = Sender(make_kv(1), P, FINGERPRINT, TransferSettings(), transports, reports, connect=connect)
-    try:
-        handoff = hand_over(sender, make_job("r", 4, receiver.ref), [1])
-        reports.failed(handoff, ChannelBroken, "RuntimeError", timeout=4)
-    finally:
-        sender.close()
+    prefill = prefills(connect=connect)
+    handoff = prefill.push("r", 4, [1], receiver.ref)
+    prefill.reports.failed(handoff, ChannelBroken, "RuntimeError", timeout=4)
 
 
 def test_a_receiver_killed_mid_push_and_its_successor(start, prefills) -> None:
@@ -141,24 +133,17 @@ def test_a_frozen_receiver_is_given_up_by_the_deadline(receiver: Receiver, prefi
 
 async def test_a_sender_killed_mid_push(start) -> None:
     table, before = RecordingTable(WIDE), set(threading.enumerate())
-    server = aio_server()
-    me = WorkerRef("decode-0", Incarnation(7, 2), bind(server, "127.0.0.1:0"))
     settings = TransferSettings("gloo", WIDE.block_size * WIDE.layer_token_bytes)
-    transports = [GlooTransport(settings.bind_host)]
-    service = PeerService(make_kv(None, 64, WIDE), me, FINGERPRINT, settings, table, transports)
-    add_PeerServicer_to_server(service, server)
-    await server.start()
-    sender = start(Process, "sender", "--to", me.address, layout=WIDE)
-    writing, blocks = threading.Event(), list(range(60))
-    table.hold = writing.set
-    table.reserve(make_job("r", 60 * 16).handoff, blocks)
-    sender.tell(push="r", tokens=60 * 16, blocks=blocks)
-    assert await asyncio.to_thread(writing.wait, scaled(20))
-    sender.kill()
-    await asyncio.to_thread(table.wait_for, ("lost", P))
-    assert not table.commits
-    await server.stop(0)
-    await service.close()
+    async with receiving(make_kv(None, 64, WIDE), table, settings) as me:
+        sender = start(Process, "sender", "--to", me.address, layout=WIDE)
+        writing, blocks = threading.Event(), list(range(60))
+        table.hold = writing.set
+        table.reserve(make_job("r", 60 * 16).handoff, blocks)
+        sender.tell(push="r", tokens=60 * 16, blocks=blocks)
+        assert await asyncio.to_thread(writing.wait, scaled(20))
+        sender.kill()
+        await asyncio.to_thread(table.wait_for, ("lost", P))
+        assert not table.commits
     eventually(lambda: not [t for t in set(threading.enumerate()) - before if t.name.startswith("kv-")])
 
 
