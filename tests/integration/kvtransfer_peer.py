@@ -133,9 +133,11 @@ async def receiving(
     service = PeerService(kv, me, FINGERPRINT, settings, table, [GlooTransport(settings.bind_host)])
     add_PeerServicer_to_server(service, server)
     await server.start()
-    yield me
-    await server.stop(0)
-    await service.close()
+    try:
+        yield me
+    finally:
+        await server.stop(0)
+        await service.close()
 
 
 # in the process

@@ -14,16 +14,23 @@ from baton.structured_output import Grammars
 from baton.tokenizer import OracleTokenizer
 from tests.integration.gateway_support import EOS, HELLO, LENGTH, alone, any_text, asking, refused, spoken, tokens
 
+
+def function(name: str, **fields: Any) -> dict[str, Any]:
+    """Return a function as a tool, or the choice of it."""
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+def called(name: str, arguments: str) -> dict[str, Any]:
+    """Return an earlier call of a function, as a client sends it back."""
+    return {"id": "1", **function(name, arguments=arguments)}
+
+
 PARAMETERS = {
     "type": "object", "$defs": {"Unit": {"enum": ["C", "F"]}}, "additionalProperties": False,
     "properties": {"city": {"enum": ["Rome", "Köln"]}, "unit": {"$ref": "#/$defs/Unit"}, "day": {"const": None}},
     "required": ["city", "unit"],
 }  # fmt: skip
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {"name": "weather", "description": "Now.", "parameters": PARAMETERS},
-}
-NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
+WEATHER, NOW = function("weather", description="Now.", parameters=PARAMETERS), function("now")
 CALL = '{"name": "weather", "arguments": {"city": "Köln"}}'
 CUT = '<tool_call>{"name": "weather", "arguments": {"city'
 UNKNOWN = '<tool_call>{"name": "delete_all", "arguments": {}}</tool_call>'
@@ -73,8 +80,7 @@ async def test_tools_reach_the_template(gateway):
     strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
     await chat(gateway, tools=[strict, NOW], tool_choice="auto", parallel_tool_calls=True)
     (request,) = gateway.fake.requests
-    empty = {"type": "object", "properties": {}}
-    now = {"type": "function", "function": {"name": "now", "parameters": empty}}
+    now = function("now", parameters={"type": "object", "properties": {}})
     assert json.loads(request.chat.tools) == [WEATHER, now], "what is not given stays out, null within a schema stays"
     assert not request.HasField("constraint")
 
@@ -102,9 +108,8 @@ async def test_results_are_sent_back(gateway):
 
 
 async def test_calls_need_no_words(gateway):
-    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": ""}}
     for content in ({}, {"content": None}, {"content": ""}):
-        await chat(gateway, [*HELLO, {"role": "assistant", "tool_calls": [call]} | content])
+        await chat(gateway, [*HELLO, {"role": "assistant", "tool_calls": [called("now", "")], **content}])
     assert [request.chat.messages[1].content for request in gateway.fake.requests] == [""] * 3
 
 
@@ -112,29 +117,29 @@ async def test_calls_need_no_words(gateway):
     ("wrong", "param", "says"),
     [
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type", "must be 'function'"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "1 to 64"),
-        ({"tools": [{"type": "function", "function": {"name": "x", "paramters": {}}}]},
-         "tools[0].function.paramters", "did you mean parameters"),
-        ({"tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": "string"}}}]},
-         "tools[0].function.parameters", "of type object"),
+        ({"tools": [function("a b")]}, "tools[0].function.name", "1 to 64"),
+        ({"tools": [function("x", paramters={})]}, "tools[0].function.paramters", "did you mean parameters"),
+        ({"tools": [function("x", parameters={"type": "string"})]}, "tools[0].function.parameters", "of type object"),
         ({"tools": [NOW, NOW]}, "tools[1].function.name", "must be unique"),
         ({"tools": [NOW] * 129}, "tools", "at most 128"),
         ({"tool_choice": "any"}, "tool_choice", "none, auto, required"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "none, auto, required"),
-        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "one of tools: weather, now"),
+        ({"tool_choice": function("x")}, "tool_choice", "one of tools: weather, now"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "only allowed with tools"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported with tools"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "role tool"),
         ({"messages": [{**HELLO[0], "tool_call_id": "1"}]}, "messages[0].tool_call_id", "role tool"),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id", "earlier"),
         ({"messages": [{"role": "assistant"}]}, "messages[0].content", "required"),
-        ({"messages": [{**HELLO[0], "tool_calls": [{"id": "1", "function": {"name": "x", "arguments": "{}"}}]}]},
-         "messages[0].tool_calls", "role assistant"),
-        ({"messages": [{**HELLO[0], "tool_calls": [{"id": "1", "function": {"name": "x", "arguments": "["}}]}]},
-         "messages[0].tool_calls[0].function.arguments", "JSON object"),
+        ({"messages": [{**HELLO[0], "tool_calls": [called("x", "{}")]}]}, "messages[0].tool_calls", "role assistant"),
+        (
+            {"messages": [{**HELLO[0], "tool_calls": [called("x", "[")]}]},
+            "messages[0].tool_calls[0].function.arguments",
+            "JSON object",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
-)  # fmt: skip
+)
 async def test_wrong_tools(gateway, wrong, param, says):
     found = await refused(openai.BadRequestError, chat(gateway, extra_body=wrong), re.escape(says))
     assert (found.param, gateway.fake.requests) == (param, [])
@@ -145,8 +150,8 @@ async def test_a_template_without_tools(routed):
         asked = chat(routed, tool_choice=choice)
         found = await refused(openai.BadRequestError, asked, "chat template does not support tools")
         assert (found.param, found.code) == ("tools", "invalid_value")
-    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
-    asked = chat(routed, [*HELLO, {"role": "assistant", "tool_calls": [call]}], tool_choice="none")
+    messages = [*HELLO, {"role": "assistant", "tool_calls": [called("now", "{}")]}]
+    asked = chat(routed, messages, tool_choice="none")
     found = await refused(openai.BadRequestError, asked, "does not support tool calls")
     assert found.param == "messages[1].tool_calls"
     assert (await chat(routed, tool_choice="none", max_tokens=2)).usage.completion_tokens == 2
@@ -251,7 +256,7 @@ async def test_the_helpers_of_the_client(gateway):
 
 
 @pytest.mark.parametrize("form", ["hermes", "mistral", "llama", "json"])
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+@pytest.mark.parametrize("choice", ["required", function("weather")])
 async def test_forced_calls(gateway, form, choice, seed):
     """A model without preferences, constrained by the worker's grammar, makes only valid calls."""
     grammars, rng = Grammars(OracleTokenizer()), random.Random(seed)
@@ -295,6 +300,6 @@ async def test_several_forced_calls(gateway):
 
 async def test_a_schema_that_cannot_be_enforced(routed):
     """Constraints are checked before the template is read."""
-    wrong = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "odd"}}}}}
+    wrong = function("f", parameters={"properties": {"x": {"type": "odd"}}})
     asked = chat(routed, tools=[wrong], tool_choice="required")
     assert (await refused(openai.BadRequestError, asked)).param == "tools"
