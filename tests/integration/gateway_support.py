@@ -38,9 +38,9 @@ def finished(choice: int = 0, reason: Any = LENGTH) -> dict[str, Any]:
     return {"finished": pb.Finished(choice=choice, reason=reason)}
 
 
-def completed(prompt: int = 3, new: int = 2, cached: int = 0) -> dict[str, Any]:
-    usage = pb.Usage(prompt_tokens=prompt, completion_tokens=new, cached_tokens=cached)
-    return {"completed": pb.Completed(usage=usage)}
+def completed(prompt: int = 3, new: int = 2, fingerprint: str = "", **usage: Any) -> dict[str, Any]:
+    spent = pb.Usage(prompt_tokens=prompt, completion_tokens=new, **usage)
+    return {"completed": pb.Completed(usage=spent, system_fingerprint=fingerprint)}
 
 
 def spoken(text: str, reason: Any = EOS, size: int = 5, choices: int = 1) -> list[dict[str, Any]]:
@@ -64,7 +64,7 @@ async def two_words(request: pb.GenerateRequest) -> AsyncIterator[dict[str, Any]
             yield tokens(choice, at, [token_id], text, entry)
     for choice in range(request.n or 1):
         yield finished(choice, EOS)
-    yield completed(new=2 * (request.n or 1), cached=1)
+    yield completed(new=2 * (request.n or 1), cached_tokens=1)
 
 
 def any_text(grammars: Grammars, schema: str, rng: random.Random) -> str:

@@ -1,6 +1,7 @@
 """The HTTP gateway in front of a scripted `Inference`: every possible answer, as `openai` shows it."""
 
 import asyncio
+import itertools
 import json
 import re
 from hashlib import sha256
@@ -65,9 +66,7 @@ def alike(fingerprint: str, *digests: str):
         yield {"accepted": pb.Accepted(prompt_tokens=3, system_fingerprint=fingerprint)}
         yield tokens(0, 0, [1], "dog")
         yield finished()
-        done = completed()["completed"]
-        done.system_fingerprint, done.usage.audit_digest = fingerprint, left.pop(0)
-        yield {"completed": done}
+        yield completed(fingerprint=fingerprint, audit_digest=left.pop(0))
 
     return script
 
@@ -117,9 +116,7 @@ async def thinking(request):
     for choice in range(2):
         yield tokens(choice, 0, [1], "dog")
         yield finished(choice)
-    done = completed()
-    done["completed"].usage.thinking_tokens = 3
-    yield done
+    yield completed(thinking_tokens=3)
 
 
 THOUGHTS = [
@@ -555,10 +552,8 @@ async def test_keep_alive_while_nothing_comes():
 
 async def test_a_client_that_does_not_read_is_given_up():
     async def script(request):
-        start = 0
-        while True:
+        for start in itertools.count():
             yield tokens(0, start, [1], "x" * 100_000)
-            start += 1
 
     async with alone(stall_s=0.1) as gateway:
         gateway.fake.script = script

@@ -87,18 +87,6 @@ async def test_leaving_the_block_cancels(world: World, error: Exception | None):
         await soon(world.server.cancelled.wait())
 
 
-async def test_closing_wakes_the_reader_with_cancelled(world: World):
-    world.server.scripts = [begin_and_hang]
-    async with world.client() as client, client.stream("x") as stream:
-        await soon(anext(stream))
-        reading = asyncio.create_task(anext(stream))
-        await asyncio.sleep(0)
-        await stream.close()
-        for reader in (reading, anext(stream)):
-            with pytest.raises(errors.Cancelled):
-                await soon(reader)
-
-
 @pytest.mark.parametrize("world", ["async"], indirect=True)  # threads have no tasks
 async def test_a_cancelled_task_stays_cancelled_and_the_server_learns_of_it(world: World):
     world.server.scripts = [begin_and_hang]

@@ -189,15 +189,16 @@ async def test_retries_without_progress_run_out(world: World, server: Resumable,
     assert len(server.resumes) == retries
 
 
-@pytest.mark.parametrize("what", ["the stream, in a resume", "the client"])
+@pytest.mark.parametrize("what", ["the stream", "the stream, in a resume", "the client"])
 async def test_closing_ends_a_stream(world: World, server: Resumable, what: str):
-    server.cuts, server.hangs = ([3], {0}) if what == "the client" else ([3, 0], {1})
+    server.cuts, server.hangs = ([3, 0], {1}) if "resume" in what else ([3], {0})
     async with world.client() as client, client.stream("x") as stream:
         reading = asyncio.create_task(all_of(stream))
         await soon(server.cut.wait())
         await (client("close") if what == "the client" else stream.close())
-        with pytest.raises(errors.Cancelled):
-            await soon(reading)
+        for reader in (reading, anext(stream)):
+            with pytest.raises(errors.Cancelled):
+                await soon(reader)
         if what == "the client":
             with pytest.raises(errors.Cancelled, match="the client was closed"):
                 await soon(client("generate", "x"))
