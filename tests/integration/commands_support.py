@@ -31,16 +31,13 @@ class Talking(Scripted):
         self.running += 1
         self.most = max(self.most, self.running)
         try:
-            await self._meet()
+            if self.running >= self.together:
+                self.met.set()
+            await soon(self.met.wait())
             async for event in self._talk(request, context):
                 yield event
         finally:
             self.running -= 1
-
-    async def _meet(self) -> None:
-        if self.running >= self.together:
-            self.met.set()
-        await soon(self.met.wait())
 
     async def _talk(self, request: inference.GenerateRequest, context: Any) -> AsyncIterator[Event]:
         said = request.chat.messages[-1].content if request.chat.messages else request.text

@@ -23,7 +23,7 @@ from baton.engine.kv_cache import KVCache
 from baton.hashing import frame_digest
 from baton.rpc.channel import aio_server, bind
 from baton.rpc.v1.peer_pb2_grpc import add_PeerServicer_to_server
-from kvtransfer.handoff import PushJob, TransferSettings
+from kvtransfer.handoff import TransferSettings
 from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
 from kvtransfer.transports.torch_dist import GlooTransport
@@ -50,15 +50,6 @@ def kv_digest(kv: KVCache, blocks: Sequence[int], tokens: int, skip: int = 0) ->
     out = torch.empty(len(layers) * (tokens - skip) * kv.layout.layer_token_bytes, dtype=torch.uint8)
     kv.gather(layers, blocks, skip, tokens, out)
     return frame_digest(out.numpy().data).hex()
-
-
-def stream(sender: Sender, job: PushJob, blocks: Sequence[int], layers: int, chunk: int) -> None:
-    """Begin the push, report each chunk as computed layer by layer, and finish."""
-    sender.begin(job)
-    for begin in range(job.skip, job.known_tokens, chunk):
-        for layer in range(1, layers + 1):
-            sender.computed(job.handoff, blocks, layer, min(begin + chunk, job.known_tokens))
-    sender.finish(job.handoff, make_end(job.known_tokens))
 
 
 class Process:
@@ -116,10 +107,14 @@ class Prefill:
         self, name: str, tokens: int, blocks: Sequence[int], to: WorkerRef, *, chunk: int = 0, skip: int = 0
     ) -> HandoffId:
         """Push a handoff. `chunk`: report each chunk layer by layer, or 0 to report everything in one call."""
-        job = make_job(name, tokens, to, skip=skip)
+        job, layers = make_job(name, tokens, to, skip=skip), self.kv.layout.layers
         if not chunk:
-            return hand_over(self.sender, job, blocks, self.kv.layout.layers)
-        stream(self.sender, job, blocks, self.kv.layout.layers, chunk)
+            return hand_over(self.sender, job, blocks, layers)
+        self.sender.begin(job)
+        for begin in range(skip, tokens, chunk):
+            for layer in range(1, layers + 1):
+                self.sender.computed(job.handoff, blocks, layer, min(begin + chunk, tokens))
+        self.sender.finish(job.handoff, make_end(tokens))
         return job.handoff
 
 

@@ -120,13 +120,9 @@ async def test_a_name_that_all_processes_bear(make, tmp_path, name, code):
     assert answer.code is code
 
 
-@pytest.fixture
-def no_rule_for_models(monkeypatch):
+async def test_a_method_without_a_rule_is_refused(cluster, monkeypatch):
     left = {name: need for name, need in RULES.items() if not name.endswith("/ListModels")}
     monkeypatch.setattr("router.auth.interceptor.RULES", left)
-
-
-async def test_a_method_without_a_rule_is_refused(no_rule_for_models, cluster):
     asked = [(f"/baton.v1.Inference/{name}", bearer("admin")) for name in ("ListModels", "NoSuch")]
     listed, unknown = await ask_all(cluster.router.grpc, Wire(), *asked)
     assert listed.code is C.PERMISSION_DENIED

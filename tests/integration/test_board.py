@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -207,10 +208,7 @@ async def test_who_waits_is_told_when_it_is_done_or_what_is_missing(operator, bo
 
 
 async def test_a_redis_that_is_away_costs_the_status_nothing_but_that(router, operator, monkeypatch):
-    async def away(*_: object) -> object:
-        raise LedgerError("down")
-
-    monkeypatch.setattr(Connection, "call", away)
+    monkeypatch.setattr(Connection, "call", AsyncMock(side_effect=LedgerError("down")))
     assert (await call(operator.status)).control is None
     with pytest.raises(BatonError):
         await call(operator.restart)
