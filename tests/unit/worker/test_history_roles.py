@@ -3,8 +3,6 @@
 import inspect
 import random
 
-import pytest
-
 from baton.event_journal import History
 from tests.support.sessions import D, P
 from tests.unit.history.good import TickingClock
@@ -44,24 +42,14 @@ class Schedule(TogetherMachine):
             history.close()
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    made = tmp_path_factory.mktemp("histories")
+def test_random_schedules_keep_all_rules_and_have_all_that_can_happen(tmp_path):
+    events = []
     for seed in SEEDS:
-        Schedule().run(made / str(seed), seed)
-    return [made / str(seed) for seed in SEEDS]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", SEEDS)
-def test_random_schedules_keep_all_rules(folders, seed):
-    assert [str(violation) for violation in check([folders[seed]]).violations] == []
-
-
-def test_the_schedules_have_all_that_can_happen(folders):
-    report = check(folders)
-    seen = {event.name for journal in report.journals for event in journal.events}
-    shared = any(event.facts.get("shared") for journal in report.journals for event in journal.events)
+        Schedule().run(tmp_path / str(seed), seed)
+        report = check([tmp_path / str(seed)])
+        assert [str(violation) for violation in report.violations] == [], f"seed {seed}"
+        events += [event for journal in report.journals for event in journal.events]
+    seen, shared = {event.name for event in events}, any(event.facts.get("shared") for event in events)
     wanted = {"reserved", "offered", "committed", "fenced", "adopted", "tokens", "finished", "preempted", "released"}
     wanted |= {"prefill", "repush", "owned", "published", "let_go", "pushed", "failed", "aborted"}
     assert (wanted - seen, shared) == (set(), True)

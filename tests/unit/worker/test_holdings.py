@@ -135,7 +135,7 @@ def side():
     made.loop.stop()
 
 
-async def test_it_is_taken_on_the_engine_thread(side):
+async def test_it_is_taken_on_the_engine_thread_and_a_failure_is_the_askers_and_not_the_engines(side):
     allocation, threads = taken(side.engine.pool, 3), []
 
     def holdings():
@@ -145,16 +145,9 @@ async def test_it_is_taken_on_the_engine_thread(side):
     side.loop.start(side.role)
     found = await take(side.loop, D, holdings)
     assert (threads, found.blocks.owned, found.unaccounted) == (["engine"], 3, 0)
-
-
-async def test_a_failure_is_the_askers_and_not_the_engines(side):
-    def holdings():
-        raise ZeroDivisionError
-
-    side.loop.start(side.role)
     with pytest.raises(ZeroDivisionError):
-        await take(side.loop, D, holdings)
-    assert (await take(side.loop, D, list)).unaccounted == 0
+        await take(side.loop, D, lambda: 1 / 0)
+    assert (await take(side.loop, D, holdings)).unaccounted == 0
     assert side.loop.failure is None
 
 

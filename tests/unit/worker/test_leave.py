@@ -40,7 +40,7 @@ def test_a_handoff_that_is_under_way_ends_with_its_last_token(pair, router, upto
     sides = [pair.prefill, pair.decode]
     if upto in {"reserved", "alone"}:
         sides = [pair.decode]
-        pair.decode.take(router, reserve())
+        pair.bring(router, "reserved")
     elif upto == "queued":
         pair.begin(router)
     else:
@@ -111,12 +111,9 @@ def test_a_pin_is_waited_for(pair, router):
 # --- SIGTERM: its work continues elsewhere, from any state
 
 
-@pytest.mark.parametrize("upto", ["reserved", "offered", "written"])
-def test_what_is_reserved_is_given_back(pair, router, upto):
-    if upto == "reserved":
-        pair.decode.take(router, reserve())
-    else:
-        pair.hand_over(router, upto=upto)
+@pytest.mark.parametrize("state", ["reserved", "receiving", "written"])
+def test_what_is_reserved_is_given_back(pair, router, state):
+    pair.bring(router, state)
     pair.decode.role.leave()
     assert router.refusals == [DRAINING]
     pair.end_pushes()

@@ -38,19 +38,6 @@ class FakeEngine:
         return self.bring()
 
 
-class Listener:
-    def __init__(self):
-        self.log = []
-        self.ticks = threading.Semaphore(0)
-
-    def stepped(self, result):
-        self.log.append("step")
-
-    def tick(self):
-        self.log.append("tick")
-        self.ticks.release()
-
-
 @pytest.fixture
 def engine():
     return FakeEngine()
@@ -58,7 +45,10 @@ def engine():
 
 @pytest.fixture
 def listener():
-    return Listener()
+    """Records its calls, and counts in `ticks` what no test has awaited yet."""
+    made = Mock(ticks=threading.Semaphore(0))
+    made.tick.side_effect = made.ticks.release
+    return made
 
 
 @pytest.fixture
@@ -116,10 +106,10 @@ def test_jobs_run_between_steps(engine, listener, started):
     engine.work, engine.bring = True, lambda: computed
     loop = started()
     for _ in range(3):
-        run_on(loop, lambda: listener.log.append("job"))
+        run_on(loop, listener.job)
     run_on(loop, lambda: setattr(engine, "work", False))
     loop.stop()
-    log = listener.log
+    log = [name for name, *_ in listener.mock_calls]
     for at in [i for i, what in enumerate(log) if what == "job"]:
         assert log[at - 1] in {"tick", "job"}  # never between a step and its tick
 
@@ -217,7 +207,7 @@ def test_what_steps_took_is_kept_by_kind_and_of_those_that_mix_kinds_each_part(e
     assert loop.paces.decode.since(Pace(1, 3, 300, 2.0)) == Pace(1, 2, 200, 16.0)
 
 
-def test_who_hears_of_a_step_finds_what_it_took_and_telling_counts_with_the_next(engine, listener, monkeypatch):
+def test_who_hears_of_a_step_finds_what_it_took_and_telling_counts_with_the_next(engine, listener):
     clock, found = FakeClock(), []
     loop = EngineLoop(engine, clock=clock)
 
@@ -229,7 +219,7 @@ def test_who_hears_of_a_step_finds_what_it_took_and_telling_counts_with_the_next
         found.append(loop.paces.decode)
         clock.advance(0.25)
 
-    monkeypatch.setattr(listener, "stepped", stepped)
+    listener.stepped.side_effect = stepped
     engine.work, engine.bring = True, bring
     loop._step(listener)
     loop._step(listener)

@@ -27,6 +27,7 @@ class FakeRole:
     def __init__(self):
         self.loop = asyncio.get_running_loop()
         self.heard: asyncio.Queue[Any] = asyncio.Queue()
+        self.next = self.heard.get
         self.threads = set()
 
     def command(self, session, command):
@@ -37,18 +38,12 @@ class FakeRole:
     def gone(self, session):
         self._tell(("gone", session, None))
 
-    def stepped(self, result):
-        pass
-
     def tick(self):
         pass
 
     def _tell(self, what):
         self.threads.add(threading.current_thread().name)
         self.loop.call_soon_threadsafe(self.heard.put_nowait, what)
-
-    async def next(self):
-        return await self.heard.get()
 
 
 class Worker:

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,35 +13,22 @@ from baton.worker import process
 from baton.worker.process import HostedWorker, run_worker_process
 from tests.support.sessions import D
 from tests.support.time_factor import scaled
+from tests.support.waiting import eventually
 
 NO_SETTINGS: Any = ({}, {}, None)  # unused settings, factories and role
 
 
-class Exits:
-    """Starts workers and records the exit codes with which they would end the process."""
-
-    def __init__(self):
-        self.codes = []
-        self.called = threading.Event()
-
-    def worker(self, run):
-        return HostedWorker(run, exit_process=self)
-
-    def __call__(self, code):
-        self.codes.append(code)
-        self.called.set()
-
-
 @pytest.fixture
 def exits():
-    return Exits()
+    """Records the exit codes with which workers would end the process."""
+    return Mock()
 
 
 @pytest.fixture
 def hosted(exits, monkeypatch):
     def start(serve):
         monkeypatch.setattr(process, "serve", lambda settings, factories, role, stop, ready: serve(stop, ready))
-        return exits.worker(partial(run_worker_process, *NO_SETTINGS))
+        return HostedWorker(partial(run_worker_process, *NO_SETTINGS), exit_process=exits)
 
     return start
 
@@ -49,15 +37,15 @@ def test_what_kept_it_from_starting_is_raised_by_ready(exits):
     def run(stop, ready):
         raise ConfigError("model.path: missing")
 
-    worker = exits.worker(run)
+    worker = HostedWorker(run, exit_process=exits)
     with pytest.raises(ConfigError, match=r"model\.path"):
         worker.ready()
     worker.stop()
-    stopped = exits.worker(lambda stop, ready: stop.wait(scaled(10)))
+    stopped = HostedWorker(lambda stop, ready: stop.wait(scaled(10)), exit_process=exits)
     stopped.stop()
     with pytest.raises(Cancelled):
         stopped.ready()
-    assert exits.codes == []
+    exits.assert_not_called()
 
 
 @pytest.mark.parametrize("error", [EngineFault("the engine thread failed"), RuntimeError("a bug"), None])
@@ -74,8 +62,8 @@ def test_a_worker_that_ends_by_itself_ends_the_process(exits, hosted, error):
     worker = hosted(serve)
     worker.ready()
     go_on.set()
-    assert exits.called.wait(scaled(10))
-    assert exits.codes == [0 if error is None else 1]  # 0: it has drained
+    eventually(lambda: exits.called)
+    exits.assert_called_once_with(0 if error is None else 1)  # 0: it has drained
     worker.stop()
 
 
@@ -88,4 +76,4 @@ def test_ready_tells_which_it_is_and_a_stop_ends_it_without_ending_the_process(e
     assert worker.ready() == D
     worker.stop()
     assert not worker._thread.is_alive()
-    assert exits.codes == []
+    exits.assert_not_called()
