@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from unittest.mock import Mock, call
 
 import psutil
@@ -19,6 +18,7 @@ from baton.cli.cluster import demo, launch, operate
 from baton.cli.cluster.launch import wait_ended
 from baton.cli.exit_codes import exit_code
 from baton.cli.main import main
+from baton.cluster import launcher
 from baton.cluster.backend_process import StartError
 from baton.errors import BatonError, ConfigError, InvalidRequest, Violation
 from baton.rpc.v1 import admin_pb2
@@ -80,23 +80,17 @@ def test_help_needs_none_of_the_heavy_libraries():
 UNREAPED = "import subprocess, sys\nprint(subprocess.Popen([sys.executable, '-c', '']).pid, flush=True)\ninput()"
 
 
-@pytest.fixture
-def zombie() -> Iterator[psutil.Process]:
-    """A process that has ended and whose parent has not read its exit code."""
+def test_a_zombie_has_ended_and_a_process_that_runs_on_is_returned():
+    """The parent of a zombie has not read its exit code. The timeout of the first call is longer than a test."""
     command = [sys.executable, "-c", UNREAPED]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        child = psutil.Process(int(parent.stdout.readline()))
-        eventually(lambda: child.status() == psutil.STATUS_ZOMBIE)
-        yield child
+        zombie = psutil.Process(int(parent.stdout.readline()))
+        eventually(lambda: zombie.status() == psutil.STATUS_ZOMBIE)
+        assert wait_ended([zombie], 3600.0) == []
+        running = psutil.Process(parent.pid)
+        assert wait_ended([zombie, running], 0.3) == [running]
         parent.communicate("\n")
-
-
-def test_a_zombie_has_ended_and_a_process_that_runs_on_is_returned(zombie):
-    """The timeout of the first call is longer than a test."""
-    assert wait_ended([zombie], 3600.0) == []
-    running = psutil.Process(zombie.ppid())
-    assert wait_ended([zombie, running], 0.3) == [running]
 
 
 @pytest.mark.parametrize("command", [["up"], ["up", "--detach"], ["demo"]], ids=" ".join)
@@ -114,31 +108,20 @@ def test_a_wrong_cpu_level_is_refused_before_anything_starts(monkeypatch, tmp_pa
 def test_a_full_disk_ends_a_start_with_an_error(monkeypatch, tmp_path, detach):
     monkeypatch.setenv("BATON_HOME", str(tmp_path))
     monkeypatch.setattr(launch, "configure_logging", lambda *_: None)  # would change other tests' logs
+    monkeypatch.setattr(launcher, "SupervisedRedis", None)  # nothing is started
     fill_disk(monkeypatch)
     done = CliRunner().invoke(app, ["up", "-c", "configs/no-ray.yaml", "--set", "model.path=oracle", *detach])
     assert isinstance(done.exception, ConfigError), done.output
     file = "cluster.yaml" if detach else "state.json"
     assert str(done.exception) == f"BATON_HOME: cannot write to {tmp_path}/no-ray/{file}: No space left on device"
-
-
-class FailedChild:
-    """A detached process that ended without output."""
-
-    def __init__(self, spec):
-        pass
-
-    def wait_ready(self, stop):
-        raise ConfigError("up ended with exit code 3")
-
-    def start(self, *_):
-        pass
-
-    terminate = wait = start
+    assert sorted(path.name for path in (tmp_path / "no-ray").iterdir()) == ["lock", "logs"]
 
 
 def test_the_error_of_a_detached_process_without_output_is_shown(monkeypatch, tmp_path):
     monkeypatch.setenv("BATON_HOME", str(tmp_path))
-    monkeypatch.setattr(launch, "Child", FailedChild)
+    child = Mock()
+    child.return_value.wait_ready.side_effect = ConfigError("up ended with exit code 3")
+    monkeypatch.setattr(launch, "Child", child)
     done = CliRunner().invoke(app, ["up", "-c", "configs/no-ray.yaml", "--set", "model.path=oracle", "--detach"])
     assert done.exit_code == 3
     assert done.stderr == "baton: ConfigError: up ended with exit code 3\n"

@@ -141,27 +141,21 @@ def test_a_prompt_on_standard_input_need_not_be_text(monkeypatch, data, text):
     assert stream.prompt == text
 
 
-@pytest.fixture
-def clusters(tmp_path, monkeypatch):
-    """A function that creates a cluster with this name."""
+def add_cluster(name, grpc="127.0.0.1:1"):
+    folder = StateFolder(name)
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    folder.write_state(ClusterState(name, ProcessId.of(os.getpid()), grpc, grpc, grpc, "", "none"))
+
+
+def test_the_only_cluster_is_meant_when_none_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("BATON_HOME", str(tmp_path))
-
-    def add(name, grpc="127.0.0.1:1"):
-        folder = StateFolder(name)
-        folder.logs.mkdir(parents=True, exist_ok=True)
-        folder.write_state(ClusterState(name, ProcessId.of(os.getpid()), grpc, grpc, grpc, "", "none"))
-
-    return add
-
-
-def test_the_only_cluster_is_meant_when_none_is_named(clusters):
-    clusters("a", grpc="")
+    add_cluster("a", grpc="")
     assert target.find_cluster(None, starting=True).name == "a"
     with pytest.raises(NoWorker, match="'a' is still starting"):
         target.find_cluster("a")
-    clusters("a")
+    add_cluster("a")
     assert target.find_cluster(None).name == "a"
-    clusters("b")
+    add_cluster("b")
     assert target.find_cluster("b").name == "b"
     with pytest.raises(NoWorker, match=r"several clusters are running; set --name to one of: a, b"):
         target.find_cluster(None)

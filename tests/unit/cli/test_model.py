@@ -22,22 +22,17 @@ def config(path):
     return ClusterConfig.model_validate({"model": {"path": path}})
 
 
-@pytest.fixture
-def cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    return tmp_path
-
-
 @pytest.mark.parametrize("path", ["oracle", "models/demo"])
 def test_folders_are_left_alone(path):
     assert fetched(config(path), Stop()) == config(path)
 
 
 @pytest.mark.slow
-def test_a_model_of_the_hub_is_pinned_to_its_commit_and_keeps_its_name(cache):
-    snapshot(cache)
+def test_a_model_of_the_hub_is_pinned_to_its_commit_and_keeps_its_name(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    snapshot(tmp_path)
     found = fetched(config("hf:org/tiny"), Stop())
     assert (found.model.path, found.model.name) == (f"hf:org/tiny@{COMMIT}", "org/tiny")
     assert fetched(found, Stop()) == found
@@ -68,14 +63,10 @@ def test_logs_say_how_far_each_worker_is(tmp_path):
     assert loading(tmp_path / "none", since=0) == []
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 def test_a_terminal_shows_one_line_and_clears_it(monkeypatch, tmp_path):
     monkeypatch.setattr(launch, "SHOWN_S", 0.01)
-    terminal = Terminal()
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", terminal)
     with shown_loading(tmp_path) as shown:
         write_log(tmp_path, "decode-0", {"event": "model_loading", "percent": 40})

@@ -20,7 +20,7 @@ from baton.cluster.signals import Stop
 from baton.cluster.state_dir import StateFolder
 from baton.config import ClusterConfig
 from baton.core import BlockCounts, Role
-from baton.errors import BatonError, Cancelled, ConfigError, LedgerError
+from baton.errors import BatonError, Cancelled, LedgerError
 from baton.ledger.embedded_redis import EmbeddedRedis
 from baton.metrics import Metrics, MetricsServer
 from baton.testing import FakeClock
@@ -212,16 +212,6 @@ def test_a_router_that_died_comes_back_at_the_same_address_though_its_first_star
     assert (new.grpc, new.admin, new.metrics) == (old.grpc, old.admin, old.metrics)
     run.end()
     assert run.error is None
-
-
-def test_a_full_disk_at_the_start_ends_it_with_an_error_and_leaves_nothing(run, monkeypatch):
-    fill_disk(monkeypatch)
-    run.thread.start()
-    run.thread.join(scaled(30))
-    assert isinstance(run.error, ConfigError)
-    assert str(run.error) == f"BATON_HOME: cannot write to {run.folder.path}/state.json: No space left on device"
-    assert log == []
-    assert left(run) == ["lock", "logs"]
 
 
 def polls(run, times=3):

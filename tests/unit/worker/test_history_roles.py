@@ -3,6 +3,8 @@
 import inspect
 import random
 
+import pytest
+
 from baton.event_journal import History
 from tests.support.sessions import D, P
 from tests.unit.history.good import TickingClock
@@ -42,6 +44,7 @@ class Schedule(TogetherMachine):
             history.close()
 
 
+@pytest.mark.slow
 def test_random_schedules_keep_all_rules_and_have_all_that_can_happen(tmp_path):
     events = []
     for seed in SEEDS:

@@ -20,9 +20,7 @@ INFO = info_of(D, Role.DECODE, engine_of(Role.DECODE, 10))
 
 @pytest.fixture
 def ledger():
-    it = Mock()
-    it.renew, it.register = AsyncMock(return_value=True), AsyncMock(return_value=True)
-    return it
+    return Mock(renew=AsyncMock(return_value=True), register=AsyncMock(return_value=True))
 
 
 def calls(mock):
