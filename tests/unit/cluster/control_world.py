@@ -169,9 +169,6 @@ class World:
     def kinds(self) -> list[str]:
         return [decision.kind for decision in self.report.decisions]
 
-    def roles(self) -> dict[str, str]:
-        return {p.worker_id: p.role.value for p in self.processes.values() if p.state != "ended"}
-
     def advance(self, seconds: float) -> None:
         """Advance the clock and simulate each process."""
         self.clock.advance(seconds)

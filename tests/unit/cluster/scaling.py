@@ -23,6 +23,7 @@ BLOCKS = 3000  # KV blocks of a worker
 LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 PROMPTS = {"step_s": 0.004, "token_s": 2e-4, "context_s": 1e-8, "queued_s": 2e-4}
 STEPS = {"step_s": 0.010, "token_s": 8e-4, "context_s": 2e-7}
+OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 
 
 @dataclass(eq=False)
@@ -52,29 +53,19 @@ class Worker:
     reserved: int = 0
     owned: int = 0
 
-    @property
-    def stays(self) -> bool:
-        return self.turns or not self.leaves
-
-    @property
-    def empty(self) -> bool:
-        return not (self.prompts or self.rows or self.reserved)
-
-    def step_s(self) -> float:
-        kv = self.kv + len(self.rows) * self.tokens
-        return STEPS["step_s"] + STEPS["token_s"] * len(self.rows) + STEPS["context_s"] * kv
+    def positions(self) -> float:
+        """Return the positions in the KV of all sequences that it decodes."""
+        return self.kv + len(self.rows) * self.tokens
 
     def seen(self) -> tuple[WorkerView, Facts[float]]:
-        info = WorkerInfo(
-            WorkerRef(self.name, Incarnation(1, 1), "x:1"), self.role, "f" * 64, "m", 4096, BLOCKS, LAYOUT
-        )
+        ref = WorkerRef(self.name, Incarnation(1, 1), "x:1")
+        info = WorkerInfo(ref, self.role, "f" * 64, "m", 4096, BLOCKS, LAYOUT)
         counts = BlockCounts(BLOCKS, BLOCKS - self.reserved - self.owned, self.reserved, self.owned)
         waiting = sum(one.tokens for one in self.prompts)
         pace = Pace(seconds=self.busy_s)
         load = Load(running=len(self.rows), queued_tokens=waiting, blocks=counts, prefill_pace=pace)
         costs = PROMPTS if self.role is Role.PREFILL else STEPS
-        positions = self.kv + len(self.rows) * self.tokens
-        facts = BLANK._replace(able=1.0, backlog=waiting, requests=len(self.rows), kv_tokens=positions, **costs)
+        facts = BLANK._replace(able=1.0, backlog=waiting, requests=len(self.rows), kv_tokens=self.positions(), **costs)
         return WorkerView(info, load), facts
 
 
@@ -152,7 +143,8 @@ class Cluster:
         heapq.heappush(decode.rows, (decode.tokens + request.output, id(request), request))
 
     def _decode(self, worker: Worker) -> None:
-        worker.tokens += TICK_S / worker.step_s()
+        rows, kv = len(worker.rows), worker.positions()
+        worker.tokens += TICK_S / (STEPS["step_s"] + STEPS["token_s"] * rows + STEPS["context_s"] * kv)
         while worker.rows and worker.rows[0][0] <= worker.tokens:
             end, _, request = heapq.heappop(worker.rows)
             worker.owned -= request.blocks
@@ -176,16 +168,17 @@ class Cluster:
 
     def _reconcile(self) -> None:
         """Surplus workers change to the role that lacks workers, or stop. Start workers for the rest."""
-        count = {role: sum((one.role is role) is not one.turns and one.stays for one in self.workers) for role in Role}
+        staying = [one for one in self.workers if one.turns or not one.leaves]
+        count = {role: sum((one.role is role) is not one.turns for one in staying) for role in Role}
         for worker in self.workers:
-            role, other = worker.role, _other(worker.role)
+            role, other = worker.role, OTHER[worker.role]
             if count[role] > pool_size(self.plan, role) and not worker.leaves:
                 worker.leaves, worker.turns = True, count[other] < pool_size(self.plan, other)
                 count[role], count[other] = count[role] - 1, count[other] + worker.turns
-        for worker in [one for one in self.workers if one.leaves and one.empty]:
+        for worker in [one for one in self.workers if one.leaves and not (one.prompts or one.rows or one.reserved)]:
             self.workers.remove(worker)
             if worker.turns:
-                self._add(_other(worker.role), TURNS_S)
+                self._add(OTHER[worker.role], TURNS_S)
         for role in Role:
             for _ in range(pool_size(self.plan, role) - count[role]):
                 self._add(role, LOADS_S)
@@ -193,7 +186,3 @@ class Cluster:
 
     def _add(self, role: Role, takes_s: float) -> None:
         self.workers.append(Worker(next(self._names), role, self.now + takes_s))
-
-
-def _other(role: Role) -> Role:
-    return Role.DECODE if role is Role.PREFILL else Role.PREFILL

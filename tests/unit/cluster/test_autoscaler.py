@@ -275,24 +275,15 @@ def test_a_worker_that_begins_anew_is_not_busy_for_less_than_nothing():
 
 ROW = TypeAdapter(Plan)
 numbers = st.floats(0, 1e6, allow_subnormal=False) | st.sampled_from([0.0, 0.9, 1.0])
+counts, shares, roles = st.integers(0, 1000), st.floats(0, 1), st.sampled_from(Role)
 demands = st.builds(
-    WorkerDemand,
-    role=st.sampled_from(Role),
-    running=st.integers(0, 1000),
-    waiting=st.integers(0, 1000),
-    used=st.floats(0, 1),
-    reserved=st.floats(0, 1),
-    busy_s=numbers,
+    WorkerDemand, role=roles, running=counts, waiting=counts, used=shares, reserved=shares, busy_s=numbers
 )
 reports = st.builds(
     RouterReport,
     router_id=st.sampled_from(["router-a", "router-b"]),
-    queue_s=numbers,
-    ttft_s=numbers,
-    ttft_alone_s=numbers,
-    itl_s=numbers,
-    itl_alone_s=numbers,
     workers=st.dictionaries(st.sampled_from([f"worker-{n}" for n in range(6)]), demands, max_size=6),
+    **dict.fromkeys(("queue_s", "ttft_s", "ttft_alone_s", "itl_s", "itl_alone_s"), numbers),
 )
 looks = st.lists(st.tuples(st.lists(reports, max_size=2), st.floats(0, 400), st.booleans()), max_size=30)
 bounds = st.none() | st.tuples(st.integers(1, 4), st.integers(0, 5)).map(lambda pair: (pair[0], pair[0] + pair[1]))

@@ -21,9 +21,9 @@ from tests.unit.cluster.control_world import LEASE_S, LOAD_S, WORK_S, World, aga
 
 async def test_a_cluster_starts_as_its_file_says_and_says_so():
     world, controller = await started(prefill=2, decode=1)
-    assert world.roles() == {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode"}
+    assert world.found() == {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode"}
     assert (world.said.prefill, world.said.decode, world.said.by, world.said.number) == (2, 1, "file", 0)
-    assert world.states() == dict.fromkeys(world.roles(), "ready")
+    assert world.states() == dict.fromkeys(world.found(), "ready")
     assert world.kinds() == ["plan", "start", "start"]
     assert world.orders == {}
     await controller.end()
@@ -108,10 +108,10 @@ async def test_after_a_loss_workers_have_time_to_enter_again_before_anything_is_
     world.forget_store()
     world.said, world.cut = said, True
     await run(world, controller, LEASE_S)
-    assert (world.killed, len(world.roles())) == ([], 3)
+    assert (world.killed, len(world.found())) == ([], 3)
     world.cut = False
     await run(world, controller, WORK_S + 2)
-    assert (world.killed, len(world.roles())) == ([], 2)
+    assert (world.killed, len(world.found())) == ([], 2)
     assert controller.ready
 
 
@@ -124,7 +124,7 @@ async def test_a_pool_shrinks_by_draining_its_newest():
         "decode-2": (True, 60.0),
     }
     await run(world, controller, WORK_S + 1)
-    assert world.roles() == {"prefill-0": "prefill", "decode-0": "decode"}
+    assert world.found() == {"prefill-0": "prefill", "decode-0": "decode"}
     assert (world.orders, world.killed, list(world.processes)) == ({}, [], ["prefill-0", "decode-0"])
 
 
@@ -134,13 +134,13 @@ async def test_one_too_many_here_and_one_too_few_there_is_turned():
     await run(world, controller, 1)
     assert world.states()["prefill-1"] == "turning"
     await run(world, controller, WORK_S + 1)
-    assert world.roles() == {"prefill-0": "prefill", "prefill-1": "decode", "decode-0": "decode"}
+    assert world.found() == {"prefill-0": "prefill", "prefill-1": "decode", "decode-0": "decode"}
     assert controller.ready
     assert world.orders == {}
     assert len(world.started) == 3, "nobody was started anew"
     world.tell(prefill=2, decode=1)
     await run(world, controller, WORK_S + 2)
-    assert Counter(world.roles().values()) == {"prefill": 2, "decode": 1}
+    assert Counter(world.found().values()) == {"prefill": 2, "decode": 1}
     assert len(world.started) == 3
 
 
@@ -151,7 +151,7 @@ async def test_where_none_may_be_turned_one_is_started_and_one_drained(config):
     controller = await begun(world, world.controller(**two) if "parallel" in config else None)
     world.tell(prefill=1, decode=2)
     await run(world, controller, 10)
-    assert world.roles() == {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
+    assert world.found() == {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
 
 
 async def test_one_that_does_not_obey_is_ended():
@@ -161,31 +161,31 @@ async def test_one_that_does_not_obey_is_ended():
     world.freeze("prefill-1")
     await run(world, controller, 200)
     assert world.killed == ["prefill-1"]
-    assert world.roles()["prefill-1"] == "decode"
+    assert world.found()["prefill-1"] == "decode"
     world.tell(decode=2)
     await run(world, controller, 1)
     going = next(name for name, state in world.states().items() if state == "draining")
     world.freeze(going)
     await run(world, controller, 200)
     assert world.killed == ["prefill-1", going]
-    assert going not in world.roles()
+    assert going not in world.found()
     assert controller.ready
 
 
-def wish(world: World, worker_id: str) -> None:
-    info = world.leases[worker_id][0]
-    world.orders[worker_id] = WorkerCommand(
-        incarnation=str(info.ref.incarnation), role=info.role, drain=True, wish=True
-    )
+def drain(world: World, worker_id: str, *, wish: bool = True) -> None:
+    """Order a drain, as an operator (`wish`) or as a controller does."""
+    process = world.processes[worker_id]
+    incarnation = str(process.incarnation)
+    world.orders[worker_id] = WorkerCommand(incarnation=incarnation, role=process.role, drain=True, wish=wish)
 
 
 async def test_the_last_worker_that_an_operator_wants_drained_stays_until_another_is_there():
     world, controller = await started()
-    wish(world, "decode-0")
+    drain(world, "decode-0")
     for _ in range(40):
         await run(world, controller, 0.5)
         assert world.ready(Role.DECODE)
-    assert world.roles() == {"prefill-0": "prefill", "decode-1": "decode"}
+    assert world.found() == {"prefill-0": "prefill", "decode-1": "decode"}
     assert controller.ready
     assert world.killed == []
     assert world.orders == {}
@@ -197,14 +197,14 @@ async def test_the_last_worker_that_an_operator_wants_drained_stays_until_anothe
 
 async def test_a_wish_outlives_the_controller_and_ends_with_its_process():
     world, controller = await started(prefill=2)
-    wish(world, "prefill-0")
-    wish(world, "prefill-1")
+    drain(world, "prefill-0")
+    drain(world, "prefill-1")
     await run(world, controller, 0.5)
     assert world.orders["prefill-1"].wish
     world.die("prefill-1")
     controller = await again(world, 30)
     assert world.orders == {}
-    assert "prefill-0" not in world.roles()
+    assert "prefill-0" not in world.found()
     assert controller.ready
 
 
@@ -215,7 +215,7 @@ async def test_a_generation_is_replaced_one_by_one_with_never_fewer_than_planned
     for _ in range(200):
         await run(world, controller, 0.5)
         assert all(len(world.ready(role)) >= 2 for role in Role)
-        assert len(world.roles()) <= 6
+        assert len(world.found()) <= 6
         leaving = [name for name, state in world.states().items() if state == "draining"]
         assert len(leaving) <= 1
     assert controller.ready
@@ -261,8 +261,8 @@ async def test_a_controller_that_starts_takes_over_what_runs(forgets):
     else:
         world.die("decode-0")
     second = await again(world, 20)
-    assert Counter(world.roles().values()) == {"prefill": 1, "decode": 2}
-    assert world.roles()["prefill-1"] == "decode"
+    assert Counter(world.found().values()) == {"prefill": 1, "decode": 2}
+    assert world.found()["prefill-1"] == "decode"
     assert second.ready
     assert (world.killed, len(world.started)) == ([], 3 if forgets else 4)
     assert "plan" in world.kinds()
@@ -285,12 +285,12 @@ async def test_another_file_counts_unless_somebody_said_otherwise_since(by, size
 async def test_colocated_workers_are_of_one_kind_and_their_number_follows_the_plan():
     world = World(0, 2)
     controller = await begun(world, world.controller(mode="colocated"))
-    assert world.roles() == {"decode-0": "decode", "decode-1": "decode"}
+    assert world.found() == {"decode-0": "decode", "decode-1": "decode"}
     assert "2 colocated" in world.report.decisions[0].text
     for decode, seconds in ((3, 10), (1, 20)):
         world.tell(decode=decode)
         await run(world, controller, seconds)
-        assert world.roles() == {f"decode-{number}": "decode" for number in range(decode)}
+        assert world.found() == {f"decode-{number}": "decode" for number in range(decode)}
         assert controller.ready
 
 
@@ -305,7 +305,7 @@ async def test_an_operators_plan_for_the_other_mode_is_not_followed(before, now)
     assert (controller.plan.prefill, controller.plan.decode, controller.plan.by) == (*now, "file")
     await run(world, controller, 30)
     assert controller.ready
-    assert sorted(world.roles().values()) == ["decode"] * now[1] + ["prefill"] * now[0]
+    assert sorted(world.found().values()) == ["decode"] * now[1] + ["prefill"] * now[0]
 
 
 async def test_the_autoscaler_is_asked_each_second_and_its_plan_followed_when_nothing_is_under_way():
@@ -382,7 +382,7 @@ class Story:
             await self.go_on(4)
             if self.controller.ready and not self.orders() and self.world.said == self.controller.plan:
                 break
-        plan, roles = self.controller.plan, Counter(self.world.roles().values())
+        plan, roles = self.controller.plan, Counter(self.world.found().values())
         assert self.controller.ready, self.world.report
         assert roles == {"prefill": plan.prefill, "decode": plan.decode}
         assert {slot.generation for slot in self.world.report.slots} == {plan.generation}
@@ -412,11 +412,10 @@ class Story:
         elif kind in {"die", "freeze"} and alive:
             (world.die if kind == "die" else world.freeze)(alive[rest[0] % len(alive)])
         elif kind == "drain" and alive and not world.away:
-            process = world.processes[alive[rest[0] % len(alive)]]
-            if process.worker_id not in world.orders:
-                order = WorkerCommand(incarnation=str(process.incarnation), role=process.role, drain=True)
-                world.orders[process.worker_id] = order
-                world._live(process, world.clock.monotonic())
+            chosen = alive[rest[0] % len(alive)]
+            if chosen not in world.orders:
+                drain(world, chosen, wish=False)
+                world._live(world.processes[chosen], world.clock.monotonic())
 
     async def go_on(self, seconds):
         for _ in range(seconds):

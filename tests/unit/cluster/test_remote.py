@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -146,19 +146,15 @@ def test_a_controller_that_never_starts_is_an_error_with_rays_own_words(ray, ens
     assert clock.monotonic() > ENSURE_S
 
 
-class _Drain(threading.Event):
-    def __init__(self, clock, times):
-        super().__init__()
-        self._clock, self._left = clock, times
-
-    def wait(self, timeout=None):
-        self._clock.advance(timeout)
-        self._left -= 1
-        return self._left < 0
-
-
 def waits(clock, times=1000):
-    return Stop(drain=_Drain(clock, times))
+    """Return a stop that is requested after so many waits, which advance the clock."""
+    left = iter([False] * times)
+
+    def wait(timeout):
+        clock.advance(timeout)
+        return next(left, True)
+
+    return Stop(drain=Mock(wait=wait, is_set=lambda: False))
 
 
 def never(state):
