@@ -50,6 +50,10 @@ def test_the_numbers_of_a_run():
     goodput = {"ttft_ms": 250, "itl_ms": 200, "requests_per_s": 1.0, "share": 0.5}
     assert found["goodput"] == goodput | {"attained": {"ttft_ms": 0.5, "itl_ms": 0.5}}
     assert found["plan"] == {"seed": 3}
+    assert "3 requests completed, 1 failed" in table(found)
+    assert "1 WorkerLost" in table(found)
+    empty = report(SAMPLES[3:], Goals(), {}, OWN)
+    assert (empty["completed"], empty["ttft_ms"], empty["itl_ms"], empty["tokens_per_s"]) == (0, None, None, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -68,13 +72,6 @@ def test_the_numbers_of_a_run():
 def test_goodput_asks_only_for_what_is_named(goals: Goals, met: int | None):
     found = report(SAMPLES, goals, {}, OWN)["goodput"]
     assert found is None if met is None else found["share"] == met / 4
-
-
-def test_a_run_without_an_answer_has_no_distributions():
-    found = report(SAMPLES[3:], Goals(), {}, OWN)
-    assert (found["completed"], found["ttft_ms"], found["itl_ms"], found["tokens_per_s"]) == (0, None, None, 0.0)
-    assert "0 requests completed, 1 failed" in table(found)
-    assert "1 WorkerLost" in table(found)
 
 
 def test_latencies_count_from_when_a_request_was_to_be_sent():

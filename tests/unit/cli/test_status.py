@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from dataclasses import replace
 
 import pytest
 import typer
@@ -12,22 +13,19 @@ from baton.cli.inspect import block_census as census_command
 from baton.cli.inspect import status as command
 from baton.cli.inspect.block_census import Problem, problems
 from baton.cluster.state_dir import ClusterState, ProcessId
-from baton.core import BlockCounts, HandoffId, Incarnation, Load, Role, WorkerInfo, WorkerRef
+from baton.core import BlockCounts, HandoffId, Incarnation, Load, Role, WorkerRef
 from baton.errors import NoWorker
 from baton.rpc import convert
 from baton.rpc.v1 import admin_pb2, worker_pb2_grpc
 from baton.worker.block_census import Census, Held, Holding, count, to_pb
 from tests.quiet_admin import QuietAdmin
-from tests.support.sessions import BACKEND
+from tests.support.clients import INFO
 
 NOBODY = "127.0.0.1:1"
 
 
 def worker(name="prefill-0", address="127.0.0.1:2", state="connected"):
-    role = Role(name.partition("-")[0])
-    info = WorkerInfo(
-        WorkerRef(name, Incarnation(7, 2), address), role, BACKEND.fingerprint, "oracle", 64, 10, BACKEND.layout
-    )
+    info = replace(INFO, ref=WorkerRef(name, Incarnation(7, 2), address), role=Role(name.partition("-")[0]))
     load = convert.load_to_pb(Load(blocks=BlockCounts(10, free=10)))
     return admin_pb2.WorkerStatus(info=convert.info_to_pb(info), load=load, state=state)
 
@@ -63,12 +61,17 @@ def status(tmp_path, monkeypatch, serve, capsys):
 
 
 def test_each_router_is_shown_and_one_that_does_not_answer_hides_no_other(status):
-    printed = status(FakeRouter("one"), FakeRouter("second", worker(state="lost")), None)
+    routers = FakeRouter("one"), FakeRouter("second", worker(state="lost")), None
+    printed = status(*routers)
     assert "router one, up 0 s\nrequests: 3 running" in printed
     assert "router second, up 0 s\nrequests: 6 running" in printed
     assert printed.count("127.0.0.1:2 ") == 1, "one table"
     assert "prefill-0@7.2: lost at router second" in printed
     assert f"router at {NOBODY}: no answer: " in printed
+    found = status(*routers, as_json=True)
+    assert (found["router_id"], found["workers"][0]["state"]) == ("one", "connected")
+    assert [router["router_id"] for router in found["other_routers"]] == ["second"]
+    assert [router["admin"] for router in found["unreachable_routers"]] == [NOBODY]
     assert "router second" in status(None, FakeRouter("second"))
     with pytest.raises(NoWorker, match=NOBODY):
         status(None, None)
@@ -87,13 +90,6 @@ def test_who_takes_deterministic_requests_is_said_once(status):
         "deterministic requests: x on p1, d0: 7 verify passes, 2 rollbacks, 60 tokens recomputed",
         "deterministic requests: not on d1: a GPU",
     ]
-
-
-def test_as_json_the_first_is_what_it_was(status):
-    found = status(FakeRouter("one"), FakeRouter("second"), None, as_json=True)
-    assert (found["router_id"], found["workers"][0]["state"]) == ("one", "connected")
-    assert [router["router_id"] for router in found["other_routers"]] == ["second"]
-    assert [router["admin"] for router in found["unreachable_routers"]] == [NOBODY]
 
 
 def test_what_the_controller_says_is_shown(status):
@@ -174,9 +170,8 @@ def held(request, state="decoding", router="router-a", blocks=3):
 def test_what_is_held_belongs_to_a_request_that_runs(handoffs, found):
     owned = sum(entry.counted for entry in handoffs)
     census = Census(D, BlockCounts(owned + 10, free=10, owned=owned), handoffs)
-    assert [str(problem) for problem in problems([census], {"router-a": {"a", "b"}})] == [
-        f"{D}: {text}" for text in found
-    ]
+    said = problems([census], {"router-a": {"a", "b"}})
+    assert [str(problem) for problem in said] == [f"{D}: {text}" for text in found]
 
 
 def test_blocks_that_nobody_holds():

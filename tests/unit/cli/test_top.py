@@ -53,9 +53,8 @@ def live(at: float = 1000.0, requests: int = 3, **facts: Any) -> admin_pb2.Live:
     ]
     status = admin_pb2.StatusReply(workers=[left, right], control=control, **said)
     joined = admin_pb2.Happening(time_s=at, kind="joined", text=f"here at {at:g}", worker_id="decode-0")
-    return admin_pb2.Live(
-        time_s=at, status=status, requests=under_way, window=window, lately=window, happenings=[joined]
-    )
+    windows: Any = {"window": window, "lately": window}
+    return admin_pb2.Live(time_s=at, status=status, requests=under_way, happenings=[joined], **windows)
 
 
 class Router(QuietAdmin):
@@ -114,13 +113,10 @@ def screen(router: Router, interval_s: float = 0.5, credentials: Credentials = N
 
 @asynccontextmanager
 async def shown(
-    router: Router,
-    said: admin_pb2.Live | None = None,
-    interval_s: float = 0.5,
-    credentials: Credentials = NO_CREDENTIALS,
+    router: Router, said: admin_pb2.Live | None = None, **options: Any
 ) -> AsyncIterator[tuple[Top, Pilot[Any]]]:
     """Yield the screen when it shows the three requests of the router's report."""
-    app = screen(router, interval_s, credentials)
+    app = screen(router, **options)
     router.says.put(said or live())
     async with app.run_test(size=SIZE) as pilot:
         await until(lambda: rows(app) == 3)

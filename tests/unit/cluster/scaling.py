@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ class Request:
     output: int
     came: float
     first: float = 0.0
+    made: float = 0.0  # generated tokens
     itl_s: float = 0.0
     blocks: int = 0
     decode: Worker | None = None
@@ -47,15 +47,13 @@ class Worker:
     prompts: deque[Request] = field(default_factory=deque)
     left_s: float = 0.0
     busy_s: float = 0.0
-    rows: list[tuple[float, int, Request]] = field(default_factory=list)
-    tokens: float = 0.0  # tokens that each sequence has received
-    kv: float = 0.0  # positions when `tokens` was 0
+    rows: list[Request] = field(default_factory=list)
     reserved: int = 0
     owned: int = 0
 
     def positions(self) -> float:
         """Return the positions in the KV of all sequences that it decodes."""
-        return self.kv + len(self.rows) * self.tokens
+        return sum(one.tokens + one.made for one in self.rows)
 
     def seen(self) -> tuple[WorkerView, Facts[float]]:
         ref = WorkerRef(self.name, Incarnation(1, 1), "x:1")
@@ -139,18 +137,18 @@ class Cluster:
         request.first = self.now
         decode.reserved -= request.blocks
         decode.owned += request.blocks
-        decode.kv += request.tokens - decode.tokens
-        heapq.heappush(decode.rows, (decode.tokens + request.output, id(request), request))
+        decode.rows.append(request)
 
     def _decode(self, worker: Worker) -> None:
-        rows, kv = len(worker.rows), worker.positions()
-        worker.tokens += TICK_S / (STEPS["step_s"] + STEPS["token_s"] * rows + STEPS["context_s"] * kv)
-        while worker.rows and worker.rows[0][0] <= worker.tokens:
-            end, _, request = heapq.heappop(worker.rows)
-            worker.owned -= request.blocks
-            worker.kv -= request.tokens + request.output - end
-            request.itl_s = (self.now - request.first) / request.output
-            self.done.append(request)
+        rows, positions = len(worker.rows), worker.positions()
+        steps = TICK_S / (STEPS["step_s"] + STEPS["token_s"] * rows + STEPS["context_s"] * positions)
+        for request in list(worker.rows):
+            request.made += steps
+            if request.made >= request.output:
+                worker.rows.remove(request)
+                worker.owned -= request.blocks
+                request.itl_s = (self.now - request.first) / request.output
+                self.done.append(request)
 
     def _control(self) -> None:
         waited = self.now - self._queue[0].came if self._queue else 0.0
