@@ -34,11 +34,7 @@ KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and is
 
 def ended_by(error, monkeypatch):
     """Return the exit code of a command that raises this."""
-
-    def fail():
-        raise error
-
-    monkeypatch.setattr(app_module, "app", fail)
+    monkeypatch.setattr(app_module, "app", Mock(side_effect=error))
     with pytest.raises(SystemExit) as ended:
         main()
     return ended.value.code

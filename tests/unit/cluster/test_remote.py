@@ -204,20 +204,13 @@ def test_without_a_ray_of_others_there_is_nothing_to_join(address):
 
 
 def test_a_ray_that_is_not_there_yet_is_waited_for(ray, clock, monkeypatch):
-    tries = []
-
-    def connect(address, cluster):
-        tries.append(address)
-        if len(tries) < 4:
-            raise NoWorker("not yet")
-        return ray
-
+    connect = Mock(side_effect=[*[NoWorker("not yet")] * 3, ray])
     nodes = [{"NodeManagerAddress": "192.0.2.77", "Alive": True}]
     monkeypatch.setattr(ray, "nodes", lambda: nodes, raising=False)
     monkeypatch.setattr(controller_ray, "connect", connect)
     assert join(CONFIG, 60.0, waits(clock), clock) is ray
-    assert len(tries) == 4
-    tries.clear()
+    assert connect.call_count == 4
+    connect.side_effect = NoWorker("not yet")
     with pytest.raises(NoWorker, match="not yet"):
         join(CONFIG, 0.5, waits(clock), clock)
 

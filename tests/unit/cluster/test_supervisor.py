@@ -8,6 +8,7 @@ import socket
 import stat
 import sys
 import threading
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -241,10 +242,8 @@ def test_a_process_that_ends_while_it_is_looked_at_is_no_trouble(run, monkeypatc
 
 
 def test_a_redis_that_the_system_does_not_start_is_a_ledger_error(tmp_path, monkeypatch):
-    def refused(*_, **__):
-        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(EmbeddedRedis, "start", refused)
+    refused = OSError(errno.EAGAIN, "Resource temporarily unavailable")
+    monkeypatch.setattr(EmbeddedRedis, "start", Mock(side_effect=refused))
     with pytest.raises(LedgerError, match=r"embedded Redis was not started: .*temporarily unavailable"):
         SupervisedRedis(tmp_path)
 

@@ -4,6 +4,7 @@ import weakref
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ import torch
 from baton.config import load_config
 from baton.core import HandoffId, Incarnation, Role, Sampling, SequenceSpec
 from baton.engine.determinism.shapes import FixedShapes
-from baton.engine.engine import Engine
 from baton.engine.oracle import OracleBackend
 from baton.errors import ConfigError, InvalidRequest
 from baton.tokenizer import OracleTokenizer
@@ -45,15 +45,10 @@ def test_a_gpu_that_is_not_there_is_named(monkeypatch, settings):
 
 
 def test_a_new_engine_has_been_warmed_and_counts_from_zero(settings, monkeypatch):
-    warmed = list[Engine]()
-
-    def watched(engine: Engine) -> None:
-        warmed.append(engine)
-        warm_up(engine)
-
-    monkeypatch.setattr("baton.worker.engine_factory.warm_up", watched)
+    warmed = Mock(wraps=warm_up)
+    monkeypatch.setattr("baton.worker.engine_factory.warm_up", warmed)
     engine = build_engine(settings("decode.kv_memory=1MiB", "decode.block_size=16"))
-    assert warmed == [engine]
+    warmed.assert_called_once_with(engine)
     load = engine.load()
     assert (load.step, load.prefill_tokens, load.decode_tokens) == (0, 0, 0)
     assert load.blocks.available == load.blocks.total
