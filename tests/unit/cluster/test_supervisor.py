@@ -282,16 +282,13 @@ def test_redis_is_started_again_at_the_same_address_until_its_port_is_somebody_e
 
 
 @pytest.mark.parametrize(("connected", "serves"), [(1, False), (2, True)])
-def test_a_router_serves_when_it_is_connected_to_all_workers(connected, serves):
-    async def ask():
-        metrics = Metrics("c", "1")
-        metrics.watch_blocks(lambda: {Role.PREFILL: [BlockCounts(1)], Role.DECODE: [BlockCounts(1)] * (connected - 1)})
-        server = MetricsServer(metrics.registry)
-        address = await server.start("127.0.0.1:0")
-        try:
-            return await asyncio.to_thread(launcher.router_serves, address, 2)
-        finally:
-            await server.stop()
-
-    assert asyncio.run(ask()) is serves
+async def test_a_router_serves_when_it_is_connected_to_all_workers(connected, serves):
+    metrics = Metrics("c", "1")
+    metrics.watch_blocks(lambda: {Role.PREFILL: [BlockCounts(1)], Role.DECODE: [BlockCounts(1)] * (connected - 1)})
+    server = MetricsServer(metrics.registry)
+    address = await server.start("127.0.0.1:0")
+    try:
+        assert await asyncio.to_thread(launcher.router_serves, address, 2) is serves
+    finally:
+        await server.stop()
     assert not launcher.router_serves("127.0.0.1:1", 0), "nothing listens there"

@@ -104,11 +104,8 @@ def test_a_call_without_an_answer_is_given_up_before_the_lease_lapses(ledger):
                 await lease.renew(1)
             lease.check()
 
-    loop = VirtualLoop()
-    try:
-        loop.run_until_complete(unanswered())
-    finally:
-        loop.close()
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(unanswered())
 
 
 def order_of(role=Role.DECODE, **facts):

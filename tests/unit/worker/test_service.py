@@ -9,14 +9,14 @@ from grpc import StatusCode
 from grpc.aio import AioRpcError
 
 from baton.core import PROTOCOL_VERSION, HandoffId, Incarnation, Role
-from baton.errors import InvalidRequest
+from baton.errors import EngineFault, InvalidRequest
 from baton.rpc import convert
 from baton.rpc.channel import aio_channel, aio_server, bind
 from baton.rpc.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.worker import events
 from baton.worker.engine_loop import EngineLoop
-from baton.worker.service import WorkerService
+from baton.worker.service import Session, WorkerService
 from tests.support.sessions import D, H, fence, malformed, prefill, release, repush, reserve
 from tests.support.workers import DecodeSide, PrefillSide, engine_of, info_of
 
@@ -247,3 +247,86 @@ def test_a_malformed_command_is_refused_and_changes_nothing(router, make, comman
         (event,) = router.events
         assert event.handoff == getattr(command, kind).handoff
         assert event.refused.reason == pb.REFUSAL_REASON_INVALID
+
+
+# --- a router's stream as the roles see it: events gather and are sent together
+
+
+def made(load=lambda: common_pb2.Load(step=3)):
+    return Session("router-a", asyncio.get_running_loop(), load)
+
+
+@pytest.fixture
+async def session():
+    return made()
+
+
+def event(number, request="r"):
+    return events.failed(HandoffId(request, number + 1), EngineFault("x"))
+
+
+async def test_the_events_of_one_step_leave_as_one_message_with_the_load_of_that_moment():
+    steps = iter([3, 4, 5, 6])
+    session = made(lambda: common_pb2.Load(step=next(steps)))
+    session.emit([event(0), event(1)])
+    session.emit([event(2)])
+    message = await session.next_message()
+    assert ([e.handoff.attempt for e in message.events], message.load.step) == ([1, 2, 3], 3)
+    session.emit([event(3)])
+    message = await session.next_message()
+    assert ([e.handoff.attempt for e in message.events], message.load.step) == ([4], 4)
+    session.beat()
+    message = await session.next_message()
+    assert (len(message.events), message.load.step) == (0, 5), "a beat is a load report without events"
+    waiting = asyncio.create_task(session.next_message())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    session.beat()
+    assert (await waiting).load.step == 6
+
+
+async def test_close_ends_the_stream_and_drops_what_is_pending(session):
+    session.emit([event(0)])
+    session.close()
+    session.close()
+    assert await session.next_message() is None
+    session.emit([event(1)])
+    session.beat()
+    assert await session.next_message() is None
+
+
+async def test_close_wakes_a_reader_from_another_thread(session):
+    reader = asyncio.create_task(session.next_message())
+    await asyncio.sleep(0)
+    thread = threading.Thread(target=session.close)
+    thread.start()
+    assert await reader is None
+    thread.join()
+
+
+async def test_nothing_is_lost_or_reordered_between_threads(session):
+    count, per_thread = 6, 300
+
+    def work(name):
+        for number in range(per_thread):
+            session.emit([event(number, f"t{name}")])
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(count)]
+    for thread in threads:
+        thread.start()
+    seen: dict[str, list[int]] = {f"t{name}": [] for name in range(count)}
+    while sum(map(len, seen.values())) < count * per_thread:
+        for item in (await session.next_message()).events:
+            seen[item.handoff.request_id].append(item.handoff.attempt)
+    assert all(order == list(range(1, per_thread + 1)) for order in seen.values())
+    for thread in threads:
+        thread.join()
+
+
+def test_emit_after_the_event_loop_has_ended_is_harmless():
+    async def main():
+        return made()
+
+    session = asyncio.run(main())
+    session.emit([event(0)])
+    session.close()
