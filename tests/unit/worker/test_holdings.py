@@ -147,7 +147,7 @@ async def test_it_is_taken_on_the_engine_thread_and_a_failure_is_the_askers_and_
     found = await take(side.loop, D, holdings)
     assert (threads, found.blocks.owned, found.unaccounted) == (["engine"], 3, 0)
     with pytest.raises(ZeroDivisionError):
-        await take(side.loop, D, lambda: 1 / 0)
+        await take(side.loop, D, Mock(side_effect=ZeroDivisionError))
     assert (await take(side.loop, D, holdings)).unaccounted == 0
     assert side.loop.failure is None
 

@@ -1,7 +1,6 @@
 """The shape of a worker's verify passes: from the cluster file, else from measurements here, else 2 x 32."""
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -74,19 +73,15 @@ async def test_a_worker_starts_with_it(settings, monkeypatch):
     no_engine.assert_not_called()
 
 
-def test_workers_of_one_kind_look_at_one_place(settings):
+def test_workers_of_one_kind_and_models_of_one_shape_have_one_place(settings, tmp_path):
     """Two workers of one kind with different numbers of rows would be incompatible."""
     here = passes_path(settings())
     same = ("decode.max_running=3", "decode.block_size=32", "decode.kv_memory=1MiB", "decode.max_batched_tokens=999")
     assert {passes_path(settings(each)) for each in same} == {here}
     others = ("decode.threads=7", "model.dtype=float32", "decode.tensor_parallel=2")
     assert len({passes_path(settings(each)) for each in others} | {here}) == 4
-
-
-def test_another_model_of_the_same_shape_has_the_same_place(settings, tmp_path):
-    here, folder = settings(), tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_bytes((DEMO / "config.json").read_bytes())
-    assert passes_path(replace(here, model_path=str(folder))) == passes_path(here)
-    (folder / "config.json").write_text("{}")
-    assert passes_path(replace(here, model_path=str(folder))) != passes_path(here)
+    another = settings(f"model.path={tmp_path}")
+    (tmp_path / "config.json").write_bytes((DEMO / "config.json").read_bytes())
+    assert passes_path(another) == here
+    (tmp_path / "config.json").write_text("{}")
+    assert passes_path(another) != here

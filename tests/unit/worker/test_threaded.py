@@ -34,14 +34,17 @@ def hosted(exits, monkeypatch):
 
 
 def test_what_kept_it_from_starting_is_raised_by_ready(exits):
-    def run(stop, ready):
+    def fails(stop, ready):
         raise ConfigError("model.path: missing")
 
-    worker = HostedWorker(run, exit_process=exits)
+    def waits(stop, ready):
+        stop.wait(scaled(10))
+
+    worker = HostedWorker(fails, exit_process=exits)
     with pytest.raises(ConfigError, match=r"model\.path"):
         worker.ready()
     worker.stop()
-    stopped = HostedWorker(lambda stop, ready: stop.wait(scaled(10)), exit_process=exits)
+    stopped = HostedWorker(waits, exit_process=exits)
     stopped.stop()
     with pytest.raises(Cancelled):
         stopped.ready()
