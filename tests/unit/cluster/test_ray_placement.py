@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -28,18 +27,16 @@ ENDING = "import signal, sys, time; signal.signal(signal.SIGTERM, {}); print(flu
 
 
 class PlacingRay(FakeRay):
+    """A Ray that also has the modules `ray.util` and `ray.util.scheduling_strategies`."""
+
     def __init__(self):
         super().__init__()
         self.failure, self.gpus = None, 0
         self.options, self.groups = {}, {}
-        strategies = SimpleNamespace(PlacementGroupSchedulingStrategy=lambda group: ("in", group))
-        self.util = SimpleNamespace(
-            placement_group=self._placement_group,
-            placement_group_table=self._table,
-            get_placement_group=self._group,
-            remove_placement_group=self._drop_group,
-            scheduling_strategies=strategies,
-        )
+        self.util = self.scheduling_strategies = self
+
+    def PlacementGroupSchedulingStrategy(self, group):
+        return "in", group
 
     def init(self, **options):
         self.options = options
@@ -52,22 +49,22 @@ class PlacingRay(FakeRay):
         actor.answers = {"pid": None, "ready": None}
         return actor
 
-    def _placement_group(self, bundles, *, name, **options):
+    def placement_group(self, bundles, *, name, **options):
         self.head()
         self.groups[name] = {"name": name, "state": "PENDING", "bundles": dict(enumerate(bundles)), **options}
         return name
 
-    def _table(self, name=None):
+    def placement_group_table(self, name=None):
         self.head()
         return self.groups[name] if name else dict(enumerate(self.groups.values()))
 
-    def _group(self, name):
+    def get_placement_group(self, name):
         self.head()
         if name not in self.groups:
             raise ValueError("no such group")
         return name
 
-    def _drop_group(self, name):
+    def remove_placement_group(self, name):
         self.head()
         del self.groups[name]
 
