@@ -104,7 +104,7 @@ def test_a_wrong_cpu_level_is_refused_before_anything_starts(monkeypatch, tmp_pa
 def test_a_full_disk_ends_a_start_with_an_error(monkeypatch, tmp_path, detach):
     monkeypatch.setenv("BATON_HOME", str(tmp_path))
     monkeypatch.setattr(launch, "configure_logging", lambda *_: None)  # would change other tests' logs
-    monkeypatch.setattr(launcher, "SupervisedRedis", None)  # nothing is started
+    monkeypatch.setattr(launcher, "SupervisedRedis", None)  # must not be started
     fill_disk(monkeypatch)
     done = CliRunner().invoke(app, ["up", "-c", "configs/no-ray.yaml", "--set", "model.path=oracle", *detach])
     assert isinstance(done.exception, ConfigError), done.output

@@ -45,7 +45,7 @@ def engine():
 
 @pytest.fixture
 def listener():
-    """Records its calls, and counts in `ticks` what no test has awaited yet."""
+    """A mock that records its calls. `ticks` counts the ticks that no test has awaited."""
     made = Mock(ticks=threading.Semaphore(0))
     made.tick.side_effect = made.ticks.release
     return made

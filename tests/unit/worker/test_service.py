@@ -1,4 +1,7 @@
-"""The Worker service over real gRPC: handshake, messages and end of a stream. Malformed commands change nothing."""
+"""The Worker service over real gRPC: handshake, messages and end of a stream. Malformed commands change nothing.
+
+A session by itself gathers events and sends them together.
+"""
 
 import asyncio
 import threading
@@ -249,7 +252,7 @@ def test_a_malformed_command_is_refused_and_changes_nothing(router, make, comman
         assert event.refused.reason == pb.REFUSAL_REASON_INVALID
 
 
-# --- a router's stream as the roles see it: events gather and are sent together
+# --- a session by itself
 
 
 def made(load=lambda: common_pb2.Load(step=3)):
