@@ -48,6 +48,12 @@ def pods(documents: list[Object]) -> list[Pod]:
     return [pod for document in documents for pod in _pods_of(document)]
 
 
+def pod_of(documents: list[Object], end: str) -> Pod:
+    """Return the only pod whose owner ends so."""
+    (found,) = (pod for pod in pods(documents) if pod.owner.endswith(end))
+    return found
+
+
 def _pods_of(document: Object) -> Iterator[Pod]:
     name, kind = document["metadata"]["name"], document["kind"]
     if kind == "Pod":

@@ -6,15 +6,15 @@ from pathlib import Path
 
 from baton.cli.setup.certs import certs
 from baton.config import ClusterConfig, load_config
-from tests.helm.checks import FROM_SECRET, Object, pods
+from tests.helm.checks import FROM_SECRET, Object, pod_of
 
 PASSWORD = "0123456789abcdef"
 
 
 def cluster_file(documents: list[Object]) -> str:
     """Return the text of the router's cluster file."""
-    (router,) = (pod for pod in pods(documents) if pod.owner.endswith("-router"))
-    (name,) = (volume["configMap"]["name"] for volume in router.spec["volumes"] if volume["name"] == "config")
+    volumes = pod_of(documents, "-router").spec["volumes"]
+    (name,) = (volume["configMap"]["name"] for volume in volumes if volume["name"] == "config")
     (found,) = (one for one in documents if one["kind"] == "ConfigMap" and one["metadata"]["name"] == name)
     return str(found["data"]["cluster.yaml"])
 
@@ -28,6 +28,6 @@ def load(documents: list[Object], folder: Path) -> ClusterConfig:
             (folder / mounted).write_bytes((folder / "made" / made).read_bytes())
     file = folder / "cluster.yaml"
     file.write_text(text.replace("/etc/baton-tls", str(folder)), encoding="utf-8")
-    (router,) = (pod for pod in pods(documents) if pod.owner.endswith("-router"))
-    variables = {one["name"]: one.get("value", "") for one in router.spec["containers"][0]["env"]}
+    (container,) = pod_of(documents, "-router").spec["containers"]
+    variables = {one["name"]: one.get("value", "") for one in container["env"]}
     return load_config(file, env={name: value.replace(FROM_SECRET, PASSWORD) for name, value in variables.items()})

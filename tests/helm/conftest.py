@@ -16,6 +16,7 @@ from tests.helm.binaries import PACKAGES, NoHelmError, helm_binary
 from tests.helm.schemas import ROOT, Schemas, find_folder
 
 CHART = ROOT / "helm/baton"
+MINIMAL = CHART / "ci/minimal-values.yaml"
 CI = sorted((CHART / "ci").glob("*-values.yaml"))
 NAMES = [path.name.removesuffix("-values.yaml") for path in CI]
 HELM_S = 60.0

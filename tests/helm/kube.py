@@ -1,6 +1,7 @@
 """An API server for helm: discovery, objects in memory, open watches, and checks against schemas.
 
-It has no controllers, so a Deployment creates nothing. Pods succeed immediately, because hooks wait for that.
+It has no controllers, so a Deployment creates nothing. Pods succeed immediately, because hooks wait for that. So a
+watch finds all objects in their final state, and no change follows.
 """
 
 from __future__ import annotations
@@ -19,11 +20,9 @@ import yaml
 from tests.helm.kube_discovery import PLURALS, api_version, discovery
 from tests.helm.kube_wire import MAGIC, Object, decode_protobuf, merge_patch
 
-WATCH_S = 0.2
 PATH = re.compile(
     r"/api(?:s/(?P<group>[^/]+))?/(?P<version>v[^/]+)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[a-z]+)(?:/(?P<name>[^/]+))?"
 )
-NAMESPACE_PATH = re.compile(r"/api/v1/namespaces/(?P<name>[^/]+)")
 Key = tuple[str, str, str]  # apiVersion, kind, name
 Check = Callable[[Object], list[str]]
 
@@ -44,52 +43,33 @@ class Cluster:
 
     check: Check = lambda _: []
     objects: dict[Key, Object] = field(default_factory=dict)
-    events: list[tuple[str, Object]] = field(default_factory=list)
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    closed: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    closed: threading.Event = field(default_factory=threading.Event)
     _revisions: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def of_kind(self, kind: str) -> dict[str, Object]:
         return {name: found for (_, one, name), found in self.objects.items() if one == kind}
 
-    def write(self, key: Key, new: Object, *, dry: bool) -> Object:
+    def write(self, key: Key, new: Object) -> Object:
         """Store an object. Raises RefusedError."""
-        form = {part: value for part, value in new.items() if part != "status"}
-        problems = [] if key[1] == "Secret" else self.check(form)
+        problems = [] if key[1] == "Secret" else self.check(new)
         if problems:
             raise RefusedError(422, "Invalid", f"{key[1]} {key[2]}: {'; '.join(problems[:5])}")
-        before = self.objects.get(key, {}).get("metadata", {})
-        metadata = new.setdefault("metadata", {})
-        metadata.pop("managedFields", None)
-        number = str(next(self._revisions))
-        metadata |= {"namespace": "serving", "resourceVersion": number, "uid": before.get("uid", f"uid-{number}")}
-        metadata.setdefault("creationTimestamp", "2026-01-01T00:00:00Z")
+        new["metadata"] |= {"namespace": "serving", "resourceVersion": str(next(self._revisions))}
         if key[1] == "Pod":
             new["status"] = {"phase": "Succeeded"}
-        if not dry:
-            self._tell("MODIFIED" if key in self.objects else "ADDED", new)
-            self.objects[key] = new
+        self.objects[key] = new
         return new
 
     def delete(self, key: Key) -> Object:
         gone = self.get(key)
         del self.objects[key]
-        self._tell("DELETED", gone)
         return gone
 
     def get(self, key: Key) -> Object:
         if key not in self.objects:
             raise RefusedError(404, "NotFound", f'{key[1]} "{key[2]}" not found')
         return self.objects[key]
-
-    def close(self) -> None:
-        with self.changed:
-            self.closed = True
-            self.changed.notify_all()
-
-    def _tell(self, what: str, about: Object) -> None:
-        self.events.append((what, about))
-        self.changed.notify_all()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -131,9 +111,6 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def _object(self, path: str, query: Mapping[str, str], raw: bytes) -> Object | None:
-        if match := NAMESPACE_PATH.fullmatch(path):
-            named = {"metadata": {"name": match["name"]}, "status": {"phase": "Active"}}
-            return {"apiVersion": "v1", "kind": "Namespace", **named}
         parts = PATH.fullmatch(path)
         version = api_version(parts["group"] or "", parts["version"]) if parts else ""
         kind = PLURALS.get((version, parts["plural"])) if parts else None
@@ -141,12 +118,12 @@ class Handler(BaseHTTPRequestHandler):
             raise RefusedError(404, "NotFound", f"no {path} here")
         if self.command == "GET" and parts["name"] is None:
             return self._list(version, kind, query)
-        with self.cluster.changed:
+        with self.cluster.lock:
             body = decode_protobuf(raw) if raw.startswith(MAGIC) else yaml.safe_load(raw or b"{}")
             key = version, kind, parts["name"] or body["metadata"]["name"]
-            return self._one(key, body, dry="dryRun" in query)
+            return self._one(key, body)
 
-    def _one(self, key: Key, body: Object, *, dry: bool) -> Object:
+    def _one(self, key: Key, body: Object) -> Object:
         cluster, kept = self.cluster, self.cluster.objects.get(key)
         if self.command == "GET":
             return cluster.get(key)
@@ -158,7 +135,7 @@ class Handler(BaseHTTPRequestHandler):
             patch = self.headers.get("Content-Type", "")
             if "apply-patch" not in patch:  # an apply contains the whole object, because only helm applies
                 body = merge_patch(cluster.get(key), body, strategic="strategic" in patch)
-        return cluster.write(key, body, dry=dry)
+        return cluster.write(key, body)
 
     def _list(self, version: str, kind: str, query: Mapping[str, str]) -> Object | None:
         def selected(found: Object) -> bool:
@@ -168,10 +145,9 @@ class Handler(BaseHTTPRequestHandler):
             asked = (found["apiVersion"], found["kind"]) == (version, kind) and name in {"", metadata["name"]}
             return asked and all(labels.get(key) == value for key, _, value in terms)
 
-        with self.cluster.changed:
+        with self.cluster.lock:
             items = [found for found in self.cluster.objects.values() if selected(found)]
-            seen = len(self.cluster.events)
-        metadata: Object = {"resourceVersion": str(seen + 1)}
+        metadata: Object = {"resourceVersion": "1"}
         if query.get("watch") not in {"1", "true"}:
             return {"kind": f"{kind}List", "apiVersion": version, "metadata": metadata, "items": items}
         self._head(("Connection", "close"))
@@ -180,18 +156,8 @@ class Handler(BaseHTTPRequestHandler):
         if "sendInitialEvents" in query:
             metadata["annotations"] = {"k8s.io/initial-events-end": "true"}
             self._event("BOOKMARK", {"apiVersion": version, "kind": kind, "metadata": metadata})
-        self._watch(seen, selected)
+        self.cluster.closed.wait()
         return None
-
-    def _watch(self, seen: int, selected: Callable[[Object], bool]) -> None:
-        while not self.cluster.closed:
-            with self.cluster.changed:
-                if len(self.cluster.events) == seen:
-                    self.cluster.changed.wait(WATCH_S)
-                fresh, seen = self.cluster.events[seen:], len(self.cluster.events)
-            for what, about in fresh:
-                if selected(about):
-                    self._event(what, about)
 
     def _event(self, what: str, about: Object) -> None:
         self.wfile.write(json.dumps({"type": what, "object": about}).encode() + b"\n")
@@ -214,7 +180,7 @@ class ApiServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.cluster.close()
+        self.cluster.closed.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(5.0)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import copy
-from collections.abc import Iterator
 from typing import Any
+
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 Object = dict[str, Any]
 MAGIC = b"k8s\x00"
@@ -16,60 +18,37 @@ MERGE_KEYS = ("name", "containerPort", "mountPath", "port", "topologyKey")
 def decode_protobuf(raw: bytes) -> Object:
     """Decode a Secret or ConfigMap in Kubernetes' envelope, in which helm's typed client stores its releases."""
     envelope = dict(_fields(raw.removeprefix(MAGIC)))
-    meta = dict(_fields(_bytes(envelope[1])))
-    kind = _bytes(meta[2]).decode()
-    found: Object = {"apiVersion": _bytes(meta[1]).decode(), "kind": kind, "metadata": {"labels": {}}, "data": {}}
-    for number, value in _fields(_bytes(envelope[2])):
+    meta = dict(_fields(envelope[1]))
+    kind = meta[2].decode()
+    found: Object = {"apiVersion": meta[1].decode(), "kind": kind, "metadata": {"labels": {}}, "data": {}}
+    for number, value in _fields(envelope[2]):
         if number == 1:
-            _read_metadata(found["metadata"], _bytes(value))
+            _read_metadata(found["metadata"], value)
         elif number == 2:
-            key, content = _pair(_bytes(value))
+            key, content = _pair(value)
             found["data"][key] = base64.b64encode(content).decode() if kind == "Secret" else content.decode()
         elif number == 3 and kind == "Secret":
-            found["type"] = _bytes(value).decode()
+            found["type"] = value.decode()
     return found
 
 
 def _read_metadata(metadata: Object, raw: bytes) -> None:
     for number, value in _fields(raw):
         if number == 1:
-            metadata["name"] = _bytes(value).decode()
+            metadata["name"] = value.decode()
         elif number == 11:
-            key, text = _pair(_bytes(value))
+            key, text = _pair(value)
             metadata["labels"][key] = text.decode()
 
 
 def _pair(raw: bytes) -> tuple[str, bytes]:
     entry = dict(_fields(raw))
-    return _bytes(entry[1]).decode(), _bytes(entry.get(2, b""))
+    return entry[1].decode(), entry.get(2, b"")
 
 
-def _bytes(value: int | bytes) -> bytes:
-    assert isinstance(value, bytes)
-    return value
-
-
-def _fields(raw: bytes) -> Iterator[tuple[int, int | bytes]]:
-    at = 0
-    while at < len(raw):
-        tag, at = _varint(raw, at)
-        if tag & 7 == 0:
-            number, at = _varint(raw, at)
-            yield tag >> 3, number
-        else:
-            assert tag & 7 == 2, f"wire type {tag & 7}"
-            length, at = _varint(raw, at)
-            yield tag >> 3, raw[at : at + length]
-            at += length
-
-
-def _varint(raw: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = raw[at]
-        at, value, shift = at + 1, value | (byte & 127) << shift, shift + 7
-        if byte < 128:
-            return value, at
+def _fields(raw: bytes) -> list[tuple[int, Any]]:
+    """Return number and value of each field, without a schema: all fields are unknown to an empty message."""
+    return [(field.field_number, field.data) for field in UnknownFieldSet(Empty.FromString(raw))]
 
 
 def merge_patch(old: Object, patch: Object, *, strategic: bool) -> Object:

@@ -7,25 +7,19 @@ import yaml
 
 from baton.config import load_config
 from baton.core import Role
-from tests.helm.checks import CHECKS, Object, Pod, check_references, pods
+from tests.helm.checks import CHECKS, Object, check_references, pod_of
 from tests.helm.cluster_file import PASSWORD, load
-from tests.helm.conftest import CHART, CI, NAMES, Helm
+from tests.helm.conftest import CHART, CI, MINIMAL, NAMES, Helm
 from tests.helm.schemas import ROOT, Schemas
 
 Documents = list[Object]
 Rendered = dict[str, Documents]
-MINIMAL = CHART / "ci/minimal-values.yaml"
 # Objects that each way to install expects to exist.
 EXTERNAL = {
     "gpu-rdma": {"Secret/registry", "Secret/hub"},
     "external-redis-tls": {"Secret/site-redis", "Secret/site-ca", "Secret/ray-token", "PersistentVolumeClaim/models"},
     "tls-tokens": {"Secret/baton-tls", "Secret/baton-tokens", "Secret/baton-user"},
 }
-
-
-def pod_of(documents: Documents, end: str) -> Pod:
-    (found,) = (pod for pod in pods(documents) if pod.owner.endswith(end))
-    return found
 
 
 def of_kind(documents: Documents, kind: str) -> Documents:

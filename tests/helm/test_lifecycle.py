@@ -14,13 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.helm.conftest import CHART, NAMESPACE, RELEASE, Helm
+from tests.helm.conftest import CHART, MINIMAL, NAMESPACE, RELEASE, Helm
 from tests.helm.kube import ApiServer, Cluster
 from tests.helm.schemas import Schemas
 
 pytestmark = pytest.mark.slow
 Done = subprocess.CompletedProcess[str]
-MINIMAL = CHART / "ci/minimal-values.yaml"
 OF_HELM = "sh.helm.release.v1."
 # Objects that null enables: this API server has these kinds, `helm template` does not.
 MONITORS = {f"PodMonitor/one-baton-{what}" for what in ("router", "worker", "ray")} | {"PrometheusRule/one-baton"}
