@@ -25,20 +25,17 @@ def pins(path: str) -> dict[str, str]:
 
 def needed(name: str, extras: tuple[str, ...] = ()) -> set[str]:
     """Return every installed distribution that `name[extras]` needs, directly or not."""
-    seen: set[str] = set()
-    todo = [(name, extras)]
+    todo, seen = [(name, extras)], set[tuple[str, tuple[str, ...]]]()
     while todo:
         current, wanted = todo.pop()
-        for line in metadata.requires(current) or []:
-            requirement = Requirement(line)
-            applies = (requirement.marker.evaluate({"extra": extra}) for extra in ("", *wanted) if requirement.marker)
-            if requirement.marker and not any(applies):
-                continue
-            key = canonical(requirement.name) + "".join(sorted(requirement.extras))
-            if key not in seen:
+        for requirement in map(Requirement, metadata.requires(current) or []):
+            key = canonical(requirement.name), tuple(sorted(requirement.extras))
+            marker = requirement.marker
+            applies = marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *wanted))
+            if applies and key not in seen and _installed(key[0]):
                 seen.add(key)
-                todo.append((requirement.name, tuple(requirement.extras)))
-    return {canonical(re.sub(r"\[.*", "", key)) for key in seen if _installed(key)}
+                todo.append(key)
+    return {distribution for distribution, _ in seen}
 
 
 def _installed(name: str) -> bool:

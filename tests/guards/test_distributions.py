@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import tarfile
 import venv
 import zipfile
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
+
+from tests.guards.test_constraints import needed
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("baton", "router", "prefill_workers", "decode_workers", "kvtransfer")
@@ -42,14 +41,6 @@ def wheel(dist: Path) -> Path:
     return next(dist.glob("*.whl"))
 
 
-def requirements(name: str) -> Iterator[str]:
-    """Yield the distributions that `name` needs without extras, directly or not."""
-    for requirement in map(Requirement, metadata.requires(name) or []):
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            yield requirement.name
-            yield from requirements(requirement.name)
-
-
 def borrow(name: str, site: Path) -> None:
     """Link the files of the installed distribution `name` into `site`, without a package index."""
     for file in metadata.files(name) or []:
@@ -66,7 +57,7 @@ def sdk_env(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(home, with_pip=False, symlinks=True)
     python = home / "bin" / "python"
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip()
-    for name in set(requirements("baton-serve")):
+    for name in needed("baton-serve"):
         borrow(name, Path(site))
     command = (sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", wheel)
     done = run(*command)
@@ -97,7 +88,7 @@ def test_the_sdist_can_be_worked_with(dist: Path):
 
 def test_base_dependencies_are_the_sdk_alone():
     light = {"grpcio", "grpcio-status", "protobuf", "googleapis-common-protos", "typing-extensions"}
-    assert {re.sub(r"_", "-", name) for name in requirements("baton-serve")} <= light
+    assert needed("baton-serve") <= light
 
 
 def test_the_sdk_alone_imports(sdk_env: Path, tmp_path: Path):

@@ -19,20 +19,18 @@ def test_names_and_keys_have_one_form():
         assert not logged.keys & forbidden, f"{name}: {logged.keys & forbidden}"
 
 
-def test_an_event_without_an_entry_is_an_error(monkeypatch):
-    without = {name: meaning for name, meaning in GROUPS["any"].items() if name != "thread_failed"}
-    monkeypatch.setattr(reference, "GROUPS", {**GROUPS, "any": without})
-    with pytest.raises(ValueError, match=r"no entry {'thread_failed'}"):
-        reference.page()
+ONE_LESS = {name: meaning for name, meaning in GROUPS["any"].items() if name != "thread_failed"}
 
 
-def test_an_event_in_two_groups_is_an_error(monkeypatch):
-    monkeypatch.setattr(reference, "GROUPS", {**GROUPS, "more": {"thread_failed": ("any", "")}})
-    with pytest.raises(ValueError, match="in two groups"):
-        reference.page()
-
-
-def test_an_entry_without_an_event_is_an_error(monkeypatch):
-    monkeypatch.setattr(reference, "GROUPS", {**GROUPS, "more": {"never_logged": ("router", "")}})
-    with pytest.raises(ValueError, match=r"no event \['never_logged'\]"):
+@pytest.mark.parametrize(
+    ("groups", "problem"),
+    [
+        ({"any": ONE_LESS}, r"no entry {'thread_failed'}"),
+        ({"more": {"thread_failed": ("any", "")}}, "in two groups"),
+        ({"more": {"never_logged": ("router", "")}}, r"no event \['never_logged'\]"),
+    ],
+)
+def test_each_event_needs_one_entry_and_each_entry_an_event(monkeypatch, groups, problem):
+    monkeypatch.setattr(reference, "GROUPS", {**GROUPS, **groups})
+    with pytest.raises(ValueError, match=problem):
         reference.page()

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from baton.bench.traces import Arrival, read_trace
+from baton.bench.traces import read_trace
 from baton.planner.profile import Layout, Line, Link, Piece, Profile
-from baton.planner.sim.cluster import simulate
-from baton.planner.sim.scenario import Scenario
-from baton.planner.sim.stats import Report
 from benchmarks import disaggregation, simulator
 from benchmarks.lib.disagg_figures import Phase, Seen, Slo, attainment, goodput, keep, kept, phase_of
 from benchmarks.lib.disagg_goals import GOALS, aimed, goals, sides_of, tightest
@@ -157,18 +153,3 @@ def test_the_simulator_gets_the_very_load_of_a_phase(side):
     assert (found["share"], found["ttft_p50"]) == (report.good / report.arrivals, report.ttft.p50)
     compared = simulator.Compared(side.name, 4.0, {**found, "goodput": found["goodput"] * 2}, found)
     assert [compared.error(figure) for figure in simulator.FIGURES] == pytest.approx([0, 0, 0, 0, 0.5])
-
-
-def test_goodput_is_compared_under_a_goal_and_routers_are_told_theirs(monkeypatch):
-    """All requests of one side met the goal, and none of the other side's."""
-    told = set()
-
-    def told_first(scenario: Scenario, load: list[Arrival]) -> Report:
-        told.add((scenario.router.slo_itl_s, scenario.slo.itl_s))
-        return simulate(scenario, load)
-
-    monkeypatch.setattr(simulator, "simulate", told_first)
-    was = [phase(SPLIT, 4.0, 3, (seen(0.01, 0.001),) * 40), phase("colocated-128", 4.0, 3, (seen(9.0, 9.0),) * 40)]
-    split, mixed = simulator.compared(PROFILES, [replace(one, told_s=0.123) for one in was], SLO, USUAL_S)
-    assert (split.side, split.measured["goodput"], mixed.measured["goodput"]) == (SPLIT, 4.0, 0.0)
-    assert told == {(math.inf, 1.0), (0.123, SLO.itl_s)}, "no goal for requests that are alone"
