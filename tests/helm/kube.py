@@ -10,7 +10,8 @@ import itertools
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
@@ -45,7 +46,15 @@ class Cluster:
     objects: dict[Key, Object] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     closed: threading.Event = field(default_factory=threading.Event)
+    url: str = ""
     _revisions: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    def kubeconfig(self) -> str:
+        clusters = [{"name": "stub", "cluster": {"server": self.url}}]
+        contexts = [{"name": "stub", "context": {"cluster": "stub", "user": "stub", "namespace": "serving"}}]
+        users = [{"name": "stub", "user": {}}]
+        parts = {"clusters": clusters, "contexts": contexts, "users": users, "current-context": "stub"}
+        return yaml.safe_dump({"apiVersion": "v1", "kind": "Config", **parts})
 
     def of_kind(self, kind: str) -> dict[str, Object]:
         return {name: found for (_, one, name), found in self.objects.items() if one == kind}
@@ -73,7 +82,7 @@ class Cluster:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request. `serve` sets `cluster`."""
+    """One request. `served` sets `cluster`."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # head and body are two writes: 40 ms for each request otherwise
@@ -164,30 +173,19 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
 
-class ApiServer:
-    """Serves a Cluster on a free loopback port until the block ends."""
-
-    def __init__(self, check: Check) -> None:
-        self.cluster = Cluster(check)
-        handler = type("BoundHandler", (Handler,), {"cluster": self.cluster})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-
-    def __enter__(self) -> ApiServer:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.cluster.closed.set()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(5.0)
-
-    def kubeconfig(self) -> str:
-        clusters = [{"name": "stub", "cluster": {"server": self.url}}]
-        contexts = [{"name": "stub", "context": {"cluster": "stub", "user": "stub", "namespace": "serving"}}]
-        users = [{"name": "stub", "user": {}}]
-        parts = {"clusters": clusters, "contexts": contexts, "users": users, "current-context": "stub"}
-        return yaml.safe_dump({"apiVersion": "v1", "kind": "Config", **parts})
+@contextmanager
+def served(check: Check) -> Iterator[Cluster]:
+    """Serve a cluster on a free loopback port until the block ends."""
+    cluster = Cluster(check)
+    handler = type("BoundHandler", (Handler,), {"cluster": cluster})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads = True
+        cluster.url = f"http://127.0.0.1:{server.server_address[1]}"
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield cluster
+        finally:
+            cluster.closed.set()
+            server.shutdown()
+            thread.join()

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
@@ -50,19 +51,9 @@ def leaves(node: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
 
 
 def test_the_schema_knows_every_value():
+    """The objects of the schema are closed, so each value that it accepts has an entry."""
     assert SCHEMA["$schema"] == "http://json-schema.org/draft-07/schema#"
-    assert [path for path in leaves(VALUES) if not known_to(SCHEMA, SCHEMA, path)] == []
-
-
-def known_to(schema: dict[str, Any], node: dict[str, Any], path: tuple[str, ...]) -> bool:
-    """Return whether the schema names this path, or allows any path below it."""
-    if "$ref" in node:
-        node = schema["definitions"][node["$ref"].rpartition("/")[2]]
-    if not path:
-        return True
-    if path[0] in node.get("properties", {}):
-        return known_to(schema, node["properties"][path[0]], path[1:])
-    return node.get("additionalProperties", True) is not False
+    assert [error.json_path for error in jsonschema.Draft7Validator(SCHEMA).iter_errors(VALUES)] == []
 
 
 def test_the_schema_names_no_value_that_is_not():

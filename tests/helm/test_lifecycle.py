@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.helm.conftest import CHART, MINIMAL, NAMESPACE, RELEASE, Helm
-from tests.helm.kube import ApiServer, Cluster
+from tests.helm.kube import Cluster, served
 from tests.helm.schemas import Schemas
 
 pytestmark = pytest.mark.slow
@@ -26,16 +26,16 @@ MONITORS = {f"PodMonitor/one-baton-{what}" for what in ("router", "worker", "ray
 
 
 @pytest.fixture
-def server(known_schemas: Schemas | None) -> Iterator[ApiServer]:
-    """An API server. Without schemas, it accepts objects of any form."""
-    with ApiServer(known_schemas.problems if known_schemas else lambda _: []) as server:
-        yield server
+def cluster(known_schemas: Schemas | None) -> Iterator[Cluster]:
+    """The objects of an API server. Without schemas, it accepts objects of any form."""
+    with served(known_schemas.problems if known_schemas else lambda _: []) as cluster:
+        yield cluster
 
 
 @pytest.fixture
-def there(helm: Helm, server: ApiServer, tmp_path: Path) -> Helm:
+def there(helm: Helm, cluster: Cluster, tmp_path: Path) -> Helm:
     config = tmp_path / "kubeconfig"
-    config.write_text(server.kubeconfig())
+    config.write_text(cluster.kubeconfig())
     return dataclasses.replace(helm, kubeconfig=config)
 
 
@@ -55,8 +55,7 @@ def replicas(cluster: Cluster) -> tuple[int, int]:
     return cluster.of_kind("Deployment")["one-baton-router"]["spec"]["replicas"], decode
 
 
-def test_install_test_upgrade_rollback_uninstall(there: Helm, server: ApiServer):
-    cluster = server.cluster
+def test_install_test_upgrade_rollback_uninstall(there: Helm, cluster: Cluster):
     install(there)
     expected = {f"{one['kind']}/{one['metadata']['name']}" for one in there.render(MINIMAL)}
     assert names(cluster) == expected - {"Pod/one-baton-serves"} | MONITORS
@@ -79,9 +78,9 @@ def test_install_test_upgrade_rollback_uninstall(there: Helm, server: ApiServer)
     assert cluster.objects == {}
 
 
-def test_the_password_is_made_once(there: Helm, server: ApiServer):
+def test_the_password_is_made_once(there: Helm, cluster: Cluster):
     def password() -> str:
-        return str(server.cluster.of_kind("Secret")["one-baton-redis"]["data"]["password"])
+        return str(cluster.of_kind("Secret")["one-baton-redis"]["data"]["password"])
 
     install(there)
     first = password()
@@ -90,10 +89,10 @@ def test_the_password_is_made_once(there: Helm, server: ApiServer):
     assert password() == first
 
 
-def test_the_model_survives(there: Helm, server: ApiServer):
+def test_the_model_survives(there: Helm, cluster: Cluster):
     install(there, values=CHART / "ci/gpu-rdma-values.yaml")
     there.run("uninstall", RELEASE, "-n", NAMESPACE)
-    assert names(server.cluster) == {"PersistentVolumeClaim/one-baton-model"}
+    assert names(cluster) == {"PersistentVolumeClaim/one-baton-model"}
 
 
 def test_notes_say_what_to_do_and_warn(there: Helm):
@@ -103,11 +102,11 @@ def test_notes_say_what_to_do_and_warn(there: Helm):
     assert "every pod of this Kubernetes cluster has full access" in said
 
 
-def test_nothing_is_installed_unsecured(there: Helm, server: ApiServer):
+def test_nothing_is_installed_unsecured(there: Helm, cluster: Cluster):
     done = there.run("install", RELEASE, str(CHART), "-n", NAMESPACE, "--set", "image.repository=a", check=False)
     assert done.returncode != 0
     assert "security: set security.tls.existingSecret" in done.stderr
-    assert names(server.cluster) == set()
+    assert names(cluster) == set()
 
 
 def test_an_object_that_kubernetes_refuses_fails_the_install(there: Helm, schemas: Schemas):
