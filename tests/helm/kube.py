@@ -128,16 +128,15 @@ class Handler(BaseHTTPRequestHandler):
         if self.command == "GET" and parts["name"] is None:
             return self._list(version, kind, query)
         with self.cluster.lock:
+            if self.command == "DELETE":
+                return self.cluster.delete((version, kind, parts["name"]))
             body = decode_protobuf(raw) if raw.startswith(MAGIC) else yaml.safe_load(raw or b"{}")
-            key = version, kind, parts["name"] or body["metadata"]["name"]
-            return self._one(key, body)
+            return self._one((version, kind, parts["name"] or body["metadata"]["name"]), body)
 
     def _one(self, key: Key, body: Object) -> Object:
         cluster, kept = self.cluster, self.cluster.objects.get(key)
         if self.command == "GET":
             return cluster.get(key)
-        if self.command == "DELETE":
-            return cluster.delete(key)
         if self.command == "POST" and kept is not None:
             raise RefusedError(409, "AlreadyExists", f'{key[1]} "{key[2]}" already exists')
         if self.command == "PATCH":

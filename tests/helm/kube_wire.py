@@ -1,4 +1,4 @@
-"""Formats of API server clients other than plain JSON: protobuf of a few kinds, and patches."""
+"""Formats of API server clients other than plain JSON: protobuf of Secrets, and patches."""
 
 from __future__ import annotations
 
@@ -16,20 +16,18 @@ MERGE_KEYS = ("name", "containerPort", "mountPath", "port", "topologyKey")
 
 
 def decode_protobuf(raw: bytes) -> Object:
-    """Decode a Secret or ConfigMap in Kubernetes' envelope, in which helm's typed client stores its releases."""
+    """Decode a Secret in Kubernetes' envelope, in which helm's typed client stores its releases."""
     envelope = dict(_fields(raw.removeprefix(MAGIC)))
-    meta = dict(_fields(envelope[1]))
-    kind = meta[2].decode()
-    found: Object = {"apiVersion": meta[1].decode(), "kind": kind, "metadata": {"labels": {}}, "data": {}}
+    assert dict(_fields(envelope[1])) == {1: b"v1", 2: b"Secret"}
+    metadata: Object = {"labels": {}}
+    data = {}
     for number, value in _fields(envelope[2]):
         if number == 1:
-            _read_metadata(found["metadata"], value)
+            _read_metadata(metadata, value)
         elif number == 2:
             key, content = _pair(value)
-            found["data"][key] = base64.b64encode(content).decode() if kind == "Secret" else content.decode()
-        elif number == 3 and kind == "Secret":
-            found["type"] = value.decode()
-    return found
+            data[key] = base64.b64encode(content).decode()
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": data}
 
 
 def _read_metadata(metadata: Object, raw: bytes) -> None:
