@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from google.protobuf import descriptor as pb
@@ -51,26 +50,16 @@ def messages(draw: st.DrawFn, kind: pb.Descriptor, depth: int = DEPTH) -> Messag
 
 
 def _set(draw: st.DrawFn, message: Message, field: pb.FieldDescriptor, depth: int) -> None:
-    value: Any = message
-    if field.message_type is not None and field.message_type.GetOptions().map_entry:
-        key, item = (SCALARS[field.message_type.fields_by_name[name].type] for name in ("key", "value"))
-        value.__getattribute__(field.name).update(draw(st.dictionaries(key, item, max_size=MOST)))
-    elif field.message_type is not None:
-        _nest(draw, value.__getattribute__(field.name), field, depth)
-    elif field.is_repeated:
-        value.__getattribute__(field.name).extend(draw(st.lists(SCALARS[field.type], max_size=MOST)))
-    else:
-        value.__setattr__(field.name, draw(SCALARS[field.type]))
-
-
-def _nest(draw: st.DrawFn, inner: Any, field: pb.FieldDescriptor, depth: int) -> None:
-    if depth == 0:
-        return
-    kind = field.message_type
-    assert kind is not None
-    one: Callable[[], Message] = lambda: draw(messages(kind, depth - 1))  # noqa: E731
-    if field.is_repeated:
-        inner.extend(one() for _ in range(draw(st.integers(0, MOST))))
-    else:
-        inner.SetInParent()
-        inner.MergeFrom(one())
+    kind, value = field.message_type, getattr(message, field.name)
+    if kind is not None and kind.GetOptions().map_entry:
+        key, item = (SCALARS[kind.fields_by_name[name].type] for name in ("key", "value"))
+        value.update(draw(st.dictionaries(key, item, max_size=MOST)))
+    elif kind is not None and depth > 0:
+        for _ in range(draw(st.integers(0, MOST)) if field.is_repeated else 1):
+            inner = value.add() if field.is_repeated else value
+            inner.SetInParent()
+            inner.MergeFrom(draw(messages(kind, depth - 1)))
+    elif kind is None and field.is_repeated:
+        value.extend(draw(st.lists(SCALARS[field.type], max_size=MOST)))
+    elif kind is None:
+        setattr(message, field.name, draw(SCALARS[field.type]))

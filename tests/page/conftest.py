@@ -127,3 +127,11 @@ def tab(browser):
         context.close()
     assert {urlsplit(url).netloc for url in asked} == addresses, "asked of another host"
     assert [error for error in errors if error and not error.startswith(HARMLESS)] == []
+
+
+@pytest.fixture
+def page(tab, cluster):
+    """The page of `cluster`'s router, connected."""
+    found = tab(cluster.router.http)
+    expect(found.locator("#status")).to_have_text("live")
+    return found

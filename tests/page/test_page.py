@@ -22,13 +22,6 @@ SETTLED = "Promise.allSettled(document.getAnimations().map((one) => one.finished
 STAGES = {"queued": "queue", "prefilling": "prefill", "transferring": "transfer", "decoding": "decode"}
 
 
-@pytest.fixture
-def page(tab, cluster):
-    found = tab(cluster.router.http)
-    expect(found.locator("#status")).to_have_text("live")
-    return found
-
-
 def test_it_shows_the_workers_and_that_their_blocks_add_up(page, cluster):
     for worker in cluster.workers:
         card = page.get_by_role("article", name=f"{worker.role} worker {worker.info.ref.worker_id}")
@@ -173,9 +166,7 @@ def test_nothing_moves_for_who_wants_no_motion(tab, cluster, beside):
     assert page.evaluate("document.getAnimations().length") == 0
 
 
-def test_a_router_that_goes_away_and_comes_back(tab, cluster, beside):
-    page = tab(cluster.router.http)
-    expect(page.locator("#status")).to_have_text("live")
+def test_a_router_that_goes_away_and_comes_back(page, cluster, beside):
     address = cluster.router.http
     beside.run(cluster.router.stop(grace_s=0))
     expect(page.locator("#status")).to_contain_text("disconnected")

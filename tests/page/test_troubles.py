@@ -23,8 +23,7 @@ HIDDEN = """() => {
 }"""
 
 
-def test_a_router_that_is_frozen_is_given_up_and_asked_again(tab, cluster, beside):
-    page = tab(cluster.router.http)
+def test_a_router_that_is_frozen_is_given_up_and_asked_again(page, beside):
     page.clock.install()
     page.reload()
     expect(page.locator("#status")).to_have_text("live")
@@ -70,9 +69,7 @@ def test_where_storage_is_switched_off_the_token_is_kept_with_the_page(tab, buil
     expect(page.locator("#answer-note")).to_contain_text("tokens in")
 
 
-def test_in_a_hidden_tab_nothing_moves_and_no_dot_is_left(tab, cluster, beside):
-    page = tab(cluster.router.http)
-    expect(page.locator("#status")).to_have_text("live")
+def test_in_a_hidden_tab_nothing_moves_and_no_dot_is_left(page, cluster, beside):
     page.evaluate(HIDDEN)
     call = beside.run(at(cluster, "decoding"))
     expect(page.locator("circle.dot.decode")).to_have_count(1)
