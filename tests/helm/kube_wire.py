@@ -46,7 +46,8 @@ def _pair(raw: bytes) -> tuple[str, bytes]:
 
 def _fields(raw: bytes) -> list[tuple[int, Any]]:
     """Return number and value of each field, without a schema: all fields are unknown to an empty message."""
-    return [(field.field_number, field.data) for field in UnknownFieldSet(Empty.FromString(raw))]
+    fields = UnknownFieldSet(Empty.FromString(raw))
+    return [(fields[at].field_number, fields[at].data) for at in range(len(fields))]
 
 
 def merge_patch(old: Object, patch: Object, *, strategic: bool) -> Object:
