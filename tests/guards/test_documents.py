@@ -20,11 +20,6 @@ GLOBS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/**/*.md", "mod
 LINE_OF_SOURCE = re.compile(r"L\d+(-L\d+)?")
 
 
-def documents() -> list[Document]:
-    files = sorted({file for pattern in GLOBS for file in ROOT.glob(pattern)})
-    return [Document(file.relative_to(ROOT).as_posix(), file.read_text()) for file in files]
-
-
 def wrong_links(document: Document, names: set[str], anchors: dict[str, set[str]]) -> Iterator[str]:
     """Yield links to a file that git does not have, or to a missing heading."""
     for said in document.links():
@@ -43,7 +38,9 @@ def in_git() -> set[str]:
 
 @pytest.fixture(scope="module")
 def found() -> list[Document]:
-    return documents()
+    """All documents."""
+    files = sorted({file for pattern in GLOBS for file in ROOT.glob(pattern)})
+    return [Document(file.relative_to(ROOT).as_posix(), file.read_text()) for file in files]
 
 
 def complain(problems: Iterable[str]) -> None:

@@ -18,6 +18,8 @@ from baton.config.loading import known_keys
 from tests.guards.documents import Document, Said, commands
 
 ROOT = Path(__file__).resolve().parents[2]
+COMMANDS: Any = typer.main.get_command(app)  # untyped, because typer has its own click
+KEYS = frozenset(known_keys())
 PACKAGES = {"baton", "benchmarks", "models", "tools"}  # packages with our programs
 BATON = re.compile(r"(?:.*\bbin/)?baton")
 PYTHON = re.compile(r"(?:.*\bbin/)?python3?")
@@ -42,20 +44,9 @@ def _inner(words: list[str]) -> list[str]:
     return words[max((at for at, word in enumerate(words) if BATON.fullmatch(word)), default=len(words)) :]
 
 
-@cache
-def keys() -> frozenset[str]:
-    return frozenset(known_keys())
-
-
-@cache
-def baton() -> Any:
-    """Return the tree of commands. Not typed, because typer has its own click."""
-    return typer.main.get_command(app)
-
-
 def wrong_words(given: Iterable[str]) -> Iterator[str]:
     """Yield the arguments of `baton` that the command line would reject."""
-    command, path, room, words = baton(), "baton", 0.0, deque(given)
+    command, path, room, words = COMMANDS, "baton", 0.0, deque(given)
     while words:
         word = words.popleft()
         inner = getattr(command, "commands", {})
@@ -83,9 +74,9 @@ def wrong_value(option: str, value: str) -> Iterator[str]:
     key = value.partition("=")[0]
     if option in {"-c", "--config"} and value.startswith("configs/") and not (ROOT / value).is_file():
         yield f"there is no {value}; allowed: {listed(file.name for file in (ROOT / 'configs').glob('*.yaml'))}"
-    if option == "--set" and key != "key" and key not in keys():
-        near = [each for each in keys() if each.startswith(f"{key.partition('.')[0]}.")]
-        yield f"no cluster file has the key {key!r}; allowed: {listed(near or keys())}"
+    if option == "--set" and key != "key" and key not in KEYS:
+        near = [each for each in KEYS if each.startswith(f"{key.partition('.')[0]}.")]
+        yield f"no cluster file has the key {key!r}; allowed: {listed(near or KEYS)}"
 
 
 def listed(names: Iterable[str]) -> str:

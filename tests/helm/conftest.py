@@ -49,9 +49,9 @@ class Helm:
         done = self.run(*self._template(values, sets, chart))
         return [document for document in yaml.safe_load_all(done.stdout) if document]
 
-    def refuses(self, *values: str | Path, sets: Sequence[str] = (), chart: Path = CHART) -> str:
+    def refuses(self, *values: str | Path, sets: Sequence[str] = ()) -> str:
         """Return the error of `helm template` for these values, or an empty string if it renders them."""
-        done = self.run(*self._template(values, sets, chart), check=False)
+        done = self.run(*self._template(values, sets, CHART), check=False)
         return done.stderr if done.returncode else ""
 
     def _template(self, values: Sequence[str | Path], sets: Sequence[str], chart: Path) -> list[str]:

@@ -57,10 +57,6 @@ def test_wrong_values_are_refused_by_name_and_all_at_once(helm: Helm, wrong: dic
     assert [each for each in wrong.values() if each not in said] == [], said
 
 
-def test_the_right_values_are_refused_by_none(helm: Helm):
-    assert helm.refuses(MINIMAL) == ""
-
-
 @pytest.fixture
 def mutated(helm: Helm, tmp_path: Path) -> Callable[[str, str, str], Documents]:
     """A function that replaces a text in one file of the chart and renders it with every feature enabled."""

@@ -6,7 +6,6 @@ Like a real one, a prefill worker keeps computed KV until it is handed over, rel
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -106,10 +105,6 @@ class FakeWorker(WorkerServicer):
         why_not = "" if determinism else f"{self.role} workers cannot"
         self.info = replace(self.info, determinism=determinism, nondeterminism=why_not)
 
-    def thinks(self, chunk: int) -> None:
-        """Set the chunk size of thinking in tokens. Call it before `start`."""
-        self.info = replace(self.info, thinking_chunk=chunk)
-
     def open(self, *gates: str) -> None:
         for name in gates:
             self.gates[name].set()
@@ -173,7 +168,7 @@ class FakeWorker(WorkerServicer):
         self._queue.put_nowait(heard)
 
     def count(self, kind: str) -> int:
-        return Counter(name for name, _ in self.commands)[kind]
+        return self.kinds.count(kind)
 
     @property
     def kinds(self) -> list[str]:
@@ -540,7 +535,7 @@ async def clusters() -> AsyncIterator[Any]:
         )
         for worker in cluster.workers:
             worker.says((bits or {}).get(worker.info.ref.worker_id, ""))
-            worker.thinks(thinks)
+            worker.info = replace(worker.info, thinking_chunk=thinks)
         await cluster.start()
         made.append(cluster)
         return cluster
