@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from benchmarks import local_prefill, overload
-from benchmarks.lib import transfer_figures
 from benchmarks.lib.points import Point
 from benchmarks.lib.ratios import Measured, Sample, Setting, ratios
-from benchmarks.lib.transfer_figures import GOAL_BYTES, OURS, RAW, WHOLE, Figures, Moved, Prompt, Way
 
 L1, L2, M1, M2 = Setting("L", 1), Setting("L", 2), Setting("M", 1), Setting("M", 2)
 B1, P512 = Point(128, 1), Point(512)
@@ -45,41 +41,6 @@ def test_the_best_peer_is_chosen_at_each_point() -> None:
     assert (found["vs_best_peer_15m_min"], found["vs_transformers_min"]) == (None, 1.5)
     alone = ratios(Measured(samples(M1, B1, baton=[1.0], transformers=[2.0])), with_peers=True)
     assert (alone["vs_best_peer_125m_min"], alone["vs_transformers_min"]) == (None, 2.0)
-
-
-PROMPT = Prompt("gloo", 512, True, 0, 1.0, 0.003, 0.001, 0.5, 0.1, 1 << 20, 3)
-
-
-def moved(transport: str, kind: str, nominal: int, *seconds: float) -> list[Moved]:
-    return [Moved(Way(transport, kind), nominal, nominal, number, value) for number, value in enumerate(seconds)]
-
-
-def whole(prompt: Prompt, transfer_s: float) -> Prompt:
-    return replace(prompt, streams=False, transfer_s=transfer_s, exposed_s=2 * transfer_s)
-
-
-def test_transfers_are_compared_with_the_raw_way_of_their_round() -> None:
-    transfers = [
-        *moved("gloo", OURS, GOAL_BYTES, 0.04, 0.5, 0.05, 9.0),
-        *moved("gloo", RAW, GOAL_BYTES, 0.03, 0.4, 0.05),
-        *moved("shm", OURS, GOAL_BYTES, 0.01),
-        *moved("shm", RAW, GOAL_BYTES, 0.005),
-        *moved("gloo", WHOLE, 884_736, 0.0025, 0.0016),
-        *moved("gloo", RAW, 884_736, 0.0005, 0.0006),
-    ]
-    long = replace(PROMPT, tokens=2048, exposed_s=0.002, transport="shm")
-    prompts = [PROMPT, whole(PROMPT, 0.02), whole(replace(PROMPT, round=1), 0.5), long, whole(long, 0.05)]
-    assert transfer_figures.ratios(Figures(transfers, prompts)) == {
-        "gloo_vs_raw_64mb": 0.8,
-        "shm_vs_memcpy_64mb": 0.5,
-        "exposed_share_512": 0.1,
-        "exposed_share_2048": 0.02,
-        "small_handoff_ms_over_raw": 1.5,
-    }
-    assert set(transfer_figures.ratios(Figures()).values()) == {None}
-    negative = Figures(prompts=[replace(PROMPT, exposed_s=0.0005), whole(PROMPT, 0.01)])
-    assert transfer_figures.ratios(negative)["exposed_share_512"] == -0.05, "not rounded up: nothing was left to send"
-    assert PROMPT.of_second == pytest.approx(0.003 / 1.103)
 
 
 def load(**fields: object) -> overload.Phase:
