@@ -14,6 +14,11 @@ Object = dict[str, Any]
 PLAIN_PASSWORD = re.compile(r"://[^/@\s]*:([^@\s]+)@")
 SECRET_NAME = re.compile(r"PASSWORD|TOKEN|SECRET|_AUTH$")
 FROM_SECRET = "$(REDIS_PASSWORD)"
+SOURCES = (  # of volumes: field, kind of the object, field of its name
+    ("configMap", "ConfigMap", "name"),
+    ("secret", "Secret", "secretName"),
+    ("persistentVolumeClaim", "PersistentVolumeClaim", "claimName"),
+)
 WORKLOADS = ("Deployment", "StatefulSet")
 
 
@@ -147,21 +152,17 @@ def _needs(pod: Pod) -> set[str]:
     for container in pod.containers:
         for source in (variable.get("valueFrom", {}) for variable in container.get("env", [])):
             needs |= {f"Secret/{source['secretKeyRef']['name']}"} if "secretKeyRef" in source else set()
-    kinds: dict[str, Callable[[Object], str]] = {
-        "configMap": lambda volume: f"ConfigMap/{volume['name']}",
-        "secret": lambda volume: f"Secret/{volume['secretName']}",
-        "persistentVolumeClaim": lambda volume: f"PersistentVolumeClaim/{volume['claimName']}",
-    }
     for volume in pod.spec.get("volumes", []):
-        needs |= {name(volume[kind]) for kind, name in kinds.items() if kind in volume}
+        needs |= {f"{kind}/{volume[source][key]}" for source, kind, key in SOURCES if source in volume}
     return needs
 
 
 def check_secrets(documents: list[Object]) -> Iterator[str]:
     """Yield passwords and tokens in a ConfigMap, an environment or a command."""
-    for who, text in _texts(documents):
-        if any(found != FROM_SECRET for found in PLAIN_PASSWORD.findall(text)):
-            yield f"{who}: a password in the clear: {text[:100]}"
+    for who, document in _named(documents):
+        texts = _texts(document) if document["kind"] != "Secret" else ()
+        clear = (text for text in texts if set(PLAIN_PASSWORD.findall(text)) - {FROM_SECRET})
+        yield from (f"{who}: a password in the clear: {text[:100]}" for text in clear)
     for pod in pods(documents):
         variables = [variable for container in pod.containers for variable in container.get("env", [])]
         for variable in variables:
@@ -169,17 +170,13 @@ def check_secrets(documents: list[Object]) -> Iterator[str]:
                 yield f"{pod.owner}: {variable['name']}: not from a Secret"
 
 
-def _texts(documents: list[Object]) -> Iterator[tuple[str, str]]:
-    for who, document in _named(documents):
-        stack: list[Any] = [document]
-        while stack and document["kind"] != "Secret":
-            node = stack.pop()
-            if isinstance(node, str):
-                yield who, node
-            elif isinstance(node, Mapping):
-                stack.extend(node.values())
-            elif isinstance(node, list):
-                stack.extend(node)
+def _texts(node: object) -> Iterator[str]:
+    """Yield all strings within a tree of objects and lists."""
+    if isinstance(node, str):
+        yield node
+    elif isinstance(node, dict | list):
+        for inner in node.values() if isinstance(node, dict) else node:
+            yield from _texts(inner)
 
 
 def check_hardening(documents: list[Object]) -> Iterator[str]:
