@@ -22,17 +22,8 @@ from benchmarks.lib.thinking_prompts import Load
 from router.placement.policy import POLICIES
 
 PROGRAMS = sorted((ROOT / "benchmarks").glob("*.py"))
-PAGES = {
-    "measurements/thinking.md": ("thinking",),
-    "measurements/engine.md": ("engine",),
-    "measurements/transfer.md": ("transfer",),
-    "measurements/router.md": ("router",),
-    "measurements/overload.md": ("overload",),
-    "measurements/local-prefill.md": ("local-prefill",),
-    "measurements/determinism.md": ("determinism",),
-    "measurements/simulator.md": ("simulator",),
-    "measurements/disaggregation.md": ("disaggregation", "disaggregation-1b", "disaggregation-vllm"),
-}
+PAGES = "determinism disaggregation engine local-prefill overload router simulator thinking transfer".split()
+SECTIONS = [*zip(PAGES, PAGES, strict=True), *(("disaggregation", f"disaggregation-{more}") for more in ("1b", "vllm"))]
 slow = pytest.mark.slow
 
 
@@ -175,9 +166,9 @@ def test_a_program_ends_with_its_figures_and_fills_its_section(tmp_path: Path, m
     assert text.endswith("\n\na table\n<!-- router:end --> after")
 
 
-@pytest.mark.parametrize(("page", "section"), [(page, name) for page, names in PAGES.items() for name in names])
+@pytest.mark.parametrize(("page", "section"), SECTIONS)
 def test_a_page_has_a_section_for_each_program(page: str, section: str) -> None:
-    text = fill((ROOT / "docs" / page).read_text(), "new figures", section)
+    text = fill((ROOT / f"docs/measurements/{page}.md").read_text(), "new figures", section)
     assert text.count(f"<!-- {section}:begin -->\nnew figures\n<!-- {section}:end -->") == 1
     with pytest.raises(ValueError, match=f"{section}:begin"):
         fill("nothing", "new", section)
