@@ -29,8 +29,8 @@ from baton.ledger.ownership import OwnershipLog, OwnershipRecord, OwnershipStore
 from baton.ledger.redis_client import Connection
 from baton.ledger.registry import Ledger
 from baton.testing import FakeClock
-from tests.support.ownership_records import OwnershipTable, owned_by, write_record
-from tests.support.redis_ledger import LONG_LEASE_S, PREFIXES, info_of, order, password_of, raw, registered
+from tests.support.ownership_records import OwnershipTable, write_record
+from tests.support.redis_ledger import LONG_LEASE_S, PREFIXES, info_of, opened, order, password_of, raw, registered
 from tests.support.time_factor import scaled
 from tests.support.waiting import until
 
@@ -133,39 +133,22 @@ async def test_a_damaged_or_foreign_record_is_left_out(ledger, server):
     assert await ledger.workers() == []
 
 
-@pytest.fixture
-def patient(monkeypatch):
-    """A connection timeout that is longer than any test."""
-    monkeypatch.setattr("baton.ledger.redis_client.CONNECT_TIMEOUT_S", 600.0)
-
-
-async def opened(url: str) -> Ledger:
-    return await Ledger.connect(url, "baton:x", LONG_LEASE_S, SystemClock())
-
-
-async def refused(port: int) -> str:
-    with pytest.raises(LedgerError) as caught:
-        await opened(f"redis://:secret@127.0.0.1:{port}/0")
-    return str(caught.value)
-
-
-@pytest.mark.usefixtures("patient")
-async def test_nobody_listens():
+@pytest.mark.parametrize(
+    ("listens", "timeout_s", "words"),
+    [(False, 600.0, "refused|Connect call failed"), (True, 0.3, "TimeoutError: no answer in time")],
+    ids=["connections are refused", "no answer"],
+)
+async def test_an_address_without_redis(monkeypatch, listens, timeout_s, words):
+    monkeypatch.setattr("baton.ledger.redis_client.CONNECT_TIMEOUT_S", timeout_s)
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
-        message = await refused(port := taken.getsockname()[1])
-    assert f"127.0.0.1:{port}" in message
-    assert "refused" in message or "Connect call failed" in message
-    assert "secret" not in message
-
-
-async def test_a_listener_that_never_answers(monkeypatch):
-    monkeypatch.setattr("baton.ledger.redis_client.CONNECT_TIMEOUT_S", 0.3)
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        message = await refused(silent.getsockname()[1])
-    assert "TimeoutError: no answer in time" in message
+        taken.bind(("127.0.0.1", 0))
+        if listens:
+            taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(LedgerError, match=words) as caught:
+            await opened(f"redis://:secret@127.0.0.1:{port}/0")
+    assert f"127.0.0.1:{port}" in str(caught.value)
+    assert "secret" not in str(caught.value)
 
 
 async def test_a_lost_redis_is_a_ledger_error_and_its_return_is_noticed(tmp_path):
@@ -228,23 +211,6 @@ async def test_a_task_that_uses_redis_can_be_cancelled_at_any_moment(ledger):
     assert await ledger.workers() == []
 
 
-async def read(store: OwnershipStore, request: str) -> OwnershipRecord:
-    record = await store.read(request)
-    assert record is not None
-    return record
-
-
-async def test_a_record_says_who_where_and_when(ledger):
-    info, store = await registered(ledger), OwnershipStore(ledger.connection)
-    assert await store.read("r") is None
-    assert await write_record(store, HandoffId("r", 3), info.ref, "router-a", RESERVED)
-    assert await write_record(store, HandoffId("r", 3), info.ref, "router-b", COMMITTED)
-    record = await read(store, "r")
-    assert (record.handoff, record.state, record.router_id) == (HandoffId("r", 3), COMMITTED, "router-a")
-    assert owned_by(record, info.ref)
-    assert abs(record.updated_ms / 1000 - time.time()) < 60
-
-
 @pytest.mark.parametrize("stream", ["r", "mine"])
 async def test_a_stream_is_found_by_its_clients_name(ledger, stream):
     info, store = await registered(ledger), cast("Any", OwnershipStore(ledger.connection))
@@ -268,15 +234,11 @@ async def test_a_log_says_the_name_of_a_stream_once(ledger):
     assert await store.find("mine") is not None
 
 
-async def test_records_and_tombstones_expire(ledger):
-    info, store = await registered(ledger), OwnershipStore(ledger.connection, live_s=0.05, released_s=0.03)
-
-    async def gone() -> bool:
-        return await store.read("live") is None and await store.read("done") is None
-
-    await write_record(store, HandoffId("live", 1), info.ref, "router", RESERVED)
-    await write_record(store, HandoffId("done", 1), info.ref, "router", RELEASED)
-    await until(gone)
+async def test_records_and_tombstones_expire(ledger, server):
+    info, store = await registered(ledger), OwnershipStore(ledger.connection, live_s=600, released_s=30)
+    for state, ttl_s in ((RESERVED, 600), (COMMITTED, 600), (ABORTED, 600), (RELEASED, 30)):
+        await write_record(store, HandoffId("r", 1), info.ref, "router", state)
+        assert (ttl_s - 20) * 1000 < raw(server).pttl(ledger.connection.key("req", "r")) <= ttl_s * 1000
 
 
 async def test_damaged_records_are_overwritten_and_foreign_keys_are_left_alone(ledger, server):
@@ -309,10 +271,15 @@ class TwoTables(RuleBasedStateMachine):
 
     handoffs = st.builds(HandoffId, st.sampled_from(["r", "s"]), st.integers(1, 3))
 
-    @rule(handoff=handoffs, owner=st.sampled_from(WORKERS), state=st.sampled_from(RecordState))
-    def write(self, handoff: HandoffId, owner: WorkerRef, state: RecordState) -> None:
-        expected = self.table.write(handoff, owner, f"router-of-{owner.worker_id}", state)
-        done = self.runner.run(write_record(self.store, handoff, owner, f"router-of-{owner.worker_id}", state))
+    @rule(
+        handoff=handoffs,
+        owner=st.sampled_from(WORKERS),
+        router=st.sampled_from(["router-a", "router-b"]),
+        state=st.sampled_from(RecordState),
+    )
+    def write(self, handoff: HandoffId, owner: WorkerRef, router: str, state: RecordState) -> None:
+        expected = self.table.write(handoff, owner, router, state)
+        done = self.runner.run(write_record(self.store, handoff, owner, router, state))
         assert done is expected
         if done:
             assert self.owners.setdefault(handoff, owner) == owner
@@ -340,6 +307,7 @@ class TwoTables(RuleBasedStateMachine):
     def same_records(self) -> None:
         for request, record in self.runner.run(self.records()).items():
             assert (replace(record, updated_ms=0) if record else None) == self.table.read(request)
+            assert record is None or abs(record.updated_ms / 1000 - time.time()) < 60
 
     async def records(self) -> dict[str, OwnershipRecord | None]:
         return {request: await self.store.read(request) for request in ("r", "s")}
@@ -382,8 +350,8 @@ async def test_a_handoff_waits_for_redis_not_once_and_costs_four_round_trips_at_
             log.note(HandoffId(f"slow-{n}", 1), "router", state)
             await log.flush()
     assert calls() - before == 40
-    for name in ("1-0", "100-99", "slow-9"):
-        assert (await read(store, name)).state is RELEASED
+    records = [await store.read(name) for name in ("1-0", "100-99", "slow-9")]
+    assert [record and record.state for record in records] == [RELEASED] * 3
     await log.close()
 
 

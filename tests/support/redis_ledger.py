@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import redis
 
+from baton.clock import SystemClock
 from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
 from baton.ledger.embedded_redis import EmbeddedRedis
 from baton.ledger.registry import Ledger
@@ -35,6 +36,11 @@ def info_of(incarnation: Incarnation, worker_id: str = "decode-0") -> WorkerInfo
     layout = KVLayout(layers=2, kv_heads=2, head_dim=16, block_size=16, dtype="float32")
     ref = WorkerRef(worker_id, incarnation, "127.0.0.1:4242")
     return WorkerInfo(ref, Role.DECODE, "f" * 64, "models/demo", 2048, 512, layout, pid=1, host="box")
+
+
+async def opened(url: str) -> Ledger:
+    """Open a ledger under a fixed prefix, for tests that have a Redis server of their own."""
+    return await Ledger.connect(url, "baton:x", LONG_LEASE_S, SystemClock())
 
 
 async def registered(ledger: Ledger, worker_id: str = "decode-0") -> WorkerInfo:
