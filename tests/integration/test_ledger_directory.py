@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import structlog
 
-from baton.clock import SystemClock
 from baton.core import WorkerInfo
 from baton.errors import LedgerError
 from baton.ledger import prefix_directory
@@ -23,7 +22,7 @@ from baton.ledger.prefix_directory import DONE, GAP, REFUSED, DirectoryStore, Pr
 from baton.ledger.prefix_index import Change, Holder
 from baton.ledger.registry import Ledger
 from tests.support.prefixes import holders
-from tests.support.redis_ledger import LONG_LEASE_S, password_of, raw, registered
+from tests.support.redis_ledger import opened, password_of, raw, registered
 from tests.support.waiting import until
 
 DIGESTS = [n.to_bytes(2, "big") * 16 for n in range(5000)]
@@ -202,7 +201,7 @@ async def test_a_store_that_begins_anew_with_its_clock_behind_is_followed(ledger
 async def test_a_redis_that_is_killed_and_comes_back_empty(tmp_path, monkeypatch):
     monkeypatch.setattr(prefix_directory, "RETRY_S", 0.02)
     server = EmbeddedRedis.start(tmp_path)
-    ledger = await Ledger.connect(server.url, "baton:x", LONG_LEASE_S, SystemClock())
+    ledger = await opened(server.url)
     info = await registered(ledger)
     log, view = PrefixPublisher(ledger, info.ref), PrefixReplica(ledger.connection, compare_s=0.05)
     log.note(DIGESTS[:100])

@@ -10,18 +10,12 @@ from typing import Any
 import pytest
 import structlog
 
-from baton.clock import SystemClock
 from baton.core import HandoffId
 from baton.ledger.embedded_redis import EmbeddedRedis
-from baton.ledger.ownership import OwnershipLog, OwnershipStore, RecordState
+from baton.ledger.ownership import OwnershipLog, RecordState
 from baton.ledger.prefix_directory import PrefixPublisher
 from baton.ledger.registry import Ledger
-from baton.worker.lifecycle import Lease
-from tests.support import redis_ledger as support
-from tests.support.ownership_records import owned_by
 from tests.support.redis_ledger import LONG_LEASE_S, info_of, order, raw, registered
-
-RESERVED, COMMITTED, ABORTED, RELEASED = RecordState
 
 
 def wipe(server: EmbeddedRedis, ledger: Ledger) -> None:
@@ -54,17 +48,14 @@ def grace_ends(server, monkeypatch):
 
 async def test_a_first_store_makes_nobody_wait(connect, server):
     ledgers = [await connect() for _ in range(3)]
+    assert await ledgers[0].workers() == []
+    assert raw(server).keys(ledgers[0].connection.key("*")) == [], "looking at an empty store starts nothing"
     with structlog.testing.capture_logs() as logged:
         infos = [await registered(ledger, f"decode-{n}") for n, ledger in enumerate(ledgers)]
         assert await ledgers[0].workers() == infos
     assert logged == []
     assert grace_ms(server, ledgers[0]) == 0
     assert len({info.ref.incarnation.epoch for info in infos}) == 1
-
-
-async def test_looking_at_an_empty_store_starts_nothing(ledger, server):
-    assert await ledger.workers() == []
-    assert raw(server).keys(ledger.connection.key("*")) == []
 
 
 @pytest.mark.parametrize("how", ["renew", "workers", "register", "mint"])
@@ -152,41 +143,6 @@ async def test_a_grace_is_not_prolonged_by_those_who_enter_again(connect, server
     assert 0 < grace_ms(server, ledgers[0]) <= 5000
 
 
-async def test_records_and_blocks_of_the_living_are_back_after_a_kill(tmp_path):
-    """After kill -9 and a new, empty Redis, one heartbeat restores the lease, all live records and the directory."""
-    server = EmbeddedRedis.start(tmp_path)
-    ledger = await Ledger.connect(server.url, "baton:x", LONG_LEASE_S, SystemClock())
-    info = info_of(await ledger.mint("decode-0"))
-    lease = Lease(ledger, info, LONG_LEASE_S, SystemClock())
-    await lease.take()
-    records, blocks = OwnershipLog(ledger, info.ref), PrefixPublisher(ledger, info.ref)
-    store = OwnershipStore(ledger.connection)
-    live = {"reserved": RESERVED, "committed": COMMITTED}
-    for request, state in {**live, "released": RELEASED}.items():
-        records.note(HandoffId(request, 2), "router", state)
-    digests = [bytes([n]) * 32 for n in range(8)]
-    blocks.note(digests)
-    for writer in (records, blocks):
-        await writer.flush()
-    for _ in range(2):
-        server = support.killed_and_empty(server, tmp_path)
-        assert raw(server).dbsize() == 0
-        await lease.renew(1)
-        assert await ledger.workers() == [info]
-        for writer in (records, blocks):
-            await writer.flush()
-        found = {request: await store.read(request) for request in (*live, "released")}
-        assert found.pop("released") is None
-        assert {r: record and (record.state, owned_by(record, info.ref)) for r, record in found.items()} == {
-            request: (state, True) for request, state in live.items()
-        }
-        names = raw(server).hkeys("baton:x:blocks:decode-0")
-        assert {digest[:16] for digest in digests} <= set(names)
-    for closing in (records, blocks, ledger):
-        await closing.close()
-    server.stop()
-
-
 async def test_every_key_has_a_time_to_live_but_the_two_that_carry_the_order(ledger, server):
     """The epoch and the counter never expire, because without them a store could mint an incarnation twice."""
     info, client = await registered(ledger), raw(server)
@@ -195,12 +151,11 @@ async def test_every_key_has_a_time_to_live_but_the_two_that_carry_the_order(led
     for _ in range(2):
         assert await ledger.register(info)
         assert await ledger.renew(info.ref, 1)
-    log = OwnershipLog(ledger, info.ref)
+    records, blocks = OwnershipLog(ledger, info.ref), PrefixPublisher(ledger, info.ref)
     for state in RecordState:
-        log.note(HandoffId(state.name, 1), "router", state)
-    blocks = PrefixPublisher(ledger, info.ref)
+        records.note(HandoffId(state.name, 1), "router", state)
     blocks.note([b"x" * 32])
-    for writer in (log, blocks):
+    for writer in (records, blocks):
         await writer.flush()
     await ledger.mint("decode-0")
     prefix = ledger.connection.key("")
@@ -213,5 +168,5 @@ async def test_every_key_has_a_time_to_live_but_the_two_that_carry_the_order(led
     }
     assert {name for name, ttl in ttl_ms.items() if ttl < 0} == {"epoch", "counter"}
     assert ttl_ms["worker:decode-0"] <= LONG_LEASE_S * 1000
-    for writer in (log, blocks):
+    for writer in (records, blocks):
         await writer.close()

@@ -6,9 +6,8 @@ Besides the common password: a user limited to our keys and commands, TLS, and a
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from baton.ledger.prefix_directory import PrefixPublisher, PrefixReplica
 from baton.ledger.redis_client import COMMANDS, Connection
 from baton.ledger.registry import Ledger
 from tests.support import redis_ledger as support
+from tests.support.clients import Wire
 from tests.support.ownership_records import owned_by, write_record
 from tests.support.prefixes import holders
 from tests.support.redis_ledger import info_of, password_of, raw, registered
@@ -65,8 +65,8 @@ async def everything(url: str, prefix: str) -> None:
     following = asyncio.create_task(view.run())
 
     async def told() -> None:
-        for writer in (records, blocks):
-            await writer.flush()
+        await records.flush()
+        await blocks.flush()
 
     async def seen() -> bool:
         return holders(view.prefixes, DIGESTS) == {("decode-0", info.ref.incarnation): len(DIGESTS)}
@@ -143,31 +143,12 @@ async def test_who_has_no_or_another_password_is_refused_without_showing_it(serv
         assert "another-one" not in str(caught.value)
 
 
-@contextlib.asynccontextmanager
-async def tls_proxy(to_port: int, certificates: Path) -> AsyncIterator[int]:
-    """Yield the port of a listener that terminates TLS, because the wheel's server has no TLS."""
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(certificates / "cert.pem", certificates / "key.pem")
-
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await reader.read(65536):
-                writer.write(data)
-                await writer.drain()
-        writer.close()
-
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", to_port)
-        await asyncio.gather(pump(reader, inner_writer), pump(inner_reader, writer))
-
-    listener = await asyncio.start_server(handle, "127.0.0.1", 0, ssl=context)
-    async with listener:
-        yield listener.sockets[0].getsockname()[1]
-
-
 async def test_over_tls_with_an_authority_of_ones_own(server, folder):
-    async with tls_proxy(server.port, folder) as port:
-        url = f"rediss://:{password_of(server)}@127.0.0.1:{port}/0"
+    """A relay terminates TLS, because the wheel's server has no TLS."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
+    async with Wire(f"127.0.0.1:{server.port}", context).laid() as address:
+        url = f"rediss://:{password_of(server)}@{address}/0"
         await everything(f"{url}?ssl_ca_certs={folder}/ca.pem", next(support.PREFIXES))
         with pytest.raises(LedgerError, match=r"(?i)certificate"):
             await Connection.open(url, "baton:x")

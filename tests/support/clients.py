@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import ssl
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
@@ -227,17 +228,17 @@ class World:
 
 
 class Wire:
-    """A TCP relay in front of a server. Tests cut or freeze it."""
+    """A TCP relay in front of a server. Tests cut or freeze it. With `tls`, it terminates TLS."""
 
-    def __init__(self, target: str) -> None:
-        self._target = target.split(":")
+    def __init__(self, target: str, tls: ssl.SSLContext | None = None) -> None:
+        self._target, self._tls = target.split(":"), tls
         self._writers: list[asyncio.StreamWriter] = []
         self._open = asyncio.Event()
         self._open.set()
 
     @contextlib.asynccontextmanager
     async def laid(self) -> AsyncIterator[str]:
-        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        server = await asyncio.start_server(self._accept, "127.0.0.1", 0, ssl=self._tls)
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             host, port = server.sockets[0].getsockname()
