@@ -55,16 +55,6 @@ async def test_a_prefill_worker_that_dies_is_done_without(cluster):
     await cluster.nothing_is_left()
 
 
-async def test_one_that_comes_back_is_used_again(cluster):
-    cluster.infos = [cluster.decode[0].info]
-    await until(lambda: not cluster.router.context.pool.has_pair(), "retired")
-    await cluster.generate()
-    cluster.infos = [worker.info for worker in cluster.workers]
-    await until(cluster.router.context.pool.has_pair, "back")
-    await cluster.generate()
-    assert cluster.prefill[0].kinds == ["prefill"]
-
-
 async def test_leaving_releases_it(make):
     cluster = await make(prefill=0)
     cluster.decode[0].close("decode")

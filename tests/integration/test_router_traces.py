@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +22,6 @@ from baton.testing import FakeClock
 from router.context import RouterSettings, build_context
 from router.workers.stream import EventMailbox
 from tests.support.in_process_router import FakeWorker, InProcessCluster, at
-from tests.support.routers import asked
 from tests.support.waiting import until
 from tests.unit.tracing.test_otlp import collectors
 
@@ -36,18 +34,6 @@ SAMPLED, UNSAMPLED = (("traceparent", f"00-{TRACE}-{PARENT}-{flags}") for flags 
 def span(name: str, seconds: float = 0.001, **figures) -> common_pb2.Span:
     attributes = {key: str(value) for key, value in figures.items()}
     return common_pb2.Span(name=name, start_s=time.time() - seconds, duration_s=seconds, attributes=attributes)
-
-
-def before_emit(worker: FakeWorker, change: Callable[[worker_pb2.WorkerEvent], None]) -> None:
-    """Change each later event of this worker before it is sent."""
-    emit = worker.emit
-
-    def changed(*events):
-        for event in events:
-            change(event)
-        emit(*events)
-
-    worker.emit = changed  # type: ignore[method-assign]
 
 
 def speaks(*workers: FakeWorker, verify_s: float = 0.0) -> None:
@@ -65,7 +51,7 @@ def speaks(*workers: FakeWorker, verify_s: float = 0.0) -> None:
             event.spans.extend([span("decode", tokens=7), span("verify", verify_s)])
 
     for worker in workers:
-        before_emit(worker, add_spans)
+        worker.before_emit = add_spans
 
 
 async def trace_of(cluster: InProcessCluster, request_id: str = "") -> admin_pb2.TraceReply:
@@ -235,20 +221,12 @@ async def test_spans_that_cannot_be_are_left_out(cluster):
             bad = [common_pb2.Span(name="x", start_s=float("nan")), common_pb2.Span(name="x", duration_s=-1.0)]
             event.spans.extend([*bad, span("push"), *(span("many") for _ in range(1000))])
 
-    before_emit(cluster.prefill[0], nonsense)
+    cluster.prefill[0].before_emit = nonsense
     done = (await cluster.generate(trace=True))[-1].completed
     names = spans_of(done, "prefill")
     assert "x" not in names
     assert "push" in names
     assert len(names) == 256, "the rest is left out"
-
-
-@pytest.mark.parametrize(("header", "goes_on"), [("{}-{}-01", True), ("{}-{}-00", True), ("{}-{}-01-00", False)])
-async def test_a_callers_trace_goes_on(cluster, header, goes_on):
-    metadata = (("traceparent", "00-" + header.format(TRACE, PARENT)),)
-    done = (await cluster.answer(cluster.stub.Generate(asked(), metadata=metadata)))[-1].completed
-    assert (done.trace_id == TRACE) == goes_on
-    assert done.trace_id
 
 
 async def test_a_collector_gets_one_trace_of_all_processes_and_none_of_the_text(make):

@@ -6,28 +6,21 @@ import asyncio
 
 import pytest
 
+from baton.rpc.v1 import worker_pb2
 from baton.testing import FakeClock
 from router.parsing.generate_request import RequestParser
-from tests.support.in_process_router import FakeWorker
 from tests.support.waiting import until
 
 HELD_S = {"queue": 0.125, "reserve": 0.25, "prefill": 0.375, "transfer": 0.5, "decode": 0.625}
 CLAIMED_S = 0.0625  # the reported part of the hold time for the commit, and for verify passes
 
 
-def claims(decode: FakeWorker) -> None:
-    """Make the decode worker report fixed times of its commit and verify passes."""
-    emit = decode.emit
-
-    def timed(*events):
-        for event in events:
-            if event.HasField("committed"):
-                event.committed.commit_s = CLAIMED_S
-            elif event.HasField("finish"):
-                event.finish.verify_s = CLAIMED_S
-        emit(*events)
-
-    decode.emit = timed  # type: ignore[method-assign]
+def claim(event: worker_pb2.WorkerEvent) -> None:
+    """Set the times of the commit and of verify passes that a decode worker reports."""
+    if event.HasField("committed"):
+        event.committed.commit_s = CLAIMED_S
+    elif event.HasField("finish"):
+        event.finish.verify_s = CLAIMED_S
 
 
 async def passed(call, index: int) -> bool:
@@ -41,7 +34,6 @@ async def passed(call, index: int) -> bool:
 async def test_stages_are_the_time_that_the_client_waited_for_each(make, monkeypatch):
     """Each hold begins after the stage has visibly begun, and ends before anything can end the stage."""
     clock, reading, read = FakeClock(), asyncio.Event(), asyncio.Event()
-
     parse = RequestParser.parse
 
     async def held_back(*args, **options):
@@ -53,19 +45,17 @@ async def test_stages_are_the_time_that_the_client_waited_for_each(make, monkeyp
     monkeypatch.setattr(RequestParser, "parse", held_back)
     cluster = await make()
     prefill, decode = cluster.prefill[0], cluster.decode[0]
-    gates = [prefill.gates["first"], prefill.gates["commit"], decode.gates["reserve"], decode.gates["hold"]]
-    for gate in gates:
-        gate.clear()
-    first, commit, reserve, hold = gates
-    decode.hold_at = 2
-    claims(decode)
+    prefill.close("first", "commit")
+    decode.close("reserve")
+    decode.hold(2)
+    decode.before_emit = claim
     call = cluster.call(max_tokens=4)
     for stage, begun, gate in (
         ("queue", reading.is_set, read),
-        ("reserve", lambda: decode.count("reserve"), reserve),
-        ("prefill", lambda: prefill.specs, first),
-        ("transfer", lambda: passed(call, 0), commit),
-        ("decode", lambda: passed(call, 1), hold),
+        ("reserve", lambda: decode.count("reserve"), decode.gates["reserve"]),
+        ("prefill", lambda: prefill.specs, prefill.gates["first"]),
+        ("transfer", lambda: passed(call, 0), prefill.gates["commit"]),
+        ("decode", lambda: passed(call, 1), decode.gates["hold"]),
     ):
         await until(begun, stage)
         clock.advance(HELD_S[stage])

@@ -6,7 +6,7 @@ Like a real one, a prefill worker keeps computed KV until it is handed over, rel
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,6 @@ from baton.core import (
     WorkerInfo,
     WorkerRef,
 )
-from baton.errors import LedgerError
 from baton.rpc import convert
 from baton.rpc.channel import PLAINTEXT, Wire, aio_channel, aio_server, bind
 from baton.rpc.status import from_rpc_error
@@ -99,6 +98,7 @@ class FakeWorker(WorkerServicer):
         self._queue: asyncio.Queue[list[Event]] = asyncio.Queue()
         self._server = aio_server()
         self.wire = PLAINTEXT
+        self.before_emit: Callable[[Event], None] = lambda item: None  # changes each event before it is sent
 
     def says(self, determinism: str) -> None:
         """Set the determinism fingerprint. Call it before `start`."""
@@ -162,6 +162,7 @@ class FakeWorker(WorkerServicer):
     def emit(self, *events: Event) -> None:
         heard = []
         for item in events:
+            self.before_emit(item)
             name = convert.handoff_from_pb(item.handoff)
             self.said.setdefault(name, []).append(item)
             heard += [item] if name not in self._parked else []
@@ -409,7 +410,6 @@ class InProcessCluster:
     def __init__(self, prefill: list[FakeWorker], decode: list[FakeWorker], settings: RouterSettings) -> None:
         self.prefill, self.decode, self.settings = prefill, decode, settings
         self.infos: list[WorkerInfo] = []
-        self.ledger_down = False
 
     @property
     def workers(self) -> list[FakeWorker]:
@@ -435,8 +435,6 @@ class InProcessCluster:
         self.infos = [worker.info for worker in self.workers]
 
     async def source(self) -> list[WorkerInfo]:
-        if self.ledger_down:
-            raise LedgerError("down")
         return self.infos
 
     async def stop(self) -> None:
