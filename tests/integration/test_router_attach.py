@@ -13,12 +13,12 @@ from grpc import aio
 from baton.core import HandoffId
 from baton.errors import LedgerError, NoWorker
 from baton.ledger.ownership import OwnershipRecord, RecordState
-from baton.rpc.v1 import common_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
+from baton.rpc.v1 import worker_pb2
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from baton.tokenizer import OracleTokenizer
 from router.server import serve
-from tests.support.in_process_router import InProcessCluster
+from tests.support.in_process_router import InProcessCluster, event
 from tests.support.routers import PROMPT, asked, ids_of, kinds, recovered, right, spied
 from tests.support.waiting import until
 
@@ -94,10 +94,15 @@ async def moved(cluster: InProcessCluster, request: pb.GenerateRequest, *receive
     return events
 
 
-async def test_it_goes_on_where_it_is(cluster):
+@pytest.mark.parametrize("ended", [False, True])
+async def test_it_goes_on_where_it_is(cluster, ended):
+    """The stream may have ended meanwhile, without a router."""
     name = await left(cluster, resumable())
     decode = cluster.decode[0]
     assert decode.count("release") == 0, "what may be resumed is left to its worker"
+    if ended:
+        decode.open("hold")
+        await until(lambda: decode.holds_nothing, "the stream has ended")
     async with Second(cluster, {name: record(cluster, name)}) as second:
         decode.open("hold")
         events = await second.resume(name, resumable(), ANSWER[:SEEN])
@@ -112,16 +117,6 @@ async def test_it_goes_on_where_it_is(cluster):
     assert (done.placement.prefill_worker, done.placement.decode_worker) == ("", "decode-0")
     assert done.usage.completion_tokens == MOST
     assert done.timings.prefill_s == 0 or done.timings.prefill_s < done.timings.e2e_s
-
-
-async def test_what_has_ended_meanwhile_is_told_whole(cluster):
-    name = await left(cluster, resumable())
-    cluster.decode[0].open("hold")
-    await until(lambda: cluster.decode[0].holds_nothing, "the stream has ended, without a router")
-    async with Second(cluster, {name: record(cluster, name)}) as second:
-        events = await second.resume(name, resumable(), ANSWER[:SEEN])
-    assert ids_of(events, SEEN) == ANSWER[SEEN:]
-    assert len(cluster.prefill[0].specs) == 1
 
 
 async def test_every_choice_is_found(cluster):
@@ -194,8 +189,7 @@ async def test_a_router_that_is_left_by_its_stream_asks_for_nothing_else(cluster
     name = dict(await call.initial_metadata())["baton-request-id"]
     await until(lambda: cluster.handed_over, "decoding")
     gone = worker_pb2.Failed(kind="Cancelled", message="router-b has taken over")
-    handoff = common_pb2.HandoffId(request_id=name, attempt=1)
-    decode.emit(worker_pb2.WorkerEvent(handoff=handoff, failed=gone))
+    decode.emit(event(HandoffId(name, 1), failed=gone))
     with pytest.raises(Exception, match="router-b has taken over"):
         await cluster.answer(call)
     assert (decode.count("reserve"), decode.count("release")) == (1, 0)

@@ -72,16 +72,23 @@ async def test_a_router_that_never_saw_the_request_goes_on_with_it(cluster, coun
     await cluster.nothing_is_left()
 
 
-async def test_who_resumes_takes_over_and_is_sampled_as_it_was(cluster):
-    call = await at(cluster, "decoding")
-    name = dict(await call.initial_metadata())["baton-request-id"]
-    resumed = asyncio.create_task(cluster.resume(asked(), ANSWER[:1], name=name))
+@pytest.mark.parametrize("how", ["Resume", "key"])
+async def test_a_call_that_takes_over_is_sampled_as_the_older_one(cluster, how):
+    cluster.decode[0].close("decode")
+    key = {"idempotency_key": "k"} if how == "key" else {}
+    older = cluster.call(**key)
+    name = dict(await older.initial_metadata())["baton-request-id"]
+    await until(lambda: cluster.decode[0].committed, "decoding")
+    known = ANSWER[:1] if how == "Resume" else []
+    again = cluster.resume(asked(), known, name=name) if how == "Resume" else cluster.generate(**key)
+    newer = asyncio.create_task(again)
     with pytest.raises(Cancelled, match="another call has taken over"):
-        await cluster.answer(call)
+        await cluster.answer(older)
     cluster.decode[0].open("decode")
-    assert ids_of(await resumed, 1) == ANSWER[1:8]
+    assert ids_of(await newer, len(known)) == ANSWER[len(known) : 8]
     first, second = (spec.sampling.seed for spec in cluster.prefill[0].specs)
-    assert first == second == seed_of(name)
+    assert first == second
+    assert how == "key" or first == seed_of(name)
     await cluster.nothing_is_left()
 
 
@@ -148,26 +155,18 @@ async def test_choices_that_are_resumed(cluster):
     assert events[-1].completed.usage.completion_tokens == 24
 
 
-async def test_all_choices_end_with_one_of_them(make):
+async def test_all_choices_are_in_a_census_and_end_with_one_of_them(make):
     cluster = await make(attempts=1)
-    cluster.decode[0].close("decode")
-    call = cluster.call(n=2)
-    await until(lambda: len(cluster.decode[0].committed) == 2, "both are decoding")
-    await cluster.decode[0].kill()
-    with pytest.raises(WorkerLost):
-        await cluster.answer(call)
-    await cluster.nothing_is_left()
-
-
-async def test_a_census_knows_all_choices(cluster):
     cluster.decode[0].close("decode")
     call = cluster.call(n=2)
     await until(lambda: len(cluster.decode[0].committed) == 2, "both are decoding")
     async with aio.insecure_channel(cluster.router.admin) as channel:
         reply = await AdminStub(channel).Requests(admin_pb2.RequestsRequest())
     assert {handoff.request_id for handoff in cluster.decode[0].committed} == set(reply.request_ids)
-    cluster.decode[0].open("decode")
-    await cluster.answer(call)
+    await cluster.decode[0].kill()
+    with pytest.raises(WorkerLost):
+        await cluster.answer(call)
+    await cluster.nothing_is_left()
 
 
 async def test_who_takes_over_may_be_gone_first(make):
@@ -186,20 +185,6 @@ async def test_who_takes_over_may_be_gone_first(make):
         await take_over()
     assert str(older.reason) == "another call has taken over this request"
     assert (context.running._named, len(context.running)) == ({}, 0)
-
-
-async def test_who_comes_again_with_a_key_takes_over_and_is_sampled_alike(cluster):
-    cluster.decode[0].close("decode")
-    older = cluster.call(idempotency_key="k")
-    await until(lambda: cluster.decode[0].committed, "decoding")
-    newer = cluster.call(idempotency_key="k")
-    with pytest.raises(Cancelled, match="another call has taken over"):
-        await cluster.answer(older)
-    cluster.decode[0].open("decode")
-    assert ids_of(await cluster.answer(newer)) == ANSWER[:8]
-    first, second = (spec.sampling.seed for spec in cluster.prefill[0].specs)
-    assert first == second
-    await cluster.nothing_is_left()
 
 
 async def test_however_many_come_at_once_with_a_key_all_of_them_end(cluster):
