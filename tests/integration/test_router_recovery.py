@@ -8,14 +8,12 @@ workers die.
 from __future__ import annotations
 
 import asyncio
-import time
-from functools import partial
 
 import pytest
 
 from baton.core import HandoffId, Role
 from baton.engine.prefix_cache import BlockHashChain, scope_key
-from baton.errors import NoWorker, WorkerLost
+from baton.errors import WorkerLost
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1 import worker_pb2
 from tests.support.in_process_router import LAYOUT, FakeWorker, InProcessCluster, at, event
@@ -81,21 +79,6 @@ async def test_the_next_attempt_waits_for_the_answer_to_the_fence(make):
     await finishes(cluster, call, "prefill_lost")
 
 
-@pytest.mark.parametrize("state", ["prefilling", "transferring"])
-async def test_what_was_computed_for_a_lost_decode_worker_goes_to_another_one(make, state):
-    cluster = await make(prefill=2, decode=2)
-    prefill = cluster.prefill[0]
-    call = await at(cluster, state)
-    await cluster.decode[0].kill()
-    await until(lambda: prefill.count("repush") == 1, "repush")
-    prefill.open("first", "commit")
-    done = await finishes(cluster, call, "decode_lost")
-    assert attempts_of(prefill, "prefill", "repush") == [("prefill", 1), ("repush", 2)]
-    assert prefill.said_twice == (state == "transferring")
-    assert cluster.prefill[1].commands == [], "it holds nothing of this"
-    assert (done.placement.prefill_worker, done.placement.decode_worker) == ("prefill-0", "decode-1")
-
-
 GONE = {role: (role, WorkerLost(f"the {role} worker is gone")) for role in Role}
 
 
@@ -127,20 +110,6 @@ async def test_whatever_is_heard_of_both_in_one_breath(make, said, again):
     assert attempts_of(prefill, "prefill", "repush") == [("prefill", 1), (again, 2)]
 
 
-async def test_a_decode_worker_that_is_lost_before_it_answers_the_fence(make):
-    cluster = await make(decode=2)
-    call = await at(cluster, "transferring")
-    [prefill], decode = cluster.prefill, cluster.decode[0]
-    decode.fence = lambda handoff: None
-    prefill.emit(event(prefill.handoff, failed=HELD))
-    await until(lambda: decode.count("fence") == 1, "fence")
-    await decode.kill()
-    await until(lambda: prefill.count("repush") == 1, "repush")
-    prefill.open("commit")
-    await finishes(cluster, call, "decode_lost")
-    assert prefill.count("prefill") == 1
-
-
 @pytest.mark.parametrize("silent", ["reserve", "fence"])
 async def test_a_decode_worker_that_does_not_answer_is_lost(make, silent, monkeypatch):
     monkeypatch.setattr("router.request.attempt._ANSWER_S", 0.2)
@@ -157,16 +126,6 @@ async def test_a_decode_worker_that_does_not_answer_is_lost(make, silent, monkey
     events = await answered(cluster, call)
     assert recovered(events) == ([(2, "decode_lost")] if silent == "fence" else [])
     assert prefill.count("prefill") == 1
-
-
-async def test_a_decode_worker_that_reports_a_failure_before_its_commit(cluster):
-    call = await at(cluster, "transferring")
-    [prefill], [decode] = cluster.prefill, cluster.decode
-    decode._drop(decode.handoff)
-    decode.emit(event(decode.handoff, failed=worker_pb2.Failed(kind="StaleAttempt", message="released")))
-    prefill.open("commit")
-    await finishes(cluster, call, "decode_lost")
-    assert attempts_of(prefill, "prefill", "repush") == [("prefill", 1), ("repush", 2)]
 
 
 @pytest.mark.parametrize(
@@ -192,35 +151,16 @@ async def test_a_push_that_failed_is_pushed_again_when_the_attempt_is_fenced(clu
     assert f"baton_digest_mismatch_total {fails.count(MISMATCH):.1f}" in await cluster.http("/metrics")
 
 
-async def committed_unheard(cluster: InProcessCluster):
-    """Start a request that the decode worker has committed, without the commit reaching the prefill worker."""
+async def test_a_push_that_failed_after_the_commit_does_not_outlive_a_preemption(cluster):
+    """It failed for its sender alone. The next attempt starts from the client's tokens, not from the waiting KV."""
     [prefill], [decode] = cluster.prefill, cluster.decode
+    decode.preempt_at = [3]
     decode.close("decode")
     call = await at(cluster, "transferring")
     decode.commit(prefill.handoff, prefill.specs[0])
     await until(lambda: cluster.handed_over, "handed over")
-    return call
-
-
-@pytest.mark.parametrize("when", ["before the finish", "after the finish"])
-async def test_a_push_that_failed_for_its_sender_alone(cluster, when):
-    [prefill], [decode] = cluster.prefill, cluster.decode
-    call = await committed_unheard(cluster)
-    if when == "before the finish":
-        prefill.emit(event(prefill.handoff, failed=HELD))
-        await until(lambda: not prefill._queue.qsize(), "said")
-    decode.open("decode")
-    await finishes(cluster, call)
-    assert attempts_of(prefill) == [("prefill", 1), ("release", 1)]
-    assert decode.count("fence") == 0
-
-
-async def test_a_push_that_failed_after_the_commit_does_not_outlive_a_preemption(cluster):
-    """The next attempt starts from the client's tokens, not from the waiting KV."""
-    [prefill], [decode] = cluster.prefill, cluster.decode
-    decode.preempt_at = [3]
-    call = await committed_unheard(cluster)
     prefill.emit(event(prefill.handoff, failed=HELD))
+    await until(lambda: not prefill._queue.qsize(), "said")
     prefill.open("commit")
     prefill._drop(prefill.handoff)
     decode.open("decode")
@@ -228,6 +168,7 @@ async def test_a_push_that_failed_after_the_commit_does_not_outlive_a_preemption
     assert attempts_of(prefill, "prefill", "repush") == [("prefill", 1), ("prefill", 2)]
     assert list(prefill.specs[1].known) == ANSWER[:3]
     assert ("release", 1) in attempts_of(prefill)
+    assert decode.count("fence") == 0
 
 
 async def test_a_fence_that_is_answered_after_the_commit_ends_nothing(cluster):
@@ -303,33 +244,6 @@ async def test_cancel_frees_what_is_held_in_every_state(make, state, how):
         await until(lambda: last.count("release") == 1, "release to the decode worker")
     await cluster.nothing_is_left()
     await until(lambda: cluster.router.context.sinks.outcomes["cancelled"] == 1, "counted")
-
-
-async def test_what_is_held_is_freed_when_no_worker_comes_to_take_it(make):
-    cluster = await make(queue_max_wait_s=0.3)
-    call = await at(cluster, "transferring")
-    await cluster.decode[0].kill()
-    with pytest.raises(NoWorker, match=r"waited 0\.3 s"):
-        await cluster.answer(call)
-    await until(lambda: cluster.prefill[0].count("release") == 1, "release")
-    await cluster.nothing_is_left()
-
-
-async def test_who_was_accepted_waits_for_room_for_as_long_as_it_takes(make):
-    cluster = await make(decode=2, queue_max_wait_s=0.1, blocks=1)
-    call = await at(cluster, "transferring")
-    other = cluster.call([9], 8)
-    [prefill] = cluster.prefill
-    await until(lambda: len(prefill.specs) == 2, "both are prefilling")
-    await cluster.decode[0].kill()
-    await until(partial(cluster.waits, 1), "queued")
-    late = time.monotonic() + 0.3
-    await until(lambda: time.monotonic() > late, "others would have been turned away")
-    assert cluster.waits(1)
-    prefill.open("commit")
-    assert len(ids_of(await cluster.answer(other))) == 8
-    await answered(cluster, call)
-    assert prefill.count("repush") == 1
 
 
 @pytest.mark.parametrize("how", ["dies", "loses its lease"])
