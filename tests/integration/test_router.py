@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -269,16 +268,6 @@ async def test_cancel_releases_both_workers_in_every_state(cluster, state, how):
     await released(*cluster.workers)
     assert cluster.idle
     await until(lambda: cluster.router.context.sinks.outcomes["cancelled"] == 1, "counted")
-
-
-async def test_cancel_while_queued_leaves_the_queue_and_touches_no_worker(make):
-    cluster = await make(blocks=1)
-    call = await at(cluster, "queued")
-    call.cancel()
-    await until(partial(cluster.waits, 0), "left the queue")
-    assert cluster.decode[0].kinds == ["reserve"]
-    cluster.decode[0].open("decode")
-    await until(lambda: cluster.idle, "the first one ends")
 
 
 @pytest.mark.parametrize("state", STATES)

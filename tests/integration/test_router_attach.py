@@ -19,7 +19,7 @@ from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from baton.tokenizer import OracleTokenizer
 from router.server import serve
 from tests.support.in_process_router import InProcessCluster, event
-from tests.support.routers import PROMPT, asked, ids_of, kinds, recovered, right, spied
+from tests.support.routers import PROMPT, asked, ids_of, kinds, recovered, right
 from tests.support.waiting import until
 
 MOST, SEEN = 12, 4
@@ -194,12 +194,6 @@ async def test_a_router_that_is_left_by_its_stream_asks_for_nothing_else(cluster
         await cluster.answer(call)
     assert (decode.count("reserve"), decode.count("release")) == (1, 0)
     decode._drop(HandoffId(name, 1))
-
-
-async def test_what_is_not_resumable_is_released_by_a_router_that_leaves(cluster):
-    commands = spied(cluster)
-    await left(cluster, resumable(resumable_s=0.0))
-    assert commands.count("decode-0 release") == 1
 
 
 async def test_how_long_is_said_with_the_reservation(make):

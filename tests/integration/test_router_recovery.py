@@ -47,24 +47,7 @@ async def finishes(cluster: InProcessCluster, call, *reasons: str) -> pb.Complet
     return events[-1].completed
 
 
-@pytest.mark.parametrize("state", ["prefilling", "transferring"])
-async def test_a_lost_prefill_worker_is_followed_by_another_one(make, state):
-    cluster = await make(prefill=2)
-    call = await at(cluster, state)
-    await cluster.prefill[0].kill()
-    cluster.prefill[1].open("first", "commit")
-    done = await finishes(cluster, call, "prefill_lost")
-    assert done.placement.prefill_worker == "prefill-1"
-    assert attempts_of(cluster.prefill[1]) == [("prefill", 2)]
-    said = ANSWER[:1] if state == "transferring" else []
-    assert [list(spec.known) for spec in cluster.prefill[1].specs] == [said], "what the client has is known"
-    assert attempts_of(cluster.decode[0]) == [("reserve", 1), ("fence", 1), ("release", 1), ("reserve", 2)]
-    metrics = await cluster.http("/metrics")
-    assert "baton_fenced_total 1.0" in metrics
-    assert 'baton_recoveries_total{reason="prefill_lost"} 1.0' in metrics
-
-
-async def test_the_next_attempt_waits_for_the_answer_to_the_fence(make):
+async def test_a_lost_prefill_worker_is_followed_by_another_one_after_the_answer_to_the_fence(make):
     cluster = await make(prefill=2)
     call = await at(cluster, "prefilling")
     decode, fenced = cluster.decode[0], list[HandoffId]()
@@ -76,7 +59,12 @@ async def test_the_next_attempt_waits_for_the_answer_to_the_fence(make):
     assert cluster.prefill[1].commands == []
     decode.emit(event(fenced[0], fenced=worker_pb2.Fenced()))
     cluster.prefill[1].open("first")
-    await finishes(cluster, call, "prefill_lost")
+    done = await finishes(cluster, call, "prefill_lost")
+    assert done.placement.prefill_worker == "prefill-1"
+    assert attempts_of(cluster.prefill[1]) == [("prefill", 2)]
+    metrics = await cluster.http("/metrics")
+    assert "baton_fenced_total 1.0" in metrics
+    assert 'baton_recoveries_total{reason="prefill_lost"} 1.0' in metrics
 
 
 GONE = {role: (role, WorkerLost(f"the {role} worker is gone")) for role in Role}

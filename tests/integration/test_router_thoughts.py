@@ -57,26 +57,26 @@ async def test_a_model_that_does_not_think_refuses_by_name(cluster):
     await cluster.nothing_is_left()
 
 
-@pytest.mark.parametrize(
-    ("by_file", "fields", "thinks_on"),
-    [(False, {}, False), (True, {}, True), (False, {"think_while_decoding": True}, True)],
-)
-async def test_whether_it_thinks_while_decoding(make, by_file, fields, thinks_on):
-    cluster = await make(thinks=C, bits=ALL_X, think_while_decoding=by_file)
-    events = await ask(cluster, **fields)
-    assert [spec.think_while_decoding for spec in cluster.prefill[0].specs] == [thinks_on]
-    chunks = range(5 if thinks_on else 3)
+@pytest.mark.parametrize("by_file", [False, True])
+async def test_the_file_sets_whether_it_thinks_while_decoding(make, by_file):
+    cluster = await make(thinks=C, think_while_decoding=by_file)
+    events = await ask(cluster)
+    assert [spec.think_while_decoding for spec in cluster.prefill[0].specs] == [by_file]
+    chunks = range(5 if by_file else 3)
     assert told(events) == list(chunks)
     assert events[-1].completed.usage.thinking_tokens == counted(*chunks)
 
 
-async def test_what_the_file_says_is_nothing_to_a_model_that_does_not_think(make):
-    cluster = await make(think_while_decoding=True)
+@pytest.mark.parametrize(("thinks", "chunks"), [(C, [0, 1, 2]), (0, [])])
+async def test_thoughts_are_counted_and_not_told_unless_asked_for(make, thinks, chunks):
+    """The setting in the file means nothing to a model that does not think."""
+    cluster = await make(thinks=thinks, think_while_decoding=not thinks)
     events = await cluster.generate(PROMPT)
-    assert (ids_of(events), events[-1].completed.usage.thinking_tokens) == (ANSWER, 0)
+    assert (ids_of(events), "thought" in kinds(events)) == (ANSWER, False)
+    assert events[-1].completed.usage.thinking_tokens == counted(*chunks)
     assert [spec.think_while_decoding for spec in cluster.prefill[0].specs] == [False]
     (model,) = (await cluster.stub.ListModels(pb.ListModelsRequest())).models
-    assert model.thinking_chunk == 0
+    assert model.thinking_chunk == thinks
 
 
 async def test_each_comes_before_what_follows_it(make):
@@ -92,6 +92,7 @@ async def test_each_comes_before_what_follows_it(make):
             assert tokens == max(0, behind), f"chunk {item.thought.chunk}: behind what it is about, too"
     usage = events[-1].completed.usage
     assert (usage.completion_tokens, usage.thinking_tokens) == (8, counted(0, 1, 2, 3, 4))
+    assert [spec.think_while_decoding for spec in cluster.prefill[0].specs] == [True]
     await cluster.nothing_is_left()
 
 
@@ -104,15 +105,6 @@ async def test_thoughts_do_not_wait_for_the_first_token(make):
     assert ids_of(await cluster.answer(call)) == ANSWER
     events = await ask(cluster, max_tokens=1)
     assert (told(events), ids_of(events)) == ([0, 1, 2], ANSWER[:1])
-
-
-async def test_they_are_counted_and_not_told_unless_asked_for(make):
-    cluster = await make(thinks=C)
-    events = await cluster.generate(PROMPT)
-    assert "thought" not in kinds(events)
-    assert events[-1].completed.usage.thinking_tokens == counted(0, 1, 2)
-    (model,) = (await cluster.stub.ListModels(pb.ListModelsRequest())).models
-    assert model.thinking_chunk == C
 
 
 async def test_choices_have_the_thoughts_of_the_prompt_in_common(make):

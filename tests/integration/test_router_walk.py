@@ -14,22 +14,16 @@ ROUTER = str(Path(router.__file__).parent) + "/"
 BACKGROUND = {"health", "live", "worker pool"}  # tasks of the router that run without a request
 
 
-def entered_file(frame: FrameType) -> str | None:
-    """Return the router file of a call, or None for background tasks and code outside of the router."""
-    path = frame.f_code.co_filename
-    if not path.startswith(ROUTER):
-        return None
-    task = asyncio.current_task()
-    return None if task is not None and task.get_name() in BACKGROUND else path.removeprefix(ROUTER)
-
-
 async def test_a_generate_enters_few_files(cluster):
     await cluster.generate()  # the first one fills caches
     entered = set[str]()
 
     def profile(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and (path := entered_file(frame)) is not None:
-            entered.add(path)
+        path = frame.f_code.co_filename
+        if event == "call" and path.startswith(ROUTER):
+            task = asyncio.current_task()
+            if task is None or task.get_name() not in BACKGROUND:
+                entered.add(path.removeprefix(ROUTER))
 
     sys.setprofile(profile)
     try:
