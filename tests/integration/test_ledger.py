@@ -45,21 +45,6 @@ async def test_minted_incarnations_are_unique_and_rise_over_many_clients(connect
     assert abs(minted[0].epoch - time.time() * 1e6) < 60e6
 
 
-async def test_a_store_that_lost_its_data_starts_a_higher_epoch(tmp_path):
-    server = EmbeddedRedis.start(tmp_path)
-    ledger = await Ledger.connect(server.url, "baton:x", 0.05, FakeClock(9e9))  # far ahead of Redis's clock
-    minted = [await ledger.mint() for _ in range(3)]
-    for _ in range(2):
-        os.kill(server.pid, signal.SIGKILL)
-        server.stop()
-        server = EmbeddedRedis.start(tmp_path, port=server.port, password=password_of(server))
-        minted += [await ledger.mint() for _ in range(2)]
-    await ledger.close()
-    server.stop()
-    assert [order(m) for m in minted] == sorted({order(m) for m in minted})
-    assert len({m.epoch for m in minted}) == 3
-
-
 async def test_a_known_epoch_lifts_a_store_that_started_too_low(server, connect):
     ahead, fresh = await connect(clock=FakeClock(9e9)), await connect()
     info = await registered(ahead)
@@ -396,35 +381,28 @@ def test_a_free_port_that_was_taken_in_between_is_replaced(tmp_path, server, mon
         assert other.port == free
 
 
-def program(folder: Path, text: str) -> Path:
-    path = folder / "redis-server"
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return path
-
-
 @pytest.mark.parametrize(
-    ("text", "status"),
-    [("exit 7", 7), (f"sed 's/^save.*/nonsense 1/' | {server_binary()} - >&2", 1)],
-    ids=["it ends at once", "it refuses its configuration"],
+    ("text", "deadline_s", "words", "status"),
+    [
+        ("exit 7", 10.0, "ended with status 7", 7),
+        (f"sed 's/^save.*/nonsense 1/' | {server_binary()} - >&2", 10.0, "ended with status 1", 1),
+        ("exec sleep 600", 0.3, "did not answer in time", -signal.SIGTERM),
+    ],
+    ids=["it ends at once", "it refuses its configuration", "it never answers"],
 )
-def test_a_server_that_ends_before_it_answers(tmp_path, text, status):
-    with pytest.raises(LedgerError, match=f"ended with status {status}"):
-        EmbeddedRedis.start(tmp_path, binary=program(tmp_path, text))
-
-
-def test_a_server_that_never_answers_is_ended(tmp_path, monkeypatch):
-    spawned: list[subprocess.Popen[bytes]] = []
-    spawn = embedded_redis._spawn
+def test_a_server_that_does_not_answer(tmp_path, monkeypatch, text, deadline_s, words, status):
+    program, spawned, spawn = tmp_path / "redis-server", list[subprocess.Popen[bytes]](), embedded_redis._spawn
+    program.write_text(f"#!/bin/sh\n{text}\n")
+    program.chmod(0o755)
 
     def kept(binary: Path, configuration: str) -> subprocess.Popen[bytes]:
         spawned.append(spawn(binary, configuration))
         return spawned[-1]
 
     monkeypatch.setattr(embedded_redis, "_spawn", kept)
-    with pytest.raises(LedgerError, match="did not answer in time"):
-        EmbeddedRedis.start(tmp_path, deadline_s=0.3, binary=program(tmp_path, "exec sleep 600"))
-    assert [process.returncode for process in spawned] == [-signal.SIGTERM]
+    with pytest.raises(LedgerError, match=words):
+        EmbeddedRedis.start(tmp_path, deadline_s=deadline_s, binary=program)
+    assert [process.returncode for process in spawned] == [status]
 
 
 def test_a_missing_wheel_is_named(monkeypatch):

@@ -297,8 +297,6 @@ async def test_the_decode_workers_message_may_overtake_the_prefill_workers(clust
 
 async def test_a_slow_reader_blocks_nobody_and_is_given_up(make):
     cluster = await make(client_stall_s=1.0)
-    for worker in cluster.workers:
-        worker.info = replace(worker.info, max_model_len=10**6)
     for link in cluster.links:
         link.view.info = replace(link.view.info, max_model_len=10**6)
     async with aio.insecure_channel(cluster.router.grpc, options=[("grpc.http2.bdp_probe", 0)]) as channel:

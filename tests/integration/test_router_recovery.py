@@ -279,9 +279,6 @@ async def test_a_reserve_names_the_full_blocks_of_what_is_known(cluster):
         chain = BlockHashChain(scope_key("fp", "mine"), tokens, LAYOUT.block_size)
         assert message.known_tokens == len(tokens)
         assert list(message.prefix) == [chain.digest(block) for block in range(len(tokens) // LAYOUT.block_size)]
-    for length in (15, 16, 17, 32, 33):  # no block hash covers the last position
-        await cluster.generate([7] * length, 2)
-    assert [len(reserve.prefix) for reserve in cluster.decode[0].reserves[2:]] == [0, 0, 1, 1, 2]
 
 
 async def test_what_a_decode_worker_has_is_skipped_by_the_push_to_it(make):

@@ -1,4 +1,4 @@
-"""A router's traces of its requests, ended and running: where their time went."""
+"""Traces of a router, of ended and running requests; the stage times that its clients receive; and its SLO counts."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from baton.rpc.v1.admin_pb2_grpc import AdminStub
 from baton.stages import Stage
 from baton.testing import FakeClock
 from router.context import RouterSettings, build_context
+from router.parsing.generate_request import RequestParser
 from router.workers.stream import EventMailbox
 from tests.support.in_process_router import FakeWorker, InProcessCluster, at
 from tests.support.waiting import until
@@ -282,3 +283,93 @@ async def test_logs_name_the_trace(capsys, cluster):
         await cluster.generate(max_tokens=0)
     (refused,) = logged("request_refused")
     assert "trace_id" in refused
+
+
+# --- times
+
+HELD_S = {"queue": 0.125, "reserve": 0.25, "prefill": 0.375, "transfer": 0.5, "decode": 0.625}
+CLAIMED_S = 0.0625  # the reported part of the hold time for the commit, and for verify passes
+
+
+def claim(event: worker_pb2.WorkerEvent) -> None:
+    """Set the times of the commit and of verify passes that a decode worker reports."""
+    if event.HasField("committed"):
+        event.committed.commit_s = CLAIMED_S
+    elif event.HasField("finish"):
+        event.finish.verify_s = CLAIMED_S
+
+
+async def passed(call, index: int) -> bool:
+    """Wait until the client has the token with this index."""
+    async for event in call:
+        if event.HasField("tokens") and getattr(event.tokens, "from") + len(event.tokens.ids) > index:
+            return True
+    return False
+
+
+async def test_stages_are_the_time_that_the_client_waited_for_each(make, monkeypatch):
+    """Each hold begins after the stage has visibly begun, and ends before anything can end the stage."""
+    clock, reading, read = FakeClock(), asyncio.Event(), asyncio.Event()
+    parse = RequestParser.parse
+
+    async def held_back(*args, **options):
+        reading.set()
+        await read.wait()
+        return await parse(*args, **options)
+
+    monkeypatch.setattr("router.server.SystemClock", lambda: clock)
+    monkeypatch.setattr(RequestParser, "parse", held_back)
+    cluster = await make()
+    prefill, decode = cluster.prefill[0], cluster.decode[0]
+    prefill.close("first", "commit")
+    decode.close("reserve")
+    decode.hold(2)
+    decode.before_emit = claim
+    call = cluster.call(max_tokens=4)
+    for stage, begun, gate in (
+        ("queue", reading.is_set, read),
+        ("reserve", lambda: decode.count("reserve"), decode.gates["reserve"]),
+        ("prefill", lambda: prefill.specs, prefill.gates["first"]),
+        ("transfer", lambda: passed(call, 0), prefill.gates["commit"]),
+        ("decode", lambda: passed(call, 1), decode.gates["hold"]),
+    ):
+        await until(begun, stage)
+        clock.advance(HELD_S[stage])
+        gate.set()
+    timings = (await cluster.answer(call))[-1].completed.timings
+    transfer_s, decode_s = HELD_S["transfer"] - CLAIMED_S, HELD_S["decode"] - CLAIMED_S
+    wanted = HELD_S | {"transfer": transfer_s, "commit": CLAIMED_S, "decode": decode_s, "verify": CLAIMED_S}
+    spent = {stage: getattr(timings, f"{stage}_s") for stage in wanted}
+    assert spent == pytest.approx(wanted)
+    assert timings.e2e_s == pytest.approx(sum(HELD_S.values())), "and in no other stage"
+    assert timings.ttft_s == pytest.approx(sum(HELD_S[stage] for stage in ("queue", "reserve", "prefill")))
+
+
+def slo_counts(cluster):
+    """Return the number of requests that met the SLO, and of those that did not."""
+    read = cluster.router.context.sinks.metrics.registry.get_sample_value
+    return tuple(read("baton_slo_total", {"met": met}) or 0.0 for met in ("true", "false"))
+
+
+@pytest.mark.parametrize(
+    ("ttft_s", "itl_s", "asked", "met"),
+    [
+        (100.0, 100.0, {"max_tokens": 6}, True),
+        (1e-9, 100.0, {"max_tokens": 6}, False),
+        (100.0, 1e-9, {"max_tokens": 6}, False),
+        (100.0, 1e-9, {"max_tokens": 1}, True),  # one token has no interval
+        (100.0, 100.0, {"max_tokens": 4, "n": 3}, True),  # a request of several choices counts once
+    ],
+)
+async def test_both_bounds_of_the_slo_count(make, ttft_s, itl_s, asked, met):
+    cluster = await make(slo_ttft_s=ttft_s, slo_itl_s=itl_s)
+    await cluster.generate(**asked)
+    assert slo_counts(cluster) == (float(met), float(not met))
+
+
+async def test_what_does_not_finish_does_not_count_for_the_slo(cluster):
+    call = cluster.call()
+    await anext(aiter(call))
+    call.cancel()
+    await cluster.nothing_is_left()
+    assert slo_counts(cluster) == (0.0, 0.0)
