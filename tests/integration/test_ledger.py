@@ -25,7 +25,7 @@ from baton.core import HandoffId, Incarnation, WorkerRef
 from baton.errors import LedgerError
 from baton.ledger import embedded_redis
 from baton.ledger.embedded_redis import EmbeddedRedis, server_binary
-from baton.ledger.ownership import OwnershipLog, OwnershipRecord, OwnershipStore, RecordState, Write
+from baton.ledger.ownership import OwnershipLog, OwnershipRecord, OwnershipStore, RecordState
 from baton.ledger.redis_client import Connection
 from baton.ledger.registry import Ledger
 from baton.testing import FakeClock
@@ -196,27 +196,18 @@ async def test_a_task_that_uses_redis_can_be_cancelled_at_any_moment(ledger):
     assert await ledger.workers() == []
 
 
-@pytest.mark.parametrize("stream", ["r", "mine"])
-async def test_a_stream_is_found_by_its_clients_name(ledger, stream):
+@pytest.mark.parametrize(("stream", "told"), [("r", RESERVED), ("mine", RESERVED), ("mine", COMMITTED)])
+async def test_a_stream_is_found_by_its_clients_name_which_is_told_once(ledger, stream, told):
     info, store = await registered(ledger), cast("Any", OwnershipStore(ledger.connection))
+    log = OwnershipLog(ledger, info.ref)
     assert await store.find(stream) is None
     for state, found in ((RESERVED, False), (COMMITTED, True), (RELEASED, True)):
-        await store.write_many([Write(HandoffId("r", 1), info.ref, "router", state, stream)])
+        log.note(HandoffId("r", 1), "router", state, stream if state is told else "")
+        await log.flush()
         assert (await store.find(stream) is not None) is found
-    await store.write_many([Write(HandoffId("r", 2), info.ref, "router", COMMITTED)])
-    assert (await store.find(stream)).handoff == HandoffId("r", 2)
-
-
-async def test_a_log_says_the_name_of_a_stream_once(ledger):
-    info, store = await registered(ledger), OwnershipStore(ledger.connection)
-    log = OwnershipLog(ledger, info.ref)
-    log.note(HandoffId("r", 1), "router", RESERVED)
-    log.note(HandoffId("r", 1), "router", COMMITTED, "mine")
-    await log.flush()
-    assert await store.find("mine") is not None
-    log.note(HandoffId("r", 1), "router", RELEASED)
+    log.note(HandoffId("r", 2), "router", COMMITTED)
     await log.close()
-    assert await store.find("mine") is not None
+    assert (await store.find(stream)).handoff == HandoffId("r", 2)
 
 
 async def test_records_and_tombstones_expire(ledger, server):
@@ -340,20 +331,16 @@ async def test_a_handoff_waits_for_redis_not_once_and_costs_four_round_trips_at_
     await log.close()
 
 
-async def test_the_password_is_nowhere_but_in_the_url(server):
-    password = password_of(server)
-    assert len(password) >= 32
-    process = psutil.Process(server.pid)
-    assert password not in " ".join(process.cmdline()) + str(process.environ())
-    assert password not in server.log_file.read_text() + repr(server) + server.redacted
-    assert server.redacted == f"redis://:***@127.0.0.1:{server.port}/0"
-
-
-async def test_it_listens_on_loopback_only_and_keeps_no_data(tmp_path):
+def test_it_listens_on_loopback_only_keeps_no_data_and_shows_its_password_in_the_url_alone(tmp_path):
     with EmbeddedRedis.start(tmp_path) as server:
-        listening = {c.laddr.ip for c in psutil.Process(server.pid).net_connections() if c.status == "LISTEN"}
+        process, password = psutil.Process(server.pid), password_of(server)
+        listening = {c.laddr.ip for c in process.net_connections() if c.status == "LISTEN"}
+        shown = " ".join(process.cmdline()) + str(process.environ()) + server.log_file.read_text() + repr(server)
         raw(server).set("a", 1)
     assert listening == {"127.0.0.1"}
+    assert len(password) >= 32
+    assert password not in shown
+    assert server.redacted == f"redis://:***@127.0.0.1:{server.port}/0"
     assert [path.name for path in tmp_path.iterdir()] == ["redis.log"]
     assert not server.alive
 

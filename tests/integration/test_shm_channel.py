@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -17,32 +18,23 @@ from tests.integration.channel_peer import NAME, RING, Peer, frame
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.transports.pairs import PATIENT_S, breaks, descriptors
 
-
-class Peers:
-    """Starts peers. At the end all are killed and all ends are closed."""
-
-    def __init__(self) -> None:
-        self.started: list[Peer] = []
-
-    def __call__(self, side: Side, *flags: str, deadline_s: float = PATIENT_S) -> Peer:
-        self.started.append(Peer(side, *flags, deadline_s=deadline_s))
-        return self.started[-1]
-
-    def close(self) -> None:
-        for peer in self.started:
-            peer.stop()
-            peer.end.close()
-        self.started.clear()
+Peers = Callable[..., Peer]
 
 
 @pytest.fixture
 def peers() -> Iterator[Peers]:
-    """Peers. After the test, this process has no file, mapping or descriptor left."""
+    """A function that starts a peer. After the test, this process has no file, mapping or descriptor left."""
     torch.set_num_threads(1)
     files, before = sorted(os.listdir("/dev/shm")), descriptors()  # noqa: PTH208
-    peers = Peers()
-    yield peers
-    peers.close()
+    with ExitStack() as stack:
+
+        def start(side: Side, *flags: str, deadline_s: float = PATIENT_S) -> Peer:
+            peer = Peer(side, *flags, deadline_s=deadline_s)
+            stack.callback(peer.end.close)
+            stack.callback(peer.stop)
+            return peer
+
+        yield start
     assert sorted(os.listdir("/dev/shm")) == files  # noqa: PTH208
     eventually(lambda: f"memfd:baton-kv-{NAME}" not in Path("/proc/self/maps").read_text())
     eventually(lambda: descriptors() <= before)

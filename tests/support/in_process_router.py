@@ -80,7 +80,6 @@ class FakeWorker(WorkerServicer):
         self.hold_at: int | None = None  # token index before which the worker waits for "hold"
         self.preempt_at: list[int] = []  # token indices at which the request is requeued, each used once
         self.fail_push: list[worker_pb2.Failed] = []  # outcomes of the next pushes, instead of a commit
-        self.corrupt_first = False
         self.commit_first = False  # D's message before P's first token
         self.repeats_thoughts = True  # a decode worker sends the prompt's thoughts again before its first token
         self.said_twice = 0  # tokens sent again for a Repush
@@ -348,7 +347,7 @@ class FakeWorker(WorkerServicer):
     async def _decode(self, handoff: HandoffId, spec: worker_pb2.SequenceSpec) -> None:
         prompt, index = list(spec.prompt), len(spec.known)
         done = worker_pb2.Committed(transfer_s=0.0, commit_s=0.0, kv_bytes=100, transport="memory")
-        first = token_at([*prompt, 1] if self.corrupt_first else prompt, index, scored=self.scored)
+        first = token_at(prompt, index, scored=self.scored)
         self.emit(event(handoff, committed=done))
         if self.repeats_thoughts:
             self._think(handoff, spec)
