@@ -137,7 +137,7 @@ async def test_the_stream_is_bounded_and_a_reader_that_was_away_longer_reads_the
     assert holders(view.prefixes, DIGESTS) == {holder_of(info): 500}
 
 
-async def test_a_dead_workers_blocks_expire_and_a_live_ones_do_not(ledger, server):
+async def test_blocks_of_a_dead_worker_expire_and_those_of_a_live_one_go_with_its_lease(ledger, server):
     dead, live = await registered(ledger, "prefill-0"), await registered(ledger, "prefill-1")
     last, log = PrefixPublisher(ledger, dead.ref, ttl_s=0.4), PrefixPublisher(ledger, live.ref, ttl_s=0.4)
     for one in (last, log):
@@ -154,14 +154,10 @@ async def test_a_dead_workers_blocks_expire_and_a_live_ones_do_not(ledger, serve
 
     await until(gone)
     assert not raw(server).exists(ledger.connection.key("blocks", "prefill-0"))
-    await log.close()
-
-
-async def test_a_worker_without_a_lease_is_forgotten(ledger, written):
-    info, _, view = written
-    await ledger.deregister(info.ref)
+    await ledger.deregister(live.ref)
     await view.compare()
     assert holders(view.prefixes, DIGESTS) == {}
+    await log.close()
 
 
 async def test_damaged_and_foreign_events_and_sets_are_passed_over(ledger, server, written):

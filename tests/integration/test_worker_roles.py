@@ -60,10 +60,8 @@ class Worker:
         return self.refs[-1]
 
     async def order(self, role, **facts):
-        worker_id, incarnation = self.refs[-1].worker_id, str(self.refs[-1].incarnation)
-        await ControlState(self.ledger.connection).put_order(
-            worker_id, WorkerCommand(incarnation=incarnation, role=role, **facts)
-        )
+        command = WorkerCommand(incarnation=str(self.refs[-1].incarnation), role=role, **facts)
+        await ControlState(self.ledger.connection).put_order(self.refs[-1].worker_id, command)
 
     async def roles(self):
         return {info.ref.worker_id: info.role for info in await self.ledger.workers()}
