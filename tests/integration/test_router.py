@@ -24,7 +24,7 @@ from baton.stages import Stage
 from baton.tokenizer import OracleTokenizer
 from router.server import SERVICE, serve
 from tests.support.in_process_router import STATES, FakeWorker, InProcessCluster, at, event, finish, released, token_at
-from tests.support.routers import PROMPT, asked, ids_of, kinds, leave, refused, right, spied
+from tests.support.routers import PROMPT, asked, ids_of, kinds, leave, recovered, refused, right, spied
 from tests.support.waiting import until
 
 
@@ -130,13 +130,17 @@ async def test_a_failure_that_the_next_attempt_would_meet_again_ends_the_request
     await cluster.nothing_is_left()
 
 
-async def test_what_a_worker_says_after_the_end_is_no_failure(cluster):
+async def test_what_a_worker_says_late_is_no_failure(cluster):
+    """Its answer to a fence may come after the commit, and its last words come after the end."""
     call = await at(cluster, "decoding")
     handoff = cluster.decode[0].handoff
     tokens = convert.tokens_to_pb([token_at(PROMPT, index) for index in range(1, 8)])
+    fenced = event(handoff, fenced=worker_pb2.Fenced())
     last_words = (event(handoff, tokens=tokens), finish(handoff), errors.WorkerLost("and gone"))
-    cluster.hears(*((Role.DECODE, said) for said in last_words))
-    assert len(ids_of(await cluster.answer(call))) == 8
+    cluster.hears(*((Role.DECODE, said) for said in (fenced, *last_words)))
+    events = await cluster.answer(call)
+    assert (len(ids_of(events)), recovered(events)) == (8, [])
+    assert "baton_fenced_total 0.0" in await cluster.http("/metrics")
 
 
 async def test_a_new_incarnation_takes_the_place_of_a_dead_one(cluster):
@@ -361,9 +365,7 @@ async def health_is(cluster: InProcessCluster, service: str, wanted: int):
     stub: Any = health_pb2_grpc.HealthStub(cluster.channel)
     watch = stub.Watch(health_pb2.HealthCheckRequest(service=service))
     async with asyncio.timeout(10):
-        async for reply in watch:
-            if reply.status == wanted:
-                break
+        await anext(reply async for reply in watch if reply.status == wanted)
     watch.cancel()
 
 

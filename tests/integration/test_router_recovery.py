@@ -159,15 +159,6 @@ async def test_a_push_that_failed_after_the_commit_does_not_outlive_a_preemption
     assert decode.count("fence") == 0
 
 
-async def test_a_fence_that_is_answered_after_the_commit_ends_nothing(cluster):
-    call = await at(cluster, "decoding")
-    [decode] = cluster.decode
-    cluster.hears((Role.DECODE, event(decode.handoff, fenced=worker_pb2.Fenced())))
-    decode.open("decode")
-    await finishes(cluster, call)
-    assert "baton_fenced_total 0.0" in await cluster.http("/metrics")
-
-
 @pytest.mark.parametrize("attempts", [1, 2, 3])
 async def test_too_many_failures_end_the_request_and_free_what_waits(make, attempts):
     cluster = await make(attempts=attempts)

@@ -24,11 +24,10 @@ from router.parsing.generate_request import RequestParser
 from router.workers.stream import EventMailbox
 from tests.support.in_process_router import FakeWorker, InProcessCluster, at
 from tests.support.waiting import until
-from tests.unit.tracing.test_otlp import collectors
+from tests.unit.tracing.test_otlp import PARENT, TRACE, collectors
 
 PLACED = {"prefill": "prefill-0", "decode": "decode-0"}
 STAGES = [stage.value for stage in Stage]
-TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = (("traceparent", f"00-{TRACE}-{PARENT}-{flags}") for flags in ("01", "00"))
 
 
