@@ -126,7 +126,7 @@ async def test_no_more_than_so_many_watch(cluster):
     for one in watchers:
         await one.next()
     for _ in range(5):
-        await watchers[0].next()  # the others read nothing and hold up nobody
+        await watchers[0].next()  # the others read nothing, and this one does not wait for them
     with refused(Overloaded):
         await Watching(cluster).next()
     for one in watchers:

@@ -228,7 +228,7 @@ class World:
 
 
 class Wire:
-    """A TCP relay in front of a server. Tests cut or freeze it. With `tls`, it terminates TLS."""
+    """A TCP relay in front of a server. Tests cut or freeze it. It terminates TLS if it has `tls`."""
 
     def __init__(self, target: str, tls: ssl.SSLContext | None = None) -> None:
         self._target, self._tls = target.split(":"), tls
