@@ -1,5 +1,9 @@
+import asyncio
+
 import pytest
 import torch
+
+from baton.metrics import MetricsServer
 
 
 # Two threads wait for each other at each layer. During other tests that takes a hundred times as long.
@@ -10,3 +14,26 @@ def threads(request):
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+async def listen():
+    """A function that serves metrics over HTTP. It returns a function that sends a request and returns the answer."""
+    servers = []
+
+    async def start(registry, **options):
+        servers.append(MetricsServer(registry, **options))
+        address = await servers[-1].start("127.0.0.1:0")
+
+        async def ask(request: bytes) -> str:
+            reader, writer = await asyncio.open_connection(*address.split(":"))
+            writer.write(request + b"\r\nHost: x\r\n\r\n")
+            answer = (await reader.read()).decode()
+            writer.close()
+            return answer
+
+        return ask
+
+    yield start
+    for server in servers:
+        await server.stop()

@@ -1,19 +1,20 @@
-"""The served metrics of each kind of process: both formats, their names, labels and exemplars."""
+"""The served metrics of each kind of process: HTTP, both formats, names, labels with their values, and exemplars."""
 
 from __future__ import annotations
+
+from collections import defaultdict
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from baton.errors import EngineFault
+from baton.errors import ConfigError
 from baton.metrics import Metrics, MetricsServer
 from baton.metrics.http import render
 from baton.metrics.router import exemplar_of
 from baton.stages import Timings
-from tests.unit.test_telemetry import ask
 from tools import metric_docs
-from tools.metric_docs import values
+from tools.metric_docs import LABELS, OF_METRIC, values
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.2"
 # interfaces.md: the labels, by name
@@ -74,12 +75,22 @@ def test_openmetrics_keeps_the_colon():
     assert b"vllm:" not in render(metric_docs.gateway_registry(), "")[1], "a gateway alone has none"
 
 
-@pytest.mark.parametrize("process", REGISTRIES)
-def test_labels_and_their_values_are_those_of_the_list(process):
-    for sample in samples(REGISTRIES[process]()):
-        for name, value in sample.labels.items():
-            allowed = values(sample.name, name)
-            assert isinstance(allowed, str) or value in allowed, sample
+def test_labels_have_the_values_of_the_list_and_all_of_them_from_the_start():
+    found = defaultdict(set)
+    for metric in (metric for registry in REGISTRIES.values() for metric in registry().collect()):
+        for sample in metric.samples:
+            for label, value in sample.labels.items():
+                allowed = values(sample.name, label)
+                assert isinstance(allowed, str) or value in allowed, sample
+                found[metric.name, label].add(value)
+    of_metric = {(metric, label) for metric, own in OF_METRIC.items() for label in own}
+    wanted = of_metric - {("baton_refusals", "reason")}  # a rejection's series starts with the first of its kind
+    assert {key: found[key] for key in wanted} == {key: set(values(*key)) for key in wanted}
+    assert not LABELS.keys() & {label for _, label in of_metric}, (
+        "a label is the same in all metrics or listed for each"
+    )
+    with pytest.raises(KeyError):
+        values("baton_kv_blocks", "outcome")
 
 
 def test_what_is_promised_is_there():
@@ -129,20 +140,44 @@ def test_what_is_too_long_for_an_exemplar_is_not_named():
     assert sum(s.exemplar is not None for s in found if s.name == "baton_ttft_seconds_bucket") == 1
 
 
-async def test_openmetrics_by_the_header():
-    server = MetricsServer(ended({"request_id": "r"}).registry)
+@pytest.mark.parametrize(
+    ("request_line", "status", "body"),
+    [
+        (b"GET /metrics HTTP/1.1", "200 OK", "baton_fenced_total"),
+        (b"GET /metrics?name[]=x HTTP/1.1", "200 OK", "baton_fenced_total"),
+        (b"GET /health HTTP/1.1", "200 OK", "ok"),
+        (b"GET /ready HTTP/1.1", "503 Service Unavailable", "not ready"),
+        (b"GET / HTTP/1.1", "404 Not Found", "/metrics"),
+        (b"POST /metrics HTTP/1.1", "405 Method Not Allowed", "GET only"),
+        (b"\xff\xfe", "405 Method Not Allowed", "GET only"),
+    ],
+)
+async def test_the_http_endpoint(listen, request_line, status, body):
+    ask = await listen(Metrics("x", "").registry, ready=lambda: False)
+    answer = await ask(request_line)
+    assert answer.startswith(f"HTTP/1.1 {status}\r\n")
+    assert body in answer
+
+
+async def test_a_request_that_never_ends_or_is_too_long_gets_no_answer(listen):
+    ask = await listen(Metrics("x", "").registry)
+    assert not await ask(b"GET /" + b"x" * 20_000)
+    assert "200 OK" in await ask(b"GET /ready HTTP/1.1")
+
+
+async def test_an_address_that_cannot_be_had():
+    server = MetricsServer(Metrics("x", "").registry)
     address = await server.start("127.0.0.1:0")
-    request = b"GET /metrics HTTP/1.1\r\nHost: x\r\nACCEPT: " + OPENMETRICS.encode() + b"\r\n\r\n"
-    answer = await ask(address, request)
-    assert "Content-Type: application/openmetrics-text; version=1.0.0" in answer
-    assert answer.endswith("# EOF\n")
-    assert "# EOF" not in await ask(address, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+    for wrong in (address, "127.0.0.1:x"):
+        with pytest.raises(ConfigError, match="cannot listen for metrics"):
+            await MetricsServer(Metrics("y", "").registry).start(wrong)
+    await server.stop()
     await server.stop()
 
 
-def test_a_refusal_is_counted_by_its_class_alone():
-    metrics = Metrics("one", "1")
-    before = len(samples(metrics.registry))
-    for index in range(50):
-        metrics.refused(EngineFault(f"words of a client {index}"))
-    assert len(samples(metrics.registry)) == before + 2  # its count and its creation time
+async def test_openmetrics_by_the_header(listen):
+    ask = await listen(ended({"request_id": "r"}).registry)
+    answer = await ask(b"GET /metrics HTTP/1.1\r\nACCEPT: " + OPENMETRICS.encode())
+    assert "Content-Type: application/openmetrics-text; version=1.0.0" in answer
+    assert answer.endswith("# EOF\n")
+    assert "# EOF" not in await ask(b"GET /metrics HTTP/1.1")

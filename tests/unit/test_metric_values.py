@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+from prometheus_client import generate_latest
+
 from baton import __version__
-from baton.core import BlockCounts, Channel, Load, Pace, Thought
-from baton.metrics import Metrics, MetricsServer
+from baton.core import BlockCounts, Channel, Load, Pace, Role, Thought
+from baton.errors import Overloaded
+from baton.metrics import Metrics
 from baton.metrics.worker import Counts, Watched, WorkerMetrics
 from baton.stages import Timings
-from tests.unit.test_telemetry import ask
 from tools import metric_docs
 from tools.metric_docs import LABELS
 
@@ -18,6 +20,86 @@ from tools.metric_docs import LABELS
 def value(registry, name, **labels):
     """Return the value of one sample, or None if the registry has no such sample."""
     return registry.get_sample_value(name, labels)
+
+
+def test_an_answer_without_a_token_is_no_first_token_in_no_time():
+    metrics = Metrics("local", "1.2")
+    metrics.ended("finished", Timings(1, 0, 0, 2, 0, 0, 0, ttft_s=0.0, e2e_s=3))
+    metrics.ended("finished", Timings(1, 0, 0, 2, 0, 0, 0, ttft_s=3.0, e2e_s=3), tokens=1)
+    counts = [value(metrics.registry, f"baton_{name}_seconds_count") for name in ("ttft", "generation", "e2e")]
+    assert counts == [1, 1, 2]
+
+
+def test_metrics_have_the_names_that_dashboards_read():
+    metrics = Metrics("local", "1.2")
+    blocks = [BlockCounts(10, 4, 1, 2, 0, 3), BlockCounts(10, 10)]
+    metrics.watch_blocks(lambda: {Role.PREFILL: [], Role.DECODE: blocks})
+    metrics.watch_queue(lambda: 3, lambda: 70)
+    metrics.ended("finished", Timings(1, 0, 0, 2, 3, 0, 0, ttft_s=2.5, e2e_s=6))
+    metrics.ended("cancelled")
+    metrics.refused(Overloaded("no", 1))
+    metrics.recovery("preempted")
+    metrics.fenced()
+    metrics.digest_mismatch()
+    metrics.handed_over(0.5, 4096, "gloo")
+    metrics.gap(0.2, 4)
+    metrics.ttft_predicted(0.03)
+    metrics.kept_slo(met=True)
+    metrics.kept_slo(met=False)
+    text = generate_latest(metrics.registry).decode()
+    for line in (
+        'baton_requests_total{outcome="finished"} 1.0',
+        'baton_requests_total{outcome="cancelled"} 1.0',
+        'baton_refusals_total{reason="Overloaded"} 1.0',
+        'baton_recoveries_total{reason="preempted"} 1.0',
+        "baton_fenced_total 1.0",
+        'baton_slo_total{met="true"} 1.0',
+        'baton_slo_total{met="false"} 1.0',
+        "baton_digest_mismatch_total 1.0",
+        'baton_transfer_bytes_total{transport="gloo"} 4096.0',
+        "baton_ttft_seconds_sum 2.5",
+        "baton_e2e_seconds_sum 6.0",
+        "baton_queue_seconds_sum 1.0",
+        "baton_prefill_seconds_sum 2.0",
+        "baton_transfer_seconds_sum 0.5",
+        'baton_itl_seconds_bucket{le="0.05"} 4.0',
+        'baton_ttft_prediction_error_seconds_bucket{le="0.05"} 1.0',
+        'baton_kv_blocks{role="decode",state="free"} 14.0',
+        'baton_kv_blocks{role="decode",state="owned"} 2.0',
+        'baton_kv_blocks{role="decode",state="quarantined"} 3.0',
+        'baton_kv_blocks{role="prefill",state="free"} 0.0',
+        'baton_workers{role="decode"} 2.0',
+        "baton_queued_requests 3.0",
+        "baton_queued_tokens 70.0",
+        'baton_workers{role="prefill"} 0.0',
+        'baton_build_info{cluster="local",version="1.2"} 1.0',
+    ):
+        assert line in text
+
+
+def test_what_workers_did_for_deterministic_requests():
+    metrics = Metrics("test", "0")
+    loads = [("decode-0", Load(verify_passes=3, rollbacks=2, recomputed_tokens=40)), ("decode-1", Load())]
+    metrics.watch_verifying(lambda: loads)
+    metrics.ended("finished", deterministic=True)
+    metrics.ended("finished")
+    lines = generate_latest(metrics.registry).decode().splitlines()
+    assert {
+        'baton_verify_passes_total{worker="decode-0"} 3.0',
+        'baton_rollbacks_total{worker="decode-0"} 2.0',
+        'baton_recomputed_tokens_total{worker="decode-0"} 40.0',
+        'baton_verify_passes_total{worker="decode-1"} 0.0',
+        'baton_deterministic_requests_total{outcome="finished"} 1.0',
+        'baton_requests_total{outcome="finished"} 2.0',
+    } <= set(lines)
+    loads.pop()
+    assert "decode-1" not in generate_latest(metrics.registry).decode(), "a lost worker leaves no ghost"
+
+
+def test_two_processes_in_one_interpreter_share_nothing():
+    first, second = Metrics("a", ""), Metrics("b", "")
+    first.fenced()
+    assert value(second.registry, "baton_fenced_total") == 0
 
 
 def test_stages_that_were_not_passed_are_not_observed():
@@ -142,24 +224,22 @@ def test_a_worker_says_what_it_does():
     assert value(registry, "vllm:cache_config_info", block_size="16", num_gpu_blocks="8", **engine) == 1
 
 
-async def test_health_looks_beyond_the_loop():
+async def test_health_looks_beyond_the_loop(listen):
     worker = Worker()
-    server = MetricsServer(worker.metrics.registry, worker.metrics.ready, trouble=worker.metrics.trouble)
-    address = await server.start("127.0.0.1:0")
+    ask = await listen(worker.metrics.registry, ready=worker.metrics.ready, trouble=worker.metrics.trouble)
 
     async def says(path):
-        return (await ask(address, b"GET " + path + b" HTTP/1.1\r\n\r\n")).split("\r\n")[0].split(" ")[1]
+        return (await ask(b"GET %s HTTP/1.1" % path)).split("\r\n")[0].split(" ")[1]
 
     assert [await says(path) for path in (b"/health", b"/ready")] == ["200", "200"]
     worker.age = 2.5
-    assert "no progress for 2.5 s" in await ask(address, b"GET /health HTTP/1.1\r\n\r\n")
+    assert "no progress for 2.5 s" in await ask(b"GET /health HTTP/1.1")
     assert [await says(path) for path in (b"/health", b"/ready")] == ["503", "200"]
     worker.age, worker.load = 0.0, replace(LOAD, draining=True)
     assert [await says(path) for path in (b"/health", b"/ready")] == ["200", "503"]
     worker.load, worker.metrics.serving = LOAD, False
     assert await says(b"/ready") == "503"
     assert await says(b"/targets") == "404"
-    await server.stop()
 
 
 async def test_counts_from_many_threads():
