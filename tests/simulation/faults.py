@@ -55,13 +55,11 @@ class Faults:
 
     def __init__(self, cluster: Cluster, faults: list[Fault]) -> None:
         self.struck: list[str] = []
-        self.pending = len(faults)
         self._cluster, self._world = cluster, cluster.world
         for fault in faults:
             self._world.at(max(1, fault.step), lambda fault=fault: self._strike(fault))  # type: ignore[misc]
 
     def _strike(self, fault: Fault) -> None:
-        self.pending -= 1
         what, _, whom = fault.kind.partition(" ")
         if what in {"crash", "pause", "leave", "drain", "turn"} and whom != "router":
             hit = self._worker(fault, what, Role(whom))

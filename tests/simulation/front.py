@@ -75,7 +75,6 @@ class Client:
     def __init__(self, world: World, router: RouterHost, ask: Ask, others: list[RouterHost]) -> None:
         self.world, self.router, self.ask = world, router, ask
         self.outcome = ""  # "finished", the name of an error, "left", or "router crashed"
-        self.ended_at = 0.0
         self.call = ClientCall(world, ask.name, ask.stall)
         self.calls = [self.call]
         self.resumed_with = 0  # tokens
@@ -161,7 +160,7 @@ class Client:
     def _end(self, outcome: str) -> None:
         if self.outcome:
             self.world.broken(f"{self.ask.name} ended twice: {self.outcome} and {outcome}")
-        self.outcome, self.ended_at = outcome, self.world.loop.time()
+        self.outcome = outcome
         self.world.note("ended", self.ask.name, outcome)
 
     def check(self) -> list[str]:

@@ -1,6 +1,7 @@
 """The address at which others reach a listener of this host."""
 
 import socket
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -29,25 +30,19 @@ def network(monkeypatch):
     }
     monkeypatch.setattr("psutil.net_if_addrs", lambda: known)
 
-    class Probe:
-        def __init__(self, family, kind):
-            assert kind == socket.SOCK_DGRAM, "nothing may be sent"
+    @contextmanager
+    def probe(family, kind):
+        assert kind == socket.SOCK_DGRAM, "nothing may be sent"
+        peers = []
 
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def connect(self, there):
-            self.there = there[0]
-
-        def getsockname(self):
-            if self.there not in ROUTES:
+        def local_address():
+            if peers[0] not in ROUTES:
                 raise OSError("unreachable")
-            return ROUTES[self.there], 40000
+            return ROUTES[peers[0]], 40000
 
-    monkeypatch.setattr("socket.socket", Probe)
+        yield SimpleNamespace(connect=lambda there: peers.append(there[0]), getsockname=local_address)
+
+    monkeypatch.setattr("socket.socket", probe)
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,7 @@ def oracle():
 def tokenizer(request, tmp_path_factory):
     if request.param == "oracle":
         return OracleTokenizer()
-    folder = save_bpe(tmp_path_factory.mktemp("bpe"))
-    (folder / "config.json").write_text('{"eos_token_id": 1}')
-    return load_tokenizer(folder)
+    return load_tokenizer(save_bpe(tmp_path_factory.mktemp("bpe"), eos=1))
 
 
 def allowed(guide) -> list[int]:
@@ -225,9 +223,9 @@ def test_grammars_are_compiled_once_and_used_apart():
 def test_a_model_without_an_end_token_and_a_tokenizer_that_cannot_be_read_are_refused(tmp_path):
     with pytest.raises(InvalidRequest, match="constraint: the model has no end token"):
         Grammars(load_tokenizer(save_bpe(tmp_path))).check(choices("a"))
+    save_bpe(tmp_path, eos=1)
     raw = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     raw.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
     with pytest.raises(InvalidRequest, match="constraint: constraints are not possible with this model's tokenizer"):
         Grammars(load_tokenizer(tmp_path)).check(choices("a"))
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -80,52 +81,41 @@ for model in ("hf:org/tiny", "hf:org/other", "models/demo"):
     assert "must be a Hub name such as hf:" in second
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> str:
-    def download(*_: object, **__: object) -> str:
-        raise error
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(CheckpointError) as caught:
-        model_folder("hf:org/tiny@v2")
-    assert str(caught.value).startswith("model.path: hf:org/tiny@v2: ")
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+def answered(kind: type[Exception]) -> Exception:
+    """Return an error without its constructor, which needs a response of an HTTP client."""
+    return kind.__new__(kind)
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"),
+    ("error", "says"),
     [
-        (errors.GatedRepoError, ["gated: accept its conditions at", "org/tiny", "set HF_TOKEN"]),
-        (errors.RepositoryNotFoundError, ["no such model", "private", "correct the name, or set HF_TOKEN"]),
-        (errors.RevisionNotFoundError, ["no revision 'v2'", "branch, tag or commit"]),
+        (answered(errors.GatedRepoError), ["gated: accept its conditions at", "org/tiny", "set HF_TOKEN"]),
+        (answered(errors.RepositoryNotFoundError), ["no such model", "private", "correct the name, or set HF_TOKEN"]),
+        (answered(errors.RevisionNotFoundError), ["no revision 'v2'", "branch, tag or commit"]),
+        (
+            errors.LocalEntryNotFoundError("Got: ConnectError: refused\nAn error happened"),
+            ["not in the cache", "cannot be reached", "ConnectError: refused", "set model.path to a folder"],
+        ),
+        (OSError(28, "No space left on device"), ["cannot be downloaded", "No space left"]),
     ],
 )
-def test_what_the_hub_answers_is_translated(kind, says, monkeypatch):
-    error = kind.__new__(kind)  # its constructor needs a response of an HTTP client
-    message = failing(monkeypatch, error)
-    assert [part for part in says if part not in message] == []
-
-
-def test_no_network_and_no_disk(monkeypatch):
+def test_errors_of_the_hub_are_translated_to_one_line(error, says, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    message = failing(monkeypatch, errors.LocalEntryNotFoundError("Got: ConnectError: refused\nAn error happened"))
-    for part in ("not in the cache", "cannot be reached", "ConnectError: refused", "set model.path to a folder"):
-        assert part in message
-    assert "cannot be downloaded" in failing(monkeypatch, OSError(28, "No space left on device"))
-    assert "No space left" in failing(monkeypatch, OSError(28, "No space left on device"))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=error))
+    with pytest.raises(CheckpointError) as caught:
+        model_folder("hf:org/tiny@v2")
+    message = str(caught.value)
+    assert message.startswith("model.path: hf:org/tiny@v2: ")
+    assert [part for part in says if part not in message] == []
+    assert "\n" not in message
 
 
 def test_what_is_asked_for(monkeypatch, tmp_path):
     """A worker downloads weights and a router does not. No pickled file is fetched, and no file twice."""
-    asked = []
-
-    def download(repo, **options):
-        asked.append((repo, options))
-        return str(tmp_path)
-
+    download = Mock(return_value=str(tmp_path))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert model_folder("hf:org/tiny@v2") == model_folder("hf:org/tiny", weights=False) == tmp_path
-    (repo, worker), (_, router) = asked
+    ((repo,), worker), (_, router) = download.call_args_list
     assert (repo, worker["revision"], router["revision"]) == ("org/tiny", "v2", None)
     names = ["config.json", "tokenizer.json", "chat_template.jinja", "model-00001-of-00002.safetensors"]
     others = ["pytorch_model.bin", "model.pt", "consolidated.safetensors", "onnx/config.json", "README.md", "m.gguf"]

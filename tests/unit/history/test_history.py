@@ -3,8 +3,6 @@
 import json
 import resource
 import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -127,21 +125,3 @@ def test_a_full_disk_ends_the_history_and_not_the_process(tmp_path):
     [file] = tmp_path.iterdir()
     assert file.stat().st_size <= 250
     assert [event.name for event in read(file).events] == ["started", "beat"]
-
-
-KILLED = """
-import os, signal, sys
-from baton.clock import SystemClock
-from baton.event_journal import History
-history = History.open(sys.argv[1], SystemClock(), "decode", "decode-0", "7.3")
-for n in range(50):
-    history.note("tokens", None, first=n, count=1)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_kill_loses_nothing_that_was_noted(tmp_path):
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
-    assert done.returncode == -signal.SIGKILL
-    _, events = lines(tmp_path)
-    assert [event["first"] for event in events[1:]] == list(range(50))

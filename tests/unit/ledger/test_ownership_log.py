@@ -23,7 +23,8 @@ Note = tuple[str, int, RecordState]
 OWNER = WorkerRef("decode-0", Incarnation(5, 1), "127.0.0.1:1")
 RESERVED, COMMITTED, ABORTED, RELEASED = RecordState
 A, B, C = (("a", 1, RESERVED), ("b", 1, RESERVED), ("c", 1, RESERVED))
-B_COMMITTED, NEWER = ("b", 1, COMMITTED), ("a", 2, COMMITTED)
+A_COMMITTED, B_COMMITTED, NEWER = ("a", 1, COMMITTED), ("b", 1, COMMITTED), ("a", 2, COMMITTED)
+A_RELEASED = ("a", 1, RELEASED)
 
 
 class Store(StubConnection):
@@ -74,10 +75,11 @@ def noted_for(requests: range, state: RecordState = RESERVED) -> list[Note]:
 
 
 @asynccontextmanager
-async def without_an_answer(log: OwnershipLog, stub: Store, *notes: Note) -> AsyncIterator[None]:
-    """Run the block while Redis holds these without an answer. Afterwards the write fails, and all is written."""
-    stub.lose_next = [False]
+async def during_a_write(log: OwnershipLog, stub: Store, *notes: Note, lost: bool = True) -> AsyncIterator[None]:
+    """Run the block while Redis holds these without an answer. The write fails if `lost`. Then all is written."""
+    stub.lose_next = [False] if lost else []
     stub.gate.clear()
+    stub.arrived.clear()
     note(log, *notes)
     await stub.arrived.wait()
     yield
@@ -85,40 +87,27 @@ async def without_an_answer(log: OwnershipLog, stub: Store, *notes: Note) -> Asy
     await log.flush()
 
 
-async def test_notes_are_written_in_order(log, stub):
-    await written(log, *(("a", 1, state) for state in (RESERVED, COMMITTED, RELEASED)))
-    assert stub.batches == [[("a", 1, RESERVED)], [("a", 1, COMMITTED)], [("a", 1, RELEASED)]]
-
-
 @pytest.mark.parametrize(
-    ("notes", "batch"),
+    ("rounds", "batches"),
     [
-        ([("a", 1, RESERVED), ("a", 1, COMMITTED), ("a", 1, RELEASED), B], [("a", 1, RELEASED), B]),
-        ([("a", 2, RESERVED), ("a", 1, RELEASED), B_COMMITTED, B], [("a", 2, RESERVED), B_COMMITTED]),
+        ([[A], [A_COMMITTED], [A_RELEASED]], [[A], [A_COMMITTED], [A_RELEASED]]),
+        ([[A, A_COMMITTED, A_RELEASED, B]], [[A_RELEASED, B]]),
+        ([[("a", 2, RESERVED), A_RELEASED, B_COMMITTED, B]], [[("a", 2, RESERVED), B_COMMITTED]]),
     ],
-    ids=["overtaken", "late"],
+    ids=["in order", "overtaken", "late"],
 )
-async def test_only_the_latest_state_of_a_request_is_written(log, stub, notes, batch):
-    note(log, *notes)
-    await log.flush()
-    assert stub.batches == [batch]
+async def test_only_the_latest_state_of_a_request_is_written(log, stub, rounds, batches):
+    for notes in rounds:
+        note(log, *notes)
+        await log.flush()
+    assert stub.batches == batches
 
 
-async def test_what_is_noted_during_a_round_trip_goes_with_the_next(log, stub):
-    stub.gate.clear()
-    note(log, ("a", 1, RESERVED))
-    await stub.arrived.wait()
-    note(log, ("a", 1, COMMITTED), ("b", 1, RESERVED))
-    stub.gate.set()
-    await log.flush()
-    assert stub.batches == [[("a", 1, RESERVED)], [("a", 1, COMMITTED), ("b", 1, RESERVED)]]
-
-
-async def test_failed_writes_are_tried_again_at_their_latest_state(log, stub):
-    async with without_an_answer(log, stub, ("a", 1, RESERVED), ("b", 1, RESERVED)):
-        note(log, ("c", 1, RESERVED), ("a", 1, COMMITTED))
-    assert stub.batches[1] == [("a", 1, COMMITTED), ("b", 1, RESERVED), ("c", 1, RESERVED)]
-    assert len(stub.batches) == 2
+@pytest.mark.parametrize(("lost", "again"), [(False, []), (True, [B])], ids=["written", "failed"])
+async def test_what_is_noted_during_a_round_trip_goes_with_the_next(log, stub, lost, again):
+    async with during_a_write(log, stub, A, B, lost=lost):
+        note(log, A_COMMITTED, C)
+    assert stub.batches == [[A, B], [A_COMMITTED, *again, C]]
 
 
 MANY = noted_for(range(1, 7))
@@ -134,7 +123,7 @@ MANY = noted_for(range(1, 7))
     ids=["held", "one is released", "all are released"],
 )
 async def test_the_queue_is_bounded_and_what_is_held_is_written_after_the_return(log, stub, notes, kept, last):
-    async with without_an_answer(log, stub, ("0", 1, RESERVED)):
+    async with during_a_write(log, stub, ("0", 1, RESERVED)):
         note(log, *notes)
     assert [request for request, _, _ in stub.batches[1]] == list(kept)
     assert {request: state for batch in stub.batches[1:] for request, _, state in batch} == last
@@ -158,8 +147,8 @@ async def test_one_bad_record_does_not_hold_up_the_others(log, stub):
     assert good == ["req:good"], "it is not written again"
 
 
-async def test_note_from_many_threads(stub):
-    log = OwnershipLog(Ledger(stub, 1.0, FakeClock()), OWNER)
+async def test_note_from_many_threads(stub, ledger):
+    log = OwnershipLog(ledger, OWNER)
 
     def work(thread: int) -> None:
         for i in range(100):
@@ -174,12 +163,11 @@ async def test_note_from_many_threads(stub):
     await log.close()
 
 
-async def test_close_gives_up_on_a_redis_that_is_away(stub):
-    log = OwnershipLog(Ledger(stub, 1.0, FakeClock()), OWNER)
+async def test_close_gives_up_on_a_redis_that_is_away(log, stub):
     stub.lose_next = [False] * 10**6
-    note(log, ("a", 1, RESERVED))
+    note(log, A)
     await log.close(0.05)
-    note(log, ("b", 1, RESERVED))
+    note(log, B)
     assert log._left() == 1, "nothing is noted after the end"
 
 
@@ -197,7 +185,7 @@ async def test_a_handoff_is_written_four_times_at_most_and_its_end_always(log, s
     ("answer", "notes", "again"),
     [
         (1, [A, B, B_COMMITTED, C, ("c", 1, RELEASED)], [A, B_COMMITTED]),
-        (1, [A, NEWER, ("a", 1, RELEASED)], [NEWER]),
+        (1, [A, NEWER, A_RELEASED], [NEWER]),
         (0, [A], []),
     ],
     ids=["what is held", "the newer attempt", "nothing that was refused"],
@@ -215,30 +203,25 @@ async def test_a_store_that_forgot_is_told_again_once(log, stub, ledger, answer,
 
 async def test_a_newer_attempt_that_found_no_room_is_not_forgotten_with_the_end_of_the_older(log, stub):
     await written(log, ("0", 1, RESERVED))
-    stub.gate.clear()
-    stub.arrived.clear()
-    note(log, ("0", 1, RELEASED))
-    await stub.arrived.wait()
-    note(log, ("0", 2, RESERVED), *noted_for(range(1, 5)))
-    stub.gate.set()
-    await log.flush()
+    async with during_a_write(log, stub, ("0", 1, RELEASED), lost=False):
+        note(log, ("0", 2, RESERVED), *noted_for(range(1, 5)))
     assert ("0", 2, RESERVED) in [write for batch in stub.batches for write in batch]
 
 
 async def test_what_is_held_for_long_is_written_again_before_it_expires(stub, ledger, monkeypatch):
     monkeypatch.setattr("baton.ledger.ownership.REPEAT_S", 0.01)
     log = OwnershipLog(ledger, OWNER)
-    await written(log, ("a", 1, COMMITTED))
+    await written(log, A_COMMITTED)
     for _ in range(2):
         stub.arrived.clear()
         await stub.arrived.wait()
-    assert stub.batches[:3] == [[("a", 1, COMMITTED)]] * 3
+    assert stub.batches[:3] == [[A_COMMITTED]] * 3
     await log.close()
 
 
 async def test_a_closed_log_follows_nothing(log, stub, ledger):
     ledger._saw(5)
-    await written(log, ("a", 1, RESERVED))
+    await written(log, A)
     await log.close()
     ledger._saw(6)
     await asyncio.sleep(0)
@@ -307,9 +290,8 @@ class Trouble:
 
 async def trouble(steps: list[Any]) -> None:
     case = Trouble()
-    for step in steps:
+    for step in [*steps, "flush"]:
         await case.step(step)
-    await case.log.flush()
     case.check()
     await case.log.close()
 

@@ -12,7 +12,7 @@ from baton.core import Incarnation, KVLayout, Load, Role, WorkerInfo, WorkerRef
 from baton.planner.profile import Profile, load_profile
 from baton.planner.search import Planner, Site, Workload
 from baton.planner.sim.scenario import Scenario
-from baton.planner.sim.stats import PoolReport, Report
+from baton.planner.sim.stats import Report
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=16, dtype="bfloat16")
 EASY = {"step_s": 0.01, "token_s": 1e-4, "context_s": 0.0}
@@ -21,17 +21,9 @@ EASY = {"step_s": 0.01, "token_s": 1e-4, "context_s": 0.0}
 def profile(**changes: object) -> Profile:
     """Return a profile of round numbers: 0.1 ms per prompt token, so 100 prompts of 100 tokens per second."""
     layout = {"tensor_parallel": 1, "kv_tokens": 100_000, "prompt": EASY, "decode": [EASY]}
-    given: dict[str, object] = {
-        "name": "easy",
-        "model": "m",
-        "hardware": "h",
-        "source": "made up",
-        "token_bytes": 1000,
-        "layers": 2,
-        "link": {"bytes_per_s": 1e9},
-        "layouts": [layout],
-    }
-    return Profile.model_validate(given | changes)
+    names: dict[str, object] = {"name": "easy", "model": "m", "hardware": "h", "source": "made up"}
+    costs = {"token_bytes": 1000, "layers": 2, "link": {"bytes_per_s": 1e9}, "layouts": [layout]}
+    return Profile.model_validate(names | costs | changes)
 
 
 @dataclass
@@ -51,15 +43,8 @@ class Fake:
         if scenario.mode == "colocated":
             first = second = scenario.decode.workers * self.colocated
         ttft, itl = len(times) * (rate <= first), len(times) * (rate <= second)
-        return Report(
-            arrivals=len(times),
-            good=min(ttft, itl),
-            good_ttft=ttft,
-            good_itl=itl,
-            duration_s=times[-1],
-            prefill=PoolReport(),
-            decode=PoolReport(),
-        )
+        good = min(ttft, itl)
+        return Report(arrivals=len(times), good=good, good_ttft=ttft, good_itl=itl, duration_s=times[-1])
 
 
 def planner(fake: Fake, *, gpus: int = 16, name: str = "", times: str = "constant") -> Planner:

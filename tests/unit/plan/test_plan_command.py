@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from baton.cli.app import app
 from baton.cli.exit_codes import exit_code
 from baton.cli.sizing import planning as command
-from baton.cli.sizing.planning import parse_what_if, verdict
+from baton.cli.sizing.planning import WhatIf, parse_what_if, verdict
 from baton.errors import ConfigError
 from baton.planner.search import Answer, Shape, Tried
 from baton.planner.sim.scenario import Death, Slow, SlowLink
@@ -179,32 +179,28 @@ def test_a_goodput_without_a_limit_is_not_compared():
 # --- values of `--what-if`
 
 OWN = Shape(3, 2, 4, 1)
+FAULTS = Death(10, "prefill-0"), Slow(5, 9.5, "decode-2", 3), SlowLink(1, 2, "", 0.1)
 
 
 @pytest.mark.parametrize(
-    ("text", "shape"),
+    ("text", "own", "expected"),
     [
-        ("prefill=5", Shape(3, 5, 4, 1)),
-        ("decode=7,decode_tp=2", Shape(7, 2, 2, 1)),
-        ("prefill=1,decode=1,tp=2", Shape(1, 1, 2, 2)),
-        ("colocated=4,chunk=512", Shape(4, 0, 4, 1, 512)),
-        ("colocated=4,tp=1", Shape(4)),
+        ("prefill=5", OWN, WhatIf(Shape(3, 5, 4, 1))),
+        ("decode=7,decode_tp=2", OWN, WhatIf(Shape(7, 2, 2, 1))),
+        ("prefill=1,decode=1,tp=2", OWN, WhatIf(Shape(1, 1, 2, 2))),
+        ("colocated=4,chunk=512", OWN, WhatIf(Shape(4, 0, 4, 1, 512))),
+        ("colocated=4,tp=1", OWN, WhatIf(Shape(4))),
+        ("prefill=2,prefill_tp=2", Shape(3, chunk=256), WhatIf(Shape(3, 2, 1, 2))),
+        ("prefill=1,decode=3,workers=10000", Shape(1, 1), WhatIf(Shape(7500, 2500), scale=2500)),
+        ("fault=death:prefill-0@10,fault=slow:decode-2@5-9.5x3,fault=link:@1-2x0.1", OWN, WhatIf(OWN, FAULTS)),
     ],
 )
-def test_a_layout_differs_from_the_files_in_what_is_named(text, shape):
-    assert parse_what_if(text, OWN).shape == shape
+def test_a_layout_differs_from_the_files_in_what_is_named(text, own, expected):
+    assert parse_what_if(text, own) == expected
 
 
-def test_so_many_workers_keep_the_shares_and_get_as_much_more_load():
-    found = parse_what_if("prefill=1,decode=3,workers=10000", Shape(1, 1))
-    assert (found.shape, found.scale) == (Shape(7500, 2500), 2500)
+def test_fewer_workers_than_pools_become_one_of_each():
     assert Shape(1, 9).of(2) == Shape(1, 1)
-    assert parse_what_if("prefill=2,prefill_tp=2", Shape(3, chunk=256)).shape == Shape(3, 2, 1, 2)
-
-
-def test_faults_are_of_three_kinds():
-    found = parse_what_if("fault=death:prefill-0@10,fault=slow:decode-2@5-9.5x3,fault=link:@1-2x0.1", OWN)
-    assert found.faults == (Death(10, "prefill-0"), Slow(5, 9.5, "decode-2", 3), SlowLink(1, 2, "", 0.1))
 
 
 @pytest.mark.parametrize(

@@ -155,30 +155,21 @@ def test_prompts_count_where_another_worker_computes_them(to_the_idle):
     assert to_the_idle or layout.busy_prompt == 1.0
 
 
-SINGLE = {
-    16: [Prompts(16, (Seen(0.0, [0.012, 0.03]),), Pace(1, 16, 136, 0.01))],
-    64: [Prompts(64, (Seen(0.0, [0.022, 0.04]),), Pace(1, 64, 2080, 0.02))],
-}
-SEEN = Measured(
-    single=SINGLE,
-    together={(1, 16): [Gaps(1, 40, (0.01, 0.011))], (2, 16): [Gaps(2, 80, (0.012,))]},
-    busy=[Gaps(4, 160, (0.013,))],
-)
-
-
 def test_kv_is_that_of_the_whole_model_and_of_a_worker_that_decodes():
-    found = fitted(SEEN, cluster((Role.PREFILL, 10), (Role.DECODE, 30)), 4, "here")
+    whole = measured()
+    seen = Measured(single=whole.single, together=whole.together, busy=whole.busy)
+    found = fitted(seen, cluster((Role.PREFILL, 10), (Role.DECODE, 30)), 4, "here")
     assert found.token_bytes == 3 * 2 * 2 * 8 * 2
     assert (found.layouts[0].tensor_parallel, found.layouts[0].kv_tokens) == (4, 30 * 16)
-    assert fitted(SEEN, cluster((Role.DECODE, 20)), 1, "here").layouts[0].kv_tokens == 20 * 16
+    assert fitted(seen, cluster((Role.DECODE, 20)), 1, "here").layouts[0].kv_tokens == 20 * 16
     with pytest.raises(NoWorker):
-        fitted(SEEN, cluster(), 1, "here")
+        fitted(seen, cluster(), 1, "here")
 
 
 def test_workers_that_do_both_slow_each_other_as_much_as_one_alone_is_faster():
     """Two of them decoded at 12 ms for one row each, and one alone at 10 ms."""
     seen = Measured(
-        single=SINGLE,
+        single=measured().single,
         together={(1, 16): [Gaps(1, 40, (0.012, 0.012))], (2, 16): [Gaps(2, 80, (0.0168, 0.0192))]},
         busy=[Gaps(1, 40, (0.010, 0.012))],  # while another one computed prompts
         busy_prompts=[Pace(2, 128, 4160, 0.06)],

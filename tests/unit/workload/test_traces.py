@@ -61,6 +61,20 @@ def test_lengths_and_blocks_shrink_together_and_times_are_faster(file: Path):
     assert [one.at_s for one in read_trace(file, limit=3).faster(2).arrivals] == [0.0, 0.5, 2.0]
 
 
+AZURE_TIME = f"{AZURE}2023-11-16 18:15:46"
+BOUNDLESS = {
+    "digits of a table": (f"{AZURE_TIME},3,{NINES}\n", r":2: GeneratedTokens: .* got '9+\.\.\."),
+    "tokens of a table": (
+        f"{AZURE_TIME},{NINES[:4000]},3\n",
+        r":2: ContextTokens: must be at most 10{7}, got 9+\.\.\.",
+    ),
+    "a field": (f"{AZURE_TIME},3,4\n{NINES * 30},3,4\n", ":3: not CSV: field larger than"),
+    "digits": ('{"prompt_tokens": ' + NINES + "}", ":1: not JSON: Exceeds the limit"),
+    "nesting": ('{"prompt": "a"}\n' + "[" * 100_000, ":2: not JSON: maximum recursion"),
+    "a timestamp": (f'{{"prompt_tokens": 1, "timestamp": {NINES[:400]}}}', r":1: timestamp: .* finite .* got 9+\.\.\."),
+}
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -78,32 +92,15 @@ def test_lengths_and_blocks_shrink_together_and_times_are_faster(file: Path):
         (MOONCAKE % (0, 10, 1, [0]) + MOONCAKE % (0, 10, 0, [0]), ":2: output_length: .* got 0"),
         (MOONCAKE % (0, 10, 1, [-3]), r":1: hash_ids: .* got \[-3\]"),
         ('{"input_length": 3}', "timestamp: must be finite milliseconds of at least 0, got None"),
-        (AZURE + "2023-11-16 18:15:46,3,4\n2023-11-16 18:15:47,x,4", ":3: ContextTokens: .* above 0, got 'x'"),
+        (AZURE_TIME + ",3,4\n2023-11-16 18:15:47,x,4", ":3: ContextTokens: .* above 0, got 'x'"),
         (AZURE + "yesterday,3,4", ":2: TIMESTAMP: must be a date and time, got 'yesterday'"),
-        (AZURE + "2023-11-16 18:15:46,3", ":2: GeneratedTokens: .* got None"),
+        (AZURE_TIME + ",3", ":2: GeneratedTokens: .* got None"),
         (AZURE, "has no requests"),
         ("\n", "has no requests"),
+        *(pytest.param(text, says, id=name) for name, (text, says) in BOUNDLESS.items()),
     ],
 )
 def test_what_is_wrong_is_named(file: Path, text: str, says: str):
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=says):
-        read_trace(file)
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        (f"{AZURE}2023-11-16 18:15:46,3,{NINES}\n", r":2: GeneratedTokens: .* got '9+\.\.\."),
-        (f"{AZURE}2023-11-16 18:15:46,{NINES[:4000]},3\n", r":2: ContextTokens: must be at most 10{7}, got 9+\.\.\."),
-        (f"{AZURE}2023-11-16 18:15:46,3,4\n{NINES * 30},3,4\n", ":3: not CSV: field larger than"),
-        ('{"prompt_tokens": ' + NINES + "}", ":1: not JSON: Exceeds the limit"),
-        ('{"prompt": "a"}\n' + "[" * 100_000, ":2: not JSON: maximum recursion"),
-        ('{"prompt_tokens": 1, "timestamp": ' + NINES[:400] + "}", r":1: timestamp: .* finite .* got 9+\.\.\."),
-    ],
-    ids=["digits of a table", "tokens of a table", "a field", "digits", "nesting", "a timestamp"],
-)
-def test_what_has_no_bounds_is_named_too(file: Path, text: str, says: str):
     file.write_text(text)
     with pytest.raises(ConfigError, match=says):
         read_trace(file)
@@ -128,9 +125,7 @@ def test_a_trace_that_is_not_there_or_cannot_be_scaled(file: Path):
         ("azure_conv.csv", 19366, 3502, 1155, 211, 0),
     ],
 )
-def test_published_traces_have_the_published_figures(
-    name: str, requests: int, span_s: int, prompt: int, answer: int, shared: float
-):
+def test_published_traces_have_the_published_figures(name, requests, span_s, prompt, answer, shared):
     """The shared part exceeds that of whole blocks (36.6 and 64 %), because equal last ones count too."""
     load = read_trace(published(name)).arrivals
     assert (len(load), round(load[-1].at_s - load[0].at_s)) == (requests, span_s)
