@@ -101,12 +101,9 @@ def test_whatever_differs_is_seen(prompt, asked, answers):
     assert audit_digest(prompt, asked, answers) != audit_digest([1, 2, 3], ASKED, [ANSWER])
 
 
-def test_where_nothing_is_drawn_the_seed_does_not_count():
+def test_neither_the_seed_of_greedy_answers_nor_what_exceeds_32_bits_counts():
     greedy = replace(ASKED, temperature=0.0)
     assert audit_digest([1], greedy, [ANSWER]) == audit_digest([1], replace(greedy, seed=None), [ANSWER])
-
-
-def test_what_differs_beyond_32_bits_is_no_difference():
     closer = Delivered(ANSWER.tokens, [TokenLogprobs(-0.10000000149011612), ANSWER.logprobs[1]])
     assert audit_digest([1], ASKED, [closer]) == audit_digest([1], ASKED, [ANSWER])
 

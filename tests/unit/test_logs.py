@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,8 +35,13 @@ raise KeyError("at the end")
 """
 
 
+def ran(program: str, *args: str, stderr: Any = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, *args]
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, text=True, check=False)
+
+
 def run(level: str = "info", copy: str = "") -> list[dict[str, str]]:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, level, copy], capture_output=True, text=True, check=False)
+    done = ran(PROGRAM, level, copy)
     assert done.returncode == 1
     return [json.loads(line) for line in done.stderr.splitlines()]
 
@@ -74,7 +80,8 @@ try:
 except ValueError:
     structlog.get_logger().exception("request_broke")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = ran(program)
+    assert done.returncode == 0
     for part in ("client_tag", r"\x1b]0;mine\x07", "ValueError"):
         assert part in done.stderr
     for part in ("the secret", "\x1b]", "\x07"):
@@ -120,11 +127,5 @@ print("went on")
 @pytest.mark.parametrize("stderr", ["full disk", "closed pipe", "no stderr"])
 def test_a_line_that_cannot_be_written_is_dropped(stderr, form):
     with Path("/dev/full").open("w") as full:  # each write to it fails with ENOSPC
-        done = subprocess.run(
-            [sys.executable, "-c", NO_LINE_FAILS, stderr, form],
-            stdout=subprocess.PIPE,
-            stderr=full,
-            text=True,
-            check=False,
-        )
+        done = ran(NO_LINE_FAILS, stderr, form, stderr=full)
     assert done.stdout.endswith("went on\n")

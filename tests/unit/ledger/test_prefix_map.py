@@ -57,10 +57,6 @@ def test_a_slot_is_given_again_and_that_is_told():
     assert prefixes.generation == told + 2
 
 
-def replace_incarnation(holder: Holder) -> Holder:
-    return holder._replace(incarnation=replace(holder.incarnation, counter=holder.incarnation.counter + 10))
-
-
 class Directory(RuleBasedStateMachine):
     """Two writers, a store with a trimmed stream, and a reader that is sometimes late."""
 
@@ -93,7 +89,8 @@ class Directory(RuleBasedStateMachine):
 
     @rule(worker=workers)
     def restart(self, worker: str) -> None:
-        self.holders[worker] = replace_incarnation(self.holders[worker])
+        last = self.holders[worker].incarnation
+        self.holders[worker] = Holder(worker, replace(last, counter=last.counter + 10))
 
     @rule()
     def forget_everything(self) -> None:
