@@ -17,31 +17,6 @@ from tools import metric_docs
 from tools.metric_docs import LABELS, OF_METRIC, values
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.2"
-# interfaces.md: the labels, by name
-PROMISED = {
-    "baton_requests_total": {"outcome"},
-    "baton_ttft_seconds": set(),
-    "baton_itl_seconds": set(),
-    "baton_e2e_seconds": set(),
-    "baton_queue_seconds": set(),
-    "baton_prefill_seconds": set(),
-    "baton_transfer_seconds": set(),
-    "baton_transfer_bytes_total": {"transport"},
-    "baton_kv_blocks": {"role", "state"},
-    "baton_recoveries_total": {"reason"},
-    "baton_fenced_total": set(),
-    "baton_digest_mismatch_total": set(),
-    "baton_verify_passes_total": {"worker"},
-    "baton_rollbacks_total": {"worker"},
-    "baton_refusals_total": {"reason"},
-}
-# Metrics that vLLM's own board (examples/observability/prometheus_grafana), routers and autoscalers read.
-READ_BY_OTHERS = """
-    e2e_request_latency_seconds_bucket generation_tokens_total inter_token_latency_seconds_bucket kv_cache_usage_perc
-    num_requests_running num_requests_waiting prefix_cache_hits_total prefix_cache_queries_total prompt_tokens_total
-    request_decode_time_seconds_sum request_generation_tokens_bucket request_prefill_time_seconds_sum
-    request_prompt_tokens_bucket request_queue_time_seconds_sum request_success_total time_to_first_token_seconds_bucket
-""".split()
 REGISTRIES = {
     "router": metric_docs.router_registry,
     "worker": metric_docs.worker_registry,
@@ -91,14 +66,6 @@ def test_labels_have_the_values_of_the_list_and_all_of_them_from_the_start():
     )
     with pytest.raises(KeyError):
         values("baton_kv_blocks", "outcome")
-
-
-def test_what_is_promised_is_there():
-    found = metric_docs.exported()
-    names = {family.name + metric_docs.SHOWN.get(family.kind, ""): family.labels for family in found.values()}
-    assert {name: names.get(name) for name in PROMISED} == PROMISED
-    sampled = {name for family in found.values() for name in family.samples}
-    assert [name for name in READ_BY_OTHERS if f"vllm:{name}" not in sampled] == []
 
 
 def test_the_page_lists_what_there_is_and_nothing_else(tmp_path, monkeypatch, capsys):

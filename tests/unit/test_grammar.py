@@ -101,6 +101,7 @@ def test_what_is_not_allowed_breaks_it_and_nothing_may_follow(oracle):
 
 NINE = [{"type": "string", "pattern": f".*w{i}.*"} for i in range(9)]
 CHAIN = {f"a/{i}": NINE[i] | ({"$ref": f"#/$defs/a~1{i + 1}"} if i < 8 else {}) for i in range(9)}
+ANCHORED = {f"{i}": NINE[i] | {"$anchor": f"a{i}"} for i in range(9)}
 PATTERNS = [  # nine that meet: with twenty-five the router would search for hours
     {"allOf": NINE},
     {"allOf": [{"anyOf": [{"type": "integer"}, text]} for text in NINE]},
@@ -110,10 +111,7 @@ PATTERNS = [  # nine that meet: with twenty-five the router would search for hou
     {"$defs": CHAIN, "properties": {"pattern": {"$ref": "#/$defs/a~10"}}},
     {"$defs": {"t": {"allOf": NINE[:5]}, "u": {"allOf": [{"$ref": "#/$defs/t"}, *NINE[5:]]}}, "$ref": "#/$defs/u"},
     {"items": [{"allOf": NINE}]},
-    {
-        "$defs": {f"{i}": NINE[i] | {"$anchor": f"a{i}"} for i in range(9)},
-        "allOf": [{"$ref": f"#a{i}"} for i in range(9)],
-    },
+    {"$defs": ANCHORED, "allOf": [{"$ref": f"#a{i}"} for i in range(9)]},
     {"items": {"$id": "x", "$defs": {"a": {"allOf": NINE}}, "$ref": "#/$defs/a"}},
 ]
 DEEP = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(1200)} | {"d1200": {"allOf": NINE}}

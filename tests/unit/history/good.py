@@ -8,20 +8,15 @@ from pathlib import Path
 from baton.core import HandoffId
 from baton.engine.block_pool import Allocation, BlockPool
 from baton.event_journal import History
+from baton.testing import FakeClock
 
 
-class TickingClock:
+class TickingClock(FakeClock):
     """A clock for all processes. Each reading advances it a little."""
 
-    def __init__(self):
-        self.now = 100.0
-
     def monotonic(self):
-        self.now += 0.01
-        return self.now
-
-    def wall(self):
-        return self.now
+        self.advance(0.01)
+        return super().monotonic()
 
 
 def taken(pool, own, shared=()) -> Allocation:
@@ -92,8 +87,9 @@ class Cluster:
         self.decode_killed("repushed")
         self.cancelled("cancelled")
         self.fetches("fetched")
-        self.refused("refused")
-        self.clock.now += 10
+        with self.request("refused", "refused"):
+            pass
+        self.clock.advance(10)
         for process in (self.router, self.p, self.d, self.other):
             process.note("beat")
             process.history.close()
@@ -244,7 +240,3 @@ class Cluster:
             self.commit(handoff, self.d)
             self.d.publish(handoff, 0, digests)
             self.d.let_go(handoff, "finished")
-
-    def refused(self, name):
-        with self.request(name, "refused"):
-            pass
