@@ -183,7 +183,9 @@ def _asks(rng: random.Random) -> list[Ask]:
 
 
 class Cluster:
-    """Runs a plan in its world. The next incarnation follows each worker that ends."""
+    """Runs a plan in its world. The next incarnation follows each worker that ends, after one of `back_s`."""
+
+    back_s: tuple[float, ...] = (0.01, 0.5, 2.0)
 
     def __init__(self, world: World, plan: Plan) -> None:
         self.world, self.plan = world, plan
@@ -208,7 +210,7 @@ class Cluster:
 
     def _died(self, host: WorkerHost) -> None:
         self.live.remove(host)
-        self.world.loop.call_later(self.world.rng.choice((0.01, 0.5, 2.0)), self._start, host.next_plan)
+        self.world.loop.call_later(self.world.rng.choice(self.back_s), self._start, host.next_plan)
 
     async def run(self) -> list[str]:
         asked = [asyncio.create_task(client.run()) for client in self.clients]

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baton.core import Role
-from tests.simulation.world import Process, Stream
+from tests.simulation.world import Process, Stream, T
 
 if TYPE_CHECKING:
-    from kvtransfer.transports.base import ChannelName
+    from collections.abc import Callable
+
     from tests.simulation.cluster import Cluster
     from tests.simulation.worker import WorkerHost
 
@@ -101,28 +102,24 @@ class Faults:
         process.resume()
 
     def _crash_router(self, fault: Fault, whom: str) -> str:
-        routers = [router for router in self._cluster.routers if router.process.alive]
-        if len(routers) < 2:
-            return ""
-        router = routers[fault.number % len(routers)]
-        router.process.kill()
-        return router.process.name
+        alive = [router.process for router in self._cluster.routers if router.process.alive]
+        return self._one(fault, alive if len(alive) > 1 else [], Process.kill)
 
     def _cut(self, fault: Fault, whom: str) -> str:
-        streams: list[Stream] = [s for s in self._world.streams if s.kind == whom and s.open]
-        if not streams:
-            return ""
-        stream = streams[fault.number % len(streams)]
-        stream.cut()
-        return stream.name
+        return self._one(fault, [s for s in self._world.streams if s.kind == whom and s.open], Stream.cut)
 
     def _break(self, fault: Fault, whom: str) -> str:
-        open_ones = [name for name, meeting in self._cluster.transport.meetings.items() if not meeting.closed]
-        if not open_ones:
+        transport = self._cluster.transport
+        open_ones = [name for name, meeting in transport.meetings.items() if not meeting.closed]
+        return self._one(fault, open_ones, lambda broken: transport.break_all(lambda name: name == broken))
+
+    def _one(self, fault: Fault, targets: list[T], act: Callable[[T], object]) -> str:
+        """Act on one of the targets. Return its name, or an empty string without any."""
+        if not targets:
             return ""
-        broken: ChannelName = open_ones[fault.number % len(open_ones)]
-        self._cluster.transport.break_all(lambda name: name == broken)
-        return str(broken)
+        target = targets[fault.number % len(targets)]
+        act(target)
+        return str(target)
 
     def _flip(self, fault: Fault, whom: str) -> str:
         self._cluster.transport.flips += 1

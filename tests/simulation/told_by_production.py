@@ -18,7 +18,7 @@ from tests.simulation.cluster import LEASE_S, Cluster, Plan
 from tests.simulation.front import Ask, Client
 from tests.simulation.patches import simulated
 from tests.simulation.stories import BACK_S, BLOCKS, PROMPT, TOKENS, Case, Phase, Story, Striker
-from tests.simulation.worker import WorkerHost, WorkerPlan
+from tests.simulation.worker import WorkerPlan
 from tests.simulation.world import World, in_virtual_time
 
 TRANSFER = TransferSettings("auto", frame_size=64, credits=2, coalesce_below=0, frame_deadline_s=2.0, verify_kv=False)
@@ -87,14 +87,12 @@ class StillWorld(World):
 class StillCluster(Cluster):
     """`placed`: the handoff, P and D of each attempt of the first request."""
 
+    back_s = (BACK_S,)
+
     def __init__(self, world: StillWorld, case: Case) -> None:
         super().__init__(world, plan_of(case))
         self.placed: dict[int, tuple[HandoffId, str, str]] = {}
         self.striker = world.striker = Striker(case.strikes, self._strike)
-
-    def _died(self, host: WorkerHost) -> None:
-        self.live.remove(host)
-        self.world.loop.call_later(BACK_S, self._start, host.next_plan)
 
     def _strike(self, one: Any) -> None:
         _, prefill, decode = self.placed[one.attempt]

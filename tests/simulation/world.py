@@ -224,6 +224,9 @@ class Stream:
     up: Pipe
     down: Pipe
 
+    def __str__(self) -> str:
+        return self.name
+
     @property
     def open(self) -> bool:
         return not self.up.closed and not self.down.closed

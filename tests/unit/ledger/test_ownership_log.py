@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -28,16 +28,18 @@ A_RELEASED = ("a", 1, RELEASED)
 
 
 class Store(StubConnection):
-    """Records each batch as (request, attempt, state) and returns a fixed answer."""
+    """Records each batch as (request, attempt, state). `decide` returns the answer to a note of a router."""
 
     def __init__(self) -> None:
         super().__init__()
         self.batches: list[list[Note]] = []
-        self.answer = 1
+        self.decide: Callable[[Note, str], int | LedgerError] = lambda note, router: 1
 
     async def run_many(self, script: Any, calls: Sequence[Any]) -> list[int | LedgerError]:
-        self.batches.append([(keys[0].removeprefix("req:"), args[0], RecordState(args[1])) for keys, args in calls])
-        answers: list[int | LedgerError] = await self.answered(lambda: [self.answer] * len(calls))
+        notes = [(keys[0].removeprefix("req:"), args[0], RecordState(args[1])) for keys, args in calls]
+        self.batches.append(notes)
+        routers = [args[4] for _, args in calls]
+        answers: list[int | LedgerError] = await self.answered(lambda: list(map(self.decide, notes, routers)))
         return answers
 
 
@@ -131,20 +133,15 @@ async def test_the_queue_is_bounded_and_what_is_held_is_written_after_the_return
 
 
 async def test_one_bad_record_does_not_hold_up_the_others(log, stub):
-    answers: list[int | LedgerError] = [LedgerError("bad"), 1]
-    good: list[str] = []
-
-    async def run_many(script: Any, calls: Sequence[Any]) -> list[int | LedgerError]:
-        good.extend(keys[0] for keys, _ in calls if keys[0] != "req:bad")
-        return [answers[keys[0] != "req:bad"] for keys, _ in calls]
-
-    stub.run_many = run_many
-    note(log, ("bad", 1, RESERVED), ("good", 1, RESERVED))
+    bad, good = ("bad", 1, RESERVED), ("good", 1, RESERVED)
+    stub.decide = lambda note, router: LedgerError("bad") if note == bad else 1
+    note(log, bad, good)
     with pytest.raises(LedgerError, match="1 ownership records not written"):
         await log.flush(0.1)
-    answers[0] = 1
+    stub.decide = lambda note, router: 1
     await log.flush()
-    assert good == ["req:good"], "it is not written again"
+    assert stub.batches[-1] == [bad]
+    assert [batch for batch in stub.batches if good in batch] == [[bad, good]], "it is not written again"
 
 
 async def test_note_from_many_threads(stub, ledger):
@@ -192,9 +189,9 @@ async def test_a_handoff_is_written_four_times_at_most_and_its_end_always(log, s
 )
 async def test_a_store_that_forgot_is_told_again_once(log, stub, ledger, answer, notes, again):
     ledger._saw(5)
-    stub.answer = answer
+    stub.decide = lambda note, router: answer
     await written(log, *notes)
-    seen, stub.answer = len(stub.batches), 1
+    seen, stub.decide = len(stub.batches), lambda note, router: 1
     for epoch in (6, 6, 5):
         ledger._saw(epoch)
         await log.flush()
@@ -238,20 +235,16 @@ class Trouble:
 
     def __init__(self) -> None:
         self.stub = Store()
-        self.stub.run_many = self.run_many  # type: ignore[method-assign]
+        self.stub.decide = self.decide
         self.ledger = Ledger(self.stub, 1.0, FakeClock())  # type: ignore[arg-type]
         self.ledger._saw(1)
         self.table = OwnershipTable()
         self.log = OwnershipLog(self.ledger, OWNER)
         self.noted: dict[str, tuple[int, RecordState]] = {}
 
-    async def run_many(self, script: Any, calls: Sequence[Any]) -> list[int | LedgerError]:
-        return list(await self.stub.answered(lambda: [self.written(keys, args) for keys, args in calls]))
-
-    def written(self, keys: Sequence[str], args: Sequence[Any]) -> int:
-        attempt, state, *rest = args
-        handoff = HandoffId(keys[0].removeprefix("req:"), attempt)
-        return self.table.write(handoff, OWNER, rest[2], RecordState(state))
+    def decide(self, note: Note, router: str) -> int:
+        request, attempt, state = note
+        return self.table.write(HandoffId(request, attempt), OWNER, router, state)
 
     def wipe(self) -> None:
         self.table = OwnershipTable()
