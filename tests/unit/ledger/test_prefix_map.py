@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from baton.core import Incarnation
 from baton.ledger.prefix_index import NAME_BYTES, Change, Holder, PrefixIndex
@@ -58,34 +58,29 @@ def test_a_slot_is_given_again_and_that_is_told():
 
 
 class Directory(RuleBasedStateMachine):
-    """Two writers, a store with a trimmed stream, and a reader that is sometimes late."""
+    """Two writers, a store whose stream drops changes, and a reader that is sometimes late."""
 
     def __init__(self) -> None:
         super().__init__()
         self.holders = {"prefill-0": A, "decode-0": B}
         self.history: dict[tuple[Holder, int], set[bytes]] = {}  # blocks of each holder after each change
-        self.stored: dict[str, tuple[Holder, int, set[bytes]]] = {}
-        self.events: list[Change] = []
-        self.position = 0
+        self.stored: dict[str, tuple[Holder, int]] = {}
+        self.unread: list[Change] = []
         self.reader = PrefixIndex()
-
-    def last(self, holder: Holder) -> int:
-        return max((seq for one, seq in self.history if one == holder), default=0)
 
     workers = st.sampled_from(["prefill-0", "decode-0"])
     some = st.sets(st.sampled_from(NAMES))
+    events = st.integers(1, 4)
 
     @rule(worker=workers, added=some, removed=some)
     def change(self, worker: str, added: set[bytes], removed: set[bytes]) -> None:
         holder = self.holders[worker]
-        seq = self.last(holder) + 1
-        before, number, names = self.stored.get(worker, (holder, -1, set()))
-        reset = (before, number) != (holder, seq - 1)
-        if reset:
-            names, removed = set(), set()
-        self.history[holder, seq] = names - removed | added
-        self.stored[worker] = (holder, seq, self.history[holder, seq])
-        self.events.append(Change(holder, seq, reset=reset, added=added, removed=removed - added))
+        last = max((seq for one, seq in self.history if one == holder), default=0)
+        reset = self.stored.get(worker) != (holder, last)
+        names, lost = (set(), set()) if reset else (self.history[holder, last], removed - added)
+        self.stored[worker] = holder, last + 1
+        self.history[holder, last + 1] = names - lost | added
+        self.unread.append(Change(holder, last + 1, reset=reset, added=added, removed=lost))
 
     @rule(worker=workers)
     def restart(self, worker: str) -> None:
@@ -95,37 +90,30 @@ class Directory(RuleBasedStateMachine):
     @rule()
     def forget_everything(self) -> None:
         self.stored.clear()
-        self.events.clear()
-        self.position = 0
+        self.unread.clear()
 
-    @precondition(lambda self: self.events)
-    @rule(data=st.data())
-    def trim(self, data: st.DataObject) -> None:
-        dropped = data.draw(st.integers(1, len(self.events)))
-        del self.events[:dropped]
-        self.position = max(0, self.position - dropped)
+    @rule(events=events)
+    def miss(self, events: int) -> None:
+        del self.unread[:events]
 
-    @precondition(lambda self: self.position < len(self.events))
-    @rule(data=st.data())
-    def follow(self, data: st.DataObject) -> None:
-        end = data.draw(st.integers(self.position + 1, len(self.events)))
-        for change in self.events[self.position : end]:
+    @rule(events=events)
+    def follow(self, events: int) -> None:
+        for change in self.unread[:events]:
             if not self.reader.apply(change):
                 self.read(change.holder.worker_id)
-        self.position = end
+        del self.unread[:events]
 
     def read(self, worker_id: str) -> None:
         if worker_id in self.stored:
-            holder, seq, names = self.stored[worker_id]
-            self.reader.apply(Change(holder, seq, reset=True, added=set(names)))
+            holder, seq = self.stored[worker_id]
+            self.reader.apply(Change(holder, seq, reset=True, added=self.history[holder, seq]))
 
     @rule()
     def compare(self) -> None:
-        for holder in self.reader.behind({holder: seq for holder, seq, _ in self.stored.values()}):
+        for holder in self.reader.behind(dict(self.stored.values())):
             self.read(holder.worker_id)
-        assert {h: names for h, (_, names) in self.reader._held.items()} == {
-            holder: names for holder, _, names in self.stored.values()
-        }
+        held = {holder: names for holder, (_, names) in self.reader._held.items()}
+        assert held == {holder: self.history[holder, seq] for holder, seq in self.stored.values()}
 
     @invariant()
     def never_wrong_for_its_change(self) -> None:
