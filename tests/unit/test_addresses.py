@@ -33,7 +33,7 @@ def network(monkeypatch):
     @contextmanager
     def probe(family, kind):
         assert kind == socket.SOCK_DGRAM, "nothing may be sent"
-        peers = []
+        peers: list[str] = []
 
         def local_address():
             if peers[0] not in ROUTES:
