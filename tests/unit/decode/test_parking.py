@@ -22,6 +22,7 @@ def ends_free(side):
 
 def test_a_router_dies_and_another_goes_on(begin, side, router, second):
     begin(router)
+    assert (H, "router-d", "COMMITTED", "mine") in side.records.notes
     side.role.gone(router)
     assert not router.handoffs
     side.step()
@@ -32,9 +33,10 @@ def test_a_router_dies_and_another_goes_on(begin, side, router, second):
     assert [held.state for held in side.role.holdings()] == ["decoding"]
     side.run()
     assert second.ids() == ANSWER[2:]
-    assert second.kinds()[-1] == "finish"
+    assert (second.kinds()[-1], len(side.role.detached)) == ("finish", 1), "it is kept until it is released"
     side.take(second, release())
     ends_free(side)
+    assert not second.handoffs
 
 
 def test_it_ends_while_nobody_is_there(begin, side, router, second):
@@ -51,16 +53,6 @@ def test_it_ends_while_nobody_is_there(begin, side, router, second):
     side.take(third, release())
     ends_free(side)
     assert not third.handoffs
-
-
-def test_what_has_ended_is_kept_until_it_is_released(begin, side, router):
-    begin(router)
-    side.run()
-    assert (router.kinds()[-1], len(side.role.detached)) == ("finish", 1)
-    assert (H, "router-d", "COMMITTED", "mine") in side.records.notes
-    side.take(router, release())
-    ends_free(side)
-    assert not router.handoffs
 
 
 @pytest.mark.parametrize("state", ["decoding", "ended"])

@@ -104,25 +104,18 @@ def test_what_is_fetched_is_pinned_until_it_was_sent(pair, router, sender, end):
     pair.ends_free()
 
 
-def test_what_is_over_or_cannot_be_sent_is_not_pinned(pair, router, sender):
+@pytest.mark.parametrize("why", ["over", "refused", "in doubt since it was reserved"])
+def test_what_is_not_sent_is_not_pinned(pair, router, sender, why):
     pair.hand_over(router, H, SPEC, upto="offered")
-    fetch = pair.decode.role.reservations.fetch
-    fetch(H, P, 0, 8)
-    sender.refuse = OfferRefused("the sender was closed")
-    pair.decode.loop.drain()
-    fetch(H, P, 0, 8)
-    pair.decode.take(router, release())
-    pair.decode.loop.drain()
-    assert sender.pushes == {}
-    pair.ends_free()
-
-
-def test_what_is_in_doubt_since_it_was_reserved_is_not_sent(pair, router, sender):
-    pair.hand_over(router, H, SPEC, upto="offered")
-    doubted = pair.decode.engine.pool.allocate(0, shared=pair.cached())
-    doubted.withdraw()  # as when a step that reads them fails
-    doubted.release()
+    if why == "in doubt since it was reserved":
+        doubted = pair.decode.engine.pool.allocate(0, shared=pair.cached())
+        doubted.withdraw()  # as when a step that reads them fails
+        doubted.release()
     pair.decode.role.reservations.fetch(H, P, 0, 8)
+    if why == "over":
+        pair.decode.take(router, release())
+    elif why == "refused":
+        sender.refuse = OfferRefused("the sender was closed")
     pair.decode.loop.drain()
     assert sender.pushes == {}
     pair.decode.take(router, release())

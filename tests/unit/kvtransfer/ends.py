@@ -24,6 +24,11 @@ class Wrapped:
         return self._wrap(self._inner.open(*args))
 
 
+def wrapped(wrap) -> Callable[[Any], list[Wrapped]]:
+    """Return a function that wraps the ends of a transport."""
+    return lambda inner: [Wrapped(inner, wrap)]
+
+
 class WrappedEnd:
     """An end with some methods replaced."""
 

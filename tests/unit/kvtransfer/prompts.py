@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from baton.engine.kv_cache import KVCache
 from kvtransfer.handoff import PushJob, PushResult
-from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, make_end, make_kv, put, rows
-
-if TYPE_CHECKING:
-    from tests.unit.kvtransfer.conftest import Pair
+from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, Pair, make_end, make_kv, put, rows
 
 POISON = float("nan")  # values that are not final or belong to others; they must never arrive
 TOKEN = LAYOUT.layer_token_bytes

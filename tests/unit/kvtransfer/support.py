@@ -1,13 +1,14 @@
-"""A recording reservation table, KV with known bytes, pushes, and a Peer stream without a network."""
+"""A recording reservation table, KV with known bytes, pushes, and a sender and a receiver without a network."""
 
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,11 +24,15 @@ from kvtransfer.frames import FrameSpec
 from kvtransfer.handoff import CommitState, Offer, PushEnd, PushJob, PushResult, TransferSettings
 from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
+from kvtransfer.transports.base import Transport
 from kvtransfer.wire import frame_of
+from tests.support.memory_transport import MemoryTransport
 from tests.support.time_factor import scaled
+from tests.unit.kvtransfer.ends import Gate, wrapped
 
 OnReply = Callable[[pb.PeerReply], object]
 OnEnd = Callable[[str], None]
+Choice = Callable[[MemoryTransport], Sequence[Transport]]
 FINGERPRINT = "feedbead"
 layouts = st.builds(
     KVLayout,
@@ -291,3 +296,87 @@ class LoopbackStream:
     async def _stream(self):
         while (command := await self._commands.get()) is not None:
             yield command
+
+
+def plain(memory: MemoryTransport) -> Sequence[Transport]:
+    return [memory]
+
+
+@dataclass
+class Pair:
+    table: RecordingTable
+    source: KVCache
+    target: KVCache
+    reports: Reports
+    peer: LoopbackPeer
+    sender: Sender
+    unfetched: queue.Queue[HandoffId]
+
+    def reserve(self, name: str, tokens: int, target: Sequence[int], **job) -> PushJob:
+        """Reserve blocks for a push that has not begun."""
+        made = make_job(name, tokens, **job)
+        self.table.reserve(made.handoff, target)
+        return made
+
+    def begin(self, name: str, tokens: int, target: Sequence[int], **job) -> PushJob:
+        made = self.reserve(name, tokens, target, **job)
+        self.sender.begin(made)
+        return made
+
+    def push(self, name: str, tokens: int, source: Sequence[int], target: Sequence[int], **job) -> HandoffId:
+        return hand_over(self.sender, self.reserve(name, tokens, target, **job), source, self.source.layout.layers)
+
+    def complete(self, job: PushJob, blocks: Sequence[int], end: PushEnd | None = None) -> PushResult:
+        """Compute and finish a push that has begun. Return its result."""
+        self.sender.computed(job.handoff, blocks, self.source.layout.layers, job.known_tokens)
+        self.sender.finish(job.handoff, end or make_end(job.known_tokens))
+        return self.reports.done(job.handoff)
+
+    @property
+    def stream(self) -> LoopbackStream:
+        return self.peer.streams[-1]
+
+
+class Pairs:
+    """Creates pairs. `send`, `recv`: each side's transports. `heard` may change a reply, or return False to drop it."""
+
+    def __init__(self) -> None:
+        self.made: list[Pair] = []
+
+    def __call__(
+        self,
+        settings: TransferSettings = SETTINGS,
+        *,
+        receiver: TransferSettings | None = None,
+        send: Choice = plain,
+        recv: Choice = plain,
+        source: KVCache | None = None,
+        layout: KVLayout = LAYOUT,
+        fingerprint: str = FINGERPRINT,
+        me: WorkerRef = P,
+        connect=None,
+        heard: Callable[[pb.PeerReply], bool] = lambda reply: True,
+    ) -> Pair:
+        memory, table, reports = MemoryTransport(), RecordingTable(layout), Reports()
+        source, target = source or make_kv(1), make_kv(None, layout=layout)
+        theirs = receiver or settings
+        peer = LoopbackPeer(lambda: PeerService(target, D, FINGERPRINT, theirs, table, recv(memory)))
+
+        def filtered(address, on_reply, on_end) -> LoopbackStream:
+            return peer.connect(address, lambda reply: heard(reply) and on_reply(reply), on_end)
+
+        unfetched: queue.Queue[HandoffId] = queue.Queue()
+        told: dict[str, Any] = {"on_unfetched": unfetched.put, "connect": connect or filtered}
+        sender = Sender(source, me, fingerprint, settings, send(memory), reports, **told)
+        self.made.append(Pair(table, source, target, reports, peer, sender, unfetched))
+        return self.made[-1]
+
+    def gated(self, settings: TransferSettings, **change) -> tuple[Pair, Gate]:
+        """Create a pair whose sender stops before each frame."""
+        gate = Gate()
+        return self(settings, send=wrapped(gate), **change), gate
+
+    def close(self) -> None:
+        for pair in self.made:
+            pair.sender.close()
+            pair.peer.close()

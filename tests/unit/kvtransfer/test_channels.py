@@ -10,7 +10,6 @@ import pytest
 
 from baton.core import HandoffId
 from baton.errors import ChannelBroken, HandoffError
-from baton.rpc.v1 import common_pb2 as pb_common
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import send_queue, wire
 from kvtransfer.handoff import PushResult
@@ -34,33 +33,22 @@ def test_close_ends_every_push_with_channel_broken(pairs) -> None:
         pair.sender.begin(make_job("late", 3))
 
 
-def test_a_receiver_that_leaves_breaks_the_channel_and_the_next_push_builds_another(pairs) -> None:
+def test_a_receiver_that_leaves_breaks_the_channel_and_the_next_attempt_builds_another(pairs) -> None:
     pair, gate = pairs.gated(replace(SMALL_FRAMES, frame_deadline_s=scaled(1.0)))
-    first = pair.push("first", 8, [1, 2], [11, 12])
+    first = pair.begin("r", 8, [11, 12])
+    pair.sender.computed(first.handoff, [1, 2], 1, 8)
     gate.wait_stopped()
     pair.peer.run(pair.peer.service.close())
-    pair.reports.failed(first, ChannelBroken)  # although its frame is blocked on the wire
+    pair.reports.failed(first.handoff, ChannelBroken)  # although its frame is blocked on the wire
     assert [kind for kind, _ in pair.table.events] == ["offer", "lost"]
-    second = pair.push("second", 8, [3, 4], [13, 14])
+    pair.sender.computed(first.handoff, [1, 2], LAYOUT.layers, 8)  # the engine has not learned of it yet
+    pair.sender.withdraw(first.handoff)
+    pair.sender.finish(first.handoff, make_end(8))
+    second = pair.push("r", 8, [3, 4], [13, 14], attempt=2)
     gate.wait_stopped()
     gate.let(20)
     pair.reports.done(second)
     assert gate.channels == 2
-    assert same_kv(pair.source, [3, 4], pair.target, [13, 14], 8)
-
-
-def test_what_is_computed_after_the_channel_broke_is_nobodys(pairs) -> None:
-    """The engine learns of the broken channel after the sender. The handoff may begin again on a new channel."""
-    pair = pairs(SMALL_FRAMES)
-    job = pair.begin("r", 8, [11, 12])
-    pair.sender.computed(job.handoff, [1, 2], 1, 8)
-    pair.table.wait_written(job.handoff, 1)
-    pair.peer.run(pair.peer.service.close())
-    pair.reports.failed(job.handoff, ChannelBroken)
-    pair.sender.computed(job.handoff, [1, 2], LAYOUT.layers, 8)
-    pair.sender.withdraw(job.handoff)
-    pair.sender.finish(job.handoff, make_end(8))
-    pair.reports.done(pair.push("r", 8, [3, 4], [13, 14], attempt=2))
     assert same_kv(pair.source, [3, 4], pair.target, [13, 14], 8)
 
 
@@ -200,12 +188,3 @@ def test_a_welcome_that_grants_nothing_or_what_was_not_offered_breaks_the_link(p
     pair = pairs(replace(SETTINGS, frame_deadline_s=scaled(0.3)), heard=heard)
     pair.reports.failed(pair.push("r", 3, [0], [1]), ChannelBroken, named)
     assert not any(kind == "offer" for kind, _ in pair.table.events)
-
-
-def test_an_ack_of_what_is_unknown_is_nothing(pair) -> None:
-    pair.reports.done(pair.push("r", 3, [0], [1]))
-    found, never = pair.sender._channels[0].queue, pb_common.HandoffId(request_id="never", attempt=1)
-    found.take(pb.PeerReply(commit_ack=pb.CommitAck(handoff=never)))
-    assert not found.broken
-    assert found.idle
-    assert HandoffId("never", 1) not in pair.reports.outcomes

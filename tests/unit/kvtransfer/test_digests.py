@@ -15,7 +15,7 @@ from baton.errors import DigestMismatch
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.frames import Coverage, FrameSpec, KVDigest, wire_digest
 from kvtransfer.receive_loop import IncomingHandoff
-from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, SMALL_FRAMES, hand_over, layouts, same_kv
+from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, SMALL_FRAMES, hand_over, layouts
 
 
 class Whole:
@@ -133,14 +133,6 @@ VERIFYING = replace(SETTINGS, verify_kv=True)
 def wrong_digest(command: pb.PeerCommand) -> None:
     if command.HasField("commit"):
         command.commit.kv_digest = bytes(8)
-
-
-def test_a_receiver_that_does_not_verify_takes_no_notice_of_a_digest(pairs) -> None:
-    pair = pairs(VERIFYING, receiver=replace(SETTINGS, frame_size=1000))
-    pair.reports.done(pair.push("r", 30, range(8), range(10, 18), skip=3))
-    assert same_kv(pair.source, range(8), pair.target, range(10, 18), 30, 3)
-    [commit] = [command.commit for command in pair.stream.said if command.HasField("commit")]
-    assert len(commit.kv_digest) == 8
 
 
 def test_a_receiver_that_verifies_takes_nothing_without_a_digest_of_the_whole(pairs) -> None:

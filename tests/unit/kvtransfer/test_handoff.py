@@ -10,12 +10,12 @@ import pytest
 
 from baton.core import HandoffId
 from baton.errors import DigestMismatch, StaleAttempt
+from baton.rpc import convert
+from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import wire
 from kvtransfer.handoff import PushEnd
-from kvtransfer.wire import FingerprintRefused
 from tests.support.time_factor import scaled
-from tests.unit.kvtransfer.conftest import wrapped
-from tests.unit.kvtransfer.ends import FlippingEnd, Stopped
+from tests.unit.kvtransfer.ends import FlippingEnd, Stopped, wrapped
 from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, SMALL_FRAMES, P, hand_over, make_end, only_these, same_kv
 
 
@@ -57,12 +57,6 @@ def test_a_flipped_byte_fails_the_handoff_and_no_other(pairs, frame: int) -> Non
     assert bad not in pair.table.commits
     pair.table.wait_for(("aborted", bad))
     pair.reports.done(pair.push("good", 8, [1, 2], [13, 14]))
-
-
-def test_a_sender_that_does_not_fit_is_refused_by_name(pairs) -> None:
-    pair = pairs(fingerprint="other")
-    pair.reports.failed(pair.push("r", 3, [0], [1]), FingerprintRefused, "fingerprint")
-    assert not pair.table.events
 
 
 def test_an_attempt_without_reservation_is_refused_and_the_channel_lives(pair) -> None:
@@ -206,9 +200,14 @@ def test_abort_while_waiting_for_the_ack(pair) -> None:
     assert handoff not in pair.table.commits
 
 
-def test_abort_of_the_unknown_and_of_the_done_is_nothing(pair) -> None:
-    pair.sender.abort(HandoffId("never", 1))
+def test_an_abort_or_an_ack_of_the_unknown_or_the_done_is_nothing(pair) -> None:
+    never = HandoffId("never", 1)
+    pair.sender.abort(never)
     handoff = pair.push("r", 3, [0], [1])
     done = pair.reports.wait(handoff)
     pair.sender.abort(handoff)
-    assert pair.reports.wait(handoff) is done
+    send_queue = pair.sender._channels[0].queue
+    send_queue.take(pb.PeerReply(commit_ack=pb.CommitAck(handoff=convert.handoff_to_pb(never))))
+    assert send_queue.idle, "it is not broken"
+    assert pair.reports.outcomes == {handoff: done}
+    assert not pair.reports.twice

@@ -14,8 +14,7 @@ from kvtransfer import wire
 from kvtransfer.transports.base import Ring
 from kvtransfer.wire import VersionRefused
 from tests.unit.kvtransfer.byhand import SMALL, ZEROS, Call, Receiver
-from tests.unit.kvtransfer.conftest import wrapped
-from tests.unit.kvtransfer.ends import FlippingEnd, Wrapped
+from tests.unit.kvtransfer.ends import FlippingEnd, Wrapped, wrapped
 from tests.unit.kvtransfer.support import SETTINGS, P, same_kv
 
 # the pattern

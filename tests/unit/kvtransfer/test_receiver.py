@@ -14,7 +14,7 @@ from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import wire as probe
 from tests.support.waiting import eventually
-from tests.unit.kvtransfer.byhand import DIGESTS, JOB, SMALL, Call, Receiver, sessions
+from tests.unit.kvtransfer.byhand import DIGESTS, HANDOFF, JOB, SMALL, Call, Receiver, announcement, commit_of, sessions
 from tests.unit.kvtransfer.ends import Stopped
 from tests.unit.kvtransfer.support import LAYER, LAYOUT, D, P, make_kv, same_kv
 
@@ -239,3 +239,92 @@ def test_nothing_is_received_or_written_after_the_end(receiver: Receiver) -> Non
     eventually(lambda: not sessions())
     assert receiver.end.waited == [0]
     assert not receiver.kv.k.any()
+
+
+# Frames on the control socket, which only `after` orders with the Peer stream
+
+
+@pytest.fixture
+def socket_call() -> Iterator[Call]:
+    with Receiver(control_socket=True) as receiver:
+        yield receiver.call().offered()
+
+
+def test_credits_and_the_acknowledgement_come_back_the_same_way(socket_call: Call) -> None:
+    socket_call.arrived(range(2)).frame(2)
+    socket_call.receiver.end.arrive()
+    socket_call.commit()
+    assert [socket_call.hear(), socket_call.hear()] == ["credit", "commit_ack"]
+    assert list(socket_call.receiver.table.commits) == [JOB.handoff]
+    assert socket_call.beside == [*["credit"] * 3, "commit_ack"]
+
+
+def test_a_commit_that_an_abort_has_overtaken_is_refused(socket_call: Call) -> None:
+    socket_call.arrived().abort(after=3)
+    socket_call.commit()
+    assert socket_call.hear() == "STALE"
+    assert not socket_call.receiver.table.commits
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_a_commit_waits_for_the_frames_that_it_comes_after(socket_call: Call, before: int) -> None:
+    socket_call.arrived(range(before)).say(commit=commit_of(), after=3)
+    for layer in range(before, 3):
+        assert not socket_call.receiver.table.commits
+        socket_call.arrived([layer])
+    assert socket_call.hear() == "commit_ack"
+    assert list(socket_call.receiver.table.commits) == [JOB.handoff]
+
+
+def test_frames_that_an_abort_has_overtaken_are_taken_and_dropped(socket_call: Call) -> None:
+    receiver = socket_call.receiver
+    socket_call.abort(after=2)
+    socket_call.arrived(range(2))
+    assert not receiver.kv.k.any()
+    receiver.table.reserve(JOB.handoff, [11, 12])
+    eventually(lambda: not any(session._receive_loop.inbound for session in receiver.peer.service._sessions))
+    socket_call.offer()
+    assert socket_call.hear() == "offer_accepted"
+
+
+def test_more_frames_than_slots_are_never_expected(socket_call: Call) -> None:
+    """A frame beyond the slots is rejected, or not read until a slot is free."""
+    for layer in range(3):
+        socket_call.frame(layer)
+    end = socket_call.receiver.end
+    eventually(lambda: end.waited or end.closed)
+    assert len(end.expected) <= 2
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        b"\x00",
+        pb.PeerCommand(abort=pb.AbortHandoff(handoff=HANDOFF)).SerializeToString(),
+        pb.PeerCommand(offer=pb.Offer()).SerializeToString(),
+        b"\xff",
+        b"\x0a\xff",
+        bytes(40000),
+    ],
+    ids="nothing abort offer tag length large".split(),
+)
+def test_a_packet_that_is_neither_announcement_nor_commit_ends_the_session(socket_call: Call, packet: bytes) -> None:
+    socket_call.send(packet)
+    assert socket_call.hear() in {"FRAME", "BROKEN"}
+    assert socket_call.hear() == "ended"
+
+
+def test_a_sender_that_is_gone_ends_the_session(socket_call: Call) -> None:
+    socket_call.receiver.end.leave()
+    socket_call.refused("BROKEN")
+
+
+def test_the_end_of_the_stream_wakes_the_thread(socket_call: Call) -> None:
+    assert len(sessions()) == 1
+    socket_call.stream.close()
+    eventually(lambda: not sessions())
+
+
+def test_a_frame_that_is_announced_the_other_way_ends_the_session(socket_call: Call) -> None:
+    socket_call.arrived([0]).say(frame=announcement(1))
+    socket_call.refused("FRAME")

@@ -54,17 +54,6 @@ def test_nothing_smaller_than_asked_for_leaves_before_the_end(pairs) -> None:
     assert push.finished().frames == 3
 
 
-def test_the_rest_leaves_at_the_end_however_small_it_is(pairs) -> None:
-    pair = pairs(replace(SETTINGS, coalesce_below=16 * TOKEN), source=poisoned())
-    push = prompt(pair, "r", 8, range(2), range(10, 12)).begin()
-    push.chunk(0, 8, 2)
-    pair.table.wait_written(push.job.handoff, 1)
-    push.layer(2, 0, 8)
-    fence(pair, "fence")
-    push.finished()
-    assert announced(pair, push) == [(0, 2, 0, 8), (2, 3, 0, 8)]
-
-
 def test_a_prompt_that_stalls_does_not_hold_up_one_that_is_ready(pairs) -> None:
     pair = pairs(EAGER, source=poisoned())
     stalled = prompt(pair, "stalled", 30, range(8), range(8)).begin()

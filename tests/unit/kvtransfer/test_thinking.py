@@ -11,13 +11,10 @@ import torch
 
 from baton.core import ThinkingState
 from baton.rpc.v1 import common_pb2 as common
-from baton.rpc.v1 import peer_pb2 as pb
 from baton.rpc.v1 import worker_pb2 as worker
-from kvtransfer.handoff import PushEnd
 from kvtransfer.sender import GrpcPeerStream
 from kvtransfer.transports.shm import ShmTransport
 from kvtransfer.transports.unix_socket import MAX_PACKET
-from kvtransfer.wire import commit_of, end_of
 from tests.support.transports import served
 from tests.unit.kvtransfer.byhand import JOB, Call, Receiver
 from tests.unit.kvtransfer.support import make_end, same_kv
@@ -56,12 +53,6 @@ def test_states_arrive_bit_for_bit_over_grpc(pairs, transport: str) -> None:
             assert pair.table.commits[job.handoff].thinking == thinking, name
         assert same_kv(pair.source, [1, 2], pair.target, [11, 12], 8)
         pair.sender.close()
-
-
-def test_what_a_commit_was_made_of() -> None:
-    for end in (make_end(8), replace(make_end(8), thinking=state_of(SMALL)), PushEnd()):
-        read = end_of(pb.Commit.FromString(commit_of(JOB.handoff, end, [b"d"], b"").SerializeToString()))
-        assert (read.spec, list(read.first), read.thinking) == (end.spec, list(end.first), end.thinking)
 
 
 @pytest.fixture

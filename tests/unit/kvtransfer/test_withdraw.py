@@ -13,10 +13,9 @@ from baton.core import HandoffId
 from baton.errors import StaleAttempt
 from kvtransfer.send_queue import SendQueue
 from tests.support.time_factor import scaled
-from tests.unit.kvtransfer.conftest import Pair, Pairs
 from tests.unit.kvtransfer.ends import Stopped
 from tests.unit.kvtransfer.prompts import EAGER, POISON, RIGHT, Prompt, fence, poisoned, prompt
-from tests.unit.kvtransfer.support import LAYOUT, put, rows
+from tests.unit.kvtransfer.support import LAYOUT, Pair, Pairs, put, rows
 
 
 @pytest.fixture
@@ -110,18 +109,6 @@ def test_what_is_withdrawn_between_the_choice_and_the_read_is_not_read(pairs: Pa
     assert chosen.wait(scaled(5))
     push.chunk(0, 3)
     push.rest(3)
-
-
-def test_withdraw_then_abort(eager: Pair) -> None:
-    push = prompt(eager, "r", 30, range(8), range(20, 28)).begin()
-    push.chunk(0, 12)
-    eager.table.wait_for(("offer", push.job.handoff))
-    push.withdraw()
-    eager.sender.abort(push.job.handoff)
-    eager.reports.failed(push.job.handoff, StaleAttempt)
-    eager.table.wait_for(("aborted", push.job.handoff))
-    push.withdraw()
-    fence(eager, "next")
 
 
 def test_withdraw_before_anything_and_after_everything_has_left(pairs: Pairs) -> None:

@@ -5,7 +5,6 @@ from structlog.testing import capture_logs
 
 from baton.core import HandoffId, Incarnation, SequenceSpec, WorkerRef
 from baton.errors import ChannelBroken, DigestMismatch, InvalidRequest, StaleAttempt
-from baton.worker.service import Attempts
 from kvtransfer.handoff import PushJob
 from tests.support.fake_pusher import CUT, done_of
 from tests.support.sessions import GREEDY, STALE, FakeSession, H, expected, next_of, prefill, release, repush, spec_of
@@ -183,10 +182,45 @@ def test_a_skip_of_all_is_refused_by_name_and_what_is_held_goes_on(side, router,
     assert side.engine.counters.prefill_tokens == 9
 
 
-def test_a_name_that_is_taken_is_refused_even_when_its_attempt_was_forgotten(side, router):
-    side.role._attempts = Attempts(limit=1)
-    side.take(router, *(prefill(HandoffId(request, 1)) for request in "rs"))
-    with pytest.raises(InvalidRequest, match="already here"):
-        side.role.command(router, repush(HandoffId("s", 1), HandoffId("r", 1)))
-    side.run()
-    assert router.kinds() == ["tokens", "tokens"]
+A, B, C = (HandoffId(name, 1) for name in "abc")
+
+
+@pytest.fixture
+def full(router):
+    """A worker without free blocks after two prompts, which it has computed as A and B."""
+    made = PrefillSide(6)
+    made.serve(router, prefill(A), prefill(B))
+    assert made.counts.available == 0
+    return made
+
+
+@pytest.mark.parametrize(
+    ("waits", "length", "left"),
+    [([B, A], 9, {B}), ([A, B], 16, set()), ([A, B], 0, {A, B})],
+    ids=["the oldest prompt", "as many as it takes", "none without need"],
+)
+def test_what_waits_is_given_up_for_a_prompt_that_finds_no_block(full, router, waits, length, left):
+    """Otherwise the prompt could wait for them forever."""
+    for handoff in waits:
+        full.push_ends(handoff, CUT)
+    if length:
+        full.serve(router, prefill(C, spec_of(C, length)))
+        assert router.kinds(C) == ["tokens"]
+    full.step()
+    assert set(full.role._work) - {C} == left
+    for held in waits:
+        full.take(router, repush(held, next_of(held)))
+        assert router.kinds(next_of(held))[:1] == (["tokens"] if held in left else ["refused"])
+
+
+def test_a_push_under_way_is_waited_for(full, router):
+    """The oldest KV is evicted only after the running push, which would free blocks, has failed too."""
+    full.push_ends(A, CUT)
+    full.take(router, prefill(C))
+    full.step(5)
+    assert router.kinds(C) == []
+    assert set(full.role._work) == {A, B, C}
+    full.push_ends(B, CUT)
+    full.run()
+    assert router.kinds(C) == ["tokens"]
+    assert set(full.role._work) == {B, C}

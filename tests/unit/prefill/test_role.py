@@ -16,7 +16,7 @@ from tests.support.workers import PrefillSide
 NEXT = HandoffId("r", 2)
 
 
-def test_a_prompt_becomes_a_token_and_a_push(side, router):
+def test_a_prompt_becomes_a_token_and_a_push_whose_end_frees_its_blocks(side, router):
     side.take(router, prefill())
     push = side.pusher.pushes[H]
     assert push.job == PushJob(H, D, 9), "its channel is built, and it is offered, while the prompt is computed"
@@ -28,6 +28,11 @@ def test_a_prompt_becomes_a_token_and_a_push(side, router):
     assert ([(t.index, t.token_id) for t in push.end.first], push.end.thinking) == ([(0, first[0])], None)
     assert len(push.blocks) == side.engine.layout.blocks_for(9)
     assert side.counts.owned >= len(push.blocks)
+    side.pusher.done(H, done_of())
+    assert not side.all_free  # the engine thread has not seen it yet
+    side.run()
+    assert (side.all_free, router.kinds()) == (True, ["tokens", "pushed"])
+    assert (side.role.transfer_bytes, side.role.transport, router.handoffs) == (64, "memory", set())
 
 
 def test_a_deterministic_prompt_is_pushed_with_a_digest_of_all_its_kv(router):
@@ -49,16 +54,6 @@ def test_the_router_hears_what_was_cached_with_the_first_token_or_the_end(side, 
     assert found == [0, 8, 8, 8]
 
 
-def test_the_blocks_come_back_with_the_end_of_the_push(side, router):
-    side.serve(router, prefill())
-    assert not side.all_free
-    side.pusher.done(H, done_of())
-    assert not side.all_free  # the engine thread has not seen it yet
-    side.run()
-    assert (side.all_free, router.kinds()) == (True, ["tokens", "pushed"])
-    assert (side.role.transfer_bytes, side.role.transport, router.handoffs) == (64, "memory", set())
-
-
 @pytest.mark.parametrize("ends", [{"max_tokens": 1}, {"stop": (chr(expected(tokens=1)[0]),)}], ids=["length", "stop"])
 def test_what_the_first_token_ends_is_not_handed_over(side, router, ends):
     side.serve(router, prefill(spec=spec_of(sampling=replace(GREEDY, ignore_eos=False, **ends))))
@@ -78,15 +73,6 @@ def test_what_was_known_to_have_ended_is_only_told(side, router):
     assert router.refusals == [STALE, STALE], "nothing is held"
 
 
-def test_a_second_prefill_of_a_handoff_is_refused_and_the_first_goes_on(side, router):
-    other = FakeSession("router-b")
-    side.take(router, prefill())
-    side.serve(other, prefill())
-    side.push_ends()
-    assert router.kinds() == ["tokens", "pushed"]
-    assert (other.kinds(), other.refusals, side.all_free) == (["refused"], [STALE], True)
-
-
 def test_a_late_prefill_of_an_old_attempt_is_refused(side, router):
     old = [HandoffId("r", attempt) for attempt in (1, 2, 3)]
     side.take(router, prefill(old[-1]), release(old[-1]), *map(prefill, old))
@@ -97,12 +83,13 @@ def test_a_late_prefill_of_an_old_attempt_is_refused(side, router):
     assert router.kinds(HandoffId("r", 4)) == ["tokens"]
 
 
-def test_a_prefill_that_is_under_way_is_not_begun_again_even_when_its_attempt_was_forgotten(side, router):
+def test_a_name_that_is_taken_is_refused_even_when_its_attempt_was_forgotten(side, router):
     side.role._attempts = Attempts(limit=1)
-    side.take(router, *(prefill(HandoffId(request, 1)) for request in "rsr"))
-    assert router.kinds() == ["refused"]
+    other = HandoffId("s", 1)
+    side.take(router, prefill(), prefill(other), prefill(), repush(other, H))
+    assert [event.refused.detail for event in router.events] == [f"handoff: {H} is already here"] * 2
     side.run()
-    assert router.kinds(HandoffId("r", 1)) == ["refused", "tokens"]
+    assert router.kinds() == ["refused", "refused", "tokens", "tokens"]
 
 
 def test_each_router_hears_of_its_own_only_and_once_per_step(side):

@@ -1,4 +1,4 @@
-"""Behaviour specific to gloo, memory and gRPC."""
+"""Behaviour specific to gRPC: chunks, tickets, and calls that end."""
 
 from __future__ import annotations
 
@@ -13,33 +13,11 @@ from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.transports import grpc
 from kvtransfer.transports.base import KeyRelay, Ring, Side
 from kvtransfer.transports.grpc import CHUNK_BYTES, GrpcTransport
-from tests.support.memory_transport import MemoryTransport
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.transports.pairs import NAME, PATIENT_S, RING, mute
 
 Chunks = asyncio.Queue[pb.DataChunk | None]
-
-
-def test_two_objects_of_memory_do_not_reach_each_other() -> None:
-    assert MemoryTransport().reach != MemoryTransport().reach
-
-
-def test_memory_ends_with_different_rings_do_not_meet(pool) -> None:
-    memory, keys = MemoryTransport(), mute()
-    ends = [pool.submit(memory.open, NAME, side, keys, Ring(1 + side, 64), 5.0) for side in Side]
-    failed, opened = sorted(ends, key=lambda end: end.exception(10) is None)
-    with pytest.raises(ChannelBroken, match="instead of"):
-        failed.result()
-    with pytest.raises(ChannelBroken, match="closed"):
-        opened.result().start(0, 8)
-
-
-def test_a_memory_end_that_gave_up_is_not_met_later() -> None:
-    memory, keys = MemoryTransport(), mute()
-    for side in (Side.SENDER, Side.RECEIVER):
-        with pytest.raises(ChannelBroken, match="no peer"):
-            memory.open(NAME, side, keys, RING, 0.05)
 
 
 async def chunks_of(queue: Chunks) -> AsyncIterator[pb.DataChunk]:
