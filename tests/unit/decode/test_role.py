@@ -1,8 +1,5 @@
 """The decode role on a real engine: one commit at most, one end, the right tokens, and all blocks freed."""
 
-import contextlib
-import threading
-
 import pytest
 
 from baton.core import HandoffId, Sampling, SequenceSpec, Token
@@ -10,7 +7,6 @@ from baton.errors import OfferRefused, StaleAttempt
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.worker.service import Attempts
 from tests.support.sessions import GREEDY, STALE, FakeSession, H, expected, fence, names_of, release, reserve, spec_of
-from tests.support.time_factor import scaled
 from tests.support.workers import STATES, DecodeSide, Pair
 
 
@@ -222,28 +218,3 @@ def test_a_commit_that_the_engine_does_not_take_or_that_ends_at_once(router, sha
     assert (router.kinds(), side.all_free, router.handoffs) == (["reserved", *kinds], True, set())
     assert side.records.notes[-1][2] == "RELEASED"
     assert len(pair.cached()) == 2
-
-
-def test_commits_and_fences_that_race_agree(side, router):
-    handoffs = [HandoffId(f"h{n}", 1) for n in range(6)]
-    for handoff in handoffs:
-        side.receive(router, handoff)
-    start, accepted = threading.Barrier(2), []
-
-    def receiver():
-        start.wait(scaled(10))
-        for handoff in handoffs:
-            with contextlib.suppress(StaleAttempt):
-                side.commit(handoff)
-                accepted.append(handoff)
-
-    thread = threading.Thread(target=receiver)
-    thread.start()
-    start.wait(scaled(10))
-    side.take(router, *map(fence, reversed(handoffs)))
-    thread.join(scaled(10))
-    side.run()
-    for handoff in handoffs:
-        assert ("committed" in router.kinds(handoff)) == (handoff in accepted)
-        assert ("fenced" in router.kinds(handoff)) == (handoff not in accepted)
-    assert side.all_free

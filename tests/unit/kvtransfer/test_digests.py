@@ -127,12 +127,19 @@ def test_frames_that_differ_are_named(sent: str, wrong: list[int]) -> None:
     inbound.check(pb.Commit(digests=[b"a", b"b", b"c"]))
 
 
-VERIFYING = replace(SETTINGS, verify_kv=True)
+VERIFYING = replace(SMALL_FRAMES, verify_kv=True)
 
 
 def wrong_digest(command: pb.PeerCommand) -> None:
     if command.HasField("commit"):
         command.commit.kv_digest = bytes(8)
+
+
+def swapped_layers(command: pb.PeerCommand) -> None:
+    """Swap the announcements of two layers: sizes and frame digests agree."""
+    for frame in (command.frame, *command.more) if command.HasField("frame") else ():
+        begin = {0: 1, 1: 0, 2: 2}[frame.layer_begin]
+        frame.layer_begin, frame.layer_end = begin, begin + 1
 
 
 def test_a_receiver_that_verifies_takes_nothing_without_a_digest_of_the_whole(pairs) -> None:
@@ -143,40 +150,21 @@ def test_a_receiver_that_verifies_takes_nothing_without_a_digest_of_the_whole(pa
     pair.table.wait_for(("aborted", handoff))
 
 
-def test_layers_that_were_taken_for_others_are_found_by_the_whole_alone(pairs) -> None:
-    """The announcements of two layers are swapped: sizes and frame digests agree."""
-    swapped = {0: 1, 1: 0, 2: 2}
-
-    def alter(command: pb.PeerCommand) -> None:
-        for frame in (command.frame, *command.more) if command.HasField("frame") else ():
-            begin = swapped[frame.layer_begin]
-            frame.layer_begin, frame.layer_end = begin, begin + 1
-
-    for verify in (False, True):
-        pair = pairs(replace(SMALL_FRAMES, verify_kv=verify))
-        pair.reports.done(pair.push("right", 8, [1, 2], [11, 12]))
-        pair.stream.alter = alter
-        wrong = pair.push("wrong", 8, [1, 2], [13, 14])
-        if verify:
-            pair.reports.failed(wrong, DigestMismatch, "as a whole")
-        else:
-            pair.reports.done(wrong)
-
-
-@pytest.mark.parametrize("settings", [SETTINGS, VERIFYING], ids=["asked for", "set"])
-@pytest.mark.parametrize("altered", [False, True])
-def test_a_push_is_verified_if_it_asks_for_it_or_the_settings_say_so(pairs, altered: bool, settings) -> None:
-    """A wrong digest of the whole is rejected although each frame is right."""
-    pair = pairs(settings)
-    pair.reports.done(pair.push("other", 8, [1, 2], [13, 14]))
-    if altered:
-        pair.stream.alter = wrong_digest
-    job = replace(pair.reserve("r", 8, [11, 12]), verify=not settings.verify_kv)
+@pytest.mark.parametrize("settings", [SMALL_FRAMES, VERIFYING], ids=["asked for", "set"])
+@pytest.mark.parametrize("alter", [None, wrong_digest, swapped_layers])
+def test_a_push_is_verified_if_it_asks_for_it_or_the_settings_say_so(pairs, alter, settings) -> None:
+    """What is wrong as a whole is rejected although each frame is right, and found in no other way."""
+    pair, asks = pairs(settings), not settings.verify_kv
+    pair.reports.done(pair.push("right", 8, [1, 2], [13, 14]))
+    pair.stream.alter = alter or pair.stream.alter
+    if asks:
+        pair.reports.done(pair.push("unverified", 8, [1, 2], [15, 16]))
+    job = replace(pair.reserve("r", 8, [11, 12]), verify=asks)
     hand_over(pair.sender, job, [1, 2])
-    if altered:
+    if alter:
         pair.reports.failed(job.handoff, DigestMismatch, "as a whole")
     else:
         pair.reports.done(job.handoff)
     commits = [bool(each.commit.kv_digest) for each in pair.stream.said if each.HasField("commit")]
-    assert commits == [settings.verify_kv, True]
-    assert (job.handoff in pair.table.commits) != altered
+    assert (commits[0], commits[-1]) == (settings.verify_kv, True)
+    assert (job.handoff in pair.table.commits) == (alter is None)

@@ -177,18 +177,6 @@ def test_abort_while_queued_and_while_on_the_wire(pairs) -> None:
     assert only_these(pair.target, [15, 16], 8)
 
 
-def test_abort_while_blocks_are_read_is_reported_after_the_read(pair) -> None:
-    read = Stopped(pair.source, "gather")
-    handoff = pair.push("r", 3, [0], [1])
-    read.wait()
-    pair.sender.abort(handoff)
-    pair.sender.abort(handoff)
-    with pytest.raises(AssertionError, match="no report"):
-        pair.reports.wait(handoff, 0.05)  # its blocks are still being read
-    read.go_on()
-    pair.reports.failed(handoff, StaleAttempt)
-
-
 def test_abort_while_waiting_for_the_ack(pair) -> None:
     commit = Stopped(pair.table, "commit")
     handoff = pair.push("r", 3, [0], [1])

@@ -68,12 +68,6 @@ def test_welcome_says_what_holds_for_the_channel(receiver: Receiver) -> None:
     assert call.next() == pb.PeerReply(welcome=welcome)
 
 
-def test_a_stream_begins_with_hello(receiver: Receiver) -> None:
-    call = receiver.call()
-    call.offer()
-    call.refused("VERSION")  # an empty hello has no version
-
-
 def test_a_stream_that_says_nothing_is_given_up() -> None:
     with Receiver(replace(SMALL, frame_deadline_s=0.2)) as receiver:
         receiver.call().refused("FRAME")
@@ -99,26 +93,16 @@ def test_an_offer_that_does_not_fit_is_refused_and_the_channel_lives(receiver: R
 
 
 FIRST_FRAMES: list[dict[str, Any]] = [
-    *({"nbytes": nbytes} for nbytes in (1 << 30, LAYER + 1, LAYER - 1, 0)),
+    {"nbytes": LAYER - 1},  # `test_plan.py` has the other frames that do not go on
+    {"layer_begin": 2**32 - 1},
     {"sequence": 1},
     {"layer_end": 3, "nbytes": 3 * LAYER},  # the next frame, but larger than a slot
-    {"layer_begin": 1},
-    {"layer_begin": 3, "layer_end": 4},
-    {"layer_begin": 2**32 - 1},
-    {"begin": 1, "nbytes": LAYER // 8 * 7},
-    {"end": 9, "nbytes": LAYER // 8 * 9},
-    {"begin": 8, "nbytes": 0},
     *({"handoff": other} for other in OTHER_HANDOFFS),
     {"handoff": None},  # claims to be part of a probe
     {"handoff": None, "layer_end": 0, "end": 0, "nbytes": LAYER - 1},
     {"handoff": None, "layer_end": 0, "end": 0, "sequence": probe.FRAMES},
 ]
-SECOND_FRAMES: list[dict[str, Any]] = [
-    {"layer_begin": 0, "layer_end": 1},  # twice
-    {"layer_begin": 0, "layer_end": 1, "begin": 4, "nbytes": LAYER // 2},  # overlaps
-    {"sequence": 0},
-    {"sequence": 2},
-]
+SECOND_FRAMES: list[dict[str, Any]] = [{"layer_begin": 0, "layer_end": 1}, {"sequence": 0}, {"sequence": 2}]
 
 
 @pytest.mark.parametrize(

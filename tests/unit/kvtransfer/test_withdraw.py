@@ -59,13 +59,18 @@ def test_withdrawn_again_and_again_it_arrives_once(eager: Pair, seed: int) -> No
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_withdraw_waits_for_a_read_under_way(eager: Pair, ended: bool) -> None:
-    push, read = short(eager), Stopped(eager.source, "gather")
+def test_withdraw_and_abort_wait_for_a_read_under_way_but_not_for_reads_of_others(eager: Pair, ended: bool) -> None:
+    push, other = short(eager), prompt(eager, "other", 8, [4, 5], [12, 13]).begin()
+    read = Stopped(eager.source, "gather")
     push.layer(0, 0, 8)
     read.wait()
     if ended:
-        eager.sender.abort(push.job.handoff)
+        for _ in range(2):
+            eager.sender.abort(push.job.handoff)
+        with pytest.raises(AssertionError, match="no report"):
+            eager.reports.wait(push.job.handoff, 0.05)  # its blocks are still being read
     with ThreadPoolExecutor(1) as pool:
+        pool.submit(other.withdraw).result(scaled(5))
         withdrawn = pool.submit(push.withdraw)
         with pytest.raises(TimeoutError):
             withdrawn.result(0.05)
@@ -76,18 +81,7 @@ def test_withdraw_waits_for_a_read_under_way(eager: Pair, ended: bool) -> None:
     else:
         push.blocks = [2, 3]
         push.rest(0)
-
-
-def test_withdraw_does_not_wait_for_reads_of_others(eager: Pair) -> None:
-    reading, other = short(eager), prompt(eager, "other", 8, [2, 3], [12, 13]).begin()
-    read = Stopped(eager.source, "gather")
-    reading.layer(0, 0, 8)
-    read.wait()
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(other.withdraw).result(scaled(5))
-    read.go_on()
-    for push in (reading, other):
-        push.rest(0)
+    other.rest(0)
 
 
 def test_what_is_withdrawn_between_the_choice_and_the_read_is_not_read(pairs: Pairs, monkeypatch) -> None:

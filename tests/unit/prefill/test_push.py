@@ -59,20 +59,6 @@ def test_the_first_token_leaves_before_the_last_of_its_kv():
     assert side.pusher.pushes[H].end is not None
 
 
-def test_a_model_without_layers_to_tell_still_hands_over(side, router, monkeypatch):
-    """A backend without layer callbacks, such as a graph of the whole model, reports everything at the end."""
-    forward = side.engine.backend.forward
-
-    def silent(batch, kv):
-        object.__setattr__(batch, "on_layer", None)
-        return forward(batch, kv)
-
-    monkeypatch.setattr(side.engine.backend, "forward", silent)
-    side.serve(router, prefill())
-    assert side.pusher.pushes[H].told == [(2, 9)]
-    assert side.pusher.pushes[H].end is not None
-
-
 @pytest.mark.parametrize("how", ["release", "gone", "another router"])
 @pytest.mark.parametrize("state", PROMPT_STATES)
 def test_whatever_the_state_a_release_frees_at_once(chunked, router, state, how):

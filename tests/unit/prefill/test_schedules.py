@@ -21,7 +21,8 @@ REQUESTS = "abcde"
 ENDS = ("pushed", "failed", "finish")
 FAILURES = (CUT, OfferRefused("length"), StaleAttempt("no reservation"), DigestMismatch("frame 3"))
 requests, numbers, routers = st.sampled_from(REQUESTS), st.integers(0, 3), st.integers(0, 1)
-deadlines = st.sampled_from([0.0, 0.0, 3.0])
+deadlines, skips = st.sampled_from([0.0, 0.0, 3.0]), st.integers(0, 4)
+NEXT = -1  # an attempt back: the one after the newest
 
 
 @functools.cache
@@ -47,30 +48,23 @@ class PrefillMachine(RuleBasedStateMachine):
 
     # --- routers
 
-    @rule(request=requests, router=routers, deadline_s=deadlines, skip=st.integers(0, 4))
-    def prefill(self, request, router, deadline_s, skip):
-        self.attempts[request] += 1
-        handoff, session = self.last(request), self.sessions[router]
-        self.side.take(session, prefill(handoff, spec_for(request), deadline_s=deadline_s, skip=skip))
-        assert handoff in self.side.role._work
-        self.owners[handoff] = session
-
-    @rule(request=requests, router=routers, back=numbers)
-    def prefill_late_or_again(self, request, router, back):
+    @rule(request=requests, back=st.sampled_from([NEXT, NEXT, 0, 2]), router=routers, deadline_s=deadlines, skip=skips)
+    def prefill(self, request, back, router, deadline_s, skip):
+        """Prefill the next attempt, or an earlier one late or again."""
         handoff, session = self.one_of(request, back), self.sessions[router]
         new, refused = handoff.attempt > self.attempts[request], session.kinds(handoff).count("refused")
-        self.side.take(session, prefill(handoff, spec_for(request)))
+        self.side.take(session, prefill(handoff, spec_for(request), deadline_s=deadline_s, skip=skip))
         assert session.kinds(handoff).count("refused") == refused + (not new)
         if new:
+            assert handoff in self.side.role._work
             self.attempts[request] = handoff.attempt
             self.owners[handoff] = session
 
-    @rule(request=requests, back=numbers, deadline_s=deadlines, skip=st.integers(0, 4), own=st.booleans())
+    @rule(request=requests, back=numbers, deadline_s=deadlines, skip=skips, own=st.booleans())
     def repush(self, request, back, deadline_s, skip, own):
         """Repush the newest attempt or another one, by its owner or another session."""
-        held = self.one_of(request, back)
-        self.attempts[request] += 1
-        handoff, work = self.last(request), self.side.role._work.get(held)
+        held, handoff = self.one_of(request, back), self.one_of(request, NEXT)
+        work = self.side.role._work.get(held)
         session = work.session if own and work is not None else self.sessions[0]
         accepted = work is not None and work.session is session
         computed, refused = self.side.engine.counters.prefill_tokens, session.kinds(handoff).count("refused")
@@ -80,10 +74,9 @@ class PrefillMachine(RuleBasedStateMachine):
         assert self.side.engine.counters.prefill_tokens == computed
         if accepted:
             assert held not in self.side.role._work
+            self.attempts[request] = handoff.attempt
             self.owners.pop(held, None)
             self.owners[handoff] = session
-        else:
-            self.attempts[request] -= 1  # the attempt can be used again
 
     @rule(request=requests, back=numbers, router=routers)
     def release(self, request, back, router):
@@ -204,9 +197,6 @@ class PrefillMachine(RuleBasedStateMachine):
             if not self.side.engine.has_work() and not self.side.loop.jobs:
                 return
         raise AssertionError("does not come to rest")
-
-    def last(self, request):
-        return HandoffId(request, self.attempts[request])
 
     def one_of(self, request, back):
         return HandoffId(request, max(1, self.attempts[request] - back))

@@ -176,12 +176,6 @@ def test_a_receiver_turns_strangers_away_and_still_meets_its_sender(pool, monkey
         stranger.opening.result(scaled(10)).close()
 
 
-def test_strangers_alone_do_not_keep_a_receiver_beyond_its_deadline(pool) -> None:
-    stranger = Stranger(pool, deadline_s=0.5)
-    with stranger.connect(bytes(16)), pytest.raises(ChannelBroken, match="not built"):
-        stranger.opening.result(scaled(10))
-
-
 def test_neither_end_takes_one_of_another_user(pool, monkeypatch) -> None:
     stranger = Stranger(pool, deadline_s=0.5)
     keys = mute()
