@@ -6,7 +6,7 @@ import pytest
 
 from baton.rpc.v1 import worker_pb2 as pb
 from tests.support.sessions import STALE, FakeSession, H, expected, fence, prefill, release, reserve, spec_of
-from tests.support.workers import DecodeSide, Pair
+from tests.support.workers import Pair
 
 ANSWER = expected()
 
@@ -18,6 +18,9 @@ def test_the_answer_is_that_of_a_handoff_and_what_is_known_is_not_sampled_again(
     assert [(token.index, token.token_id) for token in router.tokens()] == list(enumerate(ANSWER))[known:]
     assert router.kinds()[-1] == "finish"
     assert (side.all_free, len(side.role.reservations), router.handoffs) == (True, 0, set())
+    other = replace(H, request_id="other")
+    side.serve(router, reserve(other, 9 + known), prefill(other, spec, to=None))
+    assert side.engine.counters.cached_tokens > 0
 
 
 def test_nothing_of_it_was_handed_over_nor_was_to_be(side, router):
@@ -29,13 +32,6 @@ def test_nothing_of_it_was_handed_over_nor_was_to_be(side, router):
     other = replace(H, request_id="other")
     side.take(router, reserve(other), release(other))
     assert side.role.reservations.counts.handoffs["fenced"] == 1
-
-
-def test_its_cache_is_used(router):
-    side = DecodeSide(prefix_cache=True)
-    for handoff in (H, replace(H, request_id="again")):
-        side.serve(router, reserve(handoff), prefill(handoff, spec_of(), to=None))
-    assert side.engine.counters.cached_tokens > 0
 
 
 @pytest.mark.parametrize("state", ["nothing", "somebody else's", "twice", "fenced", "released"])

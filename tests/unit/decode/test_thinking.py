@@ -4,7 +4,7 @@ import pytest
 
 from baton.core import Thought
 from decode_workers import detached_streams
-from tests.support.sessions import H, attach, expected, prefill, release, reserve
+from tests.support.sessions import FakeSession, H, attach, expected, prefill, release, reserve
 from tests.support.workers import Pair
 from tests.unit.worker.thinking import CHUNK, thinks, thoughts_about
 
@@ -57,16 +57,11 @@ def test_a_router_that_attaches_is_told_all_thoughts_first(begin, side, router, 
     side.run()
     assert second.thoughts() == [[*thoughts_about(2), later]]
     assert second.ids() == ANSWER[known:]
-    side.take(second, release())
+    third = FakeSession("router-c")
+    side.take(third, attach(len(ANSWER)))
+    assert third.kinds() == ["attached", "thoughts", "finish"], "also of what has ended"
+    side.take(third, release())
     assert side.all_free
-
-
-def test_also_of_what_has_ended(begin, side, router, second):
-    begin(router, tokens=1)
-    side.role.gone(router)
-    side.run()
-    side.take(second, attach(len(ANSWER)))
-    assert second.kinds() == ["attached", "thoughts", "finish"]
 
 
 def test_of_thoughts_so_much_is_remembered_and_tokens_are_as_they_were(begin, side, router, second, monkeypatch):

@@ -28,6 +28,7 @@ from kvtransfer.transports.base import Transport
 from kvtransfer.wire import frame_of
 from tests.support.memory_transport import MemoryTransport
 from tests.support.time_factor import scaled
+from tests.support.waiting import eventually
 from tests.unit.kvtransfer.ends import Gate, wrapped
 
 OnReply = Callable[[pb.PeerReply], object]
@@ -50,6 +51,7 @@ SETTINGS = TransferSettings(transport="memory", frame_size=1 << 16, frame_deadli
 LAYER = 8 * LAYOUT.layer_token_bytes  # bytes of 8 positions, which are two blocks
 SMALL_FRAMES = replace(SETTINGS, frame_size=LAYER)
 ALL = slice(None)
+OFTEN_S = 0.002  # between looks at what another thread does soon
 
 
 def make_kv(seed: int | None, blocks: int = 64, layout: KVLayout = LAYOUT) -> KVCache:
@@ -111,24 +113,20 @@ class Reports:
     """An `on_done` to wait for. A second report of a handoff fails the test."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
         self.outcomes: dict[HandoffId, PushResult | HandoffError] = {}
         self.twice: list[HandoffId] = []
         self.threads: set[str] = set()
 
     def __call__(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
-        with self._changed:
-            if handoff in self.outcomes:
-                self.twice.append(handoff)
-            self.threads.add(threading.current_thread().name)
-            self.outcomes[handoff] = outcome
-            self._changed.notify_all()
+        if handoff in self.outcomes:
+            self.twice.append(handoff)
+        self.threads.add(threading.current_thread().name)
+        self.outcomes[handoff] = outcome
 
     def wait(self, handoff: HandoffId, timeout: float = 10.0) -> PushResult | HandoffError:
-        with self._changed:
-            assert self._changed.wait_for(lambda: handoff in self.outcomes, scaled(timeout)), f"no report of {handoff}"
-            assert not self.twice
-            return self.outcomes[handoff]
+        eventually(lambda: handoff in self.outcomes, f"a report of {handoff}", within_s=timeout, every_s=OFTEN_S)
+        assert not self.twice
+        return self.outcomes[handoff]
 
     def done(self, handoff: HandoffId) -> PushResult:
         """Return the result. A failed push fails the test."""
@@ -144,11 +142,11 @@ class Reports:
 
 
 class RecordingTable:
-    """Reservations by the rules of the protocol. `hold` stops a write half way."""
+    """Reservations by the rules of the protocol."""
 
     def __init__(self, layout: KVLayout = LAYOUT) -> None:
         self._layout = layout
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
         self.blocks: dict[HandoffId, list[int]] = {}
         self.bound: dict[HandoffId, WorkerRef] = {}
         self.commits: dict[HandoffId, CommitState] = {}
@@ -156,39 +154,36 @@ class RecordingTable:
         self.cached = 0  # positions of any prompt that can be fetched here
         self.fetches: list[tuple[HandoffId, WorkerRef, int, int, bool]] = []  # True: with a digest of the whole
         self.events: list[tuple[str, object]] = []
-        self.hold: Callable[[], None] = lambda: None
 
     def reserve(self, handoff: HandoffId, blocks: Sequence[int]) -> None:
         self.blocks[handoff] = list(blocks)
 
     def fence(self, handoff: HandoffId) -> None:
-        with self._changed:
+        with self._lock:
             self.blocks.pop(handoff, None)
             self.bound.pop(handoff, None)
 
     def offer(self, handoff: HandoffId, sender: WorkerRef, offer: Offer) -> None:
-        with self._changed:
+        with self._lock:
             if handoff not in self.blocks or handoff in self.bound:
                 raise StaleAttempt(f"no reservation {handoff}")
             if self._layout.blocks_for(offer.known_tokens) > len(self.blocks[handoff]):
                 raise OfferRefused(f"{offer.known_tokens} tokens do not fit")
             self.bound[handoff] = sender
-            self._note("offer", handoff)
+            self.events.append(("offer", handoff))
 
     @contextmanager
     def writing(self, handoff: HandoffId, sender: WorkerRef) -> Iterator[Sequence[int]]:
-        self.hold()
-        with self._changed:
+        with self._lock:
             self._check(handoff, sender)
             yield self.blocks[handoff]
             self.written[handoff] += 1
-            self._changed.notify_all()
 
     def commit(self, handoff: HandoffId, sender: WorkerRef, commit: CommitState) -> None:
-        with self._changed:
+        with self._lock:
             self._check(handoff, sender)
             self.commits[handoff] = commit
-            self._note("commit", handoff)
+            self.events.append(("commit", handoff))
 
     def _check(self, handoff: HandoffId, sender: WorkerRef) -> None:
         if self.bound.get(handoff) != sender or handoff in self.commits:
@@ -198,33 +193,24 @@ class RecordingTable:
         if end > self.cached:
             raise StaleAttempt(f"{self.cached} positions are here")
         self.fetches.append((handoff, sender, begin, end, verify))
-        self._note("fetch", handoff)
+        self.events.append(("fetch", handoff))
 
     def aborted(self, handoff: HandoffId, sender: WorkerRef) -> None:
         if handoff not in self.commits:
             self.fence(handoff)
-        self._note("aborted", handoff)
+        self.events.append(("aborted", handoff))
 
     def lost(self, sender: WorkerRef) -> None:
-        with self._changed:
+        with self._lock:
             for handoff in [h for h, bound in self.bound.items() if bound == sender and h not in self.commits]:
                 self.fence(handoff)
-            self._note("lost", sender)
+            self.events.append(("lost", sender))
 
     def wait_for(self, event: tuple[str, object]) -> None:
-        self._wait(lambda: event in self.events)
+        eventually(lambda: event in self.events, f"{event}", every_s=OFTEN_S)
 
     def wait_written(self, handoff: HandoffId, frames: int) -> None:
-        self._wait(lambda: self.written[handoff] >= frames)
-
-    def _wait(self, ready: Callable[[], bool]) -> None:
-        with self._changed:
-            assert self._changed.wait_for(ready, scaled(10)), (self.events, self.written)
-
-    def _note(self, kind: str, what: object) -> None:
-        with self._changed:
-            self.events.append((kind, what))
-            self._changed.notify_all()
+        eventually(lambda: self.written[handoff] >= frames, f"{frames} frames of {handoff}", every_s=OFTEN_S)
 
 
 class LoopbackPeer:

@@ -127,7 +127,7 @@ def test_what_is_announced_is_expected_ahead_and_a_credit_follows_the_write() ->
     for layer in range(3):
         data.gather(range(layer, layer + 1), [5, 6], 0, 8, wire[layer])
     with Receiver(replace(SMALL, credits=3)) as receiver:
-        write = Stopped(receiver.table, "hold")
+        write = Stopped(receiver.table, "writing")
         call = receiver.call().offered()
         call.frame(0)
         receiver.end.arrive(wire[0])

@@ -10,6 +10,7 @@ from dataclasses import replace
 from baton.core import HandoffId, Incarnation
 from baton.rpc.v1 import common_pb2 as pb_common
 from baton.rpc.v1 import peer_pb2 as pb
+from kvtransfer.handoff import PushJob
 from kvtransfer.send_queue import SendQueue
 from kvtransfer.transports.base import Ring
 from tests.support.memory_transport import MemoryTransport
@@ -33,10 +34,8 @@ def farm(pairs, count: int, settings):
     return pair, others
 
 
-def reserved(others, name: str, where: int):
-    job = make_job(name, 3, replace(D, address=str(where)))
-    others[where].table.reserve(job.handoff, [1])
-    return job
+def reserved(others, name: str, where: int) -> PushJob:
+    return others[where].reserve(name, 3, [1], to=replace(D, address=str(where)))
 
 
 def links(pair) -> Sequence[str]:

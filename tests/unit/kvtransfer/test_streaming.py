@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -83,23 +84,20 @@ def test_a_push_that_waits_for_its_acknowledgement_does_not_hold_up_the_next(pai
 
 def test_prompts_of_one_batch_leave_side_by_side(pairs, seed: int) -> None:
     draw, pair = random.Random(seed), pairs(replace(EAGER, credits=2), source=poisoned())
-    lengths = [draw.randint(1, 28) for _ in range(8)]
-    batch = [
-        prompt(pair, f"r{n}", tokens, range(7 * n, 7 * n + 7), range(7 * n, 7 * n + 7))
-        for n, tokens in enumerate(lengths)
-    ]
-    reached = dict.fromkeys(range(8), 0)
-    while left := [n for n in reached if reached[n] < lengths[n]]:
-        step = {n: min(reached[n] + draw.randint(1, 9), lengths[n]) for n in draw.sample(left, min(len(left), 3))}
-        for n in step:
+    blocks = [range(7 * n, 7 * n + 7) for n in range(8)]
+    batch = [prompt(pair, f"r{n}", draw.randint(1, 28), own, own) for n, own in enumerate(blocks)]
+    reached = [0] * 8
+    while left := [n for n, push in enumerate(batch) if reached[n] < push.tokens]:
+        chosen = draw.sample(left, min(len(left), 3))
+        step = {n: min(reached[n] + draw.randint(1, 9), batch[n].tokens) for n in chosen}
+        for n in chosen:
             if not reached[n]:
                 batch[n].begin()
-        for layer in range(LAYOUT.layers):
-            for n, end in step.items():
-                batch[n].layer(layer, reached[n], end)
-        reached.update(step)
-        for n, end in step.items():
-            if end == lengths[n]:
+        for layer, n in itertools.product(range(LAYOUT.layers), chosen):
+            batch[n].layer(layer, reached[n], step[n])
+        for n in chosen:
+            reached[n] = step[n]
+            if reached[n] == batch[n].tokens:
                 batch[n].finish()
     for push in batch:
         push.done()

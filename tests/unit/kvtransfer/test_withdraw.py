@@ -67,7 +67,7 @@ def test_withdraw_and_abort_wait_for_a_read_under_way_but_not_for_reads_of_other
     if ended:
         for _ in range(2):
             eager.sender.abort(push.job.handoff)
-        with pytest.raises(AssertionError, match="no report"):
+        with pytest.raises(AssertionError, match="a report"):
             eager.reports.wait(push.job.handoff, 0.05)  # its blocks are still being read
     with ThreadPoolExecutor(1) as pool:
         pool.submit(other.withdraw).result(scaled(5))

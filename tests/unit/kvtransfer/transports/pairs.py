@@ -42,11 +42,6 @@ def held() -> tuple[int, int]:
     return len(descriptors()), threading.active_count()
 
 
-def given_back(before: tuple[int, int]) -> None:
-    """Wait until there are at most `before` descriptors and threads."""
-    eventually(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
-
-
 def breaks(call: Callable[[], object]) -> bool:
     try:
         call()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,11 +22,6 @@ def names(settings: TransferSettings, device: torch.device = CPU, grpc: GrpcTran
     return [transport.name for transport in make_transports(settings, device, grpc=grpc)]
 
 
-class Made:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
 def refuse(*_: object) -> None:
     raise ConfigError("not on this machine")
 
@@ -38,7 +34,7 @@ def test_auto_on_a_cpu_is_shared_memory_and_then_gloo(grpc: GrpcTransport | None
 def test_auto_where_kv_must_be_encrypted_is_shared_memory_and_then_grpc(monkeypatch) -> None:
     mine, settings = GrpcTransport("decode:1"), TransferSettings(encrypted=True)
     assert names(settings, grpc=mine) == ["shm", "grpc"]
-    monkeypatch.setattr(select, "CudaIpcTransport", lambda device: Made("cuda_ipc"))
+    monkeypatch.setattr(select, "CudaIpcTransport", lambda device: SimpleNamespace(name="cuda_ipc"))
     assert names(settings, CUDA, grpc=mine) == ["cuda_ipc", "grpc"]
     with pytest.raises(ConfigError, match="'grpc' is not available"):
         names(settings)
@@ -54,7 +50,8 @@ def test_auto_leaves_out_what_the_system_lacks_and_a_named_one_is_an_error(monke
 @pytest.mark.parametrize("lacks", [set(), {"cuda_ipc"}, {"nccl"}, {"cuda_ipc", "nccl"}])
 def test_auto_on_a_gpu(monkeypatch, lacks: set[str]) -> None:
     for name, maker in (("cuda_ipc", "CudaIpcTransport"), ("nccl", "NcclTransport")):
-        monkeypatch.setattr(select, maker, refuse if name in lacks else lambda *_, name=name: Made(name))
+        made = SimpleNamespace(name=name)
+        monkeypatch.setattr(select, maker, refuse if name in lacks else lambda *_, made=made: made)
     if len(lacks) < 2:
         assert names(TransferSettings(), CUDA) == [name for name in ("cuda_ipc", "nccl") if name not in lacks]
     else:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import secrets
 import socket
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -22,7 +20,7 @@ from kvtransfer.transports.shm import ShmTransport
 from kvtransfer.transports.unix_socket import host_reach
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
-from tests.unit.kvtransfer.transports.pairs import NAME, RING, Pairs, descriptors, mute
+from tests.unit.kvtransfer.transports.pairs import NAME, RING, Pairs, descriptors, mute, relayed
 
 SIZED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
@@ -59,29 +57,18 @@ def mapped() -> int:
 
 
 @contextmanager
-def false_receiver(files: list[int]) -> Iterator[KeyRelay]:
-    """Listen like a receiver and send `files` to the connecting sender. Yields the sender's keys."""
-    name = unix_socket._PREFIX + secrets.token_hex(16).encode()
-    keys = mute()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(name)
-        listener.listen()
+def false_receiver(pool, files: list[int]) -> Iterator[KeyRelay]:
+    """Accept the sender like a receiver, and send it `files`. Yields the sender's keys."""
+    sender, receiver = relayed()
 
-        def serve() -> None:
-            connected, _ = listener.accept()
-            mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with connected, mine, theirs:
-                socket.send_fds(connected, [b"\0"], [theirs.fileno()])
-                socket.send_fds(connected, [b"\0"], files)
-                connected.recv(100)
-                connected.recv(100)  # until the sender has disconnected
+    def serve() -> None:
+        with closing(unix_socket.accept(receiver, 5.0)) as pair:
+            socket.send_fds(pair.socket, [b"\0"], files)
+            assert pair.socket.recv(1) == b""  # the sender has disconnected
 
-        serving = threading.Thread(target=serve)
-        serving.start()
-        keys.deliver("unix", bytes(16) + name)
-        yield keys
-        serving.join(5)
-        assert not serving.is_alive()
+    serving = pool.submit(serve)
+    yield sender
+    serving.result(scaled(10))
     for file in files:
         os.close(file)
 
@@ -101,13 +88,13 @@ UNSAFE = {
 
 
 @pytest.mark.parametrize(("files", "why"), UNSAFE.values(), ids=UNSAFE)
-def test_a_sender_refuses_memory_that_it_could_not_touch_safely(files, why: str) -> None:
-    with false_receiver(files()) as keys, pytest.raises(ChannelBroken, match=why):
+def test_a_sender_refuses_memory_that_it_could_not_touch_safely(pool, files, why: str) -> None:
+    with false_receiver(pool, files()) as keys, pytest.raises(ChannelBroken, match=why):
         ShmTransport().open(NAME, Side.SENDER, keys, RING, 5.0)
 
 
-def test_of_many_files_a_sender_keeps_none() -> None:
-    with false_receiver([memory_file() for _ in range(3)]) as keys:
+def test_of_many_files_a_sender_keeps_none(pool) -> None:
+    with false_receiver(pool, [memory_file() for _ in range(3)]) as keys:
         ShmTransport().open(NAME, Side.SENDER, keys, RING, 5.0).close()
 
 
