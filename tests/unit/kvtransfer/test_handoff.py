@@ -151,26 +151,19 @@ def test_abort_while_offered(pair) -> None:
     pair.reports.done(pair.push("s", 3, [0], [1]))
 
 
-def test_abort_while_accepted_and_nothing_is_computed(pair) -> None:
-    job = pair.begin("r", 3, [1])
-    pair.table.wait_for(("offer", job.handoff))
-    aborted(pair, job.handoff)
-    pair.table.wait_for(("aborted", job.handoff))
-    pair.sender.computed(job.handoff, [0], LAYOUT.layers, 3)  # the engine has not learned of the abort yet
-    pair.sender.finish(job.handoff, make_end(3))
-    pair.reports.done(pair.push("s", 3, [0], [2]))
-    assert only_these(pair.target, [2], 3)
-
-
-def test_abort_while_queued_and_while_on_the_wire(pairs) -> None:
+def test_abort_while_accepted_while_queued_and_while_on_the_wire(pairs) -> None:
     pair, gate = pairs.gated(SMALL_FRAMES)
     first = pair.push("first", 8, [1, 2], [11, 12])
     gate.wait_stopped()
+    accepted = pair.begin("accepted", 8, [13, 14]).handoff
     queued = pair.push("queued", 8, [3, 4], [13, 14])
-    pair.table.wait_for(("offer", queued))
-    for handoff in (queued, first):
+    for handoff in (accepted, queued):
+        pair.table.wait_for(("offer", handoff))
+    for handoff in (accepted, queued, first):
         aborted(pair, handoff)  # although a frame is blocked on the wire
         pair.table.wait_for(("aborted", handoff))
+    pair.sender.computed(accepted, [3, 4], LAYOUT.layers, 8)  # the engine has not learned of the abort yet
+    pair.sender.finish(accepted, make_end(8))
     gate.let(4)
     pair.reports.done(pair.push("next", 8, [5, 6], [15, 16]))
     assert same_kv(pair.source, [5, 6], pair.target, [15, 16], 8)

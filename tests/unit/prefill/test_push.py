@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 
 from baton.core import HandoffId, Sampling
 from baton.errors import ChannelBroken, DigestMismatch, OfferRefused, StaleAttempt
@@ -144,7 +145,9 @@ def test_a_preempted_prompt_is_withdrawn_and_what_had_not_left_is_told_again(rou
 def test_kv_waits_when_its_push_failed_but_for_bytes_that_changed_on_the_way(side, router, error, held):
     side.serve(router, prefill())
     owned = side.counts.owned if held else 0
-    side.push_ends(H, error)
+    with capture_logs() as logs:
+        side.push_ends(H, error)
+    assert [event.get("held") for event in logs if event["event"] == "handoff_failed"] == [held or None]
     assert (router.failure.kind, router.failure.held) == (type(error).__name__, held)
     for _ in range(3):
         side.clock.advance(1000.0)

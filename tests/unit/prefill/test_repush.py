@@ -1,7 +1,6 @@
 """The next attempt of a held prompt: pushed again under a new id, not computed again."""
 
 import pytest
-from structlog.testing import capture_logs
 
 from baton.core import HandoffId, Incarnation, SequenceSpec, WorkerRef
 from baton.errors import ChannelBroken, DigestMismatch, InvalidRequest, StaleAttempt
@@ -68,16 +67,6 @@ def test_the_first_token_is_said_again_with_all_that_was_said_of_it(router):
     assert old.cached_tokens == 8
     new.handoff.attempt = 1
     assert new == old
-
-
-@pytest.mark.parametrize(("outcome", "held"), [(CUT, [True]), (DigestMismatch("frame 3"), [])])
-def test_the_history_tells_whether_kv_of_a_failed_push_is_held(side, router, outcome, held):
-    side.bring(router, "computed")
-    with capture_logs() as logs:
-        side.push_ends(H, outcome)
-    failed = [event for event in logs if event["event"] == "handoff_failed"]
-    assert [event["held"] for event in failed if "held" in event] == held
-    assert (len(failed), side.all_free) == (1, not held)
 
 
 @pytest.mark.parametrize("state", ["computing", "computed, waits"])

@@ -10,7 +10,7 @@ from baton.errors import StaleAttempt
 from baton.worker.service import Attempts
 from kvtransfer.handoff import PushJob
 from tests.support.fake_pusher import CUT, done_of
-from tests.support.sessions import GREEDY, STALE, D, FakeSession, H, expected, prefill, release, repush, spec_of
+from tests.support.sessions import GREEDY, STALE, D, FakeSession, H, expected, prefill, repush, spec_of
 from tests.support.workers import PrefillSide
 
 NEXT = HandoffId("r", 2)
@@ -71,16 +71,6 @@ def test_what_was_known_to_have_ended_is_only_told(side, router):
     assert side.engine.counters.prefill_tokens == 0
     side.take(router, prefill(), repush())
     assert router.refusals == [STALE, STALE], "nothing is held"
-
-
-def test_a_late_prefill_of_an_old_attempt_is_refused(side, router):
-    old = [HandoffId("r", attempt) for attempt in (1, 2, 3)]
-    side.take(router, prefill(old[-1]), release(old[-1]), *map(prefill, old))
-    assert router.refusals == [STALE] * 3
-    side.run()
-    assert side.engine.counters.prefill_tokens == 0
-    side.serve(router, prefill(HandoffId("r", 4)))
-    assert router.kinds(HandoffId("r", 4)) == ["tokens"]
 
 
 def test_a_name_that_is_taken_is_refused_even_when_its_attempt_was_forgotten(side, router):

@@ -37,6 +37,11 @@ def spec_for(request):
 first_of = functools.cache(lambda request: expected(spec_for(request), 1))
 
 
+def outcome_of(push):
+    """Return the outcome of a push that does not fail."""
+    return StaleAttempt("aborted") if push.aborted else done_of()
+
+
 class PrefillMachine(RuleBasedStateMachine):
     @initialize(blocks=st.integers(6, 14), budget=st.sampled_from([3, 8, 2048]), less=st.sampled_from([0, 2000, 10**6]))
     def start(self, blocks, budget, less):
@@ -110,12 +115,8 @@ class PrefillMachine(RuleBasedStateMachine):
         if not (pushes := list(self.side.pusher.pushes.values())):
             return
         push = pushes[number % len(pushes)]
-        if push.aborted:
-            self.side.pusher.done(push.job.handoff, failure or StaleAttempt("aborted"))
-        elif failure is not None:
-            self.side.pusher.done(push.job.handoff, failure)
-        elif push.end is not None:
-            self.side.pusher.done(push.job.handoff, done_of())
+        if failure is not None or push.aborted or push.end is not None:
+            self.side.pusher.done(push.job.handoff, failure or outcome_of(push))
         if heard:
             self.side.loop.drain()
 
@@ -190,7 +191,7 @@ class PrefillMachine(RuleBasedStateMachine):
             self.side.step(60)
             for push in list(self.side.pusher.pushes.values()):
                 if push.aborted or push.end is not None:
-                    self.side.pusher.done(push.job.handoff, StaleAttempt("aborted") if push.aborted else done_of())
+                    self.side.pusher.done(push.job.handoff, outcome_of(push))
             for handoff, work in list(self.side.role._work.items()):
                 if work.waits:
                     self.side.take(work.session, release(handoff))

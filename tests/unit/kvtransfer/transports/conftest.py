@@ -11,17 +11,11 @@ import pytest
 from tests.unit.kvtransfer.transports.pairs import Pairs, two
 
 
-@pytest.fixture(scope="session")
-def _small_heap() -> None:
-    """Freeze objects loaded earlier, so that a collection takes milliseconds instead of half a second."""
+@pytest.fixture
+def collected() -> None:
+    """Collect garbage of other tests, which may hold descriptors, and freeze the rest: later collections are quick."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture
-def collected(_small_heap: None) -> None:
-    """Collect garbage of other tests, which may hold descriptors."""
-    gc.collect()
 
 
 @pytest.fixture

@@ -98,17 +98,12 @@ def test_a_receiver_that_waits_sees_at_once_that_the_sender_closed(pairs: Pairs,
         receiver.start(1, 8)
 
 
-def test_an_idle_receiver_sees_that_the_sender_closed(pairs: Pairs) -> None:
-    sender, receiver = pairs(PATIENT_S)
-    sender.close()
-    broken(receiver)
-
-
-def test_a_sender_sees_at_once_that_the_receiver_closed(pairs: Pairs) -> None:
-    sender, receiver = pairs(PATIENT_S)
-    receiver.close()
-    broken(sender)
-    for call in (lambda: sender.start(0, 8), lambda: sender.finish(0), lambda: sender.slot(0)):
+@pytest.mark.parametrize("side", list(Side))
+def test_an_idle_end_sees_at_once_that_the_other_one_closed(pairs: Pairs, side: Side) -> None:
+    ends = pairs(PATIENT_S)
+    ends[1 - side].close()
+    broken(ends[side])
+    for call in (lambda: ends[side].start(0, 8), lambda: ends[side].finish(0), lambda: ends[side].slot(0)):
         with pytest.raises(ChannelBroken):
             call()
 
