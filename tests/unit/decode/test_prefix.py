@@ -5,6 +5,7 @@ import torch
 
 from baton.core import HandoffId, SequenceSpec
 from baton.errors import OfferRefused
+from baton.rpc.v1 import worker_pb2 as pb
 from kvtransfer.handoff import PushJob
 from tests.support.sessions import BLOCK, GREEDY, H, P, expected, names_of, release, reserve, spec_of
 from tests.support.workers import Pair
@@ -71,14 +72,16 @@ def test_two_handoffs_share_what_is_here(pair, router):
     pair.ends_free()
 
 
-def test_a_reservation_without_room_pins_nothing(router):
-    pair = Pair(decode_blocks=8).warm()
-    pair.decode.take(router, reserve(HandoffId("other", 1), known=11))
+def test_a_reservation_without_room_pins_nothing_and_there_is_room_later(router):
+    pair, other = Pair(decode_blocks=8).warm(), HandoffId("other", 1)
+    pair.decode.take(router, reserve(other, known=11))
     before, blocks = pair.decode.counts, pair.cached()
     assert (before.reserved, len(blocks)) == (3, 2)
     pair.decode.take(router, reserve(known=31, prefix=NAMES))
-    assert router.kinds(H) == ["refused"]
+    assert router.refusals == [pb.REFUSAL_REASON_NO_ROOM]
     assert (pair.decode.counts, pair.cached()) == (before, blocks)
+    pair.decode.take(router, release(other), reserve(known=31, prefix=NAMES))
+    assert router.kinds(H) == ["refused", "reserved"]
 
 
 @pytest.fixture

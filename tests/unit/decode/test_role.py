@@ -7,7 +7,7 @@ from baton.errors import OfferRefused, StaleAttempt
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.worker.service import Attempts
 from tests.support.sessions import GREEDY, STALE, FakeSession, H, expected, fence, names_of, release, reserve, spec_of
-from tests.support.workers import STATES, DecodeSide, Pair
+from tests.support.workers import STATES, Pair
 
 
 @pytest.fixture
@@ -43,14 +43,6 @@ def test_a_reserve_that_never_fits_is_refused(side, router, command, reason):
     side.take(router, reserve(max_total=64))  # the attempt is not used up
     assert router.kinds() == ["refused", "reserved"]
     assert side.counts.reserved == side.engine.layout.blocks_for(9 + 1)
-
-
-def test_no_room_now_is_refused_as_such_and_there_is_room_later(router):
-    side, other = DecodeSide(blocks=5), HandoffId("s", 1)
-    side.take(router, reserve(), reserve(other))
-    assert router.refusals == [pb.REFUSAL_REASON_NO_ROOM]
-    side.take(router, release(), reserve(other))
-    assert router.kinds(other) == ["refused", "reserved"]
 
 
 @pytest.mark.parametrize("state", STATES)

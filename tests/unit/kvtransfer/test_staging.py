@@ -40,12 +40,15 @@ def links(pair) -> Sequence[str]:
     return [channel.to.address for channel in pair.sender._channels if channel.running]
 
 
-def test_the_least_recently_used_idle_channels_are_closed(pairs) -> None:
-    pair, others = farm(pairs, 4, replace(SETTINGS, staging_memory=2 * RING.nbytes))
+def test_the_least_recently_used_idle_channels_are_closed_and_busy_ones_count(pairs) -> None:
+    pair, others = farm(pairs, 5, replace(SETTINGS, staging_memory=3 * RING.nbytes))
+    busy = reserved(others, "busy", 4)
+    pair.sender.begin(busy)
     for n, where in enumerate([0, 1, 0, 2, 3]):
         pair.reports.done(hand_over(pair.sender, reserved(others, f"r{n}", where), [0]))
-    eventually(lambda: links(pair) == ["2", "3"])
+    eventually(lambda: links(pair) == ["4", "2", "3"])
     assert [kind for kind, _ in others[1].table.events] == ["offer", "commit", "lost"]
+    pair.complete(busy, [0])
 
 
 def test_five_threads_push_to_two_receivers(pairs) -> None:
@@ -67,16 +70,6 @@ def test_five_threads_push_to_two_receivers(pairs) -> None:
         assert same_kv(pair.source, [63 - n], others[n % 2].target, [n], job.known_tokens)
     assert [len(other.table.commits) for other in others] == [25, 25]
     assert len(links(pair)) == 2
-
-
-def test_a_busy_channel_counts_and_is_not_closed(pairs) -> None:
-    pair, others = farm(pairs, 3, replace(SETTINGS, staging_memory=2 * RING.nbytes))
-    busy = reserved(others, "busy", 0)
-    pair.sender.begin(busy)
-    for n in (1, 2):
-        pair.reports.done(hand_over(pair.sender, reserved(others, f"r{n}", n), [0]))
-    eventually(lambda: links(pair) == ["0", "2"])
-    pair.complete(busy, [0])
 
 
 def test_a_push_that_meets_the_eviction_of_its_channel_is_not_lost(pairs, monkeypatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,8 +13,8 @@ from baton.errors import StaleAttempt
 from kvtransfer.send_queue import SendQueue
 from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.ends import Stopped
-from tests.unit.kvtransfer.prompts import EAGER, POISON, RIGHT, Prompt, fence, poisoned, prompt
-from tests.unit.kvtransfer.support import LAYOUT, Pair, Pairs, put, rows
+from tests.unit.kvtransfer.prompts import EAGER, RIGHT, Prompt, fence, poisoned, prompt
+from tests.unit.kvtransfer.support import Pair, Pairs, put, rows
 
 
 @pytest.fixture
@@ -39,23 +38,6 @@ def test_what_was_withdrawn_is_computed_again_elsewhere(eager: Pair, layers: int
     put(eager.source, push.blocks, 0, again_from, rows(RIGHT, range(64), 0, again_from))
     push.chunk(again_from, 17)
     push.rest(17)
-
-
-def test_withdrawn_again_and_again_it_arrives_once(eager: Pair, seed: int) -> None:
-    draw = random.Random(seed)
-    for n in range(12):
-        push = prompt(eager, f"r{n}", 30, range(8), range(20, 28)).begin()
-        for _ in range(draw.randint(1, 4)):
-            begin, layers = 0, LAYOUT.layers
-            while begin < 30 and layers == LAYOUT.layers:
-                end, layers = min(begin + draw.randint(1, 12), 30), draw.choice([0, 1, 2, 3, 3, 3])
-                push.chunk(begin, end, layers)
-                begin = end
-            push.withdraw()
-            push.blocks = draw.choice([range(8), range(30, 38), range(45, 53)])
-        push.rest(0)
-        put(eager.source, push.blocks, 0, 32, POISON)
-        put(eager.target, range(20, 28), 0, 32, POISON)
 
 
 @pytest.mark.parametrize("ended", [False, True])

@@ -4,12 +4,12 @@ import threading
 from dataclasses import replace
 
 import pytest
-import torch
 
 from baton.core import HandoffId, Incarnation, WorkerRef
 from baton.errors import OfferRefused, StaleAttempt
 from kvtransfer.handoff import CommitState, Offer
 from prefill_workers.prefix_fetch import CostModel
+from tests.support.engines import kv_of
 from tests.support.fake_pusher import CUT
 from tests.support.sessions import BACKEND, D, H, expected, names_of, next_of, prefill, release, repush, spec_of
 from tests.support.time_factor import scaled
@@ -40,12 +40,8 @@ def begun(side, router, *, skip=12, handoff=H, spec=SPEC):
 
 def came(side, *, begin=0, end=12, handoff=H):
     """Deliver the right KV, as the decode worker has it."""
-    other = PrefillSide()
-    other.engine.submit(handoff, SPEC, hold=True)
-    other.engine.step()
     fetches, layers = side.role.fetches, range(BACKEND.layout.layers)
-    wire = torch.empty((end - begin) * len(layers) * BACKEND.layout.layer_token_bytes, dtype=torch.uint8)
-    other.engine.kv.gather(layers, other.engine.held(handoff).blocks, begin, end, wire)
+    _, wire = kv_of(PrefillSide().engine, replace(SPEC, prompt=SPEC.prompt[:end]), begin)
     fetches.offer(handoff, D, offer_of(begin, end))
     with fetches.writing(handoff, D) as blocks:
         side.engine.kv.scatter(layers, blocks, begin, end, wire)
