@@ -67,11 +67,14 @@ class Handoffs(RuleBasedStateMachine):
     def send(self, lost_while_read: bool, again_from: float) -> None:
         """Read and announce the chosen frame unless it was withdrawn, maybe with a withdrawal between the two."""
         assert self.picked is not None
-        if self.progress.offers(self.picked):
+        offered = self.progress.offers(self.picked)
+        assert offered == all(self.picked.end <= self.told[layer] for layer in self.picked.layers)
+        if offered:
             assert all(position < self.final[layer] for layer, position in cells(self.picked))
             if lost_while_read:
                 self.withdraw(again_from)
             self.take(self.picked)
+            assert not self.progress.offers(self.picked)
         self.picked = None
 
     @rule(again_from=st.floats(0, 1))
@@ -200,19 +203,3 @@ def test_what_does_not_go_on_is_refused_and_counts_for_nothing(taken: bool, fram
     assert not coverage.complete
     assert coverage.accepts(FrameSpec(2, 6, 3, 8, 20 * TOKEN))
     assert coverage.complete
-
-
-def test_a_frame_is_offered_while_nothing_of_it_is_sent_or_withdrawn() -> None:
-    progress = Progress(LAYOUT, 0, 8)
-    progress.computed(LAYOUT.layers, 8)
-    frame = progress.next(1 << 30)
-    assert frame is not None
-    assert progress.offers(frame)
-    progress.withdrawn()
-    assert not progress.offers(frame)
-    progress.computed(LAYOUT.layers, 3)  # less of it is final than was chosen
-    assert not progress.offers(frame)
-    progress.computed(LAYOUT.layers, 8)
-    assert progress.offers(frame)
-    progress.took(frame)
-    assert not progress.offers(frame)

@@ -26,13 +26,9 @@ def refuse(*_: object) -> None:
     raise ConfigError("not on this machine")
 
 
-@pytest.mark.parametrize("grpc", [None, GrpcTransport("decode:1")])
-def test_auto_on_a_cpu_is_shared_memory_and_then_gloo(grpc: GrpcTransport | None) -> None:
-    assert names(TransferSettings(), grpc=grpc) == ["shm", "gloo"]
-
-
-def test_auto_where_kv_must_be_encrypted_is_shared_memory_and_then_grpc(monkeypatch) -> None:
+def test_auto_is_shared_memory_and_then_gloo_or_grpc_where_kv_must_be_encrypted(monkeypatch) -> None:
     mine, settings = GrpcTransport("decode:1"), TransferSettings(encrypted=True)
+    assert names(TransferSettings()) == names(TransferSettings(), grpc=mine) == ["shm", "gloo"]
     assert names(settings, grpc=mine) == ["shm", "grpc"]
     monkeypatch.setattr(select, "CudaIpcTransport", lambda device: SimpleNamespace(name="cuda_ipc"))
     assert names(settings, CUDA, grpc=mine) == ["cuda_ipc", "grpc"]
