@@ -45,9 +45,11 @@ def test_a_reserve_that_never_fits_is_refused(side, router, command, reason):
     assert side.counts.reserved == side.engine.layout.blocks_for(9 + 1)
 
 
-@pytest.mark.parametrize("state", STATES)
-def test_a_second_reserve_is_stale_and_harms_nobody(pair, side, router, owner, state):
+@pytest.mark.parametrize(("state", "forgotten"), [*((state, False) for state in STATES), ("decoding", True)])
+def test_a_second_reserve_is_stale_and_harms_nobody(pair, side, router, owner, state, forgotten):
     pair.bring(owner, state)
+    if forgotten:
+        side.role.reservations._attempts = Attempts()  # as after many later requests
     before = list(owner.events)
     side.take(router, reserve(), reserve())
     assert router.refusals == [STALE, STALE]
@@ -56,17 +58,6 @@ def test_a_second_reserve_is_stale_and_harms_nobody(pair, side, router, owner, s
     if state in {"committed", "adopted", "decoding", "finished"}:
         assert owner.ids()[1:] == expected()  # token 0 twice
     side.role.gone(owner)
-    pair.ends_free()
-
-
-def test_a_reserve_is_stale_even_when_the_attempt_was_forgotten(pair, side, router, owner):
-    side.role.reservations._attempts = Attempts(limit=1)
-    pair.bring(owner, "decoding")
-    side.take(router, reserve(HandoffId("s", 1)), reserve(H))
-    assert router.kinds() == ["reserved", "refused"]
-    side.run()
-    assert owner.kinds()[-1] == "finish"
-    side.role.gone(router)
     pair.ends_free()
 
 

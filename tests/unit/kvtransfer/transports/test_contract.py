@@ -29,19 +29,15 @@ from tests.unit.kvtransfer.transports.pairs import (
     send,
 )
 
+LARGE = Ring(2, 9 << 20)  # frames larger than any buffer of the system
 
-@pytest.mark.parametrize("ahead", [1, 3, 4])
-def test_bytes_arrive_in_order_through_a_ring_that_is_used_again(pairs: Pairs, ahead: int, seed: int) -> None:
-    data = frames(seed, 40)
-    taken = pairs.carry(pairs(), data, ahead)
+
+@pytest.mark.parametrize(("ring", "count", "ahead"), [*((RING, 40, ahead) for ahead in (1, 3, 4)), (LARGE, 5, 1)])
+def test_bytes_arrive_in_order_through_a_ring_that_is_used_again(pairs: Pairs, ring, count, ahead, seed: int) -> None:
+    data = frames(seed, count, ring)
+    taken = pairs.carry(pairs(ring=ring), data, ahead, ring)
     assert [len(part) for part in taken] == [len(part) for part in data]
     assert all(map(torch.equal, taken, data))
-
-
-def test_frames_larger_than_any_buffer_of_the_system(pairs: Pairs, seed: int) -> None:
-    ring = Ring(2, 9 << 20)
-    data = frames(seed, 5, ring)
-    assert all(map(torch.equal, pairs.carry(pairs(ring=ring), data, 1, ring), data))
 
 
 def test_the_sender_starts_all_its_slots_before_the_receiver_takes_one(pairs: Pairs, seed: int) -> None:
@@ -174,12 +170,9 @@ def test_a_kept_error_keeps_no_descriptor(pairs: Pairs, pool, waiting: bool) -> 
     sender, receiver = pairs()
     pairs.opened.clear()
     receiver.start(0, 8)
-    if waiting:
-        failed = pool.submit(receiver.finish, 0)
-        sender.close()
-    else:
-        sender.close()
-        failed = pool.submit(receiver.finish, 0)
+    failed = pool.submit(receiver.finish, 0) if waiting else None
+    sender.close()
+    failed = failed or pool.submit(receiver.finish, 0)
     with nothing_stays(before):
         error = failed.exception(scaled(10))
         assert isinstance(error, ChannelBroken)
