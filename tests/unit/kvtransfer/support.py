@@ -142,7 +142,7 @@ class Reports:
 
 
 class RecordingTable:
-    """Reservations by the rules of the protocol."""
+    """Reservations by the rules of the protocol. `hold` stops a write half way."""
 
     def __init__(self, layout: KVLayout = LAYOUT) -> None:
         self._layout = layout
@@ -154,6 +154,7 @@ class RecordingTable:
         self.cached = 0  # positions of any prompt that can be fetched here
         self.fetches: list[tuple[HandoffId, WorkerRef, int, int, bool]] = []  # True: with a digest of the whole
         self.events: list[tuple[str, object]] = []
+        self.hold: Callable[[], None] = lambda: None
 
     def reserve(self, handoff: HandoffId, blocks: Sequence[int]) -> None:
         self.blocks[handoff] = list(blocks)
@@ -174,6 +175,7 @@ class RecordingTable:
 
     @contextmanager
     def writing(self, handoff: HandoffId, sender: WorkerRef) -> Iterator[Sequence[int]]:
+        self.hold()
         with self._lock:
             self._check(handoff, sender)
             yield self.blocks[handoff]

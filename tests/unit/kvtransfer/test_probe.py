@@ -17,8 +17,6 @@ from tests.unit.kvtransfer.byhand import SMALL, ZEROS, Call, Receiver
 from tests.unit.kvtransfer.ends import FlippingEnd, Wrapped, wrapped
 from tests.unit.kvtransfer.support import SETTINGS, P, same_kv
 
-# the pattern
-
 
 @pytest.mark.parametrize("nbytes", [1, 7, 8, 9, 64, 4097])
 def test_no_two_words_and_no_two_frames_are_alike(nbytes: int) -> None:

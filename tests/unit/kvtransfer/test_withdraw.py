@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -10,7 +9,6 @@ import pytest
 
 from baton.core import HandoffId
 from baton.errors import StaleAttempt
-from kvtransfer.send_queue import SendQueue
 from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.ends import Stopped
 from tests.unit.kvtransfer.prompts import EAGER, RIGHT, Prompt, fence, poisoned, prompt
@@ -66,23 +64,17 @@ def test_withdraw_and_abort_wait_for_a_read_under_way_but_not_for_reads_of_other
     other.rest(0)
 
 
-def test_what_is_withdrawn_between_the_choice_and_the_read_is_not_read(pairs: Pairs, monkeypatch) -> None:
+def test_what_is_withdrawn_between_the_choice_and_the_read_is_not_read(pairs: Pairs) -> None:
     """There are new blocks, but fewer final positions than were chosen."""
     pair = pairs(replace(EAGER, frame_size=1 << 16), source=poisoned())
-    push, chosen, choose = prompt(pair, "r", 8, [0, 1], [10, 11]), threading.Event(), SendQueue.next
-
-    def next_and_withdraw(queue: SendQueue):
-        found = choose(queue)
-        if not chosen.is_set():
-            push.withdraw()
-            push.blocks = [2, 3]
-            push.layer(0, 0, 3)
-            chosen.set()
-        return found
-
-    monkeypatch.setattr(SendQueue, "next", next_and_withdraw)
-    push.begin().layer(0, 0, 8)
-    assert chosen.wait(scaled(5))
+    push = short(pair)
+    read = Stopped(pair.sender._channels[0].queue, "reading")
+    push.layer(0, 0, 8)
+    read.wait()
+    push.withdraw()
+    push.blocks = [2, 3]
+    push.layer(0, 0, 3)
+    read.go_on()
     push.chunk(0, 3)
     push.rest(3)
 
