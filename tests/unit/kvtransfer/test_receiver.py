@@ -102,6 +102,7 @@ FIRST_FRAMES: list[dict[str, Any]] = [
     {"handoff": None, "layer_end": 0, "end": 0, "nbytes": LAYER - 1},
     {"handoff": None, "layer_end": 0, "end": 0, "sequence": probe.FRAMES},
 ]
+# a frame twice, and wrong numbers
 SECOND_FRAMES: list[dict[str, Any]] = [{"layer_begin": 0, "layer_end": 1}, {"sequence": 0}, {"sequence": 2}]
 
 
