@@ -153,7 +153,7 @@ def test_a_receiver_that_verifies_takes_nothing_without_a_digest_of_the_whole(pa
 @pytest.mark.parametrize("settings", [SMALL_FRAMES, VERIFYING], ids=["asked for", "set"])
 @pytest.mark.parametrize("alter", [None, wrong_digest, swapped_layers])
 def test_a_push_is_verified_if_it_asks_for_it_or_the_settings_say_so(pairs, alter, settings) -> None:
-    """What is wrong as a whole is rejected although each frame is right, and found in no other way."""
+    """KV that is wrong as a whole is rejected although each frame is right. No other check finds it."""
     pair, asks = pairs(settings), not settings.verify_kv
     pair.reports.done(pair.push("right", 8, [1, 2], [13, 14]))
     pair.stream.alter = alter or pair.stream.alter

@@ -256,7 +256,7 @@ def test_without_proc_it_cannot_be_had(monkeypatch, tmp_path: Path) -> None:
         ShmTransport()
 
 
-# The control socket beside the memory: packets arrive whole and in order, and each end sees when the other is closed
+# The control socket: packets arrive whole and in order, and each end sees when the other is closed
 
 
 @pytest.fixture
