@@ -25,6 +25,12 @@ from tests.support import clients
 from tests.support.clients import KINDS, Event, Play, Scripted, Wire, World, answer, begin_and_hang, serving, soon
 
 
+async def end_early(context: Any) -> AsyncIterator[Event]:
+    async for event in answer(context):
+        if not event.HasField("completed"):
+            yield event
+
+
 async def repeat_a_token(context: Any) -> AsyncIterator[Event]:
     async for event in answer(context):
         yield event
@@ -99,6 +105,15 @@ async def test_a_cancelled_task_stays_cancelled_and_the_server_learns_of_it(worl
         with pytest.raises(asyncio.CancelledError):
             await soon(reading)
         await soon(world.server.cancelled.wait())
+
+
+async def test_iterating_over_a_stream_that_ends_early_raises(world: World):
+    world.server.scripts = [end_early]
+    async with world.client() as client:
+        stream = client.stream("x")
+        with pytest.raises(errors.EngineFault, match="without Completed"):
+            while True:
+                await soon(anext(stream))
 
 
 async def test_a_token_seen_twice_is_a_fault_and_cancels(world: World):

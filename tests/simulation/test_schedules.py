@@ -3,12 +3,14 @@
 Each schedule is drawn from its seed. It runs the real router, roles, engines (oracle), outbox and receiver in virtual
 time on one thread (`transfer.py` lists the omissions). Each must satisfy:
 
-- every request ends once, in time, with the oracle's tokens or with an error that its faults can explain; - tokens are
-numbered, come once each, and never change; - no decode worker commits a handoff twice or after it sent FENCED, and no
-two commit the same handoff; - transfers touch only their own blocks, free blocks are never written, and block counts
-add up; - workers send only verified tokens of deterministic requests, whose candidates are often wrong. The audit
-digest equals that of the undisturbed request; - drains and role changes of workers are not faults and change none of
-this; - at the end no live worker or router holds anything, and no forbidden line was logged.
+- every request ends once, in time, with the oracle's tokens or with an error that its faults can explain;
+- tokens are numbered, come once each, and never change;
+- no decode worker commits a handoff twice or after it sent FENCED, and no two commit the same handoff;
+- transfers touch only their own blocks, free blocks are never written, and block counts add up;
+- workers send only verified tokens of deterministic requests, whose candidates are often wrong. The audit digest equals
+  that of the undisturbed request;
+- drains and role changes of workers are not faults and change none of this;
+- at the end no live worker or router holds anything, and no forbidden line was logged.
 
 More: `make chaos`, BATON_SCHEDULES many. One: `BATON_SCHEDULE=<seed> pytest -s tests/simulation -k one_s`.
 """
@@ -29,7 +31,7 @@ PARTS = 20
 COMMANDS = "repush fetch fence abort attach FAULT ORDER RESUME flip"
 SAID = "fenced preempted refused recovered attached"
 MET = {*COMMANDS.split(), *SAID.split()}  # the first part meets all of them
-REGRESSIONS = (30, 138, 627)
+REGRESSIONS = (627,)  # seeds 30 and 138 are among the ranges below
 """Schedules that once found a bug: KV that waited for a Repush had the blocks for which others waited that had room."""
 
 

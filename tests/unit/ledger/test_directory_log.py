@@ -144,6 +144,7 @@ async def test_an_idle_worker_says_that_it_is_still_there(stub, ledger):
     stub.arrived.clear()
     await stub.arrived.wait()
     assert stub.calls[1] == ("touch", 0, 0)
+    assert log._repeat_s <= 0.03 / 2, "one lost touch does not expire the blocks"
     await log.close()
 
 
