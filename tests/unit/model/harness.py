@@ -6,17 +6,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 
 from baton.engine.batch import Batch
 from baton.engine.kv_cache import KVCache
 from baton.engine.model_backend import ModelBackend
-from baton.engine.models.loading import load_model
-from tests.unit.model.checkpoints import VOCAB, random_checkpoint, reload
-from tests.unit.model.routing import assert_sure, routers
+from tests.unit.model.checkpoints import VOCAB
 
 
 @dataclass
@@ -57,66 +53,9 @@ def greedy(backend: ModelBackend, prompts: Sequence[Sequence[int]], new: int, rn
     return rows
 
 
-class Variant(NamedTuple):
-    """A kind of model. `seed`: of weights without near ties in routing, see `assert_sure`."""
-
-    family: str
-    settings: dict[str, Any]
-    seed: int = 0
-
-    def write(self, folder: Path, **more: Any) -> Any:
-        return random_checkpoint(folder, self.family, seed=self.seed, **self.settings, **more)
-
-
 def prompts(lengths: Sequence[int]) -> list[list[int]]:
     rng = random.Random(7)
     return [[rng.randrange(VOCAB) for _ in range(length)] for length in lengths]
-
-
-def check_logits(variant: Variant, folder: Path, lengths: Sequence[int], new: int, seed: int) -> None:
-    """Check greedy tokens by induction: each is the argmax of transformers' logits after the tokens before it."""
-    oracle, some = variant.write(folder), prompts(lengths)
-    rows = greedy(load_model(folder), some, new, random.Random(seed))
-    if routers(oracle):
-        assert_sure(oracle, [row.tokens for row in rows])
-    for prompt, row in zip(some, rows, strict=True):
-        assert row.tokens[: len(prompt)] == list(prompt)
-        logits = oracle(torch.tensor([row.tokens])).logits[0]
-        assert row.tokens[len(prompt) :] == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
-        seen = sorted(row.logits)
-        assert set(seen) >= set(range(len(prompt) - 1, len(row.tokens) - 1))
-        torch.testing.assert_close(torch.stack([row.logits[i] for i in seen]), logits[seen], atol=1e-4, rtol=0)
-
-
-def check_generate(variant: Variant, folder: Path, lengths: Sequence[int], new: int, seed: int) -> None:
-    """Check greedy tokens against transformers' own cached decoding."""
-    oracle, some = variant.write(folder), prompts(lengths)
-    for prompt, row in zip(some, greedy(load_model(folder), some, new, random.Random(seed)), strict=True):
-        mask = torch.ones(1, len(prompt))
-        expected = oracle.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False, attention_mask=mask)
-        assert row.tokens == expected[0].tolist()
-
-
-def check_bfloat16(variant: Variant, folder: Path, lengths: Sequence[int], new: int, seed: int) -> None:
-    """Check that our bfloat16 logits are no farther from the float32 ones than those of transformers, up to chance.
-
-    The few rows with another routing would decide a sum, so models with experts compare the median row.
-    """
-    variant.write(folder, dtype=torch.bfloat16)
-    oracle, exact = (reload(folder, variant.family, dtype) for dtype in (torch.bfloat16, torch.float32))
-    backend, same, ours, others = load_model(folder), *(list[torch.Tensor]() for _ in range(3))
-    assert backend.layout.dtype == "bfloat16"
-    for row in greedy(backend, prompts(lengths), new, random.Random(seed)):
-        seen, tokens = sorted(row.logits), torch.tensor([row.tokens])
-        mine = torch.stack([row.logits[i] for i in seen])
-        theirs, right = oracle(tokens).logits[0, seen].float(), exact(tokens).logits[0, seen]
-        ours.append((mine - right).abs().sum(-1))
-        others.append((theirs - right).abs().sum(-1))
-        same.append(mine.argmax(-1) == theirs.argmax(-1))
-    sparse = any("experts" in name for name, _ in oracle.named_parameters())
-    measure, factor, least = (torch.median, 1.2, 0.8) if sparse else (torch.sum, 1.1, 0.9)
-    assert measure(torch.cat(ours)) < factor * measure(torch.cat(others))
-    assert torch.cat(same).float().mean() > least
 
 
 def _chunk(row: Row, rng: random.Random) -> int:

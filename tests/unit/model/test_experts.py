@@ -1,4 +1,4 @@
-"""Mixture of experts against `transformers`: Mixtral and Qwen3-MoE, and the expert products alone."""
+"""The products of experts against `transformers`, and both layouts of their weights."""
 
 from __future__ import annotations
 
@@ -9,61 +9,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from baton.engine.models.llama import MLP, Step
+from baton.engine.models.llama import Step
 from baton.engine.models.loading import load_model
 from baton.engine.models.moe import SparseMLP
 from tests.unit.model.checkpoints import random_checkpoint
-from tests.unit.model.harness import Variant, check_bfloat16, check_logits, greedy, prompts
+from tests.unit.model.harness import greedy, prompts
+from tests.unit.model.variants import QWEN, SPARSE
 
 pytestmark = pytest.mark.slow
-
-NEW = 16
-LENGTHS = (1, 2, 16, 17, 33, 64, 90, 150)
-QWEN: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16}
-MIXTRAL = {"num_local_experts": 6, "num_experts_per_tok": 2}
-
-VARIANTS: dict[str, Variant] = {
-    "mixtral": Variant("mixtral", MIXTRAL, 0),
-    "mixtral-window": Variant("mixtral", MIXTRAL | {"sliding_window": 24, "num_experts_per_tok": 1}, 0),
-    "mixtral-all": Variant("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3, "head_dim": 16}, 0),
-    "qwen3_moe": Variant("qwen3_moe", QWEN | {"norm_topk_prob": True}, 4),
-    "qwen3_moe-plain": Variant("qwen3_moe", QWEN | {"attention_bias": True, "tie_word_embeddings": True}, 2),
-    "qwen3_moe-step": Variant("qwen3_moe", QWEN | {"decoder_sparse_step": 2, "num_hidden_layers": 4}, 0),
-    "qwen3_moe-mlp-only": Variant("qwen3_moe", QWEN | {"mlp_only_layers": [1], "num_hidden_layers": 3}, 1),
-    "qwen3_moe-window": Variant("qwen3_moe", QWEN | {"use_sliding_window": True, "sliding_window": 30}, 3),
-    "qwen3_moe-many": Variant(
-        "qwen3_moe", QWEN | {"num_experts": 48, "num_experts_per_tok": 2, "norm_topk_prob": True}, 1
-    ),
-}
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_equals_transformers(variant: str, tmp_path, seed: int):
-    check_logits(VARIANTS[variant], tmp_path, LENGTHS, NEW, seed)
-
-
-@pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe"])
-def test_bfloat16_is_as_good_as_transformers(variant: str, tmp_path, seed: int):
-    check_bfloat16(VARIANTS[variant], tmp_path, LENGTHS, NEW, seed)
-
-
-def sparse(layer: Any) -> SparseMLP:
-    assert isinstance(layer.feed_forward, SparseMLP)
-    return layer.feed_forward
-
-
-def test_which_layers_have_experts(tmp_path):
-    """Checks the types, because rounding hides a wrong choice. A dense layer has other tensors, and all are used."""
-    for variant, expected in (("qwen3_moe-step", [MLP, SparseMLP] * 2), ("qwen3_moe-mlp-only", [SparseMLP, MLP] * 2)):
-        VARIANTS[variant].write(tmp_path / variant)
-        layers = load_model(tmp_path / variant).model.layers
-        assert [type(layer.feed_forward) for layer in layers] == expected[: len(layers)]
 
 
 @pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe"])
 def test_both_layouts_of_a_checkpoint(variant: str, tmp_path):
     """The hub's layout, one tensor per expert, and the fused one of transformers 5 give identical logits."""
-    oracle = VARIANTS[variant].write(tmp_path / "hub")
+    oracle = SPARSE[variant].write(tmp_path / "hub")
     oracle.save_pretrained(tmp_path / "fused", save_original_format=False)
     found = []
     for layout, part in (("hub", "experts.0."), ("fused", "mlp.experts.gate_up_proj")):
@@ -97,7 +56,9 @@ def experts(tmp_path_factory) -> tuple[Any, Any]:
 
 def products(model: Any, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     step = Step(None, None, {}, model.scratch)  # type: ignore[arg-type]  # neither positions nor a cache
-    return sparse(model.layers[0]).experts(x, weights, chosen, step).clone()
+    layer = model.layers[0].feed_forward
+    assert isinstance(layer, SparseMLP)
+    return layer.experts(x, weights, chosen, step).clone()
 
 
 @pytest.mark.parametrize("case", choices())

@@ -18,10 +18,7 @@ from baton.engine.models import loading
 from baton.engine.models.loading import load_model
 from tests.support.compiled_kernels import compiled_or_skip
 from tests.unit.model.checkpoints import VOCAB
-from tests.unit.model.harness import Variant
-from tests.unit.model.test_experts import VARIANTS as SPARSE
-from tests.unit.model.test_families import VARIANTS as DENSE
-from tests.unit.model.test_latent import VARIANTS as LATENT
+from tests.unit.model.variants import DENSE, LATENT, SPARSE, Variant
 
 pytestmark = pytest.mark.slow
 
