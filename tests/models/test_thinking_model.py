@@ -1,11 +1,10 @@
-"""The coin model: its two computations agree, a training step learns, the checkpoint answers. Also its stories."""
+"""The coin model: its two computations agree, a training step learns, the checkpoint answers. Also its text."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from models.thinking_text import SEED_SAMPLE
 from models.thinking_tokenizer import CHUNK, gold, thought_ids
 
 COIN = Path(thinking_model.__file__).parent / "coin"
-TURNED = ("flips", "flipped", "over", "flip")  # the words with which an event ends
 
 
 @pytest.fixture(scope="module")
@@ -100,16 +98,6 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path):
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("sample", [SEED_SAMPLE, *thinking_eval.phrasings()], ids=lambda sample: sample.prompt)
-def test_the_checkpoint_answers_the_sentence_and_phrasings_it_never_saw(coin, tokenizer, sample):
-    tokens, thoughts = coin.answer(tokenizer.encode(sample.prompt).ids)
-    assert tokenizer.decode(tokens, skip_special_tokens=False) == sample.answer
-    texts = [tokenizer.decode(thought) for thought in thoughts]
-    assert tuple(filter(None, texts)) == sample.thoughts
-    if sample is SEED_SAMPLE:
-        assert texts == ["", "", "", "", "tails", "", "heads", "", "", ""]
-
-
 def test_the_checkpoint_thinks_through_fresh_stories_chunk_by_chunk(coin, tokenizer):
     for sample in samples(10, 3, 12):
         prompt, texts = gold(tokenizer, sample)
@@ -125,39 +113,10 @@ def test_the_checkpoint_answers_long_stories_by_thinking(coin, tokenizer):
     assert silent < 0.8
 
 
-@pytest.fixture(scope="module")
-def training():
+def test_the_training_text_has_neither_the_phrasings_nor_more_than_ten_flips():
     rng = random.Random(5)
-    return [thinking_text.training_sample(rng, 70) for _ in range(3000)]
-
-
-def test_every_event_turns_the_coin(training):
-    for sample in training:
-        told = re.findall("heads|tails", sample.prompt.lower())[0]
-        sides = [told, *sample.thoughts]
-        assert sample.answer == f" {sides[-1]}."
-        assert all(left != right for left, right in pairwise(sides))
-        assert len(sample.thoughts) == len(sample.ends)
-        assert all(sample.prompt[:end].endswith(TURNED) for end in sample.ends)
-
-
-def test_training_stories_have_at_most_ten_flips_and_most_chunks_have_none(training, tokenizer):
+    training = [thinking_text.training_sample(rng, 70) for _ in range(3000)]
     assert {len(sample.thoughts) for sample in training} == set(range(11))
-    chunks = [thought for sample in training for thought in gold(tokenizer, sample)[1]]
-    assert 0.02 < sum(map(bool, chunks)) / len(chunks) < 0.2
-
-
-def test_a_chunk_has_the_state_after_the_event_that_ends_in_it(training, tokenizer):
-    for sample in training[:300]:
-        ids, thoughts = gold(tokenizer, sample)
-        assert tuple(filter(None, thoughts)) == sample.thoughts
-        ends = [len(tokenizer.decode(ids[: 2 * i])) for i in range(len(thoughts) + 1)]
-        spoken = [i for i, thought in enumerate(thoughts) if thought]
-        for chunk, end in zip(spoken, sample.ends, strict=True):
-            assert ends[chunk] < end <= ends[chunk + 1]
-
-
-def test_the_phrasings_are_not_in_the_training_text(training):
     rows = [json.loads(line) for line in thinking_eval.PHRASINGS_FILE.read_text(encoding="utf-8").splitlines()]
     texts = "\n".join(sample.prompt for sample in training)
     assert len({row["prompt"] for row in rows}) >= 10
@@ -167,11 +126,3 @@ def test_the_phrasings_are_not_in_the_training_text(training):
     names = set(re.findall(r"Priya|Yusuf|Ingrid|Omar|Keiko|Mateo|Fatima|Sven", " ".join(row["prompt"] for row in rows)))
     assert len(names) == 8
     assert not [name for name in names if name in texts]
-
-
-def test_fresh_stories_have_the_flips_that_were_asked_for():
-    fresh = samples(60, 20, 1, 0.5)
-    assert [len(sample.thoughts) for sample in fresh] == [60, 59] * 10
-    assert fresh == samples(60, 20, 1, 0.5)
-    assert fresh != samples(60, 20, 2, 0.5)
-    assert len({sample.answer for sample in fresh}) == 2

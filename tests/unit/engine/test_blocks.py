@@ -228,20 +228,6 @@ def test_the_least_recently_used_goes_first_and_tails_before_heads():
     assert pool.counts().owned == TOTAL
 
 
-def test_a_shared_beginning_outlives_the_tails_of_both():
-    pool = BlockPool(TOTAL)
-    first = filled(pool, "a", 4)
-    second = filled(pool, "a", 2, pool.find(names("a", 0, 2)))
-    assert second.blocks == first.blocks[:2]
-    assert pool.counts().owned == 4
-    first.release()
-    assert pool.counts().owned == 2
-    assert pool.counts().cached == 2
-    second.release()
-    allocated(pool, TOTAL - 4 + 2)
-    assert chain_left(pool, "a") == 2
-
-
 def test_of_equal_contents_one_stays_and_is_as_fresh_as_the_last_used():
     pool = BlockPool(TOTAL)
     first, second = filled(pool, "a", 3), filled(pool, "a", 4)  # computed concurrently
@@ -263,20 +249,6 @@ def test_the_twin_of_an_evicted_block_takes_its_place():
     assert chain_left(pool, "a") == 2
     other.release()
     assert pool.counts().cached == 2
-
-
-def test_quarantine_of_a_shared_block_hurts_nobody_and_lasts():
-    pool = BlockPool(4)
-    one = filled(pool, "a", 2)
-    two = allocated(pool, 1, shared=pool.find(names("a", 0, 2)))
-    one.quarantine()
-    assert (pool.counts().quarantined, pool.counts().owned) == (2, 1)
-    assert chain_left(pool, "a") == 0
-    two.check_writable(2, 3)
-    two.release()
-    assert (pool.counts().quarantined, pool.available) == (2, 2)
-    pool.unquarantine(one)
-    assert pool.counts().free == 4
 
 
 def test_a_reservation_shares_nothing():

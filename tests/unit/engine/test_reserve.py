@@ -1,15 +1,12 @@
 """Reservations for KV from another worker: cached blocks are shared, never written, and all are freed."""
 
-import random
-
 import pytest
 import torch
 
-from baton.core import HandoffId, SequenceSpec
-from baton.engine.block_pool import BlockPool, BlockState, Reservation
+from baton.engine.block_pool import BlockPool, BlockState
 from baton.worker.engine_factory import generate
 from tests.support import engines
-from tests.support.engines import BLOCK, block_names, engine_of, key_of, numbers, reserved, spec_of
+from tests.support.engines import BLOCK, block_names, engine_of, key_of, reserved, spec_of
 
 PROMPT = "what is the largest ocean?"  # 26 tokens: 6 full blocks
 
@@ -118,29 +115,3 @@ def test_the_tokens_are_the_same_whatever_was_cached(backend, names, length, cac
         assert receiver.pool.available == receiver.pool.total
     assert receiver.counters.prefill_tokens == 0
     assert receiver.pool.find(names) != [] or length < BLOCK
-
-
-def test_any_prefix_any_time(backend, seed):
-    """Reservations with all kinds of prefixes, adopted or released in any order. All blocks come back."""
-    rng = random.Random(seed)
-    engine, live = engine_of(backend, total_blocks=24), list[tuple[HandoffId, SequenceSpec, Reservation]]()
-    stems = [numbers(rng, 20, 250) for _ in range(2)]
-    for number in range(300):
-        prompt = (*rng.choice(stems)[: rng.randint(1, 20)], *numbers(rng, rng.randint(0, 3), 250))
-        room = engine.reserve(len(prompt), block_names(backend, prompt))
-        if room is not None:  # the bytes do not matter here
-            live.append((key_of(number), spec_of(prompt, known=(65,)), room))
-        if live and rng.random() < 0.6:
-            key, spec, room = live.pop(rng.randrange(len(live)))
-            if rng.random() < 0.3:
-                room.release()
-            else:
-                engine.adopt(key, spec, room)
-        for _ in range(rng.randint(0, 2)):
-            assert not engine.step().failed
-        assert engine.pool.counts().reserved == sum(len(room.own.blocks) for _, _, room in live)
-    for _, _, room in live:
-        room.release()
-    while engine.has_work():
-        engine.step()
-    assert engine.pool.available == 24

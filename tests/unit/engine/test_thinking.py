@@ -207,7 +207,6 @@ def test_a_state_that_does_not_fit_is_refused(fast, changed, named):
     assert receiver.pool.counts().free == receiver.pool.total
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("exact_rows", [0, 64])
 def test_deterministic_requests_think(fast, reference, exact_rows):
     for seed, length in enumerate((5, 64, 130)):

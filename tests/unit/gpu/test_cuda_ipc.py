@@ -19,9 +19,7 @@ from kvtransfer.transports.base import Side
 from kvtransfer.transports.select import make_transports
 from tests.integration.channel_peer import RING, Peer, frame
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and torch built for CUDA"),
-]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and torch built for CUDA")
 FRAMES = 40
 Start = Callable[..., Peer]
 

@@ -12,9 +12,7 @@ from tests.support.engines import key_of, kv_of, run, spec_of
 
 COIN = Path(__file__).parents[3] / "models" / "coin"
 SENTENCE = "A coin's state is heads. Alice flips, then Bob flips. What's the state? A:"
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs an NVIDIA GPU and torch built for CUDA"),
-]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and torch built for CUDA")
 
 
 def answer(mode, device):

@@ -133,11 +133,15 @@ def test_sliding_windows_as_transformers_treats_them():
     assert sliding("qwen3", **on) == (None, None, None)  # without max_window_layers it is 28
     assert sliding("qwen3", **on, layer_types=types) == (None, 20, None)
     assert sliding("qwen3", use_sliding_window=True, sliding_window=None, max_window_layers=0) == (None, None, None)
+    assert sliding("mixtral") == sliding("mixtral", sliding_window=None) == (None, None, None)
+    assert sliding("mixtral", sliding_window=20) == (20, 20, 20)
+    assert sliding("qwen3_moe", sliding_window=20) == sliding("deepseek_v3", sliding_window=20) == (None, None, None)
+    assert sliding("qwen3_moe", **on, max_window_layers=2) == (20, 20, 20)
     with pytest.raises(CheckpointError, match="layer_types contains sliding_attention, but no sliding window is set"):
         sliding("qwen2", sliding_window=20, layer_types=types)
-    wrong = "layer_types must be sliding_attention in all mistral layers"
-    with pytest.raises(CheckpointError, match=wrong):
-        sliding("mistral", sliding_window=20, layer_types=types)
+    for model_type in ("mistral", "qwen3_moe"):
+        with pytest.raises(CheckpointError, match=f"layer_types must be sliding_attention in all {model_type} layers"):
+            sliding(model_type, **on, layer_types=types)
     with pytest.raises(CheckpointError, match="sliding_window must be a whole number"):
         sliding("mistral", sliding_window=0)
 

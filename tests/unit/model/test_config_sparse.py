@@ -86,18 +86,6 @@ def test_number_of_experts_in_both_spellings():
         experts("qwen3_moe", num_experts=16, num_local_experts=8)
 
 
-def test_windows():
-    types = ["full_attention", "sliding_attention", "full_attention"]
-    on = {"use_sliding_window": True, "sliding_window": 20}
-    assert parsed("mixtral").windows == parsed("mixtral", sliding_window=None).windows == (None,) * 3
-    assert parsed("mixtral", sliding_window=20).windows == (20,) * 3
-    assert parsed("qwen3_moe", sliding_window=20).windows == (None,) * 3
-    assert parsed("qwen3_moe", **on, max_window_layers=2).windows == (20,) * 3
-    assert parsed("deepseek_v3", sliding_window=20).windows == (None,) * 3
-    with pytest.raises(CheckpointError, match="layer_types must be sliding_attention in all qwen3_moe layers"):
-        parsed("qwen3_moe", **on, layer_types=types)
-
-
 @pytest.mark.parametrize(
     "rope",
     [

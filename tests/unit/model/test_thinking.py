@@ -9,7 +9,7 @@ from baton.engine.models.config import read_config
 from baton.engine.models.loading import load_model
 from baton.engine.models.thinking import KEPT_STATES
 from baton.errors import CheckpointError
-from tests.unit.model.checkpoints import HIDDEN, VOCAB, edit_config, edit_tensors, random_checkpoint
+from tests.unit.model.checkpoints import HIDDEN, VOCAB, edit_config, random_checkpoint
 from tests.unit.model.thinking import SETTINGS, thinking_checkpoint
 
 WITHOUT_CHUNKS = {name: value for name, value in SETTINGS.items() if name != "chunk_size"}
@@ -19,13 +19,6 @@ WITHOUT_CHUNKS = {name: value for name, value in SETTINGS.items() if name != "ch
 def folder(tmp_path):
     thinking_checkpoint(tmp_path)
     return tmp_path
-
-
-def test_the_form(folder):
-    found = read_config(folder).thinking
-    assert found is not None
-    assert (found.chunk_size, found.input_layer, found.output_layer, found.max_thought_tokens) == (4, 1, 3, 3)
-    assert (found.bos, found.eos, found.pad) == (5, 6, 7)
 
 
 @pytest.mark.parametrize(
@@ -54,18 +47,6 @@ def test_other_models_are_refused(tmp_path):
     edit_config(tmp_path, thinking=SETTINGS)
     with pytest.raises(CheckpointError, match=r"thinking is supported only for dense models.*not for mixtral"):
         read_config(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "name", ["thinking.lm_head", "thinking.block.mlp.up_proj", "compression.block.self_attn.q_proj"]
-)
-def test_weights_that_are_missing_or_of_another_shape(folder, name):
-    edit_tensors(folder, lambda tensors: tensors.update({f"{name}.weight": torch.zeros(3, 5)}))
-    with pytest.raises(CheckpointError, match=f"{name}.weight has shape"):
-        load_model(folder)
-    edit_tensors(folder, lambda tensors: tensors.pop(f"{name}.weight"))
-    with pytest.raises(CheckpointError, match=f"{name}.weight is missing"):
-        load_model(folder)
 
 
 def test_states_have_one_shape_and_are_kept(folder):
