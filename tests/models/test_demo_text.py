@@ -1,7 +1,5 @@
 """The demo checkpoint and its text: held-out prompts are unseen, answers are right. Both folders are small and safe."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The coin model: its two computations agree, a training step learns, the checkpoint answers. Also its text."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """The fingerprint of bits: equal in another process, and different whenever an input differs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

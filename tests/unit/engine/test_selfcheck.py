@@ -1,7 +1,5 @@
 """A worker's checks of its model's fixed forwards at its start."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tensor parallelism with threads as ranks, over the processes' exchange: weight slices, errors, batches, and sums."""
 
-from __future__ import annotations
-
 import mmap
 import random
 from concurrent.futures import ThreadPoolExecutor

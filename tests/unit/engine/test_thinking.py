@@ -1,7 +1,5 @@
 """Models that think: fast prefill, chunks, caches, preemption and handoff against one chunk after the other."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from functools import partial
@@ -62,8 +60,7 @@ def alone(engine, spec):
 
 
 def wanted_of(reference, spec, **options):
-    found = reference.answer(list(spec.prompt), spec.sampling.max_tokens, **options)
-    return found.tokens, found.thoughts
+    return reference.answer(list(spec.prompt), spec.sampling.max_tokens, **options)
 
 
 def needed_rounds(thoughts, length):

@@ -4,8 +4,6 @@ Checks that they compile with the launch parameters, use tensor cores, spill alm
 processor.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

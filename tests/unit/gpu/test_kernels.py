@@ -1,7 +1,5 @@
 """Runs tests/unit/gpu/kernels under Triton's interpreter in a separate process, because it is chosen at import."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Decisions that need no GPU: splits, tiles, buckets, a graph's inputs, when FlashAttention fits."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Compiling the kernels: once per machine, and without a crash where it is impossible."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

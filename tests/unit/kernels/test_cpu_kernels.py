@@ -1,7 +1,5 @@
 """The compiled kernels against the plain torch ones, at the edges of their tiles, lanes, chunks and splits."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """The measurements, decisions and files of `baton profile`."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The torch reference: a product goes straight to the caller's memory if it can."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional as F

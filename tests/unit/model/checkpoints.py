@@ -1,7 +1,5 @@
 """Random-weight checkpoints, written by `transformers` itself, and the model that wrote them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs a backend through Batch and KVCache with random chunks, random batches and scattered blocks."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Tests of sparse models use checkpoints and prompts without near ties. `assert_su
 model. If it fails, use another seed for the checkpoint.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Paged attention against plain attention, at the edges of tiles, groups, windows and blocks."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

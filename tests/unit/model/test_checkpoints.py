@@ -1,7 +1,5 @@
 """Loading: the supported checkpoints, and the error for each unsupported one."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """The meaning of config.json: defaults, sliding windows, and both spellings of rotary scaling."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

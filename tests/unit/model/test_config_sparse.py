@@ -1,7 +1,5 @@
 """The meaning of config.json for mixtures of experts and latent attention: defaults, and errors by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

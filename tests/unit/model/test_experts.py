@@ -1,7 +1,5 @@
 """The products of experts against `transformers`, and both layouts of their weights."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

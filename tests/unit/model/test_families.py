@@ -1,7 +1,5 @@
 """Each kind of model against `transformers` on the same random weights: the same greedy tokens, and the same logits."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path

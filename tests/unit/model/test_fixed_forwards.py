@@ -1,7 +1,5 @@
 """Whole models in fixed forwards: a token's logits and KV have the same bits in every slot of every batch."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

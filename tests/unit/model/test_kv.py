@@ -1,7 +1,5 @@
 """The KV cache and its wire order."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Latent attention: its cached KV, both of its computations, and tensors that it does not read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """Quantised checkpoints are rejected by the name of their method, whether or not config.json mentions it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints of models that think: errors name the mistake."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

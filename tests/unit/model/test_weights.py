@@ -1,7 +1,5 @@
 """Weights: their placement, their equality to the file, and the memory that loading needs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

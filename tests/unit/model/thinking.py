@@ -1,11 +1,9 @@
 """Random checkpoints of models that think, and their reference: transformers' layers in a dense loop."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,6 +14,13 @@ LAYERS = 4
 SETTINGS: dict[str, int] = {"chunk_size": 4, "input_layer": 1, "output_layer": 3, "max_thought_tokens": 3}
 SETTINGS |= {"bos_token_id": 5, "eos_token_id": 6, "pad_token_id": 7}
 _BLOCKS = {LAYERS: "thinking.block", LAYERS + 1: "compression.block"}
+
+
+class Answer(NamedTuple):
+    """Tokens, and thoughts without end tokens."""
+
+    tokens: list[int]
+    thoughts: list[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -31,15 +36,13 @@ class Reference:
     def answer(self, prompt: list[int], new: int, *, thinks: bool = True, while_decoding: bool = False) -> Answer:
         """Answer greedily, strictly one chunk after the other, without a cache."""
         tokens, thoughts, size = list(prompt), list[tuple[int, ...]](), self.settings["chunk_size"]
-        rows = []
         while len(tokens) < len(prompt) + new:
             known = len(tokens) if while_decoding else len(prompt)
             while thinks and (len(thoughts) + 1) * size <= known:
                 hidden = self._forward(tokens[: (len(thoughts) + 1) * size], thoughts)[1]
                 thoughts.append(self._think(hidden[-size:]))
-            rows.append(self._forward(tokens, thoughts)[0][-1])
-            tokens.append(int(rows[-1].argmax()))
-        return Answer(tokens[len(prompt) :], thoughts, torch.stack(rows))
+            tokens.append(int(self._forward(tokens, thoughts)[0][-1].argmax()))
+        return Answer(tokens[len(prompt) :], thoughts)
 
     def _forward(self, tokens: list[int], thoughts: list[tuple[int, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits and the hidden rows."""
@@ -87,15 +90,6 @@ class Reference:
         trunk = self.model.model
         rotation = trunk.rotary_emb(x, positions)
         return trunk.layers[number](x, attention_mask=mask, position_ids=positions, position_embeddings=rotation)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Tokens and thoughts without end tokens, and the logits of each token."""
-
-    tokens: list[int]
-    thoughts: list[tuple[int, ...]]
-    logits: torch.Tensor
 
 
 def thinking_checkpoint(folder: Path, family: str = "llama", *, eos: float = 12.0, **changed: Any) -> Reference:

@@ -1,7 +1,5 @@
 """Caches of ranks in main memory, with known bytes at each place."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

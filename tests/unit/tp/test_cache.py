@@ -1,7 +1,5 @@
 """KV from the ranks of one worker to those of another: every rank gets exactly its heads."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace

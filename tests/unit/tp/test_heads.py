@@ -1,7 +1,5 @@
 """The heads that each rank holds and supplies, for all sizes: counted by (layer, head)."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 

@@ -4,8 +4,6 @@ Tests the order of allocating, opening, closing and freeing, and handoffs of a m
 `tests/unit/gpu/test_ranks.py` runs on a machine with two GPUs.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable, Iterator

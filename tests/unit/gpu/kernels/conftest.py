@@ -5,8 +5,6 @@ a separate process. By hand: `TRITON_INTERPRET=1 python -m pytest tests/unit/gpu
 machine with a GPU.
 """
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

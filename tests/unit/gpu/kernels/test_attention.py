@@ -1,7 +1,5 @@
 """Decode and prefill attention against plain attention in float64, at the edges of blocks, tiles, splits, windows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

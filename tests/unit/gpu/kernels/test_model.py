@@ -1,7 +1,5 @@
 """The same engine on the GPU kernels: a whole model against the reference kernels, and decode steps with graphs."""
 
-from __future__ import annotations
-
 import random
 from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """RMS norms, the gate, and rotation with the KV write, against plain torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
