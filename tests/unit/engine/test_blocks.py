@@ -251,6 +251,15 @@ def test_the_twin_of_an_evicted_block_takes_its_place():
     assert pool.counts().cached == 2
 
 
+def test_a_shared_block_is_quarantined_until_both_quarantines_end():
+    pool = BlockPool(4)
+    one, two = filled(pool, "a", 2), allocated(pool, 1, shared=pool.find(names("a", 0, 2)))
+    one.quarantine()
+    two.quarantine()
+    pool.unquarantine(one)
+    assert (pool.counts().quarantined, pool.available) == (3, 1)
+
+
 def test_a_reservation_shares_nothing():
     pool = BlockPool(4)
     filled(pool, "a", 2).release()

@@ -4,6 +4,7 @@ import json
 import random
 import re
 from dataclasses import replace
+from functools import partial
 
 import jsonschema
 import pytest
@@ -41,15 +42,12 @@ KINDS = {
     "regex": Constraint("regex", ("[a-f]{3,9}(-[0-9]{2}){2}",)),
     "choices": Constraint("choices", ("yes", "yesterday", "no", "Zoë")),
 }
+engine_of = partial(engines.engine_of, total_blocks=256)
 
 
 @pytest.fixture(scope="module")
 def backend():
     return oracle(max_model_len=1024)
-
-
-def engine_of(backend, total_blocks=256, **options):
-    return engines.engine_of(backend, total_blocks, **options)
 
 
 def spec_of(constraint, **options):
@@ -210,6 +208,6 @@ def composed(inner):
 @settings(max_examples=40, deadline=None)
 def test_answers_to_random_schemas_parse_and_are_valid(schema, seed, temperature):
     spec = spec_of(Constraint("json_schema", (json.dumps(schema),)), seed=seed, temperature=temperature, max_tokens=900)
-    found = generate(engine_of(oracle(block_size=16, max_model_len=1024), 64), spec)
+    found = generate(engine_of(oracle(block_size=16, max_model_len=1024), total_blocks=64), spec)
     assert found.finish.reason is FinishReason.EOS, found.text
     jsonschema.validate(json.loads(found.text), schema)

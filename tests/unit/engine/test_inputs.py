@@ -3,6 +3,7 @@
 import itertools
 import random
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -88,22 +89,12 @@ def test_a_copy_in_flight_is_not_written_over():
         assert mirror.device[3] == 0, "what was not pushed"
 
 
-def test_builds_take_the_stages_in_turn(monkeypatch):
-    taken, push = list[int](), Mirror.push
-
-    def noted(self, n, stage):
-        taken.append(stage)
-        return push(self, n, stage)
-
-    monkeypatch.setattr(Mirror, "push", noted)
-    inputs, work = (
-        inputs_of(staged=True),
-        ScheduledSequence(Sequence(key_of(), 1, 5, 5, 0, BlockPool(9).allocate(2)), 5),
-    )
-    each = []
+def test_builds_take_the_stages_in_turn():
+    work = ScheduledSequence(Sequence(key_of(), 1, 5, 5, 0, BlockPool(9).allocate(2)), 5)
+    inputs, each = inputs_of(staged=True), []
     for _ in range(4):
-        inputs.build([work], [[3] * 5])
-        each.append(set(taken))
-        taken.clear()
+        with patch.object(Mirror, "push", autospec=True, side_effect=Mirror.push) as push:
+            inputs.build([work], [[3] * 5])
+        each.append({call.args[2] for call in push.call_args_list})
     assert all(len(stages) == 1 for stages in each)
     assert all(left != right for left, right in itertools.pairwise(each))

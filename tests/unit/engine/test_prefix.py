@@ -108,18 +108,6 @@ def test_what_runs_shares_its_blocks_and_outputs_tell_what_was_cached(backend):
     assert engine.load().cached_tokens == 3 * 28
 
 
-def test_a_full_cache_gives_way_to_a_reservation_and_to_the_next_prompt(backend):
-    engine = engine_of(backend, total_blocks=8)
-    tokens_of(engine, range(20))
-    assert engine.pool.counts().cached == 7
-    room = engines.reserved(engine, 31)
-    assert len(room.blocks) == 8
-    room.release()
-    assert engine.pool.counts().free == 8
-    tokens_of(engine, range(20))
-    assert tokens_of(engine, range(100, 120))[1] == 0
-
-
 @pytest.mark.parametrize("fault", ["raise", "nan"])
 def test_what_a_failed_step_wrote_or_read_is_not_found(fault):
     backend = Faulty()

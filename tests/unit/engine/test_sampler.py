@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core import Sampling
-from baton.engine.sampling.filters import GROUPS, LANES, SLACK, Limits, descending, kept, kept_leaders, leaders, mass
+from baton.engine.sampling.filters import GROUPS, LANES, SLACK, Limits, kept, kept_leaders, leaders, mass
 from baton.engine.sampling.logits import NEVER, Adjustments, Row
 from baton.engine.sampling.noise import _mix32, columns_hash, mix64, mix64_tensor, signed32, signed64
 from baton.engine.sampling.sampler import Sampler, gumbel
@@ -218,16 +218,6 @@ def test_noise_is_finite_at_the_ends_of_the_hash(bits, monkeypatch):
     assert bool(gumbel(torch.zeros(1, 2, dtype=torch.int32), columns(1)).isfinite().all())
 
 
-def test_noise_of_a_column_depends_on_nothing_but_key_and_column():
-    keys = torch.tensor([(signed32(mix64(i)), signed32(mix64(-i))) for i in range(33)], dtype=torch.int32)
-    wide = gumbel(keys, columns(1003))
-    for i in (0, 1, 31, 32):
-        assert torch.equal(gumbel(keys[i : i + 1], columns(1003))[0], wide[i])
-    assert torch.equal(gumbel(keys, columns(77)), wide[:, :77])
-    some = torch.stack([torch.randperm(1003)[:91].int() for _ in range(33)])
-    assert torch.equal(gumbel(keys, some), wide.gather(-1, some.long()))
-
-
 def naive_mix32(x):
     x ^= x >> 16
     x = x * 0x85EBCA6B & MASK32
@@ -328,13 +318,6 @@ def test_mass_is_as_exact_as_the_slack_asks(scale):
     x -= x.max(-1, keepdim=True).values
     wanted = x.double().exp().sum(-1, keepdim=True)
     assert float(((mass(x) - wanted) / wanted).abs().max()) < SLACK / 2
-
-
-def test_descending_puts_what_is_no_number_first_and_the_rest_in_order():
-    x = torch.tensor([[1.0, NEVER, 3.0, float("nan"), -0.5]])
-    found = descending(x)[0].tolist()
-    assert math.isnan(found[0])
-    assert found[1:] == [3.0, 1.0, -0.5, NEVER]
 
 
 @pytest.mark.parametrize("number", range(3))

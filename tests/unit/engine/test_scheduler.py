@@ -1,3 +1,5 @@
+from operator import attrgetter
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,10 +12,6 @@ from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Sequence
 
 PATIENCE = 5
-
-
-def rank(sequence):
-    return sequence.rank
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -81,7 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step(self):
         before = {sequence: (sequence.known, sequence.computed) for sequence in self.alive}
         newcomers = list(self.scheduler.waiting)
-        eldest = min(self.alive, key=rank, default=None)
+        eldest = min(self.alive, key=attrgetter("rank"), default=None)
         plan = self.scheduler.schedule()
         self.check(plan, eldest)
         for sequence in plan.preempted:
@@ -132,7 +130,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert counts.reserved == sum(len(a) for a in self.foreign)
         assert set(self.alive) == {*self.scheduler.running, *self.scheduler.waiting}
         for line in (self.scheduler.running, self.scheduler.waiting):
-            assert line == sorted(line, key=rank)
+            assert line == sorted(line, key=attrgetter("rank"))
         assert all(s.allocation is None and s.computed == 0 for s in self.scheduler.waiting)
         assert self.scheduler.waiting_tokens == sum(s.known for s in self.scheduler.waiting)
 
@@ -184,7 +182,10 @@ def steps_until_served(s, victim, rivals):
     s.add(victim)
     for step, rival in enumerate(rivals, 1):
         s.add(rival)
-        for sequence in completed(s):
+        work = s.schedule().work
+        done = [item.sequence for item in work if item.completes]
+        s.commit_step(work)
+        for sequence in done:
             sequence.known += 1
             if sequence.known == ends[sequence]:
                 s.remove(sequence)
@@ -192,13 +193,6 @@ def steps_until_served(s, victim, rivals):
         if victim.known == ends[victim]:
             return step
     raise AssertionError("starved")
-
-
-def completed(s):
-    work = s.schedule().work
-    done = [item.sequence for item in work if item.completes]
-    s.commit_step(work)
-    return done
 
 
 @settings(max_examples=60, deadline=None)

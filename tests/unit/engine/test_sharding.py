@@ -4,6 +4,7 @@ import mmap
 import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -98,13 +99,12 @@ def test_many_sums_in_a_row(seed):
     on_all(exchanges(3, 300), run)
 
 
-def dead():
-    raise RankLost("rank 1 was ended by SIGKILL")
+DEAD = {"alive": Mock(side_effect=RankLost("rank 1 was ended by SIGKILL"))}
 
 
 @needs_order
 @pytest.mark.parametrize(
-    ("options", "message"), [({"timeout_s": 0.2}, r"rank 1 .* no progress for 0.2 s"), ({"alive": dead}, "SIGKILL")]
+    ("options", "message"), [({"timeout_s": 0.2}, r"rank 1 .* no progress for 0.2 s"), (DEAD, "SIGKILL")]
 )
 def test_a_silent_rank_and_a_dead_one(options, message):
     first, _ = exchanges(2, 8, **options)

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 CHUNK, BLOCK = 4, 8
 MODES: tuple[Mode, ...] = ("auto", "fast", "sequential", "off")
 SHAPES = FixedShapes(2, 16)
+engine_of = partial(engines.engine_of, total_blocks=200)
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +42,6 @@ def modes(checkpoint):
 def fast(modes):
     """Makes engines that think in as few forwards as possible."""
     return partial(engine_of, modes["fast"])
-
-
-def engine_of(backend, total_blocks=200, **options):
-    return engines.engine_of(backend, total_blocks, **options)
 
 
 def asked_for(seed, length, new=6, **options):
@@ -123,7 +120,7 @@ def test_nothing_is_thought_when_it_is_off(modes, reference):
 @pytest.mark.parametrize("mode", ["auto", "fast", "sequential"])
 def test_in_company_with_chunks_and_preemption(modes, budget, total_blocks, running, mode):
     specs = [asked_for(seed, 3 + 11 * seed, 20) for seed in range(9)]
-    engine = engine_of(modes[mode], total_blocks, max_batched_tokens=budget, max_running=running)
+    engine = engine_of(modes[mode], total_blocks=total_blocks, max_batched_tokens=budget, max_running=running)
     found = run(engine, specs)
     for number, spec in enumerate(specs):
         assert answer(found, number) == alone(engine_of(modes["sequential"]), spec)

@@ -4,7 +4,6 @@ import inspect
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -55,13 +54,7 @@ def test_tiles_are_what_tensor_cores_and_shared_memory_take(dim, size):
 def batch_of(rows):
     batch = batch_over(torch.full((rows, 2), 5, dtype=torch.int32), [1] * rows, list(range(1, rows + 1)))
     numbers = torch.arange(rows)
-    named: dict[str, Any] = {
-        "token_ids": numbers + 40,
-        "positions": numbers,
-        "slot_mapping": numbers + 20,
-        "logit_rows": numbers,
-    }
-    return replace(batch, **named)
+    return replace(batch, token_ids=numbers + 40, positions=numbers, slot_mapping=numbers + 20, logit_rows=numbers)
 
 
 def test_a_filled_bucket_holds_the_batch_and_padding():
@@ -132,12 +125,7 @@ def test_how_flash_attention_is_called(window, wanted):
 
 @pytest.mark.slow
 def test_a_cpu_does_not_import_triton():
-    parts = (
-        "worker.engine_factory",
-        "engine.models.loading",
-        "engine.kernels.select",
-        "engine.kernels.gpu.cuda_graphs",
-    )
-    code = f"import sys, {', '.join(f'baton.{part}' for part in parts)}; print('triton' in sys.modules)"
+    parts = "baton.worker.engine_factory, baton.engine.models.loading, baton.engine.kernels.gpu.cuda_graphs"
+    code = f"import sys, {parts}, baton.engine.kernels.select; print('triton' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
     assert done.stdout.strip() == "False"
