@@ -69,21 +69,6 @@ VARIETIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variety", VARIETIES)
-@pytest.mark.parametrize(
-    ("wrong", "exact_rows"),
-    [((), 0), (range(400), 0), (range(0, 400, 3), 0), (range(400), 64)],
-    ids=["right", "all wrong", "some wrong", "exact steps"],
-)
-def test_the_oracles_tokens_come_whatever_the_candidates_were(variety, wrong, exact_rows):
-    backend = Tampered(wrong)
-    engine = engine_of(backend, shapes=replace(SHAPES, exact_rows=exact_rows))
-    asked = [spec_of(prompt, **VARIETIES[variety]) for prompt in ("a prompt of some length", "b")]
-    assert answers(engine, asked) == [backend.expected(each) for each in asked]
-    assert nothing_verified(engine) or not exact_rows
-
-
 @pytest.mark.parametrize("at", range(8))
 def test_a_mismatch_at_each_index_of_the_window_is_one_rollback(at):
     asked = spec_of(max_tokens=40)

@@ -4,6 +4,7 @@ import inspect
 import subprocess
 import sys
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -109,12 +110,11 @@ def test_which_caches_flash_attention_takes(shape, value_dim, dtype, fits):
 
 @pytest.mark.parametrize(("window", "wanted"), [(None, (-1, 0)), (5, (4, 0))])
 def test_how_flash_attention_is_called(window, wanted):
-    calls = []
-    batch = batch_over(torch.full((2, 2), 5, dtype=torch.int32), [1, 2], [4, 7])
-    attend = flash_attention.VarlenAttention(lambda *args, **options: calls.append((args, options)), batch, window, 0.5)
+    batch, varlen = batch_over(torch.full((2, 2), 5, dtype=torch.int32), [1, 2], [4, 7]), Mock()
+    attend = flash_attention.VarlenAttention(varlen, batch, window, 0.5)
     query, cache, out = torch.zeros(3, 4, 64), torch.zeros(2, 256, 2, 64), torch.zeros(3, 256)
     assert attend(query, cache, cache, out) is out
-    args, options = calls[0]
+    args, options = varlen.call_args
     assert args[0].shape == (3, 4, 64)
     assert args[0].data_ptr() == out.data_ptr()
     assert args[5].tolist() == [0, 4, 11]

@@ -50,11 +50,8 @@ def wire_of(kv: torch.Tensor, layers: range, begin: int, end: int) -> torch.Tens
 
 def same(a: ShardedCache, b: ShardedCache) -> bool:
     """Return whether all ranks have the same bits everywhere, NaNs included."""
-    pairs = zip(a.ranks, b.ranks, strict=True)
-    bits = (
-        (x.view(torch.uint8), y.view(torch.uint8)) for p, q in pairs for x, y in zip(p.tensors, q.tensors, strict=True)
-    )
-    return all(torch.equal(x, y) for x, y in bits)
+    left, right = ([t.view(torch.uint8) for rank in cache.ranks for t in rank.tensors] for cache in (a, b))
+    return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
 def gpus(size: int) -> tuple[list[Any], Log]:

@@ -127,13 +127,6 @@ def test_what_was_opened_is_closed_if_the_rest_cannot_be(plan_of) -> None:
         assert [len(gpu.memory) for gpu in on_gpus] == [0, 1, 1, 1]
 
 
-def test_all_ranks_hear_what_each_says(plan_of) -> None:
-    plan = plan_of(3)
-    said = [os.urandom(64) for _ in range(3)]
-    heard = [started(lambda rank: Ranks(plan, rank, lambda: None).gather(said[rank]), rank) for rank in range(3)]
-    assert [each.result(scaled(10)) for each in heard] == [said] * 3
-
-
 def backend_of(plan: TpLayout, fails: str = "") -> tuple[ShardedBackend, Mock]:
     """Return a backend over doubles, and their parent, which has the calls in order. `fails` raises RuntimeError."""
     calls = Mock(**{f"{fails}.side_effect": RuntimeError(f"no {fails}")} if fails else {})
