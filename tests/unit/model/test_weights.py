@@ -82,7 +82,7 @@ def large(tmp_path_factory) -> Path:
     folder: Path = tmp_path_factory.mktemp("large")
     shape: dict[str, Any] = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 12288}
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64}
-    options = {"num_hidden_layers": 1, "tie_word_embeddings": True, "dtype": torch.bfloat16}
+    options: dict[str, Any] = {"num_hidden_layers": 1, "tie_word_embeddings": True, "dtype": torch.bfloat16}
     random_checkpoint(folder, "llama", **shape, **heads, **options)
     return folder
 
