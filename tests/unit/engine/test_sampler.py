@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core import Sampling
-from baton.engine.sampling.filters import GROUPS, LANES, SLACK, Limits, kept, kept_leaders, leaders, mass
+from baton.engine.sampling.filters import GROUPS, LANES, SLACK, Limits, descending, kept, kept_leaders, leaders, mass
 from baton.engine.sampling.logits import NEVER, Adjustments, Row
 from baton.engine.sampling.noise import _mix32, columns_hash, mix64, mix64_tensor, signed32, signed64
 from baton.engine.sampling.sampler import Sampler, gumbel
@@ -318,6 +318,13 @@ def test_mass_is_as_exact_as_the_slack_asks(scale):
     x -= x.max(-1, keepdim=True).values
     wanted = x.double().exp().sum(-1, keepdim=True)
     assert float(((mass(x) - wanted) / wanted).abs().max()) < SLACK / 2
+
+
+def test_descending_puts_what_is_no_number_first_and_the_rest_in_order():
+    x = torch.tensor([[1.0, NEVER, 3.0, float("nan"), -0.5]])
+    found = descending(x)[0].tolist()
+    assert math.isnan(found[0])
+    assert found[1:] == [3.0, 1.0, -0.5, NEVER]
 
 
 @pytest.mark.parametrize("number", range(3))
