@@ -4,8 +4,6 @@ A test's time limit is 300 s (`timeout` in pyproject.toml); it only ends tests t
 raises it for one test. `tests/support/time_factor.py` scales both on slow machines.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

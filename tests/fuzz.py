@@ -1,7 +1,5 @@
 """Random messages of any protobuf type, drawn from its descriptor."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from google.protobuf import descriptor as pb

@@ -1,7 +1,5 @@
 """An admin service for test servers that stand for a router and change no cluster."""
 
-from __future__ import annotations
-
 import grpc
 
 from baton.rpc.v1 import admin_pb2_grpc

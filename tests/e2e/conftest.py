@@ -1,7 +1,5 @@
 """Homes of clusters, for one test or one module."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

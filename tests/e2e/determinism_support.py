@@ -1,7 +1,5 @@
 """Deterministic requests for `test_determinism.py`, concurrent load, and comparison of answers event by event."""
 
-from __future__ import annotations
-
 import json
 import random
 import urllib.request

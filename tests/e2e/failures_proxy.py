@@ -4,8 +4,6 @@ Decode workers listen on one loopback address and advertise another one. As soon
 listens there on the same port. The router's connections pass here too; processes tell the links apart.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

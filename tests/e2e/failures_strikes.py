@@ -4,8 +4,6 @@ A worker's history (`Diary`) shows the moment, because it is written before a me
 line is its state. (A census needs a running worker and is outdated when it arrives. The states are those of a census.)
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -1,7 +1,5 @@
 """A Ray cluster of several nodes on this machine. Each node has its own loopback address, like a host."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

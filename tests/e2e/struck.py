@@ -1,7 +1,5 @@
 """A stream during which one of its processes is killed or frozen."""
 
-from __future__ import annotations
-
 import os
 import signal
 from contextlib import suppress

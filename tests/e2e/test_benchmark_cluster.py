@@ -1,7 +1,5 @@
 """A benchmark that ends also ends the cluster that it started."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A newcomer's first steps: `baton demo` on a terminal, its page with requests, and Ctrl-C."""
 
-from __future__ import annotations
-
 import json
 import signal
 import urllib.request

@@ -1,7 +1,5 @@
 """Any message to any public method returns an answer or a typed error. The same processes then still serve."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 

@@ -1,7 +1,5 @@
 """A model by its Hub name, from the local cache and without network: fetched once, served under its name."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

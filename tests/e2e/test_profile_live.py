@@ -1,7 +1,5 @@
 """`baton profile --live` measures a running cluster, and `baton plan` uses the result."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A controller and its workers as actors of a Ray cluster with three nodes, some of which die. Processes are real."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Several routers at one address that share only Redis: each serves, and each resumes the others' streams."""
 
-from __future__ import annotations
-
 import random
 import signal
 

@@ -1,7 +1,5 @@
 """A cluster with TLS and tokens, as a user starts it: every listener of its processes, and its logs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The reference is one engine in this process, strictly one chunk after the other.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from functools import cache

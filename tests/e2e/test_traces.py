@@ -1,7 +1,5 @@
 """The times of a real cluster's request: in its answer, in a file, in the terminal."""
 
-from __future__ import annotations
-
 import json
 import time
 

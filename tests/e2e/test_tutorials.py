@@ -3,8 +3,6 @@
 Commands that start and stop clusters, install or train are left out, and so are those with a placeholder.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

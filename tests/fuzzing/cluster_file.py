@@ -1,7 +1,5 @@
 """The cluster file and `--set`: a config, or a `ConfigError`."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

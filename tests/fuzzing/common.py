@@ -1,7 +1,5 @@
 """The construction of a fuzz target."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Messages between workers and the router are parsed or rejected by name. No frame exceeds the agreed size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

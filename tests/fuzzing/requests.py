@@ -1,7 +1,5 @@
 """The public service, and OpenAI's API in front of it."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from typing import Any

@@ -5,8 +5,6 @@ A target reads raw bytes from the wire, or hypothesis draws its input. No target
 `tools/fuzz_parse.py` searches them, guided by coverage; `tests/unit/test_fuzzing.py` runs them briefly.
 """
 
-from __future__ import annotations
-
 from tests.fuzzing.cluster_file import CONFIG
 from tests.fuzzing.common import Target
 from tests.fuzzing.peers import PEER

@@ -1,7 +1,5 @@
 """Chat templates of models: compiled and rendered within their bounds, or rejected."""
 
-from __future__ import annotations
-
 import re
 from itertools import count
 

@@ -1,7 +1,5 @@
 """Parsers for the Dockerfile and .dockerignore, as far as tests need them."""
 
-from __future__ import annotations
-
 import shlex
 from fnmatch import fnmatchcase
 from itertools import dropwhile

@@ -1,7 +1,5 @@
 """Markdown for the guards: commands that users type, links, and the anchors of headings."""
 
-from __future__ import annotations
-
 import posixpath
 import re
 import shlex

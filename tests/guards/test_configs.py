@@ -1,7 +1,5 @@
 """configs/: each file loads, and the editors' schema accepts it and rejects the same mistakes as the loader."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

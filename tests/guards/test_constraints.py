@@ -1,7 +1,5 @@
 """constraints.txt pins everything that `make setup` installs, and this environment has these versions."""
 
-from __future__ import annotations
-
 import re
 from importlib import metadata
 from pathlib import Path

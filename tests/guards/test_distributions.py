@@ -1,7 +1,5 @@
 """The contents of the wheel and the sdist. The SDK works alone in an otherwise empty environment."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

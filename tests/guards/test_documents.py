@@ -1,7 +1,5 @@
 """Commands, options and link targets in the documents exist."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections import Counter

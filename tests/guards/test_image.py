@@ -1,7 +1,5 @@
 """The Dockerfile is pinned, does not run as root, names only existing files, and passes hadolint and shellcheck."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

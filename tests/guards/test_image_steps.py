@@ -1,7 +1,5 @@
 """The Dockerfile's steps, run below a folder that replaces the image's root, without system.sh (needs root and apt)."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The modules that an import may load, and the layer of each part."""
 
-from __future__ import annotations
-
 import graphlib
 import re
 import subprocess

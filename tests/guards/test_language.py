@@ -1,7 +1,5 @@
 """Docstrings, comments and documents keep the language rules, as far as a regular expression can see them."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools.language import Text, all_findings, findings

@@ -1,7 +1,5 @@
 """Every cap of `baton.limits` is in the reference and is used, and no caps are elsewhere."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

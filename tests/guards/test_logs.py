@@ -1,7 +1,5 @@
 """Names and keys of log events have one form; docs/reference/log-events.md lists them (test_reference.py compares)."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

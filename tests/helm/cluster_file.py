@@ -1,7 +1,5 @@
 """The mounted cluster file, read as the pods would read it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from baton.cli.setup.certs import certs

@@ -1,7 +1,5 @@
 """Both versions of helm, and the chart rendered by them."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import subprocess

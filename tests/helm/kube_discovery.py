@@ -1,7 +1,5 @@
 """An API server's discovery documents: versions, kinds and their operations."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

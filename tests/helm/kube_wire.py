@@ -1,7 +1,5 @@
 """Formats of API server clients other than plain JSON: protobuf of Secrets, and patches."""
 
-from __future__ import annotations
-
 import base64
 import copy
 from typing import Any

@@ -1,7 +1,5 @@
 """Queries of the chart's alerts and dashboards: they are valid PromQL, and some process exports their metrics."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator

@@ -2,8 +2,6 @@
 `../shared/data/k8s-schemas`, if available (Kubernetes 1.34 strict; KubeRay, prometheus-operator).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import cache

@@ -1,7 +1,5 @@
 """The chart, rendered by real helms for each way to install, is valid for Kubernetes, KubeRay and Baton."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 

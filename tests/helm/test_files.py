@@ -1,7 +1,5 @@
 """The chart's files are consistent with each other and with Baton: versions, values, metrics."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 No pods start here. The tests show that helm can create, change and delete the chart's objects.
 """
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import json

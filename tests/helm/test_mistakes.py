@@ -1,7 +1,5 @@
 """Mistakes in values, in templates and in the cluster file are caught with helpful messages."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Certificates and tokens for tests, and raw calls to every method of every service."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass

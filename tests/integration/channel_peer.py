@@ -4,8 +4,6 @@ Stdin and stdout replace the Peer stream. They carry lines of JSON: rendezvous k
 Frames have the bytes of `frame`, so that either end can compute the expected digest.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

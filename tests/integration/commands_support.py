@@ -1,7 +1,5 @@
 """A scripted server for commands, and commands as a user runs them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any

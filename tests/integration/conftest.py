@@ -1,7 +1,5 @@
 """Routers in this process with scripted workers, and ledgers in a Redis server for each module."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A gateway without a router, in front of a scripted `Inference`."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -4,8 +4,6 @@ The receiver prints {"address": ...} and then answers {"reserve": {...}, "digest
 `Process` and `Receiver` start such a process; `Prefill` is a sender in the same process.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """Tokens at a real router over real gRPC, with scripted workers: access, and the limits of each tenant."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from dataclasses import replace

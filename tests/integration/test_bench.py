@@ -1,7 +1,5 @@
 """`baton bench` against scripted servers, over gRPC and HTTP, as a user runs it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """The control state in a real redis-server, and the operators' requests that a router writes there."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The coin model in the engine against its dense reference."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

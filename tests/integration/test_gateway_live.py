@@ -1,7 +1,5 @@
 """The live page over HTTP: its data, access to it, and protection against requests that other sites forge."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from contextlib import asynccontextmanager

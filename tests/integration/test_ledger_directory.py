@@ -1,7 +1,5 @@
 """The prefix directory against a real redis-server: writers, a reader, and every kind of loss between them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """A Redis that was away, came back empty, or from an older copy: epochs, grace, reconciliation and expiry."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable
 from dataclasses import replace
 from types import SimpleNamespace

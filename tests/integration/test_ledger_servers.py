@@ -3,8 +3,6 @@
 Besides the common password: a user limited to our keys and commands, TLS, and a unix socket.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A router's metrics listener while it serves: clients cannot increase the number of series."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -3,8 +3,6 @@
 `test_router_recovery.py` has the loss of a worker before the handoff.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Decode workers that compute prompts themselves because no prefill worker is left."""
 
-from __future__ import annotations
-
 import pytest
 
 from baton.rpc.v1 import worker_pb2

@@ -1,7 +1,5 @@
 """Deterministic requests at a router: placement, reported fingerprints, and the workers that may continue them."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

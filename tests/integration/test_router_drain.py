@@ -1,7 +1,5 @@
 """A router that stops while another one listens on the same port, and the gateway's inner listener during that."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import stat

@@ -1,7 +1,5 @@
 """Limits on concurrent reading, over real gRPC: calls that are held in the tokenizer, and rejected calls."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

@@ -5,8 +5,6 @@ release everything that no attempt needs. `tests/simulation/test_simulator_recov
 workers die.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

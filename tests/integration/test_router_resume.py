@@ -3,8 +3,6 @@
 Also requests with several answers, and requests repeated with the same key.
 """
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Thoughts of a model that thinks, at a router: each chunk once, in order and before its tokens, from any worker."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Traces of a router, of ended and running requests; the stage times that its clients receive; and its SLO counts."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time

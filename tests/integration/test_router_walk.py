@@ -1,7 +1,5 @@
 """The number of the router's files that a plain `Generate` enters, which its readers must open."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`Admin.Watch` of a whole router, with scripted workers that hold any state."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -3,8 +3,6 @@
 The blocking client runs in threads, behind the interface of the asyncio one.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -108,12 +106,14 @@ async def test_a_cancelled_task_stays_cancelled_and_the_server_learns_of_it(worl
 
 
 async def test_iterating_over_a_stream_that_ends_early_raises(world: World):
+    async def iterate(stream: Any) -> None:
+        while True:
+            await anext(stream)
+
     world.server.scripts = [end_early]
     async with world.client() as client:
-        stream = client.stream("x")
         with pytest.raises(errors.EngineFault, match="without Completed"):
-            while True:
-                await soon(anext(stream))
+            await soon(iterate(client.stream("x")))
 
 
 async def test_a_token_seen_twice_is_a_fault_and_cancels(world: World):

@@ -1,7 +1,5 @@
 """`baton generate` and `baton chat` against a scripted server, as a user runs them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The examples in the SDK's docstrings and in docs/how-to/clients.md run."""
 
-from __future__ import annotations
-
 import asyncio
 import doctest
 import re

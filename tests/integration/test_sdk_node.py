@@ -1,7 +1,5 @@
 """The Node.js example client against a real router: other languages need only the proto files."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

@@ -3,8 +3,6 @@
 The server holds text back like a real one: the text of token 1 comes with token 2, the last text without a token.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Shared memory between two processes: bytes, and the effects of a death or a freeze on either side."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

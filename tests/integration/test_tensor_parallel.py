@@ -1,7 +1,5 @@
 """One model on several processes gives the tokens of one process. Its processes end together."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

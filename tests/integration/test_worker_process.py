@@ -1,7 +1,5 @@
 """A prefill and a decode worker as processes, a real Redis, and a stream that acts as a valid or invalid router."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """A worker's host on this event loop, with a real Redis: its drains and role changes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import weakref

@@ -5,8 +5,6 @@ iproute2. Names and addresses come from the process id, so that concurrent runs 
 namespace is killed at its end.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

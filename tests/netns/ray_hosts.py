@@ -1,7 +1,5 @@
 """A Ray cluster over hosts that are network namespaces, and `baton up` on the head, which uses it."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from subprocess import Popen

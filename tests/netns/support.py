@@ -1,7 +1,5 @@
 """A cluster whose roles are started by hand on separate hosts, and requests for it."""
 
-from __future__ import annotations
-
 import random
 import sys
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 No page may send a request to another host or raise an error.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """The figures that the page draws and adds up, from given views."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

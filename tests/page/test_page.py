@@ -1,7 +1,5 @@
 """The live page in a browser, with a router whose scripted workers hold any state."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The live page during failures."""
 
-from __future__ import annotations
-
 import threading
 from copy import deepcopy
 from typing import Any

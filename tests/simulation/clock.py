@@ -1,7 +1,5 @@
 """Virtual time: an event loop that never sleeps, and stand-ins for `time` and `threading` in the code under test."""
 
-from __future__ import annotations
-
 import asyncio
 import selectors
 from collections import deque

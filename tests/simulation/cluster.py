@@ -1,7 +1,5 @@
 """The cluster of one schedule: its processes and requests, and the checks after its end."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from dataclasses import dataclass, replace

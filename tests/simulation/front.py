@@ -1,7 +1,5 @@
 """A router process, and clients that keep their responses."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace

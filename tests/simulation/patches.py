@@ -1,7 +1,5 @@
 """Simulated replacements for gRPC, threads, time and random numbers in the code under test."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager

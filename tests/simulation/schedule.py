@@ -1,7 +1,5 @@
 """One schedule: runs a seed and returns its problems, with the trace."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

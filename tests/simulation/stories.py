@@ -2,8 +2,6 @@
 `baton/planner/sim/` write these stories in the same form for comparison.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A case too rare for random schedules: a decode worker's last events cross a Fence, and all are read together."""
 
-from __future__ import annotations
-
 from unittest.mock import MagicMock
 
 import pytest

@@ -15,8 +15,6 @@ time on one thread (`transfer.py` lists the omissions). Each must satisfy:
 More: `make chaos`, BATON_SCHEDULES many. One: `BATON_SCHEDULE=<seed> pytest -s tests/simulation -k one_s`.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 

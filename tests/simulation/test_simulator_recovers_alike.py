@@ -5,8 +5,6 @@ that is a failure or a death, and whether KV is kept for the next one. Then: cou
 Both also check that nothing is left.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from random import Random
 

@@ -1,7 +1,5 @@
 """A story of production: the real router, roles, engines and senders in virtual time, without randomness."""
 
-from __future__ import annotations
-
 import random
 import re
 from typing import Any, cast

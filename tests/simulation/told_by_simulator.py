@@ -1,7 +1,5 @@
 """A story of the simulator in `baton/planner/sim/`."""
 
-from __future__ import annotations
-
 from functools import wraps
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Real clusters, started with `baton up --detach` in the test's own state folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

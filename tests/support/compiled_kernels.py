@@ -1,7 +1,5 @@
 """Compiled CPU kernels for tests, or a skip that states why this machine has none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

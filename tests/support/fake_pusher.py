@@ -3,8 +3,6 @@
 It checks that its user frees no block before withdrawing it, and that every block it reads has an owner.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The rules of ownership records in memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from baton.core import HandoffId, Incarnation, WorkerRef

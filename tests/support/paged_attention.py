@@ -1,7 +1,5 @@
 """Batches over scattered cache blocks, NaN in all unwritten slots, and plain attention as a reference."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A plan for tests, with defaults for irrelevant fields."""
 
-from __future__ import annotations
-
 from baton.control_plane import Plan, PlanAuthor
 
 

@@ -1,7 +1,5 @@
 """The cached prefix of each worker, as a test compares it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from baton.ledger.prefix_index import Holder, PrefixIndex

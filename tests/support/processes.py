@@ -3,8 +3,6 @@
 Those for `python -c` start within milliseconds because they import none of our code.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

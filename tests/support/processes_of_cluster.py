@@ -1,7 +1,5 @@
 """A multi-node Ray for tests. Each node is a blocking `ray start`."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A fake of Ray: actors with answers set by the test, and a head that may be unreachable."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

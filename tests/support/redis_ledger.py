@@ -1,7 +1,5 @@
 """Shared helpers of the ledger's tests against a real redis-server."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -1,7 +1,5 @@
 """A connection without a Redis. Tests delay its answers and lose some of them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Requests to a router with scripted workers, the expected answers, and readers of its events."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

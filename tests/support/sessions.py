@@ -1,7 +1,5 @@
 """Router commands as a role receives them, and a session that records the role's events."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from baton.core import HandoffId, Incarnation, Sampling, SequenceSpec, WorkerRef

@@ -1,7 +1,5 @@
 """Factor by which this machine is slower than a quiet reference one. It scales tests' time limits, which end hangs."""
 
-from __future__ import annotations
-
 import math
 import os
 import statistics

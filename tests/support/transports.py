@@ -1,7 +1,5 @@
 """A GPU simulated in main memory and a gRPC server for a loopback peer, for tests of transports."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Callable, Iterator

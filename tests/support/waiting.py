@@ -1,7 +1,5 @@
 """Waiting for a state that other processes or tasks reach."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import time

@@ -1,7 +1,5 @@
 """A prefill and a decode role on real engines in one thread. The test decides each next step."""
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Any, cast
 

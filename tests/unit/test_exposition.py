@@ -1,7 +1,5 @@
 """The served metrics of each kind of process: HTTP, both formats, names, labels with their values, and exemplars."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import pytest

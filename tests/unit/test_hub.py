@@ -1,7 +1,5 @@
 """Models by their Hub name: from a cache without network, and every error."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The log lines of a process: its name, lines of libraries and crashes, and the copy on disk."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

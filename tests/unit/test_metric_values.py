@@ -1,7 +1,5 @@
 """Values of the metrics of each kind of process, as a scrape reads them."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The figures of benchmarks/disaggregation.py and benchmarks/simulator.py."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The arithmetic from benchmarks' measurements to the published figures."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import local_prefill, overload

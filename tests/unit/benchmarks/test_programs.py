@@ -1,7 +1,5 @@
 """The programs of benchmarks/ as a user runs them, on toy models: options, figures of the last line, nulls, pages."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import subprocess

@@ -1,7 +1,5 @@
 """The load generators count complete streams and raise an error for any other."""
 
-from __future__ import annotations
-
 import asyncio
 
 import grpc

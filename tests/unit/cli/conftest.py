@@ -1,7 +1,5 @@
 """Scripted servicers on loopback as routers and workers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 

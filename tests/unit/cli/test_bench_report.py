@@ -1,7 +1,5 @@
 """The numbers that `baton bench` computes, and a comparison of two reports."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """The loops of `baton bench` with a scripted server, and its reading of HTTP answers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,7 +1,5 @@
 """Command lines: exit codes, mistakes that are named before anything starts, and requests that commands send."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

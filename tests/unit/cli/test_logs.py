@@ -1,7 +1,5 @@
 """`baton logs`: the lines of several files in order, the last ones of a large file, and new ones."""
 
-from __future__ import annotations
-
 import json
 import os
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """A model is fetched once before a cluster starts, and a terminal shows the progress of loading."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -1,7 +1,5 @@
 """`baton profile`: measures, saves, reports, and explains if there is nothing to profile."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`baton top` with a scripted router: keys, tables, lost and restored connections."""
 
-from __future__ import annotations
-
 import queue
 import re
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Folding events and deciding on retries, without I/O and real time."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from typing import Any

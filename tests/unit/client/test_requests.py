@@ -1,7 +1,5 @@
 """A caller's options become a request, or an error that names the mistake."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Whether a broken stream is resumed, and the error if it is not."""
 
-from __future__ import annotations
-
 import pytest
 
 from baton import errors

@@ -1,7 +1,5 @@
 """The channels of both clients: created once, on first use, and never after closing."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """The surroundings of a controller: workers, ledger and control state on a clock that the test moves."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 

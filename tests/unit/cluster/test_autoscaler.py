@@ -1,7 +1,5 @@
 """When pools grow, shrink and exchange workers, and when nothing changes. The tests set reports and time."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any

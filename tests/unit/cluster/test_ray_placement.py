@@ -1,7 +1,5 @@
 """Failures of Ray at start and later, with a fake Ray. tests/e2e/test_ray_cluster.py uses the real one."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A controller in an external Ray, as its clients see it. The Ray is a fake."""
 
-from __future__ import annotations
-
 import sys
 from unittest.mock import Mock
 

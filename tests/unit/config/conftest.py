@@ -1,7 +1,5 @@
 """Cluster files of these tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A prefill and a decode worker, and a router session for the latter."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.sessions import FakeSession

@@ -1,7 +1,5 @@
 """A cluster that only writes histories: every kind of request, as its processes would record it."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A sender and a receiver in one process. Closing them must leave no thread."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

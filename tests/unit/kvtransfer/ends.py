@@ -1,7 +1,5 @@
 """Channel ends that corrupt or hold data, and methods that stop before they run."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Channels that break or whose peer replies too late or with invalid messages."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import replace

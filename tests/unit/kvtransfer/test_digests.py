@@ -1,7 +1,5 @@
 """Digests of each frame as sent and of the whole KV, which does not depend on the size and order of frames."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Handoffs between a Sender and a PeerService in one process: the KV that arrives, rejections, and each push's end."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """After any computation and withdrawal, frames tile the KV exactly, and the receiver accepts them."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

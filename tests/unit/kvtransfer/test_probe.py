@@ -1,7 +1,5 @@
 """A channel is selected and probed before the first offer: its transport, and whether it preserves bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The receiver rejects senders that break the protocol, with the reason and without posting a receive."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

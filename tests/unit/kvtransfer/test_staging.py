@@ -1,7 +1,5 @@
 """Staging memory limits each side's channels: idle ones are closed for new ones, busy ones are not."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

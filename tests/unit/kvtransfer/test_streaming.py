@@ -1,7 +1,5 @@
 """KV is sent while it is computed: layer by layer, several prompts at a time, without the part at the receiver."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace

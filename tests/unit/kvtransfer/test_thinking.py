@@ -1,7 +1,5 @@
 """The thinking state in a handoff arrives bit for bit over real streams, or is rejected with the field's name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Withdrawn and recomputed KV: freed blocks are not read, and the right values arrive."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 

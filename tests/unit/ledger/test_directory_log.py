@@ -1,7 +1,5 @@
 """PrefixPublisher over a store with the rules of the script. The store fails when the test sets it so."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """OwnershipLog over a connection whose answers the test controls."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager

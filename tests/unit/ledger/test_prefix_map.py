@@ -1,7 +1,5 @@
 """A reader of the directory against a store that trims its events, forgets, and changes incarnations."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

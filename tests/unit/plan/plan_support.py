@@ -1,7 +1,5 @@
 """A fake simulation that computes a shape's capacity arithmetically, and the status of a cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 

@@ -10,8 +10,6 @@ Therefore ratios are compared. The colocated side is vLLM of 2023, which never m
 The second test compares two simulators, so it compares rates: the example in the README of simdistserve.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from baton.bench.lengths import Lengths

@@ -1,7 +1,5 @@
 """`baton plan`: its output and its errors. The simulation is fake."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

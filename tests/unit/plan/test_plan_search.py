@@ -1,7 +1,5 @@
 """The planner's search over a fake simulation."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Profiles: Baton's own, files, errors in a file, and the step from measurements to a profile."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """A prefill worker and a router session."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.sessions import FakeSession

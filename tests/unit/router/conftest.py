@@ -1,7 +1,5 @@
 """Gates whose queues must be empty at the end."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 
 import pytest

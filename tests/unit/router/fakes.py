@@ -1,7 +1,5 @@
 """Connected links without streams; fleets, pools and contexts of them; and entries of the prefix directory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial

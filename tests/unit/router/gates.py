@@ -1,7 +1,5 @@
 """Admissions whose capacity tests change, and a virtual-time loop to wait in."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine

@@ -1,7 +1,5 @@
 """Choice of the worker that prefills and decodes: the lowest predicted TTFT, including chunked prompts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Fits of step costs: they are accurate, never negative, forget old reports and ignore outliers."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """After any events, the snapshot equals one built from scratch."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The folder of a router's own socket is removed by its router or the next one."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import os

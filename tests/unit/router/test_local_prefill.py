@@ -1,7 +1,5 @@
 """Local prefill: the cost of its joint step, the required advantage, and the break-even that workers' costs imply."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Policies return only pairs that fit, the best of all pairs, and spread the load."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from itertools import product

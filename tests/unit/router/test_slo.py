@@ -1,7 +1,5 @@
 """Which requests meet the SLO."""
 
-from __future__ import annotations
-
 from unittest.mock import MagicMock
 
 import pytest

@@ -1,7 +1,5 @@
 """The router's statistics of the last minute and its event feed, on a simulated clock."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

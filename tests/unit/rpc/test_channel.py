@@ -1,7 +1,5 @@
 """Channel options that Baton relies on, and errors for listeners that cannot start."""
 
-from __future__ import annotations
-
 import re
 import socket
 

@@ -1,7 +1,5 @@
 """Each value survives the wire byte by byte. Invalid ones are rejected by field name, or not sent."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

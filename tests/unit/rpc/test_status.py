@@ -1,7 +1,5 @@
 """The table of errors and statuses, both ways, and statuses of foreign servers."""
 
-from __future__ import annotations
-
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2

@@ -1,7 +1,5 @@
 """Small scenarios, and synthetic loads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from random import Random
 from typing import Any

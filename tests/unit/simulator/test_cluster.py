@@ -3,8 +3,6 @@ request are counted in events and function calls, never in seconds, so they are 
 tests/simulation/test_simulator_recovers_alike.py tests the states of an attempt and its recovery.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from cProfile import Profile

@@ -1,7 +1,5 @@
 """The parts of the simulator: time, links, blocks, stretches of steps, percentiles."""
 
-from __future__ import annotations
-
 import asyncio
 from random import Random
 

@@ -1,7 +1,5 @@
 """Whole simulations: agreement with queueing theory, invariants, and visible effects."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Interference of workers on one host: a step's time depends on the others' work when it begins."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 from typing import Any

@@ -1,7 +1,5 @@
 """The mutation program: its changes, and the test runs that detect them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The stress tool on tiny suites, and time limits of tests, which grow with a factor that is measured once."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The exporter with a collector in this process, with none, and with one that does not answer."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor

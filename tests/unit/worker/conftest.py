@@ -1,7 +1,5 @@
 """Both workers, a router session, and the settings of a decode worker."""
 
-from __future__ import annotations
-
 import pytest
 
 from baton.config import load_config

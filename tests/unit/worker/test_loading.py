@@ -1,7 +1,5 @@
 """Log of loading a model: limited progress, and one line at the end with the time and memory it took."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

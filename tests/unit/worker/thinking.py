@@ -1,7 +1,5 @@
 """Engines with fake thoughts and thinking states, which need no thinking model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from baton.core import ThinkingState, Thought

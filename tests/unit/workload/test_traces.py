@@ -1,7 +1,5 @@
 """Loads: arrival times, lengths and shared prefixes; traces of three formats, and their errors."""
 
-from __future__ import annotations
-
 from itertools import islice, pairwise
 from pathlib import Path
 from random import Random

@@ -1,7 +1,5 @@
 """Channels over every transport, for tests of the contract."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Both ends of a channel in one process, over any transport, and frames sent through them with credits."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import threading

@@ -1,7 +1,5 @@
 """Selection of a worker's transports."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 

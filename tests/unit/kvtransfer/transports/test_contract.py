@@ -1,7 +1,5 @@
 """The contract of a channel, tested on each transport."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

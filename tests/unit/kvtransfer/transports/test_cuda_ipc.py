@@ -2,8 +2,6 @@
 `test_contract.py` tests the contract of a channel, and `tests/unit/gpu/test_cuda_ipc.py` a real GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

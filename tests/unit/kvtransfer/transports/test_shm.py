@@ -1,7 +1,5 @@
 """Shared memory: a faulty peer can only break the channel, and all memory is freed."""
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os
