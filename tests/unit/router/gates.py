@@ -1,4 +1,4 @@
-"""Admissions whose capacity tests change, and a virtual-time loop to wait in."""
+"""Admissions whose capacity tests change, and ways to let other tasks run: in turns of the loop or virtual time."""
 
 import asyncio
 import functools
@@ -17,11 +17,8 @@ Result = TypeVar("Result")
 
 
 def in_virtual_time(scenario: Coroutine[Any, Any, Result]) -> Result:
-    loop = VirtualLoop()
-    try:
-        return loop.run_until_complete(scenario)
-    finally:
-        loop.close()
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(scenario)
 
 
 def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -32,6 +29,12 @@ def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
         in_virtual_time(test(*args, **kwargs))
 
     return run
+
+
+async def turns() -> None:
+    """Let other tasks run until each waits."""
+    for _ in range(8):
+        await asyncio.sleep(0)
 
 
 class Gate:

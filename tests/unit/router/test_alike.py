@@ -3,7 +3,6 @@
 import asyncio
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 
 import pytest
 from hypothesis import given
@@ -13,21 +12,20 @@ from baton.core import Role, Sampling, SequenceSpec
 from baton.engine.prefix_cache import hashable_blocks
 from baton.errors import DeadlineExceeded, InvalidRequest, NoWorker, Overloaded
 from baton.ledger.prefix_index import PrefixIndex
-from baton.testing import FakeClock
-from router.admission.admission import Admission, QueueLimits
 from router.placement.policy import POLICIES, local_prefill_if_faster
-from router.workers.placement import Placement, Requirements
+from router.workers.placement import Requirements
 from tests.unit.router import fakes
-from tests.unit.router.fakes import block_names, named, pair_of, pool_of, publish, say
+from tests.unit.router.fakes import block_names, floor_of, named, pair_of, pool_of, publish, say
+from tests.unit.router.gates import turns
 
 SPEC = SequenceSpec(tuple(range(40)), Sampling(), deterministic=True)
 PLAIN = replace(SPEC, deterministic=False)
 DETERMINISTIC, THOUGHTS = Requirements(spec=SPEC), Requirements(spec=PLAIN, thinks=("thoughts",))
 
 
-def pool_with(*workers):
-    """Create a pool of workers (role, name, determinism fingerprint)."""
-    return pool_of(*(fakes.link(role, name, bits=bits) for role, name, bits in workers))
+def links_of(*workers):
+    """Create links of workers (role, name, determinism fingerprint)."""
+    return [fakes.link(role, name, bits=bits) for role, name, bits in workers]
 
 
 P, D = Role.PREFILL, Role.DECODE
@@ -59,7 +57,7 @@ def test_a_pair_is_alike_and_is_found_whenever_there_is_one(policy, left, right,
 
 
 def test_others_may_go_anywhere():
-    pool = pool_with(*MIXED)
+    pool = pool_of(*links_of(*MIXED))
     pairs = {pair_of(pool.place(40, requirements)) for requirements in (Requirements(), Requirements(spec=PLAIN)) * 6}
     assert {decode for _, decode in pairs} == {"d0", "d1"}
     assert {prefill for prefill, _ in pairs} == {"p0", "p1", "p2"}
@@ -67,14 +65,14 @@ def test_others_may_go_anywhere():
 
 
 def test_a_decode_worker_does_it_alone_where_no_prefill_worker_is_like_it():
-    pool = pool_with((P, "p0", "x"), (P, "p1", ""), (D, "d0", ""), (D, "d1", "y"))
+    pool = pool_of(*links_of((P, "p0", "x"), (P, "p1", ""), (D, "d0", ""), (D, "d1", "y")))
     placement = pool.place(40, DETERMINISTIC)
     assert (placement.prefill, placement.decode.info.ref.worker_id, placement.determinism) == (None, "d1", "y")
     assert pool.place(40).prefill is not None, "others have a pair"
 
 
 def test_who_has_no_room_is_waited_for_and_who_is_not_there_is_said():
-    pool = pool_with(*MIXED)
+    pool = pool_of(*links_of(*MIXED))
     say(pool, "d1", full=True)
     assert pool.place(40, DETERMINISTIC) is None
     say(pool, "d1", usable=False)
@@ -136,20 +134,12 @@ def test_blocks_behind_the_prompt_are_looked_for_only_where_the_model_does_not_t
 
 
 class Gate:
-    """An admission over a pool, with a clock that stands still."""
+    """The queue and the pool of a router with these workers, and a clock that stands still."""
 
-    def __init__(self, pool, wait_s=10.0, most=100):
-        self.pool, self.clock = pool, FakeClock()
-        self.admission = Admission(
-            pool.place,
-            Placement.release,
-            pool.can_serve,
-            self.clock,
-            QueueLimits(most, 10**6, wait_s),
-            capability_of=attrgetter("capability"),
-            why_not=pool.reasons_not_to_serve,
-        )
-        pool.on_change = self.admission.changed
+    def __init__(self, *workers, wait_s=10.0, most=100):
+        limits = {"queue_max_wait_s": wait_s, "queue_max_requests": most}
+        context = floor_of(*links_of(*workers), policy="least_loaded", **limits)
+        self.pool, self.admission, self.clock = context.pool, context.admission, context.sinks.clock
         self.tickets = 0
 
     def ask(self, requirements, deadline_s=60.0, **admitted):
@@ -173,16 +163,11 @@ def tell(pool, name, **facts):
 
 def gate_of_one(prefill="x", decode="x", **facts):
     """Create a gate with one pair of workers with these determinism fingerprints."""
-    return Gate(pool_with((P, "p0", prefill), (D, "d0", decode)), **facts)
-
-
-async def turns():
-    for _ in range(8):
-        await asyncio.sleep(0)
+    return Gate((P, "p0", prefill), (D, "d0", decode), **facts)
 
 
 async def test_who_waits_for_workers_that_are_not_there_is_in_nobodys_way():
-    gate = Gate(pool_with(*MIXED))
+    gate = Gate(*MIXED)
     say(gate.pool, "d1", usable=False)
     waits = await gate.waiting(DETERMINISTIC)
     assert gate.admission.waiting == 0
@@ -192,7 +177,7 @@ async def test_who_waits_for_workers_that_are_not_there_is_in_nobodys_way():
 
 
 async def test_who_is_first_in_the_queue_when_its_workers_leave_lets_others_pass():
-    gate = Gate(pool_with(*MIXED))
+    gate = Gate(*MIXED)
     for name in ("d0", "d1"):
         say(gate.pool, name, full=True)
     first, second = gate.ask(DETERMINISTIC), gate.ask(Requirements(spec=PLAIN))
@@ -220,7 +205,7 @@ async def test_where_no_worker_can_it_is_refused_with_their_reasons():
 
 @pytest.mark.parametrize("chunk", [8, 0])
 async def test_who_asks_for_thoughts_waits_until_a_model_is_known(chunk):
-    gate = Gate(pool_of())
+    gate = Gate()
     waits = await gate.waiting(THOUGHTS)
     assert gate.admission.waiting == 0
     for one in (fakes.prefill("p0"), fakes.decode("d0")):
@@ -262,7 +247,7 @@ async def test_a_model_thinks_if_all_its_workers_say_so():
 )
 async def test_it_waits_no_longer_than_others_do(requirements, deadline_s, error, says):
     bits = "" if requirements.determinism else "x"  # new requests would be rejected, requests in progress are not
-    gate = gate_of_one(bits, "", wait_s=0.01) if requirements.deterministic else Gate(pool_of(), wait_s=0.01)
+    gate = gate_of_one(bits, "", wait_s=0.01) if requirements.deterministic else Gate(wait_s=0.01)
     with pytest.raises(error, match=says):
         await gate.ask(requirements, deadline_s=deadline_s)
     assert gate.admission.aside == 0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from baton.core import Finish, FinishReason, Token
 from baton.errors import Cancelled, EngineFault
 from router.request.delivery import Delivery, EventStream, StallTimeout
-from tests.unit.router.gates import virtual
+from tests.unit.router.gates import turns, virtual
 
 
 def token(index: int, token_id: int | None = None) -> Token:
@@ -99,7 +99,7 @@ async def opened(patience=None):
     client, reasons = Client(), list[BaseException]()
     stream = EventStream(cast("Any", client), "a", patience or StallTimeout(30.0), reasons.append)
     stream.open(("baton-request-id", "a"), within_s=0)
-    await breath()
+    await turns()
     return client, stream, reasons
 
 
@@ -114,27 +114,22 @@ def writing_to(stream, choice=0):
     return asyncio.create_task(stream.tokens(choice, [Token(0, 7, "x")]))
 
 
-async def breath():
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
 async def test_what_comes_first_is_not_waited_for_and_keeps_its_order():
     client, stream, _ = await opened()
     assert client.sent == [{"baton-request-id": "a"}]
     accepting = asyncio.create_task(stream.accepted(3, 0))
-    await breath()
+    await turns()
     assert not client.said, "the metadata are under way"
     client.takes()
     await accepting
-    await breath()
+    await turns()
     assert client.said == [(0, "accepted")], "under way, and nobody waits"
     telling = [writing_to(stream, choice) for choice in range(2)]
-    await breath()
+    await turns()
     assert client.said == [(0, "accepted")]
     for _ in range(3):
         client.takes()
-        await breath()
+        await turns()
     await asyncio.gather(*telling)
     assert client.said == [(0, "accepted"), (1, "tokens"), (2, "tokens")]
     assert [each.tokens.choice for each in client.sent[2:]] == [0, 1]
@@ -144,7 +139,7 @@ async def test_a_tail_is_of_its_choice():
     client, stream, _ = await begun()
     ending = asyncio.create_task(stream.finished(1, Finish(FinishReason.LENGTH, tail="!"), 4))
     for _ in range(2):
-        await breath()
+        await turns()
         client.takes()
     await ending
     tail, finished = client.sent[1:]
@@ -156,7 +151,7 @@ async def test_a_tail_is_of_its_choice():
 async def test_what_was_begun_and_failed_is_told_by_the_next():
     client, stream, _ = await begun()
     await stream.accepted(3, 0)
-    await breath()
+    await turns()
     client.fails(ConnectionError("gone"))
     with pytest.raises(ConnectionError, match="gone"):
         await stream.tokens(0, [Token(0, 7, "x")])
@@ -165,11 +160,11 @@ async def test_what_was_begun_and_failed_is_told_by_the_next():
 async def test_the_status_waits_for_the_metadata_even_of_a_call_that_was_cancelled():
     client, stream, _ = await opened()
     writing = asyncio.create_task(stream.accepted(3, 0))
-    await breath()
+    await turns()
     writing.cancel()
     await asyncio.wait([writing])
     closing = asyncio.create_task(stream.close())
-    await breath()
+    await turns()
     assert not closing.done()
     client.takes()
     await closing
@@ -181,7 +176,7 @@ async def test_a_client_that_has_gone_does_not_keep_the_status(message):
     client, stream, _ = await (begun() if message == "tokens" else opened())
     writing = {"accepted": lambda: asyncio.create_task(stream.accepted(3, 0)), "tokens": lambda: writing_to(stream)}
     task = writing[message]() if message else None
-    await breath()
+    await turns()
     client.fails(aio.InternalError("the call is over"))
     if task:
         with pytest.raises(Cancelled, match="the client has left"):
@@ -213,7 +208,7 @@ async def test_those_who_take_nothing_are_given_up_one_by_one_and_no_others():
     patience = StallTimeout(0.05)
     silent, quick = [await begun(patience) for _ in range(2)], await begun(patience)
     writing = [writing_to(stream) for _, stream, _ in (*silent, quick)]
-    await breath()
+    await turns()
     quick[0].takes()
     await asyncio.sleep(1.0)
     for _, _, [reason] in silent:
