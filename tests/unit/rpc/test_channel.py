@@ -43,16 +43,11 @@ async def test_a_port_in_use_is_an_error_that_names_it():
     await first.stop(None)
 
 
-@pytest.mark.parametrize(
-    ("address", "says"),
-    [
-        *(
-            (wrong, "host:port")
-            for wrong in ("", "localhost", ":50051", "127.0.0.1:http", "127.0.0.1:", "127.0.0.1:99999")
-        ),
-        ("192.0.2.1:0", r"192\.0\.2\.1:0.*[Cc]annot assign"),
-    ],
-)
+NO_ADDRESSES = ("", "localhost", ":50051", "127.0.0.1:http", "127.0.0.1:", "127.0.0.1:99999")
+ELSEWHERE = ("192.0.2.1:0", r"192\.0\.2\.1:0.*[Cc]annot assign")
+
+
+@pytest.mark.parametrize(("address", "says"), [*((wrong, "host:port") for wrong in NO_ADDRESSES), ELSEWHERE])
 async def test_an_address_must_be_host_and_port_of_this_machine(address: str, says: str):
     with pytest.raises(ConfigError, match=says):
         channel.bind(channel.aio_server(), address)

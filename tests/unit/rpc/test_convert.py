@@ -144,8 +144,7 @@ def test_each_converter_is_tested():
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [core.Sampling, core.KVLayout, core.BlockCounts, core.Load, core.WorkerInfo, core.WorkerRef, core.HandoffId],
+    "kind", [core.Sampling, core.KVLayout, core.BlockCounts, core.Load, core.WorkerInfo, core.WorkerRef, core.HandoffId]
 )
 def test_fields_have_the_same_names_on_the_wire(kind: Any):
     ours = {field.name for field in dataclasses.fields(kind)} - ({"logprobs"} if kind is core.Sampling else set())

@@ -14,15 +14,18 @@ Code = grpc.StatusCode
 DETAILS = "grpc-status-details-bin"
 
 
-def failure(code: Code, text: str | None, trailers: tuple[tuple[str, bytes], ...] = ()) -> aio.AioRpcError:
+def failure(code: Code, text: str | None, *details: bytes) -> aio.AioRpcError:
     """Return a failed call, as gRPC would raise it."""
-    return aio.AioRpcError(code, aio.Metadata(), aio.Metadata(*trailers), text)
+    return aio.AioRpcError(code, aio.Metadata(), aio.Metadata(*((DETAILS, each) for each in details)), text)
+
+
+def as_failure(status: status_pb2.Status) -> aio.AioRpcError:
+    code = next(code for code in Code if code.value[0] == status.code)
+    return failure(code, status.message, status.SerializeToString())
 
 
 def over_the_wire(error: BaseException, request_id: str = "") -> aio.AioRpcError:
-    status = to_rpc_status(error, request_id)
-    code = next(code for code in Code if code.value[0] == status.code)
-    return failure(code, status.message, ((DETAILS, status.SerializeToString()),))
+    return as_failure(to_rpc_status(error, request_id))
 
 
 VISIBLE: list[tuple[BatonError, Code]] = [
@@ -117,15 +120,11 @@ def test_what_is_worth_a_retry_without_details_names_the_address(code: Code, tex
     assert (type(after), str(after)) == (errors.WorkerLost, f"the connection to host:1 was lost: {text}")
 
 
-def with_status(status: status_pb2.Status) -> aio.AioRpcError:
-    return failure(Code.RESOURCE_EXHAUSTED, status.message, ((DETAILS, status.SerializeToString()),))
-
-
 @pytest.mark.parametrize(
     "trailer", [b"\xff not protobuf", status_pb2.Status(code=5, message="other").SerializeToString()]
 )
 def test_details_that_do_not_belong_are_ignored(trailer: bytes):
-    back = from_rpc_error(failure(Code.INTERNAL, "plain", ((DETAILS, trailer),)))
+    back = from_rpc_error(failure(Code.INTERNAL, "plain", trailer))
     assert (type(back), str(back)) == (errors.EngineFault, "plain")
 
 
@@ -133,9 +132,9 @@ def test_details_of_others_are_used_but_not_their_reasons_nor_broken_ones():
     foreign = status_pb2.Status(code=Code.RESOURCE_EXHAUSTED.value[0], message="slow down")
     foreign.details.add(type_url="type.googleapis.com/google.rpc.RetryInfo", value=b"\xff")
     foreign.details.add().Pack(error_details_pb2.ErrorInfo(reason="EngineFault", domain="proxy.example"))
-    assert isinstance(from_rpc_error(with_status(foreign)), Overloaded)
+    assert isinstance(from_rpc_error(as_failure(foreign)), Overloaded)
     foreign.details.add().Pack(error_details_pb2.RetryInfo(retry_delay={"seconds": 3}))
-    back = from_rpc_error(with_status(foreign))
+    back = from_rpc_error(as_failure(foreign))
     assert isinstance(back, Overloaded)
     assert back.retry_after_s == 3.0
 
