@@ -1,6 +1,7 @@
 import asyncio
 import random
 from collections.abc import Callable
+from contextlib import asynccontextmanager
 
 import pytest
 from hypothesis import settings
@@ -10,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from baton.errors import DeadlineExceeded, NoWorker, Overloaded
 from router.admission.admission import OVERTAKES, Ticket, ticket_for
 from tests.simulation.clock import START, LoopClock
-from tests.unit.router.gates import Gate, in_virtual_time
+from tests.unit.router.gates import Gate, virtual
 
 
 class Line(RuleBasedStateMachine):
@@ -182,19 +183,16 @@ async def test_no_claim_is_lost_when_service_and_cancellation_meet(make, seed):
 WAIT_S = 8.0
 
 
-def accepting(scenario):
-    """Run the scenario on a gate in virtual time. Return the seconds that passed."""
-
-    async def run():
-        await scenario(gate := Gate(clock=LoopClock(), requests=1, tokens=100, wait_s=WAIT_S))
-        await gate.cleared()
-        return LoopClock().monotonic() - START
-
-    return in_virtual_time(run())
+@asynccontextmanager
+async def accepting():
+    """Yield a gate in virtual time."""
+    yield (gate := Gate(clock=LoopClock(), requests=1, tokens=100, wait_s=WAIT_S))
+    await gate.cleared()
 
 
-def test_it_waits_for_longer_than_newcomers_may_and_goes_before_them():
-    async def scenario(gate):
+@virtual
+async def test_it_waits_for_longer_than_newcomers_may_and_goes_before_them():
+    async with accepting() as gate:
         back = await gate.enter(arrival=1, returning=True, accepted=True, deadline_s=1000.0)
         choice = await gate.enter(arrival=2, accepted=True, deadline_s=1000.0)
         await gate.refuses("wait already", arrival=3)
@@ -207,8 +205,6 @@ def test_it_waits_for_longer_than_newcomers_may_and_goes_before_them():
             assert await task == 10
             assert not any(other.done() for other in others)
 
-    accepting(scenario)
-
 
 @pytest.mark.parametrize(
     ("accepted", "deadline_s", "error", "ends_s"),
@@ -218,28 +214,29 @@ def test_it_waits_for_longer_than_newcomers_may_and_goes_before_them():
         (False, 1000.0, Overloaded("waited 8 s for capacity"), WAIT_S),
     ],
 )
-def test_its_own_deadline_or_if_it_was_not_accepted_the_longest_wait_ends_it(accepted, deadline_s, error, ends_s):
-    async def scenario(gate):
+@virtual
+async def test_its_own_deadline_or_if_it_was_not_accepted_the_longest_wait_ends_it(accepted, deadline_s, error, ends_s):
+    async with accepting() as gate:
         waiting = await gate.enter(returning=True, accepted=accepted, deadline_s=deadline_s)
         with pytest.raises(type(error), match=str(error)):
             await waiting
+        assert gate.clock.monotonic() - START == pytest.approx(ends_s)
 
-    assert accepting(scenario) == pytest.approx(ends_s)
 
-
-def test_nobody_there_for_as_long_as_others_wait_ends_it():
-    async def scenario(gate):
+@virtual
+async def test_nobody_there_for_as_long_as_others_wait_ends_it():
+    async with accepting() as gate:
         back = await gate.enter(accepted=True, deadline_s=1000.0, since=START - 100.0)
         await asyncio.sleep(20)
         gate.pair = False
         with pytest.raises(NoWorker, match="waited 8 s: no decode worker is connected"):
             await back
+        assert 20 + WAIT_S <= gate.clock.monotonic() - START <= 20 + WAIT_S * 1.25
 
-    assert 20 + WAIT_S <= accepting(scenario) <= 20 + WAIT_S * 1.25
 
-
-def test_workers_that_come_back_in_time_count_from_anew():
-    async def scenario(gate):
+@virtual
+async def test_workers_that_come_back_in_time_count_from_anew():
+    async with accepting() as gate:
         back = await gate.enter(returning=True, accepted=True)
         for _ in range(5):
             gate.pair = False
@@ -249,5 +246,3 @@ def test_workers_that_come_back_in_time_count_from_anew():
         assert not back.done()
         gate.free()
         assert await back == 10
-
-    accepting(scenario)

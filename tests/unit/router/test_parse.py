@@ -63,16 +63,8 @@ WORDS = pb.Constraint(choices=pb.Choices(texts=["in", "into"]))
         (message(constraint=pb.Constraint(regex="a(")), "constraint.regex", "unclosed group"),
         (message(constraint=pb.Constraint(json_schema='{"type": "x"}')), "constraint.json_schema", "Invalid type: x"),
         (message(constraint=pb.Constraint(choices=pb.Choices())), "constraint.choices", "1 to 256, got 0"),
-        (
-            message(constraint=WORDS, sampling={"min_tokens": 1}),
-            "sampling.min_tokens",
-            "with a constraint",
-        ),
-        (
-            message(constraint=WORDS, sampling={"ignore_eos": True}),
-            "sampling.ignore_eos",
-            "with a constraint",
-        ),
+        (message(constraint=WORDS, sampling={"min_tokens": 1}), "sampling.min_tokens", "with a constraint"),
+        (message(constraint=WORDS, sampling={"ignore_eos": True}), "sampling.ignore_eos", "with a constraint"),
         (message(chat=pb.ChatMessages()), "chat", "the model has no chat template"),
         (message(priority=-101), "priority", "between -100 and 100, got -101"),
         (message(cache_scope="x" * 257), "cache_scope", "at most 256 characters, got 257"),
@@ -203,6 +195,6 @@ class WhichThread(OracleTokenizer):
 async def test_long_texts_and_conversations_are_tokenized_in_a_thread(length, elsewhere, kind):
     encoder, text = WhichThread(), "x" * length
     chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content=text)])
-    asked = message(**{kind: {"text": text, "chat": chat}[kind]})
+    asked = message(text=text) if kind == "text" else message(chat=chat)
     await RequestParser(encoder, "demo").parse(pb.ResumeRequest(request=asked), "r", None)
     assert (encoder.thread is not threading.main_thread()) is elsewhere
