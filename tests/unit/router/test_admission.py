@@ -4,84 +4,60 @@ from collections.abc import Callable
 from contextlib import asynccontextmanager
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.errors import DeadlineExceeded, NoWorker, Overloaded
 from router.admission.admission import OVERTAKES, Ticket, ticket_for
 from tests.simulation.clock import START, LoopClock
-from tests.unit.router.gates import Gate, virtual
+from tests.unit.router.gates import Gate, turns, virtual
 
 
-class Line(RuleBasedStateMachine):
-    """Compares an admission with a model: the head goes first. Newcomers wait unless they are the head and fit."""
+class Line:
+    """An admission and a model of it: the head goes first. Newcomers wait unless they are the head and fit."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.loop = asyncio.new_event_loop()
-        self.gate = Gate(10, by_tokens=True)
-        self.waiting: dict[int, int] = {}
+    def __init__(self, rng: random.Random) -> None:
+        self.rng, self.gate = rng, Gate(10, by_tokens=True)
+        self.waiting: dict[int, int] = {}  # tokens by ticket
         self.held: dict[int, int] = {}
         self.tasks: dict[int, asyncio.Task[int]] = {}
-        self.next_ticket = 0
 
-    def teardown(self):
-        for task in self.tasks.values():
-            task.cancel()
-        self._turn()
-        self.loop.close()
+    async def act(self, number):
+        act = self.rng.choice(["newcomer", "comes back", "ends", "gives up", "serve"])
+        if act == "newcomer":
+            await self.enter(number)
+        elif act == "comes back" and self.held:
+            await self.enter(self.take_back())
+        elif act == "ends" and self.held:
+            self.take_back()
+        elif act == "gives up" and self.waiting:
+            ticket = self.rng.choice(sorted(self.waiting))
+            del self.waiting[ticket]
+            self.tasks[ticket].cancel()
+            await self.served()
+        elif act == "serve":
+            self.gate.admission.changed()
+            await self.served()
+        assert self.gate.admission.waiting == len(self.waiting)
+        assert self.gate.room + sum(self.held.values()) == 10
 
-    def _take_back(self, data) -> int:
+    def take_back(self) -> int:
         """End a request without notifying the admission."""
-        ticket = data.draw(st.sampled_from(sorted(self.held)))
+        ticket = self.rng.choice(sorted(self.held))
         self.gate.room += self.held.pop(ticket)
         return ticket
 
-    def _turn(self) -> None:
-        """Run until every task waits or has ended."""
-        for _ in range(5):
-            self.loop.run_until_complete(asyncio.sleep(0))
-
-    @rule(tokens=st.integers(1, 10))
-    def newcomer(self, tokens):
-        self._enter(self.next_ticket, tokens)
-        self.next_ticket += 1
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data(), tokens=st.integers(1, 10))
-    def comes_back(self, data, tokens):
-        self._enter(self._take_back(data), tokens)
-
-    def _enter(self, ticket, tokens):
-        first, free = not self.waiting or ticket < min(self.waiting), self.gate.room
-        self.tasks[ticket] = self.loop.create_task(
-            self.gate.admission.admit(ticket_for(ticket, 0), tokens, returning=True)
-        )
-        self._turn()
+    async def enter(self, ticket):
+        tokens, free = self.rng.randint(1, 10), self.gate.room
+        first = not self.waiting or ticket < min(self.waiting)
+        entering = self.gate.admission.admit(ticket_for(ticket, 0), tokens, returning=True)
+        self.tasks[ticket] = asyncio.create_task(entering)
+        await turns()
         assert self.tasks[ticket].done() == (first and tokens <= free)
         (self.held if self.tasks[ticket].done() else self.waiting)[ticket] = tokens
 
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def ends(self, data):
-        self._take_back(data)
-
-    @precondition(lambda self: self.waiting)
-    @rule(data=st.data())
-    def gives_up(self, data):
-        ticket = data.draw(st.sampled_from(sorted(self.waiting)))
-        del self.waiting[ticket]
-        self.tasks[ticket].cancel()
-        self._served()
-
-    @rule()
-    def serve(self):
-        self.gate.admission.changed()
-        self._served()
-
-    def _served(self):
-        self._turn()
+    async def served(self):
+        await turns()
         while self.waiting and self.tasks[min(self.waiting)].done():
             ticket = min(self.waiting)
             assert self.tasks[ticket].result() == self.waiting[ticket]
@@ -89,14 +65,14 @@ class Line(RuleBasedStateMachine):
         assert not any(self.tasks[ticket].done() for ticket in self.waiting)
         assert not self.waiting or self.waiting[min(self.waiting)] > self.gate.room
 
-    @invariant()
-    def nothing_is_lost(self):
-        assert self.gate.admission.waiting == len(self.waiting)
-        assert self.gate.room + sum(self.held.values()) == 10
 
-
-Line.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestLine = Line.TestCase
+@settings(max_examples=60, deadline=None)
+@given(st.randoms(use_true_random=False))
+@virtual
+async def test_the_head_goes_first(rng):
+    line = Line(rng)
+    for number in range(40):
+        await line.act(number)
 
 
 async def test_the_urgent_overtake_only_so_many_arrivals(make):
@@ -118,15 +94,6 @@ async def test_who_would_have_to_wait_gets_nothing_at_once(make):
     assert (gate.admission.admit_now(1), gate.admission.waiting, gate.room) == (None, 1, 2)
     gate.free()
     assert await task == 3
-
-
-async def test_a_small_request_does_not_overtake_a_large_one(make):
-    gate = make(3, by_tokens=True)
-    large, small = await gate.enter(5), await gate.enter(1)
-    gate.admission.changed()
-    assert not small.done()
-    large.cancel()
-    assert await small == 1  # the end of the other request makes it the head
 
 
 async def test_the_bound_turns_newcomers_away_but_nobody_who_comes_back(make):
