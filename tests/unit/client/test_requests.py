@@ -54,8 +54,6 @@ def test_an_unknown_option_names_the_nearest():
 
 
 CALL = ToolCall("1", "now", 7)  # type: ignore[arg-type]
-
-
 REQUESTS: dict[str, Callable[[Any], inference.GenerateRequest]] = {
     "options": lambda given: generate_request("x", given),
     "prompt": lambda given: generate_request(given, {}),

@@ -76,16 +76,14 @@ def fleet_of(*links: FakeLink, **facts) -> Fleet:
     return fleet
 
 
-def pace(steps: int, tokens: int, context: int, step_s: float = 0.0, token_s: float = 0.0, context_s: float = 0.0):
+def pace(steps: int, tokens: int, context: int, step_s: float = 0.0, token_s: float = 0.0):
     """Return the pace of equal steps with these costs."""
-    return Pace(steps, steps * tokens, steps * context, steps * (step_s + tokens * token_s + context * context_s))
+    return Pace(steps, steps * tokens, steps * context, steps * (step_s + tokens * token_s))
 
 
-def block_names(
-    tokens: Sequence[int], count: int, fingerprint: str = "a", scope: str = "", *, size: int = 16, marked=False
-):
+def block_names(tokens: Sequence[int], count: int, fingerprint: str = "a", *, size: int = 16, marked=False):
     """Return the hashes of the first `count` blocks. `marked`: as for deterministic requests."""
-    chain = BlockHashChain(scope_key(fingerprint, scope, marked), tokens, size)
+    chain = BlockHashChain(scope_key(fingerprint, "", marked), tokens, size)
     return [chain.digest(block)[:NAME_BYTES] for block in range(count)]
 
 

@@ -159,8 +159,6 @@ UNUSABLE = [
     ([{"name": "tool_use", "template": "x"}], "the model's chat templates have no default"),
     (7, "chat_template must be a text"),
 ]
-
-
 DEEP = "[" * 100_000
 CALLS_NOTHING = chat(pb.ChatMessage(role="a", tool_calls=[CALL, pb.ToolCall(arguments="[]")]))
 WRONG_TURNS = [
@@ -184,8 +182,6 @@ WRONG_TURNS = [
     (chat(pb.ChatMessage(role="a", tool_calls=[CALL])), "chat.messages[0].tool_calls", "not support tool calls"),
     (CALLS_NOTHING, "chat.messages[0].tool_calls[1].arguments", "JSON object"),
 ]
-
-
 X_TIMES = "{{ bos_token }}{% for i in range(x or 1) %}{{ messages[i].content }}{% endfor %}"
 ALTERNATE = "the model's chat template rejects it: Conversation roles must alternate"
 

@@ -146,11 +146,11 @@ class Workers:
         return count
 
 
-def implied(waiting, prompts=PROMPTS):
+def implied(waiting):
     """Compute the same from the true costs. A waiting token attends to half of an ordinary prompt."""
     told = BLANK._replace(
         requests=4.0, kv_tokens=640.0, step_s=D[0], token_s=D[1], context_s=D[2],
-        prompt_step_s=prompts[0], prompt_token_s=prompts[1], prompt_context_s=prompts[2],
+        prompt_step_s=PROMPTS[0], prompt_token_s=PROMPTS[1], prompt_context_s=PROMPTS[2],
     )  # fmt: skip
 
     def sooner(tokens):

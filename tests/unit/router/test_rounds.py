@@ -41,11 +41,11 @@ def paced(machine):
     return WakeupBatcher(machine, machine.cpu)
 
 
-def after(machine, paced, looks, busy, step=stream._MEASURE_S * 1.01):
+def after(machine, paced, looks, busy):
     """Return the round lengths after each of `looks` looks."""
     lengths = []
     for _ in range(looks):
-        machine.run(step, busy)
+        machine.run(stream._MEASURE_S * 1.01, busy)
         paced.holds()
         lengths.append(paced.length_s)
     return lengths

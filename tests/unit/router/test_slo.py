@@ -11,21 +11,6 @@ from router.request.observer import ChoiceObserver, RequestObserver
 SPEC = SequenceSpec((0,), Sampling(max_tokens=9))
 
 
-def life_of(clock: FakeClock, *, ttft_s: float, itl_s: float, received: int) -> ChoiceObserver:
-    sinks = MagicMock(clock=clock, slo_ttft_s=ttft_s, slo_itl_s=itl_s)
-    return ChoiceObserver(RequestObserver(sinks, "r"), 0, "r", "r", SPEC, received)
-
-
-def delivered(clock: FakeClock, life: ChoiceObserver, *waits_s: float) -> None:
-    """Deliver one token after each wait. The stage clock sees the first, as an attempt would report it."""
-    begin = life.tokens
-    for index, wait_s in enumerate(waits_s):
-        clock.advance(wait_s)
-        if index == 0:
-            life.stages.first_token()
-        life.delivered([Token(begin + index, 7, "")])
-
-
 @pytest.mark.parametrize("received", [0, 3], ids=["new", "resumed"])
 @pytest.mark.parametrize(
     ("waits_s", "met"),
@@ -41,6 +26,11 @@ def delivered(clock: FakeClock, life: ChoiceObserver, *waits_s: float) -> None:
 )
 def test_the_first_token_is_in_time_and_the_others_are_on_average(waits_s, met, received):
     clock = FakeClock()
-    life = life_of(clock, ttft_s=1.0, itl_s=0.25, received=received)
-    delivered(clock, life, *waits_s)
+    sinks = MagicMock(clock=clock, slo_ttft_s=1.0, slo_itl_s=0.25)
+    life = ChoiceObserver(RequestObserver(sinks, "r"), 0, "r", "r", SPEC, received)
+    for index, wait_s in enumerate(waits_s, received):
+        clock.advance(wait_s)
+        if index == received:
+            life.stages.first_token()  # as an attempt would report it
+        life.delivered([Token(index, 7, "")])
     assert life.met_slo() == met

@@ -162,8 +162,6 @@ REF = core.WorkerRef("d0", core.Incarnation(1, 2), "127.0.0.1:1")
 LAYOUT = core.KVLayout(2, 2, 8, 16, "float32")
 INFO = core.WorkerInfo(REF, core.Role.DECODE, "f", "m", 64, 8, LAYOUT)
 SPEC = core.SequenceSpec((1, 2), core.Sampling(seed=1))
-
-
 THOUGHT, STATE = common.TokenIds(), worker.ThinkingState(thinker="t", chunk=2, state=b"s")
 
 
