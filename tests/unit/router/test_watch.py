@@ -1,4 +1,4 @@
-"""The router's statistics of the last minute and its event feed, on a simulated clock."""
+"""The router's statistics of the last minute, its SLO and its event feed, on a simulated clock."""
 
 import asyncio
 import math
@@ -156,6 +156,30 @@ def test_a_prompt_counts_once_however_many_choices_it_has(clock):
         ChoiceObserver(request, choice, f"r{choice}", f"r.{choice}", SPEC, 0).delivered([Token(0, 7, "")])
     window = seen.recent.window()
     assert (window.prompt_tokens_per_s, window.tokens_per_s, window.ttft.count) == (100, 3, 3)
+
+
+@pytest.mark.parametrize("received", [0, 3], ids=["new", "resumed"])
+@pytest.mark.parametrize(
+    ("waits_s", "met"),
+    [
+        ((), True),  # no token, no wait for one
+        ((1.0,), True),
+        ((1.5,), False),
+        ((1.0, 0.25), True),
+        ((1.0, 0.5), False),
+        ((1.0, 0.375, 0.125), True),  # on average
+        ((1.0, 0.125, 0.125, 0.75), False),
+    ],
+)
+def test_the_first_token_is_in_time_and_the_others_are_on_average(clock, waits_s, met, received):
+    sinks = MagicMock(clock=clock, slo_ttft_s=1.0, slo_itl_s=0.25)
+    life = ChoiceObserver(RequestObserver(sinks, "r"), 0, "r", "r", SPEC, received)
+    for index, wait_s in enumerate(waits_s, received):
+        clock.advance(wait_s)
+        if index == received:
+            life.stages.first_token()  # as an attempt would report it
+        life.delivered([Token(index, 7, "")])
+    assert life.met_slo() == met
 
 
 @pytest.fixture
