@@ -163,6 +163,7 @@ def http_bytes(data: bytes) -> None:
     for kind, job_of in KINDS.items():
         job, error = outcome(lambda k=kind, j=job_of: j(checked(data, k)), InvalidRequest)  # type: ignore[misc]
         if error is not None:
+            refused(error)
             answer = problem_of(error).response()
             assert (answer.status_code, bool(orjson.loads(answer.body)["error"]["message"])) == (400, True)
             continue
