@@ -213,14 +213,3 @@ async def test_those_who_take_nothing_are_given_up_one_by_one_and_no_others():
     for task in writing:
         task.cancel()
     await asyncio.wait(writing)
-
-
-@virtual
-async def test_patience_begins_anew_with_each_message():
-    client, stream, reasons = await begun(StallTimeout(0.3))
-    for _ in range(4):
-        writing = writing_to(stream)
-        await asyncio.sleep(0.2)
-        client.takes()
-        await writing
-    assert not reasons
