@@ -119,12 +119,6 @@ def test_thoughts_are_beside_the_answer():
     assert answer.usage.thinking_tokens == 3
 
 
-def test_other_choices_begin_behind_the_prompt():
-    thoughts = [thought(0), thought(1), thought(2, choice=1), thought(3, choice=1)]
-    folded, _ = fold(*thoughts, finished(0), finished(1), COMPLETED)
-    assert [[one.chunk for one in choice.thoughts] for choice in folded._completion().choices] == [[0, 1], [2, 3]]
-
-
 def test_thoughts_that_a_resumed_stream_says_again_are_not_shown():
     folded, deltas = resumed(
         [ACCEPTED, thought(0), thought(1), tokens(0, [1], "a"), thought(5, choice=1)],

@@ -34,14 +34,6 @@ def place(monkeypatch):
         yield Path(short)
 
 
-@pytest.fixture
-def gone():
-    """The id of a process that has ended."""
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
-
-
 def names(place):
     return sorted(path.name for path in place.iterdir())
 
@@ -74,8 +66,10 @@ def test_what_a_killed_router_left_is_removed_by_the_next_one(place):
     assert names(place) == []
 
 
-def test_what_is_not_left_by_a_router_stays(place, gone):
+def test_what_is_not_left_by_a_router_stays(place):
     """A folder in use stays: in another container its process has another id."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        gone = ended.pid
     kept = [f"baton-router-{number}-a" for number in (os.getpid(), "9" * 10, "x")]
     kept += ["baton-router-", f"other-{gone}-a", f"baton-router-{gone}-used", f"baton-router-{gone}-open"]
     for name in (*kept, f"baton-router-{gone}-left"):
