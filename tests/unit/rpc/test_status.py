@@ -42,8 +42,7 @@ VISIBLE: list[tuple[BatonError, Code]] = [
     (errors.EngineFault("NaN"), Code.INTERNAL),
 ]
 FAULTS = [errors.ConfigError, errors.CheckpointError, errors.RankLost, BatonError, KeyError]
-HANDOFFS = [errors.HandoffError, errors.StaleAttempt, errors.OfferRefused]
-LOSSES = [*HANDOFFS, errors.DigestMismatch, errors.ChannelBroken]
+LOSSES = [errors.HandoffError, errors.StaleAttempt, errors.OfferRefused, errors.DigestMismatch, errors.ChannelBroken]
 REPLACED: list[tuple[BaseException, type[BatonError]]] = [
     *((kind("secret"), errors.EngineFault) for kind in FAULTS),
     *((kind("secret"), errors.WorkerLost) for kind in LOSSES),
