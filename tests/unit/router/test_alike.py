@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -65,7 +66,7 @@ def test_others_may_go_anywhere():
 
 
 def test_a_decode_worker_does_it_alone_where_no_prefill_worker_is_like_it():
-    pool = pool_of(*links_of((P, "p0", "x"), (P, "p1", ""), (D, "d0", ""), (D, "d1", "y")))
+    pool: Any = pool_of(*links_of((P, "p0", "x"), (P, "p1", ""), (D, "d0", ""), (D, "d1", "y")))
     placement = pool.place(40, DETERMINISTIC)
     assert (placement.prefill, placement.decode.info.ref.worker_id, placement.determinism) == (None, "d1", "y")
     assert pool.place(40).prefill is not None, "others have a pair"
@@ -138,7 +139,7 @@ class Gate:
 
     def __init__(self, *workers, wait_s=10.0, most=100):
         limits = {"queue_max_wait_s": wait_s, "queue_max_requests": most}
-        context = floor_of(*links_of(*workers), policy="least_loaded", **limits)
+        context: Any = floor_of(*links_of(*workers), policy="least_loaded", **limits)
         self.pool, self.admission, self.clock = context.pool, context.admission, context.sinks.clock
         self.tickets = 0
 

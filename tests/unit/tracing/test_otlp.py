@@ -43,19 +43,25 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 @contextmanager
-def exporting(linger_s=0.0):
-    """Yield a collector, and an exporter to it that is closed at the end."""
+def collectors():
     server, collector = grpc.server(ThreadPoolExecutor(2)), Collector()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        exporter = Exporter(f"http://127.0.0.1:{port}", "local", "1.2", linger_s=linger_s)
-        yield collector, exporter
-        exporter.close()
+        yield collector, f"http://127.0.0.1:{port}"
     finally:
         collector.gate.set()
         server.stop(0).wait(WAIT_S)
+
+
+@contextmanager
+def exporting(linger_s=0.0):
+    """Yield a collector, and an exporter to it that is closed at the end."""
+    with collectors() as (collector, address):
+        exporter = Exporter(address, "local", "1.2", linger_s=linger_s)
+        yield collector, exporter
+        exporter.close()
 
 
 def ended(context=None, spans=SPANS, error="", outcome="finished") -> Ended:
