@@ -153,13 +153,6 @@ def alone_at(*links, tokens=100, **facts):
 STEPS = pace(100, 4, 400, 0.01, 0.0)  # a decode step takes 10 ms; at FAST, a prompt 10 ms and 1 ms for each token
 
 
-def test_what_lacks_little_there_is_computed_there():
-    workers = prefill(pace=FAST), decode("1", pace=STEPS), decode("2", pace=STEPS)
-    assert alone_at(*workers, cached={"2": 90}) == "2"
-    assert alone_at(*workers, cached={"2": 90, "p": 90}) is None, "the prefill worker has as much"
-    assert alone_at(*workers, cached={"2": 1}) is None, "not worth the wait for a step"
-
-
 def test_prompts_that_a_decode_worker_has_to_compute_already_count():
     """Without this, all prompts of a burst would go to one decode worker, in one step far beyond the SLO."""
     busy = prefill(pace=FAST, reported=1000)
