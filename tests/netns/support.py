@@ -11,10 +11,11 @@ from baton import Client
 from baton.ledger.embedded_redis import server_binary
 from tests.netns.hosts import ROOT, command
 from tests.support.load import PATIENCE_S, Job, until
+from tests.support.time_factor import scaled
 
 GRPC, ADMIN, METRICS, REDIS, WORKER = 50051, 50052, 9100, 6379, 7000
 PASSWORD = "netns"
-LEASE_S = 4.0
+LEASE_S = scaled(4.0)
 CONFIG = f"""
 name: hosts
 model: {{path: {ROOT}/models/demo, max_model_len: 2048}}
@@ -25,7 +26,7 @@ router: {{grpc: "0.0.0.0:{GRPC}", admin: "0.0.0.0:{ADMIN}", metrics: "0.0.0.0:{M
 prefill: {{device: cpu, threads: 1, kv_memory: 24MiB, listen: "0.0.0.0:0", interface: eth0}}
 decode: {{device: cpu, threads: 1, kv_memory: 24MiB, listen: "0.0.0.0:0"}}
 ledger: {{lease_s: {LEASE_S}, heartbeat_s: 0.5}}
-transfer: {{transport: gloo, frame_deadline_s: 4}}
+transfer: {{transport: gloo, frame_deadline_s: {LEASE_S}}}
 security: {{allow_insecure: true}}
 """
 

@@ -12,7 +12,7 @@ from tests.netns.ray_hosts import RayHosts
 from tests.netns.support import LEASE_S, census, draw_jobs
 from tests.support.load import Load, until
 
-pytestmark = [pytest.mark.netns, pytest.mark.serial, pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(420)]
 
 
 @pytest.fixture
