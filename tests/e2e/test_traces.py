@@ -11,8 +11,7 @@ from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from baton.stages import Stage
 from tests.support.cluster_process import HANDED_OVER
-from tests.unit.tracing.test_chrome import check, complete
-from tests.unit.tracing.test_otlp import PARENT, TRACE, WAIT_S, collectors
+from tests.unit.test_tracing import PARENT, TRACE, WAIT_S, check, collectors, complete
 
 pytestmark = pytest.mark.slow
 

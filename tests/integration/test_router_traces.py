@@ -22,7 +22,7 @@ from router.parsing.generate_request import RequestParser
 from router.workers.stream import EventMailbox
 from tests.support.in_process_router import FakeWorker, InProcessCluster, at
 from tests.support.waiting import until
-from tests.unit.tracing.test_otlp import PARENT, TRACE, collectors
+from tests.unit.test_tracing import PARENT, TRACE, collectors
 
 PLACED = {"prefill": "prefill-0", "decode": "decode-0"}
 STAGES = [stage.value for stage in Stage]

@@ -6,6 +6,12 @@ import torch
 from baton.metrics import MetricsServer
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Use one thread on two cores for many tests, unless a test takes the fixture `threads`."""
+    torch.set_num_threads(1)
+
+
 # Two threads wait for each other at each layer. During other tests that takes a hundred times as long.
 @pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.serial)], ids=["one thread", "two threads"])
 def threads(request):

@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from structlog.testing import capture_logs
 
 from baton.cli.sizing import profile_kernels as command
@@ -33,13 +32,11 @@ def cluster_file(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "measure_linear", partial(measure_linear, rows=(1, 8)))
     monkeypatch.setattr(command, "measure_attention", partial(measure_attention, context=40))
     monkeypatch.setattr(command, "configure_logging", lambda *_: None)  # would change other tests' logs
-    before = torch.get_num_threads()
     file = tmp_path / "c.yaml"
     pool = "{threads: 1, max_running: 2}"
     file.write_text(f"model: {{path: {DEMO}}}\nprefill: {pool}\ndecode: {pool}\n")
     with capture_logs():
         yield file
-    torch.set_num_threads(before)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Folding events and deciding on retries, without I/O and real time."""
+"""Folding events and deciding on retries and resumed streams, without I/O and real time."""
 
 import itertools
 from collections.abc import Iterable
@@ -8,11 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton import errors
 from baton.client._accumulator import Fold
-from baton.client._retry import RETRY_BASE_S, RETRY_CAP_S, Attempts, ClientBase
+from baton.client._retry import RETRY_BASE_S, RETRY_CAP_S, Attempts, ClientBase, Recovery
 from baton.client.types import Delta, Thought
 from baton.core import FinishReason, TokenLogprobs
-from baton.errors import BatonError, ConfigError, DeadlineExceeded, EngineFault, InvalidRequest, NoWorker, Overloaded
+from baton.errors import (
+    BatonError,
+    ConfigError,
+    DeadlineExceeded,
+    EngineFault,
+    InvalidRequest,
+    NoWorker,
+    Overloaded,
+    WorkerLost,
+)
 from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import inference_pb2 as inference
 from baton.testing import FakeClock
@@ -204,7 +214,7 @@ def test_a_tail_that_was_said_is_not_said_again(cut: int, split: int):
 
 
 def attempts(
-    timeout: float | None = None, retries: int = 2, draw: float = 0.5, clock: FakeClock | None = None
+    timeout: float | None = None, retries: int = 5, draw: float = 1.0, clock: FakeClock | None = None
 ) -> Attempts:
     return Attempts(retries, timeout, clock or FakeClock(), lambda: draw)
 
@@ -289,3 +299,68 @@ def test_the_token_is_hidden():
 )
 def test_a_proxy_is_not_asked_for_this_machine(target: str, proxy: bool):
     assert ClientBase(target)._proxy is proxy
+
+
+LOST = WorkerLost("lost")
+ANSWERS = [EngineFault("x"), Overloaded("x"), errors.DeadlineExceeded("x"), errors.Cancelled("x")]
+REFUSALS = [errors.Unsupported("x"), errors.UnknownModel("x"), InvalidRequest.of("received", "more than there are")]
+
+
+def recovery(targets: int = 1) -> Recovery:
+    made = Recovery(targets)
+    made.resumable = True
+    return made
+
+
+def lost(targets: int = 1, retries: int = 5) -> tuple[Recovery, Attempts]:
+    """Return the recovery of a lost stream."""
+    broken, tries = recovery(targets), attempts(retries=retries)
+    broken.wait_after(LOST, tries, answered=True)
+    return broken, tries
+
+
+def raised(broken: Recovery, error: BatonError, tries: Attempts | None = None, *, answered: bool) -> BatonError:
+    with pytest.raises(BatonError) as caught:
+        broken.wait_after(error, tries or attempts(), answered=answered)
+    return caught.value
+
+
+@pytest.mark.parametrize("loss", [LOST, NoWorker("x")])
+def test_a_loss_is_waited_after_if_the_stream_can_be_resumed(loss: BatonError):
+    assert recovery().wait_after(loss, attempts(), answered=True) == 0.25
+    assert raised(Recovery(1), loss, answered=True) is loss
+
+
+@pytest.mark.parametrize("error", [*ANSWERS, *REFUSALS])
+def test_what_a_stream_with_events_says_is_the_answer(error: BatonError):
+    broken = recovery()
+    assert raised(broken, error, answered=True) is error
+    broken.wait_after(LOST, attempts(), answered=True)
+    assert raised(broken, error, answered=True) is error
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_each_router_may_refuse_once(refusal: BatonError):
+    broken, tries = lost(targets=2)
+    assert broken.wait_after(refusal, tries, answered=False) == 0.0
+    for _ in range(2):
+        given_up = raised(broken, refusal, answered=False)
+        assert (given_up, given_up.__cause__) == (LOST, refusal)
+
+
+def test_after_progress_everything_counts_anew():
+    broken, tries = lost(targets=2)
+    broken.wait_after(REFUSALS[0], tries, answered=False)
+    broken.progressed()
+    second = WorkerLost("again")
+    broken.wait_after(second, tries, answered=True)
+    assert broken.wait_after(REFUSALS[0], tries, answered=False) == 0.0
+    assert raised(broken, REFUSALS[0], answered=False) is second
+
+
+def test_a_resume_that_fails_is_tried_again_as_any_call():
+    (broken, tries), last, fault = lost(retries=3), NoWorker("y"), EngineFault("x")
+    assert broken.wait_after(Overloaded("full", 2.0), tries, answered=False) == 2.5
+    assert broken.wait_after(NoWorker("x"), tries, answered=False) == 1.0
+    assert raised(broken, last, tries, answered=False) is last
+    assert raised(broken, fault, answered=False) is fault

@@ -218,7 +218,6 @@ class Call:
 
 class Receiver:
     def __init__(self, settings=SMALL, *, control_socket: bool = False) -> None:
-        torch.set_num_threads(1)
         self.table, self.kv = RecordingTable(), make_kv(None)
         self.table.reserve(JOB.handoff, [11, 12])
         self.channels = HandMade(control_socket=control_socket)

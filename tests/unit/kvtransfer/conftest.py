@@ -4,7 +4,6 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.support import Pair, Pairs
@@ -13,7 +12,6 @@ from tests.unit.kvtransfer.support import Pair, Pairs
 @pytest.fixture
 def pairs() -> Iterator[Pairs]:
     """A function that creates pairs. They are closed at the end."""
-    torch.set_num_threads(1)
     before = set(threading.enumerate())
     pairs = Pairs()
     yield pairs

@@ -35,8 +35,6 @@ from tests.unit.tp.support import GQA, gpus, put, whole, wire_of
 
 @pytest.fixture
 def plan_of(tmp_path) -> Callable[..., TpLayout]:
-    torch.set_num_threads(1)
-
     def plan(size: int, folder: str = "") -> TpLayout:
         model: dict[str, Any] = {"dtype": "auto", "device": "cpu", "block_size": 8, "max_model_len": None}
         ranks: dict[str, Any] = {"threads": 1, "store": str(tmp_path / "store"), "parent": os.getpid()}

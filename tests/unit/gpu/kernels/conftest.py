@@ -18,7 +18,6 @@ if not INTERPRETED and not torch.cuda.is_available():
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    torch.set_num_threads(1)
     return torch.device("cpu" if INTERPRETED else "cuda")
 
 

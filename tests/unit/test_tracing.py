@@ -1,20 +1,147 @@
-"""The exporter with a collector in this process, and with one that does not answer."""
+"""A request's trace: its identity, its trace file for Perfetto and chrome://tracing, and its export to a collector."""
 
+import json
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 
 import grpc
 import pytest
 import structlog
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
+from baton.errors import Unauthenticated
+from baton.tracing.chrome import chrome_trace
 from baton.tracing.otlp import Exporter
-from baton.tracing.trace import Ended, TraceContext
+from baton.tracing.trace import Ended, Span, TraceContext, lanes, processes
+from router.openai.upstream import metadata_of
 from tests.support.time_factor import scaled
-from tests.unit.tracing.test_chrome import AT, SPANS
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+GOOD = f"00-{TRACE}-{PARENT}-01"
+
+
+@pytest.mark.parametrize(("flags", "sampled"), [("00", False), ("01", True), ("02", False), ("ff", True)])
+def test_what_a_caller_says(flags, sampled):
+    assert TraceContext.parse(f"00-{TRACE}-{PARENT}-{flags}") == TraceContext(TRACE, PARENT, sampled)
+
+
+SHAPES = ["", "00", GOOD.upper(), f" {GOOD}", f"{GOOD}\n", f"{GOOD}-00", f"{GOOD}\r\nauthorization: Bearer x"]
+VERSIONS = [GOOD.replace("00-", version, 1) for version in ("01-", "ff-")]
+ZEROS = [f"00-{'0' * 32}-{PARENT}-01", f"00-{TRACE}-{'0' * 16}-01"]
+LENGTHS_AND_DIGITS = [f"00-{TRACE[1:]}-{PARENT}-01", f"00-{TRACE}-{PARENT}-1", GOOD.replace("4", "٤", 1)]
+
+
+@pytest.mark.parametrize("header", [*SHAPES, *VERSIONS, *ZEROS, *LENGTHS_AND_DIGITS])
+def test_what_is_not_exactly_that_is_ignored(header):
+    assert TraceContext.parse(header) is None
+    assert metadata_of(None, header) == ()
+    assert metadata_of("Bearer x", header) == (("authorization", "Bearer x"),)
+
+
+def test_the_gateway_passes_on_what_is():
+    assert metadata_of(None, GOOD) == (("traceparent", GOOD),)
+    assert metadata_of("Bearer x", GOOD) == (("authorization", "Bearer x"), ("traceparent", GOOD))
+    assert metadata_of(None, None) == ()
+    with pytest.raises(Unauthenticated):
+        metadata_of("Bearer \n", GOOD)
+
+
+def test_new_ones_are_new():
+    made = {TraceContext.new().trace_id for _ in range(50)}
+    assert len(made) == 50
+    assert all(len(one) == 32 and int(one, 16) for one in made)
+
+
+def test_the_caller_decides_and_else_the_share_does():
+    assert TraceContext(TRACE, PARENT, sampled=True).exported(0.0)
+    assert not TraceContext(TRACE, PARENT, sampled=False).exported(1.0)
+    low, high = TraceContext("f" * 16 + "1" + "0" * 15), TraceContext("0" * 16 + "f" * 16)
+    for share, exported in ((0.0, [False, False]), (0.5, [True, False]), (1.0, [True, True])):
+        assert [low.exported(share), high.exported(share)] == exported
+
+
+AT = 1_795_346_477.0
+SPANS = [
+    Span("queue", "router-1", "router", AT, 0.001),
+    Span("route", "router-1", "router", AT + 0.001, 0.002, {"prefill": "prefill-0@1.1"}, 1),
+    Span("prefill", "router-1", "router", AT + 0.003, 0.010, {}, 1),
+    Span("transfer", "router-1", "router", AT + 0.013, 0.004, {}, 1),
+    Span("decode", "router-1", "router", AT + 0.017, 0.050, {}, 1),
+    Span("wait", "prefill-0", "prefill", AT + 0.0035, 0.001, {}, 1),
+    Span("compute", "prefill-0", "prefill", AT + 0.0045, 0.008, {"tokens": "40"}, 1),
+    Span("push", "prefill-0", "prefill", AT + 0.006, 0.010, {"kv_bytes": "100"}, 1),
+    Span("receive", "decode-0", "decode", AT + 0.007, 0.008, {}, 1),
+    Span("decode", "decode-0", "decode", AT + 0.016, 0.049, {}, 1),
+]
+
+
+def complete(trace):
+    return [event for event in trace["traceEvents"] if event["ph"] == "X"]
+
+
+def check(trace) -> None:
+    """Check the format, and that no two slices of a thread overlap, as viewers require."""
+    trace = json.loads(json.dumps(trace, allow_nan=False))
+    for event in trace["traceEvents"]:
+        assert event["ph"] in {"X", "M", "s", "f"}
+        assert [type(event[key]) for key in ("name", "pid", "tid")] == [str, int, int]
+        assert event["ts"] >= 0
+    threads: dict[tuple[int, int], list] = {}
+    for event in complete(trace):
+        assert event["dur"] >= 0
+        threads.setdefault((event["pid"], event["tid"]), []).append(event)
+    for slices in threads.values():
+        for one, following in pairwise(sorted(slices, key=lambda event: event["ts"])):
+            assert one["ts"] + one["dur"] <= following["ts"] + 1e-6
+    named = {(e["pid"], e["tid"]) for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert named == set(threads)
+    begins, ends = ([event for event in trace["traceEvents"] if event["ph"] == phase] for phase in "sf")
+    assert [event["id"] for event in begins] == [event["id"] for event in ends]
+    assert len({event["id"] for event in begins}) == len(begins)
+    assert all(begin["ts"] <= end["ts"] for begin, end in zip(begins, ends, strict=True)), "clocks may disagree"
+
+
+def test_one_row_for_each_process_and_an_arrow_for_the_kv():
+    trace = chrome_trace(SPANS, "r", "t" * 32)
+    check(trace)
+    rows = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    assert rows == {1: "router-1", 2: "prefill-0", 3: "decode-0"}
+    assert trace["otherData"] == {"request_id": "r", "trace_id": "t" * 32, "began_unix_s": AT}
+    stages = [event for event in complete(trace) if event["pid"] == 1]
+    assert sum(event["dur"] for event in stages) == pytest.approx(67_000)
+    (push,) = (event for event in complete(trace) if event["name"] == "push")
+    assert (push["ts"], push["dur"]) == (pytest.approx(6000, abs=1), 10_000)
+    assert push["args"] == {"kv_bytes": "100", "attempt": 1, "choice": 0}
+    begin, end = (event for event in trace["traceEvents"] if event["ph"] in {"s", "f"})
+    assert (begin["ph"], begin["pid"], begin["tid"]) == ("s", 2, push["tid"])
+    assert (end["ph"], end["pid"], end["bp"]) == ("f", 3, "e")
+    (compute,) = (event for event in complete(trace) if event["name"] == "compute")
+    assert compute["tid"] != push["tid"], "it streams while it computes: two threads, or a viewer would nest them"
+
+
+def test_any_spans_make_a_file_that_can_be_read(seed):
+    rng = random.Random(seed)
+    for _ in range(50):
+        check(chrome_trace([any_span(rng) for _ in range(rng.randrange(30))]))
+
+
+def any_span(rng):
+    name, process = rng.choice(["push", "receive", "decode", "x"]), rng.choice(["a", "b"])
+    role = rng.choice(["router", "prefill", "decode", "else"])
+    times = AT + rng.random(), rng.choice([0.0, rng.random()])
+    return Span(name, process, role, *times, {}, rng.randrange(3), rng.randrange(3))
+
+
+def test_processes_are_in_the_order_of_a_requests_way_and_what_touches_does_not_overlap():
+    assert processes(reversed(SPANS)) == [("router", "router-1"), ("prefill", "prefill-0"), ("decode", "decode-0")]
+    assert [len(lane) for lane in lanes(SPANS[:5])] == [5]
+    assert [len(lane) for lane in lanes(SPANS[5:8])] == [2, 1]
+    assert chrome_trace([])["traceEvents"] == []
+
+
 WAIT_S = scaled(20)
 
 
