@@ -13,16 +13,7 @@ from baton.client._accumulator import Fold
 from baton.client._retry import RETRY_BASE_S, RETRY_CAP_S, Attempts, ClientBase, Recovery
 from baton.client.types import Delta, Thought
 from baton.core import FinishReason, TokenLogprobs
-from baton.errors import (
-    BatonError,
-    ConfigError,
-    DeadlineExceeded,
-    EngineFault,
-    InvalidRequest,
-    NoWorker,
-    Overloaded,
-    WorkerLost,
-)
+from baton.errors import BatonError, ConfigError, EngineFault, InvalidRequest, NoWorker, Overloaded, WorkerLost
 from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import inference_pb2 as inference
 from baton.testing import FakeClock
@@ -232,7 +223,7 @@ def test_a_wait_is_never_shorter_than_the_server_asked_for():
     assert attempts(draw=1.0).wait_after(Overloaded("full", retry_after_s=3.0)) == 3.25
 
 
-@pytest.mark.parametrize("error", [InvalidRequest.of("a", "b"), EngineFault("x"), DeadlineExceeded("x")])
+@pytest.mark.parametrize("error", [InvalidRequest.of("a", "b"), EngineFault("x"), errors.DeadlineExceeded("x")])
 def test_what_no_retry_helps_is_raised_at_once(error: BatonError):
     with pytest.raises(type(error)) as caught:
         attempts().wait_after(error)

@@ -1,12 +1,16 @@
+"""Cached blocks: their names, the prompts that use them, and reservations that share them for KV of another worker."""
+
 from dataclasses import replace
 
 import pytest
+import torch
 
 from baton.core import Sampling, SequenceSpec
+from baton.engine.block_pool import BlockPool, BlockState
 from baton.engine.prefix_cache import BlockHashChain, block_hashes_of, hashable_blocks, scope_key
 from baton.worker.engine_factory import generate
 from tests.support import engines
-from tests.support.engines import BLOCK, Faulty, Streams, engine_of, ids, key_of, oracle, spec_of
+from tests.support.engines import BLOCK, Faulty, Streams, block_names, engine_of, ids, key_of, oracle, reserved, spec_of
 
 
 def tokens_of(engine, prompt, **options):
@@ -15,24 +19,24 @@ def tokens_of(engine, prompt, **options):
     return ids(found.tokens), engine.counters.cached_tokens - before
 
 
-def names(scope, tokens, size=BLOCK):
+def names_in(scope, tokens, size=BLOCK):
     return engines.block_names(oracle(), tokens, scope, size)
 
 
 def test_a_name_says_all_tokens_up_to_its_end_in_its_scope():
     tokens = list(range(12))
-    one = names("", tokens)
-    assert names("", list(range(12))) == one
+    one = names_in("", tokens)
+    assert names_in("", list(range(12))) == one
     assert len(set(one)) == 3
     for changed in range(12):
-        other = names("", [*tokens[:changed], 99, *tokens[changed + 1 :]])
+        other = names_in("", [*tokens[:changed], 99, *tokens[changed + 1 :]])
         assert [a == b for a, b in zip(one, other, strict=True)] == [i < changed // BLOCK for i in range(3)]
-    assert not set(one) & set(names("me", tokens))
-    assert not set(one) & set(names("", tokens, 2)) | set(names("", tokens)) & set(names("", tokens, 6))
+    assert not set(one) & set(names_in("me", tokens))
+    assert not set(one) & set(names_in("", tokens, 2)) | set(names_in("", tokens)) & set(names_in("", tokens, 6))
     assert scope_key("a", "bc") != scope_key("ab", "c")
     assert scope_key("a", "b", True) != scope_key("a", "b") == scope_key("a", "b", False)
     assert scope_key("a", "b", True) != scope_key("a", "bdeterministic")
-    assert len(set(names("", [7] * 40))) == 10
+    assert len(set(names_in("", [7] * 40))) == 10
 
 
 def test_a_chain_grows_with_its_tokens_and_never_names_half_a_block():
@@ -41,7 +45,7 @@ def test_a_chain_grows_with_its_tokens_and_never_names_half_a_block():
     with pytest.raises(IndexError, match="block 1 is not full: 1 of 4"):
         chain.digest(1)
     tokens += [6, 7, 8]
-    assert [chain.digest(1), chain.digest(0)] == names("", [1, 2, 3, 4, 5, 6, 7, 8])[::-1]
+    assert [chain.digest(1), chain.digest(0)] == names_in("", [1, 2, 3, 4, 5, 6, 7, 8])[::-1]
     tokens += [9, 10, 11, 12]
     assert chain.digests(1, 3) == [chain.digest(1), chain.digest(2)]
 
@@ -134,3 +138,112 @@ def test_blocks_of_output_tokens_have_no_names_if_bits_or_thoughts_count(prompt,
     for thinks in (True, False):
         assert hashable_blocks(exact, 4, thinks=thinks) == deterministic
         assert list(block_hashes_of(exact, "a", 4, thinks=thinks)) == [chain.digest(i) for i in range(deterministic)]
+
+
+PROMPT = "what is the largest ocean?"  # 26 tokens: 6 full blocks
+
+
+@pytest.fixture(scope="module")
+def names(backend):
+    return block_names(backend, tuple(PROMPT.encode()))
+
+
+def warm_engine(backend, total_blocks=40):
+    engine = engine_of(backend, total_blocks)
+    generate(engine, spec_of(PROMPT))
+    return engine
+
+
+def handed_over(backend, receiver, spec, prefix):
+    room = reserved(receiver, len(spec), prefix)
+    shared, cached = room.shared.blocks, room.cached_tokens
+    before = receiver.kv.k[:, shared].view(torch.int32).clone()
+    found = engines.hand_over(engine_of(backend), receiver, spec, room).ids(key_of())
+    assert torch.equal(receiver.kv.k[:, shared].view(torch.int32), before), "a shared block was written"
+    return found, cached
+
+
+@pytest.mark.parametrize("which", ["head", "own"])
+@pytest.mark.parametrize("state", [BlockState.RESERVED, BlockState.QUARANTINED, BlockState.RELEASED])
+def test_only_owned_blocks_are_prepended_and_to_owned_ones(which, state):
+    pool = BlockPool(8)
+    parts = {"head": engines.allocated(pool, 2), "own": engines.allocated(pool, 2)}
+    odd = parts[which] = engines.allocated(pool, 2, reserved=state is BlockState.RESERVED)
+    if state is BlockState.QUARANTINED:
+        odd.quarantine()
+    if state is BlockState.RELEASED:
+        odd.release()
+    before = [(part.blocks, part.state) for part in parts.values()]
+    with pytest.raises(ValueError, match=state.value):
+        parts["own"].prepend(parts["head"])
+    assert [(part.blocks, part.state) for part in parts.values()] == before
+
+
+@pytest.mark.parametrize(
+    ("known", "asked", "cached"),
+    [
+        (26, 6, 24),  # six full blocks and two positions more
+        (26, 2, 8),  # the router may name fewer
+        (26, 0, 0),
+        (24, 6, 20),  # the last position always comes, and its block with it
+        (25, 6, 24),
+        (4, 1, 0),
+        (5, 1, 4),
+        (9, 6, 8),  # more hashes than full blocks of known tokens
+    ],
+)
+@pytest.mark.parametrize("activate", [False, True])
+def test_what_is_in_the_cache_need_not_come_but_for_the_last_position(backend, names, known, asked, cached, activate):
+    engine = warm_engine(backend)
+    before = engine.pool.counts()
+    room = reserved(engine, known, names[:asked])
+    assert room.cached_tokens == cached == len(room.shared.blocks) * BLOCK
+    assert len(room.blocks) == engine.layout.blocks_for(known + 1)
+    counts = engine.pool.counts()
+    assert (counts.reserved, counts.owned) == (len(room.blocks) - cached // BLOCK, cached // BLOCK)
+    assert room.blocks == [*engine.pool.find(names[: cached // BLOCK]), *room.own.blocks]
+    if activate:
+        blocks, whole = room.blocks, room.activate()
+        assert (whole.blocks, whole.state) == (blocks, BlockState.OWNED)
+        assert (engine.pool.counts().reserved, engine.pool.counts().owned) == (0, len(blocks))
+        whole.release()
+    room.release()
+    room.release()
+    assert (engine.pool.counts().cached, engine.pool.available) == (before.cached, before.available)
+
+
+def test_only_an_unbroken_beginning_of_the_same_scope_is_found(backend, names):
+    engine, foreign = warm_engine(backend), block_names(backend, tuple(PROMPT.encode()), "another")
+    for prefix, cached in ((names, 24), ([names[0], b"?" * 32, names[2]], 4), ([b""], 0), (foreign, 0)):
+        room = reserved(engine, 26, prefix)
+        assert room.cached_tokens == cached
+        room.release()
+    assert reserved(engine_of(backend, prefix_cache=False), 26, names).cached_tokens == 0
+
+
+def test_shared_blocks_are_pinned_until_they_are_let_go(backend, names):
+    engine = warm_engine(backend, total_blocks=12)
+    room = reserved(engine, 9, names)
+    pinned = list(room.shared.blocks)
+    rest = engine.pool.allocate(engine.pool.available)
+    assert not set(pinned) & set(rest.blocks)
+    assert engine.pool.find(names) == pinned
+    before = engine.pool.counts()
+    assert engine.reserve(9, names) is None, "two that are shared, and no room for one more"
+    assert engine.pool.counts() == before
+    assert engine.pool.counts().owned == 12 - len(room.own.blocks)
+    room.release()
+    assert engine.pool.find(names) == pinned
+    engine.pool.allocate(engine.pool.available)
+    assert engine.pool.find(names) == []
+
+
+@pytest.mark.parametrize(("length", "cached"), [(26, 24), (24, 20), (25, 24), (7, 4), (3, 0)])
+def test_the_tokens_are_the_same_whatever_was_cached(backend, names, length, cached):
+    """The oracle's logits depend on every byte of KV, so a wrong block would show."""
+    receiver, spec = engine_of(backend), spec_of(PROMPT[:length])
+    for wanted in (0, cached):
+        assert handed_over(backend, receiver, spec, names[: length // BLOCK]) == (backend.expected(spec), wanted)
+        assert receiver.pool.available == receiver.pool.total
+    assert receiver.counters.prefill_tokens == 0
+    assert receiver.pool.find(names) != [] or length < BLOCK

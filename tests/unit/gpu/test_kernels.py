@@ -11,11 +11,8 @@ import pytest
 HERE = Path(__file__).resolve().parent
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    find_spec("triton") is None, reason="triton is not installed (it is part of the dev extra on Linux)"
-)
 def test_each_kernel_equals_its_torch_reference(seed):
+    """Runs tests/unit/gpu/kernels under Triton's interpreter in a separate process, because it is chosen at import."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore"]
     variables = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "BATON_TEST_SEED": str(seed)}
     command += ["-x", str(HERE / "kernels")]

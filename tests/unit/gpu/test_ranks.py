@@ -1,7 +1,7 @@
 """KV of ranks with a GPU each: `python -m pytest tests/unit/gpu/test_ranks.py` on a machine with two GPUs.
 
-Not run yet, because no GPU was available. Without GPUs, `tests/unit/tp/test_memory.py` tests the protocol and
-`tests/unit/tp/test_cache.py` the copies. The first test needs only one GPU.
+Not run yet, because no GPU was available. Without GPUs, `tests/unit/tp/test_kv_memory.py` tests the protocol and
+the copies. The first test needs only one GPU.
 """
 
 import os

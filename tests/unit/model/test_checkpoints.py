@@ -1,4 +1,4 @@
-"""Loading: the supported checkpoints, and the error for each unsupported one."""
+"""Loading: the supported checkpoints, models that think among them, and the error for each unsupported one."""
 
 import json
 import os
@@ -13,11 +13,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from baton.engine.models.config import REFUSED, quantised_as
+from baton.engine.models.config import REFUSED, quantised_as, read_config
 from baton.engine.models.loading import TransformerBackend, load_model
+from baton.engine.models.thinking import KEPT_STATES
 from baton.errors import CheckpointError, ConfigError
-from tests.unit.model.checkpoints import VOCAB, edit_config, edit_tensors, random_checkpoint, reload
+from tests.unit.model.checkpoints import HIDDEN, VOCAB, edit_config, edit_tensors, random_checkpoint, reload
 from tests.unit.model.harness import greedy
+from tests.unit.model.thinking import SETTINGS, thinking_checkpoint
 
 PROMPT = [5, 17, 3, 101, 44, 8, 9]
 
@@ -272,3 +274,55 @@ def test_quantised_by_tensors(tensors: dict[str, torch.Tensor], method: str, fol
 def test_dtypes_that_are_not_quantised(dtype: str):
     names = ("model.norm.weight", "lm_head.weight", "model.layers.0.mlp.gate.e_score_correction_bias", "a.inv_freq")
     assert quantised_as(dict.fromkeys(names, dtype)) is None
+
+
+WITHOUT_CHUNKS = {name: value for name, value in SETTINGS.items() if name != "chunk_size"}
+
+
+@pytest.fixture
+def thinking_folder(tmp_path):
+    thinking_checkpoint(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (SETTINGS | {"chunk_size": 0}, "chunk_size must be a whole number from 1 to 1024, got 0"),
+        (WITHOUT_CHUNKS, "chunk_size is missing"),
+        (SETTINGS | {"input_layer": 5}, "input_layer must be a whole number from 1 to 4, got 5"),
+        (SETTINGS | {"input_layer": 3, "output_layer": 2}, "output_layer must be a whole number from 3 to 4, got 2"),
+        (SETTINGS | {"max_thought_tokens": "8"}, "max_thought_tokens must be a whole number"),
+        (SETTINGS | {"eos_token_id": VOCAB}, f"eos_token_id must be a whole number from 0 to {VOCAB - 1}"),
+        (SETTINGS | {"bos_token_id": -1}, "bos_token_id"),
+        (SETTINGS | {"chunksize": 4}, "chunksize is not supported"),
+        (4, "thinking must be an object"),
+        (..., r"unexpected tensors: compression\.block"),
+    ],
+)
+def test_wrong_settings(thinking_folder, settings, named):
+    edit_config(thinking_folder, thinking=settings)
+    with pytest.raises(CheckpointError, match=named):
+        load_model(thinking_folder)
+
+
+def test_other_models_are_refused(tmp_path):
+    random_checkpoint(tmp_path, "mixtral", num_local_experts=2)
+    edit_config(tmp_path, thinking=SETTINGS)
+    with pytest.raises(CheckpointError, match=r"thinking is supported only for dense models.*not for mixtral"):
+        read_config(tmp_path)
+
+
+def test_states_have_one_shape_and_are_kept(thinking_folder):
+    """A thought's state is computed alone, so its bits are the same even after an eviction."""
+    thinker = load_model(thinking_folder).thinker
+    assert thinker is not None
+    first = thinker.state((9, 10))
+    assert first.shape == (4, HIDDEN)
+    assert thinker.state((9, 10)) is first
+    for number in range(KEPT_STATES):
+        thinker.state((number % VOCAB, number // VOCAB))
+    again = thinker.state((9, 10))
+    assert again is not first
+    assert torch.equal(again, first)
+    assert not torch.equal(thinker.state(()), thinker.zeros)

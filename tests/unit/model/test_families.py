@@ -1,5 +1,7 @@
 """Each kind of model against `transformers` on the same random weights: the same greedy tokens, and the same logits.
 
+The last tests are about latent attention, and about the products of experts and both layouts of their weights.
+
 Rounding may decide a near tie in routing either way, so models with experts use weights and prompts without near ties.
 `assert_sure` measures them in the reference model. If it fails, choose another seed for the variant.
 """
@@ -8,14 +10,21 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from baton.engine.models.loading import load_model
-from tests.unit.model.checkpoints import reload
-from tests.unit.model.harness import Row, greedy, prompts
-from tests.unit.model.variants import DENSE, LATENT, SPARSE
+from baton.engine.kv_cache import KVCache
+from baton.engine.models.deepseek import LatentAttention
+from baton.engine.models.llama import Step
+from baton.engine.models.loading import TransformerBackend, load_model
+from baton.engine.models.moe import SparseMLP
+from baton.errors import CheckpointError
+from tests.unit.model.checkpoints import edit_tensors, random_checkpoint, reload
+from tests.unit.model.harness import Row, greedy, make_batch, poisoned_cache, prompts
+from tests.unit.model.variants import DENSE, LATENT, QWEN, SPARSE
 
 VARIANTS = DENSE | SPARSE | LATENT
 MANY = (1, 2, 3, 15, 16, 17, 31, 33, 48, 64, 65, 90, 100, 127, 128, 150, 199, 256, 270, 300)
@@ -111,3 +120,118 @@ def test_bfloat16_is_as_good_as_transformers(name: str, tmp_path: Path, seed: in
     measure, factor, least = (torch.median, 1.2, 0.8) if sparse else (torch.sum, 1.1, 0.9)
     assert measure(torch.cat(ours)) < factor * measure(torch.cat(others))
     assert torch.cat(same).float().mean() > least
+
+
+@pytest.mark.slow
+def test_one_vector_per_token_and_layer_is_cached(tmp_path: Path):
+    LATENT["v2"].write(tmp_path)
+    layout = load_model(tmp_path).layout
+    assert (layout.tensors, layout.kv_heads, layout.head_dim) == (("latent",), 1, 32 + 8)
+    assert layout.block_bytes == 3 * 16 * (32 + 8) * 4
+    kv = KVCache(layout, 5)
+    assert kv.k.shape == (3, 5, 16, 1, 40)
+    assert kv.v.numel() == 0
+    assert sum(tensor.nbytes for tensor in kv.tensors) == 5 * layout.block_bytes
+
+
+def advance(backend: TransformerBackend, kv: KVCache, row: Row, chunk: int) -> torch.Tensor:
+    """Compute the next `chunk` tokens of a row and return the logits of the last one."""
+    logits = backend.forward(make_batch([row], [chunk], [[chunk - 1]], backend.layout.block_size), kv)[0].clone()
+    row.computed += chunk
+    return logits
+
+
+@pytest.mark.slow
+def test_expanded_and_absorbed_agree(tmp_path: Path):
+    """A prompt without a past uses keys and values per head; all other batches use latent rows."""
+    LATENT["v3"].write(tmp_path)
+    backend, [prompt] = load_model(tmp_path), prompts((64,))
+    kv, row = poisoned_cache(backend, 8), Row(list(prompt), 0, blocks=[4, 5, 6, 7])
+    absorbed, expanded = (
+        patch.object(LatentAttention, name, autospec=True, side_effect=getattr(LatentAttention, name))
+        for name in ("_absorbed", "_expanded")
+    )
+    with absorbed as other, expanded as used:
+        whole = advance(backend, kv, Row(list(prompt), 0, blocks=[0, 1, 2, 3]), len(prompt))
+        assert used.called > other.called
+    with absorbed as used, expanded as other:
+        advance(backend, kv, row, 1)
+        pieces = advance(backend, kv, row, len(prompt) - 1)
+        assert used.called > other.called
+    torch.testing.assert_close(whole, pieces, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+def test_layers_that_predict_further_ahead_are_not_read(tmp_path: Path):
+    LATENT["v3"].write(tmp_path)
+    edit_tensors(tmp_path, lambda t: t.update({"model.layers.3.eh_proj.weight": torch.ones(2, 2)}))
+    load_model(tmp_path)
+    edit_tensors(tmp_path, lambda t: t.update({"model.layers.4.eh_proj.weight": torch.ones(2, 2)}))
+    with pytest.raises(CheckpointError, match=r"unexpected tensors: model\.layers\.4\.eh_proj\.weight"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe"])
+@pytest.mark.slow
+def test_both_layouts_of_a_checkpoint(variant: str, tmp_path):
+    """The hub's layout, one tensor per expert, and the fused one of transformers 5 give identical logits."""
+    oracle = SPARSE[variant].write(tmp_path / "hub")
+    oracle.save_pretrained(tmp_path / "fused", save_original_format=False)
+    found = []
+    for layout, part in (("hub", "experts.0."), ("fused", "mlp.experts.gate_up_proj")):
+        assert any(part in name for name in load_file(tmp_path / layout / "model.safetensors"))
+        found.append(greedy(load_model(tmp_path / layout), prompts((17, 33)), 4, random.Random(1)))
+    for one, other in zip(*found, strict=True):
+        assert all(torch.equal(one.logits[i], other.logits[i]) for i in one.logits)
+
+
+ROWS = 9
+
+
+def choices() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    every = torch.stack([torch.randperm(8, generator=generator)[:3] for _ in range(ROWS)])
+    return {
+        "spread": every,
+        "all to the same": torch.tensor([[5, 1, 7]]).expand(ROWS, 3),
+        "one row alone with an expert": torch.cat((torch.tensor([[0, 6, 3]]), torch.tensor([[1, 2, 4]] * (ROWS - 1)))),
+        "one row": torch.tensor([[7, 0, 2]]),
+        "one expert each": every[:, :1],
+    }
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory) -> tuple[Any, Any]:
+    folder = tmp_path_factory.mktemp("experts")
+    oracle = random_checkpoint(folder, "qwen3_moe", **QWEN)
+    return load_model(folder).model, oracle.model.layers[0].mlp.experts
+
+
+def products(model: Any, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    step = Step(None, None, {}, model.scratch)  # type: ignore[arg-type]  # neither positions nor a cache
+    layer = model.layers[0].feed_forward
+    assert isinstance(layer, SparseMLP)
+    return layer.experts(x, weights, chosen, step).clone()
+
+
+@pytest.mark.parametrize("case", choices())
+@pytest.mark.slow
+def test_products_equal_transformers(case: str, experts: tuple[Any, Any], seed: int):
+    model, oracle = experts
+    chosen, generator = choices()[case], torch.Generator().manual_seed(seed)
+    x = torch.randn(len(chosen), model.config.hidden_size, generator=generator)
+    weights = torch.rand(chosen.shape, generator=generator)
+    torch.testing.assert_close(products(model, x, weights, chosen), oracle(x, chosen, weights), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_row_is_what_it_is_in_other_company(experts: tuple[Any, Any], seed: int):
+    """A row gets the same bits whatever the other rows are, if its experts have equally many rows."""
+    model, _ = experts
+    chosen, generator = choices()["all to the same"], torch.Generator().manual_seed(seed)
+    weights, results = torch.rand(chosen.shape, generator=generator), []
+    for _ in range(2):
+        x = torch.randn(ROWS, model.config.hidden_size, generator=generator)
+        x[4] = torch.arange(model.config.hidden_size) / 20 - 1
+        results.append(products(model, x, weights, chosen)[4])
+    assert torch.equal(*results)

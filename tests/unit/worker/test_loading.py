@@ -10,9 +10,6 @@ from baton.engine.models.checkpoint import LoadProgress
 from baton.errors import ConfigError
 from baton.worker.engine_factory import LoadingLog, load_backend
 
-DEMO = Path(__file__).resolve().parents[3] / "models/demo"
-
-
 def test_progress_is_logged_at_most_every_two_seconds():
     with capture_logs() as events:
         loading = LoadingLog("hf:org/tiny")

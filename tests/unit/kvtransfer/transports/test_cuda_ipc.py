@@ -1,5 +1,5 @@
 """CUDA IPC's protocol over a device made of main memory: order of events, proof before memory is freed.
-`test_contract.py` tests the contract of a channel, and `tests/unit/gpu/test_cuda_ipc.py` a real GPU.
+`test_contract.py` tests the contract of a channel, and `tests/unit/gpu/test_one_gpu.py` a real GPU.
 """
 
 from collections.abc import Iterator
