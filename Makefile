@@ -25,7 +25,7 @@ PROGRESS := awk '/(Downloading|Using cached) .*[MG]B\)/ { name = $$(NF-2); sub(/
 # pytest's exit code 5 means that no test was selected. A second, smaller selection may be empty.
 NONE_IS_FINE := || [ $$? -eq 5 ]
 COMPILED_KERNELS_HERE := $(BIN)/python -c "from baton.engine.kernels.cpu.compiler import load_library; load_library('f32')" 2>&1 | tail -n 1
-KERNEL_SUITES := tests/unit/kernels tests/unit/engine tests/unit/model tests/unit/worker/test_loading.py \
+KERNEL_SUITES := tests/unit/kernels tests/unit/engine tests/unit/model tests/unit/worker/test_build.py \
 	tests/integration/test_tensor_parallel.py tests/e2e/test_determinism.py
 
 .PHONY: help setup proto fmt check fast lint types layers budget fresh regenerate test without-kernels chaos stress mutants demo bench clean

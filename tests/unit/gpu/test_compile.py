@@ -1,11 +1,13 @@
-"""The kernels as machine code for absent GPUs, because triton compiles for any GPU.
+"""The kernels as machine code for absent GPUs, because triton compiles for any GPU, and under Triton's interpreter.
 
 Checks that they compile with the launch parameters, use tensor cores, spill almost nothing, and fit the memory of a
 processor.
 """
 
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +106,15 @@ def test_the_others(capability: int):
     compiled(triton_rows.rms_norm_kernel, {"ADD": True, "BLOCK": 4096}, capability, 8)
     for activation in ("silu", "gelu", "gelu_tanh"):
         compiled(triton_rows.gate_kernel, {"ACTIVATION": activation, "BLOCK": triton_rows.GATE_COLUMNS}, capability)
+
+
+def test_each_kernel_equals_its_torch_reference(seed):
+    """Runs tests/unit/gpu/kernels under Triton's interpreter in a separate process, because it is chosen at import."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore"]
+    variables = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "BATON_TEST_SEED": str(seed)}
+    root = Path(__file__).parents[3]
+    command += ["-x", str(root / "tests/unit/gpu/kernels")]
+    done = subprocess.run(command, cwd=root, env=variables, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout

@@ -1,5 +1,10 @@
-"""From settings to an engine, and from one role to the other: rejections, what stays loaded, and what is freed."""
+"""From settings to an engine, and from one role to the other: rejections, what stays loaded, and what is freed.
 
+Also tests the log of loading a model, and the shape of verify passes: from the cluster file, else from measurements.
+"""
+
+import asyncio
+import json
 import weakref
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -8,15 +13,18 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from baton.config import load_config
 from baton.core import HandoffId, Incarnation, Role, Sampling, SequenceSpec
+from baton.engine.determinism.checks import VerifyShapeTimes, save_passes
 from baton.engine.determinism.shapes import FixedShapes
-from baton.engine.oracle import OracleBackend
+from baton.engine.models.checkpoint import LoadProgress
+from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.errors import ConfigError, InvalidRequest
 from baton.tokenizer import OracleTokenizer
 from baton.worker import engine_factory, process
-from baton.worker.engine_factory import build_engine, check_thinking, load_backend, pick_device, warm_up
+from baton.worker.engine_factory import build_engine, load_backend, passes_path, pick_device, settled, warm_up
 from baton.worker.lifecycle import _info
 from baton.worker.process import _Model, reasons_to_load
 from baton.worker.settings import from_config, located, of_both_roles
@@ -129,10 +137,10 @@ def test_what_a_worker_cannot_be_told_is_refused_by_key(settings, wrong):
 )
 def test_a_model_that_thinks_and_does_not_fit_is_refused_by_key(settings, sets, chunk, message):
     for fits in (0, 1, 4, 16):
-        check_thinking(settings("decode.block_size=16"), fits)
-    check_thinking(settings(*sets), 0)
+        engine_factory.check_thinking(settings("decode.block_size=16"), fits)
+    engine_factory.check_thinking(settings(*sets), 0)
     with pytest.raises(ConfigError, match=f"^{message}"):
-        check_thinking(settings(*sets), chunk)
+        engine_factory.check_thinking(settings(*sets), chunk)
 
 
 def test_a_worker_says_that_its_model_thinks_and_what_does_not_fit_is_refused_first(settings, tmp_path, monkeypatch):
@@ -259,3 +267,108 @@ def test_the_old_pool_is_freed_before_the_next_one_is_made(both, monkeypatch, ag
     assert engine.backend is model._loaded[1]
     assert engine.pool.total > 0
     model.close()
+
+
+def test_progress_is_logged_at_most_every_two_seconds():
+    with capture_logs() as events:
+        loading = engine_factory.LoadingLog("hf:org/tiny")
+        for seconds in (0.0, 0.1, 1.9, 2.1, 2.2, 4.0, 4.2):
+            loading(LoadProgress(int(seconds * 1e9), 5_000_000_000, 3, seconds))
+    assert [(event["percent"], event["gb"]) for event in events] == [(0, 0.0), (42, 2.1), (84, 4.2)]
+    assert {(event["event"], event["model"], event["of_gb"]) for event in events} == {
+        ("model_loading", "hf:org/tiny", 5.0)
+    }
+
+
+def test_the_end_is_logged_once(settings):
+    with capture_logs() as logged:
+        load_backend(settings())  # the oracle loads nothing
+        backend = load_backend(settings(f"model.path={DEMO}"))
+    events = [event for event in logged if event["event"] != "kernels_torch"]  # logged where no kernels are compiled
+    assert [event["event"] for event in events] == ["model_loading", "model_loaded"]
+    loaded = events[-1]
+    assert (loaded["model"], loaded["dtype"], loaded["device"]) == (str(DEMO), backend.layout.dtype, "cpu")
+    assert loaded["gb"] == round((DEMO / "model.safetensors").stat().st_size / 1e9, 3)
+    assert loaded["tensors"] > 10
+    assert loaded["seconds"] >= 0
+    assert loaded["gb_per_s"] > 0
+    assert loaded["resident_gb"] > loaded["gb"]
+
+
+def test_a_length_for_which_positions_are_not_right_is_refused_before_weights_are_read(settings):
+    limit = json.loads((DEMO / "config.json").read_text())["max_position_embeddings"]
+    with capture_logs() as events, pytest.raises(ConfigError, match=f"between 1 and {limit}, .*got {limit + 1}"):
+        load_backend(settings(f"model.path={DEMO}", f"model.max_model_len={limit + 1}"))
+    assert events == []
+    assert load_backend(settings(f"model.path={DEMO}", "model.max_model_len=60")).max_model_len == 60
+
+
+PRESET = FixedShapes().rows
+MEASURED = VerifyShapeTimes({32: 8.0, 64: 8.0, 128: 8.0, 256: 8.0}, steady=128)
+
+
+@pytest.fixture
+def demo(settings, tmp_path, monkeypatch):
+    monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
+    return lambda *sets: settings(f"model.path={DEMO}", "decode.device=cpu", *sets)
+
+
+def chosen(found):
+    """Return rows, tokens, and their source in the log."""
+    with capture_logs() as logs:
+        shapes = settled(found).shapes
+    (line,) = [line for line in logs if line["event"] == "verify_passes"]
+    assert (line["rows"], line["tokens"]) == (shapes.rows, shapes.tokens)
+    return shapes.rows, shapes.tokens, line["source"]
+
+
+def test_without_a_measurement_it_is_the_preset(demo):
+    assert chosen(demo()) == (PRESET, 32, "preset")
+    path = passes_path(demo())
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    assert chosen(demo()) == (PRESET, 32, "preset"), "a broken file"
+    assert settled(demo()).shapes.exact_rows == demo().shapes.exact_rows > 0
+
+
+def test_the_cluster_file_comes_first(demo, tmp_path):
+    save_passes(passes_path(demo()), MEASURED)
+    assert settled(demo()).shapes.exact_rows == demo().shapes.exact_rows
+    for sets, expected in {
+        (): (4, 32, "profile"),  # steps are exact with it
+        ("determinism.rows=1",): (1, 32, "config"),
+        ("determinism.rows=1", "determinism.window=64"): (1, 64, "config"),
+        ("determinism.window=64",): (PRESET, 64, "preset"),  # nothing was measured for it
+        ("determinism.window=32",): (4, 32, "profile"),
+        ("determinism.verify=always",): (8, 32, "profile"),
+        (f"model.path={tmp_path}",): (PRESET, 32, "preset"),  # loading reports the missing model
+        ("model.path=oracle",): (PRESET, 32, "preset"),
+    }.items():
+        assert chosen(demo(*sets)) == expected, sets
+
+
+@pytest.mark.slow
+async def test_a_worker_starts_with_it(demo, monkeypatch):
+    build_engine, no_engine = Mock(side_effect=ConfigError("enough")), Mock()
+    save_passes(passes_path(demo()), MEASURED)
+    monkeypatch.setattr(process, "build_engine", build_engine)
+    monkeypatch.setattr(process, "load_backend", lambda found: OracleBackend(oracle_layout(4)))
+    with pytest.raises(ConfigError, match="enough"):
+        await process.serve({Role.DECODE: demo()}, {Role.DECODE: no_engine}, Role.DECODE, asyncio.Event(), print)
+    (found, _), _ = build_engine.call_args
+    assert found.shapes.rows == 4
+    no_engine.assert_not_called()
+
+
+def test_workers_of_one_kind_and_models_of_one_shape_have_one_place(demo, tmp_path):
+    """Two workers of one kind with different numbers of rows would be incompatible."""
+    here = passes_path(demo())
+    same = ("decode.max_running=3", "decode.block_size=32", "decode.kv_memory=1MiB", "decode.max_batched_tokens=999")
+    assert {passes_path(demo(each)) for each in same} == {here}
+    others = ("decode.threads=7", "model.dtype=float32", "decode.tensor_parallel=2")
+    assert len({passes_path(demo(each)) for each in others} | {here}) == 4
+    another = demo(f"model.path={tmp_path}")
+    (tmp_path / "config.json").write_bytes((DEMO / "config.json").read_bytes())
+    assert passes_path(another) == here
+    (tmp_path / "config.json").write_text("{}")
+    assert passes_path(another) != here

@@ -1,17 +1,27 @@
-"""A lapsed lease is never renewed, an unreachable Redis does not end the worker, and commands are obeyed."""
+"""A worker's life: a lapsed lease is never renewed, and an unreachable Redis does not end it.
+
+Commands are obeyed. On a thread of its host process, it starts, fails, stops, and ends by itself.
+"""
 
 import asyncio
+import threading
+from functools import partial
+from typing import Any
 from unittest.mock import AsyncMock, Mock, call
 
 import pytest
 
 from baton.core import Role
-from baton.errors import EngineFault, LedgerError
+from baton.errors import Cancelled, ConfigError, EngineFault, LedgerError
 from baton.ledger.control_state import WorkerCommand
 from baton.testing import FakeClock
+from baton.worker import process
 from baton.worker.lifecycle import Beats, Lease
+from baton.worker.process import HostedWorker, run_worker_process
 from tests.simulation.clock import LoopClock, VirtualLoop
 from tests.support.sessions import D
+from tests.support.time_factor import scaled
+from tests.support.waiting import eventually
 from tests.support.workers import engine_of, info_of
 
 LEASE_S = 10.0
@@ -188,3 +198,70 @@ async def test_a_broken_engine_ends_it(parts, beats, drains):
     with pytest.raises(EngineFault, match="RuntimeError"):
         await (beats.drain(asyncio.Event(), 60.0, parts, bool) if drains else beats.run(asyncio.Event()))
     assert "renew" not in calls(parts)
+
+
+NO_SETTINGS: Any = ({}, {}, None)  # unused settings, factories and role
+
+
+@pytest.fixture
+def exits():
+    """Records the exit codes with which workers would end the process."""
+    return Mock()
+
+
+@pytest.fixture
+def hosted(exits, monkeypatch):
+    def start(serve):
+        monkeypatch.setattr(process, "serve", lambda settings, factories, role, stop, ready: serve(stop, ready))
+        return HostedWorker(partial(run_worker_process, *NO_SETTINGS), exit_process=exits)
+
+    return start
+
+
+def test_what_kept_it_from_starting_is_raised_by_ready(exits):
+    def fails(stop, ready):
+        raise ConfigError("model.path: missing")
+
+    def waits(stop, ready):
+        stop.wait(scaled(10))
+
+    worker = HostedWorker(fails, exit_process=exits)
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        worker.ready()
+    worker.stop()
+    stopped = HostedWorker(waits, exit_process=exits)
+    stopped.stop()
+    with pytest.raises(Cancelled):
+        stopped.ready()
+    exits.assert_not_called()
+
+
+@pytest.mark.parametrize("error", [EngineFault("the engine thread failed"), RuntimeError("a bug"), None])
+def test_a_worker_that_ends_by_itself_ends_the_process(exits, hosted, error):
+    """`run_worker_process` must not make its own end look like a requested stop."""
+    go_on = threading.Event()
+
+    async def serve(stop, ready):
+        ready(D)
+        await asyncio.to_thread(go_on.wait, scaled(10))
+        if error is not None:
+            raise error
+
+    worker = hosted(serve)
+    worker.ready()
+    go_on.set()
+    eventually(lambda: exits.called)
+    exits.assert_called_once_with(0 if error is None else 1)  # 0: it has drained
+    worker.stop()
+
+
+def test_ready_tells_which_it_is_and_a_stop_ends_it_without_ending_the_process(exits, hosted):
+    async def serve(stop, ready):
+        ready(D)
+        await stop.wait()
+
+    worker = hosted(serve)
+    assert worker.ready() == D
+    worker.stop()
+    assert not worker._thread.is_alive()
+    exits.assert_not_called()

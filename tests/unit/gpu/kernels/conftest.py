@@ -1,6 +1,6 @@
 """The Triton kernels against their torch references: on a GPU if available, else under Triton's interpreter.
 
-The interpreter must be chosen before triton is first imported, so `tests/unit/gpu/test_kernels.py` runs these tests in
+The interpreter must be chosen before triton is first imported, so `tests/unit/gpu/test_compile.py` runs these tests in
 a separate process. By hand: `TRITON_INTERPRET=1 python -m pytest tests/unit/gpu/kernels`, and without the variable on a
 machine with a GPU.
 """
