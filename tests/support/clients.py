@@ -21,7 +21,6 @@ from baton.rpc.v1 import admin_pb2 as admin
 from baton.rpc.v1 import admin_pb2_grpc, inference_pb2_grpc
 from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import inference_pb2 as inference
-from tests.quiet_admin import QuietAdmin
 from tests.support.time_factor import scaled
 
 KINDS = ["async", "sync"]
@@ -53,6 +52,15 @@ async def begin_and_hang(context: Any) -> AsyncIterator[Event]:
         yield event
         if event.HasField("tokens"):
             await asyncio.Event().wait()
+
+
+class QuietAdmin(admin_pb2_grpc.AdminServicer):
+    """Rejects all calls that change a cluster or return more than its status."""
+
+    def _reject(self, request, context):
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "not here")
+
+    Scale = Drain = Restart = Watch = Trace = _reject
 
 
 class Scripted(inference_pb2_grpc.InferenceServicer, QuietAdmin):

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from baton.rpc.v1 import admin_pb2_grpc, worker_pb2_grpc
-from tests.quiet_admin import QuietAdmin
+from tests.support.clients import QuietAdmin
 
 
 @pytest.fixture

@@ -19,8 +19,7 @@ from baton.errors import NoWorker
 from baton.rpc import convert
 from baton.rpc.v1 import admin_pb2, worker_pb2_grpc
 from baton.worker.block_census import Census, Held, Holding, count, to_pb
-from tests.quiet_admin import QuietAdmin
-from tests.support.clients import INFO
+from tests.support.clients import INFO, QuietAdmin
 
 NOBODY = "127.0.0.1:1"
 

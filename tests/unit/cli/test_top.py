@@ -20,7 +20,7 @@ from baton.cli.inspect.top.feed import Feed
 from baton.cli.target import Admins, Credentials
 from baton.errors import NoWorker, Unauthenticated
 from baton.rpc.v1 import admin_pb2, common_pb2
-from tests.quiet_admin import QuietAdmin
+from tests.support.clients import QuietAdmin
 from tests.support.waiting import until
 
 SIZE = (150, 48)

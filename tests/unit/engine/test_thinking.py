@@ -12,8 +12,7 @@ from baton.engine.models.thinking import Mode
 from baton.errors import InvalidRequest
 from tests.support import engines
 from tests.support.engines import key_of, numbers, run, spec_of
-from tests.unit.model.checkpoints import VOCAB
-from tests.unit.model.thinking import thinking_checkpoint
+from tests.unit.model.checkpoints import VOCAB, thinking_checkpoint
 
 pytestmark = pytest.mark.slow
 

@@ -17,9 +17,9 @@ from baton.engine.models.config import REFUSED, quantised_as, read_config
 from baton.engine.models.loading import TransformerBackend, load_model
 from baton.engine.models.thinking import KEPT_STATES
 from baton.errors import CheckpointError, ConfigError
-from tests.unit.model.checkpoints import HIDDEN, VOCAB, edit_config, edit_tensors, random_checkpoint, reload
+from tests.unit.model import checkpoints
+from tests.unit.model.checkpoints import SETTINGS, VOCAB, edit_config, edit_tensors, random_checkpoint, reload
 from tests.unit.model.harness import greedy
-from tests.unit.model.thinking import SETTINGS, thinking_checkpoint
 
 PROMPT = [5, 17, 3, 101, 44, 8, 9]
 
@@ -281,7 +281,7 @@ WITHOUT_CHUNKS = {name: value for name, value in SETTINGS.items() if name != "ch
 
 @pytest.fixture
 def thinking_folder(tmp_path):
-    thinking_checkpoint(tmp_path)
+    checkpoints.thinking_checkpoint(tmp_path)
     return tmp_path
 
 
@@ -318,7 +318,7 @@ def test_states_have_one_shape_and_are_kept(thinking_folder):
     thinker = load_model(thinking_folder).thinker
     assert thinker is not None
     first = thinker.state((9, 10))
-    assert first.shape == (4, HIDDEN)
+    assert first.shape == (4, checkpoints.HIDDEN)
     assert thinker.state((9, 10)) is first
     for number in range(KEPT_STATES):
         thinker.state((number % VOCAB, number // VOCAB))

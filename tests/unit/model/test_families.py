@@ -22,9 +22,8 @@ from baton.engine.models.llama import Step
 from baton.engine.models.loading import TransformerBackend, load_model
 from baton.engine.models.moe import SparseMLP
 from baton.errors import CheckpointError
-from tests.unit.model.checkpoints import edit_tensors, random_checkpoint, reload
+from tests.unit.model.checkpoints import DENSE, LATENT, QWEN, SPARSE, edit_tensors, random_checkpoint, reload
 from tests.unit.model.harness import Row, greedy, make_batch, poisoned_cache, prompts
-from tests.unit.model.variants import DENSE, LATENT, QWEN, SPARSE
 
 VARIANTS = DENSE | SPARSE | LATENT
 MANY = (1, 2, 3, 15, 16, 17, 31, 33, 48, 64, 65, 90, 100, 127, 128, 150, 199, 256, 270, 300)

@@ -15,8 +15,7 @@ from baton.engine.kernels.torch_reference import TorchKernels
 from baton.engine.models import loading
 from baton.engine.models.loading import load_model
 from tests.support.compiled_kernels import compiled_or_skip
-from tests.unit.model.checkpoints import VOCAB
-from tests.unit.model.variants import DENSE, LATENT, SPARSE, Variant
+from tests.unit.model.checkpoints import DENSE, LATENT, SPARSE, VOCAB, Variant
 
 pytestmark = pytest.mark.slow
 

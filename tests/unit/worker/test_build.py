@@ -29,7 +29,7 @@ from baton.worker.lifecycle import _info
 from baton.worker.process import _Model, reasons_to_load
 from baton.worker.settings import from_config, located, of_both_roles
 from kvtransfer.transports.select import make_transports
-from tests.unit.model.thinking import thinking_checkpoint
+from tests.unit.model.checkpoints import thinking_checkpoint
 
 DEMO = Path(__file__).parents[3] / "models/demo"
 KV = ("transfer.coalesce_below=8KiB", "transfer.staging_memory=64MiB", "transfer.frame_size=1MiB")

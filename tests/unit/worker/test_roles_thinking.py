@@ -14,8 +14,7 @@ from tests.support.fake_pusher import CUT
 from tests.support.sessions import H, next_of, prefill, release, repush, reserve
 from tests.support.workers import DecodeSide, Pair, PrefillSide
 from tests.unit.kvtransfer.support import same_kv
-from tests.unit.model.checkpoints import VOCAB
-from tests.unit.model.thinking import SETTINGS, Reference, thinking_checkpoint
+from tests.unit.model.checkpoints import SETTINGS, VOCAB, Reference, thinking_checkpoint
 
 CHUNK, BLOCK, NEW = SETTINGS["chunk_size"], 8, 9
 

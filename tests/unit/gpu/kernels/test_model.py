@@ -19,9 +19,8 @@ from baton.engine.kernels.torch_reference import TorchKernels
 from baton.engine.models.loading import load_model
 from benchmarks.lib.random_weights import random_model
 from tests.unit.model import harness
-from tests.unit.model.checkpoints import random_checkpoint
+from tests.unit.model.checkpoints import random_checkpoint, thinking_checkpoint
 from tests.unit.model.harness import greedy
-from tests.unit.model.thinking import thinking_checkpoint
 
 if TYPE_CHECKING:
     from baton.engine.model_backend import ModelBackend
