@@ -1,4 +1,4 @@
-"""What `baton up` starts with: overrides, settings without passwords, a model that is fetched once, and its progress."""
+"""`baton up`: overrides, settings without passwords, a model that is fetched once, and the progress of loading."""
 
 import io
 import json
