@@ -17,11 +17,14 @@ More: `make chaos`, BATON_SCHEDULES many. One: `BATON_SCHEDULE=<seed> pytest -s 
 
 import os
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 
+from tests.simulation.clock import Stuck
+from tests.simulation.cluster import Cluster, constrained, deterministic, ordered, plan_of, resumed, urgent
 from tests.simulation.patches import simulated
-from tests.simulation.schedule import run
+from tests.simulation.world import World, in_virtual_time
 
 RANGES, EACH = 8, 50
 MANY = int(os.environ.get("BATON_SCHEDULES", "2000"))
@@ -31,6 +34,44 @@ SAID = "fenced preempted refused recovered attached"
 MET = {*COMMANDS.split(), *SAID.split()}  # the first part meets all of them
 REGRESSIONS = (627,)  # seeds 30 and 138 are among the ranges below
 """Schedules that once found a bug: KV that waited for a Repush had the blocks for which others waited that had room."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of a schedule: problems, last steps, and `met`, the number of each kind of step and message."""
+
+    seed: int
+    found: list[str]
+    trace: list[str]
+    outcomes: Counter[str]
+    struck: list[str]
+    met: Counter[str]
+    steps: int
+
+    def __str__(self) -> str:
+        lines = [f"schedule {self.seed}:", *self.found, f"faults: {self.struck}", "last steps:", *self.trace]
+        return "\n  ".join(lines)
+
+
+def run(seed: int) -> Report:
+    """Run the schedule of `seed` to its end, within `patches.simulated`."""
+    return in_virtual_time(_run(seed))
+
+
+async def _run(seed: int) -> Report:
+    world = World(seed)
+    plan = urgent(plan_of(world.rng), world.random_for("urgent"))
+    plan = resumed(constrained(plan, world.random_for("constrained")), world.random_for("resumed"))
+    plan = ordered(plan, world.random_for("ordered"))
+    cluster = Cluster(world, deterministic(plan, world.random_for("bits")))
+    try:
+        found = await cluster.run()
+    except Stuck as error:
+        found = [f"stuck: {error}"]
+    trace, steps = list(world.trace), world.steps
+    cluster.stop()
+    outcomes = Counter(client.outcome for client in cluster.clients)
+    return Report(seed, found, trace, outcomes, cluster.faults.struck, world.met, steps)
 
 
 def check(seeds: range | tuple[int, ...]) -> tuple[Counter[str], Counter[str]]:

@@ -26,8 +26,8 @@ from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
 from kvtransfer.transports.base import Transport
 from kvtransfer.wire import frame_of
-from tests.support.memory_transport import MemoryTransport
 from tests.support.time_factor import scaled
+from tests.support.transports import MemoryTransport
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.ends import Gate, wrapped
 

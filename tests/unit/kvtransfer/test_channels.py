@@ -18,8 +18,8 @@ from kvtransfer import send_queue, wire
 from kvtransfer.handoff import PushJob, PushResult
 from kvtransfer.send_queue import SendQueue, State
 from kvtransfer.transports.base import MAX_VALUE_BYTES, Ring
-from tests.support.memory_transport import MemoryTransport
 from tests.support.time_factor import scaled
+from tests.support.transports import MemoryTransport
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.byhand import SMALL, Receiver
 from tests.unit.kvtransfer.support import LAYER, SETTINGS, SMALL_FRAMES, D, P, hand_over, make_end, make_job, same_kv

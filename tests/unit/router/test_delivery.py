@@ -1,18 +1,25 @@
-"""Each token is delivered once and in order, and messages reach a client as fast as it reads."""
+"""Each token and thought is delivered once and in order, and messages reach a client as fast as it reads."""
 
 import asyncio
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 from grpc import aio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core import Finish, FinishReason, Token
-from baton.errors import Cancelled, EngineFault
-from router.request.delivery import Delivery, EventStream, StallTimeout
+from baton.core import Finish, FinishReason, HandoffId, Role, Sampling, SequenceSpec, Thought, Token
+from baton.errors import Cancelled, EngineFault, WorkerLost
+from baton.worker import events
+from router.request.attempt import Attempt, most_events
+from router.request.delivery import Delivery, EventStream, StallTimeout, Thoughts
+from router.request.lifecycle import fitted
+from tests.unit.router import fakes
 from tests.unit.router.gates import turns, virtual
 
 
@@ -213,3 +220,113 @@ async def test_those_who_take_nothing_are_given_up_one_by_one_and_no_others():
     for task in writing:
         task.cancel()
     await asyncio.wait(writing)
+
+
+# --- thoughts: each once, in order and without gaps, whichever workers send it and however often
+
+
+def spell(ids: Sequence[int]) -> str:
+    return "".join(map(str, ids))
+
+
+def about(*chunks: int) -> list[Thought]:
+    return [Thought(chunk, (chunk,) * (chunk % 3)) for chunk in chunks]
+
+
+def said(most: int):
+    """Draw some consecutive chunks, as one message has them."""
+    return st.tuples(st.integers(0, most), st.integers(0, most)).map(lambda pair: about(*range(*sorted(pair))))
+
+
+@given(st.integers(0, 12), st.data())
+def test_any_messages_of_any_attempts(most, data):
+    """The last attempt sends all thoughts, the earlier ones some."""
+    thoughts, found = Thoughts(spell=spell), []
+    for _ in range(data.draw(st.integers(0, 3))):
+        thoughts.begin(0, 1, detached=False)
+        for message in data.draw(st.lists(said(most), max_size=4)):
+            found += thoughts.merge(message)
+    thoughts.begin(0, 1, detached=False)
+    cut = data.draw(st.integers(0, most))
+    for message in data.draw(st.permutations([about(*range(cut)), about(*range(cut, most))])):
+        found += thoughts.merge(message)
+    thoughts.complete()
+    assert found == about(*range(most))
+    assert thoughts.tokens == sum(chunk % 3 for chunk in range(most))
+
+
+def test_what_was_told_first_counts():
+    thoughts = Thoughts()
+    assert thoughts.merge([Thought(0, (1,))]) == [Thought(0, (1,))]
+    thoughts.begin(9, 4, detached=False)
+    assert thoughts.merge([Thought(0, (2, 3)), Thought(1, (4,))]) == [Thought(1, (4,))]
+    assert thoughts.tokens == 2
+
+
+def chunks(thoughts: Thoughts, *said: int) -> list[int]:
+    """Return the chunks that are delivered when a worker sends these."""
+    return [thought.chunk for thought in thoughts.merge(about(*said))]
+
+
+def test_other_choices_begin_behind_the_prompt():
+    first, second = Thoughts(0), Thoughts(1)
+    for each in (first, second):
+        each.begin(9, 4, detached=False)
+    assert chunks(first, 0, 1, 2) == [0, 1, 2]
+    assert chunks(second, 0, 1, 2) == [2]
+    second.begin(9, 4, detached=False)
+    assert chunks(second, 0, 1, 2) == []
+
+
+def test_what_another_router_began_may_begin_anywhere():
+    thoughts, other = Thoughts(), Thoughts(1)
+    thoughts.begin(9, 4, detached=True)
+    assert (chunks(thoughts, 3, 4), chunks(thoughts, 6)) == ([3, 4], [])
+    thoughts.begin(9, 4, detached=False)
+    assert chunks(thoughts, *range(7)) == [5, 6]
+    other.begin(9, 4, detached=True)
+    assert chunks(other, 0, 1, 2) == [2]
+
+
+def test_a_gap_is_a_fault_if_somebody_asked():
+    asked, unasked = Thoughts(spell=spell), Thoughts()
+    assert (chunks(asked, 2), chunks(unasked, 2)) == ([], [])
+    with pytest.raises(EngineFault, match="the thought about chunk 0 is missing, but one about chunk 2 was received"):
+        asked.complete()
+    unasked.complete()
+    assert unasked.tokens == 2
+
+
+def test_a_model_that_does_not_think_is_told_nothing_of_it():
+    plain = fakes.decode().info
+    thinker = replace(plain, thinking_chunk=4)
+    spec = SequenceSpec(tuple(range(10)), Sampling(max_tokens=6), think_while_decoding=True)
+    assert not fitted(spec, plain).think_while_decoding
+    assert fitted(spec, thinker) is spec
+    assert (most_events(spec, plain), most_events(spec, thinker)) == (0, 8)
+
+
+# --- an attempt: a decode worker's last events cross a Fence, and all are read together
+
+H = HandoffId("r", 1)
+FIRST, SECOND = Token(0, 5, ""), Token(1, 6, "")
+LAST_WORDS = {"finish": events.finished(H, Finish(FinishReason.LENGTH)), "preempted": events.preempted(H, "full")}
+
+
+@pytest.mark.parametrize("last", LAST_WORDS)
+async def test_a_fence_that_meets_a_handoff_which_has_ended_is_no_failure(last):
+    """D commits, ends, and forgets the handoff before the Fence comes, so D can only reply FENCED."""
+    placement = MagicMock()
+    placement.decode.info.thinking_chunk = 0
+    attempt = Attempt(H, placement, SequenceSpec((1, 2), Sampling(max_tokens=4)), MagicMock(), MagicMock())
+    attempt._mailbox.put(Role.PREFILL, events.tokens(H, [FIRST]))
+    attempt._mailbox.put(Role.PREFILL, WorkerLost("it died"))
+    heard = attempt.outputs()
+    assert await anext(heard) == [FIRST]
+    said = (events.tokens(H, [FIRST]), events.tokens(H, [SECOND]), LAST_WORDS[last])
+    for event in (events.committed(H), *said, events.fenced(H)):
+        attempt._mailbox.put(Role.DECODE, event)
+    assert [tokens async for tokens in heard] == [[FIRST, SECOND]]
+    assert attempt.lost is None
+    ended = (attempt.finish is not None, attempt.retry_reason)
+    assert ended == ((True, "") if last == "finish" else (False, "preempted"))

@@ -19,9 +19,8 @@ from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.grpc import GrpcTransport
 from kvtransfer.transports.shm import ShmTransport
 from kvtransfer.transports.torch_dist import GlooTransport
-from tests.support.memory_transport import MemoryTransport
 from tests.support.time_factor import scaled
-from tests.support.transports import MainMemory, served
+from tests.support.transports import MainMemory, MemoryTransport, served
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.support import FINGERPRINT, SETTINGS, D, LoopbackPeer, RecordingTable, make_kv
 
