@@ -16,8 +16,8 @@ from pathlib import Path
 import redis
 
 from baton.ledger.embedded_redis import EmbeddedRedis
+from tests.support.ledger import killed_and_empty
 from tests.support.load import until
-from tests.support.redis_ledger import killed_and_empty
 
 STATES = {"prefill": "queued", "reserved": "reserved", "offered": "receiving"}
 STATES |= {"committed": "committed", "fenced": "fenced", "adopted": "decoding"}

@@ -7,9 +7,8 @@ import pytest
 from openai import OpenAI
 
 from baton.errors import BatonError, NoWorker, WorkerLost
-from tests.e2e.struck import read
 from tests.support.cluster_process import FREE_PORTS, HANDED_OVER, ClusterProcess, is_zombie
-from tests.support.load import Streams
+from tests.support.load import Streams, read
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 

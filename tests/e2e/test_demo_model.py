@@ -1,8 +1,10 @@
-"""The trained demo model through Ray, as in README: its answers, which equal those of one process."""
+"""The trained demo model, as in README: answers equal to those of one process, conversations, and `baton demo`."""
 
 import json
 import random
+import signal
 import struct
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ from baton.errors import BatonError
 from baton.tokenizer import load_tokenizer
 from baton.worker.engine_factory import generate
 from tests.support.cluster_process import HANDED_OVER
+from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
+from tests.unit.test_hub import COMMIT, snapshot
 
 pytestmark = pytest.mark.slow
 CONFIG, SETS = "configs/local.yaml", (HANDED_OVER,)
@@ -126,3 +130,94 @@ def test_ray_replaces_a_killed_worker(cluster, worker):
     cluster.wait_replaced(worker, pid)
     if worker == "decode-0":  # without a prefill worker it computes prompts itself
         assert cluster.loads()["decode-0"].prefill_tokens == 0
+
+
+# --- turns of a conversation
+
+
+FIRST = " ".join(f"word{number}" for number in range(400))
+
+
+def settled(cluster):
+    return eventually(lambda: all(load.blocks.reserved + load.blocks.owned == 0 for load in cluster.loads().values()))
+
+
+def test_a_second_turn_moves_little_and_a_new_prefill_worker_fetches(home):
+    sets = (HANDED_OVER, "ray.address=none", "prefill.threads=1", "decode.threads=1", "transfer.verify=kv")
+    with home.cluster("configs/local.yaml", *sets) as cluster, cluster.client() as client:
+        first = client.generate(FIRST, max_tokens=24, temperature=0, ignore_eos=True)
+        assert first.placement.kv_bytes > 2_000_000
+        second = FIRST + first.text + " and then"
+        expected = client.generate(second, max_tokens=24, temperature=0, ignore_eos=True)
+        assert expected.placement.kv_bytes < 100_000  # the decode worker has the rest since the first turn
+        assert settled(cluster)
+
+        cluster.wait_replaced("prefill-0", cluster.kill("prefill-0"))
+        eventually(lambda: "prefill-0" in cluster.connected(), within_s=30)  # until then decode-0 works alone
+        client.generate("something else " * 20, max_tokens=2)  # teaches prefill-0 the cost of computing
+        again = client.generate(second, max_tokens=24, temperature=0, ignore_eos=True)
+        assert again.text == expected.text
+        fetched = cluster.loads()["prefill-0"].fetched_tokens
+        assert fetched == again.usage.cached_tokens > 1000
+        assert again.placement.kv_bytes < 100_000
+        assert settled(cluster)
+        peers = {load.channels[0].peer for load in cluster.loads().values()}
+        assert peers == {"prefill-0", "decode-0"}
+
+
+# --- a model by its Hub name, from the local cache and without network
+
+
+def test_a_model_of_the_hub(home, monkeypatch, tmp_path):
+    cache = tmp_path / "cache"
+    snapshot(cache)
+    monkeypatch.setenv("HF_HOME", str(cache))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with home.cluster("configs/no-ray.yaml", "model.path=hf:org/tiny") as cluster, cluster.client() as client:
+        answer = client.generate("The color of dog", model="org/tiny", max_tokens=8, temperature=0)
+        assert answer.text == " can vary widely"
+        for worker in ("prefill-0", "decode-0"):
+            log = (home.path / "no-ray" / "logs" / f"{worker}.log").read_text()
+            events = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+            loaded = [event for event in events if event["event"] == "model_loaded"]
+            assert [event["model"] for event in loaded] == [f"hf:org/tiny@{COMMIT}"]
+
+
+# --- a newcomer's first steps: `baton demo`
+
+
+ENOUGH = 5  # requests in addition to the two prompts
+
+
+def finished_of(address: str):
+    """Yield the number of ended requests at each event of the page's source."""
+    with urllib.request.urlopen(f"{address}live?interval_s=0.1", timeout=scaled(30)) as stream:
+        for line in stream:
+            if line.startswith(b"data:"):
+                yield int(json.loads(line[5:])["status"]["finished"])
+
+
+def test_requests_flow_on_its_page_until_it_is_told_to_stop(home):
+    demo = home.start("demo", "-c", "configs/no-ray.yaml", "--stay")
+    said = []
+    for line in iter(demo.stdout.readline, ""):
+        said.append(line)
+        if line.startswith("the live page: "):
+            break
+    assert "can vary widely" in "".join(said), said
+    address = said[-1].split()[3]
+    with urllib.request.urlopen(address, timeout=scaled(30)) as page:
+        assert b"<title>" in page.read()
+    assert any(count >= 2 + ENOUGH for count in finished_of(address))
+    demo.send_signal(signal.SIGINT)
+    rest, _ = demo.communicate(timeout=scaled(60))
+    assert demo.returncode == 0, rest
+
+
+@pytest.mark.xdist_group("ray")
+def test_ray_has_nothing_to_say_at_its_end(home):
+    demo = home.start("demo")
+    said, _ = demo.communicate(timeout=scaled(120))
+    assert demo.returncode == 0, said
+    assert "can vary widely" in said
+    assert "raylet" not in said

@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton import Client
 from baton.client.types import Completion, Delta
-from tests.e2e.struck import struck
 from tests.support.cluster_process import HANDED_OVER, ClusterProcess
+from tests.support.load import struck
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("determinism")]
@@ -142,12 +142,13 @@ def found_exact(cluster: ClusterProcess):
 def survive(cluster: ClusterProcess, kind, rng, times):
     """Kill the decode worker `times` times, at a random token, each time during another request."""
 
-    def once():
-        eventually(lambda: len(cluster.connected()) == 3, within_s=60)
-        found = struck(cluster, begin(client, kind, **LONGER), "decode", rng.randrange(1, 500))
-        return found if found and found[1].placement.attempts > 1 else None
-
     with cluster.client(timeout=120.0) as client:
+
+        def once():
+            eventually(lambda: len(cluster.connected()) == 3, within_s=60)
+            found = struck(cluster, begin(client, kind, **LONGER), "decode", rng.randrange(1, 500))
+            return found if found and found[1].placement.attempts > 1 else None
+
         right = ask(client, kind, **LONGER).answer
         for _ in range(times):
             deltas, answer = eventually(once, within_s=100)

@@ -1,11 +1,17 @@
-"""`baton profile --live` measures a running cluster, and `baton plan` uses the result."""
+"""`baton profile --live` measures a running cluster, and `baton plan` uses the result. Benchmarks leave nothing."""
 
 import json
+import signal
+import subprocess
+import sys
 
+import psutil
 import pytest
 
 from baton.planner.live_fit import FACTORS
 from baton.planner.profile import load_profile
+from tests.support.cluster_process import ROOT
+from tests.support.time_factor import scaled
 
 pytestmark = pytest.mark.slow
 ORACLE = ("model.path=oracle", "model.max_model_len=640")
@@ -43,3 +49,28 @@ def test_workers_that_do_both_show_what_they_cost_each_other(home, tmp_path):
     for beside in (layout.beside_prompts, layout.beside_decode):
         assert len(beside.spread) == FACTORS  # their size depends on the machine: rows are short here
         assert sum(beside.spread) / FACTORS == pytest.approx(1.0, abs=0.01)
+
+
+# --- benchmarks that start a cluster
+
+PROGRAM = """
+import sys
+from benchmarks.lib.cluster import cluster
+
+with cluster("ended") as state:
+    print(*(process.pid for process in state.processes.values()), flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_benchmark_that_is_ended_leaves_nothing():
+    """Only SIGTERM is tested, because Python itself turns SIGINT into an exception."""
+    command = [sys.executable, "-c", PROGRAM]
+    with subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as benchmark:
+        assert benchmark.stdout is not None
+        started = [psutil.Process(int(pid)) for pid in benchmark.stdout.readline().split()]
+        assert len(started) > 2, "router and workers at least"
+        benchmark.terminate()
+        assert benchmark.wait(scaled(60)) == 128 + signal.SIGTERM
+    _, alive = psutil.wait_procs(started, timeout=0)
+    assert not alive

@@ -5,8 +5,8 @@ Real processes: the oracle engine at each special index, and the demo model in f
 
 import pytest
 
-from tests.e2e.struck import struck
 from tests.support.cluster_process import HANDED_OVER
+from tests.support.load import struck
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow

@@ -13,8 +13,8 @@ from baton.core import HandoffId, Sampling, SequenceSpec
 from baton.engine.engine import Engine
 from baton.engine.models.loading import load_model
 from baton.tokenizer import load_tokenizer
-from tests.e2e.struck import read, struck
 from tests.support.cluster_process import HANDED_OVER, ROOT
+from tests.support.load import read, struck
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("thinking")]

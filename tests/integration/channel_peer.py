@@ -9,7 +9,6 @@ import json
 import os
 import queue
 import random
-import signal
 import sys
 import threading
 from contextlib import closing
@@ -144,10 +143,6 @@ class Peer:
         assert credit is not None
         assert credit["digest"] == digest(frame(credit["credit"]))
         return int(credit["credit"])
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process."""
-        os.kill(self.process.pid, number)
 
     def kill(self) -> None:
         """Kill the process and wait for its end."""

@@ -12,7 +12,7 @@ from baton.ledger import prefix_directory
 from baton.ledger.embedded_redis import EmbeddedRedis
 from baton.ledger.registry import Ledger
 from tests.support.in_process_router import clusters
-from tests.support.redis_ledger import LONG_LEASE_S, PREFIXES
+from tests.support.ledger import LONG_LEASE_S, PREFIXES
 
 
 @pytest.fixture

@@ -16,9 +16,8 @@ from baton import errors
 from baton.bench.report import KIND
 from baton.cli.exit_codes import exit_code
 from tests.integration.access_support import TOKENS, tls_of, token_file
-from tests.integration.commands_support import Talking, run
 from tests.integration.gateway_support import Alone, alone, tokens
-from tests.support.clients import serving, soon
+from tests.support.clients import Talking, run, serving, soon
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--prompt-tokens", 8, "--max-tokens", 3)

@@ -28,8 +28,8 @@ from baton.tokenizer import OracleTokenizer
 from router.context import RouterSettings
 from router.server import Router, serve
 from tests.support.in_process_router import FakeWorker
+from tests.support.ledger import raw
 from tests.support.plans import first_plan
-from tests.support.redis_ledger import raw
 from tests.support.waiting import until
 
 HERE = WorkerRef("prefill-0", Incarnation(3, 4), "127.0.0.1:1")

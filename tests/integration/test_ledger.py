@@ -27,8 +27,18 @@ from baton.ledger.ownership import OwnershipLog, OwnershipRecord, OwnershipStore
 from baton.ledger.redis_client import Connection
 from baton.ledger.registry import Ledger
 from baton.testing import FakeClock
-from tests.support.ownership_records import OwnershipTable, write_record
-from tests.support.redis_ledger import LONG_LEASE_S, PREFIXES, info_of, opened, order, password_of, raw, registered
+from tests.support.ledger import (
+    LONG_LEASE_S,
+    PREFIXES,
+    OwnershipTable,
+    info_of,
+    opened,
+    order,
+    password_of,
+    raw,
+    registered,
+    write_record,
+)
 from tests.support.time_factor import scaled
 from tests.support.waiting import until
 

@@ -19,8 +19,7 @@ from baton.ledger.embedded_redis import EmbeddedRedis
 from baton.ledger.prefix_directory import DONE, GAP, REFUSED, DirectoryStore, PrefixPublisher, PrefixReplica
 from baton.ledger.prefix_index import Change, Holder
 from baton.ledger.registry import Ledger
-from tests.support.prefixes import holders
-from tests.support.redis_ledger import opened, password_of, raw, registered
+from tests.support.ledger import holders, opened, password_of, raw, registered
 from tests.support.waiting import until
 
 DIGESTS = [n.to_bytes(2, "big") * 16 for n in range(5000)]

@@ -13,7 +13,7 @@ from baton.ledger.embedded_redis import EmbeddedRedis
 from baton.ledger.ownership import OwnershipLog, RecordState
 from baton.ledger.prefix_directory import PrefixPublisher
 from baton.ledger.registry import Ledger
-from tests.support.redis_ledger import LONG_LEASE_S, info_of, order, raw, registered
+from tests.support.ledger import LONG_LEASE_S, info_of, order, raw, registered
 
 
 def wipe(server: EmbeddedRedis, ledger: Ledger) -> None:

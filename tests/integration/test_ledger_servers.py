@@ -19,11 +19,9 @@ from baton.ledger.ownership import OwnershipLog, OwnershipStore, RecordState
 from baton.ledger.prefix_directory import PrefixPublisher, PrefixReplica
 from baton.ledger.redis_client import COMMANDS, Connection
 from baton.ledger.registry import Ledger
-from tests.support import redis_ledger as support
+from tests.support import ledger as support
 from tests.support.clients import Wire
-from tests.support.ownership_records import owned_by, write_record
-from tests.support.prefixes import holders
-from tests.support.redis_ledger import info_of, password_of, raw, registered
+from tests.support.ledger import holders, info_of, owned_by, password_of, raw, registered, write_record
 from tests.support.waiting import until
 
 LEASE_S = 0.3

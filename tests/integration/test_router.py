@@ -4,7 +4,10 @@
 """
 
 import asyncio
+import sys
 from dataclasses import replace
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+import router
 from baton import errors
 from baton.core import HandoffId, Incarnation, Role
 from baton.rpc import convert
@@ -413,3 +417,32 @@ async def test_what_is_wrong_with_the_settings_is_named(cluster):
     ):
         with pytest.raises(errors.ConfigError, match=words):
             await serve(wrong, cluster.source, OracleTokenizer())
+
+
+# --- the files that a plain Generate enters
+
+MOST = 24  # its readers must open them
+ROUTER = str(Path(router.__file__).parent) + "/"
+BACKGROUND = {"health", "live", "worker pool"}  # tasks of the router that run without a request
+
+
+async def test_a_generate_enters_few_files(cluster):
+    await cluster.generate()  # the first one fills caches
+    entered = set[str]()
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        path = frame.f_code.co_filename
+        if event == "call" and path.startswith(ROUTER):
+            task = asyncio.current_task()
+            if task is None or task.get_name() not in BACKGROUND:
+                entered.add(path.removeprefix(ROUTER))
+
+    sys.setprofile(profile)
+    try:
+        events = await cluster.generate()
+        await cluster.nothing_is_left()
+    finally:
+        sys.setprofile(None)
+    assert events[-1].HasField("completed")
+    assert {"service.py", "request/lifecycle.py", "admission/admission.py", "workers/stream.py"} <= entered
+    assert len(entered) <= MOST, f"{len(entered)} files, at most {MOST}: {', '.join(sorted(entered))}"

@@ -1,22 +1,32 @@
 """Streams that resume after the death of a decode worker at any token, or on a router without the request's state.
 
-Also requests with several answers, and requests repeated with the same key.
+Also requests with several answers, requests repeated with the same key, and streams that outlive their router.
 """
 
+from __future__ import annotations
+
 import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import pytest
 from grpc import aio
 from structlog.testing import capture_logs
 
-from baton.errors import Cancelled, EngineFault, InvalidRequest, WorkerLost
-from baton.rpc.v1 import admin_pb2
+from baton.core import HandoffId
+from baton.errors import Cancelled, EngineFault, InvalidRequest, LedgerError, NoWorker, WorkerLost
+from baton.ledger.ownership import OwnershipRecord, RecordState
+from baton.rpc.v1 import admin_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.admin_pb2_grpc import AdminStub
+from baton.rpc.v1.inference_pb2_grpc import InferenceStub
+from baton.tokenizer import OracleTokenizer
 from router.parsing.generate_request import seed_of
 from router.request.client_request import ClientCall
-from tests.support.in_process_router import LAYOUT, at
+from router.server import serve
+from tests.support.in_process_router import LAYOUT, InProcessCluster, at, event
 from tests.support.routers import PROMPT, asked, ids_of, kinds, recovered, right
 from tests.support.waiting import until
 
@@ -32,8 +42,8 @@ async def test_the_stream_goes_on_at_the_same_index(make, index):
     first.hold(index)
     call = cluster.call(max_tokens=MOST)
     events = []
-    async for event in call:
-        events.append(event)
+    async for item in call:
+        events.append(item)
         if len(ids_of(events)) == index and first.alive:
             await first.kill()
     assert ids_of(events) == ANSWER
@@ -135,12 +145,12 @@ async def test_choices_are_numbered_and_the_first_one_computes_the_prompt(cluste
     cluster.prefill[0].open("first")
     events = await cluster.answer(call)
     assert [ids_of(events, choice=choice) for choice in range(3)] == [ANSWER[:8]] * 3
-    assert sorted(event.finished.choice for event in events if event.HasField("finished")) == [0, 1, 2]
+    assert sorted(item.finished.choice for item in events if item.HasField("finished")) == [0, 1, 2]
     assert (kinds(events).count("accepted"), kinds(events).count("completed")) == (1, 1)
     assert kinds(events)[-1] == "completed"
     assert events[-1].completed.usage.completion_tokens == 24
     assert events[-1].completed.usage.prompt_tokens == 3
-    assert [event.seq for event in events] == list(range(len(events)))
+    assert [item.seq for item in events] == list(range(len(events)))
     assert len({spec.sampling.seed for spec in cluster.prefill[0].specs}) == 3
     await cluster.nothing_is_left()
 
@@ -149,7 +159,7 @@ async def test_choices_that_are_resumed(cluster):
     received = ANSWER[:2], ANSWER[:8], list[int]()
     events = await cluster.resume(asked(n=3), *received[:2])
     assert [ids_of(events, len(has), choice) for choice, has in enumerate(received)] == [ANSWER[2:8], [], ANSWER[:8]]
-    assert sorted(event.finished.choice for event in events if event.HasField("finished")) == [0, 1, 2]
+    assert sorted(item.finished.choice for item in events if item.HasField("finished")) == [0, 1, 2]
     assert events[-1].completed.usage.completion_tokens == 24
 
 
@@ -193,3 +203,189 @@ async def test_however_many_come_at_once_with_a_key_all_of_them_end(cluster):
     assert {ids_of(events) == ANSWER[:2] for events in answers} == {True}
     assert {type(error) for error in ended if isinstance(error, BaseException)} <= {Cancelled}
     await cluster.nothing_is_left()
+
+
+# --- a router stops during a stream: its decode worker goes on, and another router takes the stream over
+
+TOKENS, SEEN = 12, 4
+RESUMABLE = right(PROMPT, TOKENS)
+
+
+def resumable(**fields) -> pb.GenerateRequest:
+    return asked(max_tokens=TOKENS, **{"resumable_s": 30.0, **fields})
+
+
+class Second:
+    """Another router over the same workers. `records`: the ledger's records of streams."""
+
+    def __init__(self, cluster: InProcessCluster, records: Mapping[str, OwnershipRecord | LedgerError]) -> None:
+        self._cluster, self._records = cluster, records
+        self.looked_for: list[str] = []
+
+    async def find(self, stream: str) -> OwnershipRecord | None:
+        self.looked_for.append(stream)
+        if isinstance(found := self._records.get(stream), LedgerError):
+            raise found
+        return found
+
+    async def __aenter__(self) -> Second:
+        settings = replace(self._cluster.settings, name="second")
+        self.router = await serve(settings, self._cluster.source, OracleTokenizer(), streams=self.find)
+        pool, workers = self.router.context.pool, self._cluster.workers
+        await until(lambda: sum(link.usable for link in pool.links) == len(workers), "it knows every worker")
+        self.channel = self.router.context.wire.aio(self.router.grpc)
+        self.stub = InferenceStub(self.channel)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.channel.close()
+        await self.router.stop(grace_s=0.0)
+
+    async def resume(self, name: str, request: pb.GenerateRequest, *received: list[int], fingerprint: str = ""):
+        return await self._cluster.resume(request, *received, name=name, fingerprint=fingerprint, at=self.stub)
+
+
+def record(cluster: InProcessCluster, stream: str) -> OwnershipRecord:
+    ref = cluster.decode[0].info.ref
+    return OwnershipRecord(HandoffId(stream, 1), RecordState.COMMITTED, ref.worker_id, ref.incarnation, "router-gone")
+
+
+async def left(cluster: InProcessCluster, request: pb.GenerateRequest, n: int = 1) -> str:
+    """Start a stream and stop its router. Return its name. Its worker holds with more tokens, but not all."""
+    decode = cluster.decode[0]
+    decode.hold(SEEN + 3)
+    call = cluster.stub.Generate(request)
+    name = str(dict(await call.initial_metadata())["baton-request-id"])
+    seen: Counter[int] = Counter()
+    async for item in call:
+        if item.HasField("tokens"):
+            seen[item.tokens.choice] += len(item.tokens.ids)
+            if len(seen) == n and min(seen.values()) == SEEN + 3:
+                break
+    await cluster.router.stop(grace_s=0.0)
+    with pytest.raises((aio.AioRpcError, NoWorker)):
+        await cluster.answer(call)
+    return name
+
+
+async def moved(cluster: InProcessCluster, request: pb.GenerateRequest, *received: list[int], fingerprint: str = ""):
+    """Stop the router of a stream and return the rest of the stream from another router."""
+    name = await left(cluster, request, len(received))
+    streams = [name, *(f"{name}.{choice}" for choice in range(1, len(received)))]
+    async with Second(cluster, {each: record(cluster, each) for each in streams}) as second:
+        cluster.decode[0].open("hold")
+        events = await second.resume(name, request, *received, fingerprint=fingerprint)
+        await until(lambda: cluster.decode[0].count("release"), "released")
+    return events
+
+
+@pytest.mark.parametrize("ended", [False, True])
+async def test_it_goes_on_where_it_is(cluster, ended):
+    """Also a stream that has ended by then, without a router."""
+    name = await left(cluster, resumable())
+    decode = cluster.decode[0]
+    assert decode.count("release") == 0, "what may be resumed is left to its worker"
+    if ended:
+        decode.open("hold")
+        await until(lambda: decode.holds_nothing, "the stream has ended")
+    async with Second(cluster, {name: record(cluster, name)}) as second:
+        decode.open("hold")
+        events = await second.resume(name, resumable(), RESUMABLE[:SEEN])
+        assert second.looked_for == [name]
+        await until(lambda: decode.count("release"), "released")
+    assert ids_of(events, SEEN) == RESUMABLE[SEEN:]
+    assert kinds(events)[0] == "accepted"
+    assert kinds(events)[-2:] == ["finished", "completed"]
+    assert [kind for kind, of in decode.commands if of == HandoffId(name, 1)] == ["reserve", "attach", "release"]
+    assert len(cluster.prefill[0].specs) == 1
+    done = events[-1].completed
+    assert (done.placement.prefill_worker, done.placement.decode_worker) == ("", "decode-0")
+    assert done.usage.completion_tokens == TOKENS
+    assert done.timings.prefill_s == 0 or done.timings.prefill_s < done.timings.e2e_s
+
+
+async def test_every_choice_is_found(cluster):
+    events = await moved(cluster, resumable(n=2), RESUMABLE[:SEEN], RESUMABLE[:1])
+    assert (ids_of(events, SEEN), ids_of(events, 1, choice=1)) == (RESUMABLE[SEEN:], RESUMABLE[1:])
+    assert cluster.decode[0].count("attach") == 2
+
+
+@pytest.mark.parametrize(("deterministic", "fingerprint"), [(True, "x"), (False, "x"), (False, "z"), (False, "")])
+async def test_a_worker_goes_on_if_its_bits_are_those_that_it_was_begun_with(make, deterministic, fingerprint):
+    cluster = await make(bits={"prefill-0": "x", "decode-0": "x"})
+    events = await moved(cluster, resumable(deterministic=deterministic), RESUMABLE[:SEEN], fingerprint=fingerprint)
+    assert ids_of(events, SEEN) == RESUMABLE[SEEN:]
+    assert cluster.decode[0].count("attach") == 1
+    assert events[-1].completed.system_fingerprint == "x"
+    assert bool(events[-1].completed.usage.audit_digest) == deterministic
+
+
+async def test_another_worker_than_it_was_begun_with_does_not_go_on(make):
+    cluster = await make(bits={"prefill-0": "x", "decode-0": "x"}, queue_max_wait_s=0.1)
+    name = await left(cluster, resumable(deterministic=True))
+    async with Second(cluster, {name: record(cluster, name)}) as second:
+        with pytest.raises(NoWorker, match="no decode worker with the system fingerprint z that computes"):
+            await second.resume(name, resumable(deterministic=True), RESUMABLE[:SEEN], fingerprint="z")
+    assert cluster.decode[0].count("attach") == 0
+
+
+@pytest.mark.parametrize("why", ["no record", "no ledger", "another worker", "refused", "not asked for"])
+async def test_else_it_is_computed_again(cluster, why):
+    """The stream continues at the same index. Its name is new, because workers may have attempts of the old one."""
+    name = await left(cluster, resumable())
+    decode = cluster.decode[0]
+    request = resumable(resumable_s=0.0) if why == "not asked for" else resumable()
+    found = record(cluster, name)
+    records: dict[str, Mapping[str, OwnershipRecord | LedgerError]] = {
+        "no record": {},
+        "no ledger": {name: LedgerError("away")},
+        "another worker": {name: replace(found, worker_id="decode-9")},
+    }
+    if why == "refused":
+        decode.refuse_once = [worker_pb2.REFUSAL_REASON_STALE]
+    async with Second(cluster, records.get(why, {name: found})) as second:
+        decode.open("hold")
+        events = await second.resume(name, request, RESUMABLE[:SEEN])
+        assert second.looked_for == ([] if why == "not asked for" else [name])
+        metrics = await cluster.http("/metrics", second.router)
+    assert ids_of(events, SEEN) == RESUMABLE[SEEN:]
+    assert list(cluster.prefill[0].specs[-1].known) == RESUMABLE[:SEEN]
+    assert decode.count("attach") == (why == "refused")
+    assert ('baton_recoveries_total{reason="not_there"} 1.0' in metrics) == (why == "refused")
+    assert "recovered" not in kinds(events)
+
+
+async def test_the_worker_dies_after_all(make):
+    cluster = await make(decode=2)
+    name, first = await left(cluster, resumable()), cluster.decode[0]
+    async with Second(cluster, {name: record(cluster, name)}) as second:
+        resumed = asyncio.create_task(second.resume(name, resumable(), RESUMABLE[:SEEN]))
+        await until(lambda: any(call.observer.is_accepted for call in second.router.context.running), "attached")
+        await first.kill()
+        events = await resumed
+    assert ids_of(events, SEEN) == RESUMABLE[SEEN:]
+    assert recovered(events) == [(2, "decode_lost")]
+
+
+async def test_a_router_that_is_left_by_its_stream_asks_for_nothing_else(cluster):
+    decode = cluster.decode[0]
+    decode.close("decode")
+    call = cluster.stub.Generate(resumable())
+    name = dict(await call.initial_metadata())["baton-request-id"]
+    await until(lambda: cluster.handed_over, "decoding")
+    gone = worker_pb2.Failed(kind="Cancelled", message="router-b has taken over")
+    decode.emit(event(HandoffId(name, 1), failed=gone))
+    with pytest.raises(Exception, match="router-b has taken over"):
+        await cluster.answer(call)
+    assert (decode.count("reserve"), decode.count("release")) == (1, 0)
+    decode._drop(HandoffId(name, 1))
+
+
+async def test_how_long_is_said_with_the_reservation(make):
+    cluster = await make(resumable_s=7.0)
+    unsaid = resumable()
+    unsaid.ClearField("resumable_s")
+    for request in (resumable(), resumable(resumable_s=0.0), unsaid):
+        await cluster.answer(cluster.stub.Generate(request))
+    said = [(each.resumable_s, bool(each.stream)) for each in cluster.decode[0].reserves]
+    assert said == [(30.0, True), (0.0, False), (7.0, True)]

@@ -8,7 +8,7 @@ from baton.core import Role
 from baton.engine.prefix_cache import BlockHashChain, scope_key
 from baton.errors import EngineFault, InvalidRequest
 from baton.rpc.v1 import inference_pb2 as pb
-from tests.integration.test_router_attach import moved, resumable
+from tests.integration.test_router_resume import moved, resumable
 from tests.support.in_process_router import LAYOUT, InProcessCluster
 from tests.support.routers import asked, ids_of, kinds, right, thought
 

@@ -16,8 +16,7 @@ import pytest
 from baton import errors
 from baton.cli.exit_codes import exit_code
 from baton.rpc.channel import Wire
-from tests.integration.commands_support import Talking, run
-from tests.support.clients import serving, soon
+from tests.support.clients import Talking, run, serving, soon
 from tests.support.time_factor import scaled
 
 ROOT = Path(__file__).parents[2]

@@ -49,7 +49,7 @@ def take(peer: Peer, numbers: range) -> None:
 def test_a_sender_killed_in_the_middle_is_seen_at_once(peers: Peers) -> None:
     peer = peers(Side.RECEIVER)
     assert all(peer.take(number) for number in range(10))
-    peer.signal(signal.SIGKILL)  # the sender is filling slots now
+    peer.process.send_signal(signal.SIGKILL)  # the sender is filling slots now
     assert breaks(lambda: take(peer, range(10, 10 + 2 * RING.slots)))
 
 
@@ -67,14 +67,14 @@ def test_a_receiver_killed_in_the_middle_is_seen_at_once(peers: Peers) -> None:
 def test_a_frozen_sender_is_given_up_and_wakes_up_to_memory_of_its_own_generation(peers: Peers) -> None:
     peer = peers(Side.RECEIVER, deadline_s=0.6)
     assert all(peer.take(number) for number in range(3))
-    peer.signal(signal.SIGSTOP)
+    peer.process.send_signal(signal.SIGSTOP)
     started = time.monotonic()
     with pytest.raises(ChannelBroken, match=r"no progress within 0\.6 s"):
         take(peer, range(3, 4 + 2 * RING.slots))
     assert time.monotonic() - started > 0.5
     peer.wire.say(credit=3)  # if all slots were filled by then, the sender waits for one
     successor = peers(Side.RECEIVER, "--frames", "6")
-    peer.signal(signal.SIGCONT)
+    peer.process.send_signal(signal.SIGCONT)
     while (said := peer.wire.hear()) is not None and "failed" not in said:
         assert said["number"] < 3 + 2 * RING.slots
     assert said is not None

@@ -13,11 +13,9 @@ from baton.rpc.v1 import inference_pb2 as pb
 from router.context import RouterSettings, build_context
 from router.service import Inference
 from tests.simulation.clock import LoopClock
-from tests.simulation.engine import expected, undisturbed
-from tests.simulation.ledger import SimLedger
-from tests.simulation.memory import BACKEND
+from tests.simulation.engine import BACKEND, expected, undisturbed
 from tests.simulation.rpc import Aborted, ClientCall
-from tests.simulation.world import Process, World
+from tests.simulation.world import Process, SimLedger, World
 
 
 class RouterHost:

@@ -26,7 +26,7 @@ import router.workers.pool
 import router.workers.stream
 from baton.metrics import Metrics
 from tests.simulation.clock import LoopClock, SimCondition, SimQueue, SimThread
-from tests.simulation.memory import PoisonedPool
+from tests.simulation.engine import PoisonedPool
 from tests.simulation.rpc import SimStub, sim_channel
 from tests.simulation.transfer import SimExecutor, SimLink, SimSession
 from tests.simulation.worker import SimCost, SimWorkerSession

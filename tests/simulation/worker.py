@@ -22,12 +22,10 @@ from kvtransfer.receiver import PeerService
 from prefill_workers.prefix_fetch import CostModel
 from prefill_workers.worker import PrefillWorker
 from tests.simulation.clock import LoopClock, OrderedSet
-from tests.simulation.engine import engine_of
-from tests.simulation.ledger import SimLedger
-from tests.simulation.memory import BACKEND
+from tests.simulation.engine import BACKEND, engine_of
 from tests.simulation.rpc import SimPeerStream, serving, shown
 from tests.simulation.transfer import SimSender, SimTransport
-from tests.simulation.world import PROCESS, Listener, Process, World
+from tests.simulation.world import PROCESS, Listener, Process, SimLedger, World
 
 IDLE_S = 0.5
 

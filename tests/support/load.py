@@ -1,21 +1,25 @@
-"""Clients that keep a cluster busy during a test and check their answers."""
+"""Clients that keep a cluster busy during a test and check their answers, also when its processes are struck."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from baton import Client
-from baton.client.types import Completion
+from baton.client.types import Completion, Delta
 from baton.core import Sampling, SequenceSpec
 from baton.engine.oracle import OracleBackend
 from baton.errors import BatonError, NoWorker, Overloaded, WorkerLost
+from tests.support.cluster_process import ClusterProcess
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 
@@ -186,3 +190,37 @@ class Streams:
                 raise end
             found.append(end)
         return found
+
+
+def read(stream: Any, tokens: int) -> list[Delta]:
+    """Read deltas until the stream has so many tokens in total."""
+    deltas = list[Delta]()
+    while len(stream.tokens) < tokens:
+        deltas.append(next(stream))
+    return deltas
+
+
+Told = tuple[list[Delta], Completion]  # all deltas of a stream, and its answer
+
+
+def struck(cluster: ClusterProcess, stream: Any, victim: str, after: int, *, freeze: bool = False) -> Told | None:
+    """Read a stream and strike its `victim`, a process's name or a role with a busy worker, after so many tokens. The
+    victim is killed, or frozen until the end. Return None if the stream ended before that.
+    """
+    with stream:
+        deltas = read(stream, min(after, 1))
+        name = cluster.busy(victim) if victim in {"prefill", "decode"} else victim
+        if not name:
+            return None
+        deltas += read(stream, after)
+        pid = cluster.kill(name, signal.SIGSTOP if freeze else signal.SIGKILL)
+        try:
+            deltas += stream
+            answer = stream.collect()
+        finally:
+            with suppress(ProcessLookupError):  # a frozen process may have been replaced by now
+                os.kill(pid, signal.SIGCONT)
+    if freeze and answer.placement.attempts == 1:
+        return None  # all tokens were already sent: the router did not lose the worker
+    cluster.wait_replaced(name, pid)
+    return deltas, answer

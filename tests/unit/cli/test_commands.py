@@ -20,7 +20,7 @@ from baton.cluster import launcher
 from baton.cluster.backend_process import StartError
 from baton.errors import BatonError, ConfigError, InvalidRequest, Violation
 from baton.rpc.v1 import admin_pb2
-from tests.support.full_disk import fill_disk
+from tests.support.processes import fill_disk
 from tests.support.waiting import eventually
 
 CODES = {  # interfaces.md

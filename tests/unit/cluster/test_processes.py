@@ -21,8 +21,7 @@ from baton.cluster.state_dir import ClusterState, ProcessId, StateFolder, runnin
 from baton.core import Role
 from baton.errors import BatonError, Cancelled, ConfigError, LedgerError
 from baton.testing import FakeClock
-from tests.support.full_disk import fill_disk
-from tests.support.processes import READY, SILENT
+from tests.support.processes import READY, SILENT, fill_disk
 from tests.support.waiting import eventually
 
 

@@ -25,7 +25,7 @@ from baton.errors import BatonError, Cancelled, LedgerError
 from baton.ledger.embedded_redis import EmbeddedRedis
 from baton.metrics import Metrics, MetricsServer
 from baton.testing import FakeClock
-from tests.support.full_disk import fill_disk
+from tests.support.processes import fill_disk
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 

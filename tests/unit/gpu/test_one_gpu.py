@@ -94,7 +94,7 @@ def test_a_killed_peer_is_seen_at_once_and_its_memory_comes_back(start: Start, s
 def test_a_frozen_sender_is_given_up_by_the_deadline(start: Start) -> None:
     peer = start(Side.RECEIVER, "--frames", "1", deadline_s=5.0)
     assert peer.take(0)
-    peer.signal(signal.SIGSTOP)
+    peer.process.send_signal(signal.SIGSTOP)
     peer.end.start(1, 8)
     with pytest.raises(ChannelBroken, match="no progress"):
         peer.end.finish(1)

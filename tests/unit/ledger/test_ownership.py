@@ -15,8 +15,7 @@ from baton.errors import LedgerError
 from baton.ledger.ownership import OwnershipLog, OwnershipRecord, RecordState
 from baton.ledger.registry import Ledger
 from baton.testing import FakeClock
-from tests.support.ownership_records import OwnershipTable
-from tests.support.redis_stub import StubConnection
+from tests.support.ledger import OwnershipTable, StubConnection
 
 Note = tuple[str, int, RecordState]
 OWNER = WorkerRef("decode-0", Incarnation(5, 1), "127.0.0.1:1")

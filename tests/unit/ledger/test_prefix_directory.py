@@ -22,8 +22,7 @@ from baton.ledger.prefix_directory import DONE, GAP, REFUSED, PrefixPublisher
 from baton.ledger.prefix_index import NAME_BYTES, Change, Holder, PrefixIndex
 from baton.ledger.registry import Ledger
 from baton.testing import FakeClock
-from tests.support.prefixes import holders
-from tests.support.redis_stub import StubConnection
+from tests.support.ledger import StubConnection, holders
 
 A, B = Holder("prefill-0", Incarnation(5, 1)), Holder("decode-0", Incarnation(5, 2))
 NAMES = [bytes([n]) * NAME_BYTES for n in range(6)]

@@ -11,7 +11,7 @@ from baton.core import Incarnation, Role, WorkerRef
 from baton.errors import ConfigError, LedgerError
 from baton.ledger.redis_client import Connection, address_of
 from baton.ledger.registry import worker_from_json, worker_to_json
-from tests.support.redis_ledger import info_of
+from tests.support.ledger import info_of
 
 INFO = replace(info_of(Incarnation(1_790_000_000_000_000, 7)), determinism="a" * 24, metrics="127.0.0.1:9101")
 

@@ -14,7 +14,7 @@ from router.placement.cost_model import UNKNOWN
 from router.placement.fleet import Fleet, facts_of
 from router.placement.policy import predicted
 from router.placement.snapshot import BLANK, Facts, WorkerView
-from tests.support.prefixes import holders
+from tests.support.ledger import holders
 from tests.unit.router.fakes import block_names, decode, fleet_of, holder, link, pace, prefill, publish
 
 PROMPT = tuple(range(100))
