@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from tests.unit.router.gates import Gate
+from tests.unit.router.fakes import Gate
 
 
 @pytest.fixture

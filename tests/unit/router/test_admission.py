@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from baton.errors import DeadlineExceeded, NoWorker, Overloaded
 from router.admission.admission import OVERTAKES, Ticket, ticket_for
 from tests.simulation.clock import START, LoopClock
-from tests.unit.router.gates import Gate, in_virtual_time, turns, virtual
+from tests.unit.router.fakes import Gate, in_virtual_time, turns, virtual
 
 
 class Line:

@@ -16,8 +16,7 @@ from baton.ledger.prefix_index import PrefixIndex
 from router.placement.policy import POLICIES, local_prefill_if_faster
 from router.workers.placement import Requirements
 from tests.unit.router import fakes
-from tests.unit.router.fakes import block_names, floor_of, named, pair_of, pool_of, publish, say
-from tests.unit.router.gates import turns
+from tests.unit.router.fakes import block_names, floor_of, named, pair_of, pool_of, publish, say, turns
 
 SPEC = SequenceSpec(tuple(range(40)), Sampling(), deterministic=True)
 PLAIN = replace(SPEC, deterministic=False)

@@ -20,7 +20,7 @@ from router.request.attempt import Attempt, most_events
 from router.request.delivery import Delivery, EventStream, StallTimeout, Thoughts
 from router.request.lifecycle import fitted
 from tests.unit.router import fakes
-from tests.unit.router.gates import turns, virtual
+from tests.unit.router.fakes import turns, virtual
 
 
 def token(index: int, token_id: int | None = None) -> Token:
