@@ -199,7 +199,8 @@ def test_decode_steps_that_vary_are_not_exact(where, reason):
 
 @pytest.mark.parametrize(("asked", "found"), [(0, 0), (1, 1), (40, 40), (64, 64), (256, 64)])
 def test_exact_are_as_many_rows_as_were_looked_at(asked, found):
-    assert checks.checked_shapes(OracleBackend(), replace(SHAPES, exact_rows=asked)) == replace(SHAPES, exact_rows=found)
+    shapes = replace(SHAPES, exact_rows=asked)
+    assert checks.checked_shapes(OracleBackend(), shapes) == replace(SHAPES, exact_rows=found)
 
 
 @pytest.mark.parametrize(("steady", "found"), [(0, 0), (63, 0), (64, 64), (1000, 64)])

@@ -96,8 +96,8 @@ def test_one_frame_has_one_temporary_for_each_rank(monkeypatch) -> None:
     """No copy is made per token: each rank's cache is called once."""
     cache = poisoned(GQA, 4, TOTAL)
     calls = [(own, name, Mock(wraps=getattr(own, name))) for own in cache.ranks for name in ("gather", "scatter")]
-    for call in calls:
-        monkeypatch.setattr(*call)
+    for own, name, watched in calls:
+        monkeypatch.setattr(own, name, watched)
     wire = gathered(cache, range(5), [3, 1, 2], 0, 12)
     cache.scatter(range(5), [3, 1, 2], 0, 12, wire)
     assert [noted.call_count for _, _, noted in calls] == [1] * 8
