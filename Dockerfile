@@ -3,7 +3,7 @@
 #   docker build -t baton:0.1.0 .                                                                  # for NVIDIA GPUs
 #   docker build -t baton:0.1.0-cpu --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu . # for CPUs only
 #
-# Every step is a script in tools/image. tests/guards/test_image_steps.py runs them in this order below a scratch folder.
+# Every step is a script in tools/image. tests/guards/test_image.py runs them in this order below a scratch folder.
 # BuildKit is required (RUN --mount).
 # The digest selects the image; the tag is only for readers. To renew it: docker buildx imagetools inspect python:TAG
 FROM python:3.11.16-slim-bookworm@sha256:528257d48c1da0dcecc2e725d1ae34498d60c965f1241e39cd6a85a8859bdf84 AS base

@@ -1,21 +1,36 @@
-"""Commands, options and link targets in the documents exist."""
+"""Commands, options and link targets in the documents exist, and texts keep the language rules.
+
+A regular expression can check only a part of these rules.
+"""
 
 import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import pytest
 
 import baton
-from tests.guards.documents import Document, commands
+from tests.guards.documents import ROOT, Document, commands, listed, told, wrong_commands
 from tests.guards.test_source import tracked
-from tests.guards.told import listed, told, wrong_commands
+from tools.language import Text, all_findings, findings
 
-ROOT = Path(__file__).resolve().parents[2]
 GLOBS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/**/*.md", "models/README.md", "helm/**/README.md")
 LINE_OF_SOURCE = re.compile(r"L\d+(-L\d+)?")
+PRODUCT = ("baton", "router", "prefill_workers", "decode_workers", "kvtransfer", "tools")
+PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/README.md", "docs/glossary.md", "docs/performance.md")
+FOLDERS = ("docs/design", "docs/how-to", "docs/reference", "docs/tutorials", "helm/baton/README.md")
+OTHERS = ("tests", "benchmarks", "examples")
+BROKEN = {
+    "What it sends.": "begins with",
+    "It waits. Who is late is not asked.": "begins with",
+    "Nobody reads it.": "not 'who'",
+    "The worker tells its router.": "only people",
+    "It is kept for ever.": "archaic",
+    "All are read at once.": "at once",
+    "Its limit; 0: none.": "ellipsis",
+    "A list of what is free.": "free relative",
+}
 
 
 def wrong_links(document: Document, names: set[str], anchors: dict[str, set[str]]) -> Iterator[str]:
@@ -116,3 +131,19 @@ def test_wrong_links_are_seen_and_nothing_else():
         ["docs/made.md:4", "y.png"],
         ["docs/made.md:5", "z.md"],
     ]
+
+
+@pytest.mark.parametrize("places", [PRODUCT, (*PAGES, *FOLDERS), OTHERS], ids=["product", "pages", "others"])
+def test_no_sentence_breaks_the_rules(places):
+    complain(all_findings(places, strings=False))
+
+
+@pytest.mark.parametrize("sentence", BROKEN)
+def test_each_rule_finds_its_pattern(sentence):
+    (found, *_) = findings(Text("x.py", 1, sentence))
+    assert BROKEN[sentence] in found
+
+
+def test_code_and_plain_sentences_are_left_alone():
+    text = "Return the blocks of `who` that it sends.\n\n>>> nobody\n\nIt waits until the worker reports."
+    assert not list(findings(Text("x.py", 1, text)))

@@ -1,12 +1,16 @@
-"""Contents that no file of the tree may have."""
+"""Contents that no file of the tree may have, caps in `baton.limits` alone, and the generated blocking client."""
 
 import ast
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from baton import limits
+from tools.gen_sync_client import CLIENT, FILES, stale
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_BYTES = (200_000, 8_000_000)  # of any file, and of one in models/
@@ -92,3 +96,36 @@ def test_folders_that_are_no_packages():
     """An `__init__.py` in proto/ would shadow another distribution; tests and configs must not be importable."""
     folders = ("proto", "configs", "helm", "tests", "benchmarks", "docs")
     assert [str(path) for folder in folders for path in (ROOT / folder).rglob("__init__.py")] == []
+
+
+def test_every_cap_is_in_the_table_and_is_used():
+    """docs/reference has the table."""
+    names = {name for name in dir(limits) if re.fullmatch(r"(MAX|MIN)_\w+|\w+_BYTES", name)}
+    source = (ROOT / "tools/reference/caps.py").read_text()
+    in_table = set(re.findall(r"Cap\([^()]*?\blimits\.([A-Z_]+),", source)) | {"MIN_TOKEN_CHARS"}
+    assert names == in_table
+    files = (path for part in ("baton", "router") for path in (ROOT / part).rglob("*.py"))
+    used = Counter(word for path in files if path.name != "limits.py" for word in re.findall(r"\w+", path.read_text()))
+    assert {name for name in names if not used[name]} == set()
+
+
+def test_caps_are_nowhere_else():
+    """A limit for external input has its name in `baton.limits`."""
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for folder in ("router", "baton/rpc", "baton/core.py")
+        for path in ([ROOT / folder] if folder.endswith(".py") else sorted((ROOT / folder).rglob("*.py")))
+        if "/v1/" not in str(path)
+        for line in path.read_text().splitlines()
+        if re.match(r"_?MAX_\w+( *:.*)? = ", line) or re.search(r"len\(.*\) > \d", line)
+    ]
+    assert not found, found
+
+
+def test_the_blocking_client_is_fresh():
+    assert stale() == [], "run: make fmt"
+
+
+@pytest.mark.parametrize("made", FILES.values())
+def test_nothing_asynchronous_is_left(made: str):
+    assert re.findall("async|await", (ROOT / CLIENT / made).read_text(), re.IGNORECASE) == []

@@ -11,7 +11,7 @@ from tools.mutants.__main__ import main
 
 ROOT = Path(__file__).parents[3]
 TARGETS = ("--targets", "tools/gen_sync_client.py")  # neither of these suites imports torch
-SUITE, BLIND = "tests/guards/test_sync_client.py", "tests/guards/test_constraints.py"
+SUITE, BLIND = "tests/guards/test_source.py", "tests/guards/test_constraints.py"
 
 
 @pytest.mark.parametrize(
