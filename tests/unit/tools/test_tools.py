@@ -1,15 +1,15 @@
-"""The stress tool on tiny suites, and time limits of tests, which grow with a factor that is measured once."""
+"""Tools that run tests: the stress tool, the mutation tool, and time limits.
+
+Time limits grow with a factor that is measured once.
+"""
 
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -17,12 +17,27 @@ import pytest
 from tests.support import time_factor
 from tests.support.time_factor import BUDGET_S, HIGHEST, LOWEST, REFERENCE_S, SAMPLES, VARIABLE, measured, scaled
 from tools import stress_tests
+from tools.mutants.__main__ import main
 
 ROOT = Path(__file__).parents[3]
+
+
+def python(folder: Path, module: str, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a module in `folder`, without the variables of this pytest."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    clean = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
+    clean |= {"PYTHONPATH": str(ROOT), **variables}
+    return subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True, check=False)
+
+
+# --- the stress tool on tiny suites
+
+
 LOAD = ("--busy", "1", "--hog-mib", "4", "-n", "0")
 NONE = ("test_green.py", "--rounds", "2", "--keep-going", *LOAD, "--", "-k", "nothing")
 LATE = ("test_waits.py", "--budget", "0.5", *LOAD)
 GREEN = "import os\ndef test_seed(): open('seeds', 'a').write(os.environ['BATON_TEST_SEED'] + ' ')\n"
+WAITS = "import time\ndef test_waits(): time.sleep(600)\n"
 RED = """
 import pytest
 @pytest.mark.parametrize("it", ["a - b", "c"])
@@ -31,90 +46,45 @@ def test_it(it): assert it == "c"
 def broken(): raise OSError("no disk")
 def test_broken(broken): pass
 """
-WAITS = """
-import os, time
-def test_waits():
-    with open("reached", "w") as file: file.write("yes")
-    time.sleep(600)
-"""
-
-
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    (tmp_path / "test_green.py").write_text(GREEN)
-    (tmp_path / "test_red.py").write_text(RED)
-    (tmp_path / "test_waits.py").write_text(WAITS)
-    return tmp_path
-
-
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tools.stress_tests", *arguments]
-    variables = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
-    variables |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}  # a killed tool cannot remove its folder
-    return subprocess.Popen(command, cwd=folder, env=variables, stdout=subprocess.PIPE, text=True)
-
-
-def finished(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any], str]:
-    """Return exit code, summary, and all output. Checks that no process of the load is left."""
-    said, _ = process.communicate(timeout=scaled(50))
-    found = re.search(r"^load: .* processes \[(.*)\]$", said, re.MULTILINE)
-    assert found is not None, said
-    assert not [pid for pid in found[1].split(",") if psutil.pid_exists(int(pid))]
-    return process.returncode, json.loads(said.splitlines()[-1]), said
-
-
-@pytest.mark.slow
-def test_green_rounds_have_seeds_of_their_own_that_another_run_repeats(folder):
-    code, summary, said = finished(start(folder, "test_green.py", "--rounds", "2", "--seed", "7", *LOAD))
-    assert (code, summary["rounds"], summary["green"], summary["failed"]) == (0, 2, 2, [])
-    seeds = [int(seed) for seed in (folder / "seeds").read_text().split()]
-    assert summary["seeds"] == seeds
-    assert len(set(seeds)) == 2
-    assert f"round 2 of 2: seed {seeds[1]}" in said
-    code, again, _ = finished(start(folder, "test_green.py", "--rounds", "1", "--seed", "7", *LOAD))
-    assert (code, again["seeds"]) == (0, seeds[:1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "failed", "rounds"),
     [
+        (("test_green.py", "--rounds", "2", *LOAD), [], 2),
         (("test_red.py", "test_green.py", *LOAD), ["test_red.py::test_it[a - b]", "test_red.py::test_broken"], 1),
         (NONE, ["no test was selected"], 2),
         (LATE, ["test_waits.py: the budget of 0.5 s is spent"], 1),
     ],
-    ids=["red", "no test, and it goes on", "no time left"],
+    ids=["green", "red", "no test, and it goes on", "no time left"],
 )
-def test_a_round_that_is_not_green_is_named(folder, arguments, failed, rounds):
-    code, summary, _ = finished(start(folder, *arguments))
-    assert (code, summary["green"], summary["failed"], len(summary["seeds"])) == (1, 0, failed, rounds)
-    assert not (folder / "seeds").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_tests_and_load(folder, number):
-    os.mkfifo(folder / "reached")
-    process = start(folder, "test_waits.py", *LOAD)
-    watchdog = threading.Timer(scaled(40), process.kill)
-    watchdog.start()
-    try:
-        assert (folder / "reached").read_text() == "yes"  # returns when the test writes it
-        children = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(number)
-        code, summary, _ = finished(process)
-    finally:
-        watchdog.cancel()
-        process.kill()
-    assert (code, summary["failed"]) == (128 + number, [f"{number.name} came"])
-    assert len(children) == 3
-    assert not [child for child in children if child.is_running()]
+def test_rounds_have_their_own_seeds_and_what_is_not_green_is_named(tmp_path, arguments, failed, rounds):
+    texts = {
+        "pytest.ini": "[pytest]\n",
+        "test_green.py": GREEN,
+        "test_red.py": RED,
+        "test_waits.py": WAITS,
+        "seeds": "",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    done = python(tmp_path, "tools.stress_tests", *arguments)
+    summary, green = json.loads(done.stdout.splitlines()[-1]), 0 if failed else rounds
+    assert (done.returncode, summary["green"], summary["failed"]) == (bool(failed), green, failed)
+    assert len(set(summary["seeds"])) == rounds
+    assert [int(seed) for seed in (tmp_path / "seeds").read_text().split()] == summary["seeds"][:green]
+    found = re.search(r"^load: .* processes \[(.*)\]$", done.stdout, re.MULTILINE)
+    assert found is not None, done.stdout
+    assert not [pid for pid in found[1].split(",") if psutil.pid_exists(int(pid))]
 
 
 def test_all_suites_are_there_by_default():
     folders = {path for path in (ROOT / "tests").iterdir() if any(path.rglob("test_*.py"))}
     assert {ROOT / path for path in stress_tests.parse([]).paths} == folders
+
+
+# --- time limits
 
 
 SUITE = """
@@ -149,10 +119,8 @@ def test_limits_are_multiplied_and_one_that_the_caller_gives_stays(tmp_path):
     (tmp_path / "inner" / "conftest.py").write_text(NOTE)
     (tmp_path / "inner" / "test_one.py").write_text(SUITE)
     (tmp_path / "pytest.ini").write_text("[pytest]\ntimeout = 60\naddopts = --import-mode=importlib\n")
-    variables = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
-    variables |= {"PYTHONPATH": str(ROOT), VARIABLE: "2.5"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "inner", "--timeout", "70"]
-    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+    options = ("-p", "no:cacheprovider", "inner", "--timeout", "70")
+    done = python(tmp_path, "pytest", *options, **{VARIABLE: "2.5"})
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split() for line in (tmp_path / "limits").read_text().splitlines()]
     marked = {name: 2.5 * limit for name, limit in LIMITS.items()}
@@ -185,3 +153,47 @@ def test_it_is_measured_once_and_kept_for_processes_of_the_run(monkeypatch):
         monkeypatch.setenv(VARIABLE, wrong)
         with pytest.raises(pytest.UsageError, match=rf"{VARIABLE} .*must be a number above 0, got '{wrong}'"):
             scaled(1)
+
+
+# --- the mutation tool: its changes, and the test runs that detect them
+
+
+SEEING, BLIND = "tests/guards/test_source.py", "tests/guards/test_constraints.py"  # without torch
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--targets", "router/none.py"], "--targets: there is no 'router/none.py'"),
+        (["--targets", "router/admission/fair_queue.py", "--count", "9999"], "--count: must be from 1 to"),
+        (["--suites", "tests/none"], "--suites: nothing matches 'tests/none'"),
+        (["--again", "README.md"], "--again: README.md has no results"),
+        (["--again", "none.jsonl"], "--again: none.jsonl has no results"),
+    ],
+)
+def test_wrong_arguments_are_named_before_anything_runs(monkeypatch, capsys, tmp_path, options: list[str], named: str):
+    monkeypatch.setattr("sys.argv", ["mutants", str(tmp_path / "out.jsonl"), *options])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, named in capsys.readouterr().err) == (2, True)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def mutants(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return python(ROOT, "tools.mutants", out, "--jobs", 1, "--targets", "tools/gen_sync_client.py", *options)
+
+
+@pytest.mark.slow
+def test_what_was_killed_before_must_be_killed_again(tmp_path: Path) -> None:
+    before, again = tmp_path / "before.jsonl", tmp_path / "again.jsonl"
+    drawn = mutants(before, "--suites", SEEING, "--count", "8")
+    killed = [line["name"] for line in map(json.loads, before.read_text().splitlines()) if line["outcome"] == "killed"]
+    assert (drawn.returncode, len(killed) > 0) == (0, True), drawn.stdout + drawn.stderr
+
+    same = mutants(again, "--suites", SEEING, "--again", str(before))
+    last = json.loads(same.stdout.splitlines()[-1])
+    assert (same.returncode, last["lost"], last["missing"], last["gone"]) == (0, 0, 0, 0), same.stdout
+
+    blind = mutants(again, "--suites", BLIND, "--again", str(before))
+    assert blind.returncode == 1
+    assert set(killed) <= set(blind.stdout.splitlines())
