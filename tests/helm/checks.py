@@ -1,17 +1,23 @@
-"""Consistency checks between the objects of a release. Each yields its problems; none needs a cluster.
+"""Consistency checks between the objects of a release, and the mounted cluster file, read as the pods would read it.
 
+Each check yields its problems; none needs a cluster.
 Pods are those that Kubernetes and KubeRay would create. `pods` adds KubeRay's labels.
 """
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from baton.cli.setup.certs import certs
+from baton.config import ClusterConfig, load_config
 
 Object = dict[str, Any]
 PLAIN_PASSWORD = re.compile(r"://[^/@\s]*:([^@\s]+)@")
 SECRET_NAME = re.compile(r"PASSWORD|TOKEN|SECRET|_AUTH$")
 FROM_SECRET = "$(REDIS_PASSWORD)"
+PASSWORD = "0123456789abcdef"  # its value in these tests
 SOURCES = (  # of volumes: field, kind of the object, field of its name
     ("configMap", "ConfigMap", "name"),
     ("secret", "Secret", "secretName"),
@@ -72,6 +78,28 @@ def _pods_of(document: Object) -> Iterator[Pod]:
             kuberay |= {"ray.io/node-type": "head" if group_name == "head" else "worker", "ray.io/is-ray-node": "yes"}
             template = group["template"]
             yield Pod(f"RayCluster/{name}/{group_name}", template["metadata"]["labels"] | kuberay, template["spec"])
+
+
+def cluster_file(documents: list[Object]) -> str:
+    """Return the text of the router's cluster file."""
+    volumes = pod_of(documents, "-router").spec["volumes"]
+    (name,) = (volume["configMap"]["name"] for volume in volumes if volume["name"] == "config")
+    (found,) = (one for one in documents if one["kind"] == "ConfigMap" and one["metadata"]["name"] == name)
+    return str(found["data"]["cluster.yaml"])
+
+
+def load(documents: list[Object], folder: Path) -> ClusterConfig:
+    """Load the file with the environment of the router's pod. Required certificates are created in `folder`."""
+    text = cluster_file(documents)
+    if "/etc/baton-tls" in text:
+        certs(folder / "made", ["baton.example"], days=2)
+        for made, mounted in (("ca.pem", "ca.crt"), ("cert.pem", "tls.crt"), ("key.pem", "tls.key")):
+            (folder / mounted).write_bytes((folder / "made" / made).read_bytes())
+    file = folder / "cluster.yaml"
+    file.write_text(text.replace("/etc/baton-tls", str(folder)), encoding="utf-8")
+    (container,) = pod_of(documents, "-router").spec["containers"]
+    variables = {one["name"]: one.get("value", "") for one in container["env"]}
+    return load_config(file, env={name: value.replace(FROM_SECRET, PASSWORD) for name, value in variables.items()})
 
 
 def _named(documents: list[Object]) -> Iterator[tuple[str, Object]]:

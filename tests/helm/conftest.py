@@ -1,22 +1,30 @@
-"""Both versions of helm, and the chart rendered by them."""
+"""Both versions of helm, the chart rendered by them, and JSON Schemas of Kubernetes' own kinds and of the chart's CRDs.
+
+The schemas are third-party data outside this repository: `../shared/data/k8s-schemas`, if available (Kubernetes 1.34
+strict; KubeRay, prometheus-operator).
+"""
 
 import dataclasses
+import json
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
 from tests.helm.binaries import PACKAGES, NoHelmError, helm_binary
-from tests.helm.schemas import ROOT, Schemas, find_folder
 
+ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm/baton"
 MINIMAL = CHART / "ci/minimal-values.yaml"
 CI = sorted((CHART / "ci").glob("*-values.yaml"))
 NAMES = [path.name.removesuffix("-values.yaml") for path in CI]
+CORE = "core-v1.34-strict.json"
 HELM_S = 60.0
 RELEASE, NAMESPACE = "one", "serving"
 # Each helm's tests run in one process, so that it renders each chart once.
@@ -57,6 +65,31 @@ class Helm:
         return ["template", RELEASE, str(chart), "-n", NAMESPACE, *files, *(f"--set={item}" for item in sets)]
 
 
+class Schemas:
+    """The checks of an object's form in an API server."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._core = json.loads((folder / CORE).read_text(encoding="utf-8"))
+        self._validator = cache(self._load)
+
+    def problems(self, document: Mapping[str, Any]) -> list[str]:
+        """Return the problems, each with its field's path. Raises LookupError for a kind without a schema."""
+        validator = self._validator(document["apiVersion"], document["kind"])
+        found = sorted(validator.iter_errors(document), key=lambda error: list(map(str, error.absolute_path)))
+        return [f"{'/'.join(map(str, error.absolute_path))}: {error.message[:300]}" for error in found]
+
+    def _load(self, version: str, kind: str) -> jsonschema.Draft202012Validator:
+        name = self._core["x-kinds"].get(f"{version}/{kind}")
+        if name is not None:
+            return jsonschema.Draft202012Validator({"$ref": f"#/$defs/{name}", "$defs": self._core["$defs"]})
+        group, _, bare = version.partition("/")
+        path = self._folder / group / f"{kind.lower()}_{bare}.json"
+        if not path.is_file():
+            raise LookupError(f"no schema of {version} {kind}")
+        return jsonschema.Draft202012Validator(json.loads(path.read_text(encoding="utf-8")))
+
+
 @pytest.fixture(scope="session", params=EACH)
 def helm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Helm:
     cache = request.config.cache
@@ -71,7 +104,8 @@ def helm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="session")
 def known_schemas() -> Schemas | None:
     """The schemas of Kubernetes and of the CRDs, if available."""
-    folder = find_folder()
+    places = (base / "shared/data/k8s-schemas" for base in (ROOT, ROOT.parent))
+    folder = next((place for place in places if (place / CORE).is_file()), None)
     return Schemas(folder) if folder else None
 
 

@@ -18,8 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import yaml
 
-from tests.helm.kube_discovery import PLURALS, api_version, discovery
-from tests.helm.kube_wire import MAGIC, Object, decode_protobuf, merge_patch
+from tests.helm.kube_formats import MAGIC, PLURALS, Object, api_version, decode_protobuf, discovery, merge_patch
 
 PATH = re.compile(
     r"/api(?:s/(?P<group>[^/]+))?/(?P<version>v[^/]+)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[a-z]+)(?:/(?P<name>[^/]+))?"

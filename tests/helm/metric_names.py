@@ -8,10 +8,10 @@ from typing import Any
 
 import promql_parser as promql
 
-from tests.helm.schemas import ROOT
+from tests.helm.conftest import CHART
 from tools.metric_docs import exported, values
 
-BOARDS = ROOT / "helm/baton/dashboards"
+BOARDS = CHART / "dashboards"
 # Grafana's substitutions in a query before Prometheus receives it.
 RANGE = re.compile(r"\$__\w+")
 LABEL_VALUES = re.compile(r"label_values\((.+), *(\w+)\)")

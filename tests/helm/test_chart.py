@@ -5,10 +5,8 @@ import yaml
 
 from baton.config import load_config
 from baton.core import Role
-from tests.helm.checks import CHECKS, Object, check_references, pod_of
-from tests.helm.cluster_file import PASSWORD, load
-from tests.helm.conftest import CHART, CI, MINIMAL, NAMES, Helm
-from tests.helm.schemas import ROOT, Schemas
+from tests.helm.checks import CHECKS, PASSWORD, Object, check_references, load, pod_of
+from tests.helm.conftest import CHART, CI, MINIMAL, NAMES, ROOT, Helm, Schemas
 
 Documents = list[Object]
 Rendered = dict[str, Documents]

@@ -9,9 +9,8 @@ import pytest
 import yaml
 
 import baton
-from tests.helm.conftest import CHART, Helm
+from tests.helm.conftest import CHART, ROOT, Helm
 from tests.helm.metric_names import unknown_metrics
-from tests.helm.schemas import ROOT
 from tools import helm_docs
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())

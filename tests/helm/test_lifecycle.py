@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helm.conftest import CHART, MINIMAL, NAMESPACE, RELEASE, Helm
+from tests.helm.conftest import CHART, MINIMAL, NAMESPACE, RELEASE, Helm, Schemas
 from tests.helm.kube import Cluster, served
-from tests.helm.schemas import Schemas
 
 pytestmark = pytest.mark.slow
 Done = subprocess.CompletedProcess[str]

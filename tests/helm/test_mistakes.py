@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError
-from tests.helm.checks import check_hardening, check_probes, check_references, check_secrets, check_selectors
-from tests.helm.cluster_file import load
-from tests.helm.conftest import CHART, MINIMAL, Helm
+from tests.helm.checks import check_hardening, check_probes, check_references, check_secrets, check_selectors, load
+from tests.helm.conftest import CHART, MINIMAL, Helm, Schemas
 from tests.helm.metric_names import unknown_metrics
-from tests.helm.schemas import Schemas
 
 FORM = {  # arguments of `--set`, and the start of the error by values.schema.json
     "decode.replica=2": "replica",

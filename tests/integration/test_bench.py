@@ -188,8 +188,11 @@ DONE = "data: [DONE]\n\n"
         ("502 Bad Gateway", "text/html", "<html>", {"EngineFault": 1}, (0, 0)),
         ("429 Too Many Requests", "text/plain", "later", {"Overloaded": 1}, (0, 0)),
     ],
+    ids=["no usage", "usage", "cut", "no choices", "only usage", "no JSON", "a page", "a proxy's error", "later"],
 )
-async def test_other_servers(status: str, kind: str, body: str, found: dict[str, int], counts: tuple[int, int]):
+async def test_other_servers(
+    tmp_path: Path, status: str, kind: str, body: str, found: dict[str, int], counts: tuple[int, int]
+):
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked = await reader.readuntil(b"\r\n\r\n")
         if length := re.search(rb"content-length: (\d+)", asked.lower()):
@@ -203,10 +206,12 @@ async def test_other_servers(status: str, kind: str, body: str, found: dict[str,
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        report = json.loads((await bench_http(f"127.0.0.1:{port}", "--requests", 1)).stdout)
+        await bench_http(f"127.0.0.1:{port}", "--requests", 1, "--out", tmp_path / "out.json")
+    report = json.loads((tmp_path / "out.json").read_text())
     assert (report["errors"], report["completed"]) == (found, 1 - len(found))
     assert report["ttft_ms"] is None or not found
     assert (report["messages"], report["completion_tokens"]) == counts
+    assert report["samples"][0]["gap_tokens"] == [1] * (counts[0] - 1), "no message has a token count"
 
 
 async def test_over_https_with_a_token(make: Any, folder: Path, tmp_path: Path):
