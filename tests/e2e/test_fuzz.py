@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from baton.errors import BatonError
 from baton.rpc.status import from_rpc_error
 from baton.rpc.v1 import inference_pb2 as pb
-from tests.fuzz import messages
+from tests.fuzzing.common import messages
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow

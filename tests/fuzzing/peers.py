@@ -18,8 +18,7 @@ from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.handoff import TransferSettings
 from kvtransfer.receive_loop import ReceiveLoop, inbound_of
 from kvtransfer.wire import frame_of, refusal_from_pb, refusal_to_pb
-from tests.fuzz import messages
-from tests.fuzzing.common import FREELY, Target, outcome
+from tests.fuzzing.common import FREELY, Target, messages, outcome
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 TOKEN_BYTES = LAYOUT.layer_token_bytes

@@ -23,8 +23,7 @@ from router.openai.schema import ChatBody, CompletionBody
 from router.parsing.chat import Chats
 from router.parsing.chat_template import Template
 from router.parsing.generate_request import RequestParser, check_resumes
-from tests.fuzz import messages
-from tests.fuzzing.common import FREELY, ROOT, Target, outcome
+from tests.fuzzing.common import FREELY, ROOT, Target, messages, outcome
 
 LOOP = asyncio.new_event_loop()
 MODEL_LEN = 256
