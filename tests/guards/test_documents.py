@@ -1,19 +1,25 @@
 """Commands, options and link targets in the documents exist, and texts keep the language rules.
 
-A regular expression can check only a part of these rules.
+A regular expression can check only a part of these rules. Tutorials and how-to pages name what exists, and their
+programs are valid; tests/e2e/test_tutorials.py runs them.
 """
 
+import ast
 import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import pytest
+import yaml
 
 import baton
+from baton import errors
+from baton.config.loading import known_keys, load_config
 from tests.guards.documents import ROOT, Document, commands, listed, told, wrong_commands
 from tests.guards.test_source import tracked
 from tools.language import Text, all_findings, findings
+from tools.log_events import events
 
 GLOBS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/**/*.md", "models/README.md", "helm/**/README.md")
 LINE_OF_SOURCE = re.compile(r"L\d+(-L\d+)?")
@@ -49,11 +55,15 @@ def in_git() -> set[str]:
     return {path.as_posix() for file in files for path in (file, *file.parents)}
 
 
+def document(name: str) -> Document:
+    return Document(name, (ROOT / name).read_text(encoding="utf-8"))
+
+
 @pytest.fixture(scope="module")
 def found() -> list[Document]:
     """All documents."""
     files = sorted({file for pattern in GLOBS for file in ROOT.glob(pattern)})
-    return [Document(file.relative_to(ROOT).as_posix(), file.read_text()) for file in files]
+    return [document(file.relative_to(ROOT).as_posix()) for file in files]
 
 
 def complain(problems: Iterable[str]) -> None:
@@ -147,3 +157,70 @@ def test_each_rule_finds_its_pattern(sentence):
 def test_code_and_plain_sentences_are_left_alone():
     text = "Return the blocks of `who` that it sends.\n\n>>> nobody\n\nIt waits until the worker reports."
     assert not list(findings(Text("x.py", 1, text)))
+
+
+# --- tutorials and how-to pages
+
+
+TUTORIALS = ("first-cluster", "own-model", "openai-clients", "watch-a-request", "kill-a-worker")
+PROGRAMS = [*(f"docs/tutorials/{name}.md" for name in TUTORIALS), "docs/how-to/from-vllm.md"]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_and_cluster_files_are_valid(name, tmp_path):
+    for language, text in document(name).fences():
+        if language == "python":
+            ast.parse(text, name)
+        elif language == "yaml":
+            file = tmp_path / "cluster.yaml"
+            tree = yaml.safe_load(text)
+            file.write_text(yaml.safe_dump(tree | {"model": tree["model"] | {"path": "oracle"}}), encoding="utf-8")
+            assert load_config(file, [], {}).name == tree["name"]
+
+
+def test_each_tutorial_is_known_and_cleans_up():
+    """A tutorial that is not in the list would not run, and one without `baton down` leaves a cluster behind."""
+    assert sorted(TUTORIALS) == sorted(path.stem for path in (ROOT / "docs/tutorials").glob("*.md"))
+    for name in TUTORIALS:
+        fences = document(f"docs/tutorials/{name}.md").fences()
+        lines = [line for language, text in fences if not language for line in text.splitlines()]
+        starts, ends = (sum(line.startswith(start) for line in lines) for start in ("baton up", "baton down"))
+        assert starts == ends > 0, name
+
+
+def named(page: str, pattern: str) -> set[str]:
+    """Return the names of this form that a page has in backticks."""
+    return {found for said in document(page).code() for found in re.findall(pattern, said.text)}
+
+
+def test_troubleshooting_names_errors_events_and_keys_that_exist():
+    page = "docs/how-to/troubleshoot.md"
+    text = document(page).text
+    events_named = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"events? (?:`\w+`(?:, )?)+", text))))
+    assert len(events_named) >= 10
+    assert events_named <= set(events())
+    classes = named(page, r"^([A-Z][a-z]+[A-Z]\w+|Overloaded|Unauthenticated)(?=$|:)")
+    assert len(classes) >= 10
+    assert all(issubclass(getattr(errors, name), errors.BatonError) for name in classes)
+    keys = named(page, r"^((?:router|prefill|decode|transfer|ledger|security|model|redis|ray)\.[a-z_.]+)$")
+    assert len(keys) >= 10
+    assert keys <= set(known_keys())
+
+
+def test_metric_names_exist():
+    metrics = document("docs/reference/metrics.md").text
+    for page in ("docs/how-to/troubleshoot.md", "docs/how-to/from-vllm.md"):
+        assert not [name for name in named(page, r"^baton_\w+$") if f"`{name}`" not in metrics]
+    table = document("docs/how-to/from-vllm.md").text.split("\n## Metrics\n")[1].split("\n## ")[0]
+    same = [row for row in table.splitlines() if "| same name" in row]
+    names = [name for row in same for name in re.findall(r"`(vllm:\w+)`", row)]
+    assert len(names) >= 15
+    assert not [name for name in names if f"`{name}`" not in metrics]
+
+
+def test_options_of_vllm_lead_to_keys_that_exist():
+    text = document("docs/how-to/from-vllm.md").text
+    sections = "|".join(sorted({key.partition(".")[0] for key in known_keys() if "." in key}))
+    keys = set(re.findall(rf"`((?:{sections})\.[a-z_.]+)(?:`|:)", text))
+    assert len(keys) >= 20
+    assert keys <= set(known_keys())
