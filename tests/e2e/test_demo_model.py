@@ -1,4 +1,4 @@
-"""The trained demo model, as in README: answers equal to those of one process, conversations, and `baton demo`."""
+"""The trained demo model: answers equal those of one process, conversations, its name in the Hub, and `baton demo`."""
 
 import json
 import random
@@ -22,7 +22,7 @@ from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 from tests.unit.test_hub import COMMIT, snapshot
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 CONFIG, SETS = "configs/local.yaml", (HANDED_OVER,)
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 ANSWERS = {"The color of dog": (" can vary widely", 3), "What is the largest ocean?": ("Pacific Ocean", 2)}
@@ -214,7 +214,6 @@ def test_requests_flow_on_its_page_until_it_is_told_to_stop(home):
     assert demo.returncode == 0, rest
 
 
-@pytest.mark.xdist_group("ray")
 def test_ray_has_nothing_to_say_at_its_end(home):
     demo = home.start("demo")
     said, _ = demo.communicate(timeout=scaled(120))

@@ -89,7 +89,9 @@ def test_no_secret_is_anywhere(cluster, files, alice, as_admin):
     config = cluster.home.path / cluster.name / "cluster.yaml"
     shown = cluster.home.baton("config", "show", config, check=True).stdout
     texts = {str(file): file.read_text(errors="replace") for file in cluster.home.path.rglob("*") if file.is_file()}
-    assert any("request_finished" in text and '"tenant": "alice"' in text for text in texts.values())
+    lines = [line for text in texts.values() for line in text.splitlines() if '"request_finished"' in line]
+    assert lines
+    assert all('"tenant": "alice"' in line for line in lines), "the log line of a request has its tenant"
     for pid in cluster.processes().values():
         texts[f"command line of {pid}"] = Path(f"/proc/{pid}/cmdline").read_text()
     for place, text in {**texts, "config show": shown}.items():

@@ -45,6 +45,11 @@ def test_each_page_has_rows():
             assert part.count("\n|") >= 3, f"{page.name}, {name}"
 
 
+def test_a_part_is_replaced_between_its_marks_only():
+    page = Page("x.md", {"one": "new\n"})
+    assert page.filled(f"by hand\n{BEGIN}old\nold\n{END}by hand\n") == f"by hand\n{BEGIN}new\n{END}by hand\n"
+
+
 @pytest.mark.parametrize("text", ["no marks\n", f"{BEGIN}{END}{BEGIN}{END}", BEGIN.replace("one", "two") + END])
 def test_marks_that_do_not_fit_are_an_error(text):
     with pytest.raises(ValueError, match=r"x\.md marks the parts"):

@@ -1,4 +1,4 @@
-"""Contents that no file of the tree may have, caps in `baton.limits` alone, and the generated blocking client."""
+"""Contents that no file of the tree may have, and caps in `baton.limits` alone."""
 
 import ast
 import re
@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from baton import limits
-from tools.gen_sync_client import CLIENT, FILES, stale
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_BYTES = (200_000, 8_000_000)  # of any file, and of one in models/
@@ -99,7 +98,7 @@ def test_folders_that_are_no_packages():
 
 
 def test_every_cap_is_in_the_table_and_is_used():
-    """docs/reference has the table."""
+    """`tools/reference/caps.py` lists every cap, and the product uses it."""
     names = {name for name in dir(limits) if re.fullmatch(r"(MAX|MIN)_\w+|\w+_BYTES", name)}
     source = (ROOT / "tools/reference/caps.py").read_text()
     in_table = set(re.findall(r"Cap\([^()]*?\blimits\.([A-Z_]+),", source)) | {"MIN_TOKEN_CHARS"}
@@ -120,12 +119,3 @@ def test_caps_are_nowhere_else():
         if re.match(r"_?MAX_\w+( *:.*)? = ", line) or re.search(r"len\(.*\) > \d", line)
     ]
     assert not found, found
-
-
-def test_the_blocking_client_is_fresh():
-    assert stale() == [], "run: make fmt"
-
-
-@pytest.mark.parametrize("made", FILES.values())
-def test_nothing_asynchronous_is_left(made: str):
-    assert re.findall("async|await", (ROOT / CLIENT / made).read_text(), re.IGNORECASE) == []

@@ -1,7 +1,8 @@
 """A worker's transfer side as a separate process, driven by lines of JSON: run with `receiver` or `sender`.
 
 The receiver prints {"address": ...} and then answers {"reserve": {...}, "digest": {...}}. The sender pushes on command.
-`Process` and `Receiver` start such a process; `Prefill` is a sender in the same process.
+`Process` and `Receiver` start such a process; `Prefill` is a sender and `receiving` a receiver in the
+caller's process.
 """
 
 import argparse

@@ -30,6 +30,7 @@ def test_every_mode_is_the_dense_reference():
     prompts = [tokenizer.encode(sample.prompt) for sample in [SEED_SAMPLE, *phrasings()[:6], *stories]]
     prompts += [prompts[-1][:25], list(range(3, 1024, 40))]
     wanted = [model.answer(prompt, 4) for prompt in prompts]
+    assert sum(any(spoken) for _, spoken in wanted) > len(prompts) // 2, "most prompts have thoughts"
     for mode in MODES:
         engine = Engine(load_model(COIN, thinking=mode), tokenizer, total_blocks=800, prefix_cache=False)
         ended = engine.backend.thinker

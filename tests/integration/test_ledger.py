@@ -386,7 +386,9 @@ def test_a_free_port_that_was_taken_in_between_is_replaced(tmp_path, server, mon
     ids=["it ends at once", "it refuses its configuration", "it never answers"],
 )
 def test_a_server_that_does_not_answer(tmp_path, monkeypatch, text, deadline_s, words, status):
-    program, spawned, spawn = tmp_path / "redis-server", list[subprocess.Popen[bytes]](), embedded_redis._spawn
+    program = tmp_path / "redis-server"
+    spawned: list[subprocess.Popen[bytes]] = []
+    spawn = embedded_redis._spawn
     program.write_text(f"#!/bin/sh\n{text}\n")
     program.chmod(0o755)
 

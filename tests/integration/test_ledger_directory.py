@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import structlog
 
-from baton.core import WorkerInfo
+from baton.core import HandoffId, WorkerInfo
 from baton.errors import LedgerError
 from baton.ledger import prefix_directory
 from baton.ledger.embedded_redis import EmbeddedRedis
+from baton.ledger.ownership import OwnershipLog, OwnershipStore, RecordState
 from baton.ledger.prefix_directory import DONE, GAP, REFUSED, DirectoryStore, PrefixPublisher, PrefixReplica
 from baton.ledger.prefix_index import Change, Holder
 from baton.ledger.registry import Ledger
@@ -199,6 +200,10 @@ async def test_a_redis_that_is_killed_and_comes_back_empty(tmp_path, monkeypatch
     log, view = PrefixPublisher(ledger, info.ref), PrefixReplica(ledger.connection, compare_s=0.05)
     log.note(DIGESTS[:100])
     await log.flush()
+    records, store = OwnershipLog(ledger, info.ref), OwnershipStore(ledger.connection)
+    for request, state in (("live", RecordState.COMMITTED), ("ended", RecordState.RELEASED)):
+        records.note(HandoffId(request, 1), "router", state)
+    await records.flush()
     async with following(view):
         await until(lambda: holders(view.prefixes, DIGESTS) == {holder_of(info): 100})
         os.kill(server.pid, signal.SIGKILL)
@@ -211,8 +216,13 @@ async def test_a_redis_that_is_killed_and_comes_back_empty(tmp_path, monkeypatch
         with EmbeddedRedis.start(tmp_path, port=server.port, password=password_of(server)):
             assert await ledger.register(info)
             await log.flush()
+            await records.flush()
+            restored = await store.read("live")
+            assert restored is not None
+            assert (restored.state, await store.read("ended")) == (RecordState.COMMITTED, None)
             await until(lambda: holders(view.prefixes, DIGESTS) == {holder_of(info): 110})
             await log.close()
+            await records.close()
     await ledger.close()
 
 

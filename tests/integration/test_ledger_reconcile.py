@@ -1,4 +1,4 @@
-"""A Redis that was away, came back empty, or from an older copy: epochs, grace, reconciliation and expiry."""
+"""A Redis that was away, came back empty, or from an older copy: epochs, grace and expiry."""
 
 from collections.abc import Awaitable
 from dataclasses import replace

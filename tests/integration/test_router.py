@@ -1,6 +1,6 @@
 """The whole router over real gRPC, with scripted workers in this process. They have no engine and hold any state.
 
-`test_router_recovery.py` has the loss of a worker before the handoff.
+`test_router_recovery.py` has the loss of a worker before the handoff. The last test counts the files of the main path.
 """
 
 import asyncio
@@ -78,20 +78,20 @@ async def test_a_preempted_request_goes_on_at_the_same_index(cluster):
     assert cluster.idle
 
 
-@pytest.mark.parametrize(
-    ("reason", "failure"),
-    [("NO_ROOM", None), ("DRAINING", None), ("FINGERPRINT", errors.NoWorker), ("STALE", errors.WorkerLost)],
-)
-async def test_a_refused_reservation_is_tried_again(cluster, reason, failure):
-    """Some reasons count as a failure, like the loss of the worker. The third one ends the request."""
+@pytest.mark.parametrize("reason", ["NO_ROOM", "DRAINING", "FINGERPRINT", "STALE"])
+async def test_a_refused_reservation_is_tried_again(cluster, reason):
     cluster.decode[0].refuse_once = [refusal(reason)] * 2
     events = await cluster.generate(max_tokens=3)
     assert (ids_of(events), events[-1].completed.placement.attempts) == (right(PROMPT, 3), 3)
     assert kinds(events)[:2] == ["accepted", "tokens"], "before it was accepted, there is nothing to recover"
-    if failure is not None:
-        cluster.decode[0].refuse_once = [refusal(reason)] * 3
-        with pytest.raises(failure, match="full"):
-            await cluster.generate()
+    await cluster.nothing_is_left()
+
+
+@pytest.mark.parametrize(("reason", "failure"), [("FINGERPRINT", errors.NoWorker), ("STALE", errors.WorkerLost)])
+async def test_the_third_refusal_that_counts_as_a_failure_ends_the_request(cluster, reason, failure):
+    cluster.decode[0].refuse_once = [refusal(reason)] * 3
+    with pytest.raises(failure, match="full"):
+        await cluster.generate()
     await cluster.nothing_is_left()
 
 
@@ -264,6 +264,7 @@ async def test_what_a_worker_cannot_mean_is_its_fault(make, thinks, said, times,
     decode.emit(*[event(decode.handoff, **said)] * times)
     with pytest.raises(errors.EngineFault, match=words):
         await cluster.answer(call)
+    await released(*cluster.workers)
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -421,7 +422,7 @@ async def test_what_is_wrong_with_the_settings_is_named(cluster):
 
 # --- the files that a plain Generate enters
 
-MOST = 24  # its readers must open them
+MOST = 24  # files; a reader of the request path opens all of them
 ROUTER = str(Path(router.__file__).parent) + "/"
 BACKGROUND = {"health", "live", "worker pool"}  # tasks of the router that run without a request
 

@@ -5,9 +5,10 @@ import asyncio
 import pytest
 
 from baton.core import Role, Sampling, TokenLogprobs
+from baton.engine.prefix_cache import BlockHashChain, scope_key
 from baton.errors import InvalidRequest, NoWorker
 from router.audit_digest import Delivered, audit_digest
-from tests.support.in_process_router import FakeWorker
+from tests.support.in_process_router import LAYOUT, FakeWorker
 from tests.support.routers import asked, ids_of, kinds, right
 from tests.support.waiting import until
 
@@ -60,6 +61,16 @@ async def test_others_are_told_the_fingerprint_if_both_workers_say_the_same(make
     infos = {worker.info.ref.worker_id: worker.info for worker in (await cluster.status()).workers}
     assert (infos["decode-0"].determinism, infos["decode-0"].nondeterminism) == ("x", "")
     assert (infos["prefill-0"].determinism, infos["prefill-0"].nondeterminism) == ("", "prefill workers cannot")
+
+
+async def test_names_of_its_blocks_are_its_own_and_only_of_its_prompt(make):
+    cluster = await make(bits=ALL_X)
+    await ask(cluster)
+    await ask(cluster, deterministic=False)
+    await resume(cluster, [1] * 40, fingerprint="x", max_tokens=64)  # 80 tokens are known, 40 of them are output
+    for reserved, marked in zip(cluster.decode[0].reserves, (True, False, True), strict=True):
+        chain = BlockHashChain(scope_key("fp", "", marked), PROMPT, LAYOUT.block_size)
+        assert list(reserved.prefix) == [chain.digest(0), chain.digest(1)]
 
 
 async def test_after_the_death_of_its_worker_it_goes_on_with_one_of_its_kind_only(make):

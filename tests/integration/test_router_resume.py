@@ -281,7 +281,7 @@ async def moved(cluster: InProcessCluster, request: pb.GenerateRequest, *receive
 
 @pytest.mark.parametrize("ended", [False, True])
 async def test_it_goes_on_where_it_is(cluster, ended):
-    """Also a stream that has ended by then, without a router."""
+    """A stream may have ended by then, without a router."""
     name = await left(cluster, resumable())
     decode = cluster.decode[0]
     assert decode.count("release") == 0, "what may be resumed is left to its worker"

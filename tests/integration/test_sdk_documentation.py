@@ -1,4 +1,4 @@
-"""The examples run: in the SDK's docstrings, in docs/how-to/clients.md, and the Node.js client."""
+"""Examples that run: those of the SDK's docstrings, those of docs/how-to/clients.md, and the Node.js client."""
 
 import asyncio
 import doctest

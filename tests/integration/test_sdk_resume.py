@@ -187,9 +187,13 @@ async def test_retries_without_progress_run_out(world: World, server: Resumable,
     assert len(server.resumes) == retries
 
 
-@pytest.mark.parametrize("what", ["the stream", "the stream, in a resume", "the client"])
-async def test_closing_ends_a_stream(world: World, server: Resumable, what: str):
-    server.cuts, server.hangs = ([3, 0], {1}) if "resume" in what else ([3], {0})
+@pytest.mark.parametrize(
+    ("what", "cuts", "hangs"),
+    [("the stream", [3], {0}), ("the stream", [3, 0], {1}), ("the client", [3], {0})],
+    ids=["the stream", "the stream, in a resume", "the client"],
+)
+async def test_closing_ends_a_stream(world: World, server: Resumable, what: str, cuts: list[int], hangs: set[int]):
+    server.cuts, server.hangs = cuts, hangs
     async with world.client() as client, client.stream("x") as stream:
         reading = asyncio.create_task(all_of(stream))
         await soon(server.cut.wait())

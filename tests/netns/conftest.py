@@ -1,4 +1,4 @@
-"""Tests on separate hosts, one after the other. They are skipped with the reason if hosts are impossible."""
+"""Tests on separate hosts. They are skipped with the reason if hosts are impossible."""
 
 import pytest
 

@@ -61,7 +61,7 @@ def test_kv_goes_over_the_link_and_no_faster_than_it_is(network, cluster):
     before = network["a"].sent()
     fast, done = handed_over(cluster, long_prompt(1))
     assert done.placement.transport == "gloo"
-    assert network["a"].sent() - before > done.placement.kv_bytes > 1e6
+    assert 1e6 < done.placement.kv_bytes < network["a"].sent() - before < 1.5 * done.placement.kv_bytes
     network["a"].cap(CAP_MBIT)
     try:
         slow, capped = handed_over(cluster, long_prompt(2))
@@ -141,7 +141,6 @@ def test_a_long_cut_moves_streams_to_another_host(network, cluster, jobs):
     cluster.wait_connected("prefill-0", "decode-0", "decode-1")
     print(f"missed after {missed:.1f} s, found again after {time.monotonic() - begun:.1f} s")
     assert ends == [(True, 2)] * len(jobs)
-    assert missed < 2 * LEASE_S + 2
     assert cut_off.popen.poll() is None
     census(cluster.admin)
     assert cluster.workers.pop("decode-1").end() == 0

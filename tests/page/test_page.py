@@ -200,10 +200,7 @@ def test_an_admin_s_token_is_asked_for_and_kept_in_this_tab_only(tab, build, tmp
     page = tab(cluster.router.http)
     expect(page.locator("#status")).to_have_text("token required")
     expect(page.get_by_label("Token", exact=True)).to_be_focused()
-    refused = {
-        "a \u2713": "ASCII characters only",
-        "schl\u00fcssel": "ASCII characters only",
-    }  # no header can carry them
+    refused = dict.fromkeys(("a \u2713", "schl\u00fcssel"), "ASCII characters only")  # no header can carry them
     refused |= {WRONG_TOKEN: "Unknown token", TOKENS["alice"]: "requires a token with role admin"}
     for token, why in refused.items():
         page.keyboard.type(token)

@@ -1,4 +1,4 @@
-"""Both clients of the SDK behind one interface, commands, and scripted servers in front of them over real gRPC."""
+"""Both clients of the SDK behind one interface, commands, and scripted servers for them over real gRPC."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from typing import Any, TypeVar
 
 import grpc
 import pytest
-from typer.testing import CliRunner
 
 import baton.client
 from baton import AsyncClient, Client, core, errors
-from baton.cli.app import app
 from baton.errors import NoWorker
 from baton.rpc import channel, convert
 from baton.rpc.status import abort
@@ -323,4 +321,8 @@ class Talking(Scripted):
 
 async def run(*args: object, text: str | bytes = "") -> Any:
     """Run `baton ARGS` in this process, with `text` on standard input."""
+    from typer.testing import CliRunner
+
+    from baton.cli.app import app  # most users of this module need no commands
+
     return await asyncio.to_thread(CliRunner().invoke, app, [str(arg) for arg in args], input=text)

@@ -20,8 +20,8 @@ time.sleep(60)
 
 def start_program(module: str, *args: str) -> subprocess.Popen[str]:
     """Start a program of the tests that exchanges lines of text over its stdin and stdout."""
-    command, root, pipe = [sys.executable, "-m", module, *args], Path(__file__).parents[2], subprocess.PIPE
-    return subprocess.Popen(command, cwd=root, stdin=pipe, stdout=pipe, text=True)
+    command, root = [sys.executable, "-m", module, *args], Path(__file__).parents[2]
+    return subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Install the wheel in the folder $2 into the environment $1, which has the dependencies. Then check that the commands,
-# the cluster files and the model work from any folder.
+# the cluster files and the model are found from any folder.
 set -euo pipefail
 
 "$1/bin/pip" install --no-index --no-deps "$2"/baton_serve-*.whl

@@ -488,7 +488,7 @@ class Live(_message.Message):
     def status(self) -> Global___StatusReply: ...
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestView]:
-        """running, the newest first, at most 200; `status` has their number"""
+        """queued and running, the newest first, at most 200; `status` has their number"""
 
     @_builtins.property
     def window(self) -> Global___Window:
@@ -522,7 +522,7 @@ Global___Live: _TypeAlias = Live  # noqa: Y015
 
 @_typing.final
 class RequestView(_message.Message):
-    """A choice of a running request."""
+    """A choice of a queued or running request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -579,7 +579,7 @@ class WorkerEvent(_message.Message):
 
     @_builtins.property
     def failed(self) -> Global___Failed:
-        """this attempt failed; its blocks are free or quarantined"""
+        """this attempt failed; its blocks are free or quarantined, unless `held`"""
 
     @_builtins.property
     def pushed(self) -> Global___Pushed:

@@ -1,32 +1,34 @@
 """The load generators count complete streams and raise an error for any other."""
 
 import asyncio
+import random
 
 import grpc
 import pytest
 
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
+from benchmarks.lib import http2
 from benchmarks.lib.http2 import LoadFailed
 from benchmarks.lib.streams import drive
 from tests.support.clients import Scripted, serving
 
 
-def token_event(number, seq=0):
-    return pb.GenerateEvent(seq=seq, tokens=pb.Tokens(ids=[number], text="x", **{"from": number}))
+def token_event(number, seq=0, text="x"):
+    return pb.GenerateEvent(seq=seq, tokens=pb.Tokens(ids=[number], text=text, **{"from": number}))
 
 
 class Server(Scripted):
     """Answers with one event per token, changed by `twist`, and then an error of `status`, if any."""
 
-    def __init__(self, twist=lambda events: events, status=None):
+    def __init__(self, twist=lambda events: events, status=None, text="x"):
         super().__init__()
-        self.twist, self.status = twist, status
+        self.twist, self.status, self.text = twist, status, text
 
     async def Generate(self, request, context):
         self.requests.append(request)
         events = [pb.GenerateEvent(accepted=pb.Accepted(prompt_tokens=1))]
-        events += [token_event(i) for i in range(request.sampling.max_tokens)]
+        events += [token_event(i, text=self.text) for i in range(request.sampling.max_tokens)]
         events += [pb.GenerateEvent(finished=pb.Finished()), pb.GenerateEvent(completed=pb.Completed())]
         for seq, event in enumerate(events):
             event.seq = seq
@@ -37,13 +39,14 @@ class Server(Scripted):
 
 
 PROMPT, SAMPLING = common_pb2.TokenIds(ids=range(4)), common_pb2.Sampling(max_tokens=8)
-REQUEST = pb.GenerateRequest(token_ids=PROMPT, sampling=SAMPLING).SerializeToString()
+LONG = common_pb2.TokenIds(ids=random.Random(1).choices(range(2**31), k=3000))  # 15 KB
 
 
-async def load(server, *, streams=3, seconds=0.0):
-    options = {"answer": SAMPLING.max_tokens, "streams": streams, "connections": 2, "seconds": seconds}
+async def load(server, *, prompt=PROMPT, streams=3, connections=2, seconds=0.0):
+    request = pb.GenerateRequest(token_ids=prompt, sampling=SAMPLING).SerializeToString()
+    options = {"answer": SAMPLING.max_tokens, "streams": streams, "connections": connections, "seconds": seconds}
     async with serving(server):
-        return await asyncio.to_thread(drive, server.address, lambda: REQUEST, **options)
+        return await asyncio.to_thread(drive, server.address, lambda: request, **options)
 
 
 async def test_whole_streams_are_counted_and_followed_by_others_while_time_is_left():
@@ -54,6 +57,23 @@ async def test_whole_streams_are_counted_and_followed_by_others_while_time_is_le
     assert passed.seconds >= 0.2
     assert passed.cpu_s > 0
     assert all(asked.token_ids == PROMPT for asked in server.requests)
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("x" * 100_000, {}),  # a frame has at most 16384 bytes
+        ("x", {"prompt": LONG, "streams": 30, "connections": 1}),  # the server's first window is 64 KB
+        ("x" * 10_000, {"streams": 20, "connections": 1}),  # 80 KB each, above the client's own window
+    ],
+    ids=["answers of many frames", "requests wait for the server's window", "the client renews its window"],
+)
+async def test_streams_of_any_size_are_complete(monkeypatch, text, options):
+    monkeypatch.setattr(http2, "_LARGEST_WINDOW", 2**17)
+    monkeypatch.setattr(http2, "_RENEW", 2**15)
+    passed = await load(Server(text=text), **options)
+    assert passed.requests == options.get("streams", 3)
+    assert passed.tokens == 8 * passed.requests
 
 
 BROKEN = {

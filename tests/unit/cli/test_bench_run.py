@@ -1,4 +1,4 @@
-"""The loops of `baton bench` with a scripted server, and tokens for HTTP."""
+"""The loops of `baton bench` with a scripted server, and access tokens that no HTTP header can carry."""
 
 import asyncio
 import json

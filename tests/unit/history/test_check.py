@@ -237,7 +237,7 @@ def swapped(events):
 
 @pytest.mark.parametrize("changes", [dropped, doubled, swapped])
 def test_no_event_can_be_changed(folder, changes):
-    """These are the processes that lived to the end."""
+    """The four files are those of processes that lived to the end."""
     for file in (P, D, NEW_D, R):
         events = rows(folder, file)
         for event, changed in changes(events):

@@ -1,4 +1,6 @@
-"""Each token and thought is delivered once and in order, and messages reach a client as fast as it reads."""
+"""Each token and thought is delivered once and in order, and messages reach a client as fast as it reads. The
+end of an attempt whose fence comes late.
+"""
 
 import asyncio
 import random

@@ -5,8 +5,10 @@ Time limits grow with a factor that is measured once.
 
 import json
 import os
+import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,17 +19,31 @@ import pytest
 from tests.support import time_factor
 from tests.support.time_factor import BUDGET_S, HIGHEST, LOWEST, REFERENCE_S, SAMPLES, VARIABLE, measured, scaled
 from tools import stress_tests
-from tools.mutants.__main__ import main
+from tools.mutants.__main__ import main as mutants_main
+from tools.mutants.sites import mutants_of
 
 ROOT = Path(__file__).parents[3]
 
 
-def python(folder: Path, module: str, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a module in `folder`, without the variables of this pytest."""
+def started(folder: Path, module: str, *arguments: object, **variables: str) -> subprocess.Popen[str]:
+    """Start a module in `folder`, without the variables of this pytest."""
     command = [sys.executable, "-m", module, *map(str, arguments)]
     clean = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
     clean |= {"PYTHONPATH": str(ROOT), **variables}
-    return subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True, check=False)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=folder, env=clean, text=True, **pipes)
+
+
+def python(folder: Path, module: str, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a module in `folder` to its end."""
+    process = started(folder, module, *arguments, **variables)
+    return subprocess.CompletedProcess(arguments, *outcome(process))
+
+
+def outcome(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Return exit code, standard output and standard error of the process when it has ended."""
+    output, errors = process.communicate()
+    return process.returncode, output, errors
 
 
 # --- the stress tool on tiny suites
@@ -52,7 +68,7 @@ def test_broken(broken): pass
 @pytest.mark.parametrize(
     ("arguments", "failed", "rounds"),
     [
-        (("test_green.py", "--rounds", "2", *LOAD), [], 2),
+        (("test_green.py", "--rounds", "2", "--seed", "7", *LOAD), [], 2),
         (("test_red.py", "test_green.py", *LOAD), ["test_red.py::test_it[a - b]", "test_red.py::test_broken"], 1),
         (NONE, ["no test was selected"], 2),
         (LATE, ["test_waits.py: the budget of 0.5 s is spent"], 1),
@@ -73,10 +89,29 @@ def test_rounds_have_their_own_seeds_and_what_is_not_green_is_named(tmp_path, ar
     summary, green = json.loads(done.stdout.splitlines()[-1]), 0 if failed else rounds
     assert (done.returncode, summary["green"], summary["failed"]) == (bool(failed), green, failed)
     assert len(set(summary["seeds"])) == rounds
+    if "--seed" in arguments:
+        draw = random.Random(7)
+        assert summary["seeds"] == [draw.randrange(2**31) for _ in range(rounds)]
     assert [int(seed) for seed in (tmp_path / "seeds").read_text().split()] == summary["seeds"][:green]
     found = re.search(r"^load: .* processes \[(.*)\]$", done.stdout, re.MULTILINE)
     assert found is not None, done.stdout
     assert not [pid for pid in found[1].split(",") if psutil.pid_exists(int(pid))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_tests_and_load(tmp_path, number):
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_waits.py").write_text(WAITS.replace(": ", ": open('reached', 'w').close(); "))
+    os.mkfifo(tmp_path / "reached")
+    process = started(tmp_path, "tools.stress_tests", "test_waits.py", *LOAD)
+    (tmp_path / "reached").read_text()  # returns when the test has opened it
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    code, output, _ = outcome(process)
+    assert (code, json.loads(output.splitlines()[-1])["failed"]) == (128 + number, [f"{number.name} came"])
+    assert len(children) == 3
+    assert not [child for child in children if child.is_running()]
 
 
 def test_all_suites_are_there_by_default():
@@ -158,7 +193,31 @@ def test_it_is_measured_once_and_kept_for_processes_of_the_run(monkeypatch):
 # --- the mutation tool: its changes, and the test runs that detect them
 
 
-SEEING, BLIND = "tests/guards/test_source.py", "tests/guards/test_constraints.py"  # without torch
+SEEING, BLIND = "tests/guards/test_sync_client.py", "tests/guards/test_constraints.py"  # without torch
+
+
+SOURCE = '''
+def kept(text: str = "default") -> None:
+    """A docstring."""
+    log.info("a message", number=1)
+
+
+class Range:
+    def holds(self, low: int, high: int) -> bool:
+        if not self.open:
+            raise ValueError(f"{low + 1} is closed")
+        self.asked += 1
+        return low <= self.value and self.value < high
+'''
+
+
+def test_changes_of_behaviour_are_listed_and_nothing_else(tmp_path: Path) -> None:
+    kinds = ("negate:0", "not:0", "remove:0", "remove:1", "constant:0", "return:0", "logic:0", "compare:0", "compare:1")
+    for above in ("", "import os\n\n\n"):  # lines above change no name
+        (tmp_path / "source.py").write_text(above + SOURCE)
+        assert [each.name for each in mutants_of(tmp_path, "source.py")] == [
+            f"source.py::Range.holds::{kind}" for kind in kinds
+        ]
 
 
 @pytest.mark.parametrize(
@@ -171,10 +230,10 @@ SEEING, BLIND = "tests/guards/test_source.py", "tests/guards/test_constraints.py
         (["--again", "none.jsonl"], "--again: none.jsonl has no results"),
     ],
 )
-def test_wrong_arguments_are_named_before_anything_runs(monkeypatch, capsys, tmp_path, options: list[str], named: str):
+def test_wrong_arguments_of_the_mutation_tool_are_named(monkeypatch, capsys, tmp_path, options: list[str], named: str):
     monkeypatch.setattr("sys.argv", ["mutants", str(tmp_path / "out.jsonl"), *options])
     with pytest.raises(SystemExit) as ended:
-        main()
+        mutants_main()
     assert (ended.value.code, named in capsys.readouterr().err) == (2, True)
     assert not (tmp_path / "out.jsonl").exists()
 
