@@ -6,9 +6,9 @@ import torch
 from baton.metrics import MetricsServer
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def one_thread():
-    """Use one thread on two cores for many tests, unless a test takes the fixture `threads`."""
+    """Give each test process one thread, before any other fixture computes. The fixture `threads` sets more."""
     torch.set_num_threads(1)
 
 
