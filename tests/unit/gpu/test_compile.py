@@ -30,7 +30,7 @@ WIDE = {"bases", "sums", "parts"}
 OTHERS = set("query keys values out qkv cos sin query_norm key_norm x delta weight gate_up".split())
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     if triton.knobs.runtime.interpret:
@@ -85,6 +85,7 @@ def attention(capability: int, dim: int, group: int, element: str) -> list[Any]:
     return made
 
 
+@pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
     ("dim", "group", "element"), [(64, 8, "bf16"), (128, 4, "bf16"), (256, 4, "bf16"), (128, 4, "fp32")]
@@ -98,6 +99,7 @@ def test_attention(capability: int, dim: int, group: int, element: str, tmp_path
     assert ("wgmma" in kernels[1].asm["ptx"]) == (capability == 90 and element == "bf16")
 
 
+@pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_others(capability: int):
     compiled(triton_attention.combine_kernel, {"SPLITS": MAX_SPLITS, "DIM": 128, "WIDTH": 128}, capability)
