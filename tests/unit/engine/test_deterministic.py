@@ -246,6 +246,16 @@ def decode_steps(backend):
     return [lens for lens, _ in backend.shapes if max(lens) == 1]
 
 
+@pytest.mark.parametrize("variety", VARIETIES)
+def test_wrong_candidates_change_no_token_and_exact_steps_verify_nothing(variety):
+    asked = [spec_of(prompt, **VARIETIES[variety]) for prompt in ("a prompt of some length", "b")]
+    expected = [OracleBackend().expected(each) for each in asked]
+    verifying, stepping = engine_of(Tampered(ALL_WRONG)), exact(Tampered(ALL_WRONG))
+    assert answers(verifying, asked) == answers(stepping, asked) == expected
+    assert verifying.counters.rollbacks > 0
+    assert nothing_verified(stepping)
+
+
 def test_prompts_of_others_have_a_forward_of_their_own():
     backend, found = Tampered(ALL_WRONG), Streams()
     engine, asked = exact(backend), spec_of("first", max_tokens=25)
