@@ -16,12 +16,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from baton.engine.engine import Engine
 from baton.engine.kv_cache import KVCache
 from baton.engine.models.deepseek import LatentAttention
 from baton.engine.models.llama import Step
 from baton.engine.models.loading import TransformerBackend, load_model
 from baton.engine.models.moe import SparseMLP
 from baton.errors import CheckpointError
+from baton.tokenizer import OracleTokenizer
+from baton.worker.engine_factory import generate
+from tests.support.engines import allocated, hand_over, ids, key_of, numbers, spec_of
 from tests.unit.model.checkpoints import DENSE, LATENT, QWEN, SPARSE, edit_tensors, random_checkpoint, reload
 from tests.unit.model.harness import Row, greedy, make_batch, poisoned_cache, prompts
 
@@ -158,6 +162,22 @@ def test_expanded_and_absorbed_agree(tmp_path: Path):
         pieces = advance(backend, kv, row, len(prompt) - 1)
         assert used.called > other.called
     torch.testing.assert_close(whole, pieces, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["v2-lite", "v3"])
+def test_a_latent_model_decodes_what_another_one_prefilled(name: str, tmp_path: Path):
+    """The receiver has blocks of another size at other places, and computes nothing of the prompt."""
+    LATENT[name].write(tmp_path, vocab_size=259)
+    alone, sender, receiver = (
+        Engine(load_model(tmp_path, block_size=size), OracleTokenizer(), total_blocks=24, max_batched_tokens=20)
+        for size in (8, 5, 8)
+    )
+    spec, taken = spec_of(numbers(random.Random(1), 33, 250), max_tokens=16), allocated(receiver.pool, 3)
+    expected = ids(generate(alone, spec).tokens)
+    assert hand_over(sender, receiver, spec).ids(key_of()) == expected
+    assert receiver.counters.prefill_tokens == 0
+    taken.release()
 
 
 @pytest.mark.slow
