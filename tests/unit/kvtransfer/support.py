@@ -339,14 +339,15 @@ class Pairs:
         send: Choice = plain,
         recv: Choice = plain,
         source: KVCache | None = None,
+        target: KVCache | None = None,
         layout: KVLayout = LAYOUT,
         fingerprint: str = FINGERPRINT,
         me: WorkerRef = P,
         connect=None,
         heard: Callable[[pb.PeerReply], bool] = lambda reply: True,
     ) -> Pair:
-        memory, table, reports = MemoryTransport(), RecordingTable(layout), Reports()
-        source, target = source or make_kv(1), make_kv(None, layout=layout)
+        source, target = source or make_kv(1), target or make_kv(None, layout=layout)
+        memory, table, reports = MemoryTransport(), RecordingTable(target.layout), Reports()
         theirs = receiver or settings
         peer = LoopbackPeer(lambda: PeerService(target, D, FINGERPRINT, theirs, table, recv(memory)))
 

@@ -3,6 +3,7 @@
 A thinking state arrives bit for bit over real streams, or is rejected with the field's name.
 """
 
+import itertools
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.core import HandoffId, ThinkingState
+from baton.core import HandoffId, KVLayout, ThinkingState
 from baton.errors import DigestMismatch, StaleAttempt
 from baton.rpc import convert
 from baton.rpc.v1 import common_pb2 as common
@@ -28,6 +29,7 @@ from tests.support.transports import served
 from tests.unit.kvtransfer.byhand import JOB, Call, Receiver
 from tests.unit.kvtransfer.ends import FlippingEnd, Stopped, wrapped
 from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, SMALL_FRAMES, P, hand_over, make_end, only_these, same_kv
+from tests.unit.tp.support import GQA, LATENT, POISON, poisoned, put, same, whole
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 16, 37])
@@ -47,6 +49,25 @@ def test_kv_arrives_equal(pairs, tokens: int, settings) -> None:
     assert (commit.kv_bytes, commit.transport) == (result.nbytes, "memory")
     assert all(0 <= took < 10 for took in (commit.transfer_s, commit.commit_s, result.filling_s))
     assert all(0 < took < 10 for took in (result.round_trip_s, result.exposed_s))
+
+
+@pytest.mark.parametrize("layout", [GQA, LATENT], ids=["gqa", "latent"])
+@pytest.mark.parametrize(("sender", "receiver"), [(2, 4), (4, 2)])
+def test_each_rank_gets_its_heads_layer_by_layer(pairs, sender: int, receiver: int, layout: KVLayout) -> None:
+    """Each rank has a cache. Frames cut layers and positions, and blocks differ in size. Uncomputed KV is NaN."""
+    kv, blocks, present = whole(layout, 37, 1), list(range(20))[::-1], whole(layout, 37, 1).fill_(POISON)
+    source, target = poisoned(layout, sender, 20), poisoned(replace(layout, block_size=5), receiver, 20)
+    pair = pairs(replace(SETTINGS, frame_size=14 * layout.layer_token_bytes), source=source, target=target)
+    job = pair.begin("r", 37, blocks, skip=5)
+    for computed, layer in itertools.product((20, 37), range(layout.layers)):
+        present[layer, :, :computed] = kv[layer, :, :computed]
+        put(source, blocks, present)
+        pair.sender.computed(job.handoff, blocks, layer + 1, computed)
+    assert pair.complete(job, blocks).frames > layout.layers
+    kv[:, :, :5] = POISON  # nothing is written there
+    expected = poisoned(target.layout, receiver, 20)
+    put(expected, blocks, kv)
+    assert same(target, expected)
 
 
 def test_many_handoffs_share_a_channel(pairs) -> None:
