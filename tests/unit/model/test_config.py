@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -286,20 +286,21 @@ def test_queries_at_once_or_by_way_of_a_narrow_row():
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
 VALUES = st.one_of(SCALARS, st.lists(SCALARS, max_size=3), st.dictionaries(st.text(max_size=5), SCALARS, max_size=3))
-KEYS = (
-    *(*SHAPE, "head_dim", "num_key_value_heads", "layer_types", "sliding_window", "use_sliding_window", "hidden_act"),
-    *("quantization_config", "rope_theta", "dtype"),
-    *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group"),
-    *("n_routed_experts", "n_shared_experts", "first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step"),
-    *("topk_method", "scoring_func", "moe_layer_freq", "routed_scaling_factor", "norm_topk_prob", "q_lora_rank"),
-    *("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "num_nextn_predict_layers"),
-)
+KEYS = """
+vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings
+head_dim num_key_value_heads layer_types sliding_window use_sliding_window hidden_act
+quantization_config rope_theta dtype
+num_experts num_local_experts num_experts_per_tok moe_intermediate_size n_group topk_group
+n_routed_experts n_shared_experts first_k_dense_replace mlp_only_layers decoder_sparse_step
+topk_method scoring_func moe_layer_freq routed_scaling_factor norm_topk_prob q_lora_rank
+kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim num_nextn_predict_layers
+""".split()
 ROPE_KEYS = [*(field.name for field in dataclasses.fields(RopeConfig)), "mscale", "mscale_all_dim", "rope_theta"]
 ROPE_KEYS += ["original_max_position_embeddings"]
 
 
-@settings(max_examples=200)
-@given(
+@hypothesis.settings(max_examples=200)
+@hypothesis.given(
     st.sampled_from(sorted(FAMILIES)),
     st.dictionaries(st.sampled_from(KEYS), VALUES | st.integers(1, 9), max_size=4),
     st.sampled_from(ROPE_TYPES),
@@ -312,4 +313,5 @@ def test_any_json_is_parsed_or_refused(family: str, values: dict[str, Any], kind
     except CheckpointError:
         return
     assert not inverse_frequencies(dataclasses.replace(config.rope, head_dim=8)).isnan().any()
+    assert (config.experts is None) == (family in ("llama", "mistral", "qwen2", "qwen3"))
     assert config.experts is None or config.experts.per_token <= config.experts.count
