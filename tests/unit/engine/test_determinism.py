@@ -50,7 +50,7 @@ def compiled(choice: Choice, unified: float | None = None, **options) -> CpuKern
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["native", "none"])
-def test_it_is_the_same_in_another_process(monkeypatch, level):
+def test_the_fingerprint_is_the_same_in_another_process(monkeypatch, level):
     """Log lines must not go to standard output, because it belongs to the program that loads the model."""
     monkeypatch.setenv("BATON_CPU_LEVEL", level)
     command = [sys.executable, "-c", IN_ANOTHER, str(DEMO)]
@@ -60,7 +60,7 @@ def test_it_is_the_same_in_another_process(monkeypatch, level):
         assert "kernels_torch" in there.stderr
 
 
-def test_anything_that_bits_depend_on_changes_it(monkeypatch):
+def test_anything_that_bits_depend_on_changes_the_fingerprint(monkeypatch):
     names = [of(monkeypatch), of(monkeypatch, "bfloat16")]
     names += [of(monkeypatch, shapes=shapes) for shapes in (FixedShapes(4, 32), FixedShapes(2, 64), FixedShapes(4, 16))]
     with monkeypatch.context() as patch:
@@ -79,7 +79,7 @@ def test_anything_that_bits_depend_on_changes_it(monkeypatch):
     assert len(set(names)) == len(names)
 
 
-def test_the_kernels_that_the_shapes_take_and_their_library_change_it_and_others_do_not(monkeypatch):
+def test_only_the_kernels_that_the_shapes_take_and_their_library_change_the_fingerprint(monkeypatch):
     flat = of(monkeypatch, kernels=compiled(Choice(300, tall=True)))
     assert flat == of(monkeypatch, kernels=compiled(Choice(400, tall=False)))  # no product has so many rows
     assert flat == of(monkeypatch, kernels=compiled(Choice(300, tall=True), splits="load"))  # of decode rows only
@@ -97,7 +97,7 @@ def test_the_kernels_that_the_shapes_take_and_their_library_change_it_and_others
     assert of(monkeypatch, kernels=elsewhere) != flat
 
 
-def test_the_number_of_ranks_and_an_oracles_seed_change_it():
+def test_the_number_of_ranks_and_an_oracles_seed_change_the_fingerprint():
     names = [bits_fingerprint(OracleBackend(seed=seed), SHAPES) for seed in (1, 1, 2)]
     assert names[0] == names[1] != names[2]
     local, names = load_model(DEMO), [bits_fingerprint(load_model(DEMO), SHAPES)]
@@ -258,7 +258,7 @@ BROKEN = [*({"seconds": each, "steady": 0} for each in SECONDS), {"seconds": {"3
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"seconds": {"32": 1.0}}', *map(json.dumps, BROKEN)])
-def test_a_broken_file_is_none(tmp_path, text):
+def test_a_broken_file_of_measurements_is_ignored(tmp_path, text):
     (tmp_path / "p.json").write_text(text)
     assert checks.load_passes(tmp_path / "p.json") is None
 

@@ -1,6 +1,6 @@
-"""Deterministic requests in the engine, with the oracle as reference.
+"""Deterministic requests in the engine: candidates, verify passes, rollbacks, and exact steps without verification.
 
-Candidates, verify passes and rollbacks, and exact decode steps, which need no verification.
+The oracle is the reference. The last three tests compare bits of the demo model instead.
 """
 
 from collections import Counter
@@ -249,9 +249,8 @@ def decode_steps(backend):
 @pytest.mark.parametrize("variety", VARIETIES)
 def test_wrong_candidates_change_no_token_and_exact_steps_verify_nothing(variety):
     asked = [spec_of(prompt, **VARIETIES[variety]) for prompt in ("a prompt of some length", "b")]
-    expected = [OracleBackend().expected(each) for each in asked]
     verifying, stepping = engine_of(Tampered(ALL_WRONG)), exact(Tampered(ALL_WRONG))
-    assert answers(verifying, asked) == answers(stepping, asked) == expected
+    assert answers(verifying, asked) == answers(stepping, asked) == [OracleBackend().expected(each) for each in asked]
     assert verifying.counters.rollbacks > 0
     assert nothing_verified(stepping)
 
@@ -348,12 +347,12 @@ def test_real_bits_are_those_of_verify_passes(kind):
     text = load_tokenizer(DEMO).encode("The days of the week are known to all. " * 12)
     asked = spec_of(text, max_tokens=40, **kind)
     other = spec_of(text[:50], max_tokens=40, temperature=1.0, deterministic=False)
-    answers, engines = [], []
+    found, made = [], []
     for rows, others in ((0, 0), (0, 6), (64, 0), (64, 6), (3, 6)):
-        engines.append(demo_engine(backend, rows, total_blocks=512, prefix_cache=False))
-        answers.append(bits_of(engines[-1], asked, [other] * others))
-    assert all(answer == answers[0] for answer in answers)
-    assert [engine.counters.verify_passes > 0 for engine in engines] == [True, True, False, False, False]
+        made.append(demo_engine(backend, rows, total_blocks=512, prefix_cache=False))
+        found.append(bits_of(made[-1], asked, [other] * others))
+    assert all(answer == found[0] for answer in found)
+    assert [engine.counters.verify_passes > 0 for engine in made] == [True, True, False, False, False]
 
 
 def test_a_profile_that_prefers_other_products_costs_no_exact_step(monkeypatch):
@@ -364,22 +363,22 @@ def test_a_profile_that_prefers_other_products_costs_no_exact_step(monkeypatch):
     kernels = backends[1].model.kernels
     assert isinstance(kernels, CpuKernels)
     assert kernels.profile.static == Choice(1, tall=True)
-    asked, answers = spec_of((1, 2, 3), max_tokens=20, temperature=1.0, logprobs=3), []
+    asked, found = spec_of((1, 2, 3), max_tokens=20, temperature=1.0, logprobs=3), []
     for each in backends:
         assert exact_rows(each, FixedShapes(exact_rows=64)) == 64
-        answers.append(bits_of(demo_engine(each, 64), asked, [replace(asked, deterministic=False)] * 3))
-    assert answers[0] == answers[1]
+        found.append(bits_of(demo_engine(each, 64), asked, [replace(asked, deterministic=False)] * 3))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("rows", [0, 64])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_others_left_in_a_block_is_not_read(rows, dtype):
     """Fixed forwards read whole chunks of positions, where a NaN must not spread."""
-    backend, answers = load_model(DEMO, dtype=dtype), []
+    backend, found = load_model(DEMO, dtype=dtype), []
     for value in (0.0, float("nan")):
         engine = demo_engine(backend, rows, total_blocks=20)
         for tensor in engine.kv.tensors:
             tensor[:, :-1].fill_(value)
-        answers.append(bits_of(engine, spec_of((1, 2, 3), max_tokens=40), []))
-    assert len(answers[0]) == 40
-    assert answers[0] == answers[1]
+        found.append(bits_of(engine, spec_of((1, 2, 3), max_tokens=40), []))
+    assert len(found[0]) == 40
+    assert found[0] == found[1]

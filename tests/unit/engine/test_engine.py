@@ -1,4 +1,4 @@
-"""The engine: requests in company equal their solo runs, rejections, failures, and notifications to readers of KV."""
+"""The engine: requests in company equal their solo runs, rejections, failures, notices to KV readers, changed ids."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Tensor parallelism with threads as ranks, over the processes' exchange: weight slices, errors, batches, and sums."""
+"""Tensor parallelism, with threads as ranks: weight slices, errors, batches, sums, KV heads held and supplied."""
 
 import itertools
 import mmap

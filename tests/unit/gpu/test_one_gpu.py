@@ -100,7 +100,7 @@ def test_a_frozen_sender_is_given_up_by_the_deadline(start: Start) -> None:
         peer.end.finish(1)
 
 
-def test_auto_takes_it_first() -> None:
+def test_auto_takes_cuda_ipc_first() -> None:
     transports = make_transports(TransferSettings(), torch.device("cuda", 0))
     assert [transport.name for transport in transports] == ["cuda_ipc", "nccl"]
     assert transports[0].reach.endswith(CudaDevice(torch.device("cuda")).uuid)
@@ -125,7 +125,7 @@ def answer(mode, device):
 
 
 @pytest.mark.parametrize("mode", ["auto", "fast", "sequential"])
-def test_it_thinks_as_on_a_cpu(mode):
+def test_a_model_thinks_on_a_gpu_as_on_a_cpu(mode):
     text, thoughts, state = answer("sequential", "cpu")
     there = answer(mode, "cuda:0")
     assert there[:2] == (text, thoughts)

@@ -82,7 +82,7 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], objec
 
 
 class Variant(NamedTuple):
-    """A kind of model. `seed`: of weights without near ties in routing, see `assert_sure`."""
+    """A kind of model. `seed`: of weights without near ties in routing, see `assert_sure` in test_families.py."""
 
     family: str
     settings: dict[str, Any]

@@ -300,20 +300,20 @@ def thinking_folder(tmp_path):
         (..., r"unexpected tensors: compression\.block"),
     ],
 )
-def test_wrong_settings(thinking_folder, settings, named):
+def test_wrong_settings_of_thinking(thinking_folder, settings, named):
     edit_config(thinking_folder, thinking=settings)
     with pytest.raises(CheckpointError, match=named):
         load_model(thinking_folder)
 
 
-def test_other_models_are_refused(tmp_path):
+def test_thinking_of_other_models_is_refused(tmp_path):
     random_checkpoint(tmp_path, "mixtral", num_local_experts=2)
     edit_config(tmp_path, thinking=SETTINGS)
     with pytest.raises(CheckpointError, match=r"thinking is supported only for dense models.*not for mixtral"):
         read_config(tmp_path)
 
 
-def test_states_have_one_shape_and_are_kept(thinking_folder):
+def test_thinking_states_have_one_shape_and_are_kept(thinking_folder):
     """A thought's state is computed alone, so its bits are the same even after an eviction."""
     thinker = load_model(thinking_folder).thinker
     assert thinker is not None

@@ -287,14 +287,12 @@ def test_queries_at_once_or_by_way_of_a_narrow_row():
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
 VALUES = st.one_of(SCALARS, st.lists(SCALARS, max_size=3), st.dictionaries(st.text(max_size=5), SCALARS, max_size=3))
 KEYS = """
-vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings
-head_dim num_key_value_heads layer_types sliding_window use_sliding_window hidden_act
-quantization_config rope_theta dtype
-num_experts num_local_experts num_experts_per_tok moe_intermediate_size n_group topk_group
-n_routed_experts n_shared_experts first_k_dense_replace mlp_only_layers decoder_sparse_step
-topk_method scoring_func moe_layer_freq routed_scaling_factor norm_topk_prob q_lora_rank
-kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim num_nextn_predict_layers
-""".split()
+vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings head_dim
+num_key_value_heads layer_types sliding_window use_sliding_window hidden_act quantization_config rope_theta dtype
+num_experts num_local_experts num_experts_per_tok moe_intermediate_size n_group topk_group n_routed_experts
+n_shared_experts first_k_dense_replace mlp_only_layers decoder_sparse_step topk_method scoring_func moe_layer_freq
+routed_scaling_factor norm_topk_prob q_lora_rank kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim
+num_nextn_predict_layers""".split()
 ROPE_KEYS = [*(field.name for field in dataclasses.fields(RopeConfig)), "mscale", "mscale_all_dim", "rope_theta"]
 ROPE_KEYS += ["original_max_position_embeddings"]
 

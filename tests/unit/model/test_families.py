@@ -119,7 +119,7 @@ def test_bfloat16_is_as_good_as_transformers(name: str, tmp_path: Path, seed: in
         ours.append((mine - right).abs().sum(-1))
         others.append((theirs - right).abs().sum(-1))
         same.append(mine.argmax(-1) == theirs.argmax(-1))
-    sparse = any("experts" in name for name, _ in oracle.named_parameters())
+    sparse = any("experts" in parameter for parameter, _ in oracle.named_parameters())
     measure, factor, least = (torch.median, 1.2, 0.8) if sparse else (torch.sum, 1.1, 0.9)
     assert measure(torch.cat(ours)) < factor * measure(torch.cat(others))
     assert torch.cat(same).float().mean() > least
@@ -173,11 +173,10 @@ def test_a_latent_model_decodes_what_another_one_prefilled(name: str, tmp_path: 
         Engine(load_model(tmp_path, block_size=size), OracleTokenizer(), total_blocks=24, max_batched_tokens=20)
         for size in (8, 5, 8)
     )
-    spec, taken = spec_of(numbers(random.Random(1), 33, 250), max_tokens=16), allocated(receiver.pool, 3)
-    expected = ids(generate(alone, spec).tokens)
-    assert hand_over(sender, receiver, spec).ids(key_of()) == expected
+    allocated(receiver.pool, 3)
+    spec = spec_of(numbers(random.Random(1), 33, 250), max_tokens=16)
+    assert hand_over(sender, receiver, spec).ids(key_of()) == ids(generate(alone, spec).tokens)
     assert receiver.counters.prefill_tokens == 0
-    taken.release()
 
 
 @pytest.mark.slow

@@ -280,7 +280,7 @@ def test_progress_is_logged_at_most_every_two_seconds():
     }
 
 
-def test_the_end_is_logged_once(settings):
+def test_the_end_of_loading_is_logged_once(settings):
     with capture_logs() as logged:
         load_backend(settings())  # the oracle loads nothing
         backend = load_backend(settings(f"model.path={DEMO}"))
@@ -322,7 +322,7 @@ def chosen(found):
     return shapes.rows, shapes.tokens, line["source"]
 
 
-def test_without_a_measurement_it_is_the_preset(demo):
+def test_without_a_measurement_the_shape_is_the_preset(demo):
     assert chosen(demo()) == (PRESET, 32, "preset")
     path = passes_path(demo())
     path.parent.mkdir(parents=True)
@@ -331,7 +331,7 @@ def test_without_a_measurement_it_is_the_preset(demo):
     assert settled(demo()).shapes.exact_rows == demo().shapes.exact_rows > 0
 
 
-def test_the_cluster_file_comes_first(demo, tmp_path):
+def test_the_shape_in_the_cluster_file_comes_first(demo, tmp_path):
     save_passes(passes_path(demo()), MEASURED)
     assert settled(demo()).shapes.exact_rows == demo().shapes.exact_rows
     for sets, expected in {
@@ -348,7 +348,7 @@ def test_the_cluster_file_comes_first(demo, tmp_path):
 
 
 @pytest.mark.slow
-async def test_a_worker_starts_with_it(demo, monkeypatch):
+async def test_a_worker_starts_with_the_measured_shape(demo, monkeypatch):
     build_engine, no_engine = Mock(side_effect=ConfigError("enough")), Mock()
     save_passes(passes_path(demo()), MEASURED)
     monkeypatch.setattr(process, "build_engine", build_engine)
