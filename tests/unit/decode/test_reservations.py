@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +12,11 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from baton.core import HandoffId, Incarnation, Sampling, SequenceSpec, Token, WorkerRef
 from baton.errors import OfferRefused, StaleAttempt
+from decode_workers import reservations
 from decode_workers.reservations import Reservations, State
 from kvtransfer.handoff import CommitState, Offer, PushJob
 from tests.support.time_factor import scaled
+from tests.unit.kvtransfer.ends import Stopped
 
 P1 = WorkerRef("p1", Incarnation(1, 1), "127.0.0.1:1")
 P2 = WorkerRef("p1", Incarnation(1, 2), "127.0.0.1:1")  # the same worker id, another incarnation
@@ -145,15 +148,46 @@ def test_a_commit_without_a_first_token_is_refused(table):
     assert table.commits == []
 
 
-def test_taking_waits_for_a_write_that_is_running(table):
+class Watched:
+    """A lock that reports when a thread must wait for it."""
+
+    def __init__(self):
+        self._lock, self.wanted = threading.Lock(), threading.Event()
+
+    def __enter__(self):
+        if not self._lock.acquire(blocking=False):
+            self.wanted.set()
+            self._lock.acquire()
+
+    def __exit__(self, *error):
+        self._lock.release()
+
+
+WAITING = {"take": [], "fence": [], "commit": [P1, commit_of(6)], "offer": [P1, offer()]}
+
+
+@pytest.mark.parametrize("call", WAITING)
+def test_a_call_waits_for_a_write_that_is_running(table, call):
     receiving(table)
-    taking = threading.Thread(target=table.take, args=[H])
-    with table.writing(H, P1):
-        taking.start()
-        taking.join(0.05)  # enough time for a take that does not wait
-        assert taking.is_alive()
-    taking.join(scaled(10))
-    assert len(table) == 0
+    lock = table._entries[H].lock = Watched()
+    with ThreadPoolExecutor(1) as pool, table.writing(H, P1):
+        waiting = pool.submit(getattr(table, call), H, *WAITING[call])
+        assert lock.wanted.wait(scaled(10))
+    assert isinstance(waiting.exception(), StaleAttempt) == (call == "offer")
+
+
+def test_a_fence_waits_for_a_commit_that_is_running(table):
+    receiving(table)
+    lock = table._entries[H].lock = Watched()
+    check = Stopped(reservations, "_check_first")
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(table.commit, H, P1, commit_of(6))
+        check.wait()
+        fencing = pool.submit(table.fence, H)
+        assert lock.wanted.wait(scaled(10))
+        check.go_on()
+    assert fencing.result() is State.COMMITTED
+    assert table.commits == [H]
 
 
 class Machine(RuleBasedStateMachine):
