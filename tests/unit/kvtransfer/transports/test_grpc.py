@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from typing import cast
 
 import pytest
 
@@ -12,8 +13,10 @@ from baton.errors import ChannelBroken
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.transports import grpc
 from kvtransfer.transports.base import KeyRelay, Ring, Side
-from kvtransfer.transports.grpc import CHUNK_BYTES, GrpcTransport
+from kvtransfer.transports.grpc import CHUNK_BYTES, GrpcReceiver, GrpcTransport
+from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
+from tests.unit.kvtransfer.ends import Stopped
 from tests.unit.kvtransfer.transports.pairs import NAME, PATIENT_S, RING, mute
 
 Chunks = asyncio.Queue[pb.DataChunk | None]
@@ -52,7 +55,7 @@ class GrpcEnd:
         assert address == "decode:1"
         self.call = asyncio.create_task(self.transport.take(chunks_of(self.chunks)))
         self.say(pb.DataChunk(ticket=self.ticket))
-        self.end = await opening
+        self.end = cast(GrpcReceiver, await opening)
         for number, nbytes in enumerate(expected):
             self.end.start(number, nbytes)
         return self
@@ -115,6 +118,24 @@ async def test_what_is_no_part_of_the_expected_frame_breaks_the_channel(pieces: 
     assert "frame 0 of" in await channel.ended()
     with pytest.raises(ChannelBroken):
         channel.end.start(1, 8)
+
+
+@pytest.mark.parametrize(("cut", "why"), [(True, "the stream of the peer was cut"), (False, "no progress")])
+async def test_a_short_frame_ends_at_once_with_a_cut_call_or_else_by_the_deadline(cut: bool, why: str) -> None:
+    channel = await GrpcEnd().open(8)
+    channel.end._deadline_s = PATIENT_S if cut else 0.05
+    channel.say(bytes(7))
+    await turns()
+    assert channel.end._at == 7
+    wait_for = Stopped(channel.end._changed, "wait_for")
+    waiting = asyncio.create_task(channel.finish(0))
+    await asyncio.to_thread(wait_for.wait)  # the thread holds the lock until it waits
+    if cut:
+        channel.call.cancel()
+    wait_for.go_on()
+    with pytest.raises(ChannelBroken, match=why):
+        await asyncio.wait_for(waiting, scaled(10))
+    assert ("closed" in await channel.ended()) == (not cut)
 
 
 @pytest.mark.parametrize("ticket", ["", "of nobody"])
