@@ -130,19 +130,21 @@ def test_it_is_stale_when_nothing_is_held(side, router, how):
     assert len(side.pusher.log) == begun
     side.serve(router, prefill(H2))
     assert router.kinds(H2) == ["refused", "tokens"], "the attempt is not used up"
+    side.serve(router, release(H2), prefill(H), prefill(H2))
+    assert (router.refusals, side.all_free) == ([STALE] * 3, True)
 
 
 @pytest.mark.parametrize("state", PROMPT_STATES)
 def test_it_is_stale_when_another_router_asks(side, router, state):
     side.bring(router, state)
     other = FakeSession("router-b")
-    side.take(other, repush())
-    assert other.refusals == [STALE]
+    side.take(other, repush(), prefill())
+    assert other.refusals == [STALE, STALE]
     side.run()
     assert H2 not in side.pusher.pushes
     side.serve(router, repush())
     assert router.kinds(H2) == ["tokens"]
-    assert other.kinds() == ["refused"]
+    assert other.kinds() == ["refused", "refused"]
 
 
 @pytest.mark.parametrize("attempt", [1, 2, 3])

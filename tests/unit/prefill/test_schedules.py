@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from baton.core import HandoffId, Sampling, SequenceSpec
 from baton.errors import ChannelBroken, DigestMismatch, OfferRefused, StaleAttempt
 from tests.support.fake_pusher import CUT, done_of
-from tests.support.sessions import FakeSession, expected, prefill, prompt_of, release, repush
+from tests.support.sessions import STALE, FakeSession, expected, prefill, prompt_of, release, repush
 from tests.support.workers import PrefillSide
 
 REQUESTS = "abcde"
@@ -60,6 +60,7 @@ class PrefillMachine(RuleBasedStateMachine):
         new, refused = handoff.attempt > self.attempts[request], session.kinds(handoff).count("refused")
         self.side.take(session, prefill(handoff, spec_for(request), deadline_s=deadline_s, skip=skip))
         assert session.kinds(handoff).count("refused") == refused + (not new)
+        assert new or session.refusals[-1] == STALE
         if new:
             assert handoff in self.side.role._work
             self.attempts[request] = handoff.attempt
