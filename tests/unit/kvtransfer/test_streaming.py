@@ -1,6 +1,6 @@
 """KV is sent while it is computed, layer by layer, and not from withdrawn blocks.
 
-Prompts are computed on blocks that are NaN until then, as an engine does it.
+Prompts are computed layer by layer, as by an engine. Blocks are NaN until they are computed.
 """
 
 from __future__ import annotations
