@@ -10,10 +10,12 @@ from tests.unit.kvtransfer.transports.pairs import Pairs, two
 
 
 @pytest.fixture
-def collected() -> None:
+def collected() -> Iterator[None]:
     """Collect garbage of other tests, which may hold descriptors, and freeze the rest: later collections are quick."""
     gc.collect()
     gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture
