@@ -30,14 +30,13 @@ def started(folder: Path, module: str, *arguments: object, **variables: str) -> 
     command = [sys.executable, "-m", module, *map(str, arguments)]
     clean = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
     clean |= {"PYTHONPATH": str(ROOT), **variables}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=folder, env=clean, text=True, **pipes)
+    return subprocess.Popen(command, cwd=folder, env=clean, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def python(folder: Path, module: str, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a module in `folder` to its end."""
     process = started(folder, module, *arguments, **variables)
-    return subprocess.CompletedProcess(arguments, *outcome(process))
+    return subprocess.CompletedProcess(process.args, *outcome(process))
 
 
 def outcome(process: subprocess.Popen[str]) -> tuple[int, str, str]:
