@@ -193,7 +193,7 @@ async def test_retries_without_progress_run_out(world: World, server: Resumable,
     ids=["the stream", "the stream, in a resume", "the client"],
 )
 async def test_closing_ends_a_stream(world: World, server: Resumable, what: str, cuts: list[int], hangs: set[int]):
-    server.cuts, server.hangs = cuts, hangs
+    server.cuts, server.hangs = [*cuts], {*hangs}
     async with world.client() as client, client.stream("x") as stream:
         reading = asyncio.create_task(all_of(stream))
         await soon(server.cut.wait())
