@@ -99,7 +99,7 @@ def publish(prefixes: PrefixIndex, fleet: list[Worker], per_worker: int, rng: ra
         own = [rng.randbytes(NAME_BYTES) for _ in range(max(0, per_worker - len(held)))]
         holder = Holder(worker.info.ref.worker_id, worker.info.ref.incarnation)
         prefixes.apply(Change(holder, 1, True, [*held[:per_worker], *own]))
-    return {"nobody has it": [], "all have 8 blocks": shared, "40 have 9 to 128 blocks": deep[:-1]}
+    return {"no worker has it": [], "all have 8 blocks": shared, "40 have 9 to 128 blocks": deep[:-1]}
 
 
 def _names(tokens: Sequence[int]) -> list[bytes]:

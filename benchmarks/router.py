@@ -99,8 +99,8 @@ async def turns(state: ClusterState, rounds: int) -> list[Turn]:
     """Measure all ways in turns, so that they have the same machine."""
     rng, found = random.Random(1), list[Turn]()
     async with contextlib.AsyncExitStack() as leaving:
-        nobody = leaving.enter_context(bare_server())
-        channels = [await leaving.enter_async_context(aio_channel(at, link=PUBLIC)) for at in (state.grpc, nobody)]
+        bare_at = leaving.enter_context(bare_server())
+        channels = [await leaving.enter_async_context(aio_channel(at, link=PUBLIC)) for at in (state.grpc, bare_at)]
         router, bare = [InferenceStub(channel) for channel in channels]
         direct = await leaving.enter_async_context(Direct(state.admin))
         for number in range(rounds + 10):

@@ -4,7 +4,8 @@
     python -m tools.language baton/engine     # only in these files and folders
     python -m tools.language --long           # also list sentences with more than 25 words
 
-Docstrings, comments and texts for users are read in Python files; text outside code blocks is read in Markdown files.
+Docstrings, comments and texts for users are read in Python files, text outside code blocks in Markdown files, and
+comments in all other files.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("baton", "router", "prefill_workers", "decode_workers", "kvtransfer", "tools", "docs")
 PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
+COMMENTED = (
+    "proto configs helm router/dashboard/static baton/engine/kernels/cpu Dockerfile Makefile pyproject.toml".split()
+)
+SUFFIXES = {".py", ".md", ".proto", ".yaml", ".tpl", ".sh", ".js", ".c", ".h", ".toml", ""}
+OWN_LINE, AT_END = re.compile(r"\s*(?://|#|\*|/\*|{{/\*)\s?(.*)"), re.compile(r".*\s(?://|#|/\*) (.*)")
 EXEMPT = ("baton/rpc/v", "docs/measurements", "tools/language.py")
 LONGEST = 25  # words of a sentence
 
@@ -57,19 +63,13 @@ class Text:
 
 def texts_of_python(path: str, source: str, *, strings: bool) -> Iterator[Text]:
     """Yield docstrings and comments, and with `strings` the texts that contain at least three words."""
-    docstrings = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0] if node.body else None
-            if (
-                isinstance(first, ast.Expr)
-                and isinstance(first.value, ast.Constant)
-                and isinstance(first.value.value, str)
-            ):
-                docstrings.add(first.value)
-                yield Text(path, first.value.lineno, first.value.value)
+    docstrings, tree = set(), ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docstrings.add(node.value)  # of an attribute too
+            yield Text(path, node.value.lineno, node.value.value)
     if strings:
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and node not in docstrings and _is_prose(node.value):
                 yield Text(path, node.lineno, str(node.value))
     yield from _comments(path, source)
@@ -108,6 +108,20 @@ def texts_of_markdown(path: str, source: str) -> Iterator[Text]:
             yield Text(path, number, line)
 
 
+def texts_of_comments(path: str, source: str) -> Iterator[Text]:
+    """Yield the comments that begin with `#`, `//` or `/*`. Consecutive lines are one text."""
+    block: list[str] = []
+    for number, line in enumerate([*source.splitlines(), ""], 1):
+        if found := OWN_LINE.match(line):
+            block.append(found[1])
+            continue
+        if block:
+            yield Text(path, number - len(block), "\n".join(block))
+            block = []
+        if found := AT_END.match(line):
+            yield Text(path, number, found[1])
+
+
 def _plain(text: str) -> str:
     """Remove code in backticks, doctest lines and URLs."""
     text = re.sub(r"^\s*(?:>>>|\.\.\.).*$", "", text, flags=re.M)
@@ -131,11 +145,11 @@ def findings(text: Text, *, long: bool = False) -> Iterator[str]:
 
 
 def files_of(places: Iterable[str]) -> Iterator[Path]:
-    """Yield Python and Markdown files under `places`, without generated code and measurements."""
+    """Yield files of text under `places`, without generated code and measurements."""
     for place in places:
         path = ROOT / place
-        for file in [path] if path.is_file() else sorted((*path.rglob("*.py"), *path.rglob("*.md"))):
-            if not str(file.relative_to(ROOT)).startswith(EXEMPT):
+        for file in [path] if path.is_file() else sorted(filter(Path.is_file, path.rglob("*"))):
+            if file.suffix in SUFFIXES and not str(file.relative_to(ROOT)).startswith(EXEMPT):
                 yield file
 
 
@@ -143,11 +157,15 @@ def all_findings(places: Iterable[str], *, strings: bool = True, long: bool = Fa
     """Yield the findings in all files under `places`."""
     for file in files_of(places):
         name, source = str(file.relative_to(ROOT)), file.read_text(encoding="utf-8")
-        texts = (
-            texts_of_markdown(name, source) if file.suffix == ".md" else texts_of_python(name, source, strings=strings)
-        )
-        for text in texts:
+        for text in texts_of(file.suffix, name, source, strings=strings):
             yield from findings(text, long=long)
+
+
+def texts_of(suffix: str, path: str, source: str, *, strings: bool) -> Iterator[Text]:
+    """Yield the texts of a file by the kind that its suffix names."""
+    if suffix == ".py":
+        return texts_of_python(path, source, strings=strings)
+    return texts_of_markdown(path, source) if suffix == ".md" else texts_of_comments(path, source)
 
 
 def main() -> int:
@@ -157,7 +175,9 @@ def main() -> int:
     parser.add_argument("--no-strings", action="store_true", help="read docstrings and comments only")
     parser.add_argument("--long", action="store_true", help="also list long sentences")
     given = parser.parse_args()
-    found = list(all_findings(given.places or (*FOLDERS, *PAGES), strings=not given.no_strings, long=given.long))
+    found = list(
+        all_findings(given.places or (*FOLDERS, *PAGES, *COMMENTED), strings=not given.no_strings, long=given.long)
+    )
     print(*found, sep="\n")
     print(f"{len(found)} findings", file=sys.stderr)
     return bool(found)

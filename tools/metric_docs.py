@@ -123,10 +123,10 @@ class Family:
 def router_registry() -> CollectorRegistry:
     """Return a router's registry after one event of each kind, so that each family has its labels."""
 
-    async def nobody() -> Sequence[WorkerInfo]:
+    async def no_workers() -> Sequence[WorkerInfo]:
         return []
 
-    metrics = build_context(RouterSettings("one", "m", __version__), nobody, FakeClock()).sinks.metrics
+    metrics = build_context(RouterSettings("one", "m", __version__), no_workers, FakeClock()).sinks.metrics
     _happen(metrics)
     metrics.control.update({"decode": 1}, [("decode", "ready", 0)], [(1.0, "start")])
     return metrics.registry

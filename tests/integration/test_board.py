@@ -57,7 +57,7 @@ async def test_one_plan_of_the_highest_number_stays(board):
 async def test_a_damaged_plan_is_none_and_gives_way(board, ledger, server, garbage):
     raw(server).set(ledger.connection.key("plan"), garbage)
     assert await board.plan() is None
-    assert await board.put_plan(first_plan(1, 1, number=0)), "nobody can read what was there"
+    assert await board.put_plan(first_plan(1, 1, number=0)), "the plan that was there is unreadable"
 
 
 async def test_an_order_is_for_one_incarnation_alone(board):

@@ -90,7 +90,7 @@ async def test_all_spans_of_a_request_come_with_its_answer_if_it_wants_them(clus
     assert starts == sorted(starts)
     began_s = cluster.router.context.sinks.traces.find("").began_s
     assert starts[0] == began_s, "when it had arrived, and was not read yet"
-    assert not (await cluster.generate())[-1].completed.spans, "nobody asked"
+    assert not (await cluster.generate())[-1].completed.spans, "the request asked for none"
 
 
 @pytest.mark.parametrize("kept", [2, 0])

@@ -34,7 +34,7 @@ KINDS = [f"{what} {role}" for what in ("crash", "pause") for role in Role]
 KINDS += ["cut worker", "cut peer", "break channel", "flip", "crash router", "leave prefill", "leave decode"]
 WEIGHTS = (4, 4, 2, 2, 2, 3, 3, 3, 1, 1, 1)
 ORDERS = ("drain prefill", "drain decode", "turn prefill", "turn decode")
-"""No faults: whatever is asked, nobody notices."""
+"""Orders of an operator. They are no faults: each request ends as without them."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ class Faults:
             self._world.at(max(1, fault.step), lambda fault=fault: self._strike(fault))  # type: ignore[misc]
 
     def _strike(self, fault: Fault) -> None:
-        what, _, whom = fault.kind.partition(" ")
-        if what in {"crash", "pause", "leave", "drain", "turn"} and whom != "router":
-            hit = self._worker(fault, what, Role(whom))
+        what, _, target = fault.kind.partition(" ")
+        if what in {"crash", "pause", "leave", "drain", "turn"} and target != "router":
+            hit = self._worker(fault, what, Role(target))
         else:
             acts = {"crash": self._crash_router, "cut": self._cut, "break": self._break, "flip": self._flip}
-            hit = acts[what](fault, whom)
+            hit = acts[what](fault, target)
         if hit and fault.kind in ORDERS:
             self._world.note("ORDER", fault.kind, hit)
         elif hit:
@@ -116,14 +116,14 @@ class Faults:
         self._world.note("RESUME", process)
         process.resume()
 
-    def _crash_router(self, fault: Fault, whom: str) -> str:
+    def _crash_router(self, fault: Fault, target: str) -> str:
         alive = [router.process for router in self._cluster.routers if router.process.alive]
         return self._one(fault, alive if len(alive) > 1 else [], Process.kill)
 
-    def _cut(self, fault: Fault, whom: str) -> str:
-        return self._one(fault, [s for s in self._world.streams if s.kind == whom and s.open], Stream.cut)
+    def _cut(self, fault: Fault, target: str) -> str:
+        return self._one(fault, [s for s in self._world.streams if s.kind == target and s.open], Stream.cut)
 
-    def _break(self, fault: Fault, whom: str) -> str:
+    def _break(self, fault: Fault, target: str) -> str:
         transport = self._cluster.transport
         open_ones = [name for name, meeting in transport.meetings.items() if not meeting.closed]
         return self._one(fault, open_ones, lambda broken: transport.break_all(lambda name: name == broken))
@@ -136,7 +136,7 @@ class Faults:
         act(target)
         return str(target)
 
-    def _flip(self, fault: Fault, whom: str) -> str:
+    def _flip(self, fault: Fault, target: str) -> str:
         self._cluster.transport.flips += 1
         return "the next frame"
 

@@ -65,7 +65,7 @@ def test_both_workers_die(phase):
     """The prefill worker dies first. The decode worker dies before it can answer the Fence."""
     story = alike(Case(strikes=(Strike(1, phase, Role.PREFILL), Strike(1, phase, Role.DECODE))))
     assert story.recoveries == {"decode_lost": 1}
-    assert story.legs[1, 2].commands == ["reserve", "prefill"], "nothing is held by whom is dead"
+    assert story.legs[1, 2].commands == ["reserve", "prefill"], "a dead worker holds nothing"
 
 
 @pytest.mark.parametrize("phase", [Phase.RESERVED, Phase.COMPUTING, Phase.PUSHING])

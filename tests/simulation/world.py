@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 PROCESS: ContextVar[Process] = ContextVar("process")
 END = object()
-"""What a pipe gives when its stream has ended."""
+"""The value that a pipe returns when its stream has ended."""
 
 
 class World:

@@ -106,7 +106,7 @@ class StatusReply(_message.Message):
     queued_tokens: _builtins.int
     """prompt and generated tokens of the queued requests"""
     drain_requests_per_s: _builtins.float
-    """recent rate while requests waited; 0: unknown"""
+    """recent rate while requests waited; 0 means unknown"""
     drain_tokens_per_s: _builtins.float
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
@@ -456,7 +456,7 @@ class WatchRequest(_message.Message):
 
     INTERVAL_S_FIELD_NUMBER: _builtins.int
     interval_s: _builtins.float
-    """0.1 to 60; 0: 1"""
+    """0.1 to 60; 0 means 1"""
     def __init__(
         self,
         *,

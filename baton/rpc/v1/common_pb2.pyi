@@ -714,12 +714,12 @@ class WorkerInfo(_message.Message):
     host: _builtins.str
     protocol_version: _builtins.int
     determinism: _builtins.str
-    """Fingerprint of everything that affects the bits of a result. Workers with equal fingerprints compute deterministic
-    requests alike. Empty: the worker does not support determinism, and `nondeterminism` has the reason.
+    """Fingerprint of everything that affects the bits of a result. Workers with equal fingerprints return equal bits for
+    deterministic requests. Empty: the worker does not support determinism, and `nondeterminism` has the reason.
     """
     nondeterminism: _builtins.str
     thinking_chunk: _builtins.int
-    """tokens of a thinking chunk; 0: the model does not think"""
+    """tokens of a thinking chunk; 0 if the model does not think"""
     metrics: _builtins.str
     """host:port of the metrics listener; empty: no metrics are served"""
     @_builtins.property

@@ -223,7 +223,7 @@ class GenerateRequest(_message.Message):
     n: _builtins.int
     """choices per prompt (1)"""
     logprobs: _builtins.int
-    """unset: none; 0: of the sampled token; k: also of the k most likely tokens"""
+    """unset: none. 0 selects the sampled token, k also the k most likely tokens"""
     deterministic: _builtins.bool
     """The same prompt, parameters and seed give bitwise equal tokens and log-probabilities on all workers with the same
     `system_fingerprint`, whatever else they compute. Rejected if no worker supports it.
@@ -833,9 +833,9 @@ class Model(_message.Message):
     max_model_len: _builtins.int
     vocab_size: _builtins.int
     tool_form: _builtins.str
-    """Syntax of tool calls in the chat template: hermes, mistral, llama, or json (any other); "": it has no tools."""
+    """Syntax of tool calls in the chat template: hermes, mistral, llama, or json (any other). Empty: it has no tools."""
     thinking_chunk: _builtins.int
-    """tokens of a thinking chunk; 0: the model does not think"""
+    """tokens of a thinking chunk; 0 if the model does not think"""
     def __init__(
         self,
         *,

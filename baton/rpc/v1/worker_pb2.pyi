@@ -185,11 +185,11 @@ class Reserve(_message.Message):
     known_tokens: _builtins.int
     """prompt + tokens of earlier attempts"""
     max_total: _builtins.int
-    """prompt + max_tokens; a request that can never fit is rejected; 0: unknown"""
+    """prompt + max_tokens; a request that can never fit is rejected; 0 means unknown"""
     deadline_s: _builtins.float
-    """seconds from now until the worker may reclaim the reservation; 0: none"""
+    """seconds from now until the worker may reclaim the reservation; 0 means none"""
     resumable_s: _builtins.float
-    """seconds that decoding continues without a router; 0: it ends with the stream"""
+    """seconds that decoding continues without a router; 0 ends it with the stream"""
     stream: _builtins.str
     """key of this choice for the client; Attach finds it after the loss of a router"""
     @_builtins.property
@@ -279,7 +279,7 @@ Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
 
 @_typing.final
 class ThinkingState(_message.Message):
-    """State that a sequence of a thinking model needs beside its KV to continue."""
+    """State that a sequence of a thinking model needs besides its KV to continue."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -359,7 +359,7 @@ class Prefill(_message.Message):
     skip: _builtins.int
     """tokens that the decode worker has in its prefix cache"""
     deadline_s: _builtins.float
-    """seconds from now; 0: none"""
+    """seconds from now; 0 means none"""
     @_builtins.property
     def handoff(self) -> _common_pb2.HandoffId: ...
     @_builtins.property
@@ -401,7 +401,7 @@ class Repush(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     skip: _builtins.int
     deadline_s: _builtins.float
-    """seconds from now; 0: none"""
+    """seconds from now; 0 means none"""
     @_builtins.property
     def held(self) -> _common_pb2.HandoffId: ...
     @_builtins.property

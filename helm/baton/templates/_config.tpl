@@ -41,7 +41,7 @@ autoscale: {min: {{ $pool.autoscale.min }}, max: {{ $pool.autoscale.max }}}
 {{- end }}
 {{- end }}
 
-{{/* Pools that have pods. With mode colocated, the decode pool has the workers of both pools. */}}
+{{/* Pools that have pods. In mode colocated, the decode pool has the workers of both pools. */}}
 {{- define "baton.pools" -}}
 {{ ternary "decode" "prefill decode" (eq (toString (get .Values.config "mode")) "colocated") }}
 {{- end }}

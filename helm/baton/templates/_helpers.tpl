@@ -25,7 +25,7 @@
 {{- else }}{{ printf "%s:%s" $image.repository (default .Chart.AppVersion $image.tag) }}{{ end }}
 {{- end }}
 
-{{/* Labels. What selects never changes within a release: no version, no chart. */}}
+{{/* Labels. Selector labels never change within a release: they have no version and no chart. */}}
 {{- define "baton.releaseLabels" -}}
 app.kubernetes.io/name: {{ include "baton.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}

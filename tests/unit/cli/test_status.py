@@ -21,7 +21,7 @@ from baton.rpc.v1 import admin_pb2, worker_pb2_grpc
 from baton.worker.block_census import Census, Held, Holding, count, to_pb
 from tests.support.clients import INFO, QuietAdmin
 
-NOBODY = "127.0.0.1:1"
+UNREACHABLE = "127.0.0.1:1"
 
 
 def worker(name="prefill-0", address="127.0.0.1:2", state="connected"):
@@ -50,7 +50,7 @@ def status(tmp_path, monkeypatch, serve, capsys):
     monkeypatch.setenv("BATON_HOME", str(tmp_path))
 
     def shown(*routers, as_json=False):
-        admins = [NOBODY if router is None else serve(router) for router in routers]
+        admins = [UNREACHABLE if router is None else serve(router) for router in routers]
         here = ClusterState("two", ProcessId.of(os.getpid()), "x", admins[0], "", "", "", admins=admins)
         monkeypatch.setattr(target, "find_cluster", lambda name: here)
         command.status(as_json=as_json)
@@ -67,13 +67,13 @@ def test_each_router_is_shown_and_one_that_does_not_answer_hides_no_other(status
     assert "router second, up 0 s\nrequests: 6 running" in printed
     assert printed.count("127.0.0.1:2 ") == 1, "one table"
     assert "prefill-0@7.2: lost at router second" in printed
-    assert f"router at {NOBODY}: no answer: " in printed
+    assert f"router at {UNREACHABLE}: no answer: " in printed
     found = status(*routers, as_json=True)
     assert (found["router_id"], found["workers"][0]["state"]) == ("one", "connected")
     assert [router["router_id"] for router in found["other_routers"]] == ["second"]
-    assert [router["admin"] for router in found["unreachable_routers"]] == [NOBODY]
+    assert [router["admin"] for router in found["unreachable_routers"]] == [UNREACHABLE]
     assert "router second" in status(None, FakeRouter("second"))
-    with pytest.raises(NoWorker, match=NOBODY):
+    with pytest.raises(NoWorker, match=UNREACHABLE):
         status(None, None)
 
 
@@ -231,7 +231,7 @@ def test_all_is_accounted_for(cluster, census):
 
 def test_what_is_unaccounted_for_is_printed_and_an_exit_code(cluster, census):
     cluster.counts = BlockCounts(10, free=3, owned=7)
-    cluster.reply.workers.append(worker("decode-1", NOBODY))
+    cluster.reply.workers.append(worker("decode-1", UNREACHABLE))
     code, printed = census()
     assert code == 1
     assert "decode-0@7.2: 2 blocks that no handoff holds\n" in printed

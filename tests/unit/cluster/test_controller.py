@@ -137,7 +137,7 @@ async def test_one_too_many_here_and_one_too_few_there_is_turned():
     assert world.found() == {"prefill-0": "prefill", "prefill-1": "decode", "decode-0": "decode"}
     assert controller.ready
     assert world.orders == {}
-    assert len(world.started) == 3, "nobody was started anew"
+    assert len(world.started) == 3, "no worker was started again"
     world.tell(prefill=2, decode=1)
     await run(world, controller, WORK_S + 2)
     assert Counter(world.found().values()) == {"prefill": 2, "decode": 1}

@@ -120,7 +120,7 @@ WRONG = {
     "too large a block": (f"decode: {{block_size: {10**20}}}", ["decode.block_size", "less than or equal to"]),
     "a port to be called at": ("prefill: {advertise: 'worker:80'}", ["line 1", "prefill.advertise", "without a port"]),
     "an address to be called at": ("decode: {advertise: '::1'}", ["decode.advertise", "[::1]"]),
-    "nobody to be called": ("decode: {advertise: ''}", ["decode.advertise", "without a port"]),
+    "no address to connect to": ("decode: {advertise: ''}", ["decode.advertise", "without a port"]),
     "a URL to be called at": ("decode: {advertise: 'http://worker'}", ["decode.advertise", "without a port"]),
     "no room for a channel": ("transfer: {frame_size: 1GiB}", ["transfer.staging_memory", str(4 << 30), str(1 << 30)]),
     "not a kind of check": ("transfer: {verify: all}", ["transfer.verify", "frames", "kv", "all"]),

@@ -34,9 +34,9 @@ def test_nothing_of_it_was_handed_over_nor_was_to_be(side, router):
     assert side.role.reservations.counts.handoffs["fenced"] == 1
 
 
-@pytest.mark.parametrize("state", ["nothing", "somebody else's", "twice", "fenced", "released"])
+@pytest.mark.parametrize("state", ["nothing", "of another router", "twice", "fenced", "released"])
 def test_only_what_was_reserved_is_computed(side, router, state):
-    owner = FakeSession("router-b") if state == "somebody else's" else router
+    owner = FakeSession("router-b") if state == "of another router" else router
     if state != "nothing":
         side.take(owner, reserve())
     if state == "twice":

@@ -99,16 +99,16 @@ def drop(name, request):
 
 THIEF = {"request": "thief", "own": [[0, 51]]}
 CHANGES = {
-    "sharing what nobody has published": (P, drop("published", "plain"), "one_owner"),
+    "sharing of an unpublished block": (P, drop("published", "plain"), "one_owner"),
     "a commit after the fence": (D, insert("fenced", "committed"), "order"),
     "a fence after the commit": (D, alter("adopted", "plain", event="fenced"), "order"),
     "tokens after the fence": (D, insert("released", "tokens", first=0, count=1), "one_ending"),
-    "a token that nobody said": (R, alter("delivered", "cancelled", count=5), "witness"),
+    "a token without a source": (R, alter("delivered", "cancelled", count=5), "witness"),
     "an ending with too few tokens": (R, alter("ended", "plain", count=3), "tokens"),
     "an attempt that does not rise": (R, alter("attempt", "plain", attempt=2), "attempts"),
     "a reservation of an old attempt": (D, alter("reserved", "fenced", attempt=3), "attempts"),
     "two owners of one block": (D, insert("reserved", "reserved", "plain", **THIEF), "one_owner"),
-    "a block of somebody else": (D, alter("reserved", "shares", own=[[11, 9]], shared=[]), "let_go"),
+    "a block of another request": (D, alter("reserved", "shares", own=[[11, 9]], shared=[]), "let_go"),
     "an old generation": (P, alter("owned", "preempted", own=[[2, 1], [3, 1]]), "one_owner"),
     "sharing what is not published": (P, alter("owned", "preempted", own=[], shared=[[5, 1]]), "one_owner"),
     "a release of more than was held": (P, alter("let_go", "plain", own=[[1, 1]]), "let_go"),

@@ -127,7 +127,7 @@ async def test_what_comes_first_is_not_waited_for_and_keeps_its_order():
     client.takes()
     await accepting
     await turns()
-    assert client.said == [(0, "accepted")], "under way, and nobody waits"
+    assert client.said == [(0, "accepted")], "in flight, and no reader waits"
     telling = [writing_to(stream, choice) for choice in range(2)]
     await turns()
     assert client.said == [(0, "accepted")]

@@ -65,7 +65,7 @@ def test_who_has_most_of_the_prompt_is_asked_too():
     assert offered([BUSY, BUSY, BUSY], [0.0, 90.0, 50.0], there * 1.2) == Alone(1, there)
     assert offered([BUSY, BUSY._replace(capacity=100.0)], [0.0, 90.0], there * 1.2) is None, "it has no room"
     others = [BUSY._replace(capacity=100.0), BUSY]
-    assert offered([BUSY, *others], [0.0, 95.0, 90.0], there * 1.2) == Alone(2, there), "and hides nobody"
+    assert offered([BUSY, *others], [0.0, 95.0, 90.0], there * 1.2) == Alone(2, there), "and hides no worker"
     assert offered([BUSY, BUSY._replace(group=1.0)], [0.0, 90.0], there * 1.2) is None, "it has another model"
     assert offered([BUSY], [90.0], there * 1.2, keep=0) is None, "its KV is at the prefill worker"
 

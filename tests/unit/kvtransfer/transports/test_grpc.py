@@ -138,7 +138,7 @@ async def test_a_short_frame_ends_at_once_with_a_cut_call_or_else_by_the_deadlin
     assert ("closed" in await channel.ended()) == (not cut)
 
 
-@pytest.mark.parametrize("ticket", ["", "of nobody"])
+@pytest.mark.parametrize("ticket", ["", "unknown"])
 async def test_an_unknown_ticket_ends_the_call_and_nothing_else(ticket: str) -> None:
     channel = await GrpcEnd().open(2)
     for named in (ticket, channel.ticket):  # a ticket is valid for one call

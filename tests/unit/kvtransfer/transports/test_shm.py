@@ -312,7 +312,7 @@ def test_the_end_of_the_other_one_is_seen_after_its_last_packet(two) -> None:
     with pytest.raises(ChannelBroken, match="closed by the peer"):
         right.receive()
     with pytest.raises(ChannelBroken, match="Broken pipe"):
-        right.send(b"nobody hears it")
+        right.send(b"no receiver")
 
 
 def test_a_packet_that_is_too_large_breaks_the_channel(two) -> None:
