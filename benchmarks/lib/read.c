@@ -1,5 +1,5 @@
 /* Read memory as fast as one core can: the limit of everything that has to stream weights.
- * STREAMS parts are read side by side, since one core asks for more memory at once when it follows several. */
+ * STREAMS parts are read side by side, since one core keeps more requests for memory in flight when it follows several. */
 #include <stddef.h>
 #include <stdint.h>
 

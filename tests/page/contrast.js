@@ -15,7 +15,7 @@
   };
   const around = (element) => (element ? [...around(element.parentElement), element] : []);
   const mixed = (over, under, share) => over.map((part, at) => part * share + under[at] * (1 - share));
-  // What is seen within these elements, the outermost first: their ground, or a text on it. One that is not opaque takes
+  // Visible texts within these elements, the outermost first: their ground, or a text on it. One that is not opaque takes
   // all that is in it along.
   const pixel = ([outer, ...inner], text, under = [255, 255, 255]) => {
     if (!outer) return text ? rgb(text, under) : under;
