@@ -25,8 +25,11 @@ PROGRESS := awk '/(Downloading|Using cached) .*[MG]B\)/ { name = $$(NF-2); sub(/
 # pytest's exit code 5 means that no test was selected. A second, smaller selection may be empty.
 NONE_IS_FINE := || [ $$? -eq 5 ]
 COMPILED_KERNELS_HERE := $(BIN)/python -c "from baton.engine.kernels.cpu.compiler import load_library; load_library('f32')" 2>&1 | tail -n 1
-KERNEL_SUITES := tests/unit/kernels tests/unit/engine tests/unit/model tests/unit/worker/test_build.py \
-	tests/integration/test_tensor_parallel.py tests/e2e/test_determinism.py
+# All files with tests that load kernels (`compiler.load_library`).
+KERNEL_SUITES := tests/unit/kernels tests/integration/test_tensor_parallel.py tests/e2e/test_determinism.py \
+	$(patsubst %,tests/unit/engine/test_%.py,deterministic determinism thinking) \
+	$(patsubst %,tests/unit/model/test_%.py,checkpoints families fixed_forwards kv weights) \
+	$(patsubst %,tests/unit/worker/test_%.py,build roles_thinking)
 
 .PHONY: help setup proto fmt check fast lint types layers budget fresh regenerate test without-kernels chaos stress mutants demo bench clean
 
@@ -100,16 +103,16 @@ regenerate: $(SETUP)
 
 # In `make check test` each unit test runs once: `check` runs the fast ones, `test` the slow ones.
 test: regenerate  ## everything that needs no GPU (18 minutes after check on 2 cores, goal 9)
-	@$(PYTEST) $(PARALLEL) -m "not chaos and not serial" $(if $(filter check,$(MAKECMDGOALS)),--after-check) --durations 30 --durations-min 4
+	@$(PYTEST) $(PARALLEL) -m "not chaos and not serial" $(if $(filter check,$(MAKECMDGOALS)),--after-check) --sample --durations 30 --durations-min 4
 	@$(PYTEST) -m "serial and not chaos" $(NONE_IS_FINE)
 	@if $(COMPILED_KERNELS_HERE); then $(MAKE) --no-print-directory without-kernels; \
 		else echo "without-kernels: no compiled kernels here (reason above), so all suites ran without them"; fi
 
 without-kernels: $(SETUP)  ## suites that depend on the kernels, as on a processor without AVX-512
-	@BATON_CPU_LEVEL=none $(PYTEST) $(PARALLEL) -m "not chaos and not serial" $(KERNEL_SUITES)
+	@BATON_CPU_LEVEL=none $(PYTEST) $(PARALLEL) -m "not chaos and not serial" --sample $(KERNEL_SUITES)
 
-chaos: $(SETUP)  ## the whole fault matrices and the soak
-	@$(PYTEST) -m chaos $(NONE_IS_FINE)
+chaos: $(SETUP)  ## the whole fault matrices, all cases of which `make test` runs a share, and the soak
+	@$(PYTEST) -m "chaos or sample" $(NONE_IS_FINE)
 
 stress: $(SETUP)  ## the suites three times beside busy loops and a memory hog, with new seeds (hours)
 	@$(BIN)/python -m tools.stress_tests

@@ -11,7 +11,7 @@ import signal
 import hypothesis
 import pytest
 
-from tests.support import time_factor
+from tests.support import sampling, time_factor
 
 SEED_VARIABLE = "BATON_TEST_SEED"
 CHECKED = ("tests/unit/", "tests/guards/")
@@ -43,18 +43,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--after-check` leaves out the tests that `make check` has run before."""
+    """`--after-check` leaves out the tests that `make check` has run before, `--sample` all but a share of matrices."""
     parser.addoption("--after-check", action="store_true", help="leave out the tests of `make check`")
+    parser.addoption("--sample", action="store_true", help="of tests with the mark `sample`, run only a drawn share")
 
 
+@pytest.hookimpl(trylast=True)  # after `-m`, so that the share is one of the selected cases
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Scale the time limits of marks. `--after-check` deselects the fast tests of tests/unit and tests/guards."""
     time_factor.scale_marks(items)
     if config.getoption("after_check"):
-        done = [item for item in items if item.nodeid.startswith(CHECKED) and not item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=done)
-        left_out = set(done)
-        items[:] = [item for item in items if item not in left_out]
+        fast = [item for item in items if item.nodeid.startswith(CHECKED) and not item.get_closest_marker("slow")]
+        _leave_out(config, items, fast)
+    if config.getoption("sample"):
+        _leave_out(config, items, sampling.left_out(items, sampling.drawn_by(run_seed())))
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item], some: list[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=some)
+    left_out = set(some)
+    items[:] = [item for item in items if item not in left_out]
 
 
 class Failures:
@@ -84,7 +92,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def pytest_report_header() -> list[str]:
     """Return the header lines that say how to repeat this run."""
-    return [f"seed: {run_seed()} (repeat with {SEED_VARIABLE}={run_seed()})", time_factor.header()]
+    drawn = sampling.drawn_by(run_seed())
+    seeds = f"seed: {run_seed()} (repeat with {SEED_VARIABLE}={run_seed()})"
+    return [seeds, f"sample: {drawn} (with --sample; repeat with {sampling.VARIABLE}={drawn})", time_factor.header()]
 
 
 @pytest.fixture(scope="session")

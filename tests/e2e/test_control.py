@@ -104,7 +104,7 @@ def sizes(cluster):
 def test_pools_follow_the_load_and_say_why(home):
     """Decode workers lack blocks, so a second one starts. Without load each pool shrinks to one."""
     with home.cluster("configs/no-ray.yaml", *SCALED) as cluster:
-        with Load(cluster, draw_jobs(random.Random(3)), 3) as load:
+        with Load(cluster, draw_jobs(random.Random(3)), 3, clients=6, pause_s=0) as load:
             eventually(lambda: sizes(cluster)[1][1] == 2, within_s=45, every_s=0.3)
             load.settle(3)
         assert set(load.outcomes) <= SERVED

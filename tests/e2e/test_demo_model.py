@@ -115,6 +115,7 @@ def test_stop_strings_and_logprobs_cross_the_handoff(cluster, engine):
     assert all(len(item.top) == 2 and item.top[0][1] >= item.top[1][1] for item in cut.logprobs)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("worker", ["decode-0", "prefill-0"])
 def test_ray_replaces_a_killed_worker(cluster, worker):
     pid = cluster.kill(worker)
@@ -132,6 +133,31 @@ def test_ray_replaces_a_killed_worker(cluster, worker):
         assert cluster.loads()["decode-0"].prefill_tokens == 0
 
 
+# --- without Ray: a model by its Hub name, from the local cache and without network
+
+
+@pytest.fixture(scope="module")
+def from_hub(module_home, tmp_path_factory):
+    sets = (HANDED_OVER, "model.path=hf:org/tiny", "prefill.threads=1", "decode.threads=1", "transfer.verify=kv")
+    cache = tmp_path_factory.mktemp("cache")
+    snapshot(cache)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("HF_HOME", str(cache))
+        environment.setenv("HF_HUB_OFFLINE", "1")
+        with module_home.cluster("configs/no-ray.yaml", *sets) as cluster:
+            yield cluster
+
+
+def test_a_model_of_the_hub(from_hub):
+    with from_hub.client() as client:
+        answer = client.generate("The color of dog", model="org/tiny", max_tokens=8, temperature=0)
+    assert answer.text == " can vary widely"
+    for worker in ("prefill-0", "decode-0"):
+        events = [json.loads(line) for line in from_hub.log(worker).splitlines() if line.startswith("{")]
+        loaded = [event for event in events if event["event"] == "model_loaded"]
+        assert {event["model"] for event in loaded} == {f"hf:org/tiny@{COMMIT}"}
+
+
 # --- turns of a conversation
 
 
@@ -142,9 +168,9 @@ def settled(cluster):
     return eventually(lambda: all(load.blocks.reserved + load.blocks.owned == 0 for load in cluster.loads().values()))
 
 
-def test_a_second_turn_moves_little_and_a_new_prefill_worker_fetches(home):
-    sets = (HANDED_OVER, "ray.address=none", "prefill.threads=1", "decode.threads=1", "transfer.verify=kv")
-    with home.cluster("configs/local.yaml", *sets) as cluster, cluster.client() as client:
+def test_a_second_turn_moves_little_and_a_new_prefill_worker_fetches(from_hub):
+    cluster = from_hub
+    with cluster.client() as client:
         first = client.generate(FIRST, max_tokens=24, temperature=0, ignore_eos=True)
         assert first.placement.kv_bytes > 2_000_000
         second = FIRST + first.text + " and then"
@@ -163,24 +189,6 @@ def test_a_second_turn_moves_little_and_a_new_prefill_worker_fetches(home):
         assert settled(cluster)
         peers = {load.channels[0].peer for load in cluster.loads().values()}
         assert peers == {"prefill-0", "decode-0"}
-
-
-# --- a model by its Hub name, from the local cache and without network
-
-
-def test_a_model_of_the_hub(home, monkeypatch, tmp_path):
-    cache = tmp_path / "cache"
-    snapshot(cache)
-    monkeypatch.setenv("HF_HOME", str(cache))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with home.cluster("configs/no-ray.yaml", "model.path=hf:org/tiny") as cluster, cluster.client() as client:
-        answer = client.generate("The color of dog", model="org/tiny", max_tokens=8, temperature=0)
-        assert answer.text == " can vary widely"
-        for worker in ("prefill-0", "decode-0"):
-            log = (home.path / "no-ray" / "logs" / f"{worker}.log").read_text()
-            events = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
-            loaded = [event for event in events if event["event"] == "model_loaded"]
-            assert [event["model"] for event in loaded] == [f"hf:org/tiny@{COMMIT}"]
 
 
 # --- a newcomer's first steps: `baton demo`

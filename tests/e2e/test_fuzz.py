@@ -64,6 +64,7 @@ def aimed(kind):
     return messages(kind).map(tame)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("method", list(SERVICE.methods), ids=lambda method: method.name)
 def test_any_message(cluster, method):
     pids = {name: identity.pid for name, identity in cluster.state().processes.items()}

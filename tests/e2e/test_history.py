@@ -13,7 +13,7 @@ from tools.history_check import check
 
 pytestmark = pytest.mark.slow
 AT_LEAST = 24  # requests before the first kill
-LONG = {"max_tokens": 1000, "temperature": 0, "ignore_eos": True}
+LONG = {"max_tokens": 500, "temperature": 0, "ignore_eos": True}
 
 
 def under_load(cluster):

@@ -49,6 +49,7 @@ def refused(home, *args, code, says, **options):
     return output
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("args", MISTAKES, ids=lambda args: " ".join(args).replace(" ".join(UP), "up"))
 def test_a_mistake_is_named(home, monkeypatch, args):
     monkeypatch.setenv("HF_HOME", str(home.path / "cache"))
@@ -65,6 +66,7 @@ def test_a_drain_is_of_one_worker_or_of_this_host(words):
     assert "--here -c FILE" in done.output
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("key", "detach"),
     [("router.grpc", ()), ("router.metrics", ()), ("router.http", ()), ("router.grpc", ("--detach",))],
@@ -109,6 +111,7 @@ def starting(home, config, *options, number=signal.SIGTERM):
     return process, home.path / name
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("config", "detach", "number"),
     [

@@ -57,6 +57,7 @@ def holds(cluster, options, after, victim, how):
 LAST = 799
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("after", "victim", "how"),
     [
@@ -70,6 +71,7 @@ def test_of_the_oracle(oracle, after, victim, how):
     holds(oracle, {"max_tokens": LAST + 1, "temperature": 0, "ignore_eos": True}, after, victim, how)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("sampling", "victim"),
     [

@@ -37,6 +37,7 @@ def followers(cluster):
     return {name: psutil.Process(cluster.pid(name)).children() for name in ("prefill-0", "decode-0")}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("config", "prefill", "decode"), [("no-ray", 2, 4), ("disaggregated-tp", 2, 1)], ids=["to more ranks", "to fewer"]
 )

@@ -103,6 +103,7 @@ def test_deterministic(client):
         assert said(answer) == alone(f"{SENTENCE} heads. {SENTENCE}", 24, True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("worker", "while_decoding"),
     [

@@ -70,6 +70,7 @@ def words(text: str) -> list[str]:
     return [re.sub(r"\S*\d\S*", "*", line).strip() for line in text.strip().splitlines()]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("page", PAGES)
 def test_a_tutorial_runs(cluster, page):
     eventually(lambda: len(cluster.connected()) == 3, within_s=60)

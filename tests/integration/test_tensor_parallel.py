@@ -87,6 +87,7 @@ def answers(backend, seed):
     return tokens
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("family", "size", "shared_memory"), [("llama", 4, None), ("qwen3", 2, False)])
 def test_tokens_are_those_of_one_process(folder_of, ranks_of, family, size, shared_memory, seed):
     whole, backend = load_model(folder_of(family), block_size=BLOCK), ranks_of(family, size, shared_memory)
@@ -119,6 +120,7 @@ def test_a_new_engine_may_have_another_cache(ranks_of):
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shared_memory", [None, False])
 def test_fixed_forwards_of_ranks_are_steady(folder_of, shared_memory):
     """`Batch.fixed` reaches the other ranks: torch's ordinary attention is not steady for these head sizes."""
@@ -138,6 +140,7 @@ def steps(engine, count):
         engine.step()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("size", "shared_memory"), [(4, None), (2, False)])
 def test_a_killed_rank_ends_the_step_and_the_others(folder_of, size, shared_memory):
     with ranks(folder_of("llama"), size, shared_memory=shared_memory, timeout_s=3600) as backend:
@@ -159,6 +162,7 @@ def test_a_rank_killed_while_nothing_happens_is_noticed_by_looking(folder_of):
             backend.check()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shared_memory", [None, False])
 def test_a_frozen_rank_is_lost_by_its_silence(folder_of, shared_memory):
     with ranks(folder_of("llama"), 2, shared_memory=shared_memory, timeout_s=scaled(1.0)) as backend:

@@ -123,9 +123,7 @@ def cut_off(network, cluster, name, leases, *, stays):
     measured(f"back after {leases} leases, {name}", lambda: until("its worker is there", back))
 
 
-def test_hosts_are_cut_off_pools_scaled_the_head_restarted_and_all_workers_replaced_and_no_request_fails(
-    network, cluster
-):
+def test_hosts_are_cut_off_pools_scaled_the_head_restarted_and_no_request_fails(network, cluster):
     settled(cluster)
     assert addresses(cluster) == {f"{name}-0": network[name].address for name in ("prefill", "decode")}
     jobs = draw_jobs(cluster)
@@ -145,9 +143,6 @@ def test_hosts_are_cut_off_pools_scaled_the_head_restarted_and_all_workers_repla
         measured("its controller", lambda: settled(cluster, time.monotonic()))
         assert incarnations(cluster) == before
         load.settle(4)
-        baton(cluster, "restart")
-        measured("all 3 workers replaced", lambda: settled(cluster, time.monotonic()))
-        assert not incarnations(cluster) & before
         baton(cluster, "scale", "prefill=1", "decode=1")
         measured("from 2 to 1 decode workers", lambda: settled(cluster, time.monotonic()))
         load.settle(4)

@@ -32,6 +32,7 @@ def test_it_shows_the_workers_and_that_their_blocks_add_up(page, cluster):
     assert page.title() == "test: 0 running"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("state", STAGES)
 def test_a_request_is_drawn_where_it_is(tab, build, beside, state):
     cluster = build(blocks=1) if state == "queued" else build()
@@ -149,6 +150,7 @@ def test_the_theme_can_be_chosen_and_is_kept(page):
     assert page.evaluate(background) != light
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("width", [360, 768, 1600])
 def test_nothing_is_wider_than_the_window(tab, cluster, beside, width):
     page = tab(cluster.router.http, viewport={"width": width, "height": 800})

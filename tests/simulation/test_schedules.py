@@ -87,6 +87,7 @@ def check(seeds: range | tuple[int, ...]) -> tuple[Counter[str], Counter[str]]:
     return outcomes, met
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("part", range(RANGES))
 def test_schedules(part):
     outcomes, met = check(range(part * EACH, (part + 1) * EACH))

@@ -38,6 +38,7 @@ def test_a_request_that_nothing_disturbs():
     assert (story.outcomes, story.recoveries) == ({"completed": 1}, {})
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("first", BLOWS, ids=named)
 def test_a_worker_dies_and_then_another_one(first):
     story = alike(Case(strikes=(Strike(1, *first),)))

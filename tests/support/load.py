@@ -67,13 +67,23 @@ class Load:
     the SDK's defaults.
     """
 
-    def __init__(self, cluster: Any, jobs: Sequence[Job], seed: int, *, clients: int = 6, loyal: bool = False) -> None:
+    def __init__(
+        self,
+        cluster: Any,
+        jobs: Sequence[Job],
+        seed: int,
+        *,
+        clients: int = 4,
+        loyal: bool = False,
+        pause_s: float = 0.2,
+    ) -> None:
         self.outcomes: Counter[str] = Counter()
         self.faults: list[str] = []
         self._cluster = cluster
         self._jobs = jobs
         self._seed = seed
         self._loyal = loyal
+        self._pause_s = pause_s
         self._numbers = itertools.count(1)
         self._running: dict[int, int] = {}  # number of the current request, by client
         self._whole: list[int] = []  # numbers of answered requests
@@ -112,6 +122,7 @@ class Load:
                 self.outcomes[outcome] += 1
                 if outcome == "whole":
                     self._whole.append(number)
+                self._over.wait(rng.expovariate(1 / self._pause_s) if self._pause_s else 0)
         del self._running[client]
 
     def _request(self, connection: Client, rng: random.Random, number: int) -> str:

@@ -23,6 +23,7 @@ PROGRAMS = sorted((ROOT / "benchmarks").glob("*.py"))
 PAGES = "determinism disaggregation engine local-prefill overload router simulator thinking transfer".split()
 PAGE_OF = {name: name for name in PAGES} | dict.fromkeys(("disaggregation-1b", "disaggregation-vllm"), "disaggregation")
 slow = pytest.mark.slow
+program_run = pytest.mark.sample(3, of="programs of benchmarks/")
 
 
 def run(program: str, *options: str, out: Path | None = None) -> tuple[str, dict[str, Any]]:
@@ -51,6 +52,7 @@ def test_help(program: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 @slow
+@program_run
 def test_choose_has_a_figure_for_each_policy() -> None:
     _, last = run("choose", "--quick", "--workers", "100", "--blocks", "3000")
     assert min(last["ratios"].values()) > 0
@@ -58,6 +60,7 @@ def test_choose_has_a_figure_for_each_policy() -> None:
 
 
 @slow
+@program_run
 def test_determinism_has_all_figures(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     rows = [f"2023-11-16 18:15:46.68,{prompt},{10 + prompt % 7}\n" for prompt in range(20, 60)]
@@ -82,6 +85,7 @@ ENGINE_PEERS = {"vs_transformers_min", *(f"vs_best_peer_{size}_min" for size in 
 
 
 @slow
+@program_run
 def test_engine_has_all_figures_and_puts_runs_of_a_size_each_together(tmp_path: Path) -> None:
     """For `M`, transformers is measured too if it is installed."""
     points = {"L": ("P512", "B1@128"), "M": ("B16@128",)}
@@ -105,6 +109,7 @@ def test_engine_has_all_figures_and_puts_runs_of_a_size_each_together(tmp_path: 
 
 
 @slow
+@program_run
 def test_thinking_has_all_figures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(thinking, "configure_logging", lambda *_: None)  # would change other tests' logs
     monkeypatch.setattr(thinking, "LEAST", Plan(1, 2, 1, 1))
@@ -127,6 +132,7 @@ TRANSFER_KEYS = {
 
 
 @slow
+@program_run
 def test_transfer_has_all_figures(tmp_path: Path) -> None:
     text, last = run("transfer", *TRANSFER, "--sizes", "1,64", "--prompts", "512,2048", out=tmp_path)
     assert measured(last["ratios"]) == TRANSFER_KEYS
@@ -141,6 +147,7 @@ def test_transfer_has_all_figures(tmp_path: Path) -> None:
 
 
 @slow
+@program_run
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_transfer_gives_null_and_a_reason_without_a_gpu(tmp_path: Path) -> None:
     text, last = run("transfer", *TRANSFER, "--sizes", "1", "--gpu", out=tmp_path)

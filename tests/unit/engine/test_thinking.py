@@ -115,6 +115,7 @@ def test_nothing_is_thought_when_it_is_off(modes, reference):
     assert modes["off"].fingerprint != modes["fast"].fingerprint == modes["sequential"].fingerprint
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("budget", "total_blocks", "running"), [(2048, 400, 64), (7, 30, 3), (64, 24, 64)])
 @pytest.mark.parametrize("mode", ["auto", "fast", "sequential"])
 def test_in_company_with_chunks_and_preemption(modes, budget, total_blocks, running, mode):

@@ -85,6 +85,7 @@ def attention(capability: int, dim: int, group: int, element: str) -> list[Any]:
     return made
 
 
+@pytest.mark.sample(3)
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def normal(dtype: torch.dtype, seed: int):
 CHOICES = pytest.mark.parametrize("choice", [FLAT, TALL], ids=["flat", "tall"])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("k", [1, 31, 32, 33, 100, 2049, 5632])
 @CHOICES
 def test_linear_equals_torch(dtype, normal, k: int, choice: Choice):
@@ -244,6 +245,7 @@ def test_what_is_not_a_number_is_never_hidden(kernels: CpuKernels, dtype, seed):
     assert gated.isnan().nonzero().tolist() == [[1, 3]]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("rows", [32, 64, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (128, 256))])
 @pytest.mark.parametrize("choice", [FLAT, TALL, Choice(0, tall=False)], ids=["flat", "tall", "torch"])
 def test_rows_of_fixed_forwards_do_not_depend_on_their_slot(dtype, normal, choice: Choice, rows: int):

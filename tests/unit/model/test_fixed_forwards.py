@@ -87,6 +87,7 @@ def differing(backend, seed: int, rounds: int = 14) -> list[int]:
     return sorted(found)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("family", "kernels", "threads"), [*CASES, *TWO_THREADS], indirect=["threads"])
 def test_bits_depend_on_the_position_alone(family, dtype, kernels, threads, tmp_path, monkeypatch, seed):

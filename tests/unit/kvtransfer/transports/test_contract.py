@@ -125,6 +125,7 @@ def nothing_stays(before: tuple[int, int]) -> Iterator[None]:
         gc.enable()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("side", list(Side))
 @pytest.mark.usefixtures("collected")

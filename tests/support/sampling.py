@@ -1,0 +1,50 @@
+"""`--sample`: `make test` runs a drawn share of large matrices, `make chaos` runs all cases.
+
+`@pytest.mark.sample(3)` on a parametrized test keeps three of its cases. `@pytest.mark.sample(1, of="a name")` keeps one of
+all tests with that name. In CI the commit decides the draw, so a merge is repeatable and later commits draw other cases.
+"""
+
+import os
+import random
+import subprocess
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+VARIABLE = "BATON_TEST_SAMPLE"
+
+
+def drawn_by(seed: int) -> str:
+    """Return the text that decides the draw: the variable, in CI the commit, otherwise the run's seed. Sets the
+    variable, which xdist's workers inherit.
+    """
+    if VARIABLE not in os.environ:
+        os.environ[VARIABLE] = (_commit() if os.environ.get("CI") else "") or str(seed)
+    return os.environ[VARIABLE]
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        ).stdout.strip()
+    except OSError:
+        return ""
+
+
+def left_out(items: Sequence[pytest.Item], drawn: str) -> list[pytest.Item]:
+    """Return the cases of sampled tests that were not drawn, in their order."""
+    matrices = defaultdict[str, list[pytest.Item]](list)
+    counts: dict[str, int] = {}
+    for item in items:
+        if mark := item.get_closest_marker("sample"):
+            name = mark.kwargs.get("of") or item.nodeid.partition("[")[0]
+            matrices[name].append(item)
+            counts[name] = mark.args[0]
+    left = set[pytest.Item]()
+    for name, cases in matrices.items():
+        left |= set(random.Random(f"{drawn} {name}").sample(cases, max(0, len(cases) - counts[name])))
+    return [item for item in items if item in left]

@@ -1,0 +1,53 @@
+"""`--sample` of tests/conftest.py: which cases of a matrix are left out."""
+
+from collections import Counter
+
+import pytest
+
+from tests.support.sampling import VARIABLE, drawn_by, left_out
+
+
+class Case:
+    """A collected test, as far as the draw looks at it."""
+
+    def __init__(self, nodeid: str, *mark, **named) -> None:
+        self.nodeid, self._mark = nodeid, pytest.mark.sample(*mark, **named).mark if mark else None
+
+    def get_closest_marker(self, name: str):
+        return self._mark if name == "sample" else None
+
+
+CASES = [
+    *(Case(f"test_matrix[{number}]", 2) for number in range(10)),
+    *(Case(f"test_of_both[{number}]", 1, of="both") for number in range(2)),
+    Case("test_other", 1, of="both"),
+    Case("test_few[1]", 2),
+    Case("test_plain"),
+]
+
+
+def kept(drawn: str) -> list[str]:
+    out = left_out(CASES, drawn)
+    return [case.nodeid for case in CASES if case not in out]
+
+
+def test_each_matrix_and_each_name_keeps_its_number_of_cases():
+    for drawn in map(str, range(20)):
+        count = Counter(nodeid.partition("[")[0] for nodeid in kept(drawn))
+        assert (count["test_matrix"], count["test_of_both"] + count["test_other"]) == (2, 1)
+        assert (count["test_few"], count["test_plain"]) == (1, 1)
+
+
+def test_the_draw_is_repeatable_and_another_one_has_other_cases():
+    assert kept("a") == kept("a")
+    assert {nodeid for number in range(40) for nodeid in kept(str(number))} == {case.nodeid for case in CASES}
+
+
+def test_the_commit_decides_in_ci_and_the_seed_elsewhere(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "restored at the end")
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv("CI", raising=False)
+    assert drawn_by(7) == "7"
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setenv("CI", "1")
+    assert drawn_by(7) == drawn_by(8) != "8"
