@@ -55,19 +55,21 @@ def test_it_ends_while_nobody_is_there(begin, side, router, second):
     assert not third.handoffs
 
 
-@pytest.mark.parametrize("state", ["decoding", "ended"])
-def test_nobody_comes(pair, begin, side, router, second, state):
-    begin(router)
+@pytest.mark.parametrize("state", ["decoding", "ended", "not resumable"])
+def test_nobody_comes_in_time(pair, begin, side, router, second, state):
+    """A stream that is not resumable ends with its router."""
+    begin(router, resumable_s=0.0 if state == "not resumable" else LASTS_S)
     if state == "ended":
         side.run()
     side.role.gone(router)
-    pair.clock.advance(LASTS_S - 0.1)
-    side.role.tick()
-    assert len(side.role.detached) == 1
-    pair.clock.advance(0.2)
-    side.role.tick()
+    if state != "not resumable":
+        pair.clock.advance(LASTS_S - 0.1)
+        side.role.tick()
+        assert len(side.role.detached) == 1
+        pair.clock.advance(0.2)
+        side.role.tick()
     side.take(second, attach(known=1))
-    assert second.kinds() == ["refused"]
+    assert (second.kinds(), second.refusals) == (["refused"], [STALE])
     ends_free(side)
 
 
@@ -91,14 +93,6 @@ def test_before_the_commit_there_is_nothing_to_park(pair, side, router, state):
     if state == "computed":
         pair.prefill.serve(router, prefill())
     side.role.gone(router)
-    ends_free(side)
-
-
-def test_what_is_not_resumable_ends_with_its_router(begin, side, router, second):
-    begin(router, resumable_s=0.0)
-    side.role.gone(router)
-    side.take(second, attach(known=1))
-    assert second.refusals == [STALE]
     ends_free(side)
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -58,10 +59,7 @@ def test_a_receiver_that_leaves_breaks_the_channel_and_the_next_attempt_builds_a
 
 
 def test_a_stream_that_cannot_be_opened_is_reported(pairs) -> None:
-    def connect(address, on_reply, on_end):
-        raise OSError("no descriptor is left")
-
-    pair = pairs(connect=connect)
+    pair = pairs(connect=Mock(side_effect=OSError("no descriptor is left")))
     pair.reports.failed(pair.push("r", 3, [0], [1]), ChannelBroken, "no descriptor is left")
 
 

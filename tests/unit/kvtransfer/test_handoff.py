@@ -128,24 +128,18 @@ def test_a_job_that_is_under_way_is_refused_and_goes_on(pair) -> None:
     pair.complete(job, [1, 2])
 
 
-@pytest.mark.parametrize("verify", [False, True])
-def test_a_fetch_follows_the_offer(pair, verify: bool) -> None:
-    pair.table.cached = 12
+@pytest.mark.parametrize(("cached", "verify"), [(12, False), (12, True), (8, False)])
+def test_a_fetch_follows_the_offer_and_one_that_is_refused_is_told(pair, cached: int, verify: bool) -> None:
+    pair.table.cached = cached
     job = pair.begin("r", 16, range(4), skip=12, fetch=(4, 12), verify=verify)
-    pair.table.wait_for(("fetch", job.handoff))
-    assert pair.table.fetches == [(job.handoff, P, 4, 12, verify)]
-    assert [kind for kind, _ in pair.table.events] == ["offer", "fetch"]
-    pair.complete(job, range(10, 14))
-    assert pair.unfetched.empty()
-
-
-def test_a_fetch_that_is_refused_is_told_and_the_push_goes_on(pair) -> None:
-    pair.table.cached = 8
-    job = pair.begin("r", 16, range(4), skip=12, fetch=(4, 12))
-    assert pair.unfetched.get(timeout=scaled(5)) == job.handoff
-    pair.complete(job, range(10, 14))
-    assert pair.table.fetches == []
-    assert [kind for kind, _ in pair.table.events] == ["offer", "commit"]
+    fetched = [(job.handoff, P, 4, 12, verify)] if cached == 12 else []
+    if fetched:
+        pair.table.wait_for(("fetch", job.handoff))
+    else:
+        assert pair.unfetched.get(timeout=scaled(5)) == job.handoff
+    pair.complete(job, range(10, 14))  # the push goes on
+    assert (pair.table.fetches, pair.unfetched.empty()) == (fetched, True)
+    assert [kind for kind, _ in pair.table.events] == ["offer", *["fetch"] * len(fetched), "commit"]
 
 
 def test_the_answer_to_a_fetch_is_committed_without_a_sequence(pair) -> None:

@@ -21,6 +21,7 @@ from tests.unit.router.fakes import block_names, floor_of, named, pair_of, pool_
 SPEC = SequenceSpec(tuple(range(40)), Sampling(), deterministic=True)
 PLAIN = replace(SPEC, deterministic=False)
 DETERMINISTIC, THOUGHTS = Requirements(spec=SPEC), Requirements(spec=PLAIN, thinks=("thoughts",))
+BEGUN = Requirements(None, SPEC, "z")  # a deterministic request in progress
 
 
 def links_of(*workers):
@@ -236,13 +237,8 @@ async def test_a_model_thinks_if_all_its_workers_say_so():
     [
         (THOUGHTS, 60.0, NoWorker, r"waited 0\.01 s: no decode worker is connected"),
         (DETERMINISTIC, 60.0, NoWorker, r"waited 0\.01 s: no decode worker that computes deterministic requests"),
-        (Requirements(None, SPEC, "z"), 60.0, NoWorker, "no decode worker with the system fingerprint z that computes"),
-        (
-            Requirements(None, SPEC, "z"),
-            0.001,
-            DeadlineExceeded,
-            "the deadline passed while the request waited: no decode worker with",
-        ),
+        (BEGUN, 60.0, NoWorker, "no decode worker with the system fingerprint z that computes"),
+        (BEGUN, 0.001, DeadlineExceeded, "the deadline passed while the request waited: no decode worker with"),
     ],
 )
 async def test_it_waits_no_longer_than_others_do(requirements, deadline_s, error, says):

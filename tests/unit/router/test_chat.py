@@ -161,6 +161,7 @@ UNUSABLE = [
 ]
 DEEP = "[" * 100_000
 CALLS_NOTHING = chat(pb.ChatMessage(role="a", tool_calls=[CALL, pb.ToolCall(arguments="[]")]))
+NO_Y = "'y' is not a variable of the model's chat template; it has x"
 WRONG_TURNS = [
     (chat(), "chat.messages", "1 to 10000 messages, got 0"),
     (chat(("", "x")), "chat.messages[0].role", "1 to 64"),
@@ -171,11 +172,7 @@ WRONG_TURNS = [
     (chat(("user", "x"), tools=DEEP), "chat.tools", "JSON array"),
     (chat(("user", "x"), tools=json.dumps([WEATHER])), "chat.tools", "does not support tools"),
     (chat(("user", "x"), template_kwargs="[]"), "chat.template_kwargs", "JSON object"),
-    (
-        chat(("user", "x"), template_kwargs='{"y": 1}'),
-        "chat.template_kwargs",
-        "'y' is not a variable of the model's chat template; it has x",
-    ),
+    (chat(("user", "x"), template_kwargs='{"y": 1}'), "chat.template_kwargs", NO_Y),
     (chat(("user", "x"), template_kwargs='{"messages": 1}'), "chat.template_kwargs", "'messages' is not"),
     (chat(("user", "x"), template_kwargs='{"bos_token": "x"}'), "chat.template_kwargs", "'bos_token' is not"),
     (chat(("user", "x"), template_kwargs='{"range": 1}'), "chat.template_kwargs", "'range' is not"),

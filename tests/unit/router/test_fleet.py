@@ -162,9 +162,15 @@ def test_a_router_that_starts_goes_by_all_that_was_before_it_and_a_new_worker_is
     assert facts(fleet, stranger).token_s == 0
 
 
-def test_a_count_that_goes_back_is_no_observation():
+def test_what_is_known_of_an_idle_worker_ages_and_a_count_that_goes_back_is_no_observation():
     one = prefill(pace=pace(100, 100, 5050, 0.01))
     fleet = fleet_of(one)
+    weights = []
+    for _ in range(3):
+        weights.append(fleet._members[holder(one)].learned.fit._sums[0, 4])
+        one.view.load = replace(one.view.load)  # a heartbeat
+        fleet.touch(one.info.ref)
+    assert weights[0] > weights[1] > weights[2] > 0
     before = facts(fleet, one)
     report(fleet, one, step=200, prefill_pace=pace(50, 100, 5050, 90.0))
     assert np.allclose(facts(fleet, one)[-7:], before[-7:])
@@ -183,17 +189,6 @@ def test_what_is_cached_is_found_by_its_name_in_its_scope_and_leaves_one_token_t
     assert cached(spec()) == [96.0, 96.0], "by name alone; groups keep them apart"
     assert cached(spec(scope="x")) == cached(None) == [0, 0]
     assert [cached(spec(PROMPT[:n]), n)[0] for n in (15, 16, 17, 96, 97)] == [0, 0, 16, 80, 96]
-
-
-def test_what_is_known_of_an_idle_worker_ages():
-    one = prefill(pace=pace(100, 100, 5050, 0.01))
-    fleet = fleet_of(one)
-    weights = []
-    for _ in range(3):
-        weights.append(fleet._members[holder(one)].learned.fit._sums[0, 4])
-        one.view.load = replace(one.view.load)  # a heartbeat
-        fleet.touch(one.info.ref)
-    assert weights[0] > weights[1] > weights[2] > 0
 
 
 def test_a_prompt_that_waits_is_looked_for_under_new_names_too():

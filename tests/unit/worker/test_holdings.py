@@ -20,11 +20,6 @@ A, B = HandoffId("a", 1), HandoffId("b", 1)
 
 
 @pytest.fixture
-def p():
-    return PrefillSide()
-
-
-@pytest.fixture
 def d():
     return DecodeSide()
 
@@ -37,7 +32,8 @@ def states(side, router_id="router-a"):
     return [(held.handoff, held.state, held.blocks) for held in census.held]
 
 
-def test_a_prefill_worker(p, router):
+def test_a_prefill_worker(router):
+    p = PrefillSide()
     p.take(router, prefill(A), prefill(B, spec_of(B, 5)))
     assert states(p) == [(A, "queued", 0), (B, "queued", 0)]
     p.step()
@@ -55,7 +51,8 @@ def test_a_prefill_worker(p, router):
     assert states(chunked) == [(A, "prefilling", 3)]
 
 
-def test_a_fetch_holds_blocks_beside_the_prompt(p, router):
+def test_a_fetch_holds_blocks_beside_the_prompt(router):
+    p = PrefillSide()
     p.role.fetches._cost.computed(1, 10.0)  # makes computing expensive
     p.take(router, prefill(A, skip=8))
     assert states(p) == [(A, "fetching", 2)]

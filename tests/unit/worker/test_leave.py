@@ -80,20 +80,18 @@ def test_kv_that_waits_for_a_repush_is_waited_for(pair, router):
     ends_in_peace(pair.prefill)
 
 
-def park(side, router):
-    """Start decoding a resumable request and disconnect its router."""
+@pytest.mark.parametrize("how", ["drain", "leave"])
+def test_what_decodes_without_a_router_is_waited_for_unless_the_worker_leaves(pair, router, how):
+    side = pair.decode
     side.take(router, reserve(resumable_s=30.0), prefill(to=None))
     side.step()
     side.role.gone(router)
-
-
-def test_so_is_what_decodes_for_nobody(pair, router):
-    park(pair.decode, router)
-    pair.decode.role.drain()
-    assert not pair.decode.role.idle
-    pair.decode.run()
-    assert len(pair.decode.role.detached) == 1  # it remembers the stream, but need not wait for it
-    ends_in_peace(pair.decode)
+    getattr(side.role, how)()
+    if how == "drain":
+        assert not side.role.idle
+        side.run()
+    assert len(side.role.detached) == (how == "drain")  # a drained worker remembers the stream, but need not wait
+    ends_in_peace(side)
 
 
 def test_a_pin_is_waited_for(pair, router):
@@ -143,13 +141,6 @@ def test_a_commit_that_was_accepted_is_told_and_then_handed_back(pair, router):
     assert "refused" not in router.kinds()
     pair.decode.loop.drain()
     assert router.kinds()[-3:] == ["committed", "tokens", "preempted"]
-    ends_free(pair.decode)
-
-
-def test_what_is_parked_is_let_go(pair, router):
-    park(pair.decode, router)
-    pair.decode.role.leave()
-    assert len(pair.decode.role.detached) == 0
     ends_free(pair.decode)
 
 

@@ -101,12 +101,13 @@ def test_ticks_come_though_nothing_happens(started, listener):
     assert (loop.iterations >= 4, loop.failure) == (True, None)
 
 
-def test_jobs_run_between_steps(engine, listener, started):
+def test_work_that_computes_goes_on_without_waiting_and_jobs_run_between_its_steps(engine, listener, started):
     computed = StepResult(computed=1)
     engine.work, engine.bring = True, lambda: computed
-    loop = started()
+    loop = started(idle_s=60.0)
     for _ in range(3):
         run_on(loop, listener.job)
+    assert engine.many.wait(scaled(10))
     run_on(loop, lambda: setattr(engine, "work", False))
     loop.stop()
     log = [name for name, *_ in listener.mock_calls]
@@ -123,14 +124,6 @@ def test_idle_it_runs_each_job_at_once_and_does_not_spin(engine, listener, start
         assert listener.ticks.acquire(timeout=scaled(10))
     assert not engine.many.wait(0.1)
     assert engine.steps <= 4
-
-
-def test_work_that_computes_goes_on_without_waiting(engine, started):
-    engine.work, engine.bring = True, lambda: StepResult(computed=1)
-    loop = started(idle_s=60.0)
-    run_on(loop)
-    assert engine.many.wait(scaled(10))
-    run_on(loop, lambda: setattr(engine, "work", False))
 
 
 @pytest.mark.parametrize("where", ["job", "step", "tick", "stepped"])

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -231,11 +232,8 @@ def test_nobody_can_join_an_open_channel_and_no_file_is_there(pool) -> None:
 
 
 def test_no_memory_is_an_error_and_no_signal(pool, monkeypatch) -> None:
-    def refuse(file: int, offset: int, nbytes: int) -> None:
-        raise OSError(28, "No space left on device")
-
     transport = ShmTransport()
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(ChannelBroken, match="No space left"):
         transport.open(NAME, Side.RECEIVER, mute(), RING, 5.0)
 
@@ -279,13 +277,10 @@ def test_packets_come_whole_and_in_order(two) -> None:
     assert left.receive(5.0) == b"back"
 
 
-def test_a_waiting_end_is_woken(two, pool: ThreadPoolExecutor) -> None:
+def test_a_waiting_end_is_woken_and_a_wake_before_the_wait_counts_once(two, pool: ThreadPoolExecutor) -> None:
     waiting = pool.submit(two[0].receive)
     two[0].wake()
     assert waiting.result(scaled(5)) is None
-
-
-def test_a_wake_before_the_wait_is_not_lost_and_counts_once(two) -> None:
     for _ in range(2):
         two[0].wake()
     assert two[0].receive(5.0) is None
