@@ -271,7 +271,7 @@ def test_a_reservation_shares_nothing():
         pool.allocate(0, shared=[0])
 
 
-def test_block_held_twice_is_noticed():
+def test_a_block_that_is_held_twice_or_lost_is_noticed():
     pool = BlockPool(4)
     first, second = allocated(pool, 1), allocated(pool, 1)
     second.blocks[:] = first.blocks
@@ -279,9 +279,6 @@ def test_block_held_twice_is_noticed():
     allocated(pool, 1)
     with pytest.raises(AssertionError, match="generations"):
         second.release()
-
-
-def test_lost_block_is_noticed():
     pool = BlockPool(4)
     pool._free.pop()
     with pytest.raises(AssertionError, match="does not add up"):

@@ -141,10 +141,7 @@ def test_time_in_the_queue_and_time_spent_computing_count_against_nobody(pairs, 
 
 
 def test_an_answer_is_overdue_at_its_deadline_although_the_wire_holds_the_link_up(pairs, clock: Clock) -> None:
-    def heard(reply: pb.PeerReply) -> bool:
-        return reply.offer_accepted.handoff.request_id != "late"
-
-    pair, gate = pairs.gated(SETTINGS, heard=heard)
+    pair, gate = pairs.gated(SETTINGS, heard=lambda reply: reply.offer_accepted.handoff.request_id != "late")
     first = pair.push("first", 3, [0], [1])
     gate.wait_stopped()
     late = pair.push("late", 3, [0], [1])

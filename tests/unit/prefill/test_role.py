@@ -1,6 +1,7 @@
 """The prefill role on a real engine: each handoff ends once and frees its blocks."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -100,14 +101,11 @@ def test_each_router_hears_of_its_own_only_and_once_per_step(side):
 
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_model_that_fails_fails_its_batch_and_frees_it(chunked, router, monkeypatch, steps):
-    def broken(batch, kv):
-        raise RuntimeError("a kernel fault")
-
     chunked.take(router, prefill())
     chunked.step(steps)
     push = chunked.pusher.pushes[H]
     with monkeypatch.context() as patch:
-        patch.setattr(chunked.engine.backend, "forward", broken)
+        patch.setattr(chunked.engine.backend, "forward", Mock(side_effect=RuntimeError("a kernel fault")))
         chunked.run()
     assert router.kinds() == ["failed"]
     assert router.failure.kind == "EngineFault"

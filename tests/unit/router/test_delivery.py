@@ -98,19 +98,14 @@ class Client:
         return [(each.seq, each.WhichOneof("event")) for each in self.sent[1:]]
 
 
-async def opened(patience=None):
-    """Open a stream whose metadata are not delivered yet. Also returns the reasons for which its request was ended."""
+async def opened(patience=None, *, begun=False):
+    """Open a stream. Also returns the reasons for which its request was ended. `begun`: deliver its metadata."""
     client, reasons = Client(), list[BaseException]()
     stream = EventStream(cast("Any", client), "a", patience or StallTimeout(30.0), reasons.append)
     stream.open(("baton-request-id", "a"), within_s=0)
     await turns()
-    return client, stream, reasons
-
-
-async def begun(patience=None):
-    """Open a stream and deliver its metadata."""
-    client, stream, reasons = await opened(patience)
-    client.takes()
+    if begun:
+        client.takes()
     return client, stream, reasons
 
 
@@ -140,7 +135,7 @@ async def test_what_comes_first_is_not_waited_for_and_keeps_its_order():
 
 
 async def test_a_tail_is_of_its_choice():
-    client, stream, _ = await begun()
+    client, stream, _ = await opened(begun=True)
     ending = asyncio.create_task(stream.finished(1, Finish(FinishReason.LENGTH, tail="!"), 4))
     for _ in range(2):
         await turns()
@@ -153,7 +148,7 @@ async def test_a_tail_is_of_its_choice():
 
 
 async def test_what_was_begun_and_failed_is_told_by_the_next():
-    client, stream, _ = await begun()
+    client, stream, _ = await opened(begun=True)
     await stream.accepted(3, 0)
     await turns()
     client.fails(ConnectionError("gone"))
@@ -177,7 +172,7 @@ async def test_the_status_waits_for_the_metadata_even_of_a_call_that_was_cancell
 @pytest.mark.parametrize("message", [None, "accepted", "tokens"])
 async def test_a_client_that_has_gone_does_not_keep_the_status(message):
     """A choice writes in its own task, which gRPC does not cancel with the call's task."""
-    client, stream, _ = await (begun() if message == "tokens" else opened())
+    client, stream, _ = await opened(begun=message == "tokens")
     writing = {"accepted": lambda: asyncio.create_task(stream.accepted(3, 0)), "tokens": lambda: writing_to(stream)}
     task = writing[message]() if message else None
     await turns()
@@ -197,7 +192,7 @@ async def test_nor_does_one_that_takes_nothing():
 @virtual
 async def test_choices_that_wait_for_each_other_are_not_stalled():
     """Each message is taken in time, but the last one later than one message may take."""
-    client, stream, reasons = await begun(StallTimeout(1.0))
+    client, stream, reasons = await opened(StallTimeout(1.0), begun=True)
     writing = [writing_to(stream, choice) for choice in range(4)]
     for _ in writing:
         await asyncio.sleep(0.6)
@@ -210,7 +205,7 @@ async def test_choices_that_wait_for_each_other_are_not_stalled():
 @virtual
 async def test_those_who_take_nothing_are_given_up_one_by_one_and_no_others():
     patience = StallTimeout(0.05)
-    silent, quick = [await begun(patience) for _ in range(2)], await begun(patience)
+    silent, quick = [await opened(patience, begun=True) for _ in range(2)], await opened(patience, begun=True)
     writing = [writing_to(stream) for _, stream, _ in (*silent, quick)]
     await turns()
     quick[0].takes()

@@ -17,17 +17,7 @@ from baton.errors import InvalidRequest
 from baton.rpc.v1 import admin_pb2
 from router.admin import _sizes
 from router.placement.cost_model import CostModels, WorkerCostModel
-from router.placement.policy import (
-    ALONE,
-    POLICIES,
-    Alone,
-    Pair,
-    alone_s,
-    chunked_s,
-    local_prefill,
-    local_prefill_if_faster,
-    predicted,
-)
+from router.placement.policy import ALONE, POLICIES, Alone, Pair, alone_s, chunked_s, local_prefill_if_faster
 from router.placement.snapshot import BLANK, Ask, Snapshot
 from tests.unit.router import fakes
 from tests.unit.router.fakes import BUSY, decode, fleet_of, pace, prefill
@@ -156,7 +146,7 @@ class Workers:
         alone = []
         for tokens in range(1, 3000):
             ask = self.fleet.ask(tokens, 0, None, None)
-            pair = predicted(snapshot, ask)
+            pair = POLICIES["predicted"](snapshot, ask)
             alone.append(pair is not None and local_prefill_if_faster(snapshot, ask, pair) is not None)
         count = sum(alone)
         assert all(alone[:count]), "what is shorter is computed there too"
@@ -263,7 +253,7 @@ def test_a_prompt_takes_as_many_steps_as_it_has_chunks(cached, backlog, chunk, s
     (found,) = local_ttft_s(snapshot, ask)
     expected = USUAL * (steps + 1) + prompt_s(steps + 1, 600 - cached, backlog)
     assert found == pytest.approx(expected), "and the step that runs"
-    assert local_prefill(snapshot, ask) == Alone(0, found)
+    assert ALONE["predicted"](snapshot, ask) == Alone(0, found)
 
 
 def test_at_one_that_does_nothing_no_step_is_waited_for():

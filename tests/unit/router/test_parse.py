@@ -12,15 +12,9 @@ from baton.errors import InvalidRequest, Overloaded, UnknownModel
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.tokenizer import OracleTokenizer
+from router.parsing import generate_request
 from router.parsing.chat import Chats
-from router.parsing.generate_request import (
-    DEFAULT_MAX_TOKENS,
-    SMALL_BYTES,
-    ParsedRequest,
-    ParseLimiter,
-    RequestParser,
-    seed_of,
-)
+from router.parsing.generate_request import DEFAULT_MAX_TOKENS, SMALL_BYTES, ParsedRequest, ParseLimiter, RequestParser
 
 LIMITS = ("demo", 100)
 
@@ -130,7 +124,7 @@ async def test_an_unknown_model_is_told_which_one_is_served():
         ({"deterministic": False}, {"deterministic": False}, {}),
         ({"constraint": WORDS}, {"constraint": Constraint("choices", ("in", "into"))}, {"constraint": None}),
         ({"logprobs": 0}, {"sampling.logprobs": 0}, {"sampling.logprobs": None}),
-        ({"sampling": {"seed": 0}}, {"sampling.seed": 0}, {"sampling.seed": seed_of("r")}),
+        ({"sampling": {"seed": 0}}, {"sampling.seed": 0}, {"sampling.seed": generate_request.seed_of("r")}),
         (NOTHING, {"prompt": tuple(b"Hello")}, {}),
     ],
 )
@@ -176,13 +170,11 @@ async def test_a_parsed_request_is_complete_and_frozen(deterministic):
         request=message(n=2, thoughts=True, trace=True, deterministic=deterministic), system_fingerprint="f"
     )
     parsed = await parser.parse(asked, "r", 100, lambda spec: replace(spec, cache_scope="tenant"))
-    assert parsed.spec.cache_scope == "tenant"
-    assert parsed.received == ((), ())
+    assert (parsed.spec.cache_scope, parsed.received) == ("tenant", ((), ()))
     assert (parsed.determinism, parsed.resumable_s) == ("f" if deterministic else "", 7.0)
-    assert parsed.thinks == ("thoughts",)
+    assert (parsed.thinks, parsed.wants_spans) == (("thoughts",), True)
     assert parsed.spell is not None
     assert parsed.spell(tuple(b"so")) == "so"
-    assert parsed.wants_spans
     for field in ParsedRequest.__slots__:
         with pytest.raises(FrozenInstanceError):
             setattr(parsed, field, None)

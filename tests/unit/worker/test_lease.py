@@ -215,13 +215,10 @@ def hosted(exits, monkeypatch):
 
 
 def test_what_kept_it_from_starting_is_raised_by_ready(exits):
-    def fails(stop, ready):
-        raise ConfigError("model.path: missing")
-
     def waits(stop, ready):
         stop.wait(scaled(10))
 
-    worker = HostedWorker(fails, exit_process=exits)
+    worker = HostedWorker(Mock(side_effect=ConfigError("model.path: missing")), exit_process=exits)
     with pytest.raises(ConfigError, match=r"model\.path"):
         worker.ready()
     worker.stop()

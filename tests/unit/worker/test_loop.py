@@ -128,9 +128,7 @@ def test_idle_it_runs_each_job_at_once_and_does_not_spin(engine, listener, start
 
 @pytest.mark.parametrize("where", ["job", "step", "tick", "stepped"])
 def test_a_failure_ends_the_thread_and_is_told(engine, listener, where):
-    def broken(*_):
-        raise AssertionError("the ledger does not add up")
-
+    broken = Mock(side_effect=AssertionError("the ledger does not add up"))
     loop = EngineLoop(engine, idle_s=0.01)
     if where == "job":
         loop.submit(broken)

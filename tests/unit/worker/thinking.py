@@ -15,13 +15,6 @@ def thoughts_about(count):
     return [thought_about(chunk) for chunk in range(count)]
 
 
-def state_at(position):
-    """Return the state in a handoff after thoughts about all chunks before that of `position`."""
-    chunk, offset = divmod(position, CHUNK)
-    ids = tuple(thought.token_ids for thought in thoughts_about(chunk))
-    return ThinkingState("thinker", chunk, offset, bytes([position]) * 32, b"", ids)
-
-
 def thinks(engine, *, always=False):
     """Make each step return thoughts about completed chunks of prompts, with `always` also of generated tokens."""
     step = engine.step
@@ -39,7 +32,11 @@ def thinks(engine, *, always=False):
         return result
 
     def thinking_state(key):
+        """Return the state in a handoff after thoughts about all whole chunks."""
         engine.held(key)
-        return state_at(engine._requests[key].sequence.computed)
+        position = engine._requests[key].sequence.computed
+        chunk, offset = divmod(position, CHUNK)
+        ids = tuple(thought.token_ids for thought in thoughts_about(chunk))
+        return ThinkingState("thinker", chunk, offset, bytes([position]) * 32, b"", ids)
 
     engine.step, engine.thinking_state = thinking_step, thinking_state

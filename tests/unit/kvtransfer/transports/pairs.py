@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -99,9 +100,12 @@ class Pairs:
         self.opened += [sender.result(scaled(10)), receiver.result(scaled(10))]
         return sender.result(), receiver.result()
 
-    def alone(self, side: Side, keys: KeyRelay, deadline_s: float = 5.0, ring: Ring = RING) -> Future[ChannelEnd]:
-        """Open one end. The test plays the other."""
-        return self.pool.submit(self.sides[side].open, NAME, side, keys, ring, deadline_s)
+    def open(self, side: Side, keys: KeyRelay, deadline_s: float = 5.0, ring: Ring = RING) -> ChannelEnd:
+        return self.sides[side].open(NAME, side, keys, ring, deadline_s)
+
+    def alone(self, *args: Any) -> Future[ChannelEnd]:
+        """Open one end on a thread. The test plays the other."""
+        return self.pool.submit(self.open, *args)
 
     def carry(self, ends: tuple[ChannelEnd, ChannelEnd], data: list[torch.Tensor], ahead: int, ring: Ring = RING):
         """Send frames and return the received ones. `ahead`: number started before the first is finished."""

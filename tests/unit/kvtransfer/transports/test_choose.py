@@ -2,6 +2,7 @@
 
 import os
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,10 +19,6 @@ CUDA = torch.device("cuda", 0)
 
 def names(settings: TransferSettings, device: torch.device = CPU, grpc: GrpcTransport | None = None) -> list[str]:
     return [transport.name for transport in make_transports(settings, device, grpc=grpc)]
-
-
-def refuse(*_: object) -> None:
-    raise ConfigError("not on this machine")
 
 
 def test_auto_is_shared_memory_and_then_gloo_or_grpc_where_kv_must_be_encrypted(monkeypatch) -> None:
@@ -44,8 +41,8 @@ def test_auto_leaves_out_what_the_system_lacks_and_a_named_one_is_an_error(monke
 @pytest.mark.parametrize("lacks", [set(), {"cuda_ipc"}, {"nccl"}, {"cuda_ipc", "nccl"}])
 def test_auto_on_a_gpu(monkeypatch, lacks: set[str]) -> None:
     for name, maker in (("cuda_ipc", "CudaIpcTransport"), ("nccl", "NcclTransport")):
-        made = SimpleNamespace(name=name)
-        monkeypatch.setattr(select, maker, refuse if name in lacks else lambda *_, made=made: made)
+        found = ConfigError("not on this machine") if name in lacks else [SimpleNamespace(name=name)]
+        monkeypatch.setattr(select, maker, Mock(side_effect=found))
     if len(lacks) < 2:
         assert names(TransferSettings(), CUDA) == [name for name in ("cuda_ipc", "nccl") if name not in lacks]
     else:

@@ -13,19 +13,7 @@ from baton.errors import ChannelBroken
 from kvtransfer.transports.base import ALIGNMENT, MAX_KEYS, Ring, Side
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
-from tests.unit.kvtransfer.transports.pairs import (
-    CPU,
-    NAME,
-    PATIENT_S,
-    RING,
-    Pairs,
-    broken,
-    frames,
-    held,
-    mute,
-    receive,
-    send,
-)
+from tests.unit.kvtransfer.transports.pairs import PATIENT_S, RING, Pairs, broken, frames, held, mute, receive, send
 
 LARGE = Ring(2, 9 << 20)  # frames larger than any buffer of the system
 
@@ -61,7 +49,9 @@ def test_the_receiver_expects_frames_before_the_sender_has_them(pairs: Pairs, se
 def test_slots_are_as_promised(pairs: Pairs) -> None:
     for end in pairs():
         slots = [end.slot(number) for number in range(RING.slots)]
-        assert {(slot.dtype, slot.shape, slot.device) for slot in slots} == {(torch.uint8, (RING.size,), CPU)}
+        assert {(slot.dtype, slot.shape, slot.device) for slot in slots} == {
+            (torch.uint8, (RING.size,), torch.device("cpu"))
+        }
         assert all(slot.is_contiguous() and slot.data_ptr() % ALIGNMENT == 0 for slot in slots)
         assert len({slot.data_ptr() for slot in slots}) == RING.slots
         assert end.slot(RING.slots + 1).data_ptr() == slots[1].data_ptr()
@@ -136,7 +126,7 @@ def test_without_another_end_none_opens_and_nothing_stays(pairs: Pairs, side: Si
     with nothing_stays(held()):
         started = time.monotonic()
         with pytest.raises(ChannelBroken) as kept:
-            pairs.sides[side].open(NAME, side, mute(), RING, 0.2)
+            pairs.open(side, mute(), 0.2)
         assert time.monotonic() - started > 0.15
         assert kept.value.__context__ is None
 
@@ -202,7 +192,7 @@ def test_a_foreign_key_ends_the_opening(pairs: Pairs) -> None:
     keys = mute()
     keys.deliver("what is this", b"?")
     with pytest.raises(ChannelBroken, match="what is this"):
-        pairs.sides[Side.SENDER].open(NAME, Side.SENDER, keys, RING, 5.0)
+        pairs.open(Side.SENDER, keys)
 
 
 @pytest.mark.parametrize("kind", ["memory", "shm"])
