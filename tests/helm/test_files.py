@@ -28,9 +28,8 @@ def test_versions_are_those_of_baton():
     assert chart.get("dependencies") is None
     assert f"ray=={VALUES['ray']['version']}" in (ROOT / "constraints.txt").read_text().split()
     readme = (CHART / "README.md").read_text()
-    assert all(
-        f"{name}: {chart[key]}" in readme for name, key in (("Version", "version"), ("AppVersion", "appVersion"))
-    )
+    assert f"Version: {chart['version']}" in readme
+    assert f"AppVersion: {chart['appVersion']}" in readme
 
 
 def test_every_value_is_described():
@@ -47,13 +46,10 @@ def leaves(node: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
         yield path
 
 
-def test_the_schema_knows_every_value():
-    """The objects of the schema are closed, so each value that it accepts has an entry."""
+def test_the_schema_has_the_values():
+    """The objects of the schema are closed, so each value that it accepts has an entry. It names no other value."""
     assert SCHEMA["$schema"] == "http://json-schema.org/draft-07/schema#"
     assert [error.json_path for error in jsonschema.Draft7Validator(SCHEMA).iter_errors(VALUES)] == []
-
-
-def test_the_schema_names_no_value_that_is_not():
     assert set(SCHEMA["properties"]) - {"global"} == set(VALUES)
     pools = set(SCHEMA["definitions"]["pool"]["properties"])
     assert pools == set(VALUES["prefill"]) == set(VALUES["decode"])
@@ -70,17 +66,14 @@ def test_objects_of_the_schema_are_closed():
             stack.extend(node.values())
 
 
-def test_dashboards_know_their_metrics():
-    assert list(unknown_metrics([])) == []
-
-
 def test_rules_know_their_metrics(helm: Helm):
     documents = helm.render(CHART / "ci/gpu-rdma-values.yaml")
     assert any(document["kind"] == "PrometheusRule" for document in documents)
     assert list(unknown_metrics(documents)) == []
 
 
-def test_dashboards_are_whole():
+def test_dashboards_are_whole_and_know_their_metrics():
+    assert list(unknown_metrics([])) == []
     boards = [json.loads(path.read_text()) for path in sorted((CHART / "dashboards").glob("*.json"))]
     assert len({board["uid"] for board in boards}) == len(boards) == 2
     for board in boards:

@@ -20,6 +20,7 @@ from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import inference_pb2 as inference
 
 Event = inference.GenerateEvent
+PAIR, MOVED = {"prefill_worker": "p-0", "decode_worker": "d-0"}, {"kv_bytes": 4096, "transport": "shm"}
 
 
 @pytest.mark.parametrize(
@@ -34,10 +35,7 @@ def test_show(text, names):
 @pytest.mark.parametrize(
     ("facts", "text"),
     [
-        (
-            {"prefill_worker": "p-0", "decode_worker": "d-0", "kv_bytes": 4096, "transport": "shm"},
-            "prefill on p-0 -> 4,096 bytes of KV over shm -> decode on d-0",
-        ),
+        (PAIR | MOVED, "prefill on p-0 -> 4,096 bytes of KV over shm -> decode on d-0"),
         ({"prefill_worker": "p-0"}, "prefill on p-0; its first token ended the answer, so no handoff took place"),
         ({"prefill_worker": "d-0", "decode_worker": "d-0"}, "prefill and decode on d-0; no KV was moved"),
         ({"decode_worker": "d-0"}, "decode on d-0, begun at another router"),

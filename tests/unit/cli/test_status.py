@@ -33,9 +33,8 @@ def worker(name="prefill-0", address="127.0.0.1:2", state="connected"):
 class FakeRouter(QuietAdmin):
     def __init__(self, name, *workers):
         self.running = ["a", "b"]
-        self.reply = admin_pb2.StatusReply(
-            name="two", model="m", router_id=name, running=len(name), workers=workers or [worker()]
-        )
+        names = {"name": "two", "model": "m", "router_id": name}
+        self.reply = admin_pb2.StatusReply(**names, running=len(name), workers=workers or [worker()])
 
     def Status(self, request, context):
         return self.reply
@@ -137,32 +136,19 @@ def held(request, state="decoding", router="router-a", blocks=3):
     return Held(HandoffId(request, 1), state, router, blocks, blocks)
 
 
-@pytest.mark.parametrize(
-    ("handoffs", "found"),
-    [
-        ([held("a"), held("b", "reserved")], []),
-        (
-            [held("a"), held("x", "pushing"), held("x", "queued", blocks=0)],
-            [
-                "x/1 is pushing with 3 blocks, and router router-a does not run it",
-                "x/1 is queued with 0 blocks, and router router-a does not run it",
-            ],
-        ),
-        (
-            [held("a", router="router-b", blocks=1), held("b", router="")],
-            [
-                "a/1 is decoding with 1 block, and router router-b was not asked",
-                "b/1 is decoding with 3 blocks, and no router requested it",
-            ],
-        ),
-    ],
-    ids=["what runs", "unknown requests, also without blocks", "whose router is gone"],
-)
-def test_what_is_held_belongs_to_a_request_that_runs(handoffs, found):
+def test_what_is_held_belongs_to_a_request_that_runs():
+    runs = held("a"), held("b", "reserved")
+    unknown = held("x", "pushing"), held("y", "queued", blocks=0)
+    handoffs = *runs, *unknown, held("a", router="router-b", blocks=1), held("b", router="")
     owned = sum(entry.counted for entry in handoffs)
     census = Census(D, BlockCounts(owned + 10, free=10, owned=owned), handoffs)
     said = problems([census], {"router-a": {"a", "b"}})
-    assert [str(problem) for problem in said] == [f"{D}: {text}" for text in found]
+    assert [str(problem) for problem in said] == [
+        f"{D}: x/1 is pushing with 3 blocks, and router router-a does not run it",
+        f"{D}: y/1 is queued with 0 blocks, and router router-a does not run it",
+        f"{D}: a/1 is decoding with 1 block, and router router-b was not asked",
+        f"{D}: b/1 is decoding with 3 blocks, and no router requested it",
+    ]
 
 
 def test_blocks_that_nobody_holds():

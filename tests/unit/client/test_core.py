@@ -90,9 +90,8 @@ def test_a_whole_stream():
 
 
 def test_choices_are_numbered_each_for_itself():
-    folded, _ = fold(
-        tokens(0, [1], "a", 1), tokens(0, [2], "b", 0), tokens(1, [3], "c", 1), finished(0), finished(1), COMPLETED
-    )
+    said = tokens(0, [1], "a", 1), tokens(0, [2], "b", 0), tokens(1, [3], "c", 1)
+    folded, _ = fold(*said, finished(0), finished(1), COMPLETED)
     assert [choice.text for choice in folded._completion().choices] == ["b", "ac"]
 
 
@@ -108,9 +107,8 @@ def thought(chunk: int, ids: Iterable[int] = (9,), text: str = "hm", choice: int
 
 
 def test_thoughts_are_beside_the_answer():
-    folded, deltas = fold(
-        ACCEPTED, thought(0), thought(1, (), ""), tokens(0, [7], "a"), thought(2), finished(), COMPLETED
-    )
+    begun = ACCEPTED, thought(0), thought(1, (), "")
+    folded, deltas = fold(*begun, tokens(0, [7], "a"), thought(2), finished(), COMPLETED)
     said = (Thought(0, (9,), "hm"), Thought(1, (), ""), Thought(2, (9,), "hm"))
     shown = [(delta.start, delta.tokens, delta.thoughts) for delta in deltas]
     assert shown == [(0, (), said[:1]), (0, (), said[1:2]), (0, (7,), ()), (1, (), said[2:])]

@@ -24,9 +24,8 @@ def test_each_option_is_a_field_of_the_wire_and_the_other_way_round():
 
 def test_only_what_is_given_is_sent():
     request = generate_request("hello", {"temperature": 0.0, "seed": None, "n": 2, "logprobs": 0})
-    assert request == inference.GenerateRequest(
-        text="hello", sampling=common.Sampling(temperature=0.0), n=2, logprobs=0
-    )
+    sampling = common.Sampling(temperature=0.0)
+    assert request == inference.GenerateRequest(text="hello", sampling=sampling, n=2, logprobs=0)
     assert request.sampling.HasField("temperature")
     assert not request.sampling.HasField("seed")
     for prompt, kind in (("", "text"), ([], "token_ids"), ((), "token_ids")):  # the server rejects these
@@ -34,14 +33,14 @@ def test_only_what_is_given_is_sent():
 
 
 def test_all_kinds_of_options():
-    request = generate_request(
-        [1, 2], {"stop": "END", "stop_token_ids": (3,), "logit_bias": {4: -1.0}, "model": "m", "choices": ["a", "b"]}
+    sampling: Options = {"stop": "END", "stop_token_ids": (3,), "logit_bias": {4: -1.0}}
+    request = generate_request([1, 2], {**sampling, "model": "m", "choices": ["a", "b"]})
+    assert request == inference.GenerateRequest(
+        token_ids=common.TokenIds(ids=[1, 2]),
+        sampling=common.Sampling(stop=["END"], stop_token_ids=[3], logit_bias={4: -1.0}),
+        constraint=inference.Constraint(choices=inference.Choices(texts=["a", "b"])),
+        model="m",
     )
-    assert list(request.token_ids.ids) == [1, 2]
-    assert list(request.sampling.stop) == ["END"]
-    assert list(request.sampling.stop_token_ids) == [3]
-    assert dict(request.sampling.logit_bias) == {4: -1.0}
-    assert (request.model, list(request.constraint.choices.texts)) == ("m", ["a", "b"])
     for schema, sent in (("{}", "{}"), ({"type": "object"}, '{"type": "object"}')):
         assert generate_request("", {"json_schema": schema}).constraint.json_schema == sent
 

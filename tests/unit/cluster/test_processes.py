@@ -322,13 +322,11 @@ def test_what_a_killed_cluster_left_goes_when_the_name_is_taken_again(folder, tm
 
 
 def test_a_full_disk_is_an_error_with_file_reason_and_variable(folder, monkeypatch):
+    refusal = r"^BATON_HOME: cannot write to .*/a/(state.json|cluster.yaml): No space left on device$"
     with monkeypatch.context() as patch:
         fill_disk(patch)
         for write in (lambda: folder.write_state(state()), lambda: folder.write_private(folder.config, "a: b")):
-            with pytest.raises(
-                ConfigError,
-                match=r"^BATON_HOME: cannot write to .*/a/(state.json|cluster.yaml): No space left on device$",
-            ):
+            with pytest.raises(ConfigError, match=refusal):
                 write()
     assert folder.read_state() is None
     folder.write_state(state())

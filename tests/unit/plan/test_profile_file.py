@@ -23,24 +23,8 @@ from baton.client.types import ClusterStatus, Model
 from baton.config import ClusterConfig
 from baton.core import Load, Pace, Role
 from baton.errors import ConfigError, NoWorker
-from baton.planner.live_fit import (
-    AS_USUAL,
-    BESIDE,
-    Gaps,
-    Measured,
-    Prompts,
-    Seen,
-    Slower,
-    Steps,
-    fit_decode,
-    fit_joint,
-    fit_line,
-    fit_spread,
-    fitted,
-    seconds_of,
-    together,
-    usual,
-)
+from baton.planner import live_fit
+from baton.planner.live_fit import Gaps, Measured, Prompts, Seen, Slower, Steps
 from baton.planner.profile import Layout, Line, Piece, load_profile, names
 from baton.planner.sim.scenario import Contention, Pool, Slowed
 from baton.testing import FakeClock
@@ -140,56 +124,57 @@ TRUE = Line(step_s=0.002, token_s=2e-5, context_s=1e-8)
 
 def _steps(length: int, line: Line = TRUE, factor: float = 1.0) -> Steps:
     context = length * (length + 1) / 2
-    return Steps(length, context, factor * seconds_of(line, Steps(length, context, 0.0)))
+    return Steps(length, context, factor * live_fit.seconds_of(line, Steps(length, context, 0.0)))
 
 
 def test_a_line_is_found_again():
-    found = fit_line([_steps(length) for length in (16, 64, 256, 1024, 4096)])
+    found = live_fit.fit_line([_steps(length) for length in (16, 64, 256, 1024, 4096)])
     assert (found.step_s, found.token_s, found.context_s) == pytest.approx((0.002, 2e-5, 1e-8), rel=1e-6)
-    assert seconds_of(fit_line([_steps(256)]), _steps(256)) == pytest.approx(_steps(256).seconds), "of one length"
+    one = _steps(256)
+    assert live_fit.seconds_of(live_fit.fit_line([one]), one) == pytest.approx(one.seconds), "of one length"
     # Chunks of 16: a last one of 4 tokens takes about as long.
     chunks = [Steps(16, context, 0.012 + 1e-7 * context) for context in (136, 520, 2056)]
-    found = fit_line(chunks)
+    found = live_fit.fit_line(chunks)
     assert (found.step_s, found.token_s, found.context_s) == pytest.approx((0.012, 0.0, 1e-7), rel=1e-6)
-    assert fit_line([*chunks, Steps(4, 10, 0.006)]).token_s > 0, "where some had fewer, it is seen"
+    assert live_fit.fit_line([*chunks, Steps(4, 10, 0.006)]).token_s > 0, "where some had fewer, it is seen"
 
 
 def test_noise_makes_no_number_negative_and_predictions_stay_near(seed):
     draw = random.Random(seed)
     steps = [_steps(length, factor=draw.uniform(0.9, 1.1)) for length in (16, 64, 256, 1024) for _ in range(5)]
-    found = fit_line(steps)
+    found = live_fit.fit_line(steps)
     assert min(found.step_s, found.token_s, found.context_s) >= 0
     for length in (16, 100, 1024):
-        assert seconds_of(found, _steps(length)) == pytest.approx(_steps(length).seconds, rel=0.15)
+        assert live_fit.seconds_of(found, _steps(length)) == pytest.approx(_steps(length).seconds, rel=0.15)
 
 
 def test_decode_steps_go_through_what_was_measured_and_straight_between():
     took = {1: 0.001, 2: 0.0011, 4: 0.003, 8: 0.0031}
     points = [Gaps(rows, rows * 20, (seconds + 1e-7 * rows * 20,)) for rows, seconds in took.items()]
     points += [Gaps(rows, rows * 500, (took[rows] + 1e-7 * rows * 500,)) for rows in (1, 8)]
-    pieces = fit_decode(points)
+    pieces = live_fit.fit_decode(points)
     for rows in (1, 2, 4, 8):
         piece = next(one for one in pieces if one.rows_below is None or rows < one.rows_below)
-        seconds = seconds_of(piece, Steps(rows, rows * 20, 0.0))
+        seconds = live_fit.seconds_of(piece, Steps(rows, rows * 20, 0.0))
         assert seconds == pytest.approx(took[rows] + 1e-7 * rows * 20, rel=0.25)
     between = next(one for one in pieces if one.rows_below is None or one.rows_below > 3)
-    assert took[2] < seconds_of(between, Steps(3, 60, 0.0)) < took[4] + 1e-5
+    assert took[2] < live_fit.seconds_of(between, Steps(3, 60, 0.0)) < took[4] + 1e-5
 
 
 def test_what_more_rows_cost_does_not_hide_what_context_costs():
     took = {1: 0.009, 4: 0.009, 16: 0.015, 32: 0.026}  # flat, then steep
     points = [Gaps(rows, rows * 40, (seconds + 1e-6 * rows * 40,)) for rows, seconds in took.items()]
     points += [Gaps(rows, rows * 608, (took[rows] + 1e-6 * rows * 608,)) for rows in (1, 4)]
-    assert [one.context_s for one in fit_decode(points)] == pytest.approx([1e-6] * 3, rel=0.01)
+    assert [one.context_s for one in live_fit.fit_decode(points)] == pytest.approx([1e-6] * 3, rel=0.01)
     cheaper = [Gaps(4, 160, (0.009,)), Gaps(4, 2432, (0.0089,))]  # by noise
-    assert fit_decode(cheaper)[0].context_s == 0.0
-    assert fit_decode([Gaps(4, 80, (0.002, 0.004))])[0].rows_below is None, "one number of rows is a constant"
+    assert live_fit.fit_decode(cheaper)[0].context_s == 0.0
+    assert live_fit.fit_decode([Gaps(4, 80, (0.002, 0.004))])[0].rows_below is None, "one number of rows is a constant"
 
 
 def test_the_spread_keeps_the_percentiles_and_has_a_mean_of_1(seed):
     draw = np.random.default_rng(seed)
     gaps = [Gaps(rows, 0.0, tuple(rows * draw.lognormal(0, 0.5, 5000))) for rows in (1.0, 4.0)]
-    factors = np.array(fit_spread(gaps))
+    factors = np.array(live_fit.fit_spread(gaps))
     assert factors.mean() == pytest.approx(1.0, abs=1e-3)
     seen = np.array(gaps[0].seconds) / gaps[0].mean
     for share in (0.5, 0.9, 0.99):
@@ -198,7 +183,7 @@ def test_the_spread_keeps_the_percentiles_and_has_a_mean_of_1(seed):
 
 def test_each_point_has_the_same_part_in_the_spread():
     """Two rows give twice as many gaps as one, but have the same weight."""
-    factors = fit_spread([Gaps(1, 0.0, (1.0,) * 10), Gaps(32, 0.0, (0.5, 1.5) * 500)])
+    factors = live_fit.fit_spread([Gaps(1, 0.0, (1.0,) * 10), Gaps(32, 0.0, (0.5, 1.5) * 500)])
     assert {factor: factors.count(factor) for factor in (0.5, 1.0, 1.5)} == {0.5: 50, 1.0: 100, 1.5: 50}
 
 
@@ -207,10 +192,10 @@ def test_steps_of_both_kinds_tell_what_they_take_more():
     more = 0.004
     seconds = 10 * (0.01 + 4 * 1e-3 + 100 * TRUE.token_s + more)
     joint, beside = Pace(10, 1000, 0, seconds), Pace(10, 40, 0, 0.0)
-    assert fit_joint(TRUE, decode, joint, beside, Slower()) == pytest.approx(more)
-    assert fit_joint(TRUE, decode, Pace(), Pace(), Slower()) is None
+    assert live_fit.fit_joint(TRUE, decode, joint, beside, Slower()) == pytest.approx(more)
+    assert live_fit.fit_joint(TRUE, decode, Pace(), Pace(), Slower()) is None
     busy = joint.since(Pace(0, 0, 0, -10 * (0.1 * 0.014 + 0.5 * (100 * TRUE.token_s + more))))
-    assert fit_joint(TRUE, decode, busy, beside, Slower(prompts=1.5, decode=1.1)) == pytest.approx(more)
+    assert live_fit.fit_joint(TRUE, decode, busy, beside, Slower(prompts=1.5, decode=1.1)) == pytest.approx(more)
 
 
 # --- profiles of a running cluster
@@ -245,13 +230,13 @@ def measured(*slow: float) -> Measured:
 
 
 def test_a_round_in_which_the_machine_had_other_work_is_in_no_figure():
-    seen = measured(AS_USUAL + 0.01)
+    seen = measured(live_fit.AS_USUAL + 0.01)
     kept = seen.undisturbed()
     assert kept == measured()
     assert (seen.parts, kept.parts) == (21, 14)
-    usually = fitted(measured(), cluster(*PAIR), 1, "here")
-    assert fitted(kept, cluster(*PAIR), 1, "here") == usually
-    assert fitted(seen, cluster(*PAIR), 1, "here") != usually
+    usually = live_fit.fitted(measured(), cluster(*PAIR), 1, "here")
+    assert live_fit.fitted(kept, cluster(*PAIR), 1, "here") == usually
+    assert live_fit.fitted(seen, cluster(*PAIR), 1, "here") != usually
 
 
 @pytest.mark.parametrize(
@@ -265,7 +250,7 @@ def test_a_round_in_which_the_machine_had_other_work_is_in_no_figure():
     ],
 )
 def test_slow_is_what_is_far_slower_than_the_median_round(seconds, kept):
-    assert usual(seconds, float) == list(kept)
+    assert live_fit.usual(seconds, float) == list(kept)
 
 
 class Served:
@@ -328,7 +313,7 @@ def test_prompts_count_where_another_worker_computes_them(to_the_idle):
     served = Served(to_the_idle=to_the_idle)
     live, layout, said = profiled(served)
     assert len(live.seen.busy) == len(live.seen.busy_prompts) == (ROUNDS - 1 if to_the_idle else 0)
-    assert served.beside_prompts == ROUNDS * (2 * BESIDE + (1 if to_the_idle else TRIES))
+    assert served.beside_prompts == ROUNDS * (2 * live_fit.BESIDE + (1 if to_the_idle else TRIES))
     assert (layout.beside_prompts == layout.beside_decode) == (not to_the_idle)
     assert ("no prompt was computed by an idle worker" in said) == (not to_the_idle)
     assert to_the_idle or layout.busy_prompt == 1.0
@@ -337,12 +322,12 @@ def test_prompts_count_where_another_worker_computes_them(to_the_idle):
 def test_kv_is_that_of_the_whole_model_and_of_a_worker_that_decodes():
     whole = measured()
     seen = Measured(single=whole.single, together=whole.together, busy=whole.busy)
-    found = fitted(seen, cluster((Role.PREFILL, 10), (Role.DECODE, 30)), 4, "here")
+    found = live_fit.fitted(seen, cluster((Role.PREFILL, 10), (Role.DECODE, 30)), 4, "here")
     assert found.token_bytes == 3 * 2 * 2 * 8 * 2
     assert (found.layouts[0].tensor_parallel, found.layouts[0].kv_tokens) == (4, 30 * 16)
-    assert fitted(seen, cluster((Role.DECODE, 20)), 1, "here").layouts[0].kv_tokens == 20 * 16
+    assert live_fit.fitted(seen, cluster((Role.DECODE, 20)), 1, "here").layouts[0].kv_tokens == 20 * 16
     with pytest.raises(NoWorker):
-        fitted(seen, cluster(), 1, "here")
+        live_fit.fitted(seen, cluster(), 1, "here")
 
 
 def test_workers_that_do_both_slow_each_other_as_much_as_one_alone_is_faster():
@@ -356,13 +341,13 @@ def test_workers_that_do_both_slow_each_other_as_much_as_one_alone_is_faster():
         joint=Pace(1, 64, 2080, 1.5 * 0.021 + 1.2 * 0.015),
         beside=Pace(1, 2, 80, 0.0),
     )
-    (layout,) = fitted(seen, cluster((Role.DECODE, 30)), 1, "here").layouts
+    (layout,) = live_fit.fitted(seen, cluster((Role.DECODE, 30)), 1, "here").layouts
     assert layout.host_workers == 1
     assert layout.beside_decode is not None
     assert (layout.beside_decode.factor, layout.beside_prompts.factor) == pytest.approx((1.2, 1.1))
     assert layout.beside_prompts.spread != layout.spread
-    assert seconds_of(layout.decode[0], Steps(1, 40, 0.0)) == pytest.approx(0.010)
-    assert seconds_of(layout.decode[-1], Steps(2, 80, 0.0)) == pytest.approx(0.015)
+    assert live_fit.seconds_of(layout.decode[0], Steps(1, 40, 0.0)) == pytest.approx(0.010)
+    assert live_fit.seconds_of(layout.decode[-1], Steps(2, 80, 0.0)) == pytest.approx(0.015)
     assert (min(layout.spread), max(layout.spread)) == pytest.approx((0.9, 1.1), rel=0.01)
     assert layout.busy_prompt == pytest.approx(1.5, rel=0.01)
     new = layout.prompt.token_s * 64 + layout.prompt.context_s * 2080
@@ -390,8 +375,8 @@ def test_only_gaps_in_which_all_decoded_count():
     """The second stream lasts from 1.0 to 1.3. Before and after it, fewer rows decoded."""
     first = Seen(0.0, [0.1, 0.2, 1.0, 1.1, 1.2, 1.3, 9.0])
     second = Seen(0.0, [1.0, 1.1, 1.2, 1.3])
-    gaps = together([first, second], rows=2, length=16)
+    gaps = live_fit.together([first, second], rows=2, length=16)
     assert gaps.seconds == pytest.approx([0.1] * 5)
     assert (gaps.rows, gaps.context) == (2, 2 * (16 + 5.5 / 2))
-    never_met = together([Seen(0.0, [0.1, 0.2]), Seen(0.0, [5.0, 5.3])], rows=2, length=16)
+    never_met = live_fit.together([Seen(0.0, [0.1, 0.2]), Seen(0.0, [5.0, 5.3])], rows=2, length=16)
     assert never_met.seconds == pytest.approx([0.1, 0.3])

@@ -162,6 +162,7 @@ REF = core.WorkerRef("d0", core.Incarnation(1, 2), "127.0.0.1:1")
 LAYOUT = core.KVLayout(2, 2, 8, 16, "float32")
 INFO = core.WorkerInfo(REF, core.Role.DECODE, "f", "m", 64, 8, LAYOUT)
 SPEC = core.SequenceSpec((1, 2), core.Sampling(seed=1))
+TWO_TOKENS = worker.OutputTokens(ids=[1, 2], texts=["a", "b"])
 THOUGHT, STATE = common.TokenIds(), worker.ThinkingState(thinker="t", chunk=2, state=b"s")
 
 
@@ -189,11 +190,7 @@ def changed(message: Any, **fields: Any) -> Any:
         (convert.spec_from_pb, changed(convert.spec_to_pb(SPEC), constraint=inference.Constraint()), "constraint"),
         (convert.tokens_from_pb, worker.OutputTokens(ids=[1, 2], texts=["a"]), "tokens.texts"),
         (convert.tokens_from_pb, worker.OutputTokens(ids=[1], texts=["a", "b"]), "tokens.texts"),
-        (
-            convert.tokens_from_pb,
-            worker.OutputTokens(ids=[1, 2], texts=["a", "b"], logprobs=[common.TokenLogprobs()]),
-            "tokens.logprobs",
-        ),
+        (convert.tokens_from_pb, changed(TWO_TOKENS, logprobs=[common.TokenLogprobs()]), "tokens.logprobs"),
         (convert.finish_from_pb, worker.OutputFinish(), "finish.reason"),
         (convert.layout_from_pb, changed(convert.layout_to_pb(LAYOUT), layers=0), "layout.layers"),
         (convert.layout_from_pb, changed(convert.layout_to_pb(LAYOUT), block_size=0), "layout.block_size"),
