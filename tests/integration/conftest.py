@@ -11,6 +11,7 @@ from baton.clock import Clock, SystemClock
 from baton.ledger import prefix_directory
 from baton.ledger.embedded_redis import EmbeddedRedis
 from baton.ledger.registry import Ledger
+from tests.integration.gateway_support import Alone, alone
 from tests.support.in_process_router import clusters
 from tests.support.ledger import LONG_LEASE_S, PREFIXES
 
@@ -26,6 +27,13 @@ async def make() -> AsyncIterator[Any]:
 async def cluster(make: Callable[..., Awaitable[Any]]) -> Any:
     """A router with default settings, one prefill worker and one decode worker."""
     return await make()
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[Alone]:
+    """A gateway without a router in its process, in front of a scripted server."""
+    async with alone() as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

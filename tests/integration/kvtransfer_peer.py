@@ -28,17 +28,8 @@ from kvtransfer.sender import Sender
 from kvtransfer.transports.torch_dist import GlooTransport
 from tests.support.processes import start_program
 from tests.support.time_factor import scaled
-from tests.unit.kvtransfer.support import (
-    FINGERPRINT,
-    LAYOUT,
-    P,
-    RecordingTable,
-    Reports,
-    hand_over,
-    make_end,
-    make_job,
-    make_kv,
-)
+from tests.unit.kvtransfer import support
+from tests.unit.kvtransfer.support import FINGERPRINT, LAYOUT, P, RecordingTable, Reports
 
 BLOCKS = 64
 
@@ -97,7 +88,7 @@ class Prefill:
 
     def __init__(self, layout: KVLayout = LAYOUT, deadline_s: float = 5.0, me: WorkerRef = P, **more: Any) -> None:
         self.reports = Reports()
-        self.kv = make_kv(1, BLOCKS, layout)
+        self.kv = support.make_kv(1, BLOCKS, layout)
         settings = TransferSettings("gloo", coalesce_below=1, frame_deadline_s=deadline_s, verify_kv=True)
         transports = [GlooTransport(settings.bind_host)]
         self.sender = Sender(self.kv, me, FINGERPRINT, settings, transports, self.reports, **more)
@@ -106,14 +97,14 @@ class Prefill:
         self, name: str, tokens: int, blocks: Sequence[int], to: WorkerRef, *, chunk: int = 0, skip: int = 0
     ) -> HandoffId:
         """Push a handoff. `chunk`: report each chunk layer by layer, or 0 to report everything in one call."""
-        job, layers = make_job(name, tokens, to, skip=skip), self.kv.layout.layers
+        job, layers = support.make_job(name, tokens, to, skip=skip), self.kv.layout.layers
         if not chunk:
-            return hand_over(self.sender, job, blocks, layers)
+            return support.hand_over(self.sender, job, blocks, layers)
         self.sender.begin(job)
         for begin in range(skip, tokens, chunk):
             for layer in range(1, layers + 1):
                 self.sender.computed(job.handoff, blocks, layer, min(begin + chunk, tokens))
-        self.sender.finish(job.handoff, make_end(tokens))
+        self.sender.finish(job.handoff, support.make_end(tokens))
         return job.handoff
 
 
@@ -147,7 +138,7 @@ def say(**message) -> None:
 
 
 async def receive(arguments: argparse.Namespace, settings: TransferSettings) -> None:
-    table, kv = RecordingTable(arguments.layout), make_kv(None, BLOCKS, arguments.layout)
+    table, kv = RecordingTable(arguments.layout), support.make_kv(None, BLOCKS, arguments.layout)
     async with receiving(kv, table, settings, arguments.counter) as me:
         say(address=me.address)
         while line := await asyncio.to_thread(sys.stdin.readline):

@@ -16,7 +16,7 @@ from baton import errors
 from baton.bench.report import KIND
 from baton.cli.exit_codes import exit_code
 from tests.integration.access_support import TOKENS, tls_of, token_file
-from tests.integration.gateway_support import Alone, alone, tokens
+from tests.integration.gateway_support import Alone, tokens
 from tests.support.clients import Talking, run, serving, soon
 
 ROOT = Path(__file__).parents[2]
@@ -26,12 +26,6 @@ SMALL = ("--prompt-tokens", 8, "--max-tokens", 3)
 @pytest.fixture
 async def server() -> AsyncIterator[Talking]:
     async with serving(Talking()) as made:
-        yield made
-
-
-@pytest.fixture
-async def gateway() -> AsyncIterator[Alone]:
-    async with alone() as made:
         yield made
 
 

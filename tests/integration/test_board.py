@@ -14,14 +14,7 @@ from baton.clock import SystemClock
 from baton.control_plane import Slot
 from baton.core import Incarnation, Role, WorkerInfo, WorkerRef
 from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, LedgerError, NoWorker
-from baton.ledger.control_state import (
-    ControlReport,
-    ControlState,
-    Decision,
-    RouterReport,
-    WorkerCommand,
-    WorkerDemand,
-)
+from baton.ledger.control_state import ControlReport, ControlState, Decision, RouterReport, WorkerCommand, WorkerDemand
 from baton.ledger.redis_client import COMMANDS, Connection
 from baton.ledger.registry import Ledger
 from baton.tokenizer import OracleTokenizer

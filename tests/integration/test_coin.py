@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from baton.engine.engine import Engine
@@ -18,13 +17,9 @@ COIN = Path(__file__).parents[2] / "models" / "coin"
 MODES: tuple[Mode, ...] = ("auto", "fast", "sequential")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 def test_every_mode_is_the_dense_reference():
     """The prompts are computed in one batch: sentences, stories with and without filler, one that is cut, and noise."""
+    torch.set_num_threads(1)
     stories = [samples(5, 1, 7)[0], samples(8, 1, 7, filler=0.0)[0], samples(3, 1, 7, filler=3.0)[0]]
     tokenizer, model = load_tokenizer(COIN), thinking_model.load(COIN)
     prompts = [tokenizer.encode(sample.prompt) for sample in [SEED_SAMPLE, *phrasings()[:6], *stories]]

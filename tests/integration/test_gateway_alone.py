@@ -17,13 +17,8 @@ from baton.rpc.v1 import inference_pb2 as pb
 from tests.integration.gateway_support import HELLO, USAGE, alone, completed, finished, opened, refused, tokens
 from tests.support.waiting import until
 
+ONE = tokens(0, 0, [1], "x")
 CONTINUOUS = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-
-
-@pytest.fixture
-async def gateway():
-    async with alone() as made:
-        yield made
 
 
 async def test_chat(gateway):
@@ -71,7 +66,8 @@ def alike(fingerprint: str, *digests: str):
     return script
 
 
-async def test_what_a_deterministic_request_is_told(gateway):
+async def test_fingerprints_and_digests(gateway):
+    """A deterministic request receives both. Other requests receive the fingerprint, if there is one."""
     extra = {"extra_body": {"deterministic": True}}
     gateway.fake.script = alike("x", "ab" * 32, "cd" * 32)
     done = await gateway.chat(**extra)
@@ -86,9 +82,6 @@ async def test_what_a_deterministic_request_is_told(gateway):
     # the calls run concurrently: either may have the first digest
     digests = [sha256(bytes.fromhex(one * 32 + two * 32)).hexdigest() for one, two in (("ab", "cd"), ("cd", "ab"))]
     assert both.usage.audit_digest in digests
-
-
-async def test_others_are_told_the_fingerprint_alone_and_only_if_there_is_one(gateway):
     gateway.fake.script = alike("x", "")
     done = await gateway.complete()
     assert (done.system_fingerprint, "audit_digest" in done.usage.model_dump()) == ("x", False)
@@ -212,10 +205,8 @@ async def test_chat_logprobs(gateway):
     first, second = done.choices[0].logprobs.content
     assert (first.token, first.logprob, first.bytes) == (" dog", -0.5, list(b" dog"))
     found = [(top.token, top.bytes, top.logprob) for top in second.top_logprobs]
-    assert found == [
-        (" dog", list(b" dog"), -0.5), ("cat", list(b"cat"), -1.5),
-        ("\ufffd", None, -2.5), ("é", list("é".encode()), -3.5),
-    ]  # fmt: skip
+    likely, unlikely = [(" dog", list(b" dog"), -0.5), ("cat", list(b"cat"), -1.5)], ("é", list("é".encode()), -3.5)
+    assert found == [*likely, ("\ufffd", None, -2.5), unlikely]
     assert gateway.fake.requests[0].logprobs == 4
     await gateway.chat(logprobs=True, top_logprobs=4)
     asked = [[token] * count for token in (1, 2, 3, 4) for count in (1, 2)]
@@ -321,12 +312,7 @@ async def test_an_error_within_a_stream_is_the_last_event(gateway):
 
 @pytest.mark.parametrize(
     "steps",
-    [
-        [tokens(0, 0, [1], "x")],
-        [tokens(0, 0, [1], "x"), completed()],
-        [tokens(0, 0, [1], "x"), finished()],
-        [tokens(7, 0, [1], "x"), finished(7), completed()],
-    ],
+    [[ONE], [ONE, completed()], [ONE, finished()], [tokens(7, 0, [1], "x"), finished(7), completed()]],
     ids=["no end", "no reason", "no usage", "a choice too many"],
 )
 async def test_an_answer_that_is_not_complete_is_no_answer(gateway, steps):
@@ -508,7 +494,7 @@ async def test_metrics_of_what_does_not_finish(streamed):
         for error in (Overloaded("full", 1), errors.EngineFault("broken")):
             gateway.plays(error)
             await refused(openai.InternalServerError, gateway.chat(stream=streamed))
-        gateway.plays(tokens(0, 0, [1], "x"), errors.NoWorker("gone"))
+        gateway.plays(ONE, errors.NoWorker("gone"))
         await refused(openai.APIError, gateway.streamed("chat"))
         await refused(openai.BadRequestError, gateway.chat(extra_body={"n": 0}))
         gateway.fake.script = failing_at_b

@@ -124,9 +124,7 @@ async def test_who_watches_and_loses_the_token_sees_no_more(make, tmp_path):
 
 
 HERE = ["localhost:1", "127.0.0.1", "127.9.9.9:80", "[::1]:8000", "router.localhost"]
-ELSEWHERE = [
-    *("evil.example:8000", "localhost.evil.example", "10.0.0.1", "", "127.0.0.1.evil.example", "[", "[localhost]")
-]
+FOREIGN = ["evil.example:8000", "localhost.evil.example", "10.0.0.1", "", "127.0.0.1.evil.example", "[", "[localhost]"]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +132,7 @@ ELSEWHERE = [
     [
         *((interval_s, {}, 400, "invalid_value") for interval_s in ("0.01", "61", "nan", "x")),
         *(("x", {"host": host}, 400, "invalid_value") for host in HERE),
-        *(("1", {"host": host}, 403, "wrong_host") for host in ELSEWHERE),
+        *(("1", {"host": host}, 403, "wrong_host") for host in FOREIGN),
         *(("1", {"sec_fetch_site": site}, 403, "cross_site") for site in ("cross-site", "same-site")),
     ],
     ids=str,

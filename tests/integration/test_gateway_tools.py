@@ -31,6 +31,7 @@ PARAMETERS = {
     "required": ["city", "unit"],
 }  # fmt: skip
 WEATHER, NOW = function("weather", description="Now.", parameters=PARAMETERS), function("now")
+NO_JSON = {**HELLO[0], "tool_calls": [called("x", "[")]}
 CALL = '{"name": "weather", "arguments": {"city": "Köln"}}'
 CUT = '<tool_call>{"name": "weather", "arguments": {"city'
 UNKNOWN = '<tool_call>{"name": "delete_all", "arguments": {}}</tool_call>'
@@ -38,10 +39,9 @@ SAID = f"Let me see.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</
 
 
 @pytest.fixture
-async def gateway():
-    async with alone() as made:
-        made.fake.tool_form = "hermes"
-        yield made
+async def gateway(gateway):
+    gateway.fake.tool_form = "hermes"
+    return gateway
 
 
 @pytest.fixture
@@ -100,9 +100,8 @@ async def test_results_are_sent_back(gateway):
     await chat(gateway, [*HELLO, asked.model_dump(), *results])
     _, said, result, _ = gateway.fake.requests[1].chat.messages
     assert (said.role, said.content) == ("assistant", "Let me see.")
-    assert [(call.id, call.name, json.loads(call.arguments)) for call in said.tool_calls] == [
-        (call.id, "weather", {"city": "Köln"}) for call in (first, second)
-    ]
+    sent = [(call.id, call.name, json.loads(call.arguments)) for call in said.tool_calls]
+    assert sent == [(call.id, "weather", {"city": "Köln"}) for call in (first, second)]
     assert (result.role, result.content, result.tool_call_id) == ("tool", "rain", first.id)
     assert (result.name, said.HasField("name")) == ("weather", False), "some templates want the function's name"
 
@@ -132,11 +131,7 @@ async def test_calls_need_no_words(gateway):
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id", "earlier"),
         ({"messages": [{"role": "assistant"}]}, "messages[0].content", "required"),
         ({"messages": [{**HELLO[0], "tool_calls": [called("x", "{}")]}]}, "messages[0].tool_calls", "role assistant"),
-        (
-            {"messages": [{**HELLO[0], "tool_calls": [called("x", "[")]}]},
-            "messages[0].tool_calls[0].function.arguments",
-            "JSON object",
-        ),
+        ({"messages": [NO_JSON]}, "messages[0].tool_calls[0].function.arguments", "JSON object"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -174,9 +169,8 @@ async def test_calls(gateway, text, reason, options, content, count, shown):
     choice = await choice_of(gateway, **options)
     calls = choice.message.tool_calls or []
     assert (choice.message.content, choice.finish_reason) == (content, shown)
-    assert [(call.type, call.function.name, call.function.arguments) for call in calls] == [
-        ("function", "weather", '{"city": "Köln"}')
-    ] * count
+    found = [(call.type, call.function.name, call.function.arguments) for call in calls]
+    assert found == [("function", "weather", '{"city": "Köln"}')] * count
     assert len({call.id for call in calls}) == count
     for size in (1, 7, 1000):
         gateway.plays(*spoken(text, reason, size))
@@ -208,9 +202,8 @@ async def test_text_before_a_call_is_not_held_back(gateway):
     assert first == ["", "Let me see."]
     held.set()
     rest = [chunk.choices[0] async for chunk in chunks]
-    assert [(choice.delta.content, bool(choice.delta.tool_calls), choice.finish_reason) for choice in rest] == [
-        (None, True, None), (None, False, "tool_calls")
-    ]  # fmt: skip
+    came = [(choice.delta.content, bool(choice.delta.tool_calls), choice.finish_reason) for choice in rest]
+    assert came == [(None, True, None), (None, False, "tool_calls")]
 
 
 async def test_logprobs_of_calls(gateway):

@@ -27,18 +27,8 @@ from baton.ledger.ownership import OwnershipLog, OwnershipRecord, OwnershipStore
 from baton.ledger.redis_client import Connection
 from baton.ledger.registry import Ledger
 from baton.testing import FakeClock
-from tests.support.ledger import (
-    LONG_LEASE_S,
-    PREFIXES,
-    OwnershipTable,
-    info_of,
-    opened,
-    order,
-    password_of,
-    raw,
-    registered,
-    write_record,
-)
+from tests.support import ledger as support
+from tests.support.ledger import info_of, opened, order, password_of, raw, registered, write_record
 from tests.support.time_factor import scaled
 from tests.support.waiting import until
 
@@ -70,7 +60,7 @@ async def test_register_renew_and_deregister(ledger, server):
     client.pexpire(key, 5000)
     assert await ledger.renew(one.ref, 42)
     assert client.hget(key, "progress") == b"42"
-    assert 5000 < client.pttl(key) <= LONG_LEASE_S * 1000
+    assert 5000 < client.pttl(key) <= support.LONG_LEASE_S * 1000
     assert await ledger.deregister(one.ref)
     assert not await ledger.deregister(one.ref)
     assert not await ledger.renew(one.ref, 43)
@@ -246,10 +236,10 @@ class TwoTables(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        connection = Connection(self.shared.client, self.shared.where, next(PREFIXES))
-        self.ledger = Ledger(connection, LONG_LEASE_S, SystemClock())
+        connection = Connection(self.shared.client, self.shared.where, next(support.PREFIXES))
+        self.ledger = Ledger(connection, support.LONG_LEASE_S, SystemClock())
         self.store = OwnershipStore(self.ledger.connection)
-        self.table = OwnershipTable()
+        self.table = support.OwnershipTable()
         self.reached: dict[str, tuple[int, int]] = {}
         self.owners: dict[HandoffId, WorkerRef] = {}
 

@@ -122,10 +122,8 @@ async def test_targets_are_the_router_and_its_workers_that_serve_any(make):
     _, _, text = await raw(cluster.router.metrics, "GET", "/targets")
     router = {"baton": "test", "component": "router", "process": cluster.router.context.sinks.router_id}
     worker = {"baton": "test", "component": "worker", "process": "decode-1"}
-    assert json.loads(text) == [
-        {"labels": router, "targets": [cluster.router.metrics]},
-        {"labels": worker, "targets": ["10.0.0.7:9101"]},
-    ]
+    targets = (router, cluster.router.metrics), (worker, "10.0.0.7:9101")
+    assert json.loads(text) == [{"labels": labels, "targets": [address]} for labels, address in targets]
 
 
 class FakeBoard:

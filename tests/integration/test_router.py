@@ -87,20 +87,16 @@ async def test_a_refused_reservation_is_tried_again(cluster, reason):
     await cluster.nothing_is_left()
 
 
-@pytest.mark.parametrize(("reason", "failure"), [("FINGERPRINT", errors.NoWorker), ("STALE", errors.WorkerLost)])
-async def test_the_third_refusal_that_counts_as_a_failure_ends_the_request(cluster, reason, failure):
-    cluster.decode[0].refuse_once = [refusal(reason)] * 3
-    with pytest.raises(failure, match="full"):
-        await cluster.generate()
-    await cluster.nothing_is_left()
+FAILURES = [("FINGERPRINT", 3, errors.NoWorker), ("STALE", 3, errors.WorkerLost)]
+FINAL = [("TOO_LONG", 1, errors.InvalidRequest), ("INVALID", 1, errors.EngineFault)]  # the next attempt would end alike
 
 
-@pytest.mark.parametrize(("reason", "error"), [("TOO_LONG", errors.InvalidRequest), ("INVALID", errors.EngineFault)])
-async def test_a_refusal_that_the_next_attempt_would_meet_again_ends_the_request(cluster, reason, error):
-    cluster.decode[0].refuse_once = [refusal(reason)]
+@pytest.mark.parametrize(("reason", "attempts", "error"), [*FAILURES, *FINAL])
+async def test_the_third_refusal_or_a_final_one_ends_the_request(cluster, reason, attempts, error):
+    cluster.decode[0].refuse_once = [refusal(reason)] * attempts
     with pytest.raises(error, match="full"):
         await cluster.generate()
-    assert cluster.decode[0].count("reserve") == 1
+    assert cluster.decode[0].count("reserve") == attempts
     await cluster.nothing_is_left()
 
 
