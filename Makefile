@@ -14,6 +14,8 @@ BIN := .venv/bin
 PIP_INSTALL := -m pip --disable-pip-version-check install --progress-bar off
 PYTEST := $(BIN)/python -m pytest
 PARALLEL := -n 2 --dist loadgroup
+# A third process computes while clusters of the other two wait for leases and drains.
+WITH_CLUSTERS := -n 3 --dist loadgroup
 PACKAGES := baton router prefill_workers decode_workers kvtransfer
 CODE := $(PACKAGES) tools tests $(wildcard benchmarks models)
 SETUP := .venv/.fresh
@@ -103,7 +105,7 @@ regenerate: $(SETUP)
 
 # In `make check test` each unit test runs once: `check` runs the fast ones, `test` the slow ones.
 test: regenerate  ## everything that needs no GPU (18 minutes after check on 2 cores, goal 9)
-	@$(PYTEST) $(PARALLEL) -m "not chaos and not serial" $(if $(filter check,$(MAKECMDGOALS)),--after-check) --sample --durations 30 --durations-min 4
+	@$(PYTEST) $(WITH_CLUSTERS) -m "not chaos and not serial" $(if $(filter check,$(MAKECMDGOALS)),--after-check) --sample --durations 30 --durations-min 4
 	@$(PYTEST) -m "serial and not chaos" $(NONE_IS_FINE)
 	@if $(COMPILED_KERNELS_HERE); then $(MAKE) --no-print-directory without-kernels; \
 		else echo "without-kernels: no compiled kernels here (reason above), so all suites ran without them"; fi
