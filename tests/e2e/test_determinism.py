@@ -271,7 +271,7 @@ def test_control_without_the_flag_some_answers_differ(client, repeats, rng):
             return [bits(finish(stream).answer)[:2] for stream in streams]
 
     quiet = [bits(ask(client, "greedy", deterministic=False, **how).answer)[:2] for how in asked]
-    # With most load first: there the first difference is.
+    # The heaviest load first, because it differs soonest.
     loads = sorted(LOADS, reverse=True) * min(repeats, 3)
     assert any(loaded[0] != alone[0] for count in loads for loaded, alone in zip(answers(count), quiet, strict=True))
 

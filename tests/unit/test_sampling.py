@@ -1,6 +1,7 @@
 """`--sample` of tests/conftest.py: which cases of a matrix are left out."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ class Case:
         return self._mark if name == "sample" else None
 
 
-CASES = [
+CASES: list[Any] = [
     *(Case(f"test_matrix[{number}]", 2) for number in range(10)),
     *(Case(f"test_of_both[{number}]", 1, of="both") for number in range(2)),
     Case("test_other", 1, of="both"),
