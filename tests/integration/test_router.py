@@ -88,7 +88,7 @@ async def test_a_refused_reservation_is_tried_again(cluster, reason):
 
 
 FAILURES = [("FINGERPRINT", 3, errors.NoWorker), ("STALE", 3, errors.WorkerLost)]
-FINAL = [("TOO_LONG", 1, errors.InvalidRequest), ("INVALID", 1, errors.EngineFault)]  # the next attempt would end in the same way
+FINAL = [("TOO_LONG", 1, errors.InvalidRequest), ("INVALID", 1, errors.EngineFault)]  # another attempt cannot help
 
 
 @pytest.mark.parametrize(("reason", "attempts", "error"), [*FAILURES, *FINAL])
