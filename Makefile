@@ -104,7 +104,7 @@ regenerate: $(SETUP)
 		else echo "the generator cannot be installed: not regenerated, digests compared"; $(MAKE) --no-print-directory fresh; fi
 
 # In `make check test` each unit test runs once: `check` runs the fast ones, `test` the slow ones.
-test: regenerate  ## everything that needs no GPU (18 minutes after check on 2 cores, goal 9)
+test: regenerate  ## everything that needs no GPU (13 minutes after check on 2 cores, goal 9)
 	@$(PYTEST) $(WITH_CLUSTERS) -m "not chaos and not serial" $(if $(filter check,$(MAKECMDGOALS)),--after-check) --sample --durations 30 --durations-min 4
 	@$(PYTEST) -m "serial and not chaos" $(NONE_IS_FINE)
 	@if $(COMPILED_KERNELS_HERE); then $(MAKE) --no-print-directory without-kernels; \
