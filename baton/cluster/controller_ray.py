@@ -286,7 +286,7 @@ def end(ray: Any, config: ClusterConfig, grace_s: float) -> None:
         except ray.exceptions.RayError as error:
             log.warning("controller_did_not_stop", error=type(error).__name__)
         ray.kill(controller, no_restart=True)
-    left = RayPlacement(lambda: config, object, {}, this_ray, None)  # never starts workers
+    left = RayPlacement(lambda: config, object, {}, lambda: ray, None)  # never starts workers
     left.open()
     left.found()
     left.stop(grace_s)

@@ -43,6 +43,7 @@ class FakeRay:
     """The used part of the module `ray`. `away`: the head is unreachable; `silent`: no actor answers."""
 
     exceptions = SimpleNamespace(RayError=RayError, ActorDiedError=ActorDiedError, RayTaskError=RayTaskError)
+    util: Any = SimpleNamespace(placement_group_table=dict)  # no groups
 
     def __init__(self, actor_type: type[Actor] = Actor) -> None:
         self.away = self.silent = self.shut = False
