@@ -31,7 +31,7 @@ from baton.rpc.v1 import worker_pb2 as pb
 from baton.stages import Stage
 from router.request.traces import Track
 from router.workers.placement import Placement
-from router.workers.stream import EventMailbox, Item, WorkerStream
+from router.workers.stream import EventMailbox, Item, WorkerLeft, WorkerStream
 
 # Errors for the client by a worker's failure or refusal. Defaults: WorkerLost for failures, EngineFault for refusals.
 FAILURES: dict[str, type[BatonError]] = {
@@ -168,7 +168,8 @@ class Attempt:
         while self.cached_tokens is None and not self.retry_reason:
             for source, item in await self._received(_ANSWER_S):
                 if isinstance(item, BatonError):  # from P too: nothing is computed yet, so no fence is needed
-                    self.died = self.alone and self._placement.decode.state != "connected"  # D may compute already
+                    lost = self._placement.decode.state != "connected" and not isinstance(item, WorkerLeft)
+                    self.died = self.alone and lost  # D may compute already
                     self._lose(source, item)
                 else:
                     self._take(source, item)
@@ -218,7 +219,8 @@ class Attempt:
     def _take(self, source: Role, item: Item) -> None:
         """Apply one item. Unknown events of later protocol versions are ignored."""
         if isinstance(item, BatonError):
-            self.died = self.died or (self._computing(source) and self.finish is None)
+            dies = self.finish is None and not isinstance(item, WorkerLeft)
+            self.died = self.died or (dies and self._computing(source))
             self._failed(source, item)
             return
         match self._note(source, item):
@@ -323,6 +325,8 @@ class Attempt:
         if not isinstance(error, RETRYABLE):
             raise error
         self.lost, self.retry_reason = error, f"{source}_lost"
+        if isinstance(error, WorkerLeft):
+            self.lost, self.retry_reason = None, "no_room"  # like a refusal of a worker that drains
 
     def _worker(self, source: Role) -> str:
         return f"the {source} worker {self.workers[source is Role.DECODE]}"

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
+import grpc
 import structlog
 from google.protobuf.message import Message
 from grpc import aio
@@ -82,6 +83,10 @@ _LAST = ("pushed", "failed", "refused", "finish")  # the last event of a handoff
 _BACKOFF_S = (0.1, 3.0)  # first and longest pause between connects, with jitter
 Item = pb.WorkerEvent | BatonError  # an event of a worker, or the error that ended its stream
 Late = Callable[[Role, str, pb.WorkerEvent], None]  # receives an event with the role and the id of its worker
+
+
+class WorkerLeft(WorkerLost):
+    """The worker ended its stream in order. It had answered all commands that it received, so it is no failure."""
 
 
 class EventMailbox:
@@ -189,6 +194,7 @@ class WorkerStream:
     async def _run(self) -> None:
         pause = _BACKOFF_S[0]
         while True:
+            left = False
             try:
                 await self._session()
             except (Exception, asyncio.CancelledError) as error:  # the task must outlive any failure of a stream
@@ -196,11 +202,12 @@ class WorkerStream:
                     raise  # a stop of this task; a cancelled call is a lost stream instead
                 silent = f"silent for {self._silence_s:g} s"
                 reason = silent if isinstance(error, TimeoutError) else _why(self._fault or error)
+                left = isinstance(error, WorkerLeft) and self._fault is None
             finally:
                 connected, self.state = self.state == "connected", "lost"
                 self.settled.set()
                 for mailbox in self._mailboxes.values():
-                    mailbox.put(self.info.role, self._lost("was lost"))
+                    mailbox.put(self.info.role, self._lost("left", WorkerLeft) if left else self._lost("was lost"))
                 self._on_change()
             log.warning("worker_lost" if connected else "worker_unreachable", worker=self.info.ref, reason=reason)
             pause = _BACKOFF_S[0] if connected else min(2 * pause, _BACKOFF_S[1])
@@ -231,7 +238,8 @@ class WorkerStream:
     async def _read(self, call: _Call) -> pb.WorkerMessage:
         message = await call.read()
         if not isinstance(message, pb.WorkerMessage):
-            raise WorkerLost(f"ended the stream: {await call.code()} {await call.details()}".rstrip())
+            kind = WorkerLeft if (code := await call.code()) is grpc.StatusCode.OK else WorkerLost
+            raise kind(f"ended the stream: {code} {await call.details()}".rstrip())
         return message
 
     async def _write(self, call: _Call) -> None:
@@ -296,8 +304,8 @@ class WorkerStream:
         else:
             mailbox.put(self.info.role, event)
 
-    def _lost(self, what: str) -> WorkerLost:
-        return WorkerLost(f"the {self.info.role} worker {self.info.ref.worker_id} {what}")
+    def _lost(self, what: str, kind: type[WorkerLost] = WorkerLost) -> WorkerLost:
+        return kind(f"the {self.info.role} worker {self.info.ref.worker_id} {what}")
 
 
 def _why(error: BaseException) -> str:

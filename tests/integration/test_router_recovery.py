@@ -66,6 +66,18 @@ async def test_a_lost_prefill_worker_is_followed_by_another_one_after_the_answer
     assert 'baton_recoveries_total{reason="prefill_lost"} 1.0' in metrics
 
 
+@pytest.mark.parametrize(("state", "role"), [("reserving", Role.DECODE), ("prefilling", Role.PREFILL)])
+async def test_a_worker_that_drained_before_a_command_came_is_no_failure(make, state, role):
+    """The command crossed the orderly end of the stream. It costs no attempt, of which there is only one here."""
+    cluster = await make(prefill=2, decode=2, attempts=1)
+    call = await at(cluster, state)
+    await (cluster.decode if role is Role.DECODE else cluster.prefill)[0].depart()
+    for worker in cluster.workers:
+        worker.open("reserve", "first")
+    events = await answered(cluster, call)
+    assert (recovered(events), events[-1].completed.placement.attempts) == ([], 2)
+
+
 GONE = {role: (role, WorkerLost(f"the {role} worker is gone")) for role in Role}
 
 

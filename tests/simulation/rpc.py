@@ -80,7 +80,8 @@ class SimCall:
             self._stream.leave(self._process)
 
     async def code(self) -> grpc.StatusCode:
-        return grpc.StatusCode.UNAVAILABLE
+        ended = self._stream is not None and self._stream.returned
+        return grpc.StatusCode.OK if ended else grpc.StatusCode.UNAVAILABLE
 
     async def details(self) -> str:
         return "simulated"
@@ -115,6 +116,7 @@ def serving(call: Callable[[AsyncIterator[Any], Any, Stream], Coroutine[Any, Any
         assert task is not None
         try:
             await call(_requests(stream, task), SimContext(stream), stream)
+            stream.returned = stream.open  # a cut stream never brings the status
         except Aborted as error:
             stream.server.world.note("ABORT", stream.name, error)
         finally:

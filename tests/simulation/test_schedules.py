@@ -32,8 +32,10 @@ PARTS = 20
 COMMANDS = "repush fetch fence abort attach FAULT ORDER RESUME flip"
 SAID = "fenced preempted refused recovered attached"
 MET = {*COMMANDS.split(), *SAID.split()}  # the first part meets all of them
-REGRESSIONS = (627,)  # seeds 30 and 138 are among the ranges below
-"""Schedules that once found a bug: KV that waited for a Repush had the blocks for which others waited that had room."""
+REGRESSIONS = (627, 20240229077, 2020240229004)  # seeds 30 and 138 are among the ranges below
+"""Schedules that once found a bug: KV that waited for a Repush had the blocks for which others waited that had room.
+A command that crossed the orderly end of a drained worker's stream counted as a failure and as a death.
+"""
 
 
 @dataclass(frozen=True)

@@ -226,6 +226,7 @@ class Stream:
     server: Process
     up: Pipe
     down: Pipe
+    returned: bool = False  # whether the server's handler ended the stream by itself
 
     def __str__(self) -> str:
         return self.name

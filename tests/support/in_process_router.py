@@ -94,7 +94,7 @@ class FakeWorker(WorkerServicer):
         self._work: dict[HandoffId, Work] = {}
         self._held: dict[HandoffId, int] = {}
         self._tasks: dict[HandoffId, asyncio.Task[None]] = {}
-        self._queue: asyncio.Queue[list[Event]] = asyncio.Queue()
+        self._queue: asyncio.Queue[list[Event] | None] = asyncio.Queue()
         self._server = aio_server()
         self.wire = PLAINTEXT
         self.before_emit: Callable[[Event], None] = lambda item: None  # changes each event before it is sent
@@ -126,12 +126,17 @@ class FakeWorker(WorkerServicer):
         await self._server.start()
         return self
 
-    async def kill(self) -> None:
+    async def depart(self) -> None:
+        """End the router's stream in order, as a drained worker does, and then the process."""
+        self._queue.put_nowait(None)
+        await self.kill(1.0)
+
+    async def kill(self, grace_s: float = 0.0) -> None:
         self.alive = False
         tasks = [*self._tasks.values(), *(work.task for work in self._work.values() if work.task)]
         for task in tasks:
             task.cancel()
-        await self._server.stop(0)
+        await self._server.stop(grace_s)
 
     async def Census(self, request, context):
         raise NotImplementedError
@@ -142,8 +147,7 @@ class FakeWorker(WorkerServicer):
         welcome = Event(welcome=convert.info_to_pb(self.info))
         await context.write(worker_pb2.WorkerMessage(events=[welcome], load=self.load()))
         try:
-            while True:
-                events = await self._queue.get()
+            while (events := await self._queue.get()) is not None:
                 self.messages += 1
                 await context.write(worker_pb2.WorkerMessage(events=events, load=self.load()))
         finally:
