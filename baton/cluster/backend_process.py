@@ -22,12 +22,13 @@ from typing import IO
 import structlog
 
 from baton.clock import Clock, SystemClock
+from baton.cluster.gpus import VISIBLE, GpuAssignment
 from baton.cluster.interfaces import Seen
 from baton.cluster.signals import Stop
 from baton.cluster.state_dir import writing
 from baton.config.loading import ENV_PREFIX
 from baton.core import Role
-from baton.errors import BatonError, ConfigError, LedgerError
+from baton.errors import BatonError, ConfigError, LedgerError, NoWorker
 
 READY_FD = "BATON_READY_FD"
 PARENT = "BATON_PARENT_PID"
@@ -279,11 +280,15 @@ def report_ready(facts: Mapping[str, object], environ: Mapping[str, str] = os.en
 
 
 class ProcessPlacement:
-    """A `Placement` of child processes. `command` returns the argv of a worker."""
+    """A `Placement` of child processes. `command` returns the argv of a worker. Without enough free GPUs, a worker
+    waits until others have ended.
+    """
 
-    def __init__(self, command: Callable[[str, Role], Sequence[str]], logs: Path) -> None:
+    def __init__(self, command: Callable[[str, Role], Sequence[str]], logs: Path, gpus: GpuAssignment) -> None:
         self._command = command
         self._logs = logs
+        self._gpus = gpus
+        self._waiting: dict[str, Role] = {}
         self._children: dict[str, Child] = {}
         self._ended: dict[str, Seen] = {}
 
@@ -294,15 +299,24 @@ class ProcessPlacement:
         return {}
 
     def start(self, worker_id: str, role: Role) -> None:
-        spec = ProcessSpec(worker_id, self._command(worker_id, role), self._logs / f"{worker_id}.log")
-        self._children[worker_id] = Child(spec)
+        gpus = self._gpus.take(worker_id, role)
+        if gpus is None:
+            self._waiting[worker_id] = role
+            return
+        self._waiting.pop(worker_id, None)
+        argv, env = self._command(worker_id, role), {VISIBLE: ",".join(gpus)} if gpus else {}
+        self._children[worker_id] = Child(ProcessSpec(worker_id, argv, self._logs / f"{worker_id}.log", env))
         try:
             self._children[worker_id].start()
         except BatonError as error:
             self._ended[worker_id] = Seen("ended", error=error)
 
     def look(self) -> Mapping[str, Seen]:
-        return {worker_id: self._look(worker_id, child) for worker_id, child in self._children.items()}
+        for worker_id, role in list(self._waiting.items()):
+            self.start(worker_id, role)
+        waits = {name: Seen("starting", error=NoWorker(f"{name} waits for free GPUs")) for name in self._waiting}
+        seen = {worker_id: self._look(worker_id, child) for worker_id, child in self._children.items()}
+        return waits | seen | self._ended
 
     def _look(self, worker_id: str, child: Child) -> Seen:
         if worker_id not in self._ended:
@@ -312,11 +326,17 @@ class ProcessPlacement:
         return self._ended[worker_id]
 
     def kill(self, worker_id: str) -> None:
-        self._children[worker_id].kill()
+        if self._waiting.pop(worker_id, None) is not None:
+            self._ended[worker_id] = Seen("ended", error=NoWorker(f"{worker_id} found no free GPUs"))
+        if worker_id in self._children:
+            self._children[worker_id].kill()
 
     def forget(self, worker_id: str) -> None:
-        self._children.pop(worker_id).wait(0.0)
+        if worker_id in self._children:
+            self._children.pop(worker_id).wait(0.0)
         self._ended.pop(worker_id, None)
+        self._gpus.give_back(worker_id)
 
     def stop(self, grace_s: float) -> None:
+        self._waiting.clear()
         stop_all(list(self._children.values()), grace_s)

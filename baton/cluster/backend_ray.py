@@ -24,8 +24,10 @@ import structlog
 
 from baton.clock import Clock, SystemClock
 from baton.cluster.backend_process import StartError, tail
+from baton.cluster.gpus import VISIBLE, GpuAssignment, uses_gpus
 from baton.cluster.interfaces import Seen
 from baton.config import ClusterConfig
+from baton.config.schema import PoolConfig
 from baton.core import Role
 from baton.errors import BatonError, Cancelled, NoWorker
 
@@ -38,7 +40,8 @@ LOCAL_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else Ray hides the GPUs of workers with `device: cuda:N`
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0",  # else all other workers see all GPUs
 }
 
 
@@ -47,13 +50,14 @@ def namespace(cluster: str) -> str:
     return f"baton-{cluster}"
 
 
-def start_local(scratch: Callable[[], Path], cluster: str) -> Any:
-    """Start a Ray that ends with this process, and return the module `ray`. `scratch` creates its folder, with a short
-    path because the folder holds unix sockets (107 bytes). Raises StartError, Cancelled.
+def start_local(scratch: Callable[[], Path], cluster: str, gpus: int) -> Any:
+    """Start a Ray with `gpus` GPUs that ends with this process, and return the module `ray`. `scratch` creates its
+    folder, with a short path because the folder holds unix sockets (107 bytes). Raises StartError, Cancelled.
     """
     os.environ.update(LOCAL_ENVIRONMENT)
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     options: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES, "num_cpus": 1}
+    options["num_gpus"] = gpus  # Ray itself also counts GPUs that torch cannot use
     try:
         return _init(LOCAL, namespace=namespace(cluster), _temp_dir=str(scratch()), **options)
     except ConnectionError as error:
@@ -135,6 +139,7 @@ class RayPlacement:
     """A `Placement` of Ray actors. `actor` is constructed with the config as JSON, the role, the id, a log file (empty
     for none) and `factories`. `open` calls `config` and `connect`, which returns the module `ray` in use. `logs` is a
     folder on this machine, or None with other hosts: then Ray keeps the output. `detached` actors outlive this process.
+    Ray assigns GPUs, but `named` assigns those of pools with `device: cuda:N`, which Ray could not share.
     """
 
     def __init__(
@@ -145,9 +150,11 @@ class RayPlacement:
         connect: Callable[[], Any],
         logs: Path | None,
         *,
+        named: GpuAssignment | None = None,
         detached: bool = False,
         clock: Clock | None = None,
     ) -> None:
+        self._named = named
         self._load_config, self._connect = config, connect
         self._logs = logs
         self._local = logs is not None
@@ -198,24 +205,29 @@ class RayPlacement:
         options = {**named, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": 4}
         pool = self._config.prefill if role is Role.PREFILL else self._config.decode
         if self._local:
-            return options | {"num_cpus": 0, "num_gpus": pool.gpus if self._one_gpu_each() else 0}
+            return options | {"num_cpus": 0, **self._local_gpus(worker_id, role, pool)}
+        gpus = pool.tensor_parallel if uses_gpus(self._config, pool, self._count_gpus()) else 0
         cpus = pool.threads * pool.tensor_parallel if pool.threads != "auto" else 1
         labels = self._labels(role)
         group = self._ray.util.placement_group(
-            [{"CPU": cpus, **({"GPU": pool.gpus} if pool.gpus else {})}],
+            [{"CPU": cpus, **({"GPU": gpus} if gpus else {})}],
             strategy="STRICT_PACK",
             name=self._group_name(worker_id, role),
             bundle_label_selector=[labels] if labels else None,
             **lifetime,
         )
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
-        return options | {"num_cpus": cpus, "num_gpus": pool.gpus, "scheduling_strategy": strategy}
+        return options | {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": strategy}
 
-    def _one_gpu_each(self) -> bool:
-        """Return whether this machine has enough GPUs for the workers of both pools. Otherwise they share GPUs."""
-        pools = (self._config.prefill, self._config.decode)
-        wanted = sum(pool.gpus * pool.replicas for pool in pools)
-        return 0 < wanted <= float(self._ray.cluster_resources().get("GPU", 0))
+    def _local_gpus(self, worker_id: str, role: Role, pool: PoolConfig) -> dict[str, Any]:
+        """Return the options that give a worker of this machine its GPUs."""
+        if self._named is None or not self._named.is_named(role):
+            return {"num_gpus": pool.gpus}
+        gpus = ",".join(self._named.take(worker_id, role) or ())
+        return {"num_gpus": 0, "runtime_env": {"env_vars": {VISIBLE: gpus}}}
+
+    def _count_gpus(self) -> int:
+        return int(self._ray.cluster_resources().get("GPU", 0))
 
     def _group_name(self, worker_id: str, role: Role | None = None) -> str:
         return ":".join(["baton", self._config.name, *([worker_id, role.value] if role else [""])])
@@ -321,6 +333,8 @@ class RayPlacement:
 
     def forget(self, worker_id: str) -> None:
         self._workers.pop(worker_id)
+        if self._named is not None:
+            self._named.give_back(worker_id)
 
     def stop(self, grace_s: float) -> None:
         if self._ray is None:

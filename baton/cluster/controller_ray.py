@@ -25,6 +25,7 @@ from baton.clock import Clock, SystemClock
 from baton.cluster.backend_process import BACKOFF_S, Child, ProcessSpec, StartError
 from baton.cluster.backend_ray import LONGEST, RayPlacement, check_reachable, connect, namespace, this_ray
 from baton.cluster.controller import LocalControl
+from baton.cluster.gpus import check_gpus
 from baton.cluster.signals import Stop
 from baton.config import ClusterConfig, RouterConfig, config_from_json
 from baton.config.values import is_loopback_host
@@ -182,7 +183,8 @@ class RemoteControl:
 
 
 def join(config: ClusterConfig, wait_s: float, stop: Stop, clock: Clock | None = None) -> Any:
-    """Return `ray`, connected within `wait_s`. Raises NoWorker, Cancelled, ConfigError (address or `check_ledger`)."""
+    """Return `ray`, connected within `wait_s`. Raises NoWorker, Cancelled, ConfigError (address, device, ledger)."""
+    check_gpus(config, ())
     if config.ray.address in {"local", "none"}:
         raise ConfigError(f"ray.address: must be auto or the address of a Ray cluster, got {config.ray.address!r}")
     clock = clock or SystemClock()

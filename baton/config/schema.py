@@ -151,10 +151,11 @@ class PoolConfig(Section):
     """A pool of workers."""
 
     replicas: Processes = Field(default=1, description="workers at the start")
-    tensor_parallel: Processes = Field(default=1, description="processes that share a worker's model; on CPUs only")
+    tensor_parallel: Processes = Field(default=1, description="processes that share a worker's model; one GPU each")
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")] = Field(
         default="auto",
-        description="cpu, cuda (with Ray one GPU per worker) or cuda:N; auto means the first GPU, else the CPU",
+        description="cpu; cuda, with GPUs of its own for each worker; cuda:N, with GPUs of a host from N on, which the"
+        " other pool may share; auto means cuda on a host with GPUs, else cpu",
     )
     threads: Processes | Auto = Field(
         default="auto", description="threads per process of a worker; auto means all cores divided by tensor_parallel"

@@ -216,8 +216,9 @@ def _check_ranks(settings: WorkerSettings, device: str) -> None:
 
 
 def pick_device(device: str) -> str:
-    """Resolve `auto` to the first GPU, or the CPU without one. Raises ConfigError if the named GPU is missing."""
+    """Resolve `cuda` to the first GPU, and `auto` to it or the CPU. Raises ConfigError if the named GPU is missing."""
     count = torch.cuda.device_count()
+    device = "cuda:0" if device == "cuda" else device
     if device == "auto":
         return "cuda:0" if count else "cpu"
     if device.startswith("cuda") and int(device.partition(":")[2] or 0) >= count:

@@ -164,7 +164,8 @@ class WorkerActor:
             redirect_output(log_file)
         config = config_from_json(config_json)
         configure_logging(config.log.level, config.log.format, worker_id)
-        log.info("process_started", version=__version__, pid=os.getpid())
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES")  # set by Ray, or by the actor's options
+        log.info("process_started", version=__version__, pid=os.getpid(), gpus=gpus)
         both, begins = of_both_roles(config, worker_id, Role(role)), Role(role)
         self._worker = HostedWorker(partial(run_worker_process, both, factories, begins))
 

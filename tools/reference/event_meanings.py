@@ -77,7 +77,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "transport_left_out": (_BOTH, "this transport does not work on this host"),
     },
     "workers": {
-        "process_started": (_ALL, "the whole config of the process, without secrets"),
+        "process_started": (_ALL, "the whole config of the process, without secrets; `gpus` is CUDA_VISIBLE_DEVICES"),
         "model_loading": (_BOTH, "progress, every few seconds"),
         "model_loaded": (_BOTH, "the model is in memory; `resident_gb` is the memory of the whole process"),
         "model_loads_anew": (_BOTH, "the new role needs other weights"),

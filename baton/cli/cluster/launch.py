@@ -33,6 +33,7 @@ from baton.cluster.backend_process import (
 from baton.cluster.backend_ray import LOCAL, RayPlacement, start_local
 from baton.cluster.controller import LocalControl
 from baton.cluster.controller_ray import RemoteControl
+from baton.cluster.gpus import ON_THIS_HOST, GpuAssignment, check_gpus, gpu_pools, visible_gpus, with_devices
 from baton.cluster.interfaces import Control
 from baton.cluster.launcher import Supervisor
 from baton.cluster.signals import Stop
@@ -133,6 +134,7 @@ def up(file: Path, sets: Sequence[str], stop: Stop, *, detach: bool, as_json: bo
     config = load_config(file, sets, os.environ)
     check_tokens(config)
     cpu_level()  # reject a wrong level now, because each worker would reject it later
+    check_gpus(config, host_gpus(config))  # before the model is downloaded
     if detach:
         _detach(config, file, sets, stop, as_json=as_json)
         return
@@ -154,28 +156,40 @@ def run_cluster(
     config: ClusterConfig, stop: Stop, ready: Callable[[ClusterState], None], home: Path | None = None
 ) -> None:
     """Run a cluster in this thread until stopped."""
+    gpus = host_gpus(config)
+    check_gpus(config, gpus)
     config = fetched(config, stop)
     folder = StateFolder(config.name, home)
     command = [sys.executable, "-m", "baton", "router", "-c", str(folder.config)]
-    Supervisor(config, folder, make_control(config, folder), command).run(stop, ready)
+    control = make_control(config, folder, gpus)
+    Supervisor(with_devices(config, gpus), folder, control, command).run(stop, ready)
 
 
-def make_control(config: ClusterConfig, folder: StateFolder) -> Control:
+def host_gpus(config: ClusterConfig) -> tuple[str, ...]:
+    """Return this host's GPUs, as entries of CUDA_VISIBLE_DEVICES, if the config may use them."""
+    if config.ray.address not in ON_THIS_HOST or not gpu_pools(config, gpus=1):
+        return ()  # without the slow import of torch
+    import torch
+
+    return visible_gpus(torch.cuda.device_count(), os.environ)
+
+
+def make_control(config: ClusterConfig, folder: StateFolder, gpus: Sequence[str]) -> Control:
     """Return the `Control` of the workers: child processes for `ray.address: none`, otherwise Ray actors."""
 
     def worker_command(worker_id: str, role: Role) -> list[str]:
         return [sys.executable, "-m", "baton", f"{role.value}-worker", "-c", str(folder.config), "--id", worker_id]
 
     if config.ray.address == "none":
-        return LocalControl(config, ProcessPlacement(worker_command, folder.logs))
+        return LocalControl(config, ProcessPlacement(worker_command, folder.logs, GpuAssignment(config, gpus)))
     if config.ray.address != LOCAL:
         command = [sys.executable, "-m", "baton", "controller", "-c", str(folder.config)]
         return RemoteControl(config, command, folder.logs)
     from baton.worker.process import WorkerActor
 
-    start = partial(start_local, folder.scratch, config.name)
-    given = partial(load_config, folder.config)
-    return LocalControl(config, RayPlacement(given, WorkerActor, role_factories(), start, folder.logs))
+    start = partial(start_local, folder.scratch, config.name, len(gpus))
+    given, named = partial(load_config, folder.config), GpuAssignment(config, gpus)
+    return LocalControl(config, RayPlacement(given, WorkerActor, role_factories(), start, folder.logs, named=named))
 
 
 def announce(state: ClusterState, config: ClusterConfig, *, as_json: bool) -> None:

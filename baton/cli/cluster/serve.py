@@ -17,6 +17,7 @@ from baton import __version__
 from baton.cli.setup.config import effective
 from baton.clock import SystemClock
 from baton.cluster.backend_process import die_with_parent, report_ready
+from baton.cluster.gpus import VISIBLE, narrow
 from baton.config import ClusterConfig, load_config
 from baton.core import Role, WorkerRef
 from baton.errors import ConfigError
@@ -31,13 +32,17 @@ GC_EVERY = 10_000  # new objects per collection; a router makes dozens per token
 log = structlog.get_logger(__name__)
 
 
-def _prepare(file: Path, sets: Sequence[str], log_file: Path | None, process: str) -> ClusterConfig:
+def _prepare(
+    file: Path, sets: Sequence[str], log_file: Path | None, process: str, role: Role | None = None
+) -> ClusterConfig:
     die_with_parent()
     if log_file is not None:
         redirect_output(str(log_file))
     config = load_config(file, sets, os.environ)
+    config = narrow(config, role, os.environ) if role is not None else config
     configure_logging(config.log.level, config.log.format, process)
-    log.info("process_started", version=__version__, pid=os.getpid(), config=effective(config))
+    gpus = os.environ.get(VISIBLE)
+    log.info("process_started", version=__version__, pid=os.getpid(), gpus=gpus, config=effective(config))
     if config.redis.url == "embedded":
         text = "a single role needs a running Redis: set redis.url=redis://... (`baton up` starts an embedded one)"
         raise ConfigError(f"redis.url: {text}")
@@ -46,7 +51,7 @@ def _prepare(file: Path, sets: Sequence[str], log_file: Path | None, process: st
 
 def run_role(role: Role, file: Path, sets: Sequence[str], worker_id: str, log_file: Path | None) -> None:
     """Run one worker until SIGTERM, SIGINT or a drain command."""
-    config = _prepare(file, sets, log_file, worker_id)
+    config = _prepare(file, sets, log_file, worker_id, role)
     if role not in config.bounds:
         raise ConfigError(f"mode: {config.mode} has no {role.value} workers; start one of the other role")
     from baton.worker.process import run_worker_process

@@ -14,7 +14,7 @@ from baton.cli.cluster.serve import router_settings
 from baton.cli.setup.config import effective
 from baton.cluster.signals import Stop
 from baton.config import ClusterConfig, load_config
-from baton.errors import Cancelled
+from baton.errors import Cancelled, ConfigError
 from baton.network import redacted
 from tests.support.waiting import eventually
 from tests.unit.test_hub import COMMIT, snapshot
@@ -149,3 +149,12 @@ def test_no_terminal_no_line(monkeypatch, tmp_path):
     with shown_loading(tmp_path):
         assert not [thread for thread in threading.enumerate() if thread.name == "loading"]
     assert stderr.getvalue() == ""
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_a_plan_that_needs_more_gpus_than_there_are_is_refused_before_anything_starts(tmp_path, monkeypatch, detach):
+    monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
+    (file := tmp_path / "c.yaml").write_text("model: {path: hf:org/never-fetched}\nprefill: {device: cpu}\n")
+    with pytest.raises(ConfigError, match=r"decode\.device: cuda:99: .* need GPU 99, and this host has \d+"):
+        launch.up(file, ["decode.device=cuda:99"], Stop(), detach=detach, as_json=False)
+    assert not (tmp_path / "home").exists()

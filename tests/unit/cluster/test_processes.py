@@ -16,13 +16,17 @@ import psutil
 import pytest
 
 from baton.cluster.backend_process import BACKOFF_S, Child, ProcessPlacement, ProcessSpec, StartError, stop_all, tail
+from baton.cluster.gpus import VISIBLE, GpuAssignment
 from baton.cluster.signals import SIGNALS, Stop, stop_on_signals
 from baton.cluster.state_dir import ClusterState, ProcessId, StateFolder, running_clusters
+from baton.config import ClusterConfig
 from baton.core import Role
-from baton.errors import BatonError, Cancelled, ConfigError, LedgerError
+from baton.errors import BatonError, Cancelled, ConfigError, LedgerError, NoWorker
 from baton.testing import FakeClock
 from tests.support.processes import READY, SILENT, fill_disk
 from tests.support.waiting import eventually
+
+NO_GPUS = GpuAssignment(ClusterConfig(), ())
 
 
 @pytest.fixture
@@ -151,7 +155,7 @@ def test_a_log_that_cannot_be_written_is_named_with_the_variable_that_moves_it(t
     with pytest.raises(ConfigError) as refused:
         Child(ProcessSpec("child", [sys.executable], tmp_path / "decode-0.log")).start()
     assert str(refused.value) == expected
-    placement = ProcessPlacement(lambda worker_id, role: [sys.executable], tmp_path)
+    placement = ProcessPlacement(lambda worker_id, role: [sys.executable], tmp_path, NO_GPUS)
     placement.start("decode-0", Role.DECODE)
     error = placement.look()["decode-0"].error
     assert isinstance(error, ConfigError)
@@ -190,7 +194,7 @@ DEAD = "import sys; print('no Redis here'); sys.exit(4)"
 @pytest.fixture
 def placed(tmp_path):
     codes = {"decode-0": READY, "decode-1": SILENT, "decode-2": DEAD}
-    placement = ProcessPlacement(lambda worker_id, role: [sys.executable, "-c", codes[worker_id]], tmp_path)
+    placement = ProcessPlacement(lambda worker_id, role: [sys.executable, "-c", codes[worker_id]], tmp_path, NO_GPUS)
     placement.open()
     yield placement
     placement.stop(0.0)
@@ -229,12 +233,59 @@ def test_one_that_is_killed_is_not_started_again_by_itself_and_none_is_left_in_t
 
 
 def test_what_cannot_be_started_is_seen_as_ended(tmp_path):
-    placement = ProcessPlacement(lambda worker_id, role: ["/nowhere/at/all"], tmp_path)
+    placement = ProcessPlacement(lambda worker_id, role: ["/nowhere/at/all"], tmp_path, NO_GPUS)
     placement.start("decode-0", Role.DECODE)
     assert "was not started" in str(placement.look()["decode-0"].error)
     placement.kill("decode-0")
     placement.forget("decode-0")
     assert placement.look() == {}
+
+
+SHOWS = f"import os; print(os.environ.get({VISIBLE!r}), flush=True)" + READY
+
+
+@pytest.fixture
+def on_gpus(tmp_path):
+    """A function that starts workers on GPUs whose logs show what they see, and returns the placement."""
+    made = []
+
+    def make(gpus, *worker_ids, **devices):
+        pools = {name: {"device": device} for name, device in devices.items()}
+        table = GpuAssignment(ClusterConfig.model_validate({"ray": {"address": "none"}, **pools}), gpus)
+        made.append(ProcessPlacement(lambda worker_id, role: [sys.executable, "-c", SHOWS], tmp_path, table))
+        for worker_id in worker_ids:
+            made[-1].start(worker_id, Role(worker_id.partition("-")[0]))
+        return made[-1]
+
+    yield make
+    for placement in made:
+        placement.stop(0.0)
+
+
+def test_each_worker_process_sees_its_own_gpus_alone(on_gpus, tmp_path):
+    placement = on_gpus(("GPU-a", "MIG-b"), "prefill-0", "decode-0", prefill="cuda", decode="cuda")
+    assert [seen(placement, name, "ready").error for name in ("prefill-0", "decode-0")] == [None, None]
+    assert [(tmp_path / f"{name}.log").read_text() for name in ("prefill-0", "decode-0")] == ["GPU-a\n", "MIG-b\n"]
+    placement = on_gpus(("0",), "prefill-1", "decode-1", prefill="cuda:0", decode="cuda:0")
+    assert [seen(placement, name, "ready").error for name in ("prefill-1", "decode-1")] == [None, None]
+    assert [(tmp_path / f"{name}.log").read_text() for name in ("prefill-1", "decode-1")] == ["0\n", "0\n"]
+
+
+def test_a_worker_waits_for_a_gpu_until_another_process_has_ended(on_gpus, tmp_path):
+    placement = on_gpus(("4", "5"), "prefill-0", "decode-0", "decode-1", "decode-2", prefill="cuda", decode="cuda")
+    pid = seen(placement, "decode-0", "ready").pid
+    waits = placement.look()["decode-1"]
+    assert (waits.state, waits.pid, str(waits.error)) == ("starting", None, "decode-1 waits for free GPUs")
+    placement.kill("decode-2")
+    assert isinstance(placement.look()["decode-2"].error, NoWorker)
+    placement.forget("decode-2")
+    placement.kill("decode-0")
+    seen(placement, "decode-0", "ended")
+    assert placement.look()["decode-1"].pid is None, "its supervisor may start it again at once"
+    placement.forget("decode-0")
+    assert not psutil.pid_exists(pid)
+    seen(placement, "decode-1", "ready")
+    assert (tmp_path / "decode-1.log").read_text() == "5\n"
 
 
 @pytest.fixture

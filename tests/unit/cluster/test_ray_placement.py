@@ -10,7 +10,8 @@ import pytest
 from baton.cluster import backend_ray
 from baton.cluster.backend_process import StartError
 from baton.cluster.backend_ray import ASK_S, SILENT_S, RayPlacement, connect, start_local
-from baton.config import config_from_json
+from baton.cluster.gpus import GpuAssignment, with_devices
+from baton.config import ClusterConfig, config_from_json
 from baton.core import Role
 from baton.errors import Cancelled, ConfigError, NoWorker
 from baton.testing import FakeClock
@@ -131,11 +132,37 @@ def test_a_worker_of_another_host_has_a_place_of_its_own(ray, place):
     assert actor.args[1:4] == ("prefill", "prefill-0", "")
 
 
-@pytest.mark.parametrize(("gpus", "asked"), [(0, 0), (1, 0), (3, 1), (8, 1)])
-def test_workers_of_one_machine_share_gpus_unless_there_is_one_for_each(ray, here, gpus, asked):
-    ray.gpus = gpus
-    assert here.start().options["num_gpus"] == asked
+def test_ray_assigns_the_gpus_of_workers_of_one_machine(ray, here):
+    assert here.start("prefill-0", Role.PREFILL).options["num_gpus"] == 2
+    assert here.start().options["num_gpus"] == 1
     assert not ray.groups
+
+
+def test_workers_on_named_gpus_of_one_machine_see_these(ray, tmp_path):
+    """Ray 2.60 leaves CUDA_VISIBLE_DEVICES to an actor without GPUs (`set_visible_accelerator_ids`)."""
+    file = {"prefill": {"device": "cuda:1", "tensor_parallel": 2}, "decode": {"device": "cuda:2"}}
+    config = ClusterConfig.model_validate(file | {"name": "test"})
+    given = with_devices(config, "abcd")
+    named = GpuAssignment(config, "abcd")
+    placement = RayPlacement(lambda: given, object, {}, lambda: ray, tmp_path, named=named)
+    placement.open()
+    placement.start("prefill-0", Role.PREFILL)
+    placement.start("decode-0", Role.DECODE)
+    options = [ray.actors[name].options for name in ("prefill-0", "decode-0")]
+    visible = [one["runtime_env"]["env_vars"]["CUDA_VISIBLE_DEVICES"] for one in options]
+    assert (visible, [one["num_gpus"] for one in options]) == (["b,c", "c"], [0, 0])
+    assert config_from_json(ray.actors["prefill-0"].args[0]).prefill.device == "cuda"
+
+
+@pytest.mark.parametrize(("model", "gpus", "asked"), [("a", 0, 0), ("a", 8, 3), ("oracle", 8, 0)])
+def test_auto_asks_a_ray_of_many_hosts_for_the_gpus_that_it_has(ray, model, gpus, asked):
+    ray.gpus = gpus
+    file = {"model": {"path": model}, "decode": {"device": "auto", "tensor_parallel": 3}, "name": "test"}
+    placement = RayPlacement(lambda: ClusterConfig.model_validate(file), object, {}, lambda: ray, None)
+    placement.open()
+    placement.start("decode-0", Role.DECODE)
+    assert ray.actors["decode-0"].options["num_gpus"] == asked
+    assert ray.groups["baton:test:decode-0:decode"]["bundles"][0].get("GPU", 0) == asked
 
 
 def test_a_worker_is_seen_from_its_place_to_its_end(ray, place):
@@ -260,9 +287,11 @@ def test_a_local_worker_is_killed_only_if_ray_does_not_end_it(ray, here, monkeyp
 
 def test_a_local_ray_keeps_to_itself(ray, tmp_path):
     before = signal.getsignal(signal.SIGTERM)
-    assert start_local(lambda: tmp_path, "test") is ray
-    assert ray.options["_temp_dir"] == str(tmp_path)
+    assert start_local(lambda: tmp_path, "test", 2) is ray
+    assert (ray.options["_temp_dir"], ray.options["num_gpus"]) == (str(tmp_path), 2)
     assert os.environ["RAY_AUTH_MODE"] == "token"
+    assert os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] == "0"
+    assert os.environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "0"
     assert len(os.environ["RAY_AUTH_TOKEN"]) == 64
     assert signal.getsignal(signal.SIGTERM) is before, "our handler is put back"
 
@@ -270,9 +299,9 @@ def test_a_local_ray_keeps_to_itself(ray, tmp_path):
 @pytest.mark.parametrize(
     ("begin", "failure", "error"),
     [
-        (lambda folder: start_local(lambda: folder, "test"), RuntimeError("no shared memory"), StartError),
+        (lambda folder: start_local(lambda: folder, "test", 0), RuntimeError("no shared memory"), StartError),
         (lambda folder: connect("auto", "test"), ConnectionError("no Ray here"), NoWorker),
-        (lambda folder: start_local(lambda: folder, "test"), SystemExit(15), Cancelled),  # Ray's reaction to SIGTERM
+        (lambda folder: start_local(lambda: folder, "test", 0), SystemExit(15), Cancelled),  # Ray's reaction to SIGTERM
     ],
 )
 def test_a_ray_that_does_not_start_is_an_error_that_names_the_key(ray, tmp_path, begin, failure, error):

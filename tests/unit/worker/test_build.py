@@ -43,7 +43,7 @@ def info_of(settings, engine):
 
 def test_a_gpu_that_is_not_there_is_named(monkeypatch, settings):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    assert (pick_device("auto"), pick_device("cuda"), pick_device("cpu")) == ("cuda:0", "cuda", "cpu")
+    assert (pick_device("auto"), pick_device("cuda"), pick_device("cpu")) == ("cuda:0", "cuda:0", "cpu")
     with pytest.raises(ConfigError, match=r"device: cuda:1 is not available \(1 GPUs"):
         pick_device("cuda:1")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
