@@ -65,6 +65,30 @@ def test_the_cluster_file_loads_and_pods_have_room_for_one_worker(rendered: Rend
         assert int(limits.get("nvidia.com/gpu", 0)) == pool.gpus
 
 
+@pytest.mark.parametrize("claim", ["", "kernels-of-all"])
+def test_a_worker_of_several_gpus_gets_them_with_shared_memory_and_a_cache_of_kernels(helm: Helm, tmp_path, claim: str):
+    sets = ["prefill.gpus=8", "prefill.sharedMemory=32Gi", "kernelCache.mountPath=/cache", "kernelCache.size=3Gi"]
+    documents = helm.render(MINIMAL, sets=[*sets, f"kernelCache.existingClaim={claim}"])
+    prefill = load(documents, tmp_path).prefill
+    assert (prefill.device, prefill.tensor_parallel) == ("cuda", 8)
+    specs = {name: group["template"]["spec"] for name, group in groups_of(documents).items()}
+    containers = {name: spec["containers"][0] for name, spec in specs.items()}
+    given = [containers["prefill"]["resources"][part]["nvidia.com/gpu"] for part in ("requests", "limits")]
+    assert given == ["8", "8"]
+    volumes = specs["prefill"]["volumes"]
+    assert {"name": "dshm", "emptyDir": {"medium": "Memory", "sizeLimit": "32Gi"}} in volumes
+    kept = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {"sizeLimit": "3Gi"}}
+    assert {"name": "kernels", **kept} in volumes
+    mounts = {one["name"]: one["mountPath"] for one in containers["prefill"]["volumeMounts"]}
+    assert (mounts["dshm"], mounts["kernels"]) == ("/dev/shm", "/cache")
+    caches = {"TRITON_CACHE_DIR": "/cache/triton", "TORCHINDUCTOR_CACHE_DIR": "/cache/inductor"}
+    variables = {one["name"]: one.get("value") for one in containers["prefill"]["env"]}
+    assert caches.items() <= variables.items()
+    assert not caches.keys() & {one["name"] for one in containers["decode"]["env"]}, "the other pool has no GPUs"
+    assert "kernels" not in [one["name"] for one in specs["decode"]["volumes"]]
+    assert not list(check_references(documents, {f"PersistentVolumeClaim/{claim}"}))
+
+
 @pytest.mark.parametrize(
     ("scale", "replicas"),
     [([], (6, 6)), (["ray.autoscaling.enabled=true", "decode.autoscale.enabled=true"], (1 + 2, 4 + 2))],

@@ -91,6 +91,8 @@ securityContext:
 {{- range $name, $value := mergeOverwrite $env .root.Values.network.nccl.env }}
 - {name: {{ $name }}, value: {{ $value | quote }}}
 {{- end }}
+- {name: TRITON_CACHE_DIR, value: {{ .root.Values.kernelCache.mountPath }}/triton}
+- {name: TORCHINDUCTOR_CACHE_DIR, value: {{ .root.Values.kernelCache.mountPath }}/inductor}
 {{- end }}
 {{- end }}
 
@@ -109,6 +111,9 @@ securityContext:
 {{- end }}
 {{- with include "baton.modelMount" . }}
 {{ trim . }}
+{{- end }}
+{{- if get .role "gpus" }}
+- {name: kernels, mountPath: {{ .root.Values.kernelCache.mountPath }}}
 {{- end }}
 {{- with .role.extraVolumeMounts }}
 {{ toYaml . }}
@@ -153,6 +158,14 @@ securityContext:
   persistentVolumeClaim: {claimName: {{ default (printf "%s-model" (include "baton.fullname" .root)) $values.model.existingClaim }}}
   {{- else }}
   emptyDir: {}
+  {{- end }}
+{{- end }}
+{{- if get .role "gpus" }}
+- name: kernels
+  {{- with $values.kernelCache.existingClaim }}
+  persistentVolumeClaim: {claimName: {{ . }}}
+  {{- else }}
+  emptyDir: {sizeLimit: {{ $values.kernelCache.size }}}
   {{- end }}
 {{- end }}
 {{- with .role.extraVolumes }}
