@@ -112,8 +112,7 @@ def narrow(config: ClusterConfig, role: Role, environ: MutableMapping[str, str])
     if (first := first_gpu(pool)) is None:
         return config
     end = first + pool.tensor_parallel
-    listed = environ.get(VISIBLE)
-    gpus = tuple(map(str, range(end))) if listed is None else visible_gpus(end, environ)
+    gpus = visible_gpus(end, environ)
     _check_range(role, pool.model_copy(update={"replicas": 1, "autoscale": None}), first, len(gpus))
     environ[VISIBLE] = ",".join(gpus[first:end])
     prefill, decode = (one.device.partition(":")[0] for one in (config.prefill, config.decode))

@@ -10,32 +10,23 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from baton.cli.options import LOCAL, ConfigFile, Json, Sets
+from baton.cli.setup.findings import BAD, OK, WARN, Finding
 from baton.errors import BatonError, ConfigError
 
 if TYPE_CHECKING:
+    from baton.cli.setup.doctor_gpu import GpuFacts
     from baton.config import ClusterConfig
 
-OK, WARN, BAD = "ok", "note", "wrong"
 TRANSPORT = "only open and probe a channel of this kind between two processes here"
-NEEDED_SHM = 256 * 2**20
+NEEDED_SHM, NEEDED_SHM_WITH_GPUS = 2**28, 2**30
 RENEW_S = 14 * 24 * 3600.0
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of one check. `remedy` is the action to take if it is not ok."""
-
-    what: str
-    verdict: str
-    found: str
-    remedy: str = ""
 
 
 Transport = Annotated[str | None, typer.Option(help=TRANSPORT)]
@@ -54,8 +45,10 @@ def doctor(config: ConfigFile = LOCAL, sets: Sets = None, as_json: Json = False,
         raise typer.Exit(1)
 
 
-def examine(file: Path, sets: Sequence[str]) -> Iterator[Finding]:
-    """Yield all findings, in the order in which to fix them."""
+def examine(file: Path, sets: Sequence[str], facts: GpuFacts | None = None) -> Iterator[Finding]:
+    """Yield all findings, in the order in which to fix them. `facts` replaces those of this host's GPUs, for tests."""
+    from baton.cli.setup.doctor_gpu import gpu_facts, gpu_findings
+    from baton.cluster.gpus import gpu_pools
     from baton.config import load_config
 
     yield Finding("python", OK, platform.python_version())
@@ -70,8 +63,9 @@ def examine(file: Path, sets: Sequence[str]) -> Iterator[Finding]:
         yield look(config)
     yield from _hosts(config)
     yield from _ports(config)
-    yield _shared_memory()
-    yield _gpu(config)
+    facts = gpu_facts() if facts is None else facts
+    yield _shared_memory(with_gpus=bool(gpu_pools(config, facts.count)))
+    yield from gpu_findings(config, facts)
     yield _kernels()
     yield _clock()
 
@@ -214,25 +208,16 @@ def _port(key: str, address: str, host: str, port: int) -> Finding:
     return Finding(key, OK, f"{address} is free")
 
 
-def _shared_memory() -> Finding:
+def _shared_memory(*, with_gpus: bool) -> Finding:
     import psutil
 
     free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
     text = f"/dev/shm has {free // 2**20} MiB free, memory {psutil.virtual_memory().available // 2**20} MiB"
+    if with_gpus and free < NEEDED_SHM_WITH_GPUS:
+        return Finding("shared memory", WARN, text, "NCCL and ranks use it: enlarge /dev/shm (Docker: --shm-size=1g)")
     if free < NEEDED_SHM:
         return Finding("shared memory", WARN, text, "Ray wants some: enlarge /dev/shm, or set ray.address=none")
     return Finding("shared memory", OK, text)
-
-
-def _gpu(config: ClusterConfig) -> Finding:
-    import torch
-
-    if torch.cuda.is_available():
-        names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
-        return Finding("gpu", OK, f"{torch.cuda.device_count()}: {', '.join(sorted(names))}")
-    wants = any(pool.device.startswith("cuda") for pool in (config.prefill, config.decode))
-    remedy = "install torch with CUDA, or set prefill.device and decode.device to cpu" if wants else ""
-    return Finding("gpu", BAD if wants else OK, "none here: workers run on CPU, NCCL cannot be used", remedy)
 
 
 def _kernels() -> Finding:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import torch
 
+from baton.cluster.gpus import VISIBLE, visible_gpus
 from baton.core import Channel, HandoffId, Incarnation, KVLayout, WorkerRef
 from baton.engine.kv_cache import KVCache
 from baton.errors import BatonError, ChannelBroken, OfferRefused, StaleAttempt
@@ -99,10 +101,19 @@ def _send(settings: TransferSettings, device: torch.device, to: WorkerRef) -> Ch
     return opened[0]
 
 
+def own_gpu(device: str, environ: MutableMapping[str, str]) -> str:
+    """Hide all GPUs but that of `cuda:N`, as in a worker, and return its name then. Call it before CUDA starts."""
+    if not device.startswith("cuda:"):
+        return device
+    index = int(device[5:])
+    environ[VISIBLE] = visible_gpus(index + 1, environ)[index]
+    return "cuda:0"
+
+
 def _receive(there: Connection, settings: TransferSettings, device: str) -> None:
     configure_logging("error", "auto")
     try:
-        asyncio.run(_serve(there, settings, torch.device(device)))
+        asyncio.run(_serve(there, settings, torch.device(own_gpu(device, os.environ))))
     except BatonError as error:
         there.send_bytes(str(error).encode())
 
