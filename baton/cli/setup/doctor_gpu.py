@@ -45,7 +45,7 @@ class GpuFacts:
 def gpu_facts() -> GpuFacts:
     """Ask torch, NVML and the kernel. Opens CUDA in this process if there are GPUs."""
     has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    nccl = torch.cuda.nccl.version() if has_nccl else None
+    nccl = torch.cuda.nccl.version() if has_nccl else None  # type: ignore[no-untyped-call]  # its gap
     count, usable = torch.cuda.device_count(), torch.cuda.is_available()
     every = range(count if usable else 0)
     pairs = ((one, other) for one in every for other in every if one != other)

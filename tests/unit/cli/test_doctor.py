@@ -12,7 +12,7 @@ import typer
 
 from baton.cli.setup import doctor
 from baton.cli.setup.certs import certs
-from baton.cli.setup.doctor import BAD, OK, WARN
+from baton.cli.setup.findings import BAD, OK, WARN
 
 BASE = "model: {path: oracle}\nrouter: {grpc: '127.0.0.1:0', metrics: '127.0.0.1:0'}\n"
 

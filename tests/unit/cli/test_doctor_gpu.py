@@ -156,9 +156,7 @@ def missing(name: str) -> Nvml:
     raise OSError(f"{name}: cannot open shared object file: No such file or directory")
 
 
-PROC = (
-    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version:  11.4\n"
-)
+PROC = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version:  11.4\n"
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder@U22)\n"
 
 
