@@ -7,6 +7,7 @@ fills in the host's part of the settings: addresses, and the shape of verify pas
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -222,7 +223,9 @@ def pick_device(device: str) -> str:
     if device == "auto":
         return "cuda:0" if count else "cpu"
     if device.startswith("cuda") and int(device.partition(":")[2] or 0) >= count:
-        raise ConfigError(f"device: {device} is not available ({count} GPUs that torch {torch.__version__} can use)")
+        seen = f"{count} GPUs that torch {torch.__version__} can use"
+        listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+        raise ConfigError(f"device: {device} is not available ({seen}; CUDA_VISIBLE_DEVICES is {listed})")
     return device
 
 

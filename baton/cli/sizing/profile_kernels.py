@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from baton.cluster.gpus import narrow
 from baton.config import load_config
 from baton.core import Role
 from baton.engine.determinism.checks import WINDOW, measure_passes, save_passes
@@ -31,6 +32,8 @@ def profile_kernels(file: Path, sets: list[str], *, as_json: bool) -> None:
     """Measure for each number of threads of a cluster file's pools. Raises ConfigError, CheckpointError."""
     configure_logging("warning", "auto")
     config = load_config(file, sets, os.environ)
+    for role in Role:
+        config = narrow(config, role, os.environ)  # kernels run on the current device, which is the first one
     pools = {settings.threads: settings for settings in (from_config(config, role, "profile") for role in Role)}
     reports = [_profile_pool(settings) for settings in pools.values()]
     if as_json:

@@ -65,3 +65,11 @@ def test_the_oracle_has_nothing_to_profile(cluster_file, monkeypatch, sets):
         monkeypatch.setenv("BATON__MODEL__PATH", "oracle")
     with pytest.raises(ConfigError, match=r"model\.path: oracle"):
         command.profile_kernels(cluster_file, sets, as_json=False)
+
+
+def test_a_named_gpu_is_profiled_as_the_only_one(cluster_file, monkeypatch):
+    """Kernels run on the current device of a thread, which is the first GPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-none")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=r"device: cuda:0 is not available .* CUDA_VISIBLE_DEVICES is GPU-none"):
+        command.profile_kernels(cluster_file, ["prefill.device=cuda:1", "decode.device=cuda:1"], as_json=True)
