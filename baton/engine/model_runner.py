@@ -18,6 +18,7 @@ import torch
 from baton.engine.batch import Batch, Injection
 from baton.engine.block_pool import Allocation
 from baton.engine.determinism.planner import Part
+from baton.engine.kernels.select import fused_draw
 from baton.engine.kv_cache import KVCache
 from baton.engine.model_backend import ModelBackend
 from baton.engine.request import Request
@@ -53,7 +54,7 @@ class Inputs:
     def __init__(
         self, backend: ModelBackend, max_tokens: int, max_rows: int, max_blocks: int, *, staged: bool | None = None
     ) -> None:
-        device = backend.device
+        self.device = device = backend.device
         staged = device.type != "cpu" if staged is None else staged
         self._block_size = backend.layout.block_size
         self._allocations: list[Allocation | None] = [None] * max_rows
@@ -170,7 +171,8 @@ class OrdinaryForwards:
     """Ordinary forwards of one engine. `thoughts` is set if the model thinks."""
 
     def __init__(self, inputs: Inputs, thoughts: Thoughts | None = None) -> None:
-        self._inputs, self._thoughts, self._sampler = inputs, thoughts, Sampler()
+        self.inputs, self._thoughts = inputs, thoughts
+        self.sampler = Sampler(fused_draw(inputs.device))
 
     @torch.inference_mode()
     def compute(
@@ -180,12 +182,12 @@ class OrdinaryForwards:
         listener = partial(on_layer, part.work) if on_layer is not None else None
         thinking = None if self._thoughts is None else self._thoughts.inject(part.work)
         tokens = [request.tokens for request in requests]
-        batch = self._inputs.build(part.work, tokens, listener, fixed=part.exact, thinking=thinking)
+        batch = self.inputs.build(part.work, tokens, listener, fixed=part.exact, thinking=thinking)
         logits = backend.forward(batch, kv)
         if self._thoughts is not None and thinking is not None:
             wanted = [item for item in part.work if item.completes]
             self._thoughts.settle(part.work, thinking)
             logits = logits[[item.completes for item in wanted]]
         ready = [request for request, item in zip(requests, part.work, strict=True) if item.completes]
-        draws = self._sampler.sample(logits, [request.row for request in ready]) if ready else []
+        draws = self.sampler.sample(logits, [request.row for request in ready]) if ready else []
         return [SampledToken(*each, each[0].is_final(exact=part.exact)) for each in zip(ready, draws, strict=True)]

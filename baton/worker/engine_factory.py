@@ -151,8 +151,10 @@ def free_memory() -> None:
 
 
 def warm_up(engine: Engine) -> None:
-    """Run the first prompt and decode step, which cost extra, and reset the counters."""
-    generate(engine, SequenceSpec((0,), Sampling(max_tokens=3, temperature=0.0, ignore_eos=True)))
+    """Run the first prompt and decode step, which cost extra, and reset the counters. A draw with a filter uses all
+    kernels of the sampler.
+    """
+    generate(engine, SequenceSpec((0,), Sampling(max_tokens=3, top_p=0.9, ignore_eos=True)))
     engine.counters = Counters()
 
 

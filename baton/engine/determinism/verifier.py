@@ -20,6 +20,7 @@ from baton.core import Token
 from baton.engine.batch import Batch
 from baton.engine.determinism.planner import VerifiedProgress, progress_of
 from baton.engine.determinism.shapes import CandidateTokens, FixedShapes
+from baton.engine.kernels.select import fused_draw
 from baton.engine.kv_cache import KVCache
 from baton.engine.model_backend import ModelBackend
 from baton.engine.model_runner import Mirror
@@ -120,7 +121,7 @@ class FixedForwards:
     ) -> None:
         self._backend, self._shapes, self._thoughts = backend, shapes, thoughts
         self._inputs = FixedInputs(backend, shapes, max_blocks, spare)
-        self._sampler = Sampler()
+        self._sampler = Sampler(fused_draw(backend.device))
         self._began = 0.0  # start of the last forward
 
     def begin(self, request: Request, prompt: int) -> None:

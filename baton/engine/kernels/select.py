@@ -13,6 +13,7 @@ from baton.engine.kernels.cpu.compiler import Unavailable
 from baton.engine.kernels.cpu.kernel_choice import load_profile, profile_path
 from baton.engine.kernels.cpu.ops import ELEMENTS, CompiledBlockCopy, CpuKernels
 from baton.engine.kernels.torch_reference import TorchKernels
+from baton.engine.sampling.fused import FusedDraw
 
 log = structlog.get_logger()
 OLDEST_GPU = (8, 0)  # Ampere: the first with bfloat16
@@ -36,8 +37,25 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, splits: Splits = "a
     return kernels
 
 
+def fused_draw(device: torch.device) -> FusedDraw | None:
+    """Return the kernel that samples on a device, or None if torch must do it."""
+    if not _has_triton(device):
+        return None
+    from baton.engine.kernels.gpu.triton_sampling import draw  # triton is not installed for CPUs
+
+    return draw
+
+
+def _has_triton(device: torch.device) -> bool:
+    return (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device) >= OLDEST_GPU
+        and find_spec("triton") is not None
+    )
+
+
 def _fastest(device: torch.device, dtype: torch.dtype, splits: Splits) -> Kernels:
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= OLDEST_GPU and find_spec("triton"):
+    if _has_triton(device):
         from baton.engine.kernels.gpu.ops import GpuKernels  # triton is not installed for CPUs
 
         return GpuKernels.on(device)

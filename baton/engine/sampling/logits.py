@@ -64,7 +64,7 @@ class Row:
         self.position, self.produced = len(prompt), 0
         penalties = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
         self.seen = None if penalties == (1.0, 0.0, 0.0) else Seen(prompt)
-        self._noise_start = mix64((sampling.seed or 0) + GOLDEN64)
+        self.noise_start = mix64((sampling.seed or 0) + GOLDEN64)
 
     def advance(self, token_id: int) -> None:
         self.position += 1
@@ -90,7 +90,7 @@ class Row:
     @property
     def noise_key(self) -> tuple[int, int]:
         """Two int32 that key the noise at `position` of the sequence."""
-        key = mix64(self._noise_start + self.position * GOLDEN64)
+        key = mix64(self.noise_start + self.position * GOLDEN64)
         return signed32(key), signed32(key >> 32)
 
 
@@ -117,17 +117,17 @@ class Adjustments:
             self._penalise(flat, vocab)
         if self._biases:
             rows, ids, values = self._biases
-            places = _on(flat, rows * vocab + ids)
-            flat[places] += _on(flat, values.astype(np.float32))
+            places = upload(rows * vocab + ids, flat.device)
+            flat[places] += upload(values.astype(np.float32), flat.device)
         if self._barring:
-            flat[_on(flat, np.concatenate([row.end_ids + i * vocab for i, row in self._barring]))] = NEVER
+            flat[upload(np.concatenate([row.end_ids + i * vocab for i, row in self._barring]), flat.device)] = NEVER
         return flat.view_as(logits)
 
     def _penalise(self, flat: Tensor, vocab: int) -> None:
-        places = _on(flat, np.concatenate([seen.ids + i * vocab for i, seen, _ in self._penalised]))
-        counts = _on(flat, np.concatenate([seen.counts for _, seen, _ in self._penalised]))
+        places = upload(np.concatenate([seen.ids + i * vocab for i, seen, _ in self._penalised]), flat.device)
+        counts = upload(np.concatenate([seen.counts for _, seen, _ in self._penalised]), flat.device)
         sizes = [len(seen.ids) for _, seen, _ in self._penalised]
-        repetition, frequency, presence = (_on(flat, rates.repeat(sizes)) for rates in self._rates)
+        repetition, frequency, presence = (upload(rates.repeat(sizes), flat.device) for rates in self._rates)
         logits = flat.index_select(0, places)
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
         adjusted = repeated - frequency * counts - presence * (counts > 0)
@@ -135,8 +135,10 @@ class Adjustments:
         flat.index_copy_(0, places, adjusted)
 
 
-def _on(like: Tensor, array: Array) -> Tensor:
-    return torch.from_numpy(array).to(like.device, non_blocking=True)
+def upload(array: Array, device: torch.device) -> Tensor:
+    """Return `array` on the device. On a CPU it shares the memory; a copy to a GPU is not waited for."""
+    staged = torch.from_numpy(array)
+    return (staged.pin_memory() if device.type == "cuda" else staged).to(device, non_blocking=True)
 
 
 class Masks:
@@ -158,9 +160,12 @@ class Masks:
         """Return `scores` `[rows, vocab]` with NEVER for each disallowed token; in place if they are `fresh`."""
         for (_, guide), allowed in zip(self._guided, self._bits, strict=True):
             guide.fill(allowed[: guide.words])
-        bits = torch.from_numpy(self._bits.view(np.uint8)).to(scores.device).int()
+        bits = upload(self._bits.view(np.uint8), scores.device).int()
         added = embedding(bits, self._addends).flatten(1)[:, : scores.shape[-1]]
         masked = scores if fresh else self._scores.copy_(scores)
+        if scores.device.type != "cpu":  # one launch for all rows
+            places = np.array([place for place, _ in self._guided])
+            return masked.index_add_(0, upload(places, scores.device), added)
         for number, (place, _) in enumerate(self._guided):
             masked[place] += added[number]  # unlike masked_fill_, equally fast for every pattern
         return masked

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.core import Sampling, TokenLogprobs
+from baton.core import TokenLogprobs
 from baton.engine.sampling.filters import GROUPS, LANES, Limits, kept, kept_leaders, leaders, mass
+from baton.engine.sampling.fused import FusedDraw, Parameters, has_filter
 from baton.engine.sampling.logits import FINITE, NEVER, Adjustments, Masks, Row
 from baton.engine.sampling.noise import columns_hash
 
@@ -32,48 +33,82 @@ class Sampled(NamedTuple):
 
 
 class Sampler:
-    """Draws one token for each row of a step. Data that depends only on the set of rows is kept with it."""
+    """Draws one token for each row of a step. Data that depends only on the set of rows is kept with it. `fused` is the
+    device's own draw, or None for that of torch.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, fused: FusedDraw | None = None) -> None:
+        self._fused = fused
         self._rows: list[Row] = []
         self._plan: _Plan | None = None
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: list[Row]) -> list[Sampled]:
         """Draw one token for each row of `logits` (float32 `[len(rows), vocab]`, left unchanged)."""
-        if self._plan is None or rows != self._rows:
-            self._rows, self._plan = list(rows), _Plan(rows, logits)
-        plan = self._plan
-        scores = plan.adjustments.apply(logits)
-        if plan.masks:
-            scores = plan.masks.apply(scores, fresh=scores is not logits)
+        plan = self._plan_of(rows, logits)
+        scores = plan.adjust(logits)
         if plan.greedy and scores.device.type == "cpu":
             return _greedy(scores)
-        best, tokens = _best(scores)
-        for group in plan.groups:
-            tokens[group.index] = group.draw(scores, best)
-        # NaN counts as the greatest number, so `best` has any NaN of its row.
-        found = tokens.where(best.isfinite(), NO_NUMBER).tolist()
-        if unsure := [i for i, token in enumerate(found) if token == UNSURE]:
-            again = _Group(unsure, rows, logits)
-            tokens[again.index] = drawn = again.draw_from_all(scores, best)
-            for i, token in zip(unsure, drawn.tolist(), strict=True):
-                found[i] = token
+        tokens = self._fused_draw(plan, scores, [0] * len(rows)) if self._fused else _drawn(plan, rows, scores)
         logprobs = _logprobs(logits, tokens, plan.with_logprobs, rows)
-        return [Sampled(None if token == NO_NUMBER else token, logprobs.get(i)) for i, token in enumerate(found)]
+        found = enumerate(tokens.tolist())
+        return [Sampled(None if token == NO_NUMBER else token, logprobs.get(i)) for i, token in found]
+
+    @torch.inference_mode()
+    def draw(self, logits: Tensor, rows: list[Row], ahead: Sequence[int]) -> Tensor:
+        """Return the tokens on the device, int64 `[rows]`, or NO_NUMBER. A fused draw does not wait for the device. Row
+        i is drawn `ahead[i]` tokens later, like `Row.at`.
+        """
+        if self._fused is None:
+            sampled = self.sample(logits, [row.at(n) if n else row for row, n in zip(rows, ahead, strict=True)])
+            ids = [NO_NUMBER if each.token_id is None else each.token_id for each in sampled]
+            return torch.tensor(ids, device=logits.device)
+        plan = self._plan_of(rows, logits)
+        return self._fused_draw(plan, plan.adjust(logits), ahead)
+
+    def _plan_of(self, rows: list[Row], logits: Tensor) -> _Plan:
+        if self._plan is None or rows != self._rows:
+            self._rows, self._plan = list(rows), _Plan(rows, logits, fused=self._fused is not None)
+        return self._plan
+
+    def _fused_draw(self, plan: _Plan, scores: Tensor, ahead: Sequence[int]) -> Tensor:
+        assert self._fused is not None
+        assert plan.parameters is not None
+        positions = [row.position + n for row, n in zip(self._rows, ahead, strict=True)]
+        parameters = plan.parameters.at(positions, scores.device)
+        return self._fused(scores, parameters, drawn=plan.parameters.drawn, filtered=plan.parameters.filtered)
 
 
 class _Plan:
-    """Parameters of a set of rows, as tensors on the device of the logits."""
+    """Parameters of a set of rows. Those of torch's draw are tensors on the device of the logits."""
 
-    def __init__(self, rows: Sequence[Row], logits: Tensor) -> None:
-        self.adjustments = Adjustments(rows)
-        self.masks = Masks(rows, logits)
-        drawn = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
-        split = [[i for i in drawn if _filters(rows[i].sampling, logits.shape[-1]) is asked] for asked in (False, True)]
+    def __init__(self, rows: Sequence[Row], logits: Tensor, *, fused: bool) -> None:
+        vocab = logits.shape[-1]
+        self._adjustments, self._masks = Adjustments(rows), Masks(rows, logits)
+        self.parameters = Parameters(rows, vocab) if fused else None
+        drawn = [] if fused else [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
+        split = [[i for i in drawn if has_filter(rows[i].sampling, vocab) is asked] for asked in (False, True)]
         self.groups = [_Group(part, rows, logits) for part in split if part]
         self.with_logprobs = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
-        self.greedy = not (self.groups or self.with_logprobs)
+        self.greedy = not (fused or self.groups or self.with_logprobs)
+
+    def adjust(self, logits: Tensor) -> Tensor:
+        """Return the logits after penalties, bias, bans and constraints; the same tensor if no row has any."""
+        scores = self._adjustments.apply(logits)
+        return self._masks.apply(scores, fresh=scores is not logits) if self._masks else scores
+
+
+def _drawn(plan: _Plan, rows: Sequence[Row], scores: Tensor) -> Tensor:
+    """Return torch's draw: token ids or NO_NUMBER, int64 `[rows]`."""
+    best, tokens = _best(scores)
+    for group in plan.groups:
+        tokens[group.index] = group.draw(scores, best)
+    # NaN counts as the greatest number, so `best` has any NaN of its row.
+    tokens = tokens.where(best.isfinite(), NO_NUMBER)
+    if unsure := (tokens == UNSURE).nonzero()[:, 0].tolist():
+        again = _Group(unsure, rows, scores)
+        tokens[again.index] = again.draw_from_all(scores, best)
+    return tokens
 
 
 class _Group:
@@ -88,7 +123,7 @@ class _Group:
         temperatures = [[max(s.temperature, FINITE.tiny)] for s in samplings]
         self._temperature = torch.tensor(temperatures, dtype=torch.float32, device=device)
         self._columns = torch.arange(vocab, dtype=torch.int32, device=device)
-        self._limits = Limits.of(samplings, vocab, device) if _filters(samplings[0], vocab) else None
+        self._limits = Limits.of(samplings, vocab, device) if has_filter(samplings[0], vocab) else None
 
     def draw(self, scores: Tensor, best: Tensor) -> Tensor:
         """Return token ids, int64 `[group]`, from the adjusted logits of all rows and their best; or UNSURE."""
@@ -105,7 +140,8 @@ class _Group:
     def draw_from_all(self, scores: Tensor, best: Tensor) -> Tensor:
         """Return the same by definition, from all columns of the vocabulary."""
         scaled = self._scale(scores, best)
-        keys, step = self._keys(scaled), max(1, CACHED_COLUMNS // scaled.shape[-1])
+        on_cpu = scaled.device.type == "cpu"  # elsewhere parts cost launches and save nothing
+        keys, step = self._keys(scaled), max(1, CACHED_COLUMNS // scaled.shape[-1]) if on_cpu else len(scaled)
         parts = (slice(i, i + step) for i in range(0, len(scaled), step))
         return torch.cat([self._draw_part(scaled[part], keys[part], part) for part in parts])
 
@@ -130,10 +166,6 @@ def gumbel(keys: Tensor, columns: Tensor) -> Tensor:
     # A winner has a small uniform variate. Floats are finest there, so 31 bits suffice.
     uniform = columns_hash(keys, columns).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
-
-
-def _filters(sampling: Sampling, vocab: int) -> bool:
-    return sampling.top_p < 1 or 0 < sampling.top_k < vocab or sampling.min_p > 0
 
 
 def _greedy(scores: Tensor) -> list[Sampled]:

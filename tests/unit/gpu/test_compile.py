@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton", reason="no triton here (the dev extra has
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from baton.engine.kernels.gpu import triton_attention, triton_rows  # noqa: E402
+from baton.engine.kernels.gpu import triton_attention, triton_rows, triton_sampling  # noqa: E402
 from baton.engine.kernels.gpu.shapes import MAX_SPLITS, decode_tiles, prefill_tiles  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,8 @@ SPILLED_BYTES = 128
 SHARED_BYTES = 99 << 10  # the limit for a kernel on the smaller GPUs of these generations
 FLOATS = {"scale", "unified", "safe", "eps"}
 INDICES = {"tables": "*i32", "starts": "*i32", "lengths": "*i32", "slots": "*i64"}
-WIDE = {"bases", "sums", "parts"}
+INDICES |= {"tokens": "*i64"} | dict.fromkeys(("parameters", "places", "noisy_places", "edges"), "*i32")
+WIDE = {"bases", "sums", "parts", "logits", "peaks", "noisy"}
 OTHERS = set("query keys values out qkv cos sin query_norm key_norm x delta weight gate_up".split())
 
 
@@ -109,6 +110,18 @@ def test_the_others(capability: int):
     compiled(triton_rows.rms_norm_kernel, {"ADD": True, "BLOCK": 4096}, capability, 8)
     for activation in ("silu", "gelu", "gelu_tanh"):
         compiled(triton_rows.gate_kernel, {"ACTIVATION": activation, "BLOCK": triton_rows.GATE_COLUMNS}, capability)
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("capability", [80, 90])
+def test_sampling(capability: int, tmp_path: Path):
+    width, segment = {"SEGMENTS": 128}, {"BLOCK": triton_sampling.SEGMENT}  # a vocabulary of 152 thousand
+    compiled(triton_sampling.peak_kernel, segment, capability)
+    compiled(triton_sampling.draw_kernel, width | segment, capability)
+    compiled(triton_sampling.token_kernel, width, capability, 1)
+    edge = compiled(triton_sampling.edge_kernel, width | {"BLOCK": triton_sampling.SEARCHED}, capability, 16)
+    assert stack_bytes(edge, tmp_path) <= SPILLED_BYTES
+    assert "div.rn.f32" in edge.asm["ptx"], "distances must be rounded as on a CPU"
 
 
 def test_each_kernel_equals_its_torch_reference(seed):
