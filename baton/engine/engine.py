@@ -25,10 +25,11 @@ from baton.engine.determinism.shapes import FixedShapes
 from baton.engine.determinism.verifier import FixedForwards, VerifiedTokens
 from baton.engine.model_backend import ModelBackend
 from baton.engine.model_runner import Inputs, OrdinaryForwards, SampledToken
+from baton.engine.overlap import Overlap
 from baton.engine.request import Request, RequestFactory
 from baton.engine.sampling.output import OutputFactory
 from baton.engine.scheduler import Scheduler
-from baton.engine.sequence import LayerListener, ScheduledSequence, Sequence, VerifyWork
+from baton.engine.sequence import LayerListener, ScheduledSequence, SchedulerOutput, Sequence, VerifyWork
 from baton.engine.step_result import Counters, SequenceOutput, StepResult
 from baton.engine.thinking import Thoughts
 from baton.errors import EngineFault, RankLost
@@ -44,7 +45,8 @@ class Engine:
     the model's limit), or where it would not fit into the pool alone. `max_batched_tokens` and `max_running` limit a
     step's tokens and sequences. Preempted sequences start over here if `recompute_preempted`; else they are dropped and
     reported. `prefix_cache` keeps KV of full blocks for the same `cache_scope` while capacity lasts. `shapes` enables
-    deterministic requests; None rejects them.
+    deterministic requests; None rejects them. `overlap` launches decode steps before the last tokens are on the host
+    (`overlap.py`); None means on a GPU.
     """
 
     def __init__(  # noqa: PLR0913  (all but three have a default)
@@ -59,6 +61,7 @@ class Engine:
         recompute_preempted: bool = True,
         prefix_cache: bool = True,
         shapes: FixedShapes | None = None,
+        overlap: bool | None = None,
     ) -> None:
         self.backend, self.layout, self.tokenizer = backend, backend.layout, tokenizer
         self.pool = BlockPool(total_blocks)
@@ -83,6 +86,9 @@ class Engine:
         self._exact_rows = shapes.exact_rows if shapes else 0
         self._requests: dict[HandoffId, Request] = {}
         self._ended: list[SequenceOutput] = []  # ended by known tokens; reported by the next step
+        early = backend.device.type == "cuda" if overlap is None else overlap
+        parts = self._ordinary, self._scheduler, self._requests, self._compute, self._deliver
+        self._overlap = Overlap(*parts, enabled=early and self._thoughts is None)
         self._on_layer: LayerListener | None = None
 
     def watch(self, on_layer: LayerListener, on_free: Callable[[Sequence], None]) -> None:
@@ -148,14 +154,15 @@ class Engine:
 
     def holdings(self) -> Iterator[tuple[HandoffId, Allocation | None]]:
         """Yield the key of each request with its blocks, or None before it has started."""
-        return ((key, request.sequence.allocation) for key, request in self._requests.items())
+        yield from ((key, request.sequence.allocation) for key, request in self._requests.items())
+        yield from self._overlap.holdings()
 
     def release(self, key: HandoffId) -> None:
         """Remove a request in any state and free its blocks, unless they are in quarantine. Ignores an unknown key."""
         self._ended = [output for output in self._ended if output.key != key]
         if (request := self._requests.pop(key, None)) is not None:
             self._scheduler.remove(request.sequence)
-            self._scheduler.free(request.sequence)
+            self._overlap.free(request.sequence)
 
     def finish_of(self, spec: SequenceSpec) -> Finish | None:
         """Return how `spec.known` already ends the request, or None. Raises InvalidRequest like `submit`."""
@@ -168,7 +175,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Return whether a step could produce anything. Held sequences need no step."""
-        return bool(self._scheduler.running or self._scheduler.waiting or self._ended)
+        return bool(self._scheduler.running or self._scheduler.waiting or self._ended or self._overlap.under_way)
 
     def load(self) -> Load:
         running, counters = self._scheduler.running, self.counters
@@ -189,6 +196,9 @@ class Engine:
 
     def step(self) -> StepResult:
         result, self._ended = StepResult(outputs=self._ended), []
+        landed = self._overlap.under_way  # before this step ends
+        if landed is not None and not self._scheduler.keeps_all():
+            self._overlap.land(result)  # preemption needs all tokens
         plan = self._scheduler.schedule()
         self.counters.preemptions += len(plan.preempted)
         self.counters.cached_tokens += plan.cached_tokens
@@ -198,12 +208,21 @@ class Engine:
             else:
                 del self._requests[sequence.key]
                 result.preempted.append(sequence.key)
-        if plan.work:
-            self._run(plan.work, result)
+        if self._overlap.fits(plan):
+            self._overlap.run(plan.work, self.backend, self.kv, self._on_layer, self.counters, result)
+        else:
+            self._overlap.land(result)
+            self._run_plan(plan, result)
+        if landed is not None:
+            result.add_counts(landed.counts)
+        return result
+
+    def _run_plan(self, plan: SchedulerOutput, result: StepResult) -> None:
+        if work := [item for item in plan.work if item.sequence.key in self._requests]:  # not just ended
+            self._run(work, result)
         windows = [window for window in plan.windows if window.sequence.key in self._requests]  # not just failed
         if windows and self._fixed:
             self._run_fixed(self._fixed, windows, result)
-        return result
 
     def _run(self, work: list[ScheduledSequence], result: StepResult) -> None:
         done: list[ScheduledSequence] = []
@@ -252,7 +271,7 @@ class Engine:
             return self._fail(request.sequence.key, NO_TOKEN, result)
         choice, sequence = request.choice, request.sequence
         token = choice.push(drawn.token_id, drawn.logprobs)
-        sequence.known = len(choice.tokens)
+        sequence.known = max(sequence.known, len(choice.tokens))  # a launched step may already count its token
         if token is not None:
             request.confirm()
         tokens = [] if token is None else [token]

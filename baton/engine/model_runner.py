@@ -135,7 +135,9 @@ class Inputs:
         n, size = len(starts), self._block_size
         positions = self._positions.array[:n]
         positions[:] = starts
-        self._token_ids.array[:n] = [known[start] for known, start in zip(tokens, starts, strict=True)]
+        # A token that is still on the device (`overlap.py`) is written there.
+        pairs = zip(tokens, starts, strict=True)
+        self._token_ids.array[:n] = [known[start] if start < len(known) else 0 for known, start in pairs]
         self._slots.array[:n] = self._tables.array[self._rows[:n], positions // size] * size + positions % size
         return n
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 
 from baton.engine.block_pool import BlockPool, BlockState
 from baton.engine.determinism.planner import WindowPlanner, begin
-from baton.engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
+from baton.engine.sequence import UNLIMITED, ScheduledSequence, SchedulerOutput, Sequence
 
 PATIENCE = 256  # steps of aging per priority level; some seconds of decoding
 
@@ -75,6 +75,12 @@ class Scheduler:
         sequence.allocation.release()
         sequence.allocation = None
 
+    def keeps_all(self) -> bool:
+        """Return whether `schedule` certainly preempts none. Sequences without policies grow by at most one block."""
+        jumps = self.waiting and self.running and _rank(self.waiting[0]) < _rank(self.running[-1])
+        plain = not any(sequence.policies for sequence in self.running)
+        return plain and not jumps and self.pool.available >= len(self.running)
+
     def schedule(self) -> SchedulerOutput:
         plan = SchedulerOutput()
         self._steps += 1
@@ -102,9 +108,9 @@ class Scheduler:
             sequence.computed = before + item.count
             self.publish(sequence, before)
 
-    def publish(self, sequence: Sequence, before: int) -> None:
-        """Cache the blocks that became full since the sequence had `before` final positions."""
-        first, end = before // self.block_size, sequence.shareable // self.block_size
+    def publish(self, sequence: Sequence, before: int, until: int = UNLIMITED) -> None:
+        """Cache the blocks that became full since the sequence had `before` final positions; it has up to `until`."""
+        first, end = before // self.block_size, min(sequence.shareable, until) // self.block_size
         if first < end and sequence.chain is not None and sequence.allocation is not None:
             hashes = sequence.chain.digests(first, end)
             sequence.allocation.publish(first, hashes)

@@ -34,6 +34,17 @@ class StepResult:
     context: int = 0  # sum of the positions that these tokens attended to
     prefill_context: int = 0
     verifying: list[tuple[HandoffId, Verifying]] = field(default_factory=list)  # live totals of the pass's sequences
+    under_way: bool = False  # another step has been launched; its tokens come with the next result
+
+    @property
+    def idle(self) -> bool:
+        """Whether the step did nothing, so that another one can do nothing either before something changes."""
+        return not (self.computed or self.outputs or self.preempted or self.failed or self.under_way)
+
+    def add_counts(self, other: StepResult) -> None:
+        """Add what another step computed."""
+        self.computed, self.prefill = self.computed + other.computed, self.prefill + other.prefill
+        self.context, self.prefill_context = self.context + other.context, self.prefill_context + other.prefill_context
 
     def add_thoughts(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:

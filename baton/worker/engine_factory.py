@@ -47,19 +47,20 @@ class Generation(NamedTuple):
 
 def generate(engine: Engine, spec: SequenceSpec) -> Generation:
     """Run `spec` to its end on an idle engine. Raises InvalidRequest if it can never be computed, or EngineFault."""
-    key, tokens = HandoffId("generate", 0), list[Token]()
+    key, tokens, finish, under_way = HandoffId("generate", 0), list[Token](), None, False
     engine.submit(key, spec)
-    while True:
+    while finish is None or under_way:  # a further step may be under way at the end
         result = engine.step()
+        under_way = result.under_way
         if result.failed:
             raise result.failed[0][1]
-        if not (result.computed or result.outputs):
+        if result.idle:
             engine.release(key)
             raise EngineFault("the block pool is full")
         for output in result.outputs:
             tokens += output.tokens
-            if output.finish is not None:
-                return Generation(tokens, "".join(t.text for t in tokens) + output.finish.tail, output.finish)
+            finish = output.finish
+    return Generation(tokens, "".join(t.text for t in tokens) + finish.tail, finish)
 
 
 log = structlog.get_logger(__name__)

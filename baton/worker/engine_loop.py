@@ -143,7 +143,7 @@ class EngineLoop:
         self.paces.note(result, computed - self.step_began + self._delivery_s)
         listener.stepped(result)
         self._delivery_s = self._clock.monotonic() - computed
-        return bool(result.computed or result.outputs or result.preempted or result.failed)
+        return not result.idle
 
     def _drain(self, *, wait: bool = False) -> None:
         """Run submitted jobs. `wait` allows up to `idle_s` for the first one."""

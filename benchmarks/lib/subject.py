@@ -94,7 +94,7 @@ class Subject:
 
     def _step(self) -> set[HandoffId]:
         result = self._engine.step()
-        if result.failed or result.preempted or not result.computed:
+        if result.failed or result.preempted or result.idle:
             raise RuntimeError(f"the engine cannot go on: {result}")
         return {output.key for output in result.outputs}
 

@@ -128,9 +128,13 @@ class OutputState:
             self.finish = Finish(FinishReason.STOP_STRING, stop)
         elif self.row.guide is not None and self.row.guide.complete:
             self.finish = Finish(FinishReason.EOS, tail=self._text.tail())  # nothing but an end token could follow
-        elif index + 1 >= self.max_output:
+        elif self.full_at(len(self.tokens)):
             self.finish = Finish(FinishReason.LENGTH, tail=self._text.tail())
         return Token(index, token_id, text, logprobs)
+
+    def full_at(self, length: int) -> bool:
+        """Return whether a sequence of this many tokens ends by its length."""
+        return length - self._prompt_len >= self.max_output
 
     def ends_by_id(self, token_id: int) -> FinishReason | None:
         """Return why this token is the end instead of output, or None."""
