@@ -61,9 +61,9 @@ class StandIn:
 def launched(monkeypatch):
     """Return a function that returns the names of all launches of one sampled step, with its reading back."""
 
-    def of(options, rows):
+    def of(options, rows, guide=None):
         samplings = [Sampling(seed=i, **options[i % len(options)]) for i in range(rows)]
-        inputs = [Row((1, 2, 3), sampling, (0,), VOCAB, None) for sampling in samplings]
+        inputs = [Row((1, 2, 3), sampling, (0,), VOCAB, guide) for sampling in samplings]
         sampler, logits = Sampler(triton_sampling.draw), torch.empty(rows, VOCAB, device="meta")
         with Launches() as counted, monkeypatch.context() as patch:
             for name in ("peak_kernel", "edge_kernel", "draw_kernel", "token_kernel"):
@@ -74,6 +74,15 @@ def launched(monkeypatch):
         return counted.names
 
     return of
+
+
+class AllowsAll:
+    """A constraint that allows every token."""
+
+    words = VOCAB // 32
+
+    def fill(self, allowed):
+        allowed[:] = -1
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 256])
@@ -96,3 +105,8 @@ def test_a_step_has_at_most_six_launches(kind, rows, launched):
 )
 def test_adjustments_cost_as_many_launches_for_one_row_as_for_256(options, launched):
     assert len(launched([options], 256)) == len(launched([options], 1)) <= 6 + 18
+
+
+def test_constraints_cost_as_many_launches_for_one_row_as_for_256(launched):
+    options = [{"temperature": 0.7}]
+    assert len(launched(options, 256, AllowsAll())) == len(launched(options, 1, AllowsAll())) <= 6 + 5
