@@ -118,7 +118,7 @@ class Overlap:
         counters: Counters,
         result: StepResult,
     ) -> None:
-        """Launch a step that `fits`, then read the step before, which the device has computed meanwhile."""
+        """Launch a step that `fits`, then read the step before."""
         launch = partial(self._launch, work, backend, kv, on_layer, counters)
         before, launched = self.under_way, self._attempt(launch, [item.sequence for item in work], result)
         self.under_way, result.under_way = launched, launched is not None

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 SEGMENT = 2048  # columns of one program
-SEARCHED = 1024  # columns that one program of the search reads at once
+SEARCHED = 1024  # columns in one tile of the search
 PIVOTS = tl.constexpr(16)
 INFINITY = tl.constexpr(0x7F800000)  # bits of infinity in float32
 EVERY = tl.constexpr(0x7FFFFFFF)
