@@ -108,14 +108,14 @@ class DecodeGraphs:
         self.sizes = buckets(max_rows)
         self._max_blocks = max_blocks
         self._static = Static(max_rows, max_blocks, model.layout.block_size, model.device)
+        self._scratch = Scratch(model.model.scratch.dtype, model.model.scratch.device)  # replays write to its memory
         self._graphs: dict[int, Captured] = {}
 
     def capture(self, capture: Callable[[Callable[[], Tensor]], Captured]) -> None:
         """Capture all buckets, the largest first, because its scratch is large enough for the others."""
         model = self._model.model
-        before = model.scratch
         # A graph writes to the addresses of its capture, but the model's own scratch moves when it grows.
-        model.scratch = Scratch(before.dtype, before.device)
+        before, model.scratch = model.scratch, self._scratch
         try:
             for rows in reversed(self.sizes):
                 self._graphs[rows] = capture(partial(self._model.forward, self._static.batch(rows), self._kv))

@@ -1,8 +1,10 @@
 """The same engine on the GPU kernels: a whole model against the reference kernels, and decode steps with graphs."""
 
+import gc
 import random
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -90,12 +92,15 @@ class Graphed:
         kv, scratch = self.model.make_cache(total_blocks), self.model.model.scratch
         self.graphs = DecodeGraphs(self.model, kv, max_rows=6, max_blocks=8)
         capture = CudaCapture(kv.device) if kv.device.type == "cuda" else eager
+        checked = partial(torch.cuda.graph, check_input_liveness=True)  # a replay raises if memory that it uses is freed
 
         def watched(forward):
             assert self.model.model.scratch is not scratch
             return capture(forward)
 
-        self.graphs.capture(watched)
+        with patch.object(torch.cuda, "graph", checked):
+            self.graphs.capture(watched)
+        gc.collect()
         assert self.model.model.scratch is scratch
         assert bool((kv.k == 0).all())  # capturing stores nothing
         self.kv, self.backend = kv, graphed(self.model, self.graphs)
