@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from baton.engine.kernels.gpu import triton_attention, triton_rows, triton_sampling  # noqa: E402
-from baton.engine.kernels.gpu.shapes import MAX_SPLITS, decode_tiles, prefill_tiles  # noqa: E402
+from baton.engine.kernels.gpu.shapes import SPLIT_TOKENS, decode_tiles, prefill_tiles  # noqa: E402
 
 pytestmark = pytest.mark.slow
 SPILLED_BYTES = 128
@@ -77,7 +77,7 @@ def attention(capability: int, dim: int, group: int, element: str) -> list[Any]:
     shape = dim, dim, {"bf16": 2, "fp32": 4}[element]
     made = []
     for kernel, tiles, more in (
-        (triton_attention.split_kernel, decode_tiles(group, *shape), {"UNIFIED": True}),
+        (triton_attention.split_kernel, decode_tiles(group, *shape), {"UNIFIED": True, "SPLIT": SPLIT_TOKENS}),
         (triton_attention.prefill_kernel, prefill_tiles(*shape), {"STEADY": False}),
         (triton_attention.prefill_kernel, prefill_tiles(*shape), {"STEADY": True}),
     ):
@@ -104,7 +104,8 @@ def test_attention(capability: int, dim: int, group: int, element: str, tmp_path
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_others(capability: int):
-    compiled(triton_attention.combine_kernel, {"SPLITS": MAX_SPLITS, "DIM": 128, "WIDTH": 128}, capability)
+    combine = {"DIM": 128, "WIDTH": 128, "WINDOW": 0, "SPLIT": SPLIT_TOKENS, "CHUNK": triton_attention.COMBINED}
+    compiled(triton_attention.combine_kernel, combine, capability)
     rotate = {"HALF": 64, "NORMS": True, "HEADS": triton_rows.HEADS_AT_ONCE, "BLOCK": 64}
     compiled(triton_rows.rotate_and_store_kernel, rotate, capability)
     compiled(triton_rows.rms_norm_kernel, {"ADD": True, "BLOCK": 4096}, capability, 8)

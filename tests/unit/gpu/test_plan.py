@@ -14,25 +14,39 @@ from hypothesis import strategies as st
 from baton.engine.kernels.gpu import flash_attention
 from baton.engine.kernels.gpu.cuda_graphs import Static
 from baton.engine.kernels.gpu.cuda_memory import widest_batch
-from baton.engine.kernels.gpu.shapes import MAX_SPLITS, bucket_for, buckets, decode_tiles, prefill_tiles, split_count
+from baton.engine.kernels.gpu.shapes import (
+    SPLIT_TOKENS,
+    bucket_for,
+    buckets,
+    decode_tiles,
+    prefill_tiles,
+    split_count,
+    split_programs,
+)
 from tests.support.paged_attention import batch_over
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    ("pairs", "longest", "wanted"),
-    [(8, 32_768, 64), (8, 4096, 16), (8, 300, 1), (64, 4096, 8), (512, 4096, 1), (100_000, 100_000, 1), (1, 1, 1)],
-)
-def test_splits_fill_the_device_and_are_not_too_short(pairs, longest, wanted):
-    assert split_count(pairs, longest, 132) == wanted
+@pytest.mark.parametrize(("longest", "splits"), [(0, 1), (1, 1), (1024, 1), (1025, 2), (32_768, 32), (131_072, 128)])
+def test_splits_have_one_length(longest, splits):
+    assert split_count(longest) == splits
 
 
-@given(st.integers(1, 10**5), st.integers(0, 10**6))
-def test_splits_are_powers_of_two_within_bounds(pairs, longest):
-    found = split_count(pairs, longest, 132)
-    assert found in [1 << power for power in range(MAX_SPLITS.bit_length())]
-    assert found == 1 or longest // found >= 256
+@pytest.mark.parametrize("rows", [1, 33, 64, 256])
+def test_a_long_context_gets_many_programs_in_every_batch(rows):
+    """Rows of 8 KV heads on 132 processors. A context of 32k tokens among short ones was one program at 33 rows."""
+    programs = split_programs(rows * 8, split_count(32_768), 132)
+    assert programs * 8 >= 32
+    assert programs * rows * 8 <= 132 * 64, "most of them have nothing to do"
+
+
+@given(st.integers(1, 10**5), st.integers(0, 10**6), st.integers(1, 200))
+def test_programs_are_at_most_the_splits(pairs, longest, processors):
+    splits = split_count(longest)
+    programs = split_programs(pairs, splits, processors)
+    assert 1 <= programs <= splits
+    assert programs >= min(4, splits)
 
 
 def test_buckets_are_dense_below_and_end_at_the_most():
@@ -49,6 +63,7 @@ def test_tiles_are_what_tensor_cores_and_shared_memory_take(dim, size):
     for tiles in (prefill_tiles(dim, dim, size), decode_tiles(1, dim, dim, size), decode_tiles(20, dim, dim, size)):
         assert tiles.rows >= 16
         assert tiles.rows & (tiles.rows - 1) == 0
+        assert SPLIT_TOKENS % tiles.keys == 0
     assert decode_tiles(20, dim, dim, size).rows == 32
 
 
@@ -69,7 +84,7 @@ def test_a_filled_bucket_holds_the_batch_and_padding():
     assert read.block_tables[:3, :2].eq(5).all()
     assert read.logit_rows.tolist() == [0, 1, 2, 0]
     assert read.query_lens == [1] * 4
-    assert read.context_lens == [12] * 4  # splits are chosen for this length, the same at every replay
+    assert read.context_lens == [12] * 4  # the memory of splits suffices for this length
     static.fill(replace(batch_of(4), logit_rows=torch.tensor([1, 3])), 4)
     assert static.batch(4).logit_rows.tolist() == [1, 3, 0, 0], "fewer logits than rows"
 

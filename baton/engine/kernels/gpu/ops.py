@@ -12,7 +12,7 @@ from baton.engine.batch import Batch
 from baton.engine.kernels.base import Attention, HeadNorms, Rotation
 from baton.engine.kernels.gpu import triton_attention, triton_rows
 from baton.engine.kernels.gpu.flash_attention import Varlen, VarlenAttention, find_varlen, varlen_fits
-from baton.engine.kernels.gpu.shapes import WIDEST_HEAD, decode_tiles, prefill_tiles, split_count
+from baton.engine.kernels.gpu.shapes import WIDEST_HEAD, decode_tiles, prefill_tiles, split_count, split_programs
 from baton.engine.kernels.torch_reference import TorchKernels, torch_attention
 
 
@@ -56,7 +56,11 @@ class GpuAttention:
         if self._singles:
             pieces, unified = self._pieces_for(query.shape[1], keys, values), self._kernels.unified
             tiles = decode_tiles(query.shape[1] // keys.shape[2], *sizes)
-            triton_attention.decode_attention(*where, pieces, tiles, scale=scale, window=window, unified=unified)
+            pairs, splits = len(batch.kv_lens) * keys.shape[2], pieces.bases.shape[2]
+            programs = split_programs(pairs, splits, self._kernels.processors)
+            triton_attention.decode_attention(
+                *where, pieces, tiles, programs=programs, scale=scale, window=window, unified=unified
+            )
         return out
 
     def _pieces_for(self, heads: int, keys: Tensor, values: Tensor) -> triton_attention.Pieces:
@@ -64,8 +68,8 @@ class GpuAttention:
         if self._pieces is None:
             sequences = len(self._batch.kv_lens)
             seen = self._longest if self._window is None else min(self._longest, self._window)
-            splits = split_count(sequences * keys.shape[2], seen, self._kernels.processors)
-            self._pieces = triton_attention.Pieces.empty(sequences, heads, splits, values.shape[3], keys.device)
+            shape = sequences, heads, split_count(seen), values.shape[3]
+            self._pieces = triton_attention.Pieces.empty(*shape, keys.device)
         return self._pieces
 
 

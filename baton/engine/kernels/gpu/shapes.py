@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-WAVES = 2  # target programs per processor, so that one computes while another waits for memory
-SPLIT_TOKENS = 256  # a smaller split costs more to combine than it saves
-MAX_SPLITS = 64
+SPLIT_TOKENS = 1024  # constant, because the bits of a row must not depend on its batch; a multiple of all key tiles
+PROGRAMS = 64  # at most so many per processor, because most of a graph's have no split and cost their launch
+FEWEST_PROGRAMS = 4  # per sequence and KV head, so that a long context in a large batch does not run alone at the end
 FINE_BUCKETS = (1, 2, 4)
 BUCKET_STEP, WIDE_BUCKET, WIDE_STEP = 8, 256, 32
 WIDEST_HEAD = 256  # beyond it, tiles of keys and values do not fit together
@@ -21,14 +21,16 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def split_count(pairs: int, longest: int, processors: int) -> int:
-    """Return the number of splits of each context, a power of two. It fills the device's `processors` without splits
-    below SPLIT_TOKENS. `pairs` is sequences x KV heads, the parallelism without splits; `longest` is the longest
-    context in tokens.
+def split_count(longest: int) -> int:
+    """Return the number of splits of a context of `longest` tokens, which needs no more memory than that."""
+    return max(1, -(-longest // SPLIT_TOKENS))
+
+
+def split_programs(pairs: int, splits: int, processors: int) -> int:
+    """Return how many programs share the splits of each context: one for each split if the device's `processors` can
+    start so many quickly. `pairs` is sequences x KV heads.
     """
-    wanted = -(-processors * WAVES // max(pairs, 1))
-    room = max(longest // SPLIT_TOKENS, 1)
-    return min(_power_of_two(wanted), 1 << (room.bit_length() - 1), MAX_SPLITS)
+    return min(splits, max(processors * PROGRAMS // pairs, FEWEST_PROGRAMS))
 
 
 def prefill_tiles(head_dim: int, value_dim: int, element_bytes: int) -> Tiles:

@@ -1,8 +1,9 @@
 """Paged attention: split KV for sequences with one new token, tiles of query rows for prompt chunks.
 
-Each context with one new token is cut into pieces that run in parallel. A piece writes its base (the maximum score),
-sum of weights and weighted values in float32. A second kernel combines the pieces by log-sum-exp; a piece without keys
-has weight 0. All query heads of a KV head are one tile, so that K and V are read once.
+Each context with one new token is cut into splits of a fixed length, so a long one gets many and the bits of a row do
+not depend on other rows. A program computes one split or several in turn. A split writes its base (the maximum score),
+sum of weights and weighted values in float32. A second kernel combines the splits that a context fills by log-sum-exp.
+All query heads of a KV head are one tile, so that K and V are read once.
 
 A tile of a prompt chunk holds consecutive (token, head) pairs of one sequence and KV head, ordered by token. Groups of
 any size fill it, and each key is read once per group. Keys that all rows see need no mask; those on the diagonal do.
@@ -18,11 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels.gpu.shapes import Tiles
+from baton.engine.kernels.gpu.shapes import SPLIT_TOKENS, Tiles
 
 LOG2E = 1.4426950408889634
 # Powers of two from the unified maximum within which float32 sums over a million keys stay finite and keep all bits.
 SAFE_RANGE = 60.0
+COMBINED = 16  # splits that the second kernel holds at a time
 
 
 class Pieces(NamedTuple):
@@ -94,24 +96,23 @@ def attend(
     return peak, total, result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def split_kernel(
     query: tl.tensor, keys: tl.tensor, values: tl.tensor, tables: tl.tensor, starts: tl.tensor, lengths: tl.tensor,
-    bases: tl.tensor, sums: tl.tensor, parts: tl.tensor, block_size: int, query_row: int, query_head: int,
+    bases: tl.tensor, sums: tl.tensor, parts: tl.tensor, splits: int, block_size: int, query_row: int, query_head: int,
     key_block: int, key_slot: int, key_head: int, value_block: int, value_slot: int, value_head: int, table_row: int,
     scale: float, unified: float, safe: float,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, UNIFIED: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, UNIFIED: tl.constexpr, SPLIT: tl.constexpr,
 ) -> None:
-    sequence, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    """Compute every num_programs(2)-th split of one sequence and KV head. `splits` is the room in `bases`."""
+    sequence, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(starts + sequence).to(tl.int64)
-    if tl.load(starts + sequence + 1) - row != 1:
-        return
     length = tl.load(lengths + sequence)
     first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
-    piece = tl.cdiv(tl.cdiv(length - first, tl.num_programs(2)), TILE) * TILE
-    begin = first + split * piece
-    end = tl.minimum(begin + piece, length)
+    count = tl.cdiv(length - first, SPLIT)
+    if tl.load(starts + sequence + 1) - row != 1 or tl.program_id(2) >= count:
+        return
     member = tl.arange(0, ROWS)
     columns, value_columns = tl.arange(0, WIDTH)[None, :], tl.arange(0, VALUE_WIDTH)[None, :]
     ours, heads = member < GROUP, kv_head * GROUP + member
@@ -121,78 +122,92 @@ def split_kernel(
     none, nothing = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     empty = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
     k, v, table = keys + kv_head * key_head, values + kv_head * value_head, tables + sequence * table_row
-    peak, total, result = attend(
-        q, last, begin, end, k, v, table, block_size, key_block, key_slot, value_block, value_slot, none, nothing,
-        empty, scale, unified, DIM, VALUE_DIM, WIDTH, VALUE_WIDTH, TILE, 0, False, UNIFIED,
-    )
-    if UNIFIED:
-        # Rows outside the safe range take the running maximum; the others keep the constant.
-        far = ours & (peak > float("-inf")) & (tl.abs(peak - unified) > safe)
-        base = tl.where(peak == float("-inf"), peak, unified)
-        if tl.max(far.to(tl.int32), axis=0) > 0:
-            peak, exact_total, exact_result = attend(
-                q, last, begin, end, k, v, table, block_size, key_block, key_slot, value_block, value_slot, none,
-                nothing, empty, scale, unified, DIM, VALUE_DIM, WIDTH, VALUE_WIDTH, TILE, 0, False, False,
-            )
-            base = tl.where(far, peak, base)
-            total = tl.where(far, exact_total, total)
-            result = tl.where(far[:, None], exact_result, result)
-        peak = base
-    place = (sequence * tl.num_programs(1) * GROUP + heads) * tl.num_programs(2) + split
-    tl.store(bases + place, peak, mask=ours)
-    tl.store(sums + place, total, mask=ours)
-    # The values of an empty piece are never read.
-    filled = ours[:, None] & (value_columns < VALUE_DIM) & (begin < end)
-    tl.store(parts + place[:, None] * VALUE_DIM + value_columns, result, mask=filled)
+    for split in range(tl.program_id(2), count, tl.num_programs(2)):
+        begin = first + split * SPLIT
+        end = tl.minimum(begin + SPLIT, length)
+        peak, total, result = attend(
+            q, last, begin, end, k, v, table, block_size, key_block, key_slot, value_block, value_slot, none, nothing,
+            empty, scale, unified, DIM, VALUE_DIM, WIDTH, VALUE_WIDTH, TILE, 0, False, UNIFIED,
+        )
+        if UNIFIED:
+            # Rows outside the safe range take the running maximum; the others keep the constant.
+            far = ours & (peak > float("-inf")) & (tl.abs(peak - unified) > safe)
+            base = tl.where(peak == float("-inf"), peak, unified)
+            if tl.max(far.to(tl.int32), axis=0) > 0:
+                peak, exact_total, exact_result = attend(
+                    q, last, begin, end, k, v, table, block_size, key_block, key_slot, value_block, value_slot, none,
+                    nothing, empty, scale, unified, DIM, VALUE_DIM, WIDTH, VALUE_WIDTH, TILE, 0, False, False,
+                )
+                base = tl.where(far, peak, base)
+                total = tl.where(far, exact_total, total)
+                result = tl.where(far[:, None], exact_result, result)
+            peak = base
+        place = (sequence * tl.num_programs(1) * GROUP + heads) * splits + split
+        tl.store(bases + place, peak, mask=ours)
+        tl.store(sums + place, total, mask=ours)
+        wanted = ours[:, None] & (value_columns < VALUE_DIM)
+        tl.store(parts + place[:, None] * VALUE_DIM + value_columns, result, mask=wanted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def combine_kernel(
-    bases: tl.tensor, sums: tl.tensor, parts: tl.tensor, starts: tl.tensor, out: tl.tensor, out_row: int,
-    SPLITS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    bases: tl.tensor, sums: tl.tensor, parts: tl.tensor, starts: tl.tensor, lengths: tl.tensor, out: tl.tensor,
+    splits: int, out_row: int,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(starts + sequence).to(tl.int64)
     if tl.load(starts + sequence + 1) - row != 1:
         return
-    place = (sequence * tl.num_programs(1) + head) * SPLITS + tl.arange(0, SPLITS)
-    columns = tl.arange(0, WIDTH)
-    base = tl.load(bases + place)
-    top = tl.max(base, axis=0)
-    weights = tl.exp2(base - tl.where(top == float("-inf"), 0.0, top))
-    total = tl.sum(weights * tl.load(sums + place), axis=0)
-    there = (weights > 0)[:, None] & (columns < DIM)[None, :]
-    pieces = tl.load(parts + place[:, None] * DIM + columns[None, :], mask=there, other=0.0)
+    length = tl.load(lengths + sequence)
+    count = tl.cdiv(tl.minimum(length, WINDOW) if WINDOW > 0 else length, SPLIT)
+    place = (sequence * tl.num_programs(1) + head) * splits
+    columns, lanes = tl.arange(0, WIDTH), tl.arange(0, CHUNK)
+    highest, totals = tl.full([CHUNK], float("-inf"), tl.float32), tl.zeros([CHUNK], tl.float32)
+    for begin in range(0, count, CHUNK):
+        base = tl.load(bases + place + begin + lanes, mask=begin + lanes < count, other=float("-inf"))
+        highest = tl.maximum(highest, base)
+    top = tl.max(highest, axis=0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    result = tl.zeros([CHUNK, WIDTH], tl.float32)
+    for begin in range(0, count, CHUNK):
+        at, there = place + begin + lanes, begin + lanes < count
+        weights = tl.exp2(tl.load(bases + at, mask=there, other=float("-inf")) - top)
+        totals += weights * tl.load(sums + at, mask=there, other=0.0)
+        shown = there[:, None] & (columns < DIM)[None, :]
+        result += weights[:, None] * tl.load(parts + at[:, None] * DIM + columns[None, :], mask=shown, other=0.0)
+    total = tl.sum(totals, axis=0)
     # A sequence without keys is padding and gets zeros.
-    result = tl.sum(weights[:, None] * pieces, axis=0) / tl.where(total > 0, total, 1.0)
-    tl.store(out + row * out_row + head * DIM + columns, result.to(out.dtype.element_ty), mask=columns < DIM)
+    final = tl.sum(result, axis=0) / tl.where(total > 0, total, 1.0)
+    tl.store(out + row * out_row + head * DIM + columns, final.to(out.dtype.element_ty), mask=columns < DIM)
 
 
 def decode_attention(
     query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, starts: Tensor, lengths: Tensor, out: Tensor,
-    pieces: Pieces, tiles: Tiles, *, scale: float, window: int | None, unified: float | None = None,
-    safe_range: float = SAFE_RANGE,
+    pieces: Pieces, tiles: Tiles, *, programs: int, scale: float, window: int | None, unified: float | None = None,
+    safe_range: float = SAFE_RANGE, split: int = SPLIT_TOKENS,
 ) -> None:
     """Attend for sequences with one new token. Other rows of `out` are not changed.
 
     query [N, heads, head_dim], keys [blocks, block_size, kv_heads, head_dim], values [.., value_dim], tables int32
-    [B, W], starts int32 [B + 1], lengths int32 [B], out [N, heads * value_dim]. The number of splits in `pieces` is a
-    power of two. `unified` replaces every row's maximum, in units of scaled scores. A row with its best score further
-    than `safe_range` (in powers of two) from it uses the running maximum.
+    [B, W], starts int32 [B + 1], lengths int32 [B], out [N, heads * value_dim]. Contexts are cut into splits of `split`
+    tokens, a multiple of `tiles.keys`; `pieces` has room for those of the longest one. `programs` share the splits of
+    each sequence and KV head, which does not change results. `unified` replaces every row's maximum, in units of scaled
+    scores. A row with its best score further than `safe_range` (in powers of two) from it uses the running maximum.
     """
     sequences, (heads, head_dim) = len(lengths), query.shape[1:]
     kv_heads, value_dim = keys.shape[2], values.shape[3]
-    splits = pieces.bases.shape[2]
-    split_kernel[(sequences, kv_heads, splits)](
-        query, keys, values, tables, starts, lengths, *pieces, keys.shape[1], *query.stride()[:2], *keys.stride()[:3],
+    room = pieces.bases.shape[2]
+    split_kernel[(sequences, kv_heads, programs)](
+        query, keys, values, tables, starts, lengths, *pieces, room, keys.shape[1], *query.stride()[:2], *keys.stride()[:3],
         *values.stride()[:3], tables.stride(0), scale * LOG2E, (unified or 0.0) * LOG2E, safe_range,
         GROUP=heads // kv_heads, DIM=head_dim, VALUE_DIM=value_dim, WIDTH=max(16, triton.next_power_of_2(head_dim)),
         VALUE_WIDTH=max(16, triton.next_power_of_2(value_dim)), ROWS=tiles.rows, TILE=tiles.keys, WINDOW=window or 0,
-        UNIFIED=unified is not None, num_warps=tiles.warps, num_stages=tiles.stages,
+        UNIFIED=unified is not None, SPLIT=split, num_warps=tiles.warps, num_stages=tiles.stages,
     )
     combine_kernel[(sequences, heads)](
-        *pieces, starts, out, out.stride(0), SPLITS=splits, DIM=value_dim, WIDTH=triton.next_power_of_2(value_dim),
-        num_warps=4,
+        *pieces, starts, lengths, out, room, out.stride(0), DIM=value_dim, WIDTH=triton.next_power_of_2(value_dim),
+        WINDOW=window or 0, SPLIT=split, CHUNK=COMBINED, num_warps=4,
     )
 
 

@@ -26,13 +26,16 @@ class Drawn:
         self.out = torch.full((len(case.query), heads * self.value_dim), 7.0, dtype=dtype, device=device)
 
 
-def decoded(case, splits, *, window=None, unified=None, safe_range=60.0, tiles=TILES):
+def decoded(case, split, *, programs=2, tiles=TILES, window=None, **options):
+    """Decode with splits of `split` tokens and unwritten results of splits that are NaN."""
     heads, dim = case.query.shape[1:]
-    pieces = Pieces.empty(len(case.places[2]), heads, splits, case.value_dim, case.out.device)
+    longest = min(int(case.places[2].max()), window or 10**6)
+    pieces = Pieces.empty(len(case.places[2]), heads, -(-longest // split), case.value_dim, case.out.device)
     for part in pieces:
         part.fill_(float("nan"))
     memory = (case.keys, case.values, *case.places, case.out, pieces, tiles)
-    decode_attention(case.query, *memory, scale=dim**-0.5, window=window, unified=unified, safe_range=safe_range)
+    options |= {"scale": dim**-0.5, "window": window, "programs": programs, "split": split}
+    decode_attention(case.query, *memory, **options)
     return case.out, pieces
 
 
@@ -47,15 +50,31 @@ def close(found, expected):
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 8])
-def test_decode_at_the_edges_of_blocks_tiles_and_splits(splits, device, dtype, seed):
-    contexts = [1, 4, 5, 16, 17, 33]  # with 8 splits, most of them have empty ones
+@pytest.mark.parametrize(("split", "programs"), [(64, 1), (32, 2), (16, 2), (16, 3)])
+def test_decode_at_the_edges_of_blocks_tiles_and_splits(split, programs, device, dtype, seed):
+    contexts = [1, 4, 5, 16, 17, 33]
     case = Drawn(seed, device, dtype, [1] * len(contexts), contexts, heads=2, kv_heads=1)
-    found, pieces = decoded(case, splits)
+    found, pieces = decoded(case, split, programs=programs)
     close(found, case.expected)
-    empty = pieces.bases == float("-inf")
-    assert bool((pieces.sums[empty] == 0).all())
-    assert bool(empty.any()) == (splits > 1)
+    written = (~pieces.bases.isnan()).sum(2)
+    assert written.tolist() == [[-(-context // split)] * 2 for context in contexts], "the splits with keys, no others"
+
+
+@pytest.mark.parametrize("window", [None, 37])
+def test_the_bits_of_a_row_do_not_depend_on_its_batch_or_the_programs(window, device, dtype, seed):
+    """A long row among short ones, and each row alone with as many programs as splits."""
+    contexts, shape = [3, 200, 16], {"heads": 2, "kv_heads": 1, "window": window}
+    case = Drawn(seed, device, dtype, [1] * 3, contexts, **shape)
+    together = [decoded(case, 16, programs=programs, window=window)[0].clone() for programs in (1, 2, 13)]
+    assert torch.equal(together[0], together[1])
+    assert torch.equal(together[0], together[2])
+    close(together[0], case.expected)
+    tables, starts, lengths = case.places
+    for row in range(3):
+        case.places, query = (tables[row : row + 1], starts[:2], lengths[row : row + 1]), case.query
+        case.query = query[row : row + 1]
+        assert torch.equal(decoded(case, 16, programs=3, window=window)[0][0], together[0][row])
+        case.query = query
 
 
 @pytest.mark.parametrize(
@@ -66,45 +85,45 @@ def test_groups_and_head_sizes(heads, kv_heads, dim, value_dim, device, dtype, s
     shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "value_dim": value_dim}
     case = Drawn(seed, device, dtype, [1, 1], [19, 2], **shape)
     tiles = TILES._replace(rows=32 if heads // kv_heads > 16 else 16)
-    close(decoded(case, 2, tiles=tiles)[0], case.expected)
+    close(decoded(case, 16, tiles=tiles)[0], case.expected)
     chunk = Drawn(seed, device, dtype, [9], [12], **shape)
     close(prefilled(chunk, 9), chunk.expected)
 
 
-@pytest.mark.parametrize(("window", "splits"), [(1, 4), (5, 1), (5, 4), (16, 4), (1000, 1)])
-def test_decode_window(window, splits, device, dtype, seed):
+@pytest.mark.parametrize(("window", "split"), [(1, 16), (5, 64), (5, 16), (20, 16), (1000, 16)])
+def test_decode_window(window, split, device, dtype, seed):
     case = Drawn(seed, device, dtype, [1] * 3, [1, 5, 37], heads=2, kv_heads=1, window=window)
-    close(decoded(case, splits, window=window)[0], case.expected)
+    close(decoded(case, split, window=window)[0], case.expected)
 
 
 def test_decode_leaves_chunks_and_padding_alone(device, dtype, seed):
     case = Drawn(seed, device, dtype, [3, 1, 2, 1], [9, 21, 2, 4])
     case.places[2][3] = 0  # a row that only fills a bucket
-    found, _ = decoded(case, 2)
+    found, _ = decoded(case, 16)
     close(found[3:4], case.expected[3:4])
     assert bool((found[[0, 1, 2, 4, 5]] == 7).all())
     assert bool((found[6] == 0).all())
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-def test_one_loud_row_alone_leaves_the_unified_maximum(splits, device, dtype, seed):
+@pytest.mark.parametrize("split", [16, 64])
+def test_one_loud_row_alone_leaves_the_unified_maximum(split, device, dtype, seed):
     case = Drawn(seed, device, dtype, [1] * 3, [40, 40, 40], loud={1})
-    found, pieces = decoded(case, splits, unified=0.5)
+    found, pieces = decoded(case, split, unified=0.5)
     close(found, case.expected)
     constant = torch.tensor(0.5 * 1.4426950408889634)
-    left = (pieces.bases != constant.to(device)) & (pieces.bases > float("-inf"))
+    left = pieces.bases != constant.to(device)
     assert left.flatten(1).any(1).tolist() == [False, True, False]
 
 
 def test_the_unified_maximum_is_left_downwards_too(device, dtype, seed):
     case = Drawn(seed, device, dtype, [1, 1], [40, 7])
-    found, _ = decoded(case, 2, unified=400.0)  # every weight underflows
+    found, _ = decoded(case, 32, unified=400.0)  # every weight underflows
     close(found, case.expected)
 
 
 def test_without_the_fallback_the_loud_row_is_lost(device, seed):
     case = Drawn(seed, device, torch.float32, [1] * 2, [40, 40], loud={1})
-    found, _ = decoded(case, 2, unified=0.5, safe_range=float("inf"))
+    found, _ = decoded(case, 32, unified=0.5, safe_range=float("inf"))
     close(found[:1], case.expected[:1])
     assert not bool(torch.isfinite(found[1]).all())
 
