@@ -78,7 +78,8 @@ class Engine:
         )
         max_blocks = self.layout.blocks_for(self.max_model_len)
         self._thoughts = None if backend.thinker is None else Thoughts(backend.thinker, self.layout, total_blocks)
-        self._ordinary = OrdinaryForwards(Inputs(backend, max_batched_tokens, max_running, max_blocks), self._thoughts)
+        self.inputs = Inputs(backend, max_batched_tokens, max_running, max_blocks)
+        self._ordinary = OrdinaryForwards(self.inputs, self._thoughts)
         self._fixed = FixedForwards(backend, shapes, max_blocks, total_blocks, self._thoughts) if shapes else None
         choices = OutputFactory(tokenizer, backend.vocab_size, self.max_model_len)
         begin_fixed = None if self._fixed is None else self._fixed.begin

@@ -1,9 +1,4 @@
-"""Ordinary forwards: input tensors, the model's run, and the draws from its logits.
-
-`Inputs` keeps its tensors between steps and writes only changes. On a CPU, the host buffers are the tensors of the
-batch. Elsewhere each buffer has a device copy and two stages (pinned for CUDA), used alternately. Copies are
-asynchronous, and a stage is rewritten only when its last copy is done.
-"""
+"""Ordinary forwards: input tensors, the model's run, and the draws from its logits."""
 
 from __future__ import annotations
 
@@ -16,7 +11,6 @@ import numpy as np
 import torch
 
 from baton.engine.batch import Batch, Injection
-from baton.engine.block_pool import Allocation
 from baton.engine.determinism.planner import Part
 from baton.engine.kernels.select import fused_draw
 from baton.engine.kv_cache import KVCache
@@ -24,55 +18,35 @@ from baton.engine.model_backend import ModelBackend
 from baton.engine.request import Request
 from baton.engine.sampling.sampler import Sampled, Sampler
 from baton.engine.sequence import LayerListener, ScheduledSequence
+from baton.engine.staging import BlockTables, Staged
 from baton.engine.thinking import Thoughts
-
-Array = np.ndarray[Any, np.dtype[Any]]
-STAGES = 2
-
-
-class Mirror:
-    """A buffer that is written on the host (`array`) and read on the device (result of `push`)."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, staged: bool) -> None:
-        self.device = torch.zeros(shape, dtype=dtype, device=device)
-        pinned = device.type == "cuda"
-        self.stages = [torch.zeros(shape, dtype=dtype, pin_memory=pinned) for _ in range(STAGES if staged else 0)]
-        self.array: Array = np.zeros(shape, self.stages[0].numpy().dtype) if staged else self.device.numpy()
-
-    def push(self, n: int, stage: int) -> torch.Tensor:
-        """Return the first `n` rows on the device, valid for all work issued after this call."""
-        if self.stages:
-            staged = self.stages[stage][:n]
-            staged.numpy()[...] = self.array[:n]
-            self.device[:n].copy_(staged, non_blocking=True)
-        return self.device[:n]
 
 
 class Inputs:
-    """Builder of one engine's batches: at most `max_tokens` tokens of `max_rows` sequences of `max_blocks` blocks."""
+    """Builder of one engine's batches: at most `max_tokens` tokens of `max_rows` sequences of `max_blocks` blocks. All
+    batches are in the same memory of the device. Behind a step of one token per sequence is padding for CUDA graphs.
+    """
 
     def __init__(
         self, backend: ModelBackend, max_tokens: int, max_rows: int, max_blocks: int, *, staged: bool | None = None
     ) -> None:
-        self.device = device = backend.device
-        staged = device.type != "cpu" if staged is None else staged
+        self.device = backend.device
+        staged = backend.device.type != "cpu" if staged is None else staged
         self._block_size = backend.layout.block_size
-        self._allocations: list[Allocation | None] = [None] * max_rows
-        self._lengths = [0] * max_rows  # entries of each row of the table
-        self._starts_of_ones = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
-        self._rows_of_ones = torch.arange(max_rows, device=device)
-        self._rows = np.arange(max_rows)
-
-        def mirror(dtype: torch.dtype, *shape: int) -> Mirror:
-            return Mirror(shape, dtype, device, staged=staged)
-
-        self._token_ids, self._positions, self._slots = (mirror(torch.int64, max_tokens) for _ in range(3))
-        self._logit_rows = mirror(torch.int64, max_rows)
-        self._query_starts, self._kv_lens = mirror(torch.int32, max_rows + 1), mirror(torch.int32, max_rows)
-        self._tables = mirror(torch.int32, max_rows, max_blocks)
-        self._stage = 0
-        stages = STAGES if device.type == "cuda" else 0
-        self._copied = [torch.cuda.Event() for _ in range(stages)]  # type: ignore[no-untyped-call]
+        self._rows = np.arange(max_rows + 1)
+        tokens, rows = (torch.int64, (max(max_tokens, max_rows),)), (max_rows,)
+        self._staged = Staged(
+            backend.device,
+            staged=staged,
+            token_ids=tokens,
+            positions=tokens,
+            slots=tokens,
+            logit_rows=(torch.int64, rows),
+            query_starts=(torch.int32, (max_rows + 1,)),
+            kv_lens=(torch.int32, rows),
+        )
+        self._arrays = self._staged.arrays
+        self._tables = BlockTables(max_rows, max_blocks, backend.device, staged=staged)
 
     def build(
         self,
@@ -84,81 +58,66 @@ class Inputs:
         thinking: Injection | None = None,
     ) -> Batch:
         """Build the batch for `work`; `tokens[i]` are all known tokens of sequence i. Valid until the next build."""
-        self._stage = (self._stage + 1) % STAGES
-        if self._copied:
-            self._copied[self._stage].synchronize()  # waits only if the engine is far ahead of its device
         starts = [item.sequence.computed for item in work]
         counts = [item.count for item in work]
         contexts = [start + count for start, count in zip(starts, counts, strict=True)]
-        tables = self._write_tables(work, -(-max(contexts) // self._block_size))
-        self._kv_lens.array[: len(work)] = contexts
-        ones = max(counts) == 1
-        n = self._write_ones(starts, tokens) if ones else self._write_chunks(starts, counts, tokens)
-        batch = Batch(
-            token_ids=self._token_ids.push(n, self._stage),
-            positions=self._positions.push(n, self._stage),
-            slot_mapping=self._slots.push(n, self._stage),
+        for row, item in enumerate(work):
+            assert item.sequence.allocation is not None
+            self._tables.write(row, item.sequence.allocation)
+        self._arrays["kv_lens"][: len(work)] = contexts
+        n = self._write_ones(starts, tokens) if max(counts) == 1 else self._write_chunks(starts, counts, tokens)
+        wanted = np.cumsum(counts)[[item.completes for item in work]] - 1
+        self._arrays["logit_rows"][: len(wanted)] = wanted
+        self._arrays["logit_rows"][len(wanted) :] = 0
+        self._tables.push()
+        self._staged.push()
+        return self._batch(counts, contexts, n, len(wanted), on_layer=on_layer, fixed=fixed, thinking=thinking)
+
+    def widest(self) -> Batch:
+        """Return the memory of steps of one token per sequence as one batch: all rows, with the longest contexts. It
+        holds only padding until the next build.
+        """
+        self._write_ones([], [])
+        self._staged.push()
+        rows, blocks = self._tables.array.shape
+        return self._batch([1] * rows, [blocks * self._block_size] * rows, rows, rows)
+
+    def _batch(self, counts: list[int], contexts: list[int], n: int, wanted: int, **options: Any) -> Batch:
+        tensors, width = self._staged.tensors, -(-max(contexts) // self._block_size)
+        return Batch(
+            token_ids=tensors["token_ids"][:n],
+            positions=tensors["positions"][:n],
+            slot_mapping=tensors["slots"][:n],
             query_lens=counts,
             context_lens=contexts,
-            query_starts=self._starts_of_ones[: n + 1] if ones else self._query_starts.push(len(work) + 1, self._stage),
-            kv_lens=self._kv_lens.push(len(work), self._stage),
-            block_tables=tables,
-            logit_rows=self._wanted_rows(work, counts, ones),
-            on_layer=on_layer,
-            fixed=fixed,
-            thinking=thinking,
+            query_starts=tensors["query_starts"][: len(counts) + 1],
+            kv_lens=tensors["kv_lens"][: len(counts)],
+            block_tables=self._tables.tensor[: len(counts), :width],
+            logit_rows=tensors["logit_rows"][:wanted],
+            **options,
         )
-        if self._copied:
-            self._copied[self._stage].record()
-        return batch
-
-    def _write_tables(self, work: Sequence[ScheduledSequence], width: int) -> torch.Tensor:
-        changed = False
-        for row, item in enumerate(work):
-            allocation = item.sequence.allocation
-            assert allocation is not None
-            if allocation is not self._allocations[row] or len(allocation.blocks) != self._lengths[row]:
-                self._write_row(row, allocation)
-                changed = True
-        tables = self._tables.push(len(work), self._stage) if changed else self._tables.device[: len(work)]
-        return tables[:, :width]
-
-    def _write_row(self, row: int, allocation: Allocation) -> None:
-        table = self._tables.array[row]
-        blocks = allocation.blocks[: len(table)]
-        kept = self._lengths[row] if allocation is self._allocations[row] else 0
-        table[kept : len(blocks)] = blocks[kept:]
-        table[len(blocks) : self._lengths[row]] = 0
-        self._allocations[row], self._lengths[row] = allocation, len(allocation.blocks)
 
     def _write_ones(self, starts: list[int], tokens: Sequence[list[int]]) -> int:
-        n, size = len(starts), self._block_size
-        positions = self._positions.array[:n]
+        n, size, arrays = len(starts), self._block_size, self._arrays
+        positions = arrays["positions"][:n]
         positions[:] = starts
         # A token that is still on the device (`overlap.py`) is written there.
         pairs = zip(tokens, starts, strict=True)
-        self._token_ids.array[:n] = [known[start] if start < len(known) else 0 for known, start in pairs]
-        self._slots.array[:n] = self._tables.array[self._rows[:n], positions // size] * size + positions % size
+        arrays["token_ids"][:n] = [known[start] if start < len(known) else 0 for known, start in pairs]
+        arrays["slots"][:n] = self._tables.array[self._rows[:n], positions // size] * size + positions % size
+        arrays["query_starts"][:] = self._rows
         return n
 
     def _write_chunks(self, starts: list[int], counts: list[int], tokens: Sequence[list[int]]) -> int:
-        size, ends = self._block_size, np.cumsum(counts)
+        size, ends, arrays = self._block_size, np.cumsum(counts), self._arrays
         n, rows = int(ends[-1]), self._rows[: len(counts)].repeat(counts)
         positions = np.arange(n) - (ends - counts - starts)[rows]
         new = [known[start : start + count] for known, start, count in zip(tokens, starts, counts, strict=True)]
-        self._token_ids.array[:n] = list(chain.from_iterable(new))
-        self._positions.array[:n] = positions
-        self._slots.array[:n] = self._tables.array[rows, positions // size].astype(np.int64) * size + positions % size
-        self._query_starts.array[1 : len(counts) + 1] = ends
+        arrays["token_ids"][:n] = list(chain.from_iterable(new))
+        arrays["positions"][:n] = positions
+        arrays["slots"][:n] = self._tables.array[rows, positions // size].astype(np.int64) * size + positions % size
+        arrays["query_starts"][1 : len(counts) + 1] = ends
         return n
-
-    def _wanted_rows(self, work: Sequence[ScheduledSequence], counts: list[int], ones: bool) -> torch.Tensor:
-        wanted = [item.completes for item in work]
-        if ones and all(wanted):
-            return self._rows_of_ones[: len(work)]
-        rows = np.cumsum(counts)[wanted] - 1
-        self._logit_rows.array[: len(rows)] = rows
-        return self._logit_rows.push(len(rows), self._stage)
 
 
 class SampledToken(NamedTuple):

@@ -131,7 +131,7 @@ def build_engine(settings: WorkerSettings, loaded: ModelBackend | None = None) -
     if settings.role is Role.DECODE and backend.device.type == "cuda" and backend.thinker is None:
         from baton.engine.kernels.gpu.cuda_graphs import with_graphs  # never needed on a CPU
 
-        engine.backend = with_graphs(backend, engine.kv, settings.max_running, engine.max_model_len)
+        engine.backend = with_graphs(backend, engine.kv, engine.inputs.widest())
     warm_up(engine)
     gc.collect()
     gc.freeze()  # permanent objects: no collection scans them in the middle of a step

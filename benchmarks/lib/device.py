@@ -12,6 +12,7 @@ import torch
 from baton.engine.batch import Batch
 from baton.engine.kernels.gpu.cuda_graphs import CudaCapture, DecodeGraphs
 from baton.engine.kernels.torch_attention import PagedAttention
+from baton.engine.model_runner import Inputs
 from benchmarks.lib.random_weights import random_model, settings_of
 
 if TYPE_CHECKING:
@@ -117,6 +118,25 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
     )
 
 
+def moved(batch: Batch, widest: Batch) -> Batch:
+    """Copy a batch of one token per sequence to the memory of graphs (`Inputs.widest`), pad it, and return it there."""
+    rows, wanted, width = len(batch.token_ids), len(batch.logit_rows), batch.block_tables.shape[1]
+    widest.slot_mapping.fill_(-1)
+    widest.kv_lens.zero_()
+    widest.logit_rows.zero_()
+    widest.query_starts.copy_(torch.arange(len(widest.query_starts)))
+    return replace(
+        batch,
+        token_ids=widest.token_ids[:rows].copy_(batch.token_ids),
+        positions=widest.positions[:rows].copy_(batch.positions),
+        slot_mapping=widest.slot_mapping[:rows].copy_(batch.slot_mapping),
+        query_starts=widest.query_starts[: rows + 1],
+        kv_lens=widest.kv_lens[:rows].copy_(batch.kv_lens),
+        block_tables=widest.block_tables[:rows, :width].copy_(batch.block_tables),
+        logit_rows=widest.logit_rows[:wanted].copy_(batch.logit_rows),
+    )
+
+
 def attention_error(case: Case, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> float:
     """Return the largest difference to the torch reference in float32, for values of about 1."""
     batch = batch_of(case.queries, case.contexts, case.block_size, device)
@@ -141,10 +161,12 @@ def decode_seconds(model: TransformerBackend, rows: int, context: int, *, graphs
     kv = _cache(model, batch)
     if not graphs:
         return seconds(lambda: model.forward(batch, kv))
-    decode = DecodeGraphs(model, kv, rows, model.layout.blocks_for(2 * context))
+    inputs = Inputs(model, rows, rows, model.layout.blocks_for(2 * context))
+    decode = DecodeGraphs(model, kv, inputs.widest())
     decode.sizes = [rows]
     decode.capture(CudaCapture(model.device))
-    return seconds(lambda: decode.run(batch, rows))
+    there = moved(batch, inputs.widest())
+    return seconds(lambda: decode.run(there, rows))
 
 
 def prefill_seconds(model: TransformerBackend, tokens: int) -> float:

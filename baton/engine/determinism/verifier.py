@@ -23,11 +23,11 @@ from baton.engine.determinism.shapes import CandidateTokens, FixedShapes
 from baton.engine.kernels.select import fused_draw
 from baton.engine.kv_cache import KVCache
 from baton.engine.model_backend import ModelBackend
-from baton.engine.model_runner import Mirror
 from baton.engine.request import Request
 from baton.engine.sampling.output import OutputState
 from baton.engine.sampling.sampler import Sampled, Sampler
 from baton.engine.sequence import LayerListener, ScheduledSequence, VerifyWork
+from baton.engine.staging import Staged
 from baton.engine.step_result import Counters, StepResult
 from baton.engine.thinking import Thoughts
 
@@ -46,14 +46,18 @@ class FixedInputs:
         self._shapes, self._block_size, self._spare = shapes, backend.layout.block_size, spare
         self._last = backend.max_model_len - 1
         width = max_blocks + backend.layout.blocks_for(shapes.largest)
-        device = backend.device
-
-        def mirror(dtype: torch.dtype, *shape: int) -> Mirror:
-            return Mirror(shape, dtype, device, staged=device.type != "cpu")
-
-        self._token_ids, self._positions, self._slots = (mirror(torch.int64, shapes.largest) for _ in range(3))
-        self._starts, self._lens = mirror(torch.int32, shapes.rows + 1), mirror(torch.int32, shapes.rows)
-        self._tables, self._wanted = mirror(torch.int32, shapes.rows, width), mirror(torch.int64, shapes.largest)
+        tokens, rows = (torch.int64, (shapes.largest,)), shapes.rows
+        self._staged = Staged(
+            backend.device,
+            staged=backend.device.type != "cpu",
+            token_ids=tokens,
+            positions=tokens,
+            slots=tokens,
+            wanted=tokens,
+            starts=(torch.int32, (rows + 1,)),
+            lens=(torch.int32, (rows,)),
+            tables=(torch.int32, (rows, width)),
+        )
 
     def build(
         self,
@@ -69,30 +73,32 @@ class FixedInputs:
         rows = 1 if on_grid else self._shapes.rows
         n = rows * size
         contexts = [window.start + size for window in windows] + [size] * (rows - len(windows))
-        self._tables.array[:rows] = self._spare
-        self._token_ids.array[:n] = 0
-        self._slots.array[:n] = self._spare * self._block_size
-        self._positions.array[:n] = np.tile(np.arange(size), rows)
+        arrays, tensors = self._staged.arrays, self._staged.tensors
+        arrays["tables"][:rows] = self._spare
+        arrays["token_ids"][:n] = 0
+        arrays["slots"][:n] = self._spare * self._block_size
+        arrays["positions"][:n] = np.tile(np.arange(size), rows)
         for row, (window, known) in enumerate(zip(windows, tokens, strict=True)):
             self._write(row, window, known)
-        self._starts.array[: rows + 1] = np.arange(rows + 1) * size
-        self._lens.array[:rows] = contexts
+        arrays["starts"][: rows + 1] = np.arange(rows + 1) * size
+        arrays["lens"][:rows] = contexts
         wanted = n
         if on_grid:
-            self._wanted.array[0] = windows[0].count - 1
+            arrays["wanted"][0] = windows[0].count - 1
             wanted = int(windows[0].start + windows[0].count == progress_of(windows[0].sequence).verified)
         else:
-            self._wanted.array[:n] = np.arange(n)
+            arrays["wanted"][:n] = np.arange(n)
+        self._staged.push()
         return Batch(
-            token_ids=self._token_ids.push(n, 0),
-            positions=self._positions.push(n, 0),
-            slot_mapping=self._slots.push(n, 0),
+            token_ids=tensors["token_ids"][:n],
+            positions=tensors["positions"][:n],
+            slot_mapping=tensors["slots"][:n],
             query_lens=[size] * rows,
             context_lens=contexts,
-            query_starts=self._starts.push(rows + 1, 0),
-            kv_lens=self._lens.push(rows, 0),
-            block_tables=self._tables.push(rows, 0),
-            logit_rows=self._wanted.push(wanted, 0),
+            query_starts=tensors["starts"][: rows + 1],
+            kv_lens=tensors["lens"][:rows],
+            block_tables=tensors["tables"][:rows],
+            logit_rows=tensors["wanted"][:wanted],
             on_layer=on_layer,
             fixed=True,
             thinking=None if thoughts is None else thoughts.inject_fixed(windows, n),
@@ -101,16 +107,17 @@ class FixedInputs:
     def _write(self, row: int, window: VerifyWork, known: list[int]) -> None:
         assert window.sequence.allocation is not None
         size, start, at = window.size, window.start, row * window.size
-        blocks, table = window.sequence.allocation.blocks, self._tables.array[row]
+        blocks, arrays = window.sequence.allocation.blocks, self._staged.arrays
+        table, slots = arrays["tables"][row], arrays["slots"]
         table[: len(blocks)] = blocks
         positions = np.arange(start, start + size)
-        self._positions.array[at : at + size] = positions.clip(max=self._last)
-        self._token_ids.array[at : at + window.count] = known[start : start + window.count]
+        arrays["positions"][at : at + size] = positions.clip(max=self._last)
+        arrays["token_ids"][at : at + window.count] = known[start : start + window.count]
         # Padding also overwrites the rest of its own blocks: attention reads them with weight 0, but 0 * NaN is NaN.
         places = positions[: len(blocks) * self._block_size - start]
         own = slice(at, at + len(places))
-        self._slots.array[own] = table[places // self._block_size].astype(np.int64) * self._block_size
-        self._slots.array[own] += places % self._block_size
+        slots[own] = table[places // self._block_size].astype(np.int64) * self._block_size
+        slots[own] += places % self._block_size
 
 
 class FixedForwards:

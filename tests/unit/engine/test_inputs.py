@@ -1,6 +1,5 @@
 """Inputs kept between steps change nothing: each batch equals a newly built one."""
 
-import itertools
 import random
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -11,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.block_pool import BlockPool
-from baton.engine.model_runner import STAGES, Inputs, Mirror
+from baton.engine.model_runner import Inputs
 from baton.engine.oracle import oracle_layout
 from baton.engine.sequence import ScheduledSequence, Sequence
+from baton.engine.staging import STAGES, BlockTables, Staged
 from tests.support.engines import Streams, allocated, engine_of, key_of, numbers, oracle, spec_of
 from tests.unit.model.harness import Row, assert_same_batch, make_batch
 
@@ -79,22 +79,73 @@ def test_steady_decoding_writes_no_row_of_the_table_again():
 
 
 def test_a_copy_in_flight_is_not_written_over():
-    mirror = Mirror((4,), torch.int64, CPU, staged=True)
+    staged = Staged(CPU, staged=True, a=(torch.int64, (4,)), b=(torch.int32, (3,)))
+    seen = []
     for step in range(2 * STAGES):
-        before = [stage.clone() for stage in mirror.stages]
-        mirror.array[:] = step + 1
-        assert mirror.push(3, step % STAGES).tolist() == [step + 1] * 3
-        for i in range(STAGES):
-            assert i == step % STAGES or torch.equal(mirror.stages[i], before[i])
-        assert mirror.device[3] == 0, "what was not pushed"
+        before = [stage.clone() for stage in staged._stages]
+        staged.arrays["a"][:] = staged.arrays["b"][:] = step + 1
+        staged.push()
+        seen += [i for i in range(STAGES) if not torch.equal(staged._stages[i], before[i])]
+        assert staged.tensors["a"].tolist() == [step + 1] * 4
+        assert staged.tensors["b"].tolist() == [step + 1] * 3
+    assert seen in ([0, 1] * STAGES, [1, 0] * STAGES)
 
 
-def test_builds_take_the_stages_in_turn():
-    work = ScheduledSequence(Sequence(key_of(), 1, 5, 5, 0, BlockPool(9).allocate(2)), 5)
-    inputs, each = inputs_of(staged=True), []
-    for _ in range(4):
-        with patch.object(Mirror, "push", autospec=True, side_effect=Mirror.push) as push:
-            inputs.build([work], [[3] * 5])
-        each.append({call.args[2] for call in push.call_args_list})
-    assert all(len(stages) == 1 for stages in each)
-    assert all(left != right for left, right in itertools.pairwise(each))
+def test_a_partial_push_copies_no_more():
+    staged = Staged(CPU, staged=True, a=(torch.int64, (4,)))
+    staged.arrays["a"][:] = 7
+    staged.push(16)
+    assert staged.tensors["a"].tolist() == [7, 7, 0, 0]
+
+
+def test_arrays_are_aligned_as_torch_allocates():
+    staged = Staged(CPU, staged=True, a=(torch.int32, (1,)), b=(torch.int32, (5,)), c=(torch.int64, (1,)))
+    assert [each.storage_offset() * each.element_size() % 16 for each in staged.tensors.values()] == [0] * 3
+
+
+def test_on_a_cpu_the_host_writes_to_the_tensors():
+    staged = Staged(CPU, staged=False, a=(torch.int64, (2,)))
+    staged.arrays["a"][:] = 5
+    assert staged.tensors["a"].tolist() == [5, 5]
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**32), st.sampled_from([1, 8, 2000]))
+def test_pushed_tables_equal_the_tables_of_the_host(number, changes):
+    """Sequences come, grow, and move to other rows. Few changed entries are copied alone, many as one rectangle."""
+    rng, pool = random.Random(number), BlockPool(200)
+    tables, held = BlockTables(5, 12, CPU, staged=True), [allocated(pool, rng.randint(1, 12)) for _ in range(5)]
+
+    def change(row):
+        if len(held[row].blocks) < 12 and rng.random() < 0.5:
+            assert held[row].grow(1)
+        if rng.random() < 0.2:
+            held[row].release()
+            held[row] = allocated(pool, rng.randint(1, 12))
+
+    for _ in range(6):
+        rng.shuffle(held)
+        for row in range(rng.randint(1, 5)):
+            change(row)
+            tables.write(row, held[row])
+        with patch("baton.engine.staging.CHANGES", changes):
+            tables.push()
+        assert tables.tensor.tolist() == tables.array.tolist()
+    assert tables.array[0, : len(held[0].blocks)].tolist() == held[0].blocks
+
+
+def test_behind_a_decode_step_is_padding():
+    """A graph for more rows reads it: no KV, a slot that is not stored, and the logits of a row that exists."""
+    pool, inputs = BlockPool(20), inputs_of(staged=True)
+    sequences, widest = [Sequence(key_of(i), i, 5, 5, 4, allocated(pool, 2)) for i in range(6)], inputs.widest()
+    assert widest.slot_mapping.tolist() == [-1] * 6, "a capture stores nothing"
+    for rows in (6, 2):  # a fuller step first, whose rows must not be stored again
+        batch = inputs.build([ScheduledSequence(each, 1) for each in sequences[:rows]], [[7] * 5] * rows)
+    assert widest.slot_mapping[:2].tolist() == batch.slot_mapping.tolist()
+    assert widest.slot_mapping[2:].tolist() == [-1] * 4
+    assert widest.kv_lens.tolist() == [5, 5, 0, 0, 0, 0]
+    assert widest.query_starts.tolist() == list(range(7))
+    assert widest.logit_rows.tolist() == [0, 1, 0, 0, 0, 0]
+    assert widest.token_ids.data_ptr() == batch.token_ids.data_ptr()
+    assert widest.query_lens == [1] * 6
+    assert widest.context_lens == [MAX_LEN] * 6

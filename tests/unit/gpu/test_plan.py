@@ -1,9 +1,8 @@
-"""Decisions that need no GPU: splits, tiles, buckets, a graph's inputs, when FlashAttention fits."""
+"""Decisions that need no GPU: splits, tiles, buckets, when FlashAttention fits."""
 
 import inspect
 import subprocess
 import sys
-from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.kernels.gpu import flash_attention
-from baton.engine.kernels.gpu.cuda_graphs import Static
 from baton.engine.kernels.gpu.cuda_memory import widest_batch
 from baton.engine.kernels.gpu.shapes import (
     SPLIT_TOKENS,
@@ -65,28 +63,6 @@ def test_tiles_are_what_tensor_cores_and_shared_memory_take(dim, size):
         assert tiles.rows & (tiles.rows - 1) == 0
         assert SPLIT_TOKENS % tiles.keys == 0
     assert decode_tiles(20, dim, dim, size).rows == 32
-
-
-def batch_of(rows):
-    batch = batch_over(torch.full((rows, 2), 5, dtype=torch.int32), [1] * rows, list(range(1, rows + 1)))
-    numbers = torch.arange(rows)
-    return replace(batch, token_ids=numbers + 40, positions=numbers, slot_mapping=numbers + 20, logit_rows=numbers)
-
-
-def test_a_filled_bucket_holds_the_batch_and_padding():
-    static = Static(rows=8, blocks=3, block_size=4, device=CPU)
-    static.fill(batch_of(8), 8)
-    static.fill(batch_of(3), 4)  # after a fuller one, whose rows must not be stored again
-    read = static.batch(4)
-    assert read.token_ids[:3].tolist() == [40, 41, 42]
-    assert read.slot_mapping.tolist() == [20, 21, 22, -1]
-    assert read.kv_lens.tolist() == [1, 2, 3, 0]
-    assert read.block_tables[:3, :2].eq(5).all()
-    assert read.logit_rows.tolist() == [0, 1, 2, 0]
-    assert read.query_lens == [1] * 4
-    assert read.context_lens == [12] * 4  # the memory of splits suffices for this length
-    static.fill(replace(batch_of(4), logit_rows=torch.tensor([1, 3])), 4)
-    assert static.batch(4).logit_rows.tolist() == [1, 3, 0, 0], "fewer logits than rows"
 
 
 @pytest.mark.parametrize(("tokens", "longest", "lengths"), [(10, 100, [10]), (10, 4, [4, 4, 2]), (4, 4, [4])])

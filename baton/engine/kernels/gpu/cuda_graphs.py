@@ -1,8 +1,8 @@
 """CUDA graphs for decode steps: a whole forward is one launch, captured once for each bucket of batch sizes.
 
-A step of n sequences replays the graph of the smallest bucket that holds n, over static input tensors that are filled
-first. Rows beyond n are padding: they have no KV and slot -1, to which no kernel stores. A graph does not depend on
-lists of the host, so its split counts are those of the longest possible context.
+A step of n sequences replays the graph of the smallest bucket that holds n. Graphs read the memory of `Inputs`, which
+holds each batch anyway. Rows beyond n are padding: they have no KV and slot -1, to which no kernel stores. A graph
+does not depend on lists of the host, so it has room for the splits of the longest possible context.
 """
 
 from __future__ import annotations
@@ -56,58 +56,13 @@ class CudaCapture:
         return Captured(graph.replay, logits)
 
 
-class Static:
-    """The inputs of all graphs, for up to `rows` sequences of `blocks` blocks."""
-
-    def __init__(self, rows: int, blocks: int, block_size: int, device: torch.device) -> None:
-        self._longest = blocks * block_size
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self.token_ids, self.positions, self.logit_rows = zeros(rows), zeros(rows), zeros(rows)
-        self.slots, self.kv_lens = zeros(rows) - 1, zeros(rows, dtype=torch.int32)
-        self.tables = zeros(rows, blocks, dtype=torch.int32)
-        self.starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
-
-    def batch(self, rows: int) -> Batch:
-        """Return the batch that the graph of this bucket reads. On the host, all contexts have the maximum length."""
-        return Batch(
-            token_ids=self.token_ids[:rows],
-            positions=self.positions[:rows],
-            slot_mapping=self.slots[:rows],
-            query_lens=[1] * rows,
-            context_lens=[self._longest] * rows,
-            query_starts=self.starts[: rows + 1],
-            kv_lens=self.kv_lens[:rows],
-            block_tables=self.tables[:rows],
-            logit_rows=self.logit_rows[:rows],
-        )
-
-    def fill(self, batch: Batch, bucket: int) -> None:
-        """Copy in a batch of one token per sequence, and pad it to `bucket` rows. Never blocks."""
-        rows, wanted = len(batch.token_ids), len(batch.logit_rows)
-        self.token_ids[:rows].copy_(batch.token_ids)
-        self.positions[:rows].copy_(batch.positions)
-        self.slots[:rows].copy_(batch.slot_mapping)
-        self.kv_lens[:rows].copy_(batch.kv_lens)
-        self.tables[:rows, : batch.block_tables.shape[1]].copy_(batch.block_tables)
-        self.logit_rows[:wanted].copy_(batch.logit_rows)
-        if rows < bucket:
-            self.slots[rows:bucket].fill_(-1)
-            self.kv_lens[rows:bucket].fill_(0)
-        if wanted < bucket:
-            self.logit_rows[wanted:bucket].fill_(0)
-
-
 class DecodeGraphs:
     """The graphs for decode batches over one cache."""
 
-    def __init__(self, model: TransformerBackend, kv: KVCache, max_rows: int, max_blocks: int) -> None:
-        self._model, self._kv = model, kv
-        self.sizes = buckets(max_rows)
-        self._max_blocks = max_blocks
-        self._static = Static(max_rows, max_blocks, model.layout.block_size, model.device)
+    def __init__(self, model: TransformerBackend, kv: KVCache, widest: Batch) -> None:
+        """`widest` is `Inputs.widest`, over the memory that holds the batches of later steps."""
+        self._model, self._kv, self._widest = model, kv, widest
+        self.sizes = buckets(len(widest.query_lens))
         self._scratch = Scratch(model.model.scratch.dtype, model.model.scratch.device)  # replays write to its memory
         self._graphs: dict[int, Captured] = {}
 
@@ -118,23 +73,38 @@ class DecodeGraphs:
         before, model.scratch = model.scratch, self._scratch
         try:
             for rows in reversed(self.sizes):
-                self._graphs[rows] = capture(partial(self._model.forward, self._static.batch(rows), self._kv))
+                self._graphs[rows] = capture(partial(self._model.forward, _first(self._widest, rows), self._kv))
         finally:
             model.scratch = before
 
     def bucket(self, batch: Batch, kv: KVCache) -> int | None:
-        if kv is not self._kv or max(batch.query_lens) > 1 or batch.block_tables.shape[1] > self._max_blocks:
-            return None
-        if batch.fixed:  # padding to a bucket would change its shape
+        """Return the size of the graph for this batch, or None if it needs a normal forward."""
+        here = batch.token_ids.data_ptr() == self._widest.token_ids.data_ptr()
+        # Padding to a bucket would change the shape of a fixed batch.
+        if not here or kv is not self._kv or max(batch.query_lens) > 1 or batch.fixed:
             return None
         return bucket_for(len(batch.query_lens), self.sizes) if self._graphs else None
 
     def run(self, batch: Batch, bucket: int) -> Tensor:
-        """Return the logits of the batch, float32 [L, vocab], valid until the next run."""
+        """Return the logits of the batch, float32 [L, vocab], valid until the next run. One launch, without copies."""
         captured = self._graphs[bucket]
-        self._static.fill(batch, bucket)
         captured.replay()
         return captured.logits[: len(batch.logit_rows)]
+
+
+def _first(widest: Batch, rows: int) -> Batch:
+    """Return the batch that the graph of this bucket reads. On the host, all contexts have the maximum length."""
+    return Batch(
+        token_ids=widest.token_ids[:rows],
+        positions=widest.positions[:rows],
+        slot_mapping=widest.slot_mapping[:rows],
+        query_lens=widest.query_lens[:rows],
+        context_lens=widest.context_lens[:rows],
+        query_starts=widest.query_starts[: rows + 1],
+        kv_lens=widest.kv_lens[:rows],
+        block_tables=widest.block_tables[:rows],
+        logit_rows=widest.logit_rows[:rows],
+    )
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -148,7 +118,7 @@ class GraphedBackend(TransformerBackend):
         return self.model.forward(batch, kv) if bucket is None else self.graphs.run(batch, bucket)
 
 
-def with_graphs(backend: ModelBackend, kv: KVCache, max_running: int, max_model_len: int) -> ModelBackend:
+def with_graphs(backend: ModelBackend, kv: KVCache, widest: Batch) -> ModelBackend:
     """Return the backend with decode steps captured over this cache, or the backend itself if that is impossible. Only
     Llama-like models on the GPU kernels can be captured. A mixture of experts reads its choice from the device. Latent
     attention would store padding. Ranks exchange through the host. Thinking takes states with each batch.
@@ -160,7 +130,7 @@ def with_graphs(backend: ModelBackend, kv: KVCache, max_running: int, max_model_
         return backend
     clock = SystemClock()
     began = clock.monotonic()
-    graphs = DecodeGraphs(backend, kv, max_running, backend.layout.blocks_for(max_model_len))
+    graphs = DecodeGraphs(backend, kv, widest)
     try:
         graphs.capture(CudaCapture(backend.device))
     except RuntimeError as why:

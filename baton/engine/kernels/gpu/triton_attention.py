@@ -199,8 +199,8 @@ def decode_attention(
     kv_heads, value_dim = keys.shape[2], values.shape[3]
     room = pieces.bases.shape[2]
     split_kernel[(sequences, kv_heads, programs)](
-        query, keys, values, tables, starts, lengths, *pieces, room, keys.shape[1], *query.stride()[:2], *keys.stride()[:3],
-        *values.stride()[:3], tables.stride(0), scale * LOG2E, (unified or 0.0) * LOG2E, safe_range,
+        query, keys, values, tables, starts, lengths, *pieces, room, keys.shape[1], *query.stride()[:2],
+        *keys.stride()[:3], *values.stride()[:3], tables.stride(0), scale * LOG2E, (unified or 0.0) * LOG2E, safe_range,
         GROUP=heads // kv_heads, DIM=head_dim, VALUE_DIM=value_dim, WIDTH=max(16, triton.next_power_of_2(head_dim)),
         VALUE_WIDTH=max(16, triton.next_power_of_2(value_dim)), ROWS=tiles.rows, TILE=tiles.keys, WINDOW=window or 0,
         UNIFIED=unified is not None, SPLIT=split, num_warps=tiles.warps, num_stages=tiles.stages,

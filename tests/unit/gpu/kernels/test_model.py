@@ -18,7 +18,9 @@ from baton.engine.kernels.gpu.flash_attention import VarlenAttention
 from baton.engine.kernels.gpu.ops import GpuAttention, GpuKernels
 from baton.engine.kernels.torch_attention import SteadyAttention
 from baton.engine.kernels.torch_reference import TorchKernels
+from baton.engine.model_runner import Inputs
 from baton.engine.models.loading import load_model
+from benchmarks.lib.device import moved
 from benchmarks.lib.random_weights import random_model
 from tests.unit.model import harness
 from tests.unit.model.checkpoints import random_checkpoint, thinking_checkpoint
@@ -90,9 +92,12 @@ class Graphed:
 
     def make_cache(self, total_blocks):
         kv, scratch = self.model.make_cache(total_blocks), self.model.model.scratch
-        self.graphs = DecodeGraphs(self.model, kv, max_rows=6, max_blocks=8)
+        self.widest = Inputs(self.model, 6, 6, 8).widest()
+        self.graphs = DecodeGraphs(self.model, kv, self.widest)
         capture = CudaCapture(kv.device) if kv.device.type == "cuda" else eager
-        checked = partial(torch.cuda.graph, check_input_liveness=True)  # a replay raises if memory that it uses is freed
+        checked = partial(
+            torch.cuda.graph, check_input_liveness=True
+        )  # a replay raises if memory that it uses is freed
 
         def watched(forward):
             assert self.model.model.scratch is not scratch
@@ -107,6 +112,9 @@ class Graphed:
         return kv
 
     def forward(self, batch, kv):
+        assert self.graphs.bucket(batch, kv) is None, "graphs read other memory"
+        if max(batch.query_lens) == 1:
+            batch = moved(batch, self.widest)
         self.buckets.append(self.graphs.bucket(batch, kv))
         return self.backend.forward(batch, kv)
 
@@ -121,7 +129,7 @@ def test_decode_steps_by_graphs(sequences, device, seed):
     found = greedy(cast("ModelBackend", with_graphs), prompts, 3, random.Random(seed))
     assert set(with_graphs.buckets) & {1, 2, 4, 6}
     assert_equal_runs(found, expected, 1e-5)
-    batch = fixed_batch([FixedRow([1], 0, [0])], [0], 4, device)
+    batch = moved(fixed_batch([FixedRow([1], 0, [0])], [0], 4, device), with_graphs.widest)
     assert with_graphs.graphs.bucket(batch, with_graphs.kv) is None, "a fixed batch takes no graph"
     object.__setattr__(batch, "fixed", False)
     assert with_graphs.graphs.bucket(batch, with_graphs.kv) == 1
@@ -132,13 +140,13 @@ def test_a_model_that_thinks_is_not_captured(tmp_path, monkeypatch, write, captu
     """A replayed forward would omit the states that come with a batch."""
     write(tmp_path, "llama")
     model, made = load_model(tmp_path, block_size=8), Mock(return_value=Mock(sizes=()))
-    kv = model.make_cache(2)
-    assert cuda_graphs.with_graphs(model, kv, 2, 8) is model, "not on a CPU"
+    kv, widest = model.make_cache(2), Inputs(model, 2, 2, 1).widest()
+    assert cuda_graphs.with_graphs(model, kv, widest) is model, "not on a CPU"
     monkeypatch.setattr(model, "device", torch.device("cuda"))
     monkeypatch.setattr(type(model.model.kernels), "name", "triton")
     monkeypatch.setattr(cuda_graphs, "DecodeGraphs", made)
     monkeypatch.setattr(cuda_graphs, "CudaCapture", Mock())
-    assert (cuda_graphs.with_graphs(model, kv, 2, 8) is not model) == made.called == captured
+    assert (cuda_graphs.with_graphs(model, kv, widest) is not model) == made.called == captured
 
 
 @pytest.mark.usefixtures("products_by_row")
