@@ -166,7 +166,10 @@ class PoolConfig(Section):
         " so the last bits of a result depend on load; load_bf16 also rounds the partial results to bfloat16",
     )
     kv_memory: SizeOrAuto = Field(default="auto", description="KV cache of a worker, shared by all its processes")
-    block_size: Tokens = Field(default=16, description="tokens per KV block")
+    block_size: Tokens | Auto = Field(
+        default="auto",
+        description="tokens per KV block; auto means 256 for prefill workers on GPUs (for FlashAttention), else 16",
+    )
     max_batched_tokens: Tokens = Field(
         default=2048, description="maximum tokens of a step: one per decoding request, then chunks of prompts"
     )

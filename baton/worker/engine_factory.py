@@ -23,6 +23,7 @@ from baton.engine.determinism.checks import WINDOW, checked_shapes, load_passes
 from baton.engine.engine import Engine
 from baton.engine.kernels.cpu.compiler import machine, state_folder
 from baton.engine.kernels.gpu.cuda_memory import claim_activations
+from baton.engine.kernels.gpu.flash_attention import BLOCK_MULTIPLE
 from baton.engine.kv_cache import size_kv
 from baton.engine.model_backend import ModelBackend
 from baton.engine.oracle import OracleBackend, oracle_layout
@@ -65,6 +66,7 @@ def generate(engine: Engine, spec: SequenceSpec) -> Generation:
 
 log = structlog.get_logger(__name__)
 EVERY_S = 2.0
+DEFAULT_BLOCK = 16  # tokens
 GB = 1e9
 
 
@@ -164,7 +166,7 @@ def load_backend(settings: WorkerSettings) -> ModelBackend:
     device = pick_device(settings.device)
     _check_ranks(settings, device)
     if settings.model_path == ORACLE_MODEL:
-        return OracleBackend(oracle_layout(settings.block_size), seed=settings.seed)
+        return OracleBackend(oracle_layout(block_size_of(settings)), seed=settings.seed)
     # Imported late because the oracle needs no transformer.
     from baton.engine.models.config import read_config
     from baton.engine.models.loading import load_model
@@ -172,7 +174,8 @@ def load_backend(settings: WorkerSettings) -> ModelBackend:
 
     folder = model_folder(settings.model_path)
     thinking = read_config(folder).thinking
-    check_thinking(settings, 0 if thinking is None else thinking.chunk_size)
+    chunk = 0 if thinking is None else thinking.chunk_size
+    check_thinking(settings, chunk)
     loading = LoadingLog(settings.model_path)
     if settings.tensor_parallel == 1:
         load: Callable[..., ModelBackend] = partial(load_model, thinking=settings.thinking_prefill)
@@ -182,7 +185,7 @@ def load_backend(settings: WorkerSettings) -> ModelBackend:
         folder,
         dtype=settings.dtype,
         device=device,
-        block_size=settings.block_size,
+        block_size=block_size_of(settings, chunk),
         max_model_len=None if settings.max_model_len == "auto" else settings.max_model_len,
         progress=loading,
         attention_splits=settings.attention_splits,
@@ -196,12 +199,23 @@ def thinking_chunk(backend: ModelBackend) -> int:
     return 0 if backend.thinker is None else backend.thinker.config.chunk_size
 
 
+def block_size_of(settings: WorkerSettings, chunk: int = 0) -> int:
+    """Return the tokens of a KV block. `auto` means 256 for prefill workers on GPUs, else 16. A thinking model rounds
+    them up to whole chunks of `chunk` tokens.
+    """
+    if settings.block_size != "auto":
+        return settings.block_size
+    prefills = settings.role is Role.PREFILL and settings.model_path != ORACLE_MODEL
+    least = BLOCK_MULTIPLE if prefills and pick_device(settings.device) != "cpu" else DEFAULT_BLOCK
+    return -(-least // max(chunk, 1)) * max(chunk, 1)
+
+
 def check_thinking(settings: WorkerSettings, chunk: int) -> None:
     """Raise ConfigError if a model with chunks of `chunk` tokens (0: does not think) does not fit the settings."""
     ranks, key = settings.tensor_parallel, _ranks_key(settings)
     if chunk and ranks > 1:
         raise ConfigError(f"{key}: {ranks}: a thinking model cannot be divided over ranks; use {key}=1")
-    if chunk and settings.block_size % chunk:
+    if chunk and settings.block_size != "auto" and settings.block_size % chunk:
         text = f"must be a multiple of {chunk}, the tokens of one chunk of this thinking model"
         raise ConfigError(f"{settings.role.value}.block_size: {text}, got {settings.block_size}")
 

@@ -12,6 +12,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 
@@ -24,13 +25,21 @@ from baton.engine.engine import Engine
 from baton.engine.model_backend import ModelBackend
 from baton.errors import BatonError, Cancelled
 from baton.logs import configure_logging, redirect_output
-from baton.worker.engine_factory import build_engine, free_memory, load_backend, settled, use_threads
+from baton.worker.engine_factory import (
+    block_size_of,
+    build_engine,
+    free_memory,
+    load_backend,
+    settled,
+    thinking_chunk,
+    use_threads,
+)
 from baton.worker.lifecycle import Ready, run_incarnation
 from baton.worker.role import Factories, RoleFactory
 from baton.worker.settings import WorkerSettings, of_both_roles
 
 log = structlog.get_logger(__name__)
-_LOADED = ("device", "dtype", "threads", "tensor_parallel", "block_size", "attention_splits", "thinking_prefill")
+_LOADED = ("device", "dtype", "threads", "tensor_parallel", "attention_splits", "thinking_prefill")
 _LOADED_OF = attrgetter(*_LOADED)
 
 
@@ -65,7 +74,9 @@ class _Model:
             self.close()
         if self._loaded is None:
             self._loaded = settings, load_backend(settings)
-        return build_engine(settings, self._loaded[1])
+        backend = self._loaded[1]
+        backend.layout = replace(backend.layout, block_size=block_size_of(settings, thinking_chunk(backend)))
+        return build_engine(settings, backend)
 
     def close(self) -> None:
         if self._loaded is not None:
@@ -75,8 +86,12 @@ class _Model:
 
 
 def reasons_to_load(before: WorkerSettings, after: WorkerSettings) -> list[str]:
-    """Return the load-time settings that differ. If none differ, the loaded model can be reused."""
-    found = zip(_LOADED, _LOADED_OF(before), _LOADED_OF(after), strict=True)
+    """Return the load-time settings that differ. If none differ, the loaded model can be reused. Ranks also make their
+    caches with the block size of the load.
+    """
+    found = list(zip(_LOADED, _LOADED_OF(before), _LOADED_OF(after), strict=True))
+    if after.tensor_parallel > 1:
+        found.append(("block_size", block_size_of(before), block_size_of(after)))
     return [f"{name}: {left}, {right}" for name, left, right in found if left != right]
 
 

@@ -30,7 +30,7 @@ class WorkerSettings:
     attention_splits: Literal["auto", "load", "load_bf16"]
     kv_memory: int | Literal["auto"]
     max_model_len: int | Literal["auto"]
-    block_size: int
+    block_size: int | Literal["auto"]
     max_batched_tokens: int
     max_running: int
     prefix_cache: bool

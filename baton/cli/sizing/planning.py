@@ -147,8 +147,9 @@ def _site(options: PlanOptions, config: ClusterConfig | None) -> Site:
 
 
 def _pool(config: PoolConfig) -> Pool:
+    block_size = 16 if config.block_size == "auto" else config.block_size
     return Pool(
-        0, block_size=config.block_size, max_batched_tokens=config.max_batched_tokens,
+        0, block_size=block_size, max_batched_tokens=config.max_batched_tokens,
         max_running=config.max_running, prefix_cache=config.prefix_cache,
     )  # fmt: skip
 

@@ -63,7 +63,9 @@ def device_facts(device: torch.device, layout: KVLayout) -> tuple[str, ...]:
     found = torch.cuda.get_device_properties(device)
     driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]  # not in the stub
     capability = f"{found.major}.{found.minor}"
-    return (found.name, capability, f"driver {driver}", f"CUDA {torch.version.cuda}", f"blocks of {layout.block_size}")
+    # Kernels find positions through block tables; only a size that is no multiple of 16 compiles to other code.
+    blocks = f"blocks of {math.gcd(layout.block_size, 16)}"
+    return (found.name, capability, f"driver {driver}", f"CUDA {torch.version.cuda}", blocks)
 
 
 class FixedRow(NamedTuple):

@@ -17,14 +17,22 @@ from structlog.testing import capture_logs
 
 from baton.config import load_config
 from baton.core import HandoffId, Incarnation, Role, Sampling, SequenceSpec
-from baton.engine.determinism.checks import VerifyShapeTimes, save_passes
+from baton.engine.determinism.checks import VerifyShapeTimes, device_facts, save_passes
 from baton.engine.determinism.shapes import FixedShapes
 from baton.engine.models.checkpoint import LoadProgress
 from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.errors import ConfigError, InvalidRequest
 from baton.tokenizer import OracleTokenizer
 from baton.worker import engine_factory, process
-from baton.worker.engine_factory import build_engine, load_backend, passes_path, pick_device, settled, warm_up
+from baton.worker.engine_factory import (
+    block_size_of,
+    build_engine,
+    load_backend,
+    passes_path,
+    pick_device,
+    settled,
+    warm_up,
+)
 from baton.worker.lifecycle import _info
 from baton.worker.process import _Model, reasons_to_load
 from baton.worker.settings import from_config, located, of_both_roles
@@ -143,6 +151,37 @@ def test_a_model_that_thinks_and_does_not_fit_is_refused_by_key(settings, sets, 
         engine_factory.check_thinking(settings(*sets), chunk)
 
 
+@pytest.mark.parametrize(
+    ("sets", "gpus", "chunk", "sizes"),
+    [
+        ((), 1, 0, {Role.PREFILL: 256, Role.DECODE: 16}),
+        ((), 0, 0, {Role.PREFILL: 16, Role.DECODE: 16}),
+        (("prefill.device=cpu",), 1, 0, {Role.PREFILL: 16, Role.DECODE: 16}),
+        (("model.path=oracle",), 1, 0, {Role.PREFILL: 16, Role.DECODE: 16}),
+        (("prefill.block_size=8", "decode.block_size=32"), 1, 0, {Role.PREFILL: 8, Role.DECODE: 32}),
+        ((), 1, 24, {Role.PREFILL: 264, Role.DECODE: 24}),
+        ((), 1, 32, {Role.PREFILL: 256, Role.DECODE: 32}),
+    ],
+)
+def test_block_size_auto_is_256_for_prefill_on_a_gpu(both, monkeypatch, sets, gpus, chunk, sizes):
+    """FlashAttention needs a multiple of 256. A model that thinks needs a multiple of its chunk."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    found = both(f"model.path={DEMO}", "prefill.device=auto", "decode.device=auto", *sets)
+    assert {role: block_size_of(settings, chunk) for role, settings in found.items()} == sizes
+    for settings in found.values():
+        engine_factory.check_thinking(settings, chunk)
+
+
+@pytest.mark.parametrize(("left", "right", "same"), [(16, 256, True), (32, 16, True), (8, 16, False)])
+def test_prefill_and_decode_workers_on_gpus_have_the_same_bits(monkeypatch, left, right, same):
+    """Block sizes differ by default. Fixed forwards use kernels that find positions through block tables."""
+    gpu = Mock(name="gpu", major=9, minor=0)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
+    monkeypatch.setattr("torch._C._cuda_getDriverVersion", lambda: 13000, raising=False)
+    facts = [device_facts(torch.device("cuda"), oracle_layout(size)) for size in (left, right)]
+    assert (facts[0] == facts[1]) is same
+
+
 def test_a_worker_says_that_its_model_thinks_and_what_does_not_fit_is_refused_first(settings, tmp_path, monkeypatch):
     thinking_checkpoint(tmp_path / "model", chunk_size=4)
     monkeypatch.setattr("baton.worker.engine_factory.load_tokenizer", lambda path: OracleTokenizer())
@@ -222,7 +261,8 @@ def both(tmp_path):
         (["decode.device=cuda:1"], ["device: cpu, cuda:1"]),
         (["decode.threads=3"], ["threads: None, 3"]),
         (["decode.tensor_parallel=2"], ["tensor_parallel: 1, 2"]),
-        (["decode.block_size=32"], ["block_size: 16, 32"]),
+        (["decode.block_size=32"], []),
+        (["decode.tensor_parallel=2", "decode.block_size=32"], ["tensor_parallel: 1, 2", "block_size: 16, 32"]),
         (["decode.attention_splits=load"], ["attention_splits: auto, load"]),
     ],
 )
@@ -248,7 +288,7 @@ def test_who_and_where_it_is_stays(both):
 @pytest.mark.parametrize("again", [False, True])
 def test_the_old_pool_is_freed_before_the_next_one_is_made(both, monkeypatch, again):
     """An engine is freed although its listeners refer to it, as roles do, and the garbage collector was frozen."""
-    sets = [f"model.path={DEMO}", "model.max_model_len=64", *["decode.block_size=32"] * again]
+    sets = [f"model.path={DEMO}", "model.max_model_len=64", "decode.block_size=32", *["decode.threads=2"] * again]
     alive: list[tuple[bool, bool]] = []
     model, settings = _Model(), both(*sets)
     engine = model.engine(settings[Role.PREFILL])
@@ -265,6 +305,7 @@ def test_the_old_pool_is_freed_before_the_next_one_is_made(both, monkeypatch, ag
     assert alive == [(not again, False)]
     assert model._loaded is not None
     assert engine.backend is model._loaded[1]
+    assert engine.kv.layout.block_size == 32, "cached weights do not keep the block size of the other role"
     assert engine.pool.total > 0
     model.close()
 

@@ -19,7 +19,8 @@ from baton.engine.kernels.torch_reference import TorchKernels, torch_attention
 class GpuAttention:
     """Attention of one batch: single tokens by split KV, chunks by FlashAttention or the Triton kernel. The first call
     chooses, because the choice depends on block size and head size of the cache. A fixed batch has no single tokens, so
-    nothing is split. If it has a window it uses the Triton kernel, with key tiles at fixed places.
+    nothing is split. It uses the Triton kernel, because its bits must not depend on the block size, which differs
+    between prefill and decode workers.
     """
 
     def __init__(self, kernels: GpuKernels, batch: Batch, block_size: int, window: int | None, scale: float) -> None:
@@ -36,11 +37,10 @@ class GpuAttention:
         return self._chosen(query, keys, values, out)
 
     def _choose(self, keys: Tensor, values: Tensor) -> Attention:
-        varlen = self._kernels.varlen
+        varlen, fixed = self._kernels.varlen, self._batch.fixed
         if max(keys.shape[3], values.shape[3]) > WIDEST_HEAD:
             return torch_attention(self._batch, self._block_size, self._window, self._scale)
-        moving = self._batch.fixed and self._window is not None
-        if self._longest_query > 1 and varlen is not None and varlen_fits(keys, values) and not moving:
+        if self._longest_query > 1 and varlen is not None and varlen_fits(keys, values) and not fixed:
             return VarlenAttention(varlen, self._batch, self._window, self._scale)
         return self._by_triton
 
@@ -101,7 +101,7 @@ class GpuKernels(TorchKernels):
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
         del rows
-        return (self.name, triton.__version__, f"varlen {self.varlen is not None}")
+        return (self.name, triton.__version__)
 
     def attention(self, batch: Batch, block_size: int, window: int | None, scale: float) -> GpuAttention:
         return GpuAttention(self, batch, block_size, window, scale)

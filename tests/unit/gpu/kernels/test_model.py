@@ -2,6 +2,7 @@
 
 import gc
 import random
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import Mock, patch
@@ -159,12 +160,14 @@ def test_fixed_forwards_are_steady(family, device):
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_what_attention_fixed_batches_take(window, device):
-    """FlashAttention without a window, the Triton kernel with one, steady torch for heads too large for a tile."""
+    """The Triton kernel, whose bits do not depend on the block size, and steady torch for heads wider than a tile."""
     batch = fixed_batch([FixedRow([1] * 32, 0, [0])], [], 256, device)
     kernels = GpuKernels(4, varlen=lambda *_, **__: None)
     attention = GpuAttention(kernels, batch, 256, window, 1.0)
     keys = torch.zeros(1, 256, 2, 64, dtype=torch.bfloat16, device=device)
     chosen = attention._choose(keys, keys)
-    assert isinstance(chosen, VarlenAttention) if window is None else chosen == attention._by_triton
+    assert chosen == attention._by_triton
+    ordinary = GpuAttention(kernels, replace(batch, fixed=False), 256, window, 1.0)
+    assert isinstance(ordinary._choose(keys, keys), VarlenAttention)
     wide = torch.zeros(1, 256, 1, 576, dtype=torch.bfloat16, device=device)
     assert isinstance(attention._choose(wide, wide), SteadyAttention)
