@@ -24,6 +24,7 @@ from baton.engine.engine import Engine
 from baton.engine.kernels.cpu.compiler import machine, state_folder
 from baton.engine.kernels.gpu.cuda_memory import claim_activations
 from baton.engine.kernels.gpu.flash_attention import BLOCK_MULTIPLE
+from baton.engine.kernels.gpu.shapes import WIDEST_HEAD
 from baton.engine.kv_cache import size_kv
 from baton.engine.model_backend import ModelBackend
 from baton.engine.oracle import OracleBackend, oracle_layout
@@ -173,7 +174,9 @@ def load_backend(settings: WorkerSettings) -> ModelBackend:
     from baton.engine.tp.backend import Ranking, load_sharded
 
     folder = model_folder(settings.model_path)
-    thinking = read_config(folder).thinking
+    config = read_config(folder)
+    check_heads(settings, device, config.head_dim)
+    thinking = config.thinking
     chunk = 0 if thinking is None else thinking.chunk_size
     check_thinking(settings, chunk)
     loading = LoadingLog(settings.model_path)
@@ -218,6 +221,18 @@ def check_thinking(settings: WorkerSettings, chunk: int) -> None:
     if chunk and settings.block_size != "auto" and settings.block_size % chunk:
         text = f"must be a multiple of {chunk}, the tokens of one chunk of this thinking model"
         raise ConfigError(f"{settings.role.value}.block_size: {text}, got {settings.block_size}")
+
+
+def check_heads(settings: WorkerSettings, device: str, head_dim: int) -> None:
+    """Raise ConfigError for a model whose attention has no GPU kernel. The heads of latent attention are its cache's
+    rows, `head_dim` numbers.
+    """
+    if device != "cpu" and head_dim > WIDEST_HEAD:
+        key, text = (
+            f"{settings.role.value}.device",
+            f"no GPU kernel for heads wider than {WIDEST_HEAD} or latent attention",
+        )
+        raise ConfigError(f"{key}: {device}: {settings.model_path} has heads of {head_dim}: {text}; use {key}=cpu")
 
 
 def _ranks_key(settings: WorkerSettings) -> str:

@@ -151,6 +151,22 @@ def test_a_model_that_thinks_and_does_not_fit_is_refused_by_key(settings, sets, 
         engine_factory.check_thinking(settings(*sets), chunk)
 
 
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_latent_attention_on_a_gpu_is_rejected_before_the_weights_are_read(settings, tmp_path, monkeypatch, device):
+    """An absorbed row of DeepSeek-V2-Lite and V3 has 512 + 64 numbers, more than the widest head of a GPU kernel."""
+    latent = {"architectures": ["DeepseekV2ForCausalLM"], "num_attention_heads": 16, "num_key_value_heads": 16}
+    latent |= {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 97}
+    latent |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    (tmp_path / "config.json").write_text(json.dumps(latent | {"kv_lora_rank": 512, "q_lora_rank": None}))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(
+        ConfigError, match=rf"^decode.device: cuda(:0)?: {tmp_path} has heads of 576: .*decode.device=cpu$"
+    ):
+        load_backend(settings(f"model.path={tmp_path}", f"decode.device={device}"))
+    for fits in (("cpu", 576), ("cuda:0", 256)):
+        engine_factory.check_heads(settings(), *fits)
+
+
 @pytest.mark.parametrize(
     ("sets", "gpus", "chunk", "sizes"),
     [

@@ -19,7 +19,7 @@ from torch import Tensor
 from baton.clock import SystemClock
 from baton.engine.batch import Batch
 from baton.engine.kernels.base import Scratch
-from baton.engine.kernels.gpu.shapes import WIDEST_HEAD, bucket_for, buckets
+from baton.engine.kernels.gpu.shapes import bucket_for, buckets
 from baton.engine.kv_cache import KVCache
 from baton.engine.model_backend import ModelBackend
 from baton.engine.models.loading import TransformerBackend
@@ -126,7 +126,7 @@ def with_graphs(backend: ModelBackend, kv: KVCache, widest: Batch) -> ModelBacke
     if not isinstance(backend, TransformerBackend) or backend.device.type != "cuda":
         return backend
     config, kernels = backend.model.config, backend.model.kernels.name
-    if config.experts or config.latent or config.thinking or config.head_dim > WIDEST_HEAD or kernels != "triton":
+    if config.experts or config.latent or config.thinking or kernels != "triton":
         return backend
     clock = SystemClock()
     began = clock.monotonic()

@@ -12,8 +12,8 @@ from baton.engine.batch import Batch
 from baton.engine.kernels.base import Attention, HeadNorms, Rotation
 from baton.engine.kernels.gpu import triton_attention, triton_rows
 from baton.engine.kernels.gpu.flash_attention import Varlen, VarlenAttention, find_varlen, varlen_fits
-from baton.engine.kernels.gpu.shapes import WIDEST_HEAD, decode_tiles, prefill_tiles, split_count, split_programs
-from baton.engine.kernels.torch_reference import TorchKernels, torch_attention
+from baton.engine.kernels.gpu.shapes import decode_tiles, prefill_tiles, split_count, split_programs
+from baton.engine.kernels.torch_reference import TorchKernels
 
 
 class GpuAttention:
@@ -38,8 +38,6 @@ class GpuAttention:
 
     def _choose(self, keys: Tensor, values: Tensor) -> Attention:
         varlen, fixed = self._kernels.varlen, self._batch.fixed
-        if max(keys.shape[3], values.shape[3]) > WIDEST_HEAD:
-            return torch_attention(self._batch, self._block_size, self._window, self._scale)
         if self._longest_query > 1 and varlen is not None and varlen_fits(keys, values) and not fixed:
             return VarlenAttention(varlen, self._batch, self._window, self._scale)
         return self._by_triton

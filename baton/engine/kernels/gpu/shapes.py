@@ -9,7 +9,7 @@ PROGRAMS = 64  # at most so many per processor, because most of a graph's have n
 FEWEST_PROGRAMS = 4  # per sequence and KV head, so that a long context in a large batch does not run alone at the end
 FINE_BUCKETS = (1, 2, 4)
 BUCKET_STEP, WIDE_BUCKET, WIDE_STEP = 8, 256, 32
-WIDEST_HEAD = 256  # beyond it, tiles of keys and values do not fit together
+WIDEST_HEAD = 256  # beyond it, tiles of keys and values do not fit together; such models are rejected
 
 
 class Tiles(NamedTuple):

@@ -144,8 +144,3 @@ SMALL = (Case((1, 20, 1), (130, 70, 5), 4, 1, 64, 16), Case((9, 1), (75, 33), 2,
 @pytest.mark.parametrize("unified", [None, 0.0])
 def test_with_the_tiles_and_splits_of_the_engine(case, unified, device):
     assert attention_error(case, GpuKernels(16, unified=unified), device, torch.bfloat16) < 0.02
-
-
-def test_a_head_too_wide_for_a_tile_takes_the_reference(device):
-    case = CASES[0]._replace(dim=576, contexts=(33,))
-    assert attention_error(case, GpuKernels(16), device, torch.float32) < 1e-4

@@ -17,7 +17,6 @@ from baton.engine.kernels.gpu import cuda_graphs
 from baton.engine.kernels.gpu.cuda_graphs import Captured, CudaCapture, DecodeGraphs, graphed
 from baton.engine.kernels.gpu.flash_attention import VarlenAttention
 from baton.engine.kernels.gpu.ops import GpuAttention, GpuKernels
-from baton.engine.kernels.torch_attention import SteadyAttention
 from baton.engine.kernels.torch_reference import TorchKernels
 from baton.engine.model_runner import Inputs
 from baton.engine.models.loading import load_model
@@ -160,7 +159,7 @@ def test_fixed_forwards_are_steady(family, device):
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_what_attention_fixed_batches_take(window, device):
-    """The Triton kernel, whose bits do not depend on the block size, and steady torch for heads wider than a tile."""
+    """The Triton kernel, whose bits do not depend on the block size."""
     batch = fixed_batch([FixedRow([1] * 32, 0, [0])], [], 256, device)
     kernels = GpuKernels(4, varlen=lambda *_, **__: None)
     attention = GpuAttention(kernels, batch, 256, window, 1.0)
@@ -169,5 +168,3 @@ def test_what_attention_fixed_batches_take(window, device):
     assert chosen == attention._by_triton
     ordinary = GpuAttention(kernels, replace(batch, fixed=False), 256, window, 1.0)
     assert isinstance(ordinary._choose(keys, keys), VarlenAttention)
-    wide = torch.zeros(1, 256, 1, 576, dtype=torch.bfloat16, device=device)
-    assert isinstance(attention._choose(wide, wide), SteadyAttention)
