@@ -78,7 +78,7 @@ def kernels_are_right(device: torch.device, *, tests: bool) -> bool:
     right = True
     if tests:
         variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        command = [sys.executable, "-m", "pytest", "-q", "tests/unit/gpu/kernels"]
+        command = [sys.executable, "-m", "pytest", "-q", "--sample", "tests/unit/gpu/kernels"]
         right = subprocess.run(command, cwd=ROOT, env=variables, check=False).returncode == 0
     chosen = GpuKernels.on(device)
     variants = {"as chosen": chosen, "triton": GpuKernels(chosen.processors)}

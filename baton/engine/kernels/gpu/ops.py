@@ -47,7 +47,7 @@ class GpuAttention:
         where = query, keys, values, batch.block_tables, batch.query_starts, batch.kv_lens, out
         sizes = keys.shape[3], values.shape[3], keys.element_size()
         if longest > 1:
-            tiles = prefill_tiles(*sizes)
+            tiles = prefill_tiles(*sizes, self._kernels.generation)
             triton_attention.prefill_attention(
                 *where, tiles, longest_query=longest, scale=scale, window=window, steady=batch.fixed
             )
@@ -74,17 +74,21 @@ class GpuAttention:
 class GpuKernels(TorchKernels):
     """Torch's products and fused kernels for the rest. A row with slot -1 is padding and is not stored. `unified` is
     the constant that replaces the running maximum in decode attention, in units of scaled scores, or None. `varlen` is
-    torch's FlashAttention over block tables, or None. `processors` is the device's SM count.
+    torch's FlashAttention over block tables, or None. `processors` is the device's SM count, `generation` its major
+    compute capability.
     """
 
     name = "triton"
 
-    def __init__(self, processors: int, varlen: Varlen | None = None, unified: float | None = None) -> None:
-        self.processors, self.varlen, self.unified = processors, varlen, unified
+    def __init__(
+        self, processors: int, varlen: Varlen | None = None, unified: float | None = None, generation: int = 9
+    ) -> None:
+        self.processors, self.varlen, self.unified, self.generation = processors, varlen, unified, generation
 
     @classmethod
     def on(cls, device: torch.device) -> GpuKernels:
-        return cls(torch.cuda.get_device_properties(device).multi_processor_count, find_varlen())
+        found = torch.cuda.get_device_properties(device)
+        return cls(found.multi_processor_count, find_varlen(), generation=found.major)
 
     def rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> Tensor:
         return triton_rows.rms_norm(x, delta, weight, eps, out)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 SPLIT_TOKENS = 1024  # constant, because the bits of a row must not depend on its batch; a multiple of all key tiles
 PROGRAMS = 64  # at most so many per processor, because most of a graph's have no split and cost their launch
-FEWEST_PROGRAMS = 4  # per sequence and KV head, so that a long context in a large batch does not run alone at the end
+FEWEST_PROGRAMS = 4  # per sequence and KV head, so that a long context in a large batch is no single program
 FINE_BUCKETS = (1, 2, 4)
 BUCKET_STEP, WIDE_BUCKET, WIDE_STEP = 8, 256, 32
 WIDEST_HEAD = 256  # beyond it, tiles of keys and values do not fit together; such models are rejected
@@ -33,13 +33,17 @@ def split_programs(pairs: int, splits: int, processors: int) -> int:
     return min(splits, max(processors * PROGRAMS // pairs, FEWEST_PROGRAMS))
 
 
-def prefill_tiles(head_dim: int, value_dim: int, element_bytes: int) -> Tiles:
-    """Return the tiles of prompt chunks, as large as the shared memory of small GPUs (99 KB) allows."""
+def prefill_tiles(head_dim: int, value_dim: int, element_bytes: int, generation: int = 9) -> Tiles:
+    """Return the tiles of prompt chunks, as large as the shared memory of small GPUs (99 KB) allows. `generation` is the
+    major compute capability.
+    """
     wide = max(head_dim, value_dim)
     if element_bytes > 2:  # without tensor cores, products hold their factors in registers
         return Tiles(32, 32, 8, 1) if wide <= 128 else Tiles(16, 16, 8, 1)
     if wide > 128:
         return Tiles(64, 32, 8, 1)
+    if generation == 12 and wide > 64:  # wider tiles spill registers there
+        return Tiles(128, 32, 8, 3)
     return Tiles(128, 64, 8, 3 if wide <= 64 else 2)
 
 
