@@ -75,7 +75,8 @@ def resources(kernel: Any, folder: Path) -> tuple[int, int]:
     file.write_bytes(kernel.asm["cubin"])
     command = [str(tool), "--dump-resource-usage", str(file)]
     told = subprocess.run(command, text=True, capture_output=True, check=True).stdout
-    return tuple(max(map(int, re.findall(rf"{name}:(\d+)", told))) for name in ("REG", "STACK"))
+    registers, stack = (max(map(int, re.findall(rf"{name}:(\d+)", told))) for name in ("REG", "STACK"))
+    return registers, stack
 
 
 def check(kernel: Any, sizes: dict[str, Any], tiles: Tiles, capability: int, element: str, folder: Path) -> Any:

@@ -34,7 +34,7 @@ def split_programs(pairs: int, splits: int, processors: int) -> int:
 
 
 def prefill_tiles(head_dim: int, value_dim: int, element_bytes: int, generation: int = 9) -> Tiles:
-    """Return the tiles of prompt chunks, as large as the shared memory of small GPUs (99 KB) allows. `generation` is the
+    """Return the tiles of prompt chunks, as large as the shared memory of small GPUs (99 KB) allows, for a GPU of this
     major compute capability.
     """
     wide = max(head_dim, value_dim)

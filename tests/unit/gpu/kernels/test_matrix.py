@@ -28,8 +28,8 @@ def attended(seed, device, lengths, *, window=None, dtype=torch.bfloat16, proces
         on_device(case.batch, device), shape["block"], window, shape["dim"] ** -0.5
     )
     attend(case.query.to(device), case.keys.to(device), case.values.to(device), out)
-    close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
-    torch.testing.assert_close(out.double().cpu(), case.expected(window), **close)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(out.double().cpu(), case.expected(window), rtol=tolerance, atol=tolerance)
     return out
 
 
