@@ -185,14 +185,19 @@ def size_kv(
     max_model_len: int | Literal["auto"],
     model_max_len: int,
     device: torch.device,
+    ranks: int = 1,
 ) -> Sizing:
-    """Return the blocks in `kv_memory` bytes, and the longest sequence. Raises ConfigError if either does not fit."""
-    budget, most = auto_kv_bytes(device) if kv_memory == "auto" else kv_memory, _total_bytes(device)
-    if budget > most:
+    """Return the blocks in `kv_memory` bytes of all ranks together, and the longest sequence. Ranks have a GPU each, or
+    share a CPU; ranks that share a KV head store it once each. Raises ConfigError if either does not fit.
+    """
+    devices = 1 if device.type == "cpu" else ranks
+    block_bytes = layout.block_bytes * max(1, ranks // layout.kv_heads)
+    budget = auto_kv_bytes(device) * devices if kv_memory == "auto" else kv_memory
+    if budget > (most := _total_bytes(device) * devices):
         raise ConfigError(f"kv_memory: {budget} bytes, but {device} has {most}; set fewer, or auto")
-    blocks = budget // layout.block_bytes
+    blocks = budget // block_bytes
     if blocks < 1:
-        raise ConfigError(f"kv_memory: {budget} bytes are less than one block of {layout.block_bytes} bytes")
+        raise ConfigError(f"kv_memory: {budget} bytes are less than one block of {block_bytes} bytes")
     capacity = blocks * layout.block_size
     if max_model_len == "auto":
         return Sizing(blocks, min(model_max_len, capacity))
@@ -201,7 +206,7 @@ def size_kv(
             f"model.max_model_len: must be between 2 and the model's {model_max_len}, got {max_model_len}"
         )
     if max_model_len > capacity:
-        need = layout.blocks_for(max_model_len) * layout.block_bytes
+        need = layout.blocks_for(max_model_len) * block_bytes
         raise ConfigError(
             f"kv_memory: {budget} bytes hold {capacity} tokens, fewer than model.max_model_len {max_model_len}; "
             f"set at least {need} bytes, or lower model.max_model_len"

@@ -119,6 +119,7 @@ def build_engine(settings: WorkerSettings, loaded: ModelBackend | None = None) -
         max_model_len=settings.max_model_len,
         model_max_len=backend.max_model_len,
         device=backend.device,
+        ranks=settings.tensor_parallel,
     )
     engine = Engine(
         backend,

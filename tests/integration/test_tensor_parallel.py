@@ -31,7 +31,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 12, "attention_bias": True},
 }
-HEADS: dict[str, Any] = {"vocab_size": 259, "num_attention_heads": 8, "num_key_value_heads": 4}
+HEADS: dict[str, Any] = {"vocab_size": 259, "num_attention_heads": 8}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,9 +42,9 @@ def one_thread():
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
     @cache
-    def folder(family):
+    def folder(family, kv_heads=4):
         made = tmp_path_factory.mktemp(family)
-        random_checkpoint(made, family, **HEADS, **SHAPES[family])
+        random_checkpoint(made, family, **HEADS, **SHAPES[family], num_key_value_heads=kv_heads)
         return made
 
     return folder
@@ -69,8 +69,8 @@ def ranks_of(folder_of):
     with ExitStack() as stack:
 
         @cache
-        def running(family, size, shared_memory=None):
-            return stack.enter_context(ranks(folder_of(family), size, shared_memory=shared_memory))
+        def running(family, size, shared_memory=None, kv_heads=4):
+            return stack.enter_context(ranks(folder_of(family, kv_heads), size, shared_memory=shared_memory))
 
         yield running
 
@@ -87,10 +87,22 @@ def answers(backend, seed):
     return tokens
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("family", "size", "shared_memory"), [("llama", 4, None), ("qwen3", 2, False)])
-def test_tokens_are_those_of_one_process(folder_of, ranks_of, family, size, shared_memory, seed):
-    whole, backend = load_model(folder_of(family), block_size=BLOCK), ranks_of(family, size, shared_memory)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("family", "kv_heads", "size", "shared_memory"),
+    [
+        ("llama", 4, 4, None),
+        ("qwen3", 4, 2, False),
+        ("qwen3", 1, 2, None),
+        ("llama", 1, 4, False),
+        ("qwen3", 2, 4, None),
+        ("llama", 4, 8, None),
+    ],
+)
+def test_tokens_are_those_of_one_process(folder_of, ranks_of, family, kv_heads, size, shared_memory, seed):
+    """With fewer KV heads than ranks, some ranks hold the same head."""
+    whole = load_model(folder_of(family, kv_heads), block_size=BLOCK)
+    backend = ranks_of(family, size, shared_memory, kv_heads)
     assert (backend.layout, backend.fingerprint) == (whole.layout, whole.fingerprint)
     first = answers(backend, seed)
     assert first == answers(whole, seed)

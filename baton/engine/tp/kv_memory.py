@@ -1,6 +1,7 @@
 """The memory of a worker's KV, and access to all of it from rank 0, which alone makes handoffs.
 
-On a CPU, one shared memory has all heads, and each rank has a strided view of its own. On GPUs, each rank has a cache,
+On a CPU, one shared memory has all heads, and each rank has a strided view of its own. If ranks share a KV head, that
+memory has a cache for each rank instead, because two ranks must not write to one place. On GPUs, each rank has a cache,
 and rank 0 opens those of the others by CUDA IPC on their devices (`ShardedCache`). There a rank frees its memory only
 after rank 0 has closed it, which precedes each CACHE or END message.
 
@@ -24,10 +25,9 @@ from baton.core import KVLayout
 from baton.engine.kernels.gpu.cuda_memory import HANDLE_BYTES, CudaDevice, Device
 from baton.engine.kv_cache import DTYPES, KVCache, Mark
 from baton.engine.tp.group import Ranks, TpLayout
-from baton.engine.tp.sharding import Heads
+from baton.engine.tp.sharding import Heads, Rectangle, read_plan
 
 GpuOf = Callable[[int], Device]  # the device of a rank, as this process uses it
-Plan = list[tuple[int, range, range]]  # rank, layers, heads
 
 
 class KVMemory(Protocol):
@@ -55,19 +55,25 @@ class HostMemory:
 
     def __init__(self, plan: TpLayout, rank: int, layout: KVLayout) -> None:
         self._file, self._layout, self._own = plan.kv, layout, rank_layout(layout, plan.size)
-        self._heads = Heads(layout.kv_heads, plan.size).held(rank)
+        self._rank, self._heads = rank, Heads(layout.kv_heads, plan.size)
+        self._block_bytes = self._own.block_bytes * plan.size
 
     def prepare(self, total_blocks: int) -> None:
-        nbytes = total_blocks * self._layout.block_bytes
+        nbytes = total_blocks * self._block_bytes
         if os.fstat(self._file).st_size < nbytes:
             os.ftruncate(self._file, nbytes)
 
     def make(self, total_blocks: int) -> tuple[KVCache, KVCache]:
-        memory = mmap.mmap(self._file, total_blocks * self._layout.block_bytes)
-        tensors = tensors_in(torch.frombuffer(memory, dtype=torch.uint8), self._layout, total_blocks)
-        heads = [tensor.narrow(3, self._heads.start, len(self._heads)) for tensor in tensors]
+        mapped = mmap.mmap(self._file, total_blocks * self._block_bytes)
+        memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        if self._heads.replicas > 1:
+            parts = [tensors_in(part, self._own, total_blocks) for part in memory.chunk(self._heads.size)]
+            ranks = [KVCache(self._own, total_blocks, storage=part) for part in parts]
+            return ShardedCache(self._layout, ranks), ranks[self._rank]
+        tensors, held = tensors_in(memory, self._layout, total_blocks), self._heads.held(self._rank)
+        views = [tensor.narrow(3, held.start, len(held)) for tensor in tensors]
         whole = KVCache(self._layout, total_blocks, storage=tensors)
-        return whole, KVCache(self._own, total_blocks, storage=heads)
+        return whole, KVCache(self._own, total_blocks, storage=views)
 
     def close(self) -> None:
         """Do nothing, because the memory is freed with its tensors."""
@@ -151,8 +157,8 @@ class ShardedCache(KVCache):
         super().__init__(layout, blocks, ranks[0].device, storage=nowhere)
         self.ranks = tuple(ranks)
         heads = Heads(layout.kv_heads, size)
-        self._reads = [(rank, heads.supplied(rank, layout.layers), heads.held(rank)) for rank in range(size)]
-        self._writes = [(rank, range(layout.layers), heads.held(rank)) for rank in range(size)]
+        self._reads = read_plan(heads, Heads(layout.kv_heads, 1), 0, layout.layers)
+        self._writes = [Rectangle(rank, range(layout.layers), heads.held(rank)) for rank in range(size)]
 
     def mark(self) -> Mark | None:
         """See `KVCache`. Rank 0's stream waits for the other ranks, so their writes precede a mark on it."""
@@ -182,7 +188,7 @@ class ShardedCache(KVCache):
             cache.scatter(part, blocks, begin, end, _bytes(piece.to(cache.device).contiguous()))
 
     def _pieces_of(
-        self, plan: Plan, layers: range, tokens: int, data: Tensor
+        self, plan: list[Rectangle], layers: range, tokens: int, data: Tensor
     ) -> Iterator[tuple[KVCache, range, Tensor]]:
         """Yield the cache of each rank involved in `layers`, its part of them, and the view of that part in `data`."""
         if layers and not 0 <= layers.start < layers.stop <= self.layout.layers:

@@ -28,12 +28,12 @@ from baton.engine.batch import Batch
 from baton.engine.kernels.base import Kernels
 from baton.engine.kv_cache import KVCache
 from baton.engine.models.checkpoint import Checkpoint, Progress
-from baton.engine.models.config import ModelConfig
+from baton.engine.models.config import ModelConfig, read_config
 from baton.engine.models.llama import Parts
 from baton.engine.models.loading import TransformerBackend, load_model
 from baton.engine.tp.group import CACHE, END, Ranks, TpLayout
 from baton.engine.tp.kv_memory import GpuOf, kv_memory
-from baton.engine.tp.sharding import ShardedParts, ShardedWeights, divided
+from baton.engine.tp.sharding import Heads, ShardedParts, ShardedWeights, divided
 from baton.errors import BatonError, RankLost
 from baton.logs import configure_logging
 
@@ -85,7 +85,8 @@ class Split:
         return divided(whole, self.plan.size, self.plan.key)
 
     def parts(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> Parts:
-        weights = ShardedWeights(checkpoint, dtype, device, self.ranks.rank, self.plan.size)
+        heads = Heads(read_config(checkpoint.folder).kv_heads, self.plan.size)
+        weights = ShardedWeights(checkpoint, dtype, device, self.ranks.rank, heads)
         return ShardedParts(weights, kernels, self.ranks.exchange)
 
 

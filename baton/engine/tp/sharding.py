@@ -1,16 +1,16 @@
 """The division of a model and its KV among ranks (docs/design/tensor-parallelism.md).
 
     8 KV heads, 4 ranks        0 1 | 2 3 | 4 5 | 6 7    shares: one rank holds each head
-    2 KV heads, 4 ranks          0 |   0 |   1 |   1    replicas: each has some layers of a read
+    2 KV heads, 4 ranks          0 |   0 |   1 |   1    replicas: each supplies some layers of a read
 
 Sums are taken in rank order, element by element, in float32, so they do not depend on a row's place.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,10 +49,34 @@ class Heads:
         first = rank * self.kv_heads // self.size
         return range(first, first + self.per_rank)
 
-    def supplied(self, rank: int, layers: int) -> range:
-        """Return the range, within `layers` layers, that this rank supplies for its heads when they are read."""
-        part = rank % self.replicas
-        return range(layers * part // self.replicas, layers * (part + 1) // self.replicas)
+
+class Rectangle(NamedTuple):
+    """Heads of layers that a rank supplies or takes. Both are numbers in the whole model."""
+
+    rank: int
+    layers: range
+    heads: range
+
+
+def read_plan(source: Heads, reader: Heads, rank: int, layers: int) -> list[Rectangle]:
+    """Return the rectangles that `rank` of `reader` reads from the ranks of `source`: each head that it holds, in each
+    layer, once. Replicas of a head supply numbers of layers that differ by at most 1, all readers together.
+    """
+    if source.kv_heads != reader.kv_heads:
+        raise ValueError(f"{source.kv_heads} KV heads at the source and {reader.kv_heads} at the reader")
+    found, held, before = list[Rectangle](), reader.held(rank), rank % reader.replicas * layers
+    for giver in range(source.size):
+        heads = _common(source.held(giver), held)
+        part, read = giver % source.replicas, reader.replicas * layers  # the layers of all readers, one after the other
+        share = range(read * part // source.replicas, read * (part + 1) // source.replicas)
+        rows = _common(range(share.start - before, share.stop - before), range(layers))
+        if heads and rows:
+            found.append(Rectangle(giver, rows, heads))
+    return found
+
+
+def _common(a: range, b: range) -> range:
+    return range(max(a.start, b.start), min(a.stop, b.stop))
 
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -62,26 +86,34 @@ def divided(config: ModelConfig, size: int, key: str) -> ModelConfig:
     """Return the config of each of `size` ranks. Raises ConfigError with `key` and sizes that it does not divide."""
     if config.family not in FAMILIES:
         raise ConfigError(f"{key}: {size} is not supported for a model of the family {config.family}; set {key} to 1")
-    parts = {
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "intermediate_size": config.intermediate_size,
-    }
-    uneven = [f"{name} ({value})" for name, value in parts.items() if value % size]
-    if uneven:
-        common = math.gcd(*parts.values())
-        fits = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+    if uneven := _uneven(config, size):
+        fits = ", ".join(str(n) for n in range(1, config.heads + 1) if not _uneven(config, n))
         raise ConfigError(f"{key}: {size} does not divide the model's {' and '.join(uneven)}; allowed are {fits}")
-    heads, kv_heads, inner = (value // size for value in parts.values())
-    return replace(config, heads=heads, kv_heads=kv_heads, intermediate_size=inner)
+    kv_heads, inner = Heads(config.kv_heads, size).per_rank, config.intermediate_size // size
+    return replace(config, heads=config.heads // size, kv_heads=kv_heads, intermediate_size=inner)
+
+
+def _uneven(config: ModelConfig, size: int) -> list[str]:
+    """Return the keys and values that `size` ranks cannot share evenly. Ranks may share a KV head."""
+    heads, kv_heads, inner = config.heads, config.kv_heads, config.intermediate_size
+    found = [f"num_attention_heads ({heads})"] if heads % size else []
+    found += [f"num_key_value_heads ({kv_heads})"] if kv_heads % size and size % kv_heads else []
+    return found + ([f"intermediate_size ({inner})"] if inner % size else [])
+
+
+KV = (".k_proj.weight", ".v_proj.weight", ".k_proj.bias", ".v_proj.bias")
 
 
 class ShardedWeights(Weights):
-    """`Weights` of one rank: `joined` and `stack` return its rows, and `outs` are its sizes."""
+    """`Weights` of one rank: `joined` and `stack` return its rows, and `outs` are its sizes. Ranks that hold the same
+    KV head have equal rows of its projections.
+    """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, rank: int, size: int) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, rank: int, heads: Heads
+    ) -> None:
         super().__init__(checkpoint, dtype, device)
-        self.rank, self.size = rank, size
+        self.rank, self.size, self._replicas = rank, heads.size, heads.replicas
 
     def columns(self, name: str, out: int, n_in: int) -> Tensor:
         """Return the rank's `n_in` columns of a matrix with `size` times as many: [out, n_in]."""
@@ -102,8 +134,9 @@ class ShardedWeights(Weights):
 
     def _fill_parts(self, place: Tensor, names: tuple[str, ...], outs: tuple[int, ...]) -> None:
         for name, part in zip(names, torch.split(place, list(outs)), strict=True):
-            whole = (len(part) * self.size, *part.shape[1:])
-            self._fill_from(part, name, whole, 0, self.rank * len(part))
+            copies = self._replicas if name.endswith(KV) else 1
+            whole = (len(part) * self.size // copies, *part.shape[1:])
+            self._fill_from(part, name, whole, 0, self.rank // copies * len(part))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

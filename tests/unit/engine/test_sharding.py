@@ -6,22 +6,24 @@ import random
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from unittest.mock import Mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from baton.engine.kernels.torch_reference import TorchKernels
 from baton.engine.models.checkpoint import Checkpoint, Weights
 from baton.engine.models.config import read_config
+from baton.engine.models.loading import load_model
 from baton.engine.tp import sharding
 from baton.engine.tp.group import SharedExchange, memory_is_ordered
-from baton.engine.tp.rank_process import body, lengths, unpack
-from baton.engine.tp.sharding import Heads
+from baton.engine.tp.rank_process import Split, body, lengths, unpack
+from baton.engine.tp.sharding import Heads, ShardedWeights, read_plan
 from baton.errors import ConfigError, RankLost
-from tests.unit.model.checkpoints import HIDDEN, random_checkpoint
+from tests.unit.model.checkpoints import HIDDEN, VOCAB, random_checkpoint
 from tests.unit.model.harness import Row, assert_same_batch, make_batch
 
 HEADS, KV_HEADS, DIM, INNER = 8, 4, 6, 80
@@ -30,10 +32,19 @@ needs_order = pytest.mark.skipif(not memory_is_ordered(), reason="shared memory 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("qwen2")
-    random_checkpoint(path, "qwen2", num_attention_heads=HEADS, num_key_value_heads=KV_HEADS)
-    return path
+def folder_of(tmp_path_factory):
+    @cache
+    def folder(kv_heads):
+        made = tmp_path_factory.mktemp("qwen2")
+        random_checkpoint(made, "qwen2", num_attention_heads=HEADS, num_key_value_heads=kv_heads)
+        return made
+
+    return folder
+
+
+@pytest.fixture
+def folder(folder_of):
+    return folder_of(KV_HEADS)
 
 
 def exchanges(size, capacity, *, timeout_s=20.0, alive=lambda: None):
@@ -46,24 +57,50 @@ def on_all(ranks, call):
         return list(pool.map(call, ranks))
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_slices_of_all_ranks_are_the_whole(folder, size):
+def weights_of(folder, rank, size, kv_heads=KV_HEADS):
+    return sharding.ShardedWeights(Checkpoint(folder, digests=False), torch.float32, CPU, rank, Heads(kv_heads, size))
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_the_slices_of_all_ranks_are_the_whole(folder_of, kv_heads, size):
+    """Each rank has the rows of its own heads. Ranks that hold the same KV head have the same rows."""
+    folder, heads = folder_of(kv_heads), Heads(kv_heads, size)
     whole = Weights(Checkpoint(folder), torch.float32, CPU)
-    ranks = [
-        sharding.ShardedWeights(Checkpoint(folder, digests=False), torch.float32, CPU, r, size) for r in range(size)
-    ]
-    name, outs = "model.layers.1.self_attn", (HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM)
-    own = tuple(out // size for out in outs)
+    ranks = [weights_of(folder, rank, size, kv_heads) for rank in range(size)]
+    name, outs = "model.layers.1.self_attn", (HEADS * DIM, kv_heads * DIM, kv_heads * DIM)
+    own = (HEADS * DIM // size, heads.per_rank * DIM, heads.per_rank * DIM)
     for kind, rest in (("weight", (HIDDEN,)), ("bias", ())):
         names = tuple(f"{name}.{part}_proj.{kind}" for part in "qkv")
-        parts = [r.joined(names, own, *rest).split(own) for r in ranks]
-        for index, (tensor, out) in enumerate(zip(names, outs, strict=True)):
-            assert torch.equal(torch.cat([part[index] for part in parts]), whole.tensor(tensor, out, *rest))
+        q, k, v = (whole.tensor(tensor, out, *rest) for tensor, out in zip(names, outs, strict=True))
+        for rank, weights in enumerate(ranks):
+            held = heads.held(rank)
+            rows = slice(held.start * DIM, held.stop * DIM)
+            expected = torch.cat((q.chunk(size)[rank], k[rows], v[rows]))
+            assert torch.equal(weights.joined(names, own, *rest), expected), (kind, rank)
     down = "model.layers.0.mlp.down_proj.weight"
     columns = [r.columns(down, HIDDEN, INNER // size) for r in ranks]
     assert torch.equal(torch.cat(columns, dim=1), whole.tensor(down, HIDDEN, INNER))
     norm = whole.tensor("model.norm.weight", HIDDEN)
     assert all(torch.equal(r.tensor("model.norm.weight", HIDDEN), norm) for r in ranks)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_rank_reads_only_its_slices(tmp_path, monkeypatch, tied):
+    """All of the embedding, which each rank needs whole, and of the norms. The output head is divided."""
+    size, kv_heads, layers = 4, 2, 2
+    sizes = {"num_attention_heads": HEADS, "num_key_value_heads": kv_heads, "tie_word_embeddings": tied}
+    random_checkpoint(tmp_path, "llama", num_hidden_layers=layers, **sizes)
+    read = Mock(wraps=ShardedWeights._copy)
+    monkeypatch.setattr(ShardedWeights, "_copy", lambda self, place, source: read(self, place, source))
+    plan = Mock(folder=str(tmp_path), size=size, key="key")
+    ranks = Mock(rank=1, device=CPU, exchange=Mock(size=size, rank=1))
+    load_model(tmp_path, split=Split(plan, ranks))
+    elements = sum(call.args[2].numel() for call in read.call_args_list)
+    attention = (HEADS // size * 2 + 2) * DIM * HIDDEN  # q and o, and one head of k and v
+    layer = attention + 3 * INNER // size * HIDDEN + 2 * HIDDEN
+    head = 0 if tied else (VOCAB * 2 // size - VOCAB // size) * HIDDEN
+    assert elements == layers * layer + VOCAB * HIDDEN + HIDDEN + head
 
 
 @needs_order
@@ -80,7 +117,7 @@ def test_divided_layers_are_the_whole_layer(folder, size, rows):
         columns = slice(exchange.rank * inner, (exchange.rank + 1) * inner)
         part = kernels.linear(weight[:, columns], bias if exchange.rank == 0 else None)
         summed = sharding.Summed(part, exchange)
-        weights = sharding.ShardedWeights(Checkpoint(folder), torch.float32, CPU, exchange.rank, size)
+        weights = weights_of(folder, exchange.rank, size)
         head = sharding.ShardedParts(weights, kernels, exchange).head(embed, tied=True)
         return summed(x[:, columns], torch.empty(rows, HIDDEN)), head(hidden, torch.empty(rows, 199))
 
@@ -121,8 +158,9 @@ def test_a_silent_rank_and_a_dead_one(options, message):
 @pytest.mark.parametrize(
     ("size", "changes", "message"),
     [
-        (3, {}, r"num_attention_heads \(8\) and num_key_value_heads \(4\) and intermediate_size \(80\); .* 1, 2, 4$"),
-        (8, {}, r" does not divide the model's num_key_value_heads \(4\); allowed are 1, 2, 4$"),
+        (3, {}, r"num_attention_heads \(8\) and num_key_value_heads \(4\) and intermediate_size \(80\); .* 1, 2, 4, 8$"),
+        (4, {"heads": 24, "kv_heads": 6}, r" does not divide the model's num_key_value_heads \(6\); allowed are 1, 2$"),
+        (16, {}, r"num_attention_heads \(8\); allowed are 1, 2, 4, 8$"),
         (4, {"intermediate_size": 82}, r"intermediate_size \(82\); allowed are 1, 2$"),
         (2, {"family": "mixtral"}, "model of the family mixtral; set decode.tensor_parallel to 1"),
     ],
@@ -137,6 +175,7 @@ def test_a_rank_builds_a_smaller_model(folder):
     whole = read_config(folder)
     own = sharding.divided(whole, 4, "key")
     assert (own.heads, own.kv_heads, own.intermediate_size) == (2, 1, 20)
+    assert sharding.divided(whole, 8, "key").kv_heads == 1, "two ranks share a head"
     assert replace(own, heads=HEADS, kv_heads=KV_HEADS, intermediate_size=INNER) == whole
 
 
@@ -168,14 +207,28 @@ def test_what_each_rank_holds(kv_heads: int, size: int) -> None:
     assert Counter(itertools.chain(*held)) == dict.fromkeys(range(kv_heads), heads.replicas)
 
 
-@given(layers=st.integers(1, 60), kv_heads=st.sampled_from([LATENT, 2, 4]), size=st.sampled_from(SIZES))
-def test_replicas_share_the_layers_of_their_head(layers: int, kv_heads: int, size: int) -> None:
-    heads = Heads(kv_heads, size)
-    shares = [heads.supplied(rank, layers) for rank in range(size)]
-    for first in range(0, size, heads.replicas):
-        group = shares[first : first + heads.replicas]
-        assert sorted(itertools.chain(*group)) == list(range(layers))
-        assert max(map(len, group)) - min(map(len, group)) <= 1
+@given(st.integers(1, 60), st.integers(1, 16), st.sampled_from(SIZES), st.sampled_from(SIZES))
+def test_each_head_of_each_layer_is_read_once_from_a_rank_that_holds_it(
+    layers: int, kv_heads: int, sources: int, readers: int
+) -> None:
+    """Each rank of the reader gets what it holds. Replicas at the source supply equal shares, except for one layer."""
+    assume(all(kv_heads % size == 0 or size % kv_heads == 0 for size in (sources, readers)))
+    source, reader, load = Heads(kv_heads, sources), Heads(kv_heads, readers), Counter[tuple[int, int]]()
+    for rank in range(readers):
+        read: Counter[tuple[int, int]] = Counter()
+        for giver, rows, heads in read_plan(source, reader, rank, layers):
+            assert set(heads) <= set(source.held(giver))
+            read.update(itertools.product(rows, heads))
+            load.update({(head, giver): len(rows) for head in heads})
+        assert read == Counter(itertools.product(range(layers), reader.held(rank)))
+    for head in range(kv_heads):
+        shares = [load[head, giver] for giver in range(sources) if head in source.held(giver)]
+        assert max(shares) - min(shares) <= 1
+
+
+def test_sides_with_other_heads_have_no_plan() -> None:
+    with pytest.raises(ValueError, match="2 KV heads at the source and 4 at the reader"):
+        read_plan(Heads(2, 2), Heads(4, 2), 0, 3)
 
 
 @pytest.mark.parametrize(

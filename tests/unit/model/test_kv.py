@@ -206,6 +206,24 @@ def test_auto_memory_is_a_bounded_share():
     assert auto_kv_bytes(CPU) <= CPU_CAP_BYTES
 
 
+def test_memory_of_ranks_is_that_of_all_their_gpus_and_of_each_copy_of_a_head(monkeypatch):
+    """Rank 0 measures its own GPU. Four ranks with a GPU each hold a KV head twice if there are two."""
+    gqa, gpu = replace(ORACLE, kv_heads=2), torch.device("cuda", 0)
+    free, total = 100 * gqa.block_bytes, 200 * gqa.block_bytes
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
+
+    def blocks(kv_memory, device, ranks):
+        return size_kv(
+            gqa, kv_memory=kv_memory, max_model_len="auto", model_max_len=2048, device=device, ranks=ranks
+        ).total_blocks
+
+    assert [blocks("auto", gpu, ranks) for ranks in (1, 2, 4)] == [90, 180, 180]
+    assert [blocks(40 * gqa.block_bytes, CPU, ranks) for ranks in (1, 2, 4)] == [40, 40, 20]
+    assert blocks(2 * total, gpu, 2) == 400
+    with pytest.raises(ConfigError, match=f"kv_memory: {2 * total + 1} bytes, but cuda:0 has"):
+        blocks(2 * total + 1, gpu, 2)
+
+
 @pytest.mark.parametrize(
     ("memory", "length", "words"),
     [

@@ -24,7 +24,7 @@ from baton.engine.kv_cache import KVCache
 from baton.engine.models.loading import load_model
 from baton.engine.tp.backend import ShardedBackend
 from baton.engine.tp.group import CACHE, END, Ranks, TpLayout
-from baton.engine.tp.kv_memory import GpuMemory, ShardedCache, kv_memory, rank_layout
+from baton.engine.tp.kv_memory import GpuMemory, HostMemory, ShardedCache, kv_memory, rank_layout
 from baton.engine.tp.rank_process import follow, load_rank
 from baton.errors import ConfigError, RankLost
 from baton.tokenizer import OracleTokenizer
@@ -42,7 +42,7 @@ def some_blocks(rng: random.Random, layout: KVLayout) -> list[int]:
     return rng.sample(range(TOTAL), layout.blocks_for(TOKENS))
 
 
-def gathered(cache: ShardedCache, layers: range, blocks: list[int], begin: int, end: int) -> torch.Tensor:
+def gathered(cache: KVCache, layers: range, blocks: list[int], begin: int, end: int) -> torch.Tensor:
     out = torch.full((len(layers) * (end - begin) * cache.layout.layer_token_bytes,), 0xAA, dtype=torch.uint8)
     cache.gather(layers, blocks, begin, end, out)
     return out
@@ -71,6 +71,29 @@ def test_frames_between_workers_of_any_sizes(sender: int, receiver: int, layout:
     put(expected, here, kv)
     assert same(target, expected)
     assert same(source, before)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.kv_heads}-{layout.dtype}-{layout.tensors[0]}")
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_ranks_on_a_cpu_share_their_memory(plan_of, size: int, layout: KVLayout, seed: int) -> None:
+    """Rank 0 reads what each rank has written, and writes what each of them reads, in the wire's order."""
+    descriptor = os.memfd_create("kv")
+    try:
+        memories = [HostMemory(replace(plan_of(size), kv=descriptor), rank, layout) for rank in range(size)]
+        memories[0].prepare(TOTAL)
+        made = [memory.make(TOTAL) for memory in memories]
+    finally:
+        os.close(descriptor)
+    seen, ranks = made[0][0], [own for _, own in made]
+    assert (seen.layout, seen.total_blocks) == (layout, TOTAL)
+    rng, kv, other = random.Random(seed), whole(layout, TOKENS, seed), whole(layout, TOKENS, seed + 1)
+    blocks, layers = some_blocks(rng, layout), range(layout.layers)
+    put(ShardedCache(layout, ranks), blocks, kv)
+    assert torch.equal(gathered(seen, layers, blocks, 0, TOKENS), wire_of(kv, layers, 0, TOKENS))
+    seen.scatter(layers, blocks, 0, TOKENS, wire_of(other, layers, 0, TOKENS))
+    expected = ShardedCache(layout, [KVCache(rank_layout(layout, size), TOTAL) for _ in ranks])
+    put(expected, blocks, other)
+    assert same(ShardedCache(layout, ranks), expected)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -284,9 +307,13 @@ def on_threads(plan: TpLayout, on_gpus: list[Any]) -> ShardedBackend:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_model_with_divided_caches_hands_over_and_takes_over(plan_of, tmp_path, size: int, seed: int) -> None:
-    random_checkpoint(tmp_path / "m", "llama", vocab_size=259, num_attention_heads=8, num_key_value_heads=4)
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_a_model_with_divided_caches_hands_over_and_takes_over(
+    plan_of, tmp_path, kv_heads: int, size: int, seed: int
+) -> None:
+    random_checkpoint(tmp_path / "m", "llama", vocab_size=259, num_attention_heads=8, num_key_value_heads=kv_heads)
     rng = random.Random(seed)
     plan, (on_gpus, _) = plan_of(size, str(tmp_path / "m")), gpus(size)
     alone = load_model(tmp_path / "m", block_size=5)
