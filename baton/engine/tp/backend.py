@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,15 +16,16 @@ from baton.engine.kernels.base import Splits
 from baton.engine.kv_cache import KVCache
 from baton.engine.models.checkpoint import Progress
 from baton.engine.models.config import read_config
-from baton.engine.models.loading import TransformerBackend
 from baton.engine.models.thinking import Thinker
-from baton.engine.tp.group import CACHE, END, STEP, Ranks, SharedExchange, TpLayout, memory_is_ordered
+from baton.engine.tp.group import CACHE, END, GRAPHS, STEP, Ranks, SharedExchange, TpLayout, memory_is_ordered
 from baton.engine.tp.kv_memory import KVMemory, kv_memory
-from baton.engine.tp.rank_process import Followers, body, lengths, load_rank
+from baton.engine.tp.rank_model import RankModel
+from baton.engine.tp.rank_process import VISIBLE, Followers, body, lengths, load_rank
 from baton.engine.tp.sharding import divided
-from baton.errors import RankLost
+from baton.engine.tp.watchdog import Watchdog, mark_on
+from baton.errors import ConfigError, RankLost
 
-PART_ELEMENTS = 2**20
+PART_ELEMENTS, GPU_PART_ELEMENTS = 2**20, 2**22
 HEAD_ROWS = 64  # rows of logits that fit in one exchange
 TIMEOUT_S = 30.0
 START_S = 600.0
@@ -33,18 +34,26 @@ END_S = 2.0
 
 class ShardedBackend:
     """A `ModelBackend` with rank 0 in this process, from `load_sharded`. All errors of a forward or a new cache become
-    RankLost, because ranks out of step cannot continue.
+    RankLost, because ranks out of step cannot continue. On GPUs, a `watchdog` ends the process if they wait in vain.
     """
 
     def __init__(
-        self, plan: TpLayout, local: TransformerBackend, ranks: Ranks, followers: Followers, memory: KVMemory
+        self,
+        plan: TpLayout,
+        model: RankModel,
+        ranks: Ranks,
+        followers: Followers,
+        memory: KVMemory,
+        watchdog: Watchdog | None = None,
     ) -> None:
+        self.local = local = model.local
         self.name, self.vocab_size, self.max_model_len = local.name, local.vocab_size, local.max_model_len
         self.device, self.fingerprint, self.layout = local.device, local.fingerprint, local.layout
-        self._plan, self._local, self._ranks, self._followers, self._memory = plan, local, ranks, followers, memory
+        self._plan, self._model, self._ranks, self._followers, self._memory = plan, model, ranks, followers, memory
+        self._guard = nullcontext if watchdog is None else watchdog.guard
         self.thinker: Thinker | None = None
         self.nondeterminism = ""
-        self._caches: tuple[KVCache, KVCache] | None = None
+        self._kv: KVCache | None = None
         self._closed = False
 
     @property
@@ -53,7 +62,7 @@ class ShardedBackend:
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
         """Return the number of ranks and threads, and the facts of a rank, which are the same on all ranks."""
-        return (f"{self._plan.size} ranks of {self._plan.threads} threads", *self._local.facts(rows))
+        return (f"{self._plan.size} ranks of {self._plan.threads} threads", *self.local.facts(rows))
 
     def steady_rows(self) -> int:
         return 0  # exchanges are cut by their size
@@ -61,25 +70,42 @@ class ShardedBackend:
     def make_cache(self, total_blocks: int) -> KVCache:
         """Make the cache for `forward` on all ranks, and invalidate the previous one. Raises RankLost."""
         self._check_open()
-        self._caches = None
+        self._kv = None
+        self._model.drop_cache()
         self._memory.prepare(total_blocks)
         try:
             self._ranks.send(CACHE, [total_blocks])
-            self._caches = self._memory.make(total_blocks)
+            self._kv = self._model.make_cache(total_blocks)
         except Exception as error:
             raise self._lost(error) from error
-        return self._caches[0]
+        return self._kv
 
-    def forward(self, batch: Batch, kv: KVCache) -> torch.Tensor:
-        """Run a forward on all ranks. On return, K and V of all ranks are written: each rank writes those of a layer
-        before its part of the sums.
+    def capture(self, widest: Batch) -> list[int]:
+        """Capture the decode steps of all ranks over the cache, and return the buckets. `widest` is the memory of later
+        steps (`Inputs.widest`). Raises RuntimeError if that is impossible, and RankLost.
         """
         self._check_open()
-        if self._caches is None or kv is not self._caches[0]:
+        try:
+            with self._guard():
+                self._ranks.send(GRAPHS, list(widest.block_tables.shape))
+                return self._model.capture(widest)
+        except RuntimeError:
+            raise  # on all ranks, which can continue
+        except Exception as error:
+            raise self._lost(error) from error
+
+    def forward(self, batch: Batch, kv: KVCache) -> torch.Tensor:
+        """Run a forward on all ranks. On return, K and V of all ranks are written, or issued to GPUs: each rank writes
+        those of a layer before its part of the sums.
+        """
+        self._check_open()
+        if self._kv is None or kv is not self._kv:
             raise ValueError("kv is not the cache that make_cache returned last")
         try:
-            self._ranks.send(STEP, lengths(batch), body(batch))
-            return self._local.model.forward(batch, self._caches[1])
+            with self._guard():
+                bucket = self._model.bucket(batch)
+                self._ranks.send(STEP, [bucket, *lengths(batch)], body(batch))
+                return self._model.forward(batch, bucket)
         except Exception as error:  # any error, because the other ranks are in the middle of this forward
             raise self._lost(error) from error
 
@@ -92,6 +118,8 @@ class ShardedBackend:
         if self._closed:
             return
         try:
+            self._kv = None
+            self._model.drop_cache()
             self._memory.close()
             with suppress(RankLost):
                 self._ranks.send(END, [])
@@ -118,7 +146,7 @@ class ShardedBackend:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Division of a model over ranks."""
+    """Division of a model over ranks. On GPUs, they use consecutive ones, from that of rank 0 on."""
 
     size: int
     threads: int | None = None  # of each rank; None means torch's default divided by the ranks
@@ -143,10 +171,12 @@ def load_sharded(
     """
     size, config = ranking.size, read_config(Path(path))
     divided(config, size, ranking.key)
+    check_gpus(torch.device(device), size, ranking.key)
+    cpu = torch.device(device).type == "cpu"
     threads = ranking.threads or max(1, torch.get_num_threads() // size)
     torch.set_num_threads(threads)
-    capacity = max(PART_ELEMENTS, config.hidden_size, HEAD_ROWS * -(-config.vocab_size // size))
-    cpu = torch.device(device).type == "cpu"
+    part = PART_ELEMENTS if cpu else GPU_PART_ELEMENTS
+    capacity = max(part, config.hidden_size, HEAD_ROWS * -(-config.vocab_size // size))
     shared = memory_is_ordered() if ranking.shared_memory is None else ranking.shared_memory
     with tempfile.TemporaryDirectory(prefix="baton-ranks-") as folder:
         plan = TpLayout(
@@ -169,11 +199,24 @@ def load_sharded(
         return _start(plan, progress)
 
 
+def check_gpus(device: torch.device, size: int, key: str) -> None:
+    """Raise ConfigError with `key` if this process does not see a GPU for each of `size` ranks."""
+    seen = torch.cuda.device_count() - (device.index or 0)
+    if device.type == "cuda" and seen < size:
+        listed = f"{VISIBLE}={os.environ[VISIBLE]}" if VISIBLE in os.environ else f"{VISIBLE} is not set"
+        text = f"each rank needs a GPU of its own, and this worker sees {seen} from {device} on ({listed})"
+        raise ConfigError(f"{key}: {size} on {device}: {text}; set at most {max(seen, 1)}")
+
+
 def _start(plan: TpLayout, progress: Progress | None) -> ShardedBackend:
     followers = Followers(plan)
     try:
         followers.wait("started", START_S)
-        ranks = Ranks(plan, 0, followers.check)
+        device = plan.device_of(0, 0)
+        cpu = device.type == "cpu"
+        watchdog = None if cpu else Watchdog(followers.check, mark_on(device), plan.timeout_s)
+        with nullcontext() if watchdog is None else watchdog.guard():  # NCCL connects
+            ranks = Ranks(plan, 0, followers.check)
         local = load_rank(plan, ranks, progress)
         memory = kv_memory(plan, ranks, local.layout)
         followers.wait("loaded", START_S)
@@ -181,7 +224,7 @@ def _start(plan: TpLayout, progress: Progress | None) -> ShardedBackend:
         followers.close(0.0)
         _close_memory(plan)
         raise
-    return ShardedBackend(plan, local, ranks, followers, memory)
+    return ShardedBackend(plan, RankModel(local, ranks, memory), ranks, followers, memory, watchdog)
 
 
 def _memory(nbytes: int) -> int:

@@ -47,7 +47,7 @@ def kv_memory(plan: TpLayout, ranks: Ranks, layout: KVLayout, gpu_of: GpuOf | No
     """Return a rank's memory for the `layout` of the whole model. Raises ConfigError if a GPU cannot share memory."""
     if plan.kv >= 0:
         return HostMemory(plan, ranks.rank, layout)
-    return GpuMemory(plan, ranks, layout, gpu_of or (lambda rank: CudaDevice(plan.device_of(rank))))
+    return GpuMemory(plan, ranks, layout, gpu_of or (lambda rank: CudaDevice(plan.device_of(rank, ranks.rank))))
 
 
 class HostMemory:
@@ -84,7 +84,7 @@ class GpuMemory:
 
     def __init__(self, plan: TpLayout, ranks: Ranks, layout: KVLayout, gpu_of: GpuOf) -> None:
         self._ranks, self._layout, self._own = ranks, layout, rank_layout(layout, plan.size)
-        self._devices = [plan.device_of(rank) for rank in range(plan.size)]
+        self._devices = [plan.device_of(rank, ranks.rank) for rank in range(plan.size)]
         reached = range(1, plan.size) if ranks.rank == 0 else (ranks.rank,)
         self._gpus = {rank: gpu_of(rank) for rank in reached}
         self._held = ExitStack()

@@ -3,7 +3,9 @@
     python -m baton.engine.tp.rank_process PLAN RANK
 
 Rank 0 starts the others and checks them between steps. The worker fails if one ends. No rank outlives rank 0, not even
-a frozen one, because the kernel kills them with it. Before each forward rank 0 sends the batch as int64, not pickled:
+a frozen one, because the kernel kills them with it. On GPUs, the environment of a rank names only its own GPU.
+
+Before each forward, rank 0 sends the bucket of the graph, or 0, and the batch as int64, not pickled:
 
     lengths, on the host            N, B, W, L, fixed, query_lens, context_lens
     body, on the batch's device     token_ids, positions, slot_mapping, logit_rows, query_starts, kv_lens, block_tables
@@ -18,6 +20,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,13 +30,13 @@ from torch import Tensor
 
 from baton.engine.batch import Batch
 from baton.engine.kernels.base import Kernels
-from baton.engine.kv_cache import KVCache
 from baton.engine.models.checkpoint import Checkpoint, Progress
 from baton.engine.models.config import ModelConfig, read_config
 from baton.engine.models.llama import Parts
 from baton.engine.models.loading import TransformerBackend, load_model
-from baton.engine.tp.group import CACHE, END, Ranks, TpLayout
+from baton.engine.tp.group import CACHE, END, GRAPHS, Ranks, TpLayout
 from baton.engine.tp.kv_memory import GpuOf, kv_memory
+from baton.engine.tp.rank_model import RankModel, empty
 from baton.engine.tp.sharding import Heads, ShardedParts, ShardedWeights, divided
 from baton.errors import BatonError, RankLost
 from baton.logs import configure_logging
@@ -104,6 +108,8 @@ def load_rank(plan: TpLayout, ranks: Ranks, progress: Progress | None = None) ->
     )
 
 
+PROGRAM = "baton.engine.tp.rank_process"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.01
 GRACE_S = 0.5  # a broken connection is noticed before the exit code of the process that broke it
@@ -114,11 +120,16 @@ class Followers:
 
     def __init__(self, plan: TpLayout) -> None:
         self._folder = Path(plan.store).parent
-        command = [sys.executable, "-m", "baton.engine.tp.rank_process", json.dumps(asdict(plan))]
+        command = [sys.executable, "-m", PROGRAM, json.dumps(asdict(plan))]
+        self._cause: RankLost | None = None
         shared = [fd for fd in (plan.memory, plan.kv) if fd >= 0]
-        self.processes = [_start([*command, str(rank)], shared) for rank in range(1, plan.size)]
+        ranks = range(1, plan.size)
+        self.processes = [_start([*command, str(rank)], shared, environment(plan, rank, os.environ)) for rank in ranks]
 
     def check(self) -> None:
+        """Raise RankLost with the cause if a process has ended, or with that of `explain`."""
+        if self._cause is not None:
+            raise self._cause
         polled = [(process.poll(), rank, process.pid) for rank, process in enumerate(self.processes, 1)]
         ended = [(code, rank, pid) for code, rank, pid in polled if code is not None]
         if ended:
@@ -141,6 +152,10 @@ class Followers:
 
     def explain(self, error: Exception) -> RankLost:
         """Return the cause of a failure: the process that ended, or else `error`."""
+        self._cause = self._explained(error)
+        return self._cause
+
+    def _explained(self, error: Exception) -> RankLost:
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline:
             try:
@@ -161,9 +176,18 @@ class Followers:
                 process.wait()
 
 
-def _start(command: list[str], shared: list[int]) -> subprocess.Popen[bytes]:
+def environment(plan: TpLayout, rank: int, own: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a rank above 0 from that of rank 0. On GPUs, the rank sees only its own."""
+    device = plan.device_of(rank, 0)
+    if device.type == "cpu":
+        return dict(own)
+    entries = own.get(VISIBLE)  # names of any kind: indices, UUIDs
+    return {**own, VISIBLE: str(device.index) if entries is None else entries.split(",")[device.index].strip()}
+
+
+def _start(command: list[str], shared: list[int], env: dict[str, str]) -> subprocess.Popen[bytes]:
     """Start a rank with all output on stderr, and in its own process group, so that Ctrl-C reaches only rank 0."""
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=shared, process_group=0)
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=shared, env=env, process_group=0)
 
 
 def _mark(folder: Path, stage: str, rank: int) -> Path:
@@ -172,20 +196,26 @@ def _mark(folder: Path, stage: str, rank: int) -> Path:
 
 def follow(plan: TpLayout, rank: int, gpu_of: GpuOf | None = None) -> None:
     """Process messages of rank 0 until END. Raises RankLost if the group breaks. `gpu_of` is for tests."""
-    folder, device = Path(plan.store).parent, plan.device_of(rank)
+    folder, device = Path(plan.store).parent, plan.device_of(rank, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels are launched on the current device
     _mark(folder, "started", rank).touch()
     ranks = Ranks(plan, rank, alive=lambda: None)
-    backend = load_rank(plan, ranks)
-    memory = kv_memory(plan, ranks, backend.layout, gpu_of)
+    local = load_rank(plan, ranks)
+    memory = kv_memory(plan, ranks, local.layout, gpu_of)
+    model = RankModel(local, ranks, memory)
     _mark(folder, "loaded", rank).touch()
-    cache: KVCache | None = None
     while (message := ranks.receive()).kind != END:
         if message.kind == CACHE:
-            _, cache = memory.make(message.numbers[0])
-        elif cache is not None:
-            backend.model.forward(unpack(message.numbers, message.body), cache)
+            model.make_cache(message.numbers[0])
+        elif message.kind == GRAPHS:
+            rows, blocks = message.numbers
+            with suppress(RuntimeError):  # rank 0 has it too, and logs it
+                model.capture(empty(rows, blocks, plan.block_size, device))
+        else:
+            bucket, *numbers = message.numbers
+            model.forward(unpack(numbers, message.body), bucket)
+    model.drop_cache()
     memory.close()
 
 

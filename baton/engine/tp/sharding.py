@@ -3,7 +3,7 @@
     8 KV heads, 4 ranks        0 1 | 2 3 | 4 5 | 6 7    shares: one rank holds each head
     2 KV heads, 4 ranks          0 |   0 |   1 |   1    replicas: each supplies some layers of a read
 
-Sums are taken in rank order, element by element, in float32, so they do not depend on a row's place.
+Sums are of float32 and are rounded once.
 """
 
 from __future__ import annotations
@@ -173,10 +173,7 @@ class Summed:
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         for rows in _pieces(len(x), self.exchange.capacity // self.width):
             self.part(x[rows], self.exchange.place(rows.stop - rows.start, self.width))
-            total, *between, last = self.exchange.swap()
-            for part in between:
-                total = total + part
-            torch.add(total, last, out=out[rows])  # rounded once
+            self.exchange.add(out[rows])
         return out
 
 

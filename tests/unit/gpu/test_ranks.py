@@ -6,14 +6,18 @@ the copies. The first test needs only one GPU.
 
 import os
 import signal
+import subprocess
+import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from baton.engine.engine import Engine
+from baton.engine.kernels.gpu.cuda_graphs import with_graphs
 from baton.engine.kv_cache import KVCache
 from baton.engine.models.loading import load_model
 from baton.engine.tp.backend import Ranking, ShardedBackend, load_sharded
@@ -21,7 +25,7 @@ from baton.engine.tp.kv_memory import ShardedCache, rank_layout
 from baton.errors import RankLost
 from baton.tokenizer import load_tokenizer
 from baton.worker.engine_factory import generate
-from tests.support.engines import hand_over, ids, key_of, spec_of
+from tests.support.engines import hand_over, ids, key_of, run, spec_of
 from tests.unit.tp.support import GQA, LATENT, poisoned, put, whole, wire_of
 
 GPUS = torch.cuda.device_count()
@@ -103,6 +107,45 @@ def test_memory_of_a_cache_comes_back() -> None:
         del cache
         backend.make_cache(8)
         assert used(1) - before < 64 << 20
+
+
+@two_gpus
+def test_decode_steps_of_ranks_by_graphs() -> None:
+    """All ranks replay, with NCCL's sums in the graphs. The tokens are those without graphs."""
+    specs = [spec_of(load_tokenizer(DEMO).encode(prompt), max_tokens=TOKENS) for prompt in PROMPTS]
+    with sharded() as backend:
+        many = engine(backend)
+        expected = run(many, specs).tokens
+        assert with_graphs(backend, many.kv, many.inputs.widest()) is backend
+        replayed = Mock(wraps=backend._model.bucket)
+        backend._model.bucket = replayed  # type: ignore[method-assign]
+        assert run(many, specs).tokens == expected
+        assert replayed.called
+        assert backend._model._graphs is not None
+
+
+DECODING = """
+import sys
+from tests.unit.gpu.test_ranks import engine, key_of, sharded, spec_of, with_graphs
+with sharded() as backend:
+    busy = engine(backend)
+    if sys.argv[1] == "graphs":
+        with_graphs(backend, busy.kv, busy.inputs.widest())
+    print(*backend.pids, flush=True)
+    busy.submit(key_of(), spec_of((7,), max_tokens=900))
+    while True:
+        busy.step()
+"""
+
+
+@two_gpus
+@pytest.mark.parametrize("steps", ["graphs", "forwards"])
+def test_a_rank_killed_in_a_step_ends_the_process_that_waits_for_its_gpu(steps: str) -> None:
+    command = [sys.executable, "-c", DECODING, steps]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=DEMO.parents[1]) as process:
+        assert process.stdout is not None
+        os.kill(int(process.stdout.readline()), signal.SIGKILL)
+        assert process.wait(60) == 1
 
 
 @two_gpus

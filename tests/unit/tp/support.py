@@ -1,14 +1,23 @@
-"""Caches of ranks in main memory, with known bytes at each place."""
+"""Caches of ranks in main memory, with known bytes at each place, and ranks that are threads."""
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
+from threading import Thread
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 
 from baton.core import KVLayout
 from baton.engine.kv_cache import KVCache
-from baton.engine.tp.kv_memory import ShardedCache, rank_layout
+from baton.engine.tp.backend import ShardedBackend
+from baton.engine.tp.group import Ranks, TpLayout
+from baton.engine.tp.kv_memory import GpuMemory, ShardedCache, kv_memory, rank_layout
+from baton.engine.tp.rank_model import RankModel
+from baton.engine.tp.rank_process import follow, load_rank
 from baton.engine.tp.sharding import Heads
+from tests.support.time_factor import scaled
 from tests.support.transports import Log, MainMemory
 
 POISON = float("nan")
@@ -58,3 +67,34 @@ def gpus(size: int) -> tuple[list[Any], Log]:
     """Return one GPU for each rank, made of main memory, and the log of its events."""
     log: Log = []
     return [MainMemory(rank, log) for rank in range(size)], log
+
+
+def started(work: Callable, *arguments: Any) -> Future:
+    """Run `work` in a thread that ends with the process, because a rank waits for rank 0 without a limit."""
+    future: Future = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work(*arguments))
+        except Exception as error:  # noqa: BLE001  # the boundary of this thread
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return future
+
+
+def memory_of(plan: TpLayout, ranks: Ranks, layout: KVLayout, on_gpus: list[Any]) -> GpuMemory:
+    memory = kv_memory(plan, ranks, layout, on_gpus.__getitem__)
+    assert isinstance(memory, GpuMemory)
+    return memory
+
+
+def on_threads(plan: TpLayout, on_gpus: list[Any], connect: Callable[..., Ranks] = Ranks) -> ShardedBackend:
+    """Return a model on ranks with a cache each, as on GPUs. Sums go over gloo."""
+    ends = [started(follow, plan, rank, on_gpus.__getitem__) for rank in range(1, plan.size)]
+    ranks = connect(plan, 0, lambda: None)
+    local = load_rank(plan, ranks)
+    memory = memory_of(plan, ranks, local.layout, on_gpus)
+    followers = Mock(close=lambda patience_s: [end.result(scaled(20)) for end in ends])
+    followers.explain.side_effect = lambda error: error
+    return ShardedBackend(plan, RankModel(local, ranks, memory), ranks, followers, memory)

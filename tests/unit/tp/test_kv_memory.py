@@ -7,11 +7,9 @@ of a model on such ranks. `tests/unit/gpu/test_ranks.py` runs on a machine with 
 import itertools
 import os
 import random
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from threading import Thread
 from typing import Any
 from unittest.mock import Mock, call
 
@@ -24,15 +22,28 @@ from baton.engine.kv_cache import KVCache
 from baton.engine.models.loading import load_model
 from baton.engine.tp.backend import ShardedBackend
 from baton.engine.tp.group import CACHE, END, Ranks, TpLayout
-from baton.engine.tp.kv_memory import GpuMemory, HostMemory, ShardedCache, kv_memory, rank_layout
-from baton.engine.tp.rank_process import follow, load_rank
+from baton.engine.tp.kv_memory import GpuMemory, HostMemory, ShardedCache, rank_layout
+from baton.engine.tp.rank_model import RankModel
 from baton.errors import ConfigError, RankLost
 from baton.tokenizer import OracleTokenizer
 from baton.worker.engine_factory import generate
 from tests.support.engines import hand_over, ids, key_of, numbers, spec_of
 from tests.support.time_factor import scaled
 from tests.unit.model.checkpoints import random_checkpoint
-from tests.unit.tp.support import GQA, LATENT, LAYOUTS, gpus, poisoned, put, same, whole, wire_of
+from tests.unit.tp.support import (
+    GQA,
+    LATENT,
+    LAYOUTS,
+    gpus,
+    memory_of,
+    on_threads,
+    poisoned,
+    put,
+    same,
+    started,
+    whole,
+    wire_of,
+)
 
 PAIRS = list(itertools.product((1, 2, 4, 8), (1, 2, 4, 8)))
 TOKENS, TOTAL = 23, 20
@@ -165,43 +176,12 @@ def test_on_gpus_mark_and_settle_are_for_all_of_them(monkeypatch) -> None:
         assert stream.synchronize.called
 
 
-@pytest.fixture
-def plan_of(tmp_path) -> Callable[..., TpLayout]:
-    def plan(size: int, folder: str = "") -> TpLayout:
-        model: dict[str, Any] = {"dtype": "auto", "device": "cpu", "block_size": 8, "max_model_len": None}
-        ranks: dict[str, Any] = {"threads": 1, "store": str(tmp_path / "store"), "parent": os.getpid()}
-        limits: dict[str, Any] = {"capacity": 1 << 16, "timeout_s": scaled(20.0)}
-        return TpLayout(folder=folder, key="tensor_parallel", size=size, **model, **ranks, **limits)
-
-    return plan
-
-
-def started(work: Callable, *arguments: Any) -> Future:
-    """Run `work` in a thread that ends with the process, because a rank waits for rank 0 without a limit."""
-    future: Future = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work(*arguments))
-        except Exception as error:  # noqa: BLE001  # the boundary of this thread
-            future.set_exception(error)
-
-    Thread(target=run, daemon=True).start()
-    return future
-
-
 def obey(plan: TpLayout, rank: int, on_gpus: list[Any]) -> None:
     ranks = Ranks(plan, rank, lambda: None)
     memory = memory_of(plan, ranks, GQA, on_gpus)
     while (message := ranks.receive()).kind != END:
         memory.make(message.numbers[0])
     memory.close()
-
-
-def memory_of(plan: TpLayout, ranks: Ranks, layout: KVLayout, on_gpus: list[Any]) -> GpuMemory:
-    memory = kv_memory(plan, ranks, layout, on_gpus.__getitem__)
-    assert isinstance(memory, GpuMemory)
-    return memory
 
 
 @contextmanager
@@ -261,7 +241,8 @@ def backend_of(plan: TpLayout, fails: str = "") -> tuple[ShardedBackend, Mock]:
     """Return a backend over doubles, and their parent, which has the calls in order. `fails` raises RuntimeError."""
     calls = Mock(**{f"{fails}.side_effect": RuntimeError(f"no {fails}")} if fails else {})
     calls.followers.explain = lambda error: RankLost(str(error))
-    return ShardedBackend(plan, calls.local, calls.ranks, calls.followers, calls.memory), calls
+    model = RankModel(calls.local, calls.ranks, calls.memory)
+    return ShardedBackend(plan, model, calls.ranks, calls.followers, calls.memory), calls
 
 
 def test_rank_0_lets_go_before_the_others_may(plan_of) -> None:
@@ -293,17 +274,6 @@ def test_a_cache_that_cannot_be_made_ends_the_worker(plan_of, fails: str) -> Non
         backend.make_cache(3)
     backend.close()
     calls.followers.close.assert_called_once_with(0.0)
-
-
-def on_threads(plan: TpLayout, on_gpus: list[Any]) -> ShardedBackend:
-    """Return a model on ranks with a cache each, as on GPUs. Sums go over gloo."""
-    ends = [started(follow, plan, rank, on_gpus.__getitem__) for rank in range(1, plan.size)]
-    ranks = Ranks(plan, 0, lambda: None)
-    local = load_rank(plan, ranks)
-    memory = memory_of(plan, ranks, local.layout, on_gpus)
-    followers = Mock(close=lambda patience_s: [end.result(scaled(20)) for end in ends])
-    followers.explain.side_effect = lambda error: error
-    return ShardedBackend(plan, local, ranks, followers, memory)
 
 
 @pytest.mark.slow

@@ -121,23 +121,31 @@ class GraphedBackend(TransformerBackend):
 def with_graphs(backend: ModelBackend, kv: KVCache, widest: Batch) -> ModelBackend:
     """Return the backend with decode steps captured over this cache, or the backend itself if that is impossible. Only
     Llama-like models on the GPU kernels can be captured. A mixture of experts reads its choice from the device. Latent
-    attention would store padding. Ranks exchange through the host. Thinking takes states with each batch.
+    attention would store padding. Thinking takes states with each batch. Tensor-parallel ranks capture their parts.
     """
-    if not isinstance(backend, TransformerBackend) or backend.device.type != "cuda":
+    from baton.engine.tp.backend import ShardedBackend  # imported late, because ranks use these graphs
+
+    local = backend.local if isinstance(backend, ShardedBackend) else backend
+    if not isinstance(local, TransformerBackend) or local.device.type != "cuda":
         return backend
-    config, kernels = backend.model.config, backend.model.kernels.name
+    config, kernels = local.model.config, local.model.kernels.name
     if config.experts or config.latent or config.thinking or kernels != "triton":
         return backend
     clock = SystemClock()
     began = clock.monotonic()
-    graphs = DecodeGraphs(backend, kv, widest)
     try:
-        graphs.capture(CudaCapture(backend.device))
+        if isinstance(backend, ShardedBackend):
+            made: ModelBackend = backend
+            sizes = backend.capture(widest)
+        else:
+            graphs = DecodeGraphs(local, kv, widest)
+            graphs.capture(CudaCapture(backend.device))
+            made, sizes = graphed(local, graphs), graphs.sizes
     except RuntimeError as why:
         log.warning("decode_graphs_unavailable", reason=str(why))
         return backend
-    log.info("decode_graphs_captured", buckets=graphs.sizes, seconds=round(clock.monotonic() - began, 3))
-    return graphed(backend, graphs)
+    log.info("decode_graphs_captured", buckets=sizes, seconds=round(clock.monotonic() - began, 3))
+    return made
 
 
 def graphed(backend: TransformerBackend, graphs: DecodeGraphs) -> GraphedBackend:
