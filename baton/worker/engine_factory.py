@@ -166,7 +166,7 @@ def warm_up(engine: Engine) -> None:
 def load_backend(settings: WorkerSettings) -> ModelBackend:
     """Load the oracle for `model.path: oracle`, else the checkpoint in that folder, downloaded if it is a hub name."""
     device = pick_device(settings.device)
-    _check_ranks(settings, device)
+    _check_ranks(settings)
     if settings.model_path == ORACLE_MODEL:
         return OracleBackend(oracle_layout(block_size_of(settings)), seed=settings.seed)
     # Imported late because the oracle needs no transformer.
@@ -240,13 +240,10 @@ def _ranks_key(settings: WorkerSettings) -> str:
     return f"{settings.role.value}.tensor_parallel"
 
 
-def _check_ranks(settings: WorkerSettings, device: str) -> None:
+def _check_ranks(settings: WorkerSettings) -> None:
     ranks, key = settings.tensor_parallel, _ranks_key(settings)
     if ranks > 1 and settings.model_path == ORACLE_MODEL:
         raise ConfigError(f"{key}: {ranks}: the oracle cannot be divided over ranks; use {key}=1")
-    if ranks > 1 and device != "cpu":
-        text = "KV that is divided over GPUs cannot be handed over yet"
-        raise ConfigError(f"{key}: {ranks} on {device}: {text}; use {key}=1, or {settings.role.value}.device=cpu")
 
 
 def pick_device(device: str) -> str:

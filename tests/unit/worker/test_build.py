@@ -216,9 +216,9 @@ def test_a_worker_says_that_its_model_thinks_and_what_does_not_fit_is_refused_fi
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        (("decode.tensor_parallel=8", "decode.device=cpu"), r"8 does not divide the model's num_key_value_heads \(4\)"),
+        (("decode.tensor_parallel=16", "decode.device=cpu"), r"16 does not divide the model's num_attention_heads \(8\)"),
         (("decode.tensor_parallel=2", "decode.device=cpu", "model.path=oracle"), "2: the oracle cannot be divided"),
-        (("decode.tensor_parallel=2", "decode.device=cuda:0"), "2 on cuda:0: KV that is divided over GPUs cannot be"),
+        (("decode.tensor_parallel=4", "decode.device=cuda:0"), r"4 on cuda:0: .* sees 2 from cuda:0 on .* at most 2$"),
     ],
 )
 def test_ranks_that_cannot_be_are_refused_by_key_before_any_starts(monkeypatch, settings, sets, message):
@@ -226,6 +226,17 @@ def test_ranks_that_cannot_be_are_refused_by_key_before_any_starts(monkeypatch, 
     monkeypatch.setattr("subprocess.Popen", None)
     with pytest.raises(ConfigError, match=f"^decode.tensor_parallel: {message}"):
         load_backend(settings(f"model.path={DEMO}", *sets))
+
+
+def test_ranks_on_gpus_are_accepted(monkeypatch, settings):
+    """No GPU is used: only the loader's arguments are checked."""
+    loader = Mock()
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("baton.engine.tp.backend.load_sharded", loader)
+    loaded = load_backend(settings(f"model.path={DEMO}", "decode.tensor_parallel=2", "decode.device=cuda:0"))
+    assert loaded is loader.return_value
+    assert loader.call_args.kwargs["device"] == "cuda:0"
+    assert loader.call_args.kwargs["ranking"].size == 2
 
 
 @pytest.mark.parametrize(
