@@ -23,6 +23,7 @@ from baton.engine.models import loading
 from baton.engine.models.loading import load_model
 from baton.engine.oracle import OracleBackend
 from baton.engine.tp.backend import ShardedBackend
+from baton.engine.tp.rank_model import RankModel
 from tests.support.compiled_kernels import compiled_or_skip
 
 ROOT = Path(__file__).parents[3]
@@ -103,7 +104,7 @@ def test_the_number_of_ranks_and_an_oracles_seed_change_the_fingerprint():
     local, names = load_model(DEMO), [bits_fingerprint(load_model(DEMO), SHAPES)]
     for size in (2, 4):
         plan, none = cast("Any", SimpleNamespace(size=size, threads=1)), cast("Any", None)
-        names.append(bits_fingerprint(ShardedBackend(plan, local, none, none, none), SHAPES))
+        names.append(bits_fingerprint(ShardedBackend(plan, RankModel(local, none, none), none, none, none), SHAPES))
     assert len(set(names)) == 3
 
 
