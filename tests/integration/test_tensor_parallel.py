@@ -100,7 +100,7 @@ def answers(backend, seed):
     ],
 )
 def test_tokens_are_those_of_one_process(folder_of, ranks_of, family, kv_heads, size, shared_memory, seed):
-    """With fewer KV heads than ranks, some ranks hold the same head."""
+    """Some ranks hold the same KV head if there are fewer heads than ranks."""
     whole = load_model(folder_of(family, kv_heads), block_size=BLOCK)
     backend = ranks_of(family, size, shared_memory, kv_heads)
     assert (backend.layout, backend.fingerprint) == (whole.layout, whole.fingerprint)

@@ -8,5 +8,5 @@ files do not depend on it: `sharding` gives them a smaller config and parts that
     sharding                  the parts of a rank, and which rank reads which KV from which other one
     group                     the process group, its messages, and the exchange over shared memory, gloo or NCCL
     kv_memory                 the KV of all heads over caches of ranks, and its memory
-    watchdog                  the end of a worker whose GPUs wait in vain
+    watchdog                  the end of a worker whose GPUs hang
 """

@@ -34,7 +34,7 @@ END_S = 2.0
 
 class ShardedBackend:
     """A `ModelBackend` with rank 0 in this process, from `load_sharded`. All errors of a forward or a new cache become
-    RankLost, because ranks out of step cannot continue. On GPUs, a `watchdog` ends the process if they wait in vain.
+    RankLost, because ranks out of step cannot continue. On GPUs, a `watchdog` ends the process if they hang.
     """
 
     def __init__(

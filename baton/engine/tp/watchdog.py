@@ -1,4 +1,4 @@
-"""The end of a worker that waits for its GPUs in vain.
+"""The end of a worker whose GPUs hang.
 
 NCCL's kernels wait for a lost rank without a limit, and so does each thread that waits for their results. No error can
 be raised there, and to free memory would wait as well. Therefore a thread of its own ends the process.

@@ -1,6 +1,6 @@
 """Ranks with a GPU each, without GPUs: their environment, NCCL's sums and messages, and the end of a hung worker.
 
-`Nccl` behaves as `ProcessGroupNCCL::collective` of torch 2.13 if `asyncOp` is False: a call returns at once, and later
+`Nccl` behaves as `ProcessGroupNCCL::collective` of torch 2.13 if `asyncOp` is False: a call does not wait, and later
 work of the current stream sees the result. `tests/unit/gpu/test_ranks.py` runs on a machine with two GPUs.
 """
 
@@ -212,7 +212,7 @@ def test_graphs_of_ranks_are_those_of_all_ranks(plan_of, tmp_path, monkeypatch, 
 
 
 class Gpu:
-    """A stream whose work is done when it is told so, and what happened to the process."""
+    """A stream whose work is done when a test sets `done`, and the exit codes of the process."""
 
     def __init__(self) -> None:
         self.done, self.ended, self.code = Event(), Event(), list[int]()

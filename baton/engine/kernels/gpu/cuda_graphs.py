@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import structlog
 import torch
@@ -118,14 +118,22 @@ class GraphedBackend(TransformerBackend):
         return self.model.forward(batch, kv) if bucket is None else self.graphs.run(batch, bucket)
 
 
+@runtime_checkable
+class Divided(Protocol):
+    """A backend whose ranks capture their parts themselves (`baton.engine.tp.backend.ShardedBackend`)."""
+
+    local: TransformerBackend
+
+    def capture(self, widest: Batch) -> list[int]:
+        """Capture all buckets on all ranks, and return them. Raises RuntimeError if that is impossible."""
+
+
 def with_graphs(backend: ModelBackend, kv: KVCache, widest: Batch) -> ModelBackend:
     """Return the backend with decode steps captured over this cache, or the backend itself if that is impossible. Only
     Llama-like models on the GPU kernels can be captured. A mixture of experts reads its choice from the device. Latent
     attention would store padding. Thinking takes states with each batch. Tensor-parallel ranks capture their parts.
     """
-    from baton.engine.tp.backend import ShardedBackend  # imported late, because ranks use these graphs
-
-    local = backend.local if isinstance(backend, ShardedBackend) else backend
+    local = backend.local if isinstance(backend, Divided) else backend
     if not isinstance(local, TransformerBackend) or local.device.type != "cuda":
         return backend
     config, kernels = local.model.config, local.model.kernels.name
@@ -134,7 +142,7 @@ def with_graphs(backend: ModelBackend, kv: KVCache, widest: Batch) -> ModelBacke
     clock = SystemClock()
     began = clock.monotonic()
     try:
-        if isinstance(backend, ShardedBackend):
+        if isinstance(backend, Divided):
             made: ModelBackend = backend
             sizes = backend.capture(widest)
         else:
