@@ -210,8 +210,9 @@ def follow(plan: TpLayout, rank: int, gpu_of: GpuOf | None = None) -> None:
             model.make_cache(message.numbers[0])
         elif message.kind == GRAPHS:
             rows, blocks = message.numbers
+            widest = empty(rows, blocks, plan.block_size, device)
             with suppress(RuntimeError):  # rank 0 has it too, and logs it
-                model.capture(empty(rows, blocks, plan.block_size, device))
+                model.capture(widest)
         else:
             bucket, *numbers = message.numbers
             model.forward(unpack(numbers, message.body), bucket)
