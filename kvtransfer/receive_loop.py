@@ -171,7 +171,8 @@ class ReceiveLoop:
                 return self.claim(item)
             item = self.checked(item.frame, self.inbound)
         if isinstance(item, Frame):
-            channel.start(item.number, item.spec.nbytes)
+            with channel.turn():
+                channel.start(item.number, item.spec.nbytes)
             todo.append(item)
         elif item is None:
             todo.append(None)

@@ -257,7 +257,7 @@ class SendChannel:
         channel = self._open(transport, ring)
         leaving.callback(channel.close)
         self.queue.control_socket = channel.control_socket
-        if channel.control_socket is None:
+        if channel.control_socket is None and not channel.ordered:
             self.queue.window.batch = max(1, ring.slots // 2)
         probed = self._probe(channel, ring)
         self.channel = Channel(self.to.worker_id, transport, probed)
@@ -318,10 +318,12 @@ class SendChannel:
 
     def _send(self, channel: ChannelEnd, ring: Ring, push: Push | None, frame: FrameSpec) -> None:
         number = self.queue.window.number
-        if self.queue.announce(push, frame):
+        with channel.turn():
+            if not self.queue.announce(push, frame):
+                return
             channel.start(number, frame.nbytes)
-            if number >= ring.slots:
-                channel.finish(number - ring.slots)  # returns immediately: the slot was credited, so the frame has left
+        if number >= ring.slots:
+            channel.finish(number - ring.slots)  # returns immediately: the slot was credited, so the frame has left
 
     def _put(self, command: pb.PeerCommand) -> None:
         control_socket = self.queue.control_socket

@@ -5,7 +5,8 @@ The contract of both ends, which `RingEnd` implements for all transports:
   its slot; the receiver finds the same bytes in its own. Ends that share memory share the slot, and nothing is copied.
 - The sender reuses a slot only after the receiver's credit, which comes over the Peer stream. So several frames may be
   under way, and the receiver may read a slot until it sends the credit.
-- `start` never waits for the peer. `finish` does, at most for the channel's deadline; it is called in frame order.
+- `start` never waits for the peer; it is called within `turn`, which may wait for other channels. `finish` waits for
+  the peer, at most for the channel's deadline; it is called in frame order.
 - Any error closes the channel permanently and raises `ChannelBroken`, which keeps nothing of the channel alive. The
   next channel gets a new generation and new staging.
 - Both ends agree on the size of a frame over the Peer stream; no size comes from the data. gloo, for example, aborts
@@ -19,6 +20,7 @@ import enum
 import queue
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -87,6 +89,13 @@ class ChannelEnd(Protocol):
 
     def slot(self, number: int) -> Tensor:
         """Return staging of frame `number`: uint8 [ring.size], contiguous, 64-byte aligned, on `device`."""
+
+    @property
+    def ordered(self) -> bool:
+        """Whether `turn` may wait. Announcements must then be sent one by one."""
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Wait until this end may start frames; the block starts them. A sender announces them there, too."""
 
     def start(self, number: int, nbytes: int) -> None:
         """Send `nbytes` of the filled slot (sender), or post their receive (receiver). Raises ChannelBroken."""
@@ -185,6 +194,14 @@ class RingEnd(ABC):
     """
 
     control_socket: ControlPath | None = None
+
+    @property
+    def ordered(self) -> bool:
+        return False
+
+    def turn(self) -> AbstractContextManager[None]:
+        """See `ChannelEnd`. Raises ChannelBroken."""
+        return nullcontext()
 
     def __init__(self, title: str, staging: Tensor) -> None:
         self._title = title

@@ -2,8 +2,8 @@
 
 Each frame is a pending send or receive. There is no world and no TCPStore: each end has a local `HashStore`. The few
 keys of the rendezvous (two of about 170 bytes with gloo) travel over the Peer stream. Pools grow and shrink freely, and
-only the pair itself listens. NCCL is written from the sources of NCCL and torch and has not run yet, because no machine
-with two GPUs was available.
+only the pair itself listens. NCCL is written from the sources of NCCL and torch 2.13 and has not run yet, because no
+machine with two GPUs was available.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import TypeAlias
@@ -59,9 +59,47 @@ def relayed_store(name: ChannelName, keys: KeyRelay) -> Iterator[Store]:
         send_new_keys()
 
 
+class Turns:
+    """Order of one GPU's channels in one direction: at most one of them has kernels under way.
+
+    A kernel of NCCL spins until its counterpart runs. Kernels of many channels may fill a GPU or one of its 8 launch
+    queues, and GPUs could then wait for each other in a cycle. A sender takes its turn before it announces a frame; a
+    receiver takes one for an announced frame. So the turn of a receiver waits only for a send that was posted, and the
+    turn of a sender waits only for turns of receivers. Thus there is no cycle.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[object] = deque()  # the first one may start frames
+        self._holder: GroupEnd | None = None
+
+    @contextmanager
+    def take(self, end: GroupEnd, patience_s: float) -> Iterator[None]:
+        """Wait until the operations of other ends are done, then let the block start some. The end keeps its turn
+        between blocks until another one waits. Raises RuntimeError after `patience_s`.
+        """
+        ticket, deadline = object(), time.monotonic() + patience_s
+        self._waiting.append(ticket)
+        try:
+            while not self._is_due(ticket, end):
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"the other channels of this GPU made no progress within {patience_s} s")
+                time.sleep(_POLL_S)
+            self._holder = end
+            yield
+        finally:
+            self._waiting.remove(ticket)
+
+    def _is_due(self, ticket: object, end: GroupEnd) -> bool:
+        if self._waiting[0] is not ticket:
+            return False
+        keeps = self._holder is end and len(self._waiting) == 1
+        return keeps or self._holder is None or self._holder.idle
+
+
 class GroupEnd(RingEnd):
     """An end with its own ring; operations of a pair match by order. `wait` blocks until an operation is done or the
-    deadline is over. `end` releases the resources of a group.
+    deadline is over. `end` releases the resources of a group, given the operations under way. `turns`, if any, orders
+    this end among those of its GPU, each at most `patience_s` late.
     """
 
     def __init__(
@@ -71,7 +109,9 @@ class GroupEnd(RingEnd):
         group: Group,
         side: Side,
         wait: Callable[[dist.Work], object],
-        end: Callable[[Group], object] = lambda group: None,
+        end: Callable[[Group, Sequence[dist.Work]], object] = lambda group, works: None,
+        turns: Turns | None = None,
+        patience_s: float = 0.0,
     ) -> None:
         super().__init__(title, staging)
         self._group: Group | None = group
@@ -79,8 +119,26 @@ class GroupEnd(RingEnd):
         self._peer = 1 - int(side)
         self._wait = wait
         self._end = end
+        self._turns, self._patience_s = turns, patience_s
         self._slots = len(staging)
         self._under_way: deque[tuple[int, dist.Work]] = deque()
+
+    @property
+    def ordered(self) -> bool:
+        return self._turns is not None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no operation is under way. Called from any thread."""
+        return all(work.is_completed() for _, work in tuple(self._under_way))
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """See `ChannelEnd`. Raises ChannelBroken."""
+        with ExitStack() as stack:
+            if (turns := self._turns) is not None:
+                self._guard(lambda: stack.enter_context(turns.take(self, self._patience_s)))
+            yield
 
     def _start(self, number: int, nbytes: int) -> None:
         # The slot's previous frame was taken by the peer or has failed, so this does not block; it raises the failure.
@@ -99,7 +157,7 @@ class GroupEnd(RingEnd):
         group, self._group = self._group, None
         del self._post
         if group is not None:
-            self._end(group)
+            self._end(group, [work for _, work in self._under_way])
         self._under_way.clear()
 
 
@@ -139,13 +197,17 @@ class GlooTransport:
 
 
 _POLL_S = 0.00005
+_POSTED = "first-send-posted"
+_FAREWELL_S = 1.0  # longer than any healthy frame
+_MAX_CTAS = 8  # multiprocessors that one operation may occupy; enough for NVLink, and a small part of any GPU
 
 
 class NcclTransport:
     """Transport between GPUs; not yet run, see the module. Two ranks on one GPU need NCCL 2.30 or later.
 
     NCCL kernels spin indefinitely on a dead peer. So every wait polls with our own deadline, communicators are
-    non-blocking, and failed ones are aborted.
+    non-blocking, and failed ones are aborted. `Turns` orders the channels of a GPU. A receive is posted after its send,
+    so it gets half of the deadline; the peer of the next channel in order waits for both.
     """
 
     name = "nccl"
@@ -154,41 +216,69 @@ class NcclTransport:
     def __init__(self, device: torch.device, interface: str | None = None) -> None:
         if device.type != "cuda" or not dist.is_nccl_available():
             raise ConfigError(f"nccl needs KV on a GPU and torch with NCCL; KV is on {device}")
+        if device.index is None:  # torch would store the communicator under index -1 and look it up under another
+            raise ConfigError(f"nccl needs the index of its GPU, such as cuda:0; KV is on {device}")
         # torch's default would end the whole process on the first failed communicator; 2 aborts only that one.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         if interface:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # = matches the exact name, not a prefix
         self.device = device
+        self._turns = {side: Turns() for side in Side}
 
     def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> GroupEnd:
         """See `Transport`. An end uses its thread's current CUDA stream; abort() returns when no kernel runs."""
         title = f"nccl channel {name}"
-        return translate_errors(f"{title}: not built", lambda: self._end(title, name, side, keys, ring, deadline_s))
+        return translate_errors(f"{title}: not built", lambda: self._open(title, name, side, keys, ring, deadline_s))
 
-    def _end(
+    def _open(
         self, title: str, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float
     ) -> GroupEnd:
         options = dist.ProcessGroupNCCL.Options()
         options.config.blocking = 0
+        options.config.max_ctas = _MAX_CTAS
         options._timeout = timedelta(seconds=deadline_s)
         staging = local_ring(ring, self.device)
+        limit_s = deadline_s / 2 if side is Side.RECEIVER else deadline_s
         with torch.cuda.device(self.device), relayed_store(name, keys) as store:
+            store.set_timeout(options._timeout)
             group = dist.ProcessGroupNCCL(store, int(side), len(type(side)), options)
             # Make the communicator now, because later no relay carries its keys.
             group.eager_connect_single_device(self.device)
-            end = GroupEnd(
-                title, staging, group, side, partial(_poll, deadline_s=deadline_s), lambda group: group.abort()
-            )
-            end.start(0, 1)  # the first operation of a pair is slow
-            end.finish(0)
+            wait, turns = partial(_poll, deadline_s=limit_s), self._turns[side]
+            end = GroupEnd(title, staging, group, side, wait, _part, turns, patience_s=2 * deadline_s)
+            _exchange_first(end, side, store)
         return end
 
 
+def _exchange_first(end: GroupEnd, side: Side, store: Store) -> None:
+    """Run the first operation of a pair, which is slow. The key replaces an announcement; see `Turns`."""
+    if side is Side.RECEIVER:
+        store.wait([_POSTED])
+    with end.turn():
+        end.start(0, 1)
+    if side is Side.SENDER:
+        store.set(_POSTED, "1")
+    end.finish(0)
+
+
 def _poll(work: dist.Work, deadline_s: float) -> None:
+    """Wait for `work`. Raises RuntimeError if it fails or is late.
+
+    `WorkNCCL::isSuccess()` always raises. `WorkNCCL::wait()` without a timeout never blocks the host: it makes the
+    current stream wait for the end of the work, and raises the error that the work has, that of an abort included.
+    """
     deadline = time.monotonic() + deadline_s
     while not work.is_completed():
         if time.monotonic() > deadline:
             raise RuntimeError(f"no progress within {deadline_s} s")
         time.sleep(_POLL_S)
-    if not work.is_success():
-        raise RuntimeError(str(work.exception()))
+    work.wait()
+
+
+def _part(group: Group, works: Sequence[dist.Work]) -> None:
+    """Abort the group, but let operations under way end first, because the peer may still read memory of this end."""
+    deadline = time.monotonic() + _FAREWELL_S
+    with suppress(RuntimeError):
+        for work in works:
+            _poll(work, max(0.0, deadline - time.monotonic()))
+    group.abort()

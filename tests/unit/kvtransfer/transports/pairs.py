@@ -131,7 +131,8 @@ def send(end: ChannelEnd, credits: threading.Semaphore, data: list[torch.Tensor]
     for number, part in enumerate(data):
         assert credits.acquire(timeout=scaled(10))
         end.slot(number)[: len(part)].copy_(part)
-        end.start(number, len(part))
+        with end.turn():
+            end.start(number, len(part))
         if number >= slots:
             end.finish(number - slots)
 
@@ -140,7 +141,8 @@ def receive(end: ChannelEnd, credits: threading.Semaphore, sizes: list[int], ahe
     started, taken = 0, list[torch.Tensor]()
     for number, nbytes in enumerate(sizes):
         while started < min(number + ahead, len(sizes)):
-            end.start(started, sizes[started])
+            with end.turn():
+                end.start(started, sizes[started])
             started += 1
         end.finish(number)
         taken.append(end.slot(number)[:nbytes].clone())
