@@ -23,7 +23,7 @@ from baton.engine.block_pool import Allocation, BlockPool, Reservation
 from baton.engine.determinism.planner import split_exact
 from baton.engine.determinism.shapes import FixedShapes
 from baton.engine.determinism.verifier import FixedForwards, VerifiedTokens
-from baton.engine.model_backend import ModelBackend
+from baton.engine.model_backend import ModelBackend, is_device_lost
 from baton.engine.model_runner import Inputs, OrdinaryForwards, SampledToken
 from baton.engine.overlap import Overlap
 from baton.engine.request import Request, RequestFactory
@@ -256,9 +256,9 @@ class Engine:
         """Return the result of a forward, or None if it failed. Its requests then fail, but no others."""
         try:
             return compute()
-        except RankLost:
-            raise  # without the rank, no request can be computed
         except Exception as error:
+            if isinstance(error, RankLost) or is_device_lost(error):
+                raise  # without the rank or the GPU, no request can be computed
             log.exception("engine_step_failed", sequences=len(sequences))
             for sequence in sequences:
                 self._fail(sequence.key, f"{type(error).__name__}: {error}", result)

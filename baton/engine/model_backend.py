@@ -38,7 +38,22 @@ class ModelBackend(Protocol):
         """Write the batch's K and V through `slot_mapping`, then return logits, float32 [L, vocab_size]."""
 
     def check(self) -> None:
-        """Raise RankLost if the model can no longer be computed. Called between steps."""
+        """Raise RankLost or an error of `is_device_lost` if nothing can be computed any more. Called between steps."""
 
     def close(self) -> None:
         """Stop everything else that computes for the model, if anything does. This is the last call."""
+
+
+_DEVICE_ERRORS = "CUDA error", "CUDA driver error", "Triton Error [CUDA]", "CUBLAS_STATUS_", "cuDNN error"
+_OUT_OF_MEMORY = "out of memory", "ALLOC_FAILED"
+
+
+def is_device_lost(error: BaseException) -> bool:
+    """Return whether a GPU failed with an error other than out of memory. Such errors usually stay: every later call in
+    this process fails too. So the worker must end. torch, Triton and cuBLAS raise RuntimeError or a subclass.
+    """
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError) or any(mark in text for mark in _OUT_OF_MEMORY):
+        return False
+    named = isinstance(error, RuntimeError) and any(mark in text for mark in _DEVICE_ERRORS)
+    return named or isinstance(error, torch.AcceleratorError)

@@ -16,6 +16,7 @@ import structlog
 
 from baton.clock import Clock, SystemClock
 from baton.core import Load, Pace
+from baton.engine.model_backend import is_device_lost
 
 if TYPE_CHECKING:
     from baton.engine.engine import Engine
@@ -90,7 +91,9 @@ class EngineLoop:
         self._jobs.put(job)
 
     def call(self, job: Callable[[], T]) -> Future[T]:
-        """Run `job` as `submit` does. The future gets its result, or its error, which does not end the thread."""
+        """Run `job` as `submit` does. The future gets its result, or its error, which does not end the thread unless
+        the device is lost.
+        """
         answer: Future[T] = Future()
 
         def run() -> None:
@@ -98,8 +101,10 @@ class EngineLoop:
                 return  # the caller has given up
             try:
                 answer.set_result(job())
-            except Exception as error:  # noqa: BLE001  (it belongs to the caller)
+            except Exception as error:
                 answer.set_exception(error)
+                if is_device_lost(error):
+                    raise
 
         self.submit(run)
         return answer

@@ -58,7 +58,9 @@ class TransformerBackend:
         return KVCache(self.layout, total_blocks, self.device, copy=block_copy(self.model.kernels))
 
     def check(self) -> None:
-        """Do nothing, because there is no other process that could end."""
+        """See `ModelBackend`. The query never waits; it raises an error that any thread's work left on the GPU."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).query()
 
     def close(self) -> None:
         """Do nothing, because there is no other process to end."""

@@ -3,21 +3,26 @@
 import asyncio
 import threading
 from contextlib import ExitStack
+from dataclasses import fields
 from functools import partial
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
+import torch
 
-from baton.core import HandoffId, Load, Pace
+from baton.core import HandoffId, Load, Pace, Role
+from baton.engine.models.loading import TransformerBackend
 from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.step_result import StepResult
 from baton.errors import EngineFault
 from baton.testing import FakeClock
 from baton.worker import lifecycle
 from baton.worker.engine_loop import EngineLoop
-from tests.support.sessions import BLOCK, prefill, reserve
+from baton.worker.lifecycle import Beats
+from tests.support.sessions import BLOCK, D, prefill, reserve
 from tests.support.time_factor import scaled
-from tests.support.workers import DecodeSide, PrefillSide
+from tests.support.waiting import eventually
+from tests.support.workers import DecodeSide, PrefillSide, info_of
 
 
 class FakeEngine:
@@ -248,3 +253,90 @@ def test_each_layer_counts_as_progress(router, make, commands):
         backend.go_on.set()
         side.loop.stop()
     assert side.loop.failure is None
+
+
+NEXT = HandoffId("next", 1)
+FAULT = "CUDA error: an illegal memory access was encountered"
+LOST = [
+    torch.AcceleratorError(FAULT),
+    torch.AcceleratorError("CUDA error: unspecified launch failure"),
+    RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),  # of its launcher
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx( handle, ...)`"),
+]
+PASSING = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    torch.AcceleratorError("CUDA error: out of memory"),  # of cudaMalloc outside the caching allocator
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ValueError("a shape is wrong"),
+]
+
+
+class FailingBackend(OracleBackend):
+    """A backend with one forward that raises `error`."""
+
+    def __init__(self, error):
+        super().__init__(oracle_layout(block_size=BLOCK), max_model_len=64)
+        self.errors, self.met = [error], threading.Event()
+
+    def forward(self, batch, kv):
+        self.met.set()
+        if self.errors:
+            raise self.errors.pop()
+        return super().forward(batch, kv)
+
+
+def side_after(error, router):
+    """Return a decode worker that met `error` in its first step, and then served a second request if it could."""
+    side = DecodeSide(backend=FailingBackend(error), loop=partial(EngineLoop, idle_s=0.01))
+    ended = threading.Event()
+    for command in (reserve(), prefill(to=None)):
+        side.loop.submit(partial(side.role.command, router, command))
+    side.loop.start(side.role)
+    assert side.engine.backend.met.wait(scaled(10))
+    for command in (reserve(NEXT), prefill(NEXT, to=None)):
+        side.loop.submit(partial(side.role.command, router, command))
+    side.loop.submit(ended.set)
+    eventually(lambda: side.loop.failure is not None or (ended.is_set() and not side.engine.has_work()))
+    side.loop.stop()
+    return side
+
+
+@pytest.mark.parametrize("error", LOST, ids=repr)
+async def test_a_lost_gpu_ends_the_worker_and_its_lease(router, error):
+    """One step meets the error. No request is failed, so that routers send them to other workers."""
+    side = side_after(error, router)
+    assert side.loop.failure is error
+    assert not [event for event in router.events if event.WhichOneof("event") == "failed"]
+    lease, settings = AsyncMock(), Mock(heartbeat_s=0.001, lease_s=0.06)
+    info = info_of(D, Role.DECODE, side.engine)
+    with pytest.raises(EngineFault, match=f"the engine thread failed: {type(error).__name__}"):
+        await Beats(info, lease, side.loop, Mock(), Mock(), settings, FakeClock()).run(asyncio.Event())
+    lease.renew.assert_not_called()
+
+
+@pytest.mark.parametrize("error", PASSING, ids=repr)
+def test_any_other_error_fails_the_requests_of_its_step_alone(router, error):
+    side = side_after(error, router)
+    assert side.loop.failure is None
+    failed = [event.failed for event in router.events if event.WhichOneof("event") == "failed"]
+    assert len(failed) == 1
+    assert "finish" in router.kinds(NEXT)
+
+
+async def test_a_job_that_finds_the_gpu_lost_ends_the_thread(started):
+    loop, error = started(), torch.AcceleratorError(FAULT)
+    with pytest.raises(torch.AcceleratorError):
+        await asyncio.wrap_future(loop.call(Mock(side_effect=error)))
+    assert loop._thread is not None
+    loop._thread.join(scaled(10))
+    assert loop.failure is error
+
+
+def test_a_gpu_that_another_thread_lost_is_noticed_between_steps(monkeypatch):
+    """A transfer thread met the error. An idle worker computes no step that could meet it."""
+    stream = Mock(side_effect=torch.AcceleratorError(FAULT))
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: Mock(query=stream))
+    facts = dict.fromkeys([field.name for field in fields(TransformerBackend)])
+    TransformerBackend(**{**facts, "device": torch.device("cpu")}).check()
+    with pytest.raises(torch.AcceleratorError, match="illegal"):
+        TransformerBackend(**{**facts, "device": torch.device("cuda:0")}).check()
