@@ -29,6 +29,7 @@ from baton.engine.kv_cache import size_kv
 from baton.engine.model_backend import ModelBackend
 from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.step_result import Counters
+from baton.engine.warm_up import warm_forwards
 from baton.errors import ConfigError, EngineFault
 from baton.hashing import fingerprint
 from baton.model_hub import model_folder
@@ -136,6 +137,9 @@ def build_engine(settings: WorkerSettings, loaded: ModelBackend | None = None) -
         from baton.engine.kernels.gpu.cuda_graphs import with_graphs  # never needed on a CPU
 
         engine.backend = with_graphs(backend, engine.kv, engine.inputs.widest())
+    if backend.device.type == "cuda":
+        limits = settings.max_batched_tokens, settings.max_running, engine.max_model_len
+        warm_forwards(engine.backend, engine.kv, *limits)
     warm_up(engine)
     gc.collect()
     gc.freeze()  # permanent objects: no collection scans them in the middle of a step
@@ -156,11 +160,22 @@ def free_memory() -> None:
 
 
 def warm_up(engine: Engine) -> None:
-    """Run the first prompt and decode step, which cost extra, and reset the counters. A draw with a filter uses all
-    kernels of the sampler.
-    """
-    generate(engine, SequenceSpec((0,), Sampling(max_tokens=3, top_p=0.9, ignore_eos=True)))
+    """Run the first prompts and decode steps, which cost extra, and reset the counters."""
+    for spec in warm_up_specs(engine.backend):
+        generate(engine, spec)
     engine.counters = Counters()
+
+
+def warm_up_specs(backend: ModelBackend) -> list[SequenceSpec]:
+    """Return the requests of `warm_up`. On a GPU, kinds of sampling and deterministic requests have own kernels."""
+    greedy = Sampling(max_tokens=3, temperature=0.0, ignore_eos=True)
+    specs = [SequenceSpec((0,), greedy)]
+    if backend.device.type == "cuda":
+        drawn = replace(greedy, temperature=1.0)
+        kinds = drawn, replace(drawn, top_p=0.9), replace(drawn, top_k=4, min_p=0.1)
+        specs += [SequenceSpec((0,), sampling) for sampling in kinds]
+        specs += [SequenceSpec((0, 0), greedy, deterministic=True)] if not backend.nondeterminism else []
+    return specs
 
 
 def load_backend(settings: WorkerSettings) -> ModelBackend:

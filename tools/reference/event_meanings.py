@@ -176,6 +176,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
         "decode_graphs_captured": (_DECODE, "CUDA graphs are captured"),
         "decode_graphs_unavailable": (_DECODE, "decode runs without CUDA graphs"),
+        "kernels_warmed": (_BOTH, "the kernels of a GPU are compiled for all shapes of steps"),
     },
     "any": {
         "process_failed": ("any", "an exception ended the process, with its traceback"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import structlog
 import torch
 
 from baton.engine.kernels.base import Kernels, Splits
-from baton.engine.kernels.cpu.compiler import Unavailable
+from baton.engine.kernels.cpu.compiler import Unavailable, state_folder
 from baton.engine.kernels.cpu.kernel_choice import load_profile, profile_path
 from baton.engine.kernels.cpu.ops import ELEMENTS, CompiledBlockCopy, CpuKernels
 from baton.engine.kernels.torch_reference import TorchKernels
@@ -56,6 +57,7 @@ def _has_triton(device: torch.device) -> bool:
 
 def _fastest(device: torch.device, dtype: torch.dtype, splits: Splits) -> Kernels:
     if _has_triton(device):
+        os.environ.setdefault("TRITON_CACHE_DIR", str(state_folder() / "kernels" / "triton"))
         from baton.engine.kernels.gpu.ops import GpuKernels  # triton is not installed for CPUs
 
         return GpuKernels.on(device)

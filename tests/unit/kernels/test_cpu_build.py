@@ -171,3 +171,18 @@ def test_another_torch_dtype_or_thread_count_has_another_profile(tmp_path):
         for key in (("bf16", 1, "2"), ("f32", 1, "2"), ("bf16", 2, "2"), ("bf16", 1, "3"))
     }
     assert len(paths) == 4
+
+
+@pytest.mark.parametrize("given", [None, "/var/cache/kernels"])
+def test_compiled_gpu_kernels_are_kept_in_the_state_folder_unless_triton_is_told_another(monkeypatch, tmp_path, given):
+    """The variable is set before triton is imported; a missing triton then ends the choice."""
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", given or "")
+    if given is None:
+        monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(select, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "baton.engine.kernels.gpu.ops", None)
+    with pytest.raises(ImportError):
+        select.choose_kernels(torch.device("cuda:0"), torch.bfloat16)
+    assert os.environ["TRITON_CACHE_DIR"] == (given or str(tmp_path / "kernels" / "triton"))

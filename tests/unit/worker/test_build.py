@@ -32,6 +32,7 @@ from baton.worker.engine_factory import (
     pick_device,
     settled,
     warm_up,
+    warm_up_specs,
 )
 from baton.worker.lifecycle import _info
 from baton.worker.process import _Model, reasons_to_load
@@ -58,6 +59,17 @@ def test_a_gpu_that_is_not_there_is_named(monkeypatch, settings):
     assert pick_device("auto") == "cpu"
     with pytest.raises(ConfigError, match="cuda"):
         build_engine(settings("decode.device=cuda"))
+
+
+def test_on_a_gpu_each_kind_of_sampling_is_warmed():
+    gpu = torch.device("cuda:0")
+    specs = warm_up_specs(cast("Any", Mock(device=gpu, nondeterminism="")))
+    kinds = [(s.sampling.temperature > 0, s.sampling.top_p < 1, s.sampling.top_k > 0, s.deterministic) for s in specs]
+    no, yes = False, True
+    assert kinds[:3] == [(no, no, no, no), (yes, no, no, no), (yes, yes, no, no)]
+    assert kinds[3:] == [(yes, no, yes, no), (no, no, no, yes)]
+    varying = warm_up_specs(cast("Any", Mock(device=gpu, nondeterminism="bits vary")))
+    assert not any(spec.deterministic for spec in varying)
 
 
 def test_a_new_engine_has_been_warmed_and_counts_from_zero(settings, monkeypatch):

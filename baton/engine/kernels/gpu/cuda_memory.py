@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from baton.engine.batch import Batch
 from baton.engine.model_backend import ModelBackend
+from baton.engine.warm_up import batch_of
 from baton.errors import ConfigError
 
 HANDLE_BYTES = 64  # size of handles of memory and events
@@ -165,16 +165,5 @@ def claim_activations(backend: ModelBackend, max_batched_tokens: int, max_runnin
 def widest_batch(tokens: int, running: int, max_model_len: int, block_size: int, device: torch.device) -> Batch:
     """Return prompts of `tokens` tokens in total, with `running` rows of logits. All KV goes to block 0."""
     lengths = [min(max_model_len, tokens - start) for start in range(0, tokens, max_model_len)]
-    with device:
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        return Batch(
-            token_ids=torch.zeros(tokens, dtype=torch.int64),
-            positions=positions,
-            slot_mapping=positions % block_size,
-            query_lens=lengths,
-            context_lens=lengths,
-            query_starts=torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32),
-            kv_lens=torch.tensor(lengths, dtype=torch.int32),
-            block_tables=torch.zeros(len(lengths), -(-max(lengths) // block_size), dtype=torch.int32),
-            logit_rows=torch.arange(min(running, tokens)),
-        )
+    table_width = -(-max(lengths) // block_size)
+    return batch_of([(length, length) for length in lengths], min(running, tokens), table_width, block_size, device)
