@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from baton.clock import SystemClock
 from baton.engine.models.config import REFUSED, quantised_as
 from baton.engine.models.huge_pages import Arena, drop_pages
 from baton.engine.models.json_fields import Fields, read_json_object
+from baton.engine.models.uploads import CudaLane, Uploads
 from baton.errors import CheckpointError
 
 SINGLE = "model.safetensors"
@@ -162,7 +164,7 @@ def _opened(file: Path) -> safe_open:
         raise CheckpointError(f"{file}: not a complete safetensors file: {error}") from error
 
 
-PIECE = 8 * 2**20  # elements per copy; limits the temporary that a copy to another dtype on another device needs
+PIECE = 8 * 2**20  # elements per copy
 
 
 class Weights:
@@ -171,6 +173,17 @@ class Weights:
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
         self._arena = Arena()
+        self._uploads: Uploads | None = None
+
+    def settle(self) -> None:
+        """Wait until all tensors have their values, which a GPU gets later. Raises the error of a copy."""
+        if self._uploads is not None:
+            self._uploads.settle()
+
+    def close(self) -> None:
+        """Free what copies to a GPU need. Tensors without values stay so."""
+        if self._uploads is not None:
+            self._uploads.close()
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         place = self._place(shape)
@@ -208,10 +221,18 @@ class Weights:
 
     def _fill(self, place: Tensor, name: str) -> None:
         stored = self.checkpoint.take(name, tuple(place.shape))
-        self._copy(place.view(-1), stored.view(-1))
-        self.checkpoint.release(stored)
+        self._copy(place.view(-1), stored.view(-1), stored)
 
-    def _copy(self, place: Tensor, source: Tensor) -> None:
+    def _copy(self, place: Tensor, source: Tensor, stored: Tensor) -> None:
+        """Copy `source`, a part of `stored`, then release that. On a GPU, both happen later."""
         rows = max(1, PIECE * len(place) // max(1, place.numel()))
-        for target, piece in zip(torch.split(place, rows), torch.split(source, rows), strict=True):
-            target.copy_(piece)
+        pieces = zip(torch.split(place, rows), torch.split(source, rows), strict=True)
+        if self.device.type == "cpu" or source.device.type != "cpu":
+            for target, piece in pieces:
+                target.copy_(piece)
+            return self.checkpoint.release(stored)
+        self._uploads = self._uploads or self._start_uploads()
+        self._uploads.copy(pieces, partial(self.checkpoint.release, stored))
+
+    def _start_uploads(self) -> Uploads:
+        return Uploads(CudaLane(self.device), PIECE * torch.float32.itemsize)

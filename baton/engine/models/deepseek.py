@@ -45,6 +45,7 @@ class LatentAttention:
         expanded = config.heads * (latent.nope_dim + latent.value_dim)
         kv_b = parts.columns((f"{name}.kv_b_proj",), (expanded,), latent.rank)
         self.kv_b = parts.kernels.linear(kv_b)
+        parts.weights.settle()
         by_head = kv_b.view(-1, latent.nope_dim + latent.value_dim, latent.rank)
         self.to_latent = by_head[:, : latent.nope_dim]  # [heads, nope_dim, rank]
         # A contiguous copy, because torch would otherwise copy it at every call in bfloat16.

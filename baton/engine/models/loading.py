@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -112,10 +113,12 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
         part, parts = config, Parts(Weights(checkpoint, DTYPES[dtype], device), kernels)
     else:
         part, parts = split.config(config), split.parts(checkpoint, DTYPES[dtype], device, kernels)
-    model = _model(part, parts)
-    if config.thinking is not None and split is not None:
-        raise ConfigError("tensor_parallel must be 1 for a model with thinking states")
-    thinker = None if config.thinking is None else Thinker(config, parts, model.embed, thinking)
+    with closing(parts.weights):
+        model = _model(part, parts)
+        if config.thinking is not None and split is not None:
+            raise ConfigError("tensor_parallel must be 1 for a model with thinking states")
+        thinker = None if config.thinking is None else Thinker(config, parts, model.embed, thinking)
+        parts.weights.settle()
     layout = KVLayout(config.layers, config.kv_heads, config.head_dim, block_size, dtype, config.kv_tensors)
     unread = tuple(f"model.layers.{config.layers + i}." for i in range(config.unread_layers))
     name = fingerprint((checkpoint.finish(unread), dtype, layout.wire, repr(config)))

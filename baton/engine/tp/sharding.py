@@ -129,8 +129,7 @@ class ShardedWeights(Weights):
     def _fill_from(self, place: Tensor, name: str, whole: tuple[int, ...], dim: int, start: int) -> None:
         """Read only the slice from `start` in dimension `dim` of a tensor of shape `whole`."""
         stored = self.checkpoint.take(name, whole)
-        self._copy(place, stored.narrow(dim, start, place.shape[dim]))
-        self.checkpoint.release(stored)
+        self._copy(place, stored.narrow(dim, start, place.shape[dim]), stored)
 
     def _fill_parts(self, place: Tensor, names: tuple[str, ...], outs: tuple[int, ...]) -> None:
         for name, part in zip(names, torch.split(place, list(outs)), strict=True):
