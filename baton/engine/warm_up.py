@@ -58,13 +58,13 @@ def shapes(max_tokens: int, max_rows: int, max_model_len: int) -> Iterator[Shape
 def warm_forwards(backend: ModelBackend, kv: KVCache, max_tokens: int, max_rows: int, max_model_len: int) -> None:
     """Run one forward of each shape over block 0 of an unused `kv`. Raises an error of the device."""
     clock = SystemClock()
-    began, count, size = clock.monotonic(), 0, backend.layout.block_size
-    for count, shape in enumerate(shapes(max_tokens, max_rows, max_model_len), start=1):
-        table_width = backend.layout.blocks_for(max_model_len)
+    began, size, table_width = clock.monotonic(), backend.layout.block_size, backend.layout.blocks_for(max_model_len)
+    every = list(shapes(max_tokens, max_rows, max_model_len))
+    for shape in every:
         backend.forward(batch_of(shape, len(shape), table_width, size, backend.device), kv)
     if backend.device.type == "cuda":
         torch.cuda.synchronize(backend.device)
-    log.info("kernels_warmed", forwards=count, seconds=round(clock.monotonic() - began, 3))
+    log.info("kernels_warmed", forwards=len(every), seconds=round(clock.monotonic() - began, 3))
 
 
 def _powers(limit: int) -> list[int]:

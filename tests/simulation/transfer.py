@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -125,11 +125,16 @@ class SimTransport:
 class SimEnd:
     """A `ChannelEnd`. `arrived` waits until `finish` can return or raise."""
 
+    ordered = False
+
     def __init__(self, transport: SimTransport, meeting: Meeting, side: Side, deadline_s: float) -> None:
         self._transport, self._meeting, self._side, self._deadline_s = transport, meeting, side, deadline_s
         self._world, self._rng = transport.world, PROCESS.get().rng
         self._last = 0.0
         self.control_socket: Any = SimControlSocket(self._world, meeting, side) if transport.fast else None
+
+    def turn(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def slot(self, number: int) -> Tensor:
         return self._meeting.staging[number % len(self._meeting.staging)]

@@ -19,7 +19,6 @@ from collections import defaultdict, deque
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvtransfer.transports.base import Side
@@ -87,7 +86,7 @@ class Group:
         self.works: list[Work] = []
         self.aborted, self._store = False, store
 
-    def eager_connect_single_device(self, device: torch.device) -> None:
+    def eager_connect_single_device(self, device: Any) -> None:
         if self.side is Side.SENDER:
             self._store.set("0", f"unique id {id(self)}")
         self.pair = self._store.get("0")

@@ -46,6 +46,31 @@ class Linear(Protocol):
         """Write the product of x [N, K] to out [N, width], of the model's dtype or float32, and return `out`."""
 
 
+class Groups(NamedTuple):
+    """Rows sorted by expert: int32 [experts + 1] each, the first row and the first row tile of each expert, and the
+    totals. `most` is the largest possible number of tiles, and `tile_rows` the rows of one.
+    """
+
+    starts: Tensor
+    tiles: Tensor
+    most: int
+    tile_rows: int
+
+
+class Grouped(Protocol):
+    """Products of rows sorted by expert with weights [experts, width, K]. The host reads nothing from the device."""
+
+    @property
+    def width(self) -> int:
+        """Number of output features."""
+
+    def groups(self, sorted_experts: Tensor, *, fixed: bool) -> Groups:
+        """Return the groups of P rows with these experts, int64 [P]. Bits of a row do not depend on P if `fixed`."""
+
+    def __call__(self, x: Tensor, groups: Groups, out: Tensor) -> Tensor:
+        """Write the products for contiguous x [P, K] to a contiguous out [P, width], and return `out`."""
+
+
 class Attention(Protocol):
     """Causal attention of one batch over paged KV, made once per forward and window, and used by each layer."""
 
@@ -91,6 +116,9 @@ class Kernels(Protocol):
 
     def by_row(self, layer: Linear) -> Linear | None:
         """Return the layer with bits of a row independent of the number of rows, for fixed forwards, or None."""
+
+    def grouped(self, weights: Tensor) -> Grouped | None:
+        """Return the products with weights [experts, width, K], or None if experts are computed one by one."""
 
     def steady_rows(self, heads: Sequence[int]) -> int:
         """Return the most rows for which a row's bits do not depend on their number, or 0, for these heads."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from baton.engine.batch import Batch
-from baton.engine.kernels.base import Attention, HeadNorms, Linear, Rotation
+from baton.engine.kernels.base import Attention, Grouped, HeadNorms, Linear, Rotation
 from baton.engine.kernels.torch_attention import PagedAttention, SteadyAttention
 
 ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -80,6 +80,10 @@ class TorchKernels:
 
     def by_row(self, layer: Linear) -> None:
         del layer  # torch and cuBLAS choose their products by the number of rows
+
+    def grouped(self, weights: Tensor) -> Grouped | None:
+        del weights
+        return None
 
     def steady_rows(self, heads: Sequence[int]) -> int:
         del heads

@@ -5,8 +5,9 @@
     weights = scores[chosen]                divided by their sum or not, and scaled
     y = sum of weights_e * expert_e(x)      DeepSeek adds a shared network that computes every token
 
-Rows are sorted by expert, so that each active expert computes all its rows in one product of varying size. A fixed
-forward uses `Kernels.by_row` products instead; without them, each active expert computes all rows of the forward.
+Rows are sorted by expert, so that each active expert computes all its rows in one product of varying size. On a GPU,
+one launch computes all experts, without reading the choice on the host (`Kernels.grouped`). Elsewhere a fixed forward
+uses `Kernels.by_row` products instead; without them, each active expert computes all rows of the forward.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from baton.engine.kernels.base import Kernels, Linear
+from baton.engine.kernels.base import Grouped, Kernels, Linear
 from baton.engine.models.config import ACTIVATIONS, ModelConfig
 from baton.engine.models.config_variants import ExpertsConfig
 from baton.engine.models.llama import MLP, Parts, Step
@@ -113,17 +114,30 @@ class Experts:
         pairs = zip(gate_up, down, strict=True)
         self.members = [Expert(parts.kernels.linear(first), parts.kernels.linear(second)) for first, second in pairs]
         self.by_row = _by_row(self.members, parts.kernels)
+        self.grouped = _grouped(gate_up, down, parts.kernels)
         self.kernels, self.activation = parts.kernels, ACTIVATIONS[config.activation]
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor, step: Step) -> Tensor:
         """Return the weighted sum of the `chosen` experts [N, k] for x [N, hidden], summed in the order of `chosen`."""
         (rows, width), each, take = x.shape, chosen.shape[1], step.scratch.take
-        if step.fixed and self.by_row is None:
+        if self.grouped is not None:
+            results = self._by_groups(self.grouped, x, chosen, step)
+        elif step.fixed and self.by_row is None:
             results = self._by_all_rows(x, chosen, step)
         else:
             results = self._by_own_rows(self.by_row if step.fixed and self.by_row else self.members, x, chosen, step)
         results = results.view(rows, each, width)
         return torch.sum(results.mul_(weights[..., None]), 1, out=take("routed", rows, width))
+
+    def _by_groups(self, grouped: tuple[Grouped, Grouped], x: Tensor, chosen: Tensor, step: Step) -> Tensor:
+        """Return results [N * k, hidden]. All experts compute in one launch; nothing is read by the host."""
+        (rows, width), each, take, (gate_up, down) = x.shape, chosen.shape[1], step.scratch.take, grouped
+        experts, order = chosen.flatten().sort(stable=True)  # pairs of a row and one of its experts
+        groups = gate_up.groups(experts, fixed=step.fixed)
+        pairs = torch.index_select(x, 0, order // each, out=take("pairs", rows * each, width))
+        both = gate_up(pairs, groups, take("expert_gate_up", rows * each, gate_up.width))
+        gated = self.kernels.gate(both, self.activation, take("expert_gated", rows * each, gate_up.width // 2))
+        return take("expert_results", rows * each, width).index_copy_(0, order, down(gated, groups, pairs))
 
     def _by_own_rows(self, members: list[Expert], x: Tensor, chosen: Tensor, step: Step) -> Tensor:
         """Return results [N * k, hidden]. Each expert computes the rows that chose it."""
@@ -152,6 +166,11 @@ class Experts:
         take, (gate_up, down) = step.scratch.take, expert
         both = gate_up(rows, take("expert_gate_up", len(rows), gate_up.width))
         down(self.kernels.gate(both, self.activation, take("expert_gated", len(rows), gate_up.width // 2)), rows)
+
+
+def _grouped(gate_up: Tensor, down: Tensor, kernels: Kernels) -> tuple[Grouped, Grouped] | None:
+    first, second = kernels.grouped(gate_up), kernels.grouped(down)
+    return None if first is None or second is None else (first, second)
 
 
 def _by_row(members: list[Expert], kernels: Kernels) -> list[Expert] | None:

@@ -55,6 +55,8 @@ class Uploads:
     def __init__(self, lane: Lane, nbytes: int) -> None:
         self._lane, self._nbytes = lane, nbytes
         self._jobs: queue.Queue[tuple[Iterable[Piece], Callable[[], object]] | None] = queue.Queue(AHEAD)
+        self._buffers: list[Tensor] = []
+        self._turns = cycle(range(BUFFERS))
         self._waits: dict[int, Wait] = {}  # by buffer
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
@@ -84,23 +86,25 @@ class Uploads:
             self._thread.join()
 
     def _run(self) -> None:
-        buffers: list[Tensor] = []
-        turns = cycle(range(BUFFERS))
         for pieces, staged in iter(self._jobs.get, None):
-            try:
-                if self._error is None:
-                    buffers = buffers or [self._lane.buffer(self._nbytes) for _ in range(BUFFERS)]
-                    for place, source in pieces:
-                        self._upload(place, source, buffers, next(turns))
-                    staged()
-            except Exception as error:  # noqa: BLE001  (thread boundary: the caller raises it)
-                self._error = error
-            finally:
-                self._jobs.task_done()
+            if self._error is None:
+                self._error = self._take(pieces, staged)
+            self._jobs.task_done()
 
-    def _upload(self, place: Tensor, source: Tensor, buffers: list[Tensor], turn: int) -> None:
+    def _take(self, pieces: Iterable[Piece], staged: Callable[[], object]) -> Exception | None:
+        try:
+            for place, source in pieces:
+                self._upload(place, source, next(self._turns))
+            staged()
+        except Exception as error:  # noqa: BLE001  (thread boundary: the caller raises it)
+            return error
+        return None
+
+    def _upload(self, place: Tensor, source: Tensor, turn: int) -> None:
+        if turn == len(self._buffers):
+            self._buffers.append(self._lane.buffer(self._nbytes))
         if (wait := self._waits.pop(turn, None)) is not None:
             wait()
-        staged = buffers[turn][: place.nbytes].view(place.dtype).view(place.shape)
+        staged = self._buffers[turn][: place.nbytes].view(place.dtype).view(place.shape)
         staged.copy_(source)
         self._waits[turn] = self._lane.send(place, staged)

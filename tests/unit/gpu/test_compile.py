@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton", reason="no triton here (the dev extra has
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from baton.engine.kernels.gpu import triton_attention, triton_rows, triton_sampling  # noqa: E402
+from baton.engine.kernels.gpu import triton_attention, triton_experts, triton_rows, triton_sampling  # noqa: E402
 from baton.engine.kernels.gpu.shapes import SPLIT_TOKENS, Tiles, decode_tiles, prefill_tiles  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -32,10 +32,10 @@ SHARED_BYTES = {
     120: 99 << 10,
 }  # of a block; 8.6 and 8.9 have less than 8.0
 FLOATS = {"scale", "unified", "safe", "eps"}
-INDICES = {"tables": "*i32", "starts": "*i32", "lengths": "*i32", "slots": "*i64"}
+INDICES = {"tiles": "*i32", "tables": "*i32", "starts": "*i32", "lengths": "*i32", "slots": "*i64"}
 INDICES |= {"tokens": "*i64"} | dict.fromkeys(("parameters", "places", "noisy_places", "edges"), "*i32")
 WIDE = {"bases", "sums", "parts", "logits", "peaks", "noisy"}
-OTHERS = set("query keys values out qkv cos sin query_norm key_norm x delta weight gate_up".split())
+OTHERS = set("weights query keys values out qkv cos sin query_norm key_norm x delta weight gate_up".split())
 
 
 @pytest.fixture
@@ -148,3 +148,14 @@ def test_each_kernel_equals_its_torch_reference(seed, request):
     assert done.returncode == 0, done.stdout[-6000:]
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("capability", [80, 90, 120])
+@pytest.mark.parametrize("rows", [16, 64])
+def test_products_of_experts(capability: int, rows: int, tmp_path: Path):
+    constants = {"EXPERTS": 128, "ROWS": rows, "COLUMNS": 128, "DEPTH": 64}
+    kernel = compiled(triton_experts.grouped_kernel, constants, capability, 8 if rows > 16 else 4)
+    assert kernel.metadata.shared <= SHARED_BYTES
+    assert stack_bytes(kernel, tmp_path) <= SPILLED_BYTES
+    assert "mma" in kernel.asm["ptx"]

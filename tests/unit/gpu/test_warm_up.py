@@ -7,6 +7,7 @@ are zeros.
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -61,8 +62,8 @@ def eager(forward):
 def engine_of(family):
     shape = SHAPE | FAMILIES[family] | {"max_position_embeddings": LONGEST}
     backend = random_model(shape, kernels=GpuKernels(132), device=torch.device("cpu"), dtype="float32", block_size=16)
-    options = {"max_batched_tokens": CHUNK, "max_running": ROWS, "shapes": FixedShapes(2, 32)}
-    engine = Engine(backend, OracleTokenizer(), total_blocks=BLOCKS, **options)
+    sizes: Any = {"total_blocks": BLOCKS, "max_batched_tokens": CHUNK, "max_running": ROWS}
+    engine = Engine(backend, OracleTokenizer(), shapes=FixedShapes(2, 32), **sizes)
     graphs = DecodeGraphs(backend, engine.kv, ROWS, backend.layout.blocks_for(engine.max_model_len))
     graphs.capture(eager)
     engine.backend = graphed(backend, graphs)

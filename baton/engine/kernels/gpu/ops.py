@@ -13,6 +13,7 @@ from baton.engine.kernels.base import Attention, HeadNorms, Rotation
 from baton.engine.kernels.gpu import triton_attention, triton_rows
 from baton.engine.kernels.gpu.flash_attention import Varlen, VarlenAttention, find_varlen, varlen_fits
 from baton.engine.kernels.gpu.shapes import decode_tiles, prefill_tiles, split_count, split_programs
+from baton.engine.kernels.gpu.triton_experts import GroupedLinear
 from baton.engine.kernels.torch_reference import TorchKernels
 
 
@@ -100,6 +101,9 @@ class GpuKernels(TorchKernels):
 
     def gate(self, gate_up: Tensor, activation: str, out: Tensor) -> Tensor:
         return triton_rows.gate(gate_up, activation, out)
+
+    def grouped(self, weights: Tensor) -> GroupedLinear:
+        return GroupedLinear(weights)
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
         del rows

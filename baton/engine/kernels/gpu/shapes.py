@@ -57,6 +57,11 @@ def decode_tiles(group: int, head_dim: int, value_dim: int, element_bytes: int) 
     return Tiles(rows, 64, 4, 3)
 
 
+def expert_tiles(rows: int, experts: int) -> int:
+    """Return the rows of a tile in products of experts: few where an expert has few of the `rows`, as in decoding."""
+    return 64 if rows >= 32 * experts else 16
+
+
 def buckets(most: int) -> list[int]:
     """Return the batch sizes of captured graphs: dense for small batches, and up to `most` inclusive."""
     sizes = {*FINE_BUCKETS, *range(BUCKET_STEP, WIDE_BUCKET, BUCKET_STEP), *range(WIDE_BUCKET, most, WIDE_STEP)}
