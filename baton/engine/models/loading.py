@@ -113,12 +113,9 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
         part, parts = config, Parts(Weights(checkpoint, DTYPES[dtype], device), kernels)
     else:
         part, parts = split.config(config), split.parts(checkpoint, DTYPES[dtype], device, kernels)
-    with closing(parts.weights):
-        model = _model(part, parts)
-        if config.thinking is not None and split is not None:
-            raise ConfigError("tensor_parallel must be 1 for a model with thinking states")
-        thinker = None if config.thinking is None else Thinker(config, parts, model.embed, thinking)
-        parts.weights.settle()
+    if config.thinking is not None and split is not None:
+        raise ConfigError("tensor_parallel must be 1 for a model with thinking states")
+    model, thinker = _with_weights(part, parts, thinking)
     layout = KVLayout(config.layers, config.kv_heads, config.head_dim, block_size, dtype, config.kv_tensors)
     unread = tuple(f"model.layers.{config.layers + i}." for i in range(config.unread_layers))
     name = fingerprint((checkpoint.finish(unread), dtype, layout.wire, repr(config)))
@@ -133,6 +130,14 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
         nondeterminism=_nondeterminism(config),
         thinker=thinker,
     )
+
+
+def _with_weights(config: ModelConfig, parts: Parts, thinking: Mode) -> tuple[Llama, Thinker | None]:
+    with closing(parts.weights):
+        model = _model(config, parts)
+        thinker = None if config.thinking is None else Thinker(config, parts, model.embed, thinking)
+        parts.weights.settle()
+    return model, thinker
 
 
 def _model(config: ModelConfig, parts: Parts) -> Llama:

@@ -1,7 +1,7 @@
 """Copies of weights to a GPU: a thread stages pieces in two pinned buffers while the device fetches them.
 
-The caller reads the next tensor of a file (its check and its digest) meanwhile. A copy from pageable memory would block
-the caller, and pass through a small staging buffer of the driver.
+During a copy, the caller reads the next tensor of the file, to check and digest it. A copy from pageable memory would
+block the caller, and pass through a small staging buffer of the driver.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Weights on their way to a GPU: a stand-in device fetches staged bytes only when somebody waits for it, at the latest
-possible time. A buffer that changes too early would change the weights.
+"""Weights on their way to a GPU. A stand-in device fetches staged bytes as late as possible: when the thread waits for
+it. A buffer that changes too early would change the weights.
 """
 
 import threading

@@ -2,7 +2,7 @@
 
 torch's `_grouped_mm` does the same only for bfloat16 on compute capability 9.0 and 10.0; elsewhere it reads the ends of
 the groups on the host (`_grouped_mm_cuda` and `_grouped_mm_fallback` of torch 2.13). A launch has as many row tiles as
-the rows can need in the worst case. Each program finds its expert; those beyond the last tile return at once.
+the rows can need in the worst case. Each program finds its expert; those beyond the last tile return immediately.
 """
 
 from __future__ import annotations
