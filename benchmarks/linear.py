@@ -30,7 +30,7 @@ from torch.nn.functional import linear
 from baton.engine.kernels.cpu.compiler import Unavailable
 from baton.engine.kernels.cpu.kernel_choice import Choice, Profile
 from baton.engine.kernels.cpu.ops import CpuKernels
-from baton.engine.models.huge_pages import Arena
+from baton.engine.memory.huge_pages import Arena
 from benchmarks.lib.bandwidth import Reader
 from benchmarks.lib.machine import machine
 from benchmarks.lib.report import markdown

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baton.core import KVLayout
 from baton.engine.kernels.cpu.ops import CompiledBlockCopy
-from baton.engine.models.huge_pages import Arena
+from baton.engine.memory.huge_pages import Arena
 from baton.errors import ConfigError
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

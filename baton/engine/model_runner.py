@@ -18,7 +18,7 @@ from baton.engine.model_backend import ModelBackend
 from baton.engine.request import Request
 from baton.engine.sampling.sampler import Sampled, Sampler
 from baton.engine.sequence import LayerListener, ScheduledSequence
-from baton.engine.staging import BlockTables, Staged
+from baton.engine.memory.staging import BlockTables, Staged
 from baton.engine.thinking import Thoughts
 
 

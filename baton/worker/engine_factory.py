@@ -29,7 +29,7 @@ from baton.engine.kv_cache import size_kv
 from baton.engine.model_backend import ModelBackend
 from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.step_result import Counters
-from baton.engine.warm_up import warm_forwards
+from baton.engine.kernels.gpu.warm_up import warm_forwards
 from baton.errors import ConfigError, EngineFault
 from baton.hashing import fingerprint
 from baton.model_hub import model_folder

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from baton.engine.models.huge_pages import Arena
+from baton.engine.memory.huge_pages import Arena
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -27,7 +27,7 @@ from baton.engine.request import Request
 from baton.engine.sampling.output import OutputState
 from baton.engine.sampling.sampler import Sampled, Sampler
 from baton.engine.sequence import LayerListener, ScheduledSequence, VerifyWork
-from baton.engine.staging import Staged
+from baton.engine.memory.staging import Staged
 from baton.engine.step_result import Counters, StepResult
 from baton.engine.thinking import Thoughts
 

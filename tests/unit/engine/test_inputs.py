@@ -13,7 +13,7 @@ from baton.engine.block_pool import BlockPool
 from baton.engine.model_runner import Inputs
 from baton.engine.oracle import oracle_layout
 from baton.engine.sequence import ScheduledSequence, Sequence
-from baton.engine.staging import STAGES, BlockTables, Staged
+from baton.engine.memory.staging import STAGES, BlockTables, Staged
 from tests.support.engines import Streams, allocated, engine_of, key_of, numbers, oracle, spec_of
 from tests.unit.model.harness import Row, assert_same_batch, make_batch
 
@@ -128,7 +128,7 @@ def test_pushed_tables_equal_the_tables_of_the_host(number, changes):
         for row in range(rng.randint(1, 5)):
             change(row)
             tables.write(row, held[row])
-        with patch("baton.engine.staging.CHANGES", changes):
+        with patch("baton.engine.memory.staging.CHANGES", changes):
             tables.push()
         assert tables.tensor.tolist() == tables.array.tolist()
     assert tables.array[0, : len(held[0].blocks)].tolist() == held[0].blocks

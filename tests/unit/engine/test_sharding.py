@@ -93,9 +93,9 @@ def test_a_rank_reads_only_its_slices(tmp_path, monkeypatch, tied):
     random_checkpoint(tmp_path, "llama", num_hidden_layers=layers, **sizes)
     read, copy = list[int](), ShardedWeights._copy
 
-    def counted(weights, place, source):
+    def counted(weights, place, source, stored):
         read.append(source.numel())
-        copy(weights, place, source)
+        copy(weights, place, source, stored)
 
     monkeypatch.setattr(ShardedWeights, "_copy", counted)
     plan = Mock(folder=str(tmp_path), size=size, key="key")

@@ -25,7 +25,7 @@ from baton.engine.engine import Engine
 from baton.engine.kernels.gpu.cuda_graphs import Captured, DecodeGraphs, GraphedBackend, graphed
 from baton.engine.kernels.gpu.ops import GpuKernels
 from baton.engine.kernels.gpu.shapes import SPLIT_TOKENS
-from baton.engine.warm_up import warm_forwards
+from baton.engine.kernels.gpu.warm_up import warm_forwards
 from baton.tokenizer import OracleTokenizer
 from baton.worker.engine_factory import generate
 from benchmarks.lib.random_weights import random_model
@@ -64,7 +64,7 @@ def engine_of(family):
     backend = random_model(shape, kernels=GpuKernels(132), device=torch.device("cpu"), dtype="float32", block_size=16)
     sizes: Any = {"total_blocks": BLOCKS, "max_batched_tokens": CHUNK, "max_running": ROWS}
     engine = Engine(backend, OracleTokenizer(), shapes=FixedShapes(2, 32), **sizes)
-    graphs = DecodeGraphs(backend, engine.kv, ROWS, backend.layout.blocks_for(engine.max_model_len))
+    graphs = DecodeGraphs(backend, engine.kv, engine.inputs.widest())
     graphs.capture(eager)
     engine.backend = graphed(backend, graphs)
     return engine

@@ -4,5 +4,7 @@ ops                              the kernels behind the `Kernels` protocol
 triton_attention                 paged attention; decoding and prompt chunks share the inner loop `attend`
 triton_rows                      fused kernels between the products
 flash_attention, shapes          torch's FlashAttention, and decisions from shapes alone
-cuda_graphs, cuda_memory         decode steps as CUDA graphs, and memory of the device
+triton_sampling, triton_experts  draws of tokens, and grouped products of experts
+cuda_graphs, warm_up             decode steps as CUDA graphs, and all kernels compiled before serving
+cuda_memory                      memory of the device
 """
