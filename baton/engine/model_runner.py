@@ -14,11 +14,11 @@ from baton.engine.batch import Batch, Injection
 from baton.engine.determinism.planner import Part
 from baton.engine.kernels.select import fused_draw
 from baton.engine.kv_cache import KVCache
+from baton.engine.memory.staging import BlockTables, Staged
 from baton.engine.model_backend import ModelBackend
 from baton.engine.request import Request
 from baton.engine.sampling.sampler import Sampled, Sampler
 from baton.engine.sequence import LayerListener, ScheduledSequence
-from baton.engine.memory.staging import BlockTables, Staged
 from baton.engine.thinking import Thoughts
 
 
@@ -106,6 +106,8 @@ class Inputs:
         arrays["token_ids"][:n] = [known[start] if start < len(known) else 0 for known, start in pairs]
         arrays["slots"][:n] = self._tables.array[self._rows[:n], positions // size] * size + positions % size
         arrays["query_starts"][:] = self._rows
+        arrays["slots"][n : len(arrays["kv_lens"])] = -1
+        arrays["kv_lens"][n:] = 0
         return n
 
     def _write_chunks(self, starts: list[int], counts: list[int], tokens: Sequence[list[int]]) -> int:

@@ -25,11 +25,11 @@ from baton.engine.kernels.cpu.compiler import machine, state_folder
 from baton.engine.kernels.gpu.cuda_memory import claim_activations
 from baton.engine.kernels.gpu.flash_attention import BLOCK_MULTIPLE
 from baton.engine.kernels.gpu.shapes import WIDEST_HEAD
+from baton.engine.kernels.gpu.warm_up import warm_forwards
 from baton.engine.kv_cache import size_kv
 from baton.engine.model_backend import ModelBackend
 from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.step_result import Counters
-from baton.engine.kernels.gpu.warm_up import warm_forwards
 from baton.errors import ConfigError, EngineFault
 from baton.hashing import fingerprint
 from baton.model_hub import model_folder

@@ -22,12 +22,12 @@ from baton.engine.determinism.planner import VerifiedProgress, progress_of
 from baton.engine.determinism.shapes import CandidateTokens, FixedShapes
 from baton.engine.kernels.select import fused_draw
 from baton.engine.kv_cache import KVCache
+from baton.engine.memory.staging import Staged
 from baton.engine.model_backend import ModelBackend
 from baton.engine.request import Request
 from baton.engine.sampling.output import OutputState
 from baton.engine.sampling.sampler import Sampled, Sampler
 from baton.engine.sequence import LayerListener, ScheduledSequence, VerifyWork
-from baton.engine.memory.staging import Staged
 from baton.engine.step_result import Counters, StepResult
 from baton.engine.thinking import Thoughts
 

@@ -1,5 +1,5 @@
 """Memory that the engine takes beside torch's allocators.
 
-    huge_pages    weights and KV on huge pages
-    staging       the integers of a step, staged for a device in one copy
+huge_pages    weights and KV on huge pages
+staging       the integers of a step, staged for a device in one copy
 """

@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from baton.clock import SystemClock
-from baton.engine.models.config import REFUSED, quantised_as
 from baton.engine.memory.huge_pages import Arena, drop_pages
+from baton.engine.models.config import REFUSED, quantised_as
 from baton.engine.models.json_fields import Fields, read_json_object
 from baton.engine.models.uploads import CudaLane, Uploads
 from baton.errors import CheckpointError

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.block_pool import BlockPool
+from baton.engine.memory.staging import STAGES, BlockTables, Staged
 from baton.engine.model_runner import Inputs
 from baton.engine.oracle import oracle_layout
 from baton.engine.sequence import ScheduledSequence, Sequence
-from baton.engine.memory.staging import STAGES, BlockTables, Staged
 from tests.support.engines import Streams, allocated, engine_of, key_of, numbers, oracle, spec_of
 from tests.unit.model.harness import Row, assert_same_batch, make_batch
 

@@ -19,9 +19,9 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from baton.core import SequenceSpec
-from baton.engine import warm_up as forwards
 from baton.engine.determinism.shapes import FixedShapes
 from baton.engine.engine import Engine
+from baton.engine.kernels.gpu import warm_up as forwards
 from baton.engine.kernels.gpu.cuda_graphs import Captured, DecodeGraphs, GraphedBackend, graphed
 from baton.engine.kernels.gpu.ops import GpuKernels
 from baton.engine.kernels.gpu.shapes import SPLIT_TOKENS
@@ -104,7 +104,7 @@ def test_one_prompt_does_not_warm_what_serving_needs(launched, seed):
     generate(engine, SequenceSpec((0,), spec_of().sampling))
     warmed = set(launched)
     serve(engine, random.Random(seed))
-    assert {name for name, *_ in launched - warmed} >= {"prefill_kernel", "combine_kernel"}
+    assert "prefill_kernel" in {name for name, *_ in launched - warmed}
 
 
 @pytest.mark.parametrize(("limits", "rows"), [((512, 64, 4096), 64), ((8, 64, 100), 8), ((4, 1, 1), 1)])

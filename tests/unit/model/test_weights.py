@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from baton.engine.models.checkpoint import Checkpoint, LoadProgress, Weights
 from baton.engine.memory.huge_pages import CACHE_LINE, CHUNK, HUGE_PAGE, SMALL, Arena
+from baton.engine.models.checkpoint import Checkpoint, LoadProgress, Weights
 from baton.engine.models.loading import load_model
 from tests.unit.model.checkpoints import random_checkpoint
 

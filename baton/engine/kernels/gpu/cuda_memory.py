@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from baton.engine.batch import Batch
-from baton.engine.model_backend import ModelBackend
 from baton.engine.kernels.gpu.warm_up import batch_of
+from baton.engine.model_backend import ModelBackend
 from baton.errors import ConfigError
 
 HANDLE_BYTES = 64  # size of handles of memory and events
