@@ -15,6 +15,7 @@ missing, repeated, changed or swapped does. It detects accidents, not attacks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,9 +106,19 @@ class Progress:
         for layer in range(layers):
             self._ready[layer] = max(self._ready[layer], min(end, self._tokens))
 
-    def withdrawn(self) -> None:
-        """Unmark KV that was not sent, because it will be computed again."""
+    def withdrawn(self, unread: Iterable[FrameSpec] = ()) -> None:
+        """Unmark KV that was not sent, because it will be computed again. So will frames that were announced, but
+        `unread`, if the receiver reads them itself.
+        """
+        for frame in unread:
+            for layer in frame.layers:
+                self._sent[layer] = min(self._sent[layer], frame.begin)
         self._ready = list(self._sent)
+
+    @property
+    def lowest(self) -> int:
+        """The first position that is still to be sent in some layer."""
+        return min(self._sent)
 
     def next(self, frame_size: int, at_least: int = 1) -> FrameSpec | None:
         """Return the next frame of `at_least` to `frame_size` bytes, or None if too little is ready. A smaller frame
@@ -149,7 +160,7 @@ class Progress:
 
 
 class Coverage:
-    """The receiver's record of the announced part of positions [skip, tokens)."""
+    """The receiver's record of the announced part of positions [skip, tokens), or of the part that it has read."""
 
     __slots__ = ("_reached", "_token_bytes", "_tokens", "nbytes")
 
@@ -162,16 +173,26 @@ class Coverage:
     def accepts(self, frame: FrameSpec) -> bool:
         """Record `frame` if it is within the handoff and continues where its layers ended; return whether it does."""
         layers = self._reached[frame.layer_begin : frame.layer_end]
-        fits = (
-            0 <= frame.layer_begin < frame.layer_end <= len(self._reached) and frame.begin < frame.end <= self._tokens
-        )
-        if not fits or any(reached != frame.begin for reached in layers):
+        if not self.fits(frame) or any(reached != frame.begin for reached in layers):
             return False
-        if frame.nbytes != len(layers) * (frame.end - frame.begin) * self._token_bytes:
-            return False
-        self._reached[frame.layer_begin : frame.layer_end] = [frame.end] * len(layers)
-        self.nbytes += frame.nbytes
+        list(self.read(frame))
         return True
+
+    def fits(self, frame: FrameSpec) -> bool:
+        """Whether `frame` is within the handoff and has the right size."""
+        inside = 0 <= frame.layer_begin < frame.layer_end <= len(self._reached) and frame.end <= self._tokens
+        size = len(frame.layers) * (frame.end - frame.begin) * self._token_bytes
+        return inside and frame.begin < frame.end and frame.nbytes == size
+
+    def read(self, frame: FrameSpec) -> Iterator[FrameSpec]:
+        """Record the positions of `frame` that extend its layers, and yield them. A frame after a gap adds nothing."""
+        for layer in frame.layers:
+            reached = self._reached[layer]
+            if frame.begin <= reached < frame.end:
+                self._reached[layer] = frame.end
+                nbytes = (frame.end - reached) * self._token_bytes
+                self.nbytes += nbytes
+                yield FrameSpec(layer, layer + 1, reached, frame.end, nbytes)
 
     @property
     def complete(self) -> bool:

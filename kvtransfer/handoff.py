@@ -28,6 +28,7 @@ class TransferSettings:
     interface: str | None = None  # for NCCL; None leaves the choice to NCCL
     staging_memory: int = 1 << 30  # bytes of all rings; an idle channel is closed if they are used up
     encrypted: bool = False  # `auto` never sends KV unencrypted to another machine
+    verify_frames: bool = False  # also within a host, where the receiver reads the sender's memory
     verify_kv: bool = False  # also verify a digest of the whole KV, independent of frames
 
 

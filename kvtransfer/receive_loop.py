@@ -10,21 +10,23 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
 from baton.core import HandoffId, WorkerRef
+from baton.engine.memory.exposed import pattern
 from baton.errors import DigestMismatch, HandoffError, OfferRefused, StaleAttempt
 from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import wire
 from kvtransfer.frames import Coverage, FrameSpec, KVDigest, wire_digest
 from kvtransfer.handoff import CommitState, HandoffTable, Offer, PushEnd
-from kvtransfer.transports.base import ChannelEnd, ControlPath, Endpoint
+from kvtransfer.transports.base import ChannelEnd, ControlPath, Endpoint, Places, RemotePool
 from kvtransfer.wire import FingerprintRefused, FrameRefused, end_of, frame_of, refusal_to_pb
 
 
@@ -34,7 +36,8 @@ class IncomingHandoff:
 
     handoff: HandoffId
     known_tokens: int
-    announced: Coverage
+    announced: Coverage  # of a one-sided channel: read
+    places: Places = field(default_factory=Places)  # in the pool of the sender, of a one-sided channel
     whole: KVDigest | None = None  # None unless the whole KV is verified
     digests: list[bytes] = field(default_factory=list)
     dropped: bool = False
@@ -61,7 +64,7 @@ def inbound_of(end: Endpoint, handoff: HandoffId, message: pb.Offer) -> tuple[Of
         raise OfferRefused(f"{offer.known_tokens} tokens with {offer.skip} skipped do not fit the KV pool")
     coverage = Coverage(layout, offer.skip, offer.known_tokens)
     whole = KVDigest(layout) if end.settings.verify_kv or message.verify_kv else None
-    return offer, IncomingHandoff(handoff, offer.known_tokens, coverage, whole)
+    return offer, IncomingHandoff(handoff, offer.known_tokens, coverage, whole=whole)
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +75,15 @@ class Frame:
     spec: FrameSpec
     number: int
     announced_at: float
+    digest: bytes = b""  # of a one-sided channel that verifies frames
+
+
+@dataclass(slots=True, eq=False)
+class Listing:
+    """Places of a handoff's KV in the sender's pool. They apply to the frames after it."""
+
+    inbound: IncomingHandoff
+    places: pb.PoolBlocks
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +96,7 @@ class EndOfHandoff:
 
 
 # An item for the receiving thread. Messages from the control socket are not checked yet. None ends the thread.
-Item = Frame | EndOfHandoff | pb.PeerCommand | None
+Item = Frame | Listing | EndOfHandoff | pb.PeerCommand | None
 
 
 class ReceiveQueue:
@@ -149,7 +161,7 @@ class ReceiveLoop:
         if channel.control_socket is not None and self.announced:
             raise FrameRefused("a frame was announced before the channel was built")
         self.queue.control_socket = channel.control_socket
-        todo: deque[Frame | EndOfHandoff | None] = deque()
+        todo: deque[Frame | Listing | EndOfHandoff | None] = deque()
         early: deque[EndOfHandoff] = deque()
         while not self.over:
             while not todo or self.queue.ready:
@@ -158,28 +170,45 @@ class ReceiveLoop:
             if isinstance(item, Frame):
                 self._receive(channel, item)
                 self._credit(at_once=not any(isinstance(other, Frame) for other in todo))
+            elif isinstance(item, Listing):
+                item.inbound.places.replace(item.places.first, item.places.blocks, item.places.generations)
             elif item is not None:
                 self._conclude(item)
 
     def _take_up(
-        self, channel: ChannelEnd, todo: deque[Frame | EndOfHandoff | None], early: deque[EndOfHandoff]
+        self, channel: ChannelEnd, todo: deque[Frame | Listing | EndOfHandoff | None], early: deque[EndOfHandoff]
     ) -> None:
         """Wait for an item. Post a frame's receive immediately; queue an end behind the frames that precede it."""
         item = self.queue.take()
         if isinstance(item, pb.PeerCommand):
             if item.HasField("commit"):
                 return self.claim(item)
-            item = self.checked(item.frame, self.inbound)
+            item = self._checked_packet(channel, item)
         if isinstance(item, Frame):
             with channel.turn():
                 channel.start(item.number, item.spec.nbytes)
-            todo.append(item)
-        elif item is None:
-            todo.append(None)
-        else:
+        if isinstance(item, EndOfHandoff):
             early.append(item)
+        else:
+            todo.append(item)
         while early and early[0].after <= self.announced:
             todo.append(early.popleft())
+
+    def _checked_packet(self, channel: ChannelEnd, command: pb.PeerCommand) -> Frame | Listing:
+        if command.HasField("blocks"):
+            return self._checked_places(channel, command.blocks)
+        return self.checked(command.frame, self.inbound, one_sided=channel.pool is not None)
+
+    def _checked_places(self, channel: ChannelEnd, message: pb.PoolBlocks) -> Listing:
+        inbound, pool = self.inbound.get(convert.handoff_from_pb(message.handoff)), channel.pool
+        if inbound is None or pool is None:
+            raise FrameRefused("places in the sender's pool belong to no accepted handoff of a one-sided channel")
+        total, most = pool.cache.total_blocks, pool.cache.layout.blocks_for(inbound.known_tokens)
+        if len(message.blocks) != len(message.generations) or message.first + len(message.blocks) > most:
+            raise FrameRefused(f"{len(message.blocks)} places from block {message.first} of {most} on are not valid")
+        if max(message.blocks, default=0) >= total:
+            raise FrameRefused(f"block {max(message.blocks)} is not in the sender's pool of {total} blocks")
+        return Listing(inbound, message)
 
     def claim(self, command: pb.PeerCommand) -> None:
         """Queue a commit behind its frames, or refuse it. Called from either thread."""
@@ -190,14 +219,16 @@ class ReceiveLoop:
             error = StaleAttempt(f"handoff {handoff} was not offered on this channel")
             self._reply(refusal_to_pb(error, handoff))
 
-    def checked(self, message: pb.FrameAnnounce, known: Mapping[HandoffId, IncomingHandoff]) -> Frame:
+    def checked(
+        self, message: pb.FrameAnnounce, known: Mapping[HandoffId, IncomingHandoff], *, one_sided: bool = False
+    ) -> Frame:
         """Return an announced frame if it belongs to a handoff in `known`. Raises FrameRefused if it was not agreed.
         Called by the event loop, or by the receiving thread if the channel has a control socket.
         """
         spec, number, inbound = frame_of(message), message.sequence, None
         if message.HasField("handoff"):
             inbound = known.get(convert.handoff_from_pb(message.handoff))
-            if inbound is None or not inbound.announced.accepts(spec):
+            if inbound is None or not (inbound.announced.fits if one_sided else inbound.announced.accepts)(spec):
                 raise FrameRefused(f"frame {number}: {spec} does not continue an accepted handoff")
         elif spec != wire.frame(self._ring) or number >= wire.FRAMES:
             raise FrameRefused(f"frame {number} belongs to no handoff")
@@ -206,18 +237,21 @@ class ReceiveLoop:
         if self.announced - self.received >= self._ring.slots:
             raise FrameRefused(f"frame {number}: more than {self._ring.slots} in flight")
         self.announced += 1
-        return Frame(inbound, spec, number, time.monotonic())
+        return Frame(inbound, spec, number, time.monotonic(), message.digest)
 
     def _receive(self, channel: ChannelEnd, frame: Frame) -> None:
         channel.finish(frame.number)
-        data, inbound = channel.slot(frame.number)[: frame.spec.nbytes], frame.inbound
-        if inbound is None:
-            self._check_pattern(frame, data)
+        inbound = frame.inbound
+        if channel.pool is not None:
+            self._read(channel.pool, frame)
+        elif inbound is None:
+            self._check_pattern(frame, channel.slot(frame.number)[: frame.spec.nbytes])
         elif not inbound.dropped:
+            data = channel.slot(frame.number)[: frame.spec.nbytes]
             inbound.digests.append(wire_digest(data))
             if inbound.whole is not None:
                 inbound.whole.add(frame.spec, data)
-            self._write(inbound, frame.spec, data)
+            self._writing(inbound, partial(self._write, frame.spec, data))
         now = time.monotonic()
         if inbound is not None:
             inbound.busy_s += now - max(frame.announced_at, self._done_at)
@@ -239,22 +273,50 @@ class ReceiveLoop:
         else:
             self._reply(reply)
 
+    def _read(self, pool: RemotePool, frame: Frame) -> None:
+        """Read a frame from the sender's pool. If its blocks were given away meanwhile, the sender has withdrawn it."""
+        inbound, spec = frame.inbound, frame.spec
+        if inbound is None:
+            return self._check_pattern(frame, pool.memory.probe(frame.number)[: spec.nbytes].clone())
+        if inbound.dropped:
+            return None
+        if len(inbound.places.blocks) * pool.cache.layout.block_size < spec.end:
+            raise FrameRefused(f"frame {frame.number}: its places in the sender's pool are not known")
+        return self._writing(inbound, partial(self._copy, pool, inbound, frame))
+
+    def _copy(self, pool: RemotePool, inbound: IncomingHandoff, frame: Frame, blocks: Sequence[int]) -> None:
+        """Read, verify and record a frame. Raises DigestMismatch."""
+        kv, spec = self._end.kv, frame.spec
+        if not pool.read(kv, spec, inbound.places, blocks):
+            return
+        if frame.digest and frame.digest != wire_digest(kv.copied(spec.layers, blocks, spec.begin, spec.end)):
+            raise DigestMismatch(f"handoff {inbound.handoff}: frame {frame.number} differs")
+        for part in inbound.announced.read(spec):
+            if inbound.whole is not None:
+                inbound.whole.add(part, kv.copied(part.layers, blocks, part.begin, part.end))
+
     def _check_pattern(self, frame: Frame, data: Tensor) -> None:
-        if not torch.equal(data.cpu(), wire.pattern(frame.number, frame.spec.nbytes)):
+        if not torch.equal(data.cpu(), pattern(frame.number, frame.spec.nbytes)):
             raise FrameRefused(f"the {self._transport} channel changes bytes: frame {frame.number} of its probe")
         if frame.number == wire.FRAMES - 1:
             self._reply(pb.PeerReply(probed=pb.Probed(frames=wire.FRAMES)))
 
-    def _write(self, inbound: IncomingHandoff, spec: FrameSpec, data: Tensor) -> None:
+    def _write(self, spec: FrameSpec, data: Tensor, blocks: Sequence[int]) -> None:
+        self._end.kv.scatter(spec.layers, blocks, spec.begin, spec.end, data)
+        self._end.kv.settle()  # before the blocks or the slot are reused
+
+    def _writing(self, inbound: IncomingHandoff, write: Callable[[Sequence[int]], None]) -> None:
+        """Call `write` with the blocks. A HandoffError drops the handoff, and the sender gets it."""
         try:
             with self._table.writing(inbound.handoff, self._sender) as blocks:
                 # Set before `lost` reaches the table: the table admits this write for a newer channel of the sender.
                 if self.over:
                     raise StaleAttempt(f"handoff {inbound.handoff}: its channel is closed")
-                self._end.kv.scatter(spec.layers, blocks, spec.begin, spec.end, data)
-                self._end.kv.settle()  # before the blocks or the slot are reused
+                write(blocks)
         except HandoffError as error:
             inbound.dropped = True
+            if isinstance(error, DigestMismatch):
+                self._table.aborted(inbound.handoff, self._sender)
             self._reply(refusal_to_pb(error, inbound.handoff))
 
     def _conclude(self, ended: EndOfHandoff) -> None:

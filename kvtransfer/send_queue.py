@@ -16,21 +16,22 @@ from __future__ import annotations
 import enum
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from baton.core import HandoffId
-from baton.engine.kv_cache import Mark
+from baton.engine.kv_cache import KVCache, Mark
 from baton.errors import BatonError, ChannelBroken, HandoffError, StaleAttempt
 from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import wire
-from kvtransfer.frames import FrameSpec, KVDigest, Progress
+from kvtransfer.frames import Coverage, FrameSpec, KVDigest, Progress
 from kvtransfer.handoff import PushEnd, PushJob, PushResult, Reports
 from kvtransfer.transports.base import ControlPath, Endpoint, KeyRelay, Ring
-from kvtransfer.wire import announcement, commit_of, offer_of, refusal_from_pb
+from kvtransfer.wire import announcement, commit_of, offer_of, places_of, refusal_from_pb
 
 NEVER = float("inf")
 
@@ -54,6 +55,9 @@ class Push:
     deadline: float = NEVER  # of the receiver's answer
     blocks: Sequence[int] = ()  # up to the last computed position
     mark: Mark | None = None  # GPU work that must end before the blocks are read
+    generations: list[int] = field(default_factory=list)  # of `blocks` in exposed memory
+    listed: int = 0  # blocks whose places the receiver has
+    frames: int = 0
     end: PushEnd | None = None
     offered_at: float = 0.0
     round_trip_s: float = 0.0
@@ -63,13 +67,22 @@ class Push:
     outcome: HandoffError | None = None  # set while `reading`, reported after it
     digests: list[bytes] = field(default_factory=list)
     whole: KVDigest | None = None
+    hashed: Coverage | None = None  # the part of the KV that `whole` covers
     filling_s: float = 0.0
+
+    def hash(self, kv: KVCache, frame: FrameSpec, blocks: Sequence[int]) -> None:
+        """Add the frame to the digest of the whole KV, except for what was announced before a `withdraw`."""
+        layout, job = kv.layout, self.job
+        self.whole = self.whole or KVDigest(layout)
+        self.hashed = self.hashed or Coverage(layout, job.skip, job.known_tokens)
+        for part in self.hashed.read(frame):
+            self.whole.add(part, kv.copied(part.layers, blocks, part.begin, part.end))
 
     def result(self, transport: str) -> PushResult:
         """Return the result of a push that was acknowledged now."""
         return PushResult(
             nbytes=self.nbytes,
-            frames=len(self.digests),
+            frames=self.frames,
             exposed_s=time.monotonic() - self.finished_at,
             round_trip_s=self.round_trip_s,
             filling_s=self.filling_s,
@@ -89,12 +102,16 @@ class FlowControl:
         self._credited = 0
 
     @property
-    def room(self) -> bool:
-        return self.number - self._credited < self.slots
+    def in_flight(self) -> int:
+        return self.number - self._credited
 
-    def announce(self, handoff: HandoffId | None, frame: FrameSpec) -> None:
+    @property
+    def room(self) -> bool:
+        return self.in_flight < self.slots
+
+    def announce(self, handoff: HandoffId | None, frame: FrameSpec, digest: bytes = b"") -> None:
         """Let a frame enter the channel. It is announced with the next `flush` at the latest."""
-        self._unsent.append(announcement(handoff, self.number, frame))
+        self._unsent.append(announcement(handoff, self.number, frame, digest))
         self.number += 1
         if len(self._unsent) >= self.batch:
             self.flush()
@@ -122,6 +139,8 @@ class SendQueue:
     ) -> None:
         self.window = FlowControl(enqueue)  # only the channel's thread announces
         self.control_socket: ControlPath | None = None  # set by the channel's thread
+        self.one_sided = False  # likewise: the receiver reads the blocks until it sends the credit
+        self._unread: deque[tuple[Push, FrameSpec]] = deque()  # announced without a credit, of one-sided channels
         self._end, self._title = end, title
         self._enqueue, self._keys = enqueue, keys
         self._report, self._unfetched = reports.done, reports.unfetched
@@ -159,14 +178,16 @@ class SendQueue:
         with self._changed:
             if push := self._pushes.get(handoff):
                 push.blocks, push.mark = blocks, self._end.kv.mark()
+                if (exposed := self._end.kv.exposed) is not None:
+                    push.generations += [exposed.generations[block] for block in blocks[len(push.generations) :]]
                 push.progress.computed(layers, end)
                 self._wake()
 
     def withdraw(self, handoff: HandoffId) -> None:
         with self._changed:
             if push := self._pushes.get(handoff):
-                push.progress.withdrawn()
-                push.blocks = ()
+                push.progress.withdrawn(frame for of, frame in self._unread if of is push)
+                push.blocks, push.generations, push.listed = (), [], 0
             self._changed.wait_for(lambda: self._reads != handoff)  # also for a push that has ended
 
     def finish(self, handoff: HandoffId, end: PushEnd) -> bool:
@@ -255,16 +276,32 @@ class SendQueue:
                     self._report(push.job.handoff, push.outcome)
                 self._wake()
 
-    def announce(self, push: Push | None, frame: FrameSpec) -> bool:
+    def announce(self, push: Push | None, frame: FrameSpec, digest: bytes = b"") -> bool:
         """Announce `frame`, or return False if the push has ended. `push` is None for a frame of the probe."""
         with self._changed:
-            if push is not None:
-                if push not in self._pushes.values():
-                    return False
-                push.progress.took(frame)
-                push.nbytes += frame.nbytes
-            self.window.announce(push.job.handoff if push is not None else None, frame)
+            if push is None:
+                self.window.announce(None, frame)
+                return True
+            if push not in self._pushes.values() or (self.one_sided and not push.progress.offers(frame)):
+                return False
+            if self.one_sided:
+                self._list_places(push, frame)
+            push.progress.took(frame)
+            push.nbytes += frame.nbytes
+            push.frames += 1
+            self.window.announce(push.job.handoff, frame, digest)
             return True
+
+    def _list_places(self, push: Push, frame: FrameSpec) -> None:
+        """Send the places of the frame's blocks that the receiver does not have. Until the credit, it may read them."""
+        size = self._end.kv.layout.block_size
+        first, end = push.listed or push.progress.lowest // size, -(-frame.end // size)
+        if first < end:
+            self.window.flush()
+            for message in places_of(push.job.handoff, first, push.blocks[first:end], push.generations[first:end]):
+                self._enqueue(message)
+            push.listed = end
+        self._unread.append((push, frame))
 
     def commit(self, push: Push) -> None:
         """Send the commit after the last frame, unless the push has ended."""
@@ -302,7 +339,7 @@ class SendQueue:
             case "refused":
                 self._refused(reply.refused)
             case "credit":
-                self.window.credited(reply.credit.sequence)
+                self._credited(reply.credit.sequence)
             case "probed":
                 self._probed = reply.probed.frames
                 for push in self._pushes.values():
@@ -311,6 +348,11 @@ class SendQueue:
                 self._unfetched(convert.handoff_from_pb(reply.fetch_refused.handoff))
             case "commit_ack":
                 self._acknowledged(convert.handoff_from_pb(reply.commit_ack.handoff))
+
+    def _credited(self, sequence: int) -> None:
+        self.window.credited(sequence)
+        while len(self._unread) > self.window.in_flight:
+            self._unread.popleft()
 
     def _welcomed(self, welcome: pb.PeerWelcome) -> None:
         if self._welcome is not None or not welcome.credits:

@@ -22,6 +22,7 @@ import structlog
 
 from baton.core import PROTOCOL_VERSION, Channel, HandoffId, WorkerRef
 from baton.engine.kv_cache import KVCache
+from baton.engine.memory.exposed import pattern
 from baton.errors import ChannelBroken, HandoffError
 from baton.rpc import convert
 from baton.rpc.channel import sync_channel
@@ -221,6 +222,7 @@ class SendChannel:
         self._keys = KeyRelay(lambda key, value: self._put(pb.PeerCommand(store_key=pb.StoreKey(key=key, value=value))))
         self.queue = SendQueue(end, f"channel {self._name} to {to}", self._put, self._keys, reports)
         self._stream: PeerStream | None = None
+        self._one_sided = False
         self.queue.add(job)
         self._thread = threading.Thread(target=self._run, name=f"kv-send-{self._name}", daemon=True)
         self._thread.start()
@@ -256,7 +258,7 @@ class SendChannel:
         transport, ring = self.queue.welcome()
         channel = self._open(transport, ring)
         leaving.callback(channel.close)
-        self.queue.control_socket = channel.control_socket
+        self.queue.control_socket, self.queue.one_sided = channel.control_socket, self._one_sided
         if channel.control_socket is None and not channel.ordered:
             self.queue.window.batch = max(1, ring.slots // 2)
         probed = self._probe(channel, ring)
@@ -268,6 +270,8 @@ class SendChannel:
             push, frame = self.queue.next()
             if frame is None:
                 self.queue.commit(push)
+            elif self._one_sided:
+                self._share(channel, push, frame)
             elif self._fill(channel, push, frame):
                 self._send(channel, ring, push, frame)
 
@@ -275,16 +279,18 @@ class SendChannel:
         chosen = self._end.transport(transport)
         if chosen is None:
             raise ChannelBroken(f"channel {self._name}: {self.to} chose transport {transport!r}, which is not offered")
+        self._one_sided = chosen.one_sided
         return chosen.open(self._name, Side.SENDER, self._keys, ring, self._end.settings.frame_deadline_s)
 
     def _probe(self, channel: ChannelEnd, ring: Ring) -> float:
         """Send the known pattern and wait for its acknowledgement. Return bytes per second, the check included."""
         frame = wire.frame(ring)
-        patterns = [wire.pattern(number, frame.nbytes) for number in range(wire.FRAMES)]
+        pieces = [pattern(number, frame.nbytes) for number in range(wire.FRAMES)]
         started = time.monotonic()
-        for pattern in patterns:
+        for piece in pieces:
             self.queue.wait_credit()
-            channel.slot(self.queue.window.number)[: frame.nbytes].copy_(pattern)
+            if not self._one_sided:
+                channel.slot(self.queue.window.number)[: frame.nbytes].copy_(piece)
             self._send(channel, ring, None, frame)
         self.queue.wait_probed(wire.FRAMES)
         return wire.FRAMES * frame.nbytes / (time.monotonic() - started)
@@ -294,7 +300,7 @@ class SendChannel:
             protocol_version=PROTOCOL_VERSION,
             sender=convert.ref_to_pb(self._end.me),
             receiver=convert.ref_to_pb(self.to),
-            transports=[pb.TransportOffer(name=t.name, reach=t.reach) for t in self._end.transports],
+            transports=[pb.TransportOffer(name=t.name, reach=t.reach) for t in self._end.transports if t.sends],
             generation=self._name.generation,
             fingerprint=self._end.fingerprint,
             layout=convert.layout_to_pb(self._end.kv.layout),
@@ -316,6 +322,22 @@ class SendChannel:
         push.filling_s += time.monotonic() - started
         return True
 
+    def _share(self, channel: ChannelEnd, push: Push, frame: FrameSpec) -> None:
+        """Announce a frame that the receiver reads from the blocks. Nothing is copied, unless digests are verified."""
+        started, settings, digest = time.monotonic(), self._end.settings, b""
+        verify_kv = settings.verify_kv or push.job.verify
+        if settings.verify_frames or verify_kv:
+            with self.queue.reading(push, frame) as blocks:
+                if not blocks:
+                    return
+                if settings.verify_frames:
+                    digest = wire_digest(self._end.kv.copied(frame.layers, blocks, frame.begin, frame.end))
+                if verify_kv:
+                    push.hash(self._end.kv, frame, blocks)
+        channel.start(self.queue.window.number, frame.nbytes)
+        self.queue.announce(push, frame, digest)
+        push.filling_s += time.monotonic() - started
+
     def _send(self, channel: ChannelEnd, ring: Ring, push: Push | None, frame: FrameSpec) -> None:
         number = self.queue.window.number
         with channel.turn():
@@ -326,9 +348,9 @@ class SendChannel:
             channel.finish(number - ring.slots)  # returns immediately: the slot was credited, so the frame has left
 
     def _put(self, command: pb.PeerCommand) -> None:
-        control_socket = self.queue.control_socket
+        control_socket, kind = self.queue.control_socket, command.WhichOneof("command")
         if control_socket is not None and (
-            command.HasField("frame") or (command.HasField("commit") and control_socket.takes(command.ByteSize()))
+            kind in {"frame", "blocks"} or (kind == "commit" and control_socket.takes(command.ByteSize()))
         ):
             control_socket.send(command.SerializeToString())
         elif self._stream is not None:

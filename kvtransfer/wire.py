@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from baton.core import HandoffId
+from baton.engine.memory.exposed import PROBE_BYTES, PROBES
 from baton.errors import BatonError, ChannelBroken, DigestMismatch, HandoffError, OfferRefused, StaleAttempt
 from baton.rpc import convert
 from baton.rpc.convert import thinking_from_pb, thinking_to_pb
@@ -74,12 +71,30 @@ def end_of(message: pb.Commit) -> PushEnd:
     return PushEnd(spec, convert.tokens_from_pb(message.first), thinking)
 
 
-def announcement(handoff: HandoffId | None, sequence: int, frame: FrameSpec) -> pb.FrameAnnounce:
+def announcement(handoff: HandoffId | None, sequence: int, frame: FrameSpec, digest: bytes = b"") -> pb.FrameAnnounce:
     """Announce `frame` as number `sequence` of the channel. `handoff` is None for a frame of the probe."""
-    message = pb.FrameAnnounce(sequence=sequence, **asdict(frame))
+    message = pb.FrameAnnounce(sequence=sequence, digest=digest, **asdict(frame))
     if handoff is not None:
         message.handoff.CopyFrom(convert.handoff_to_pb(handoff))
     return message
+
+
+_LISTED = 2048  # blocks in one message, which must fit in a packet
+
+
+def places_of(
+    handoff: HandoffId, first: int, blocks: Sequence[int], generations: Sequence[int]
+) -> Iterator[pb.PeerCommand]:
+    """Yield the messages that list the blocks from number `first` of the sequence on."""
+    for at in range(0, len(blocks), _LISTED):
+        piece = slice(at, at + _LISTED)
+        listed = pb.PoolBlocks(
+            handoff=convert.handoff_to_pb(handoff),
+            first=first + at,
+            blocks=blocks[piece],
+            generations=generations[piece],
+        )
+        yield pb.PeerCommand(blocks=listed)
 
 
 def frame_of(message: pb.FrameAnnounce) -> FrameSpec:
@@ -102,17 +117,11 @@ def refusal_from_pb(refused: pb.HandoffRefused) -> HandoffError:
     return kind(refused.detail)
 
 
-FRAMES = 4
-_MOST = 1 << 20  # bytes of a frame: enough to measure the bandwidth, too few to delay the channel
-_STEP = np.uint64(0x9E3779B97F4A7C15)
+FRAMES = PROBES
 
 
 def frame(ring: Ring) -> FrameSpec:
-    """Return the shape of every frame of the probe: bytes without layers or positions."""
-    return FrameSpec(0, 0, 0, 0, min(ring.size, _MOST))
-
-
-def pattern(number: int, nbytes: int) -> Tensor:
-    """Return the content of probe frame `number`: uint8 [nbytes], without equal words or equal frames."""
-    words = np.arange(1, -(-nbytes // 8) + 1, dtype=np.uint64) * _STEP + np.uint64(number << 32)
-    return torch.from_numpy(words.view(np.uint8)[:nbytes])
+    """Return the shape of every frame of the probe: bytes without layers or positions. There are enough to measure the
+    bandwidth, and too few to delay the channel.
+    """
+    return FrameSpec(0, 0, 0, 0, min(ring.size, PROBE_BYTES))

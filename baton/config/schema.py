@@ -350,7 +350,10 @@ class TransferConfig(Section):
     staging_memory: Size = Field(
         default=2**30, description="staging of all channels of a worker, at each end; if full, an idle one is closed"
     )
-    verify: Literal["frames", "kv"] = Field(default="frames", description="kv adds a digest of the whole KV")
+    verify: Literal["auto", "frames", "kv"] = Field(
+        default="auto",
+        description="digests: auto, of frames on networks; frames, also within a host; kv, also of the whole KV",
+    )
 
 
 class LedgerConfig(Section):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -100,15 +100,16 @@ class Allocation:
 class BlockPool:
     """The blocks 0..total-1 of one worker. Used by one thread. The counts must add up after every transition.
     `on_index(added, removed)` receives hashes that can be found from now on, and those that no longer can.
+    `generations` has a number for each block, which changes before the block is given out again; by default a list.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, generations: MutableSequence[int] | None = None) -> None:
         if total < 1:
             raise ValueError(f"a pool needs at least one block, got {total}")
         self.total = total
         self._free = list(range(total - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._generation = [0] * total
+        self._generation = [0] * total if generations is None else generations
         self._references = [0] * total  # allocations in any state
         self._isolated: Counter[int] = Counter()  # references in quarantine; no zeros
         self._digest: list[bytes | None] = [None] * total

@@ -46,7 +46,7 @@ class Engine:
     step's tokens and sequences. Preempted sequences start over here if `recompute_preempted`; else they are dropped and
     reported. `prefix_cache` keeps KV of full blocks for the same `cache_scope` while capacity lasts. `shapes` enables
     deterministic requests; None rejects them. `overlap` launches decode steps before the last tokens are on the host
-    (`overlap.py`); None means on a GPU.
+    (`overlap.py`); None means on a GPU. `exposed` KV can be read by other processes of this host.
     """
 
     def __init__(  # noqa: PLR0913  (all but three have a default)
@@ -62,10 +62,11 @@ class Engine:
         prefix_cache: bool = True,
         shapes: FixedShapes | None = None,
         overlap: bool | None = None,
+        exposed: bool = False,
     ) -> None:
         self.backend, self.layout, self.tokenizer = backend, backend.layout, tokenizer
-        self.pool = BlockPool(total_blocks)
-        self.kv = backend.make_cache(total_blocks + bool(shapes))  # the additional block is for padding
+        self.kv = backend.make_cache(total_blocks + bool(shapes), exposed=exposed)  # one more block is for padding
+        self.pool = BlockPool(total_blocks, None if self.kv.exposed is None else self.kv.exposed.generations)
         self.counters, self._prefix_cache = Counters(), prefix_cache
         longest = min(backend.max_model_len, total_blocks * self.layout.block_size)
         self.max_model_len = min(longest, max_model_len or longest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from baton.core import KVLayout
 from baton.engine.kernels.cpu.ops import CompiledBlockCopy
+from baton.engine.memory.exposed import ExposedMemory, Shape
 from baton.engine.memory.huge_pages import Arena
 from baton.errors import ConfigError
 
@@ -33,7 +35,8 @@ class KVCache:
     """Tensors of a KV layout, each `[layers, total_blocks, block_size, kv_heads, head_dim]`, on `device`. Latent
     attention has only `k`, and `v` has no blocks. The wire order of layers x positions is, for each layer, K of all
     positions, then V of all. It has no blocks, so each side has its own block size. Not thread-safe: the block pool
-    decides which component may access a block. `copy` replaces torch for contiguous CPU tensors.
+    decides which component may access a block. `copy` replaces torch for contiguous CPU tensors. Other processes can
+    read a cache in `exposed` memory.
     """
 
     def __init__(
@@ -43,10 +46,13 @@ class KVCache:
         device: torch.device | str = "cpu",
         storage: list[Tensor] | None = None,
         copy: CompiledBlockCopy | None = None,
+        exposed: ExposedMemory | None = None,
     ) -> None:
         shape = (layout.layers, total_blocks, layout.block_size, layout.kv_heads, layout.head_dim)
         self.layout, self.total_blocks = layout, total_blocks
-        self.device = torch.device(device)
+        self.device, self.exposed = torch.device(device), exposed
+        if exposed is not None:
+            storage = tensors_in(exposed.kv, layout, total_blocks)
         # Zeros, because a slot that was never written must be finite.
         self.tensors = storage or [_zeros(shape, DTYPES[layout.dtype], self.device) for _ in layout.tensors]
         self.k = self.tensors[0]
@@ -75,6 +81,29 @@ class KVCache:
     def scatter(self, layers: range, blocks: Sequence[int], begin: int, end: int, data: Tensor) -> None:
         """Copy `data` into the cache: the inverse of `gather`, with the same conditions."""
         self._transfer(layers, blocks, begin, end, data, write=True)
+
+    def copied(self, layers: range, blocks: Sequence[int], begin: int, end: int) -> Tensor:
+        """Return positions [begin, end) of a sequence that is in `blocks`, in wire order: uint8 [nbytes]."""
+        nbytes = len(layers) * (end - begin) * self.layout.layer_token_bytes
+        wire = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self.gather(layers, blocks, begin, end, wire)
+        return wire
+
+    def copy_from(
+        self, source: KVCache, layers: range, theirs: Sequence[int], ours: Sequence[int], begin: int, end: int
+    ) -> None:
+        """Copy positions [begin, end) of a sequence that is in blocks `theirs` of `source` and `ours` here. Both caches
+        have one layout, except for the block size.
+        """
+        if self._copy is not None and source._copy is not None:
+            self._validate(layers, ours, begin, end)
+            source._validate(layers, theirs, begin, end)
+            return self._copy.between(source.tensors, self.tensors, layers, theirs, ours, range(begin, end))
+        return self.scatter(layers, ours, begin, end, source.copied(layers, theirs, begin, end))
+
+    def reader_of(self, layout: KVLayout, total_blocks: int, memory: Tensor) -> KVCache:
+        """Return a cache over `memory`, uint8, of another process. It must only be read."""
+        return KVCache(layout, total_blocks, storage=tensors_in(memory, layout, total_blocks), copy=self._copy)
 
     def _transfer(
         self, layers: range, blocks: Sequence[int], begin: int, end: int, wire: Tensor, *, write: bool
@@ -169,6 +198,17 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.zeros(shape, dtype=dtype, device=device)
     # Huge pages, because attention reads all over the cache; written now, so that no request waits for a page.
     return Arena().empty(shape, dtype).zero_()
+
+
+def exposed_memory(layout: KVLayout, total_blocks: int) -> ExposedMemory:
+    """Return memory for a cache that other processes of this host can read. Raises ConfigError."""
+    return ExposedMemory(Shape(total_blocks, total_blocks * layout.block_bytes))
+
+
+def tensors_in(memory: Tensor, layout: KVLayout, total_blocks: int) -> list[Tensor]:
+    """Return the tensors of a cache as consecutive views of `memory`, uint8 [total_blocks * layout.block_bytes]."""
+    shape = (len(layout.tensors), layout.layers, total_blocks, layout.block_size, layout.kv_heads, layout.head_dim)
+    return list(memory[: math.prod(shape) * layout.itemsize].view(DTYPES[layout.dtype]).view(shape))
 
 
 class Sizing(NamedTuple):

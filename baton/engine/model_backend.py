@@ -31,8 +31,10 @@ class ModelBackend(Protocol):
     def steady_rows(self) -> int:
         """Return up to how many rows the kernels give a row the same bits in every fixed shape (tested at startup)."""
 
-    def make_cache(self, total_blocks: int) -> KVCache:
-        """Create the cache that `forward` takes, with finite values. The previous one must not be used again."""
+    def make_cache(self, total_blocks: int, *, exposed: bool = False) -> KVCache:
+        """Create the cache that `forward` takes, with finite values. The previous one must not be used again. Processes
+        of this host can read it if it is `exposed`, which raises ConfigError if the system or the device cannot.
+        """
 
     def forward(self, batch: Batch, kv: KVCache) -> torch.Tensor:
         """Write the batch's K and V through `slot_mapping`, then return logits, float32 [L, vocab_size]."""

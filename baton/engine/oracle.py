@@ -18,7 +18,7 @@ from torch import Tensor
 
 from baton.core import KVLayout, SequenceSpec
 from baton.engine.batch import Batch
-from baton.engine.kv_cache import KVCache
+from baton.engine.kv_cache import KVCache, exposed_memory
 from baton.engine.models.thinking import Thinker
 from baton.engine.sampling.noise import GOLDEN64, mix64, mix64_tensor, signed64
 from baton.engine.sampling.output import OutputFactory
@@ -84,9 +84,10 @@ class OracleBackend:
     def steady_rows(self) -> int:
         return 1 << 30  # more than any batch has
 
-    def make_cache(self, total_blocks: int) -> KVCache:
+    def make_cache(self, total_blocks: int, *, exposed: bool = False) -> KVCache:
         self._seen = None
-        return KVCache(self.layout, total_blocks, self.device)
+        memory = exposed_memory(self.layout, total_blocks) if exposed else None
+        return KVCache(self.layout, total_blocks, self.device, exposed=memory)
 
     def check(self) -> None:
         """Do nothing: one process computes everything."""

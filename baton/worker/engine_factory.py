@@ -27,6 +27,7 @@ from baton.engine.kernels.gpu.flash_attention import BLOCK_MULTIPLE
 from baton.engine.kernels.gpu.shapes import WIDEST_HEAD
 from baton.engine.kernels.gpu.warm_up import warm_forwards
 from baton.engine.kv_cache import size_kv
+from baton.engine.memory.exposed import is_supported
 from baton.engine.model_backend import ModelBackend
 from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.step_result import Counters
@@ -132,6 +133,7 @@ def build_engine(settings: WorkerSettings, loaded: ModelBackend | None = None) -
         recompute_preempted=settings.role is Role.PREFILL,
         prefix_cache=settings.prefix_cache,
         shapes=shapes,
+        exposed=exposes_kv(settings, backend.device),
     )
     if settings.role is Role.DECODE and backend.device.type == "cuda" and backend.thinker is None:
         from baton.engine.kernels.gpu.cuda_graphs import with_graphs  # never needed on a CPU
@@ -144,6 +146,14 @@ def build_engine(settings: WorkerSettings, loaded: ModelBackend | None = None) -
     gc.collect()
     gc.freeze()  # permanent objects: no collection scans them in the middle of a step
     return engine
+
+
+def exposes_kv(settings: WorkerSettings, device: torch.device) -> bool:
+    """Whether other processes of this host shall read the KV here. Caches of decode workers stay private unless shm is
+    named, because their attention is slower on the ordinary pages that shared memory often has.
+    """
+    wanted, on_cpu = settings.transfer.transport, device.type == "cpu" and settings.tensor_parallel == 1
+    return on_cpu and (wanted == "shm" or (wanted == "auto" and settings.role is Role.PREFILL and is_supported()))
 
 
 def use_threads(settings: WorkerSettings) -> None:

@@ -219,7 +219,7 @@ class Transfers:
     ) -> None:
         info, kv, settings = parts.info, parts.engine.kv, parts.settings.transfer
         over_grpc = GrpcTransport(info.ref.address, parts.wire.sync)
-        transports = make_transports(settings, kv.device, grpc=over_grpc)
+        transports = make_transports(settings, kv, grpc=over_grpc)
         ends = (kv, info.ref, info.fingerprint, settings)
         connect = partial(GrpcPeerStream, dial=parts.wire.sync)
         self.sender = Sender(*ends, transports, on_done, on_unfetched=on_unfetched, connect=connect)

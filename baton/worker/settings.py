@@ -102,6 +102,7 @@ def from_config(config: ClusterConfig, role: Role, worker_id: str, begins: Role 
             coalesce_below=transfer.coalesce_below,
             frame_deadline_s=transfer.frame_deadline_s,
             staging_memory=transfer.staging_memory,
+            verify_frames=transfer.verify == "frames",
             verify_kv=transfer.verify == "kv",
             interface=place.interface,
         ),

@@ -63,7 +63,7 @@ class Lane:
         opened = partner.ask("open", settings=asdict(settings), device=peer_device)
         self.to = WorkerRef("decode-0", Incarnation(1, opened["counter"]), opened["address"])
         me = WorkerRef("prefill-0", Incarnation(1, next(LANES)), "none")
-        transports = make_transports(settings, kv.device)
+        transports = make_transports(settings, kv)
         self.sender = Sender(kv, me, FINGERPRINT, settings, transports, self._done, connect=self._connect)
         self._numbers = count(1)
 
@@ -145,8 +145,8 @@ class _Noted(FlowControl):
         super().__init__(say)
         self._told = told
 
-    def announce(self, handoff: HandoffId | None, frame: FrameSpec) -> None:
-        super().announce(handoff, frame)
+    def announce(self, handoff: HandoffId | None, frame: FrameSpec, digest: bytes = b"") -> None:
+        super().announce(handoff, frame, digest)
         if handoff is not None and (told := self._told.get(handoff.request_id)) is not None:
             told.announced.append((time.monotonic(), frame))
 

@@ -17,7 +17,7 @@ import torch
 from baton.core import HandoffId, Incarnation, KVLayout, WorkerRef
 from baton.engine.kernels.select import block_copy, choose_kernels
 from baton.engine.kv_cache import DTYPES as TORCH_DTYPES
-from baton.engine.kv_cache import KVCache
+from baton.engine.kv_cache import KVCache, exposed_memory
 from baton.errors import StaleAttempt
 from baton.rpc.channel import aio_server, bind
 from baton.rpc.v1.peer_pb2_grpc import add_PeerServicer_to_server
@@ -108,7 +108,7 @@ class Receiver:
         kv = self._kv[device] = self._kv.get(device) or make_kv(self._setup, device)
         table, server = Table(blocks_of(kv, seed=2)), aio_server()
         me = WorkerRef("decode-0", Incarnation(1, counter), bind(server, "127.0.0.1:0"))
-        service = PeerService(kv, me, FINGERPRINT, settings, table, make_transports(settings, kv.device))
+        service = PeerService(kv, me, FINGERPRINT, settings, table, make_transports(settings, kv))
         add_PeerServicer_to_server(service, server)
         await server.start()
         self._tables[me.address], self._servers[me.address] = table, (server, service)
@@ -124,11 +124,13 @@ def layout_of(setup: Setup) -> KVLayout:
     return KVLayout(shape.layers, shape.kv_heads, shape.head_dim, BLOCK_SIZE, DTYPES[setup.dtype])
 
 
-def make_kv(setup: Setup, device: str) -> KVCache:
-    """Return a KV cache for `setup.kv_tokens` tokens, with random content."""
+def make_kv(setup: Setup, device: str, *, exposed: bool = False) -> KVCache:
+    """Return a KV cache for `setup.kv_tokens` tokens, with random content. Other processes can read it if `exposed`."""
     layout = layout_of(setup)
     copy = block_copy(choose_kernels(torch.device(device), TORCH_DTYPES[layout.dtype]))
-    kv = KVCache(layout, layout.blocks_for(setup.kv_tokens), device, copy=copy)
+    blocks = layout.blocks_for(setup.kv_tokens)
+    memory = exposed_memory(layout, blocks) if exposed else None
+    kv = KVCache(layout, blocks, device, copy=copy, exposed=memory)
     for part in kv.tensors:
         part.view(torch.int16).random_()
     return kv

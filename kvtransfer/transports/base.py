@@ -19,9 +19,9 @@ from __future__ import annotations
 import enum
 import queue
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import torch
@@ -30,12 +30,27 @@ from torch import Tensor
 from baton.core import Incarnation, WorkerRef
 from baton.engine.kv_cache import KVCache
 from baton.errors import ChannelBroken
+from kvtransfer.frames import FrameSpec
 from kvtransfer.handoff import TransferSettings
 
 MAX_KEYS = 64
 MAX_KEY_BYTES = 256
 MAX_VALUE_BYTES = 16 << 10
 ALIGNMENT = 64
+
+
+@dataclass(slots=True)
+class Places:
+    """Places of a sequence's blocks in the sender's pool, and the generations that their content has."""
+
+    blocks: list[int] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
+
+    def replace(self, first: int, blocks: Sequence[int], generations: Sequence[int]) -> None:
+        """Set the places from block number `first` on. Blocks between the known ones and `first` are never read."""
+        unknown = [0] * (first - len(self.blocks))
+        self.blocks = [*self.blocks[:first], *unknown, *blocks]
+        self.generations = [*self.generations[:first], *unknown, *generations]
 
 
 class Side(enum.IntEnum):
@@ -81,11 +96,46 @@ class ControlPath(Protocol):
     def close(self) -> None: ...
 
 
+class PoolMemory(Protocol):
+    """The sender's memory, mapped by the receiver for reading."""
+
+    def probe(self, number: int) -> Tensor:
+        """Return piece `number` of the pattern of `baton.engine.memory.exposed` as it is there."""
+
+    def generations(self, blocks: Sequence[int]) -> list[int]:
+        """Return the current generations of these blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePool:
+    """The sender's pool at the receiver of a one-sided channel. `cache` must only be read."""
+
+    cache: KVCache
+    memory: PoolMemory
+
+    def read(self, kv: KVCache, spec: FrameSpec, places: Places, ours: Sequence[int]) -> bool:
+        """Copy a frame from `places` of the sequence into its blocks `ours` of `kv`. Return False if one of the places
+        was given to another sequence before the copy has ended; then the copied bytes mean nothing.
+        """
+        size = self.cache.layout.block_size
+        needed = slice(spec.begin // size, -(-spec.end // size))
+        blocks, expected = places.blocks[needed], places.generations[needed]
+        if self.memory.generations(blocks) != expected:
+            return False
+        kv.copy_from(self.cache, spec.layers, places.blocks, ours, spec.begin, spec.end)
+        kv.settle()
+        return self.memory.generations(blocks) == expected
+
+
 class ChannelEnd(Protocol):
     """One end of a channel; see the contract above. Frames are numbered 0, 1, 2, ... on both ends."""
 
     @property
     def control_socket(self) -> ControlPath | None: ...
+
+    @property
+    def pool(self) -> RemotePool | None:
+        """The sender's pool, if this is the receiver of a one-sided channel."""
 
     def slot(self, number: int) -> Tensor:
         """Return staging of frame `number`: uint8 [ring.size], contiguous, 64-byte aligned, on `device`."""
@@ -111,6 +161,8 @@ class Transport(Protocol):
     """A kind of channel. Two ends can use it if their `name` and `reach` are equal."""
 
     name: str  # in the cluster file and in PeerHello
+    one_sided: bool  # the receiver reads the sender's pool; there are no slots
+    sends: bool  # whether this worker can be the sender
     reach: str  # a value shared by all ends that can meet, such as a host name; empty means everywhere
     device: torch.device  # of staging memory
 
@@ -194,6 +246,7 @@ class RingEnd(ABC):
     """
 
     control_socket: ControlPath | None = None
+    pool: RemotePool | None = None
 
     @property
     def ordered(self) -> bool:

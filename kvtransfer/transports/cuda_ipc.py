@@ -32,6 +32,7 @@ class CudaIpcTransport:
     """
 
     name = "cuda_ipc"
+    one_sided, sends = False, True
 
     def __init__(self, device: torch.device, gpu: Device | None = None) -> None:
         self._gpu = gpu or CudaDevice(device)

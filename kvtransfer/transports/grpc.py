@@ -36,6 +36,7 @@ class GrpcTransport:
     """
 
     name = "grpc"
+    one_sided, sends = False, True
     reach = ""
     device = torch.device("cpu")
 

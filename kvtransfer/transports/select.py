@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import structlog
-import torch
 
+from baton.engine.kv_cache import KVCache
 from baton.errors import ConfigError
 from kvtransfer.handoff import TransferSettings
 from kvtransfer.transports.base import Transport
@@ -21,15 +21,16 @@ log = structlog.get_logger()
 
 
 def make_transports(
-    settings: TransferSettings, device: torch.device, *, grpc: GrpcTransport | None = None
+    settings: TransferSettings, kv: KVCache, *, grpc: GrpcTransport | None = None
 ) -> tuple[Transport, ...]:
-    """Return the transports of `settings.transport` for KV on `device`, best first. `grpc` is the worker's own, if any.
+    """Return the transports of `settings.transport` for `kv`, best first. `grpc` is the worker's own, if any.
 
     Raises ConfigError if a named transport is unavailable, and never replaces it. `auto` omits transports that this
     machine lacks, and with `settings.encrypted` those that the network could read.
     """
+    device = kv.device
     makers: Makers = {
-        "shm": ShmTransport,
+        "shm": lambda: ShmTransport(kv),
         "gloo": lambda: GlooTransport(settings.bind_host),
         "cuda_ipc": lambda: CudaIpcTransport(device),
         "nccl": lambda: NcclTransport(device, settings.interface),

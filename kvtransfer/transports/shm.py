@@ -1,98 +1,113 @@
-"""Shared memory between processes of one host: both ends see the same slots, and nothing is copied.
+"""Shared memory between processes of one host: the receiver reads the sender's KV pool, and nothing else is copied.
 
-The receiver makes an unnamed file (memfd) of fixed size and passes it to the sender over a unix socket. The kernel
-frees the memory when both processes are gone, for whatever reason.
+The sender passes its pool (`baton.engine.memory.exposed`) over a unix socket; the receiver can only read it. Channels
+of one sender share the pool. A block's generation tells the receiver whether its content is still the one that was
+announced, so nothing at the sender waits for a receiver. The kernel frees the memory with the last process that has it.
+A receiver can see the whole pool: both ends are processes of one cluster and one user.
 """
 
 from __future__ import annotations
 
-import fcntl
-import mmap
 import os
 import socket
-from contextlib import ExitStack
+import struct
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from baton.errors import ConfigError
+from baton.engine.kv_cache import KVCache
+from baton.engine.memory.exposed import MappedMemory, Shape, check_platform
+from baton.errors import ChannelBroken, ConfigError
 from kvtransfer.transports import unix_socket
-from kvtransfer.transports.base import ChannelName, KeyRelay, Ring, Side, translate_errors
-from kvtransfer.transports.unix_socket import SocketEnd, UnixSocketPair, host_reach
+from kvtransfer.transports.base import ChannelName, KeyRelay, RemotePool, Ring, Side, translate_errors
+from kvtransfer.transports.unix_socket import ControlSocket, UnixSocketPair, host_reach
+
+_POOL = struct.Struct("<QQQ")  # blocks, bytes of KV, positions per block
 
 
 class ShmTransport:
-    """Transport over sealed memory files. Raises ConfigError without them, that is, everywhere except on Linux."""
+    """Transport between KV caches in main memory. A cache that is not exposed can only receive. Raises ConfigError
+    where processes cannot share memory safely.
+    """
 
     name = "shm"
+    one_sided = True
     device = torch.device("cpu")
 
-    def __init__(self) -> None:
+    def __init__(self, kv: KVCache) -> None:
+        check_platform()
+        if kv.device.type != "cpu":
+            raise ConfigError(f"shm needs KV in main memory; KV is on {kv.device}")
         self.reach = host_reach()
-        try:
-            os.close(_sealed("baton-kv", mmap.PAGESIZE))
-        except (AttributeError, OSError) as error:
-            raise ConfigError(f"shm needs sealed memory files: {error}") from error
+        self.sends = kv.exposed is not None
+        self._kv = kv
 
-    def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> SocketEnd:
-        """See `Transport`. All pages are mapped on return, so no frame waits for the kernel. The memory is unmapped
-        with its last tensor, so a slot that is still in use stays readable.
-        """
-        title, build = f"shm channel {name}", _give if side is Side.RECEIVER else _take
-        pair, staging = translate_errors(f"{title}: not built", lambda: build(name, keys, ring, deadline_s))
-        return SocketEnd(title, staging, pair, side, pair.close)
+    def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> PoolEnd:
+        """See `Transport`. The memory is unmapped with its last tensor, so a read under way ends safely."""
+        title, build = f"shm channel {name}", self._take if side is Side.RECEIVER else self._give
+        pair, pool = translate_errors(f"{title}: not built", lambda: build(keys, deadline_s))
+        return PoolEnd(title, pair, pool)
 
+    def _give(self, keys: KeyRelay, deadline_s: float) -> tuple[UnixSocketPair, RemotePool | None]:
+        """Pass the pool to the receiver. Raises OSError."""
+        if (exposed := self._kv.exposed) is None:
+            raise ConnectionError("the KV cache here is not exposed")
+        with ExitStack() as failing:
+            pair = unix_socket.connect(keys, deadline_s)
+            failing.callback(pair.close)
+            shape = exposed.shape
+            packed = _POOL.pack(shape.blocks, shape.kv_bytes, self._kv.layout.block_size)
+            socket.send_fds(pair.socket, [packed], [exposed.file])
+            failing.pop_all()
+        return pair, None
 
-def _give(name: ChannelName, keys: KeyRelay, ring: Ring, deadline_s: float) -> tuple[UnixSocketPair, Tensor]:
-    """Make the memory and pass it to the sender. Raises OSError."""
-    with ExitStack() as leaving, ExitStack() as failing:
-        file = _sealed(f"baton-kv-{name}", ring.nbytes)
-        leaving.callback(os.close, file)
-        staging = _mapped(file, ring)
-        pair = unix_socket.accept(keys, deadline_s)
-        failing.callback(pair.close)
-        socket.send_fds(pair.socket, [b"\0"], [file])
-        failing.pop_all()
-    return pair, staging
-
-
-def _take(name: ChannelName, keys: KeyRelay, ring: Ring, deadline_s: float) -> tuple[UnixSocketPair, Tensor]:
-    """Receive the memory and map it. Raises OSError."""
-    with ExitStack() as leaving, ExitStack() as failing:
-        pair = unix_socket.connect(keys, deadline_s)
-        failing.callback(pair.close)
-        _, files, _, _ = socket.recv_fds(pair.socket, 1, 1, socket.MSG_CMSG_CLOEXEC)
-        if not files:
-            raise ConnectionError("the peer sent no memory")
-        leaving.callback(os.close, files[0])
-        _check_sealed(files[0], ring.nbytes)
-        staging = _mapped(files[0], ring)
-        failing.pop_all()
-    return pair, staging
-
-
-def _sealed(name: str, nbytes: int) -> int:
-    """Return the descriptor of new, zeroed memory of fixed size. Raises OSError if there is not enough."""
-    with ExitStack() as failing:
-        file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        failing.callback(os.close, file)
-        os.ftruncate(file, nbytes)
-        os.posix_fallocate(file, 0, nbytes)  # an error now instead of SIGBUS later
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        failing.pop_all()
-    return file
+    def _take(self, keys: KeyRelay, deadline_s: float) -> tuple[UnixSocketPair, RemotePool | None]:
+        """Receive the sender's pool and map it. Raises OSError."""
+        with ExitStack() as leaving, ExitStack() as failing:
+            pair = unix_socket.accept(keys, deadline_s)
+            failing.callback(pair.close)
+            packed, files, _, _ = socket.recv_fds(pair.socket, _POOL.size, 1, socket.MSG_CMSG_CLOEXEC)
+            for file in files:
+                leaving.callback(os.close, file)
+            if len(files) != 1 or len(packed) != _POOL.size:
+                raise ConnectionError("the peer sent no memory")
+            blocks, kv_bytes, block_size = _POOL.unpack(packed)
+            layout = replace(self._kv.layout, block_size=block_size)
+            if not block_size or kv_bytes != blocks * layout.block_bytes:
+                raise ConnectionError(f"{kv_bytes} bytes are not {blocks} blocks of {block_size} positions")
+            memory = MappedMemory(files[0], Shape(blocks, kv_bytes))
+            pool = RemotePool(self._kv.reader_of(layout, blocks, memory.kv), memory)
+            failing.pop_all()
+        return pair, pool
 
 
-def _check_sealed(file: int, nbytes: int) -> None:
-    """Raise OSError unless `file` has this size and is sealed against changes of it: then access is safe."""
-    needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-    if fcntl.fcntl(file, fcntl.F_GET_SEALS) & needed != needed:
-        raise ConnectionError("the memory of the peer is not sealed")
-    if (size := os.fstat(file).st_size) != nbytes:
-        raise ConnectionError(f"the memory of the peer has {size} bytes instead of {nbytes}")
+class PoolEnd:
+    """An end of a channel without slots. `pool` is the sender's, at the receiver."""
 
+    ordered = False
 
-def _mapped(file: int, ring: Ring) -> Tensor:
-    """Map as uint8 [slots, size]. Never unmap explicitly: torch may still use the memory without Python's notice."""
-    memory = mmap.mmap(file, ring.nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(ring.slots, ring.size)
+    def __init__(self, title: str, pair: UnixSocketPair, pool: RemotePool | None) -> None:
+        self._title, self._pair = title, pair
+        self.pool = pool
+        self.control_socket = ControlSocket(title, pair.control_socket)
+
+    def slot(self, number: int) -> Tensor:
+        """Raise ChannelBroken: the receiver reads from `pool`."""
+        raise ChannelBroken(f"{self._title}: has no slots")
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Do not wait: frames need no order among channels."""
+        return nullcontext()
+
+    def start(self, number: int, nbytes: int) -> None:
+        """Raise ChannelBroken if the peer is gone."""
+        translate_errors(self._title, self._pair.check)
+
+    def finish(self, number: int) -> None:
+        """Do nothing: a frame that was announced can be read."""
+
+    def close(self) -> None:
+        self.control_socket.close()
+        self._pair.close()

@@ -168,6 +168,7 @@ class GlooTransport:
     """
 
     name = "gloo"
+    one_sided, sends = False, True
     reach = ""
     device = torch.device("cpu")
 
@@ -211,6 +212,7 @@ class NcclTransport:
     """
 
     name = "nccl"
+    one_sided, sends = False, True
     reach = ""
 
     def __init__(self, device: torch.device, interface: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""One end of a channel as a separate process: `python -m tests.integration.channel_peer shm sender`.
+"""One end of a channel as a separate process: `python -m tests.integration.channel_peer gloo sender`.
 
 Stdin and stdout replace the Peer stream. They carry lines of JSON: rendezvous keys, announced frames and credits.
 Frames have the bytes of `frame`, so that either end can compute the expected digest.
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from baton.core import Incarnation
+from baton.engine.kv_cache import KVCache
 from baton.errors import ChannelBroken
 from baton.hashing import frame_digest
 from kvtransfer.handoff import TransferSettings
@@ -25,6 +26,7 @@ from kvtransfer.transports.base import ChannelEnd, ChannelName, KeyRelay, Ring, 
 from kvtransfer.transports.select import make_transports
 from tests.support.processes import start_program
 from tests.support.time_factor import scaled
+from tests.unit.kvtransfer.support import LAYOUT
 
 NAME = ChannelName(Incarnation(7, 1), Incarnation(7, 2), 1)
 RING = Ring(4, 1 << 20)
@@ -74,7 +76,7 @@ class Wire:
 
 def open_end(wire: Wire, transport: str, side: Side, device: str, deadline_s: float) -> ChannelEnd:
     """Open one end. The other one is at the other side of `wire`."""
-    chosen = make_transports(TransferSettings(transport=transport), torch.device(device))[0]
+    chosen = make_transports(TransferSettings(transport=transport), KVCache(LAYOUT, 1, device))[0]
     return chosen.open(NAME, side, wire.keys, RING, deadline_s)
 
 
@@ -104,7 +106,7 @@ class Peer:
     """The other end as a process; `end` is this one. After use, stop it and close `end`."""
 
     def __init__(
-        self, side: Side, *flags: str, transport: str = "shm", device: str = "cpu", deadline_s: float = 10.0
+        self, side: Side, *flags: str, transport: str = "gloo", device: str = "cpu", deadline_s: float = 10.0
     ) -> None:
         settings = ("--device", device, "--deadline-s", str(deadline_s), *flags)
         self.process = start_program(__name__, transport, Side(1 - side).name.lower(), *settings)

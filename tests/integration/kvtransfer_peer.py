@@ -25,7 +25,7 @@ from baton.rpc.v1.peer_pb2_grpc import add_PeerServicer_to_server
 from kvtransfer.handoff import TransferSettings
 from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
-from kvtransfer.transports.torch_dist import GlooTransport
+from kvtransfer.transports.select import make_transports
 from tests.support.processes import start_program
 from tests.support.time_factor import scaled
 from tests.unit.kvtransfer import support
@@ -86,11 +86,13 @@ class Receiver(Process):
 class Prefill:
     """A sender in this process. After `close` it holds no thread and no descriptor."""
 
-    def __init__(self, layout: KVLayout = LAYOUT, deadline_s: float = 5.0, me: WorkerRef = P, **more: Any) -> None:
+    def __init__(
+        self, layout: KVLayout = LAYOUT, deadline_s: float = 5.0, me: WorkerRef = P, over: str = "gloo", **more: Any
+    ) -> None:
         self.reports = Reports()
-        self.kv = support.make_kv(1, BLOCKS, layout)
-        settings = TransferSettings("gloo", coalesce_below=1, frame_deadline_s=deadline_s, verify_kv=True)
-        transports = [GlooTransport(settings.bind_host)]
+        self.kv = support.make_kv(1, BLOCKS, layout, exposed=over == "shm")
+        settings = TransferSettings(over, coalesce_below=1, frame_deadline_s=deadline_s, verify_kv=True)
+        transports = make_transports(settings, self.kv)
         self.sender = Sender(self.kv, me, FINGERPRINT, settings, transports, self.reports, **more)
 
     def push(
@@ -115,7 +117,7 @@ async def receiving(
     """Serve a decode worker's side in this process, and yield its reference."""
     server = aio_server()
     me = WorkerRef("decode-0", Incarnation(7, counter), bind(server, "127.0.0.1:0"))
-    service = PeerService(kv, me, FINGERPRINT, settings, table, [GlooTransport(settings.bind_host)])
+    service = PeerService(kv, me, FINGERPRINT, settings, table, make_transports(settings, kv))
     add_PeerServicer_to_server(service, server)
     await server.start()
     try:
@@ -154,7 +156,7 @@ async def receive(arguments: argparse.Namespace, settings: TransferSettings) -> 
 
 
 def send(arguments: argparse.Namespace) -> None:
-    prefill = Prefill(arguments.layout, scaled(5.0))
+    prefill = Prefill(arguments.layout, scaled(5.0), over=arguments.over)
     to = WorkerRef("decode-0", Incarnation(7, arguments.counter), arguments.to)
     for line in sys.stdin:
         command = json.loads(line)
@@ -166,12 +168,13 @@ def main() -> None:
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser()
     parser.add_argument("role", choices=("receiver", "sender"))
+    parser.add_argument("--over", default="gloo")
     parser.add_argument("--counter", type=int, default=2)
     parser.add_argument("--frame-size", type=int, default=1 << 16)
     parser.add_argument("--to", default="")
     parser.add_argument("--layout", type=layout_of, required=True)
     arguments = parser.parse_args()
-    settings = TransferSettings("gloo", arguments.frame_size, frame_deadline_s=scaled(5.0), verify_kv=True)
+    settings = TransferSettings(arguments.over, arguments.frame_size, frame_deadline_s=scaled(5.0), verify_kv=True)
     if arguments.role == "receiver":
         asyncio.run(receive(arguments, settings))
     else:

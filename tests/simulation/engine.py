@@ -103,7 +103,7 @@ class CheckedCache(KVCache):
 class SimBackend(OracleBackend):
     """The oracle over checked caches. All engines share one, because it has no state."""
 
-    def make_cache(self, total_blocks: int) -> KVCache:
+    def make_cache(self, total_blocks: int, *, exposed: bool = False) -> KVCache:
         return CheckedCache(total_blocks)
 
 

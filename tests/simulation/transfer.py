@@ -17,10 +17,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from baton.engine.memory.exposed import pattern
 from baton.errors import BatonError, ChannelBroken, HandoffError
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import wire
-from kvtransfer.receive_loop import EndOfHandoff, Frame
+from kvtransfer.receive_loop import EndOfHandoff, Frame, Listing
 from kvtransfer.receiver import Session
 from kvtransfer.send_queue import SendQueue
 from kvtransfer.sender import REASON_S, SendChannel, Sender
@@ -100,6 +101,7 @@ class SimTransport:
     """
 
     name = reach = "sim"
+    one_sided, sends = False, True
     device = torch.device("cpu")
 
     def __init__(self, world: World) -> None:
@@ -126,6 +128,7 @@ class SimEnd:
     """A `ChannelEnd`. `arrived` waits until `finish` can return or raise."""
 
     ordered = False
+    pool = None
 
     def __init__(self, transport: SimTransport, meeting: Meeting, side: Side, deadline_s: float) -> None:
         self._transport, self._meeting, self._side, self._deadline_s = transport, meeting, side, deadline_s
@@ -228,7 +231,7 @@ class SimLink(SendChannel):
         queue, frame = self.queue, wire.frame(ring)
         for number in range(wire.FRAMES):
             await self._slot(self._end.settings.frame_deadline_s)
-            channel.slot(queue.window.number)[: frame.nbytes].copy_(wire.pattern(number, frame.nbytes))
+            channel.slot(queue.window.number)[: frame.nbytes].copy_(pattern(number, frame.nbytes))
             self._send(channel, ring, None, frame)
         queue.window.flush()
         await _until(queue, lambda: queue._probed >= wire.FRAMES, self._end.settings.frame_deadline_s)
@@ -305,7 +308,7 @@ class SimSession(Session):
     async def _go(self, process: Process, channel: SimEnd) -> None:
         intake, queue, control_socket = self._receive_loop, self._receive_loop.queue, channel.control_socket
         queue.control_socket = control_socket
-        todo: deque[Frame | EndOfHandoff | None] = deque()
+        todo: deque[Frame | Listing | EndOfHandoff | None] = deque()
         early: deque[EndOfHandoff] = deque()
         while not intake.over:
             while not todo or queue.ready:
@@ -321,5 +324,5 @@ class SimSession(Session):
                 await process.turn()
                 intake._receive(channel, item)
                 intake._credit(at_once=not any(isinstance(other, Frame) for other in todo))
-            elif item is not None:
+            elif isinstance(item, EndOfHandoff):
                 intake._conclude(item)

@@ -15,7 +15,8 @@ import torch
 
 from baton.cluster.gpus import VISIBLE, visible_gpus
 from baton.core import Channel, HandoffId, Incarnation, KVLayout, WorkerRef
-from baton.engine.kv_cache import KVCache
+from baton.engine.kv_cache import KVCache, exposed_memory
+from baton.engine.memory.exposed import is_supported
 from baton.errors import BatonError, ChannelBroken, OfferRefused, StaleAttempt
 from baton.logs import configure_logging
 from baton.rpc import channel
@@ -83,6 +84,12 @@ def _address_from(here: Connection) -> str:
     return answer.removeprefix("+")
 
 
+def _cache(device: torch.device) -> KVCache:
+    """Return a cache of one block, which another process can read if this system supports that."""
+    exposed = exposed_memory(LAYOUT, 1) if device.type == "cpu" and is_supported() else None
+    return KVCache(LAYOUT, 1, device, exposed=exposed)
+
+
 def _send(settings: TransferSettings, device: torch.device, to: WorkerRef) -> Channel:
     ended, outcome = threading.Event(), list[object]()
 
@@ -90,9 +97,10 @@ def _send(settings: TransferSettings, device: torch.device, to: WorkerRef) -> Ch
         outcome.append(result)
         ended.set()
 
-    transports = make_transports(settings, device, grpc=GrpcTransport())
+    kv = _cache(device)
+    transports = make_transports(settings, kv, grpc=GrpcTransport())
     me = WorkerRef("sender", SENDER, "nowhere:0")
-    with closing(Sender(KVCache(LAYOUT, 1, device), me, "doctor", settings, transports, done)) as sender:
+    with closing(Sender(kv, me, "doctor", settings, transports, done)) as sender:
         sender.begin(PushJob(HandoffId("doctor", 1), to, 1))
         ended.wait(START_S)
         opened = sender.channels()
@@ -122,8 +130,8 @@ async def _serve(there: Connection, settings: TransferSettings, device: torch.de
     server = channel.aio_server()
     me = WorkerRef("receiver", RECEIVER, channel.bind(server, f"{settings.bind_host}:0"))
     grpc = GrpcTransport(me.address)
-    kv, table = KVCache(LAYOUT, 1, device), _NoReservations()
-    peers = PeerService(kv, me, "doctor", settings, table, make_transports(settings, device, grpc=grpc), grpc)
+    kv, table = _cache(device), _NoReservations()
+    peers = PeerService(kv, me, "doctor", settings, table, make_transports(settings, kv, grpc=grpc), grpc)
     peer_pb2_grpc.add_PeerServicer_to_server(peers, server)
     await server.start()
     there.send_bytes(f"+{me.address}".encode())  # an error has no plus sign

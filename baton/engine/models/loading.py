@@ -15,7 +15,7 @@ from baton.engine.batch import Batch
 from baton.engine.determinism.shapes import SHORT
 from baton.engine.kernels.base import Kernels, Splits
 from baton.engine.kernels.select import block_copy, choose_kernels
-from baton.engine.kv_cache import DTYPES, KVCache
+from baton.engine.kv_cache import DTYPES, KVCache, exposed_memory
 from baton.engine.models.checkpoint import Checkpoint, Progress, Weights
 from baton.engine.models.config import ModelConfig, chosen_dtype, read_config
 from baton.engine.models.deepseek import DeepSeek
@@ -55,8 +55,9 @@ class TransformerBackend:
             return 0
         return self.model.kernels.steady_rows([config.head_dim])
 
-    def make_cache(self, total_blocks: int) -> KVCache:
-        return KVCache(self.layout, total_blocks, self.device, copy=block_copy(self.model.kernels))
+    def make_cache(self, total_blocks: int, *, exposed: bool = False) -> KVCache:
+        memory = exposed_memory(self.layout, total_blocks) if exposed else None
+        return KVCache(self.layout, total_blocks, self.device, copy=block_copy(self.model.kernels), exposed=memory)
 
     def check(self) -> None:
         """See `ModelBackend`. The query never waits; it raises an error that any thread's work left on the GPU."""

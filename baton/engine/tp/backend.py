@@ -67,7 +67,7 @@ class ShardedBackend:
     def steady_rows(self) -> int:
         return 0  # exchanges are cut by their size
 
-    def make_cache(self, total_blocks: int) -> KVCache:
+    def make_cache(self, total_blocks: int, *, exposed: bool = False) -> KVCache:
         """Make the cache for `forward` on all ranks, and invalidate the previous one. Raises RankLost."""
         self._check_open()
         self._kv = None

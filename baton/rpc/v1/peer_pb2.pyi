@@ -68,6 +68,7 @@ class PeerCommand(_message.Message):
     COMMIT_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
     FETCH_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
     after: _builtins.int
@@ -97,6 +98,10 @@ class PeerCommand(_message.Message):
         """after an offer: asks the receiver for KV that it has cached"""
 
     @_builtins.property
+    def blocks(self) -> Global___PoolBlocks:
+        """one-sided channels: before the first frame that needs them"""
+
+    @_builtins.property
     def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___FrameAnnounce]:
         """with `frame`: the frames after it"""
 
@@ -110,14 +115,15 @@ class PeerCommand(_message.Message):
         commit: Global___Commit | None = ...,
         abort: Global___AbortHandoff | None = ...,
         fetch: Global___Fetch | None = ...,
+        blocks: Global___PoolBlocks | None = ...,
         more: _abc.Iterable[Global___FrameAnnounce] | None = ...,
         after: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "commit", b"commit", "fetch", b"fetch", "frame", b"frame", "hello", b"hello", "offer", b"offer", "store_key", b"store_key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "blocks", b"blocks", "command", b"command", "commit", b"commit", "fetch", b"fetch", "frame", b"frame", "hello", b"hello", "offer", b"offer", "store_key", b"store_key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "after", b"after", "command", b"command", "commit", b"commit", "fetch", b"fetch", "frame", b"frame", "hello", b"hello", "more", b"more", "offer", b"offer", "store_key", b"store_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "after", b"after", "blocks", b"blocks", "command", b"command", "commit", b"commit", "fetch", b"fetch", "frame", b"frame", "hello", b"hello", "more", b"more", "offer", b"offer", "store_key", b"store_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "store_key", "offer", "frame", "commit", "abort", "fetch"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "store_key", "offer", "frame", "commit", "abort", "fetch", "blocks"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -373,6 +379,7 @@ class FrameAnnounce(_message.Message):
     BEGIN_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     NBYTES_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """within the channel: 0, 1, 2, ..."""
     layer_begin: _builtins.int
@@ -381,6 +388,8 @@ class FrameAnnounce(_message.Message):
     """positions"""
     end: _builtins.int
     nbytes: _builtins.int
+    digest: _builtins.bytes
+    """one-sided channels that verify frames: of the bytes in wire order"""
     @_builtins.property
     def handoff(self) -> _common_pb2.HandoffId: ...
     def __init__(
@@ -393,14 +402,52 @@ class FrameAnnounce(_message.Message):
         begin: _builtins.int = ...,
         end: _builtins.int = ...,
         nbytes: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "end", b"end", "handoff", b"handoff", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "nbytes", b"nbytes", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "digest", b"digest", "end", b"end", "handoff", b"handoff", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "nbytes", b"nbytes", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FrameAnnounce: _TypeAlias = FrameAnnounce  # noqa: Y015
+
+@_typing.final
+class PoolBlocks(_message.Message):
+    """The places of a handoff's KV in the sender's pool, which the receiver reads. They replace all earlier places from
+    block number `first` of the sequence on.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDOFF_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    GENERATIONS_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    @_builtins.property
+    def handoff(self) -> _common_pb2.HandoffId: ...
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """one per block; another value in the pool: its content has been replaced"""
+
+    def __init__(
+        self,
+        *,
+        handoff: _common_pb2.HandoffId | None = ...,
+        first: _builtins.int = ...,
+        blocks: _abc.Iterable[_builtins.int] | None = ...,
+        generations: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "first", b"first", "generations", b"generations", "handoff", b"handoff"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolBlocks: _TypeAlias = PoolBlocks  # noqa: Y015
 
 @_typing.final
 class Probed(_message.Message):

@@ -15,6 +15,7 @@ import torch
 
 from baton.engine.engine import Engine
 from baton.engine.kernels.gpu.cuda_memory import CudaDevice
+from baton.engine.kv_cache import KVCache
 from baton.engine.models.loading import load_model
 from baton.errors import ChannelBroken
 from baton.tokenizer import load_tokenizer
@@ -23,6 +24,7 @@ from kvtransfer.transports.base import Side
 from kvtransfer.transports.select import make_transports
 from tests.integration.channel_peer import RING, Peer, frame
 from tests.support.engines import key_of, kv_of, run, spec_of
+from tests.unit.kvtransfer.support import LAYOUT
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and torch built for CUDA")
 FRAMES = 40
@@ -101,7 +103,7 @@ def test_a_frozen_sender_is_given_up_by_the_deadline(start: Start) -> None:
 
 
 def test_auto_takes_cuda_ipc_first() -> None:
-    transports = make_transports(TransferSettings(), torch.device("cuda", 0))
+    transports = make_transports(TransferSettings(), KVCache(LAYOUT, 1, torch.device("cuda", 0)))
     assert [transport.name for transport in transports] == ["cuda_ipc", "nccl"]
     assert transports[0].reach.endswith(CudaDevice(torch.device("cuda")).uuid)
 

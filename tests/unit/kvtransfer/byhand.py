@@ -46,6 +46,7 @@ class HandMade:
     """A transport and its only end. It lists the frames that the session expects; the test delivers them."""
 
     name, reach, device = "by hand", "here", torch.device("cpu")
+    one_sided, sends = False, True
 
     def __init__(self, *, control_socket: bool) -> None:
         self.ends: list[HandMadeEnd] = []
@@ -62,6 +63,7 @@ class HandMadeEnd:
     control_socket: ControlSocket | None = None
     ours: socket.socket | None = None
     ordered = False
+    pool = None
 
     def __init__(self, ring: Ring, *, control_socket: bool) -> None:
         self._ring = local_ring(ring, torch.device("cpu"))

@@ -15,6 +15,7 @@ class Wrapped:
     def __init__(self, inner, wrap=lambda end: end, name: str = "", reach: str | None = None) -> None:
         self.name, self.device = name or inner.name, inner.device
         self.reach = inner.reach if reach is None else reach
+        self.one_sided, self.sends = inner.one_sided, inner.sends
         self._inner = inner
         self._wrap = wrap
 

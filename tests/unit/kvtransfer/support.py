@@ -16,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 
 from baton.core import HandoffId, Incarnation, KVLayout, Sampling, SequenceSpec, Token, WorkerRef
-from baton.engine.kv_cache import KVCache
+from baton.engine.kv_cache import KVCache, exposed_memory
 from baton.errors import BatonError, HandoffError, OfferRefused, StaleAttempt
 from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
@@ -54,9 +54,9 @@ ALL = slice(None)
 OFTEN_S = 0.002  # between looks at what another thread does soon
 
 
-def make_kv(seed: int | None, blocks: int = 64, layout: KVLayout = LAYOUT) -> KVCache:
+def make_kv(seed: int | None, blocks: int = 64, layout: KVLayout = LAYOUT, *, exposed: bool = False) -> KVCache:
     """Create KV of random values, or zeros without a seed."""
-    kv = KVCache(layout, blocks)
+    kv = KVCache(layout, blocks, exposed=exposed_memory(layout, blocks) if exposed else None)
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
         for part in kv.tensors:

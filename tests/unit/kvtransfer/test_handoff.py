@@ -28,7 +28,17 @@ from tests.support.time_factor import scaled
 from tests.support.transports import served
 from tests.unit.kvtransfer.byhand import JOB, Call, Receiver
 from tests.unit.kvtransfer.ends import FlippingEnd, Stopped, wrapped
-from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, SMALL_FRAMES, P, hand_over, make_end, only_these, same_kv
+from tests.unit.kvtransfer.support import (
+    LAYOUT,
+    SETTINGS,
+    SMALL_FRAMES,
+    P,
+    hand_over,
+    make_end,
+    make_kv,
+    only_these,
+    same_kv,
+)
 from tests.unit.tp.support import GQA, LATENT, POISON, poisoned, put, same, whole
 
 
@@ -221,7 +231,7 @@ def test_an_abort_or_an_ack_of_the_unknown_or_the_done_is_nothing(pair) -> None:
     assert not pair.reports.twice
 
 
-TRANSPORTS = {"memory": lambda memory: [memory], "shm": lambda memory: [ShmTransport()]}
+TRANSPORTS = ("memory", "shm")
 SMALL, LARGE = MAX_PACKET // 32, MAX_PACKET * 32  # state bytes: below and above a control packet's limit
 
 
@@ -245,8 +255,14 @@ STATES = {
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_states_arrive_bit_for_bit_over_grpc(pairs, transport: str) -> None:
     where: list[str] = []
-    over = TRANSPORTS[transport]
-    pair = pairs(send=over, recv=over, connect=lambda address, *callbacks: GrpcPeerStream(where[0], *callbacks))
+    source, target = make_kv(1, exposed=True), make_kv(None)
+    over = {"send": lambda _: [ShmTransport(source)], "recv": lambda _: [ShmTransport(target)]}
+    pair = pairs(
+        source=source,
+        target=target,
+        connect=lambda address, *callbacks: GrpcPeerStream(where[0], *callbacks),
+        **(over if transport == "shm" else {}),
+    )
     with served(pair.peer) as address:
         where.append(address)
         for name, thinking in STATES.items():

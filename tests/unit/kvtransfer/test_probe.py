@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from baton.engine.memory.exposed import pattern
 from baton.errors import ChannelBroken
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import wire
@@ -18,12 +19,12 @@ from tests.unit.kvtransfer.support import SETTINGS, P, same_kv
 
 @pytest.mark.parametrize("nbytes", [1, 7, 8, 9, 64, 4097])
 def test_no_two_words_and_no_two_frames_are_alike(nbytes: int) -> None:
-    patterns = [wire.pattern(number, nbytes) for number in range(wire.FRAMES)]
-    assert all((pattern.dtype, pattern.shape) == (torch.uint8, (nbytes,)) for pattern in patterns)
+    pieces = [pattern(number, nbytes) for number in range(wire.FRAMES)]
+    assert all((piece.dtype, piece.shape) == (torch.uint8, (nbytes,)) for piece in pieces)
     whole = nbytes // 8 * 8
-    words = torch.cat([pattern[:whole].view(torch.int64) for pattern in patterns]).tolist()
+    words = torch.cat([piece[:whole].view(torch.int64) for piece in pieces]).tolist()
     assert len(set(words)) == len(words)
-    assert nbytes < 8 or len({bytes(pattern.tolist()) for pattern in patterns}) == wire.FRAMES
+    assert nbytes < 8 or len({bytes(piece.tolist()) for piece in pieces}) == wire.FRAMES
 
 
 def test_a_frame_of_the_probe_is_a_rectangle_of_nothing_that_fills_a_slot_up_to_a_limit() -> None:
@@ -69,7 +70,7 @@ def test_a_receiver_answers_the_probe_once_and_takes_no_more_of_it() -> None:
     with Receiver() as receiver:
         call = receiver.call().welcomed()
         for number in range(wire.FRAMES):
-            probed(call, number, wire.pattern(number, PROBE.nbytes))
+            probed(call, number, pattern(number, PROBE.nbytes))
             if number == wire.FRAMES - 1:
                 assert call.hear() == "probed"
             assert call.hear() == "credit"
@@ -79,22 +80,22 @@ def test_a_receiver_answers_the_probe_once_and_takes_no_more_of_it() -> None:
 
 
 def flipped(number: int) -> torch.Tensor:
-    pattern = wire.pattern(number, PROBE.nbytes)
-    pattern[len(pattern) // 2] ^= 1
-    return pattern
+    piece = pattern(number, PROBE.nbytes)
+    piece[len(piece) // 2] ^= 1
+    return piece
 
 
 @pytest.mark.parametrize("at", range(wire.FRAMES))
 @pytest.mark.parametrize(
     "spoilt",
-    [flipped, lambda number: wire.pattern(number + 1, PROBE.nbytes), lambda number: ZEROS],
+    [flipped, lambda number: pattern(number + 1, PROBE.nbytes), lambda number: ZEROS],
     ids="flipped swapped stale".split(),
 )
 def test_a_channel_that_changes_bytes_is_refused_by_name(spoilt: Callable[[int], torch.Tensor], at: int) -> None:
     with Receiver() as receiver:
         call = receiver.call().welcomed()
         for number in range(at):
-            probed(call, number, wire.pattern(number, PROBE.nbytes))
+            probed(call, number, pattern(number, PROBE.nbytes))
             assert call.hear() == "credit"
         probed(call, at, spoilt(at))
         call.refused("FRAME", f"the by hand channel changes bytes: frame {at}")

@@ -19,6 +19,7 @@ from baton.config import load_config
 from baton.core import HandoffId, Incarnation, Role, Sampling, SequenceSpec
 from baton.engine.determinism.checks import VerifyShapeTimes, device_facts, save_passes
 from baton.engine.determinism.shapes import FixedShapes
+from baton.engine.kv_cache import KVCache
 from baton.engine.models.checkpoint import LoadProgress
 from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.errors import ConfigError, InvalidRequest
@@ -268,7 +269,7 @@ def test_gloo_listens_at_one_address_also_where_the_worker_does_at_all(tmp_path,
     file.write_text(f"model: {{path: oracle}}\ndecode: {{{pool}}}\nsecurity: {{allow_insecure: true}}\n")
     transfer = located(from_config(load_config(file), Role.DECODE, "decode-0")).transfer
     assert transfer.bind_host == host
-    assert make_transports(transfer, torch.device("cpu"))[-1].name == "gloo"
+    assert make_transports(transfer, KVCache(oracle_layout(16), 1))[-1].name == "gloo"
 
 
 @pytest.mark.parametrize("by", ["auto", "load", "load_bf16"])

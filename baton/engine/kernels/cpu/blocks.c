@@ -1,4 +1,4 @@
-/* Copy of KV between the blocks of a cache and wire order, one call for all layers of a frame. */
+/* Copies of KV between the blocks of a cache and wire order, or two caches: one call for all layers of a frame. */
 
 typedef struct {
     char **planes;         /* block 0 of layer 0 of each tensor */
@@ -7,7 +7,8 @@ typedef struct {
     long tensors, layers, layer_bytes, block_size, token_bytes, begin, end, write;
 } blocks_args;
 
-#define STRIDE 256 /* bytes copied per prefetch of as many bytes */
+#define STRIDE 256  /* bytes copied per prefetch of as many bytes */
+#define AHEAD 16384 /* bytes of the next run that are prefetched */
 
 INLINE void ahead(const char *p) {
     for (long i = 0; i < STRIDE; i += 64)
@@ -55,5 +56,39 @@ void NAME(blocks)(const blocks_args *a) {
     for (long l = 0; l < a->layers; l++)
         for (long t = 0; t < a->tensors; t++)
             plane(a, a->planes[t] + l * a->layer_bytes, a->wire + (l * a->tensors + t) * bytes);
+    _mm_sfence();
+}
+
+typedef struct {
+    char **from, **to; /* block 0 of the first layer of each tensor */
+    const int64_t *theirs, *ours; /* blocks of positions [begin, end), in order */
+    long tensors, layers, from_layer, to_layer, from_size, to_size, token_bytes, begin, end;
+} between_args;
+
+/* Copies one plane between caches of different block sizes: each run ends where a block of either side ends. */
+INLINE void plane_between(const between_args *a, const char *from, char *to) {
+    const long here = a->begin / a->from_size, there = a->begin / a->to_size;
+    for (long at = a->begin; at < a->end;) {
+        const long i = at / a->from_size, o = at / a->to_size;
+        const long left = (i + 1) * a->from_size - at, room = (o + 1) * a->to_size - at;
+        long run = left < room ? left : room;
+        run = run < a->end - at ? run : a->end - at;
+        const char *source = from + (a->theirs[i - here] * a->from_size + at % a->from_size) * a->token_bytes;
+        char *place = to + (a->ours[o - there] * a->to_size + at % a->to_size) * a->token_bytes;
+        at += run;
+        if (at < a->end) { /* blocks have arbitrary places that hardware cannot predict */
+            const long next = at / a->from_size - here;
+            const char *p = from + (a->theirs[next] * a->from_size + at % a->from_size) * a->token_bytes;
+            for (long b = 0; b < run * a->token_bytes && b < AHEAD; b += 64)
+                __builtin_prefetch(p + b, 0, 0);
+        }
+        write_run(source, place, run * a->token_bytes);
+    }
+}
+
+void NAME(between)(const between_args *a) {
+    for (long l = 0; l < a->layers; l++)
+        for (long t = 0; t < a->tensors; t++)
+            plane_between(a, a->from[t] + l * a->from_layer, a->to[t] + l * a->to_layer);
     _mm_sfence();
 }

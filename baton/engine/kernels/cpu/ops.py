@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ctypes import c_float, c_long, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -61,11 +61,20 @@ class BlocksArgs(ctypes.Structure):
     )
 
 
+class BetweenArgs(ctypes.Structure):
+    """`between_args` of blocks.c."""
+
+    _fields_: ClassVar = struct_fields(
+        (c_void_p, "source target theirs ours"),
+        (c_long, "tensors layers source_layer target_layer source_size target_size token_bytes begin end"),
+    )
+
+
 class CompiledBlockCopy:
-    """A copy of KV between the blocks of a cache and wire order, callable by any thread."""
+    """Copies of KV between the blocks of a cache and wire order, or those of two caches, callable by any thread."""
 
     def __init__(self, library: ctypes.CDLL, element: str) -> None:
-        self._copy = library[f"blocks_{element}"]
+        self._copy, self._between = library[f"blocks_{element}"], library[f"between_{element}"]
 
     def __call__(
         self, planes: Sequence[Tensor], layers: range, blocks: Sequence[int], span: range, wire: Tensor, *, write: bool
@@ -73,17 +82,51 @@ class CompiledBlockCopy:
         """Copy positions `span` of the sequence in `blocks` to `wire`, uint8 [nbytes], or from it if `write`. Copies
         `layers` of all `planes`, contiguous [layers, total_blocks, block_size, kv_heads, head_dim], unchecked.
         """
-        _, _, block_size, kv_heads, head_dim = planes[0].shape
-        layer_bytes = planes[0].stride(0) * planes[0].itemsize
-        held = np.array(blocks[span.start // block_size : -(-span.stop // block_size)], dtype=np.int64)
-        bases = (ctypes.c_void_p * len(planes))(*(plane.data_ptr() + layers.start * layer_bytes for plane in planes))
+        side = _Side.of(planes, layers, blocks, span)
         args = BlocksArgs(
-            planes=ctypes.addressof(bases), blocks=held.ctypes.data, wire=wire.data_ptr(),
-            tensors=len(planes), layers=len(layers), layer_bytes=layer_bytes,
-            block_size=block_size, token_bytes=kv_heads * head_dim * planes[0].itemsize,
+            planes=ctypes.addressof(side.bases), blocks=side.blocks.ctypes.data, wire=wire.data_ptr(),
+            tensors=len(planes), layers=len(layers), layer_bytes=side.layer_bytes,
+            block_size=planes[0].shape[2], token_bytes=side.token_bytes,
             begin=span.start, end=span.stop, write=write,
         )  # fmt: skip
         self._copy(ctypes.byref(args))
+
+    def between(
+        self,
+        source: Sequence[Tensor],
+        target: Sequence[Tensor],
+        layers: range,
+        theirs: Sequence[int],
+        ours: Sequence[int],
+        span: range,
+    ) -> None:
+        """Copy positions `span` from blocks `theirs` of the planes `source` to blocks `ours` of `target`, unchecked."""
+        a, b = _Side.of(source, layers, theirs, span), _Side.of(target, layers, ours, span)
+        args = BetweenArgs(
+            source=ctypes.addressof(a.bases), target=ctypes.addressof(b.bases),
+            theirs=a.blocks.ctypes.data, ours=b.blocks.ctypes.data, tensors=len(source), layers=len(layers),
+            source_layer=a.layer_bytes, target_layer=b.layer_bytes,
+            source_size=source[0].shape[2], target_size=target[0].shape[2], token_bytes=a.token_bytes,
+            begin=span.start, end=span.stop,
+        )  # fmt: skip
+        self._between(ctypes.byref(args))
+
+
+class _Side(NamedTuple):
+    """One cache of a copy: the first layer of each tensor, the blocks of the span, and sizes in bytes."""
+
+    bases: ctypes.Array[ctypes.c_void_p]
+    blocks: np.ndarray[Any, np.dtype[np.int64]]
+    layer_bytes: int
+    token_bytes: int
+
+    @classmethod
+    def of(cls, planes: Sequence[Tensor], layers: range, blocks: Sequence[int], span: range) -> _Side:
+        _, _, block_size, kv_heads, head_dim = planes[0].shape
+        layer_bytes, element = planes[0].stride(0) * planes[0].itemsize, planes[0].itemsize
+        held = np.array(blocks[span.start // block_size : -(-span.stop // block_size)], dtype=np.int64)
+        bases = (ctypes.c_void_p * len(planes))(*(plane.data_ptr() + layers.start * layer_bytes for plane in planes))
+        return cls(bases, held, layer_bytes, kv_heads * head_dim * element)
 
 
 ELEMENTS = {torch.bfloat16: "bf16", torch.float32: "f32"}

@@ -18,7 +18,6 @@ from kvtransfer.receiver import PeerService
 from kvtransfer.transports.base import ChannelEnd, ChannelName, KeyRelay, Ring, Side, Transport
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.grpc import GrpcTransport
-from kvtransfer.transports.shm import ShmTransport
 from kvtransfer.transports.torch_dist import GlooTransport
 from tests.support.time_factor import scaled
 from tests.support.transports import MainMemory, MemoryTransport, served
@@ -79,11 +78,9 @@ def two(kind: str) -> Iterator[tuple[Transport, Transport]]:
         yield (both := MemoryTransport()), both
     elif kind == "gloo":
         yield GlooTransport("127.0.0.1"), GlooTransport("127.0.0.1")
-    elif kind == "cuda_ipc":
+    else:
         gpu = MainMemory()
         yield CudaIpcTransport(CPU, gpu), CudaIpcTransport(CPU, gpu)
-    else:
-        yield ShmTransport(), ShmTransport()
 
 
 @dataclass

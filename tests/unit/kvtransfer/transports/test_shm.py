@@ -1,4 +1,4 @@
-"""Shared memory: a faulty peer can only break the channel, and all memory is freed."""
+"""Shared memory: a faulty peer can only break the channel, nobody but the owner can write, and all memory is freed."""
 
 import fcntl
 import mmap
@@ -6,28 +6,28 @@ import os
 import socket
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
+from baton.engine.kv_cache import exposed_memory
+from baton.engine.memory.exposed import Shape
 from baton.errors import ChannelBroken, ConfigError
 from kvtransfer.transports import unix_socket
 from kvtransfer.transports.base import ChannelEnd, KeyRelay, Side
-from kvtransfer.transports.shm import ShmTransport
-from kvtransfer.transports.unix_socket import _CONTROL_BYTES, MAX_PACKET, ControlSocket, host_reach
+from kvtransfer.transports.shm import _POOL, ShmTransport
+from kvtransfer.transports.unix_socket import _CONTROL_BYTES, MAX_PACKET, ControlSocket, UnixSocketPair, host_reach
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
-from tests.unit.kvtransfer.transports.pairs import NAME, RING, Pairs, descriptors, mute, relayed
+from tests.unit.kvtransfer.support import LAYOUT, make_kv
+from tests.unit.kvtransfer.transports.pairs import NAME, RING, descriptors, mute, relayed
 
 SIZED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-
-
-@pytest.fixture
-def kind() -> str:
-    return "shm"
+BLOCKS = 4
+SHAPE = Shape(BLOCKS, BLOCKS * LAYOUT.block_bytes)
+POOL = _POOL.pack(SHAPE.blocks, SHAPE.kv_bytes, LAYOUT.block_size)
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,15 @@ def _no_descriptor_is_left() -> Iterator[None]:
     eventually(lambda: descriptors() <= before)
 
 
-def memory_file(nbytes: int = RING.nbytes, seals: int = SIZED) -> int:
+def receiving() -> ShmTransport:
+    return ShmTransport(make_kv(None, BLOCKS))
+
+
+def sending() -> ShmTransport:
+    return ShmTransport(make_kv(1, BLOCKS, exposed=True))
+
+
+def memory_file(nbytes: int = SHAPE.nbytes, seals: int = SIZED) -> int:
     file = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     os.ftruncate(file, nbytes)
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
@@ -47,55 +55,82 @@ def memory_file(nbytes: int = RING.nbytes, seals: int = SIZED) -> int:
 def ordinary_file() -> int:
     file, path = tempfile.mkstemp()
     Path(path).unlink()
-    os.ftruncate(file, RING.nbytes)
+    os.ftruncate(file, SHAPE.nbytes)
     return file
 
 
 def mapped() -> int:
-    """Return the number of channel mappings of this process."""
-    return Path("/proc/self/maps").read_text().count(f"memfd:baton-kv-{NAME}")
+    """Return the number of mappings of KV memory in this process."""
+    return Path("/proc/self/maps").read_text().count("memfd:baton-kv")
 
 
-@contextmanager
-def false_receiver(pool, files: list[int]) -> Iterator[KeyRelay]:
-    """Accept the sender like a receiver, and send it `files`. Yields the sender's keys."""
-    sender, receiver = relayed()
-
-    def serve() -> None:
-        with closing(unix_socket.accept(receiver, 5.0)) as pair:
-            socket.send_fds(pair.socket, [b"\0"], files)
-            assert pair.socket.recv(1) == b""  # the sender has disconnected
-
-    serving = pool.submit(serve)
-    yield sender
-    serving.result(scaled(10))
-    for file in files:
-        os.close(file)
+def give(keys: KeyRelay, files: list[int], packed: bytes) -> None:
+    """Connect as the sender, and send these files as the pool."""
+    with closing(unix_socket.connect(keys, 5.0)) as pair:
+        socket.send_fds(pair.socket, [packed], files)
+        with suppress(ConnectionError):
+            pair.socket.recv(1)  # until the receiver has disconnected
 
 
 UNSAFE = {
-    "smaller": (lambda: [memory_file(RING.nbytes - 1)], "bytes instead of"),
-    "larger": (lambda: [memory_file(RING.nbytes + 1)], "bytes instead of"),
-    "empty": (lambda: [memory_file(0)], "bytes instead of"),
-    "unsealed": (lambda: [memory_file(seals=0)], "not sealed"),
-    "shrinks": (lambda: [memory_file(seals=fcntl.F_SEAL_GROW)], "not sealed"),
-    "grows": (lambda: [memory_file(seals=fcntl.F_SEAL_SHRINK)], "not sealed"),
-    "read-only": (lambda: [memory_file(seals=SIZED | fcntl.F_SEAL_WRITE)], "not permitted"),
-    "file": (lambda: [ordinary_file()], "Invalid argument"),
-    "device": (lambda: [os.open("/dev/zero", os.O_RDWR)], "Invalid argument"),
-    "none": (list, "no memory"),
-}
+    "smaller": (lambda: [memory_file(SHAPE.nbytes - 1)], POOL, "bytes instead of"),
+    "larger": (lambda: [memory_file(SHAPE.nbytes + 1)], POOL, "bytes instead of"),
+    "unsealed": (lambda: [memory_file(seals=0)], POOL, "not sealed"),
+    "shrinks": (lambda: [memory_file(seals=fcntl.F_SEAL_GROW)], POOL, "not sealed"),
+    "grows": (lambda: [memory_file(seals=fcntl.F_SEAL_SHRINK)], POOL, "not sealed"),
+    "file": (lambda: [ordinary_file()], POOL, "Invalid argument"),
+    "device": (lambda: [os.open("/dev/zero", os.O_RDWR)], POOL, "Invalid argument"),
+    "none": (list, POOL, "no memory"),
+    "short": (lambda: [memory_file()], POOL[:-1], "no memory"),
+    "more blocks": (
+        lambda: [memory_file()], _POOL.pack(BLOCKS + 1, SHAPE.kv_bytes, LAYOUT.block_size), "are not 5 blocks of 4",
+    ),
+    "larger blocks": (lambda: [memory_file()], _POOL.pack(BLOCKS, SHAPE.kv_bytes, 8), "are not 4 blocks of 8"),
+    "no positions": (lambda: [memory_file()], _POOL.pack(BLOCKS, SHAPE.kv_bytes, 0), "are not 4 blocks of 0"),
+    "more than there is": (
+        lambda: [memory_file()], _POOL.pack(1 << 40, (1 << 40) * LAYOUT.block_bytes, 4), "bytes instead of",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("files", "why"), UNSAFE.values(), ids=UNSAFE)
-def test_a_sender_refuses_memory_that_it_could_not_touch_safely(pool, files, why: str) -> None:
-    with false_receiver(pool, files()) as keys, pytest.raises(ChannelBroken, match=why):
-        ShmTransport().open(NAME, Side.SENDER, keys, RING, 5.0)
+@pytest.mark.parametrize(("files", "packed", "why"), UNSAFE.values(), ids=UNSAFE)
+def test_a_receiver_refuses_memory_that_it_could_not_read_safely(pool, files, packed: bytes, why: str) -> None:
+    sender, receiver = relayed()
+    made = files()
+    giving = pool.submit(give, sender, made, packed)
+    with pytest.raises(ChannelBroken, match=why):
+        receiving().open(NAME, Side.RECEIVER, receiver, RING, 5.0)
+    giving.result(scaled(10))
+    for file in made:
+        os.close(file)
 
 
-def test_of_many_files_a_sender_keeps_none(pool) -> None:
-    with false_receiver(pool, [memory_file() for _ in range(3)]) as keys:
-        ShmTransport().open(NAME, Side.SENDER, keys, RING, 5.0).close()
+def test_of_many_files_a_receiver_keeps_none(pool) -> None:
+    sender, receiver = relayed()
+    made = [memory_file() for _ in range(3)]
+    giving = pool.submit(give, sender, made, POOL)
+    receiving().open(NAME, Side.RECEIVER, receiver, RING, 5.0).close()
+    giving.result(scaled(10))
+    for file in made:
+        os.close(file)
+
+
+@pytest.mark.parametrize("change", [lambda file: mmap.mmap(file, SHAPE.nbytes), lambda file: os.ftruncate(file, 0)])
+def test_nothing_but_the_owner_can_write_or_resize_the_memory(pool, change) -> None:
+    sender, receiver = relayed()
+    opening = pool.submit(sending().open, NAME, Side.SENDER, sender, RING, 5.0)
+    with closing(unix_socket.accept(receiver, 5.0)) as pair:
+        _, [file], _, _ = socket.recv_fds(pair.socket, _POOL.size, 1)
+        with pytest.raises(PermissionError):
+            change(file)
+        os.close(file)
+        opening.result(scaled(10)).close()
+
+
+def test_a_cache_that_is_not_exposed_can_only_receive() -> None:
+    assert (sending().sends, receiving().sends) == (True, False)
+    with pytest.raises(ChannelBroken, match="not exposed"):
+        receiving().open(NAME, Side.SENDER, mute(), RING, 5.0)
 
 
 def test_a_sender_connects_to_nothing_but_a_channel(tmp_path: Path) -> None:
@@ -106,13 +141,13 @@ def test_a_sender_connects_to_nothing_but_a_channel(tmp_path: Path) -> None:
         other.setblocking(False)
         keys.deliver("unix", bytes(16) + str(tmp_path / "service.sock").encode())
         with pytest.raises(ChannelBroken, match="not the name of a channel"):
-            ShmTransport().open(NAME, Side.SENDER, keys, RING, 5.0)
+            sending().open(NAME, Side.SENDER, keys, RING, 5.0)
         with pytest.raises(BlockingIOError):
             other.accept()
 
 
 def turned_away(connected: socket.socket) -> bool:
-    """Return whether the other end closes without sending memory."""
+    """Return whether the other end closes without sending a control socket."""
     try:
         return connected.recv(1) == b""
     except ConnectionResetError:  # it closed without reading the secret
@@ -125,7 +160,7 @@ class Stranger:
     def __init__(self, pool, deadline_s: float = 5.0) -> None:
         self.said = mute()
         keys = KeyRelay(self.said.deliver)
-        self.opening = pool.submit(ShmTransport().open, NAME, Side.RECEIVER, keys, RING, deadline_s)
+        self.opening = pool.submit(receiving().open, NAME, Side.RECEIVER, keys, RING, deadline_s)
         key = self.said.receive(5.0)
         assert key is not None
         self.value = key[1]
@@ -143,8 +178,12 @@ class Stranger:
     @contextmanager
     def joined(self) -> Iterator[tuple[socket.socket, ChannelEnd]]:
         """Connect as the right sender. Yields the connection and the receiver."""
-        with self.connect(self.value[:16]) as connected, closing(self.opening.result(scaled(10))) as receiver:
-            yield connected, receiver
+        with self.connect(self.value[:16]) as connected:
+            file = memory_file()
+            socket.send_fds(connected, [POOL], [file])
+            os.close(file)
+            with closing(self.opening.result(scaled(10))) as receiver:
+                yield connected, receiver
 
 
 def test_a_receiver_turns_strangers_away_and_still_meets_its_sender(pool, monkeypatch) -> None:
@@ -154,11 +193,11 @@ def test_a_receiver_turns_strangers_away_and_still_meets_its_sender(pool, monkey
         with stranger.connect(secret) as connected:
             assert turned_away(connected)
     with stranger.connect(None), stranger.connect(stranger.value[:16]) as right:  # the silent one is skipped later
-        # half of a control socket, and memory
-        given = [file for _ in range(2) for file in socket.recv_fds(right, 1, 1)[1]]
-        assert [os.fstat(file).st_size for file in given] == [0, RING.nbytes]
-        for file in given:
-            os.close(file)
+        _, [half], _, _ = socket.recv_fds(right, 1, 1)  # of the control socket
+        os.close(half)
+        file = memory_file()
+        socket.send_fds(right, [POOL], [file])
+        os.close(file)
         stranger.opening.result(scaled(10)).close()
 
 
@@ -169,7 +208,7 @@ def test_neither_end_takes_one_of_another_user(pool, monkeypatch) -> None:
     mine = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
     with pytest.raises(ChannelBroken, match="another user"):
-        ShmTransport().open(NAME, Side.SENDER, keys, RING, 5.0)
+        sending().open(NAME, Side.SENDER, keys, RING, 5.0)
     with stranger.connect(stranger.value[:16]) as connected:  # although the secret is right
         assert turned_away(connected)
     with pytest.raises(ChannelBroken, match="not built"):
@@ -187,39 +226,30 @@ NOTICES = {
 
 
 @pytest.mark.parametrize("notice", NOTICES.values(), ids=NOTICES)
-def test_a_receiver_refuses_another_notice_than_the_expected_one(pool, notice: bytes) -> None:
-    with Stranger(pool).joined() as (connected, receiver):
-        receiver.start(0, 8)
-        connected.send(notice)
-        with pytest.raises(ChannelBroken, match="frame 0 of 8 bytes was expected"):
-            receiver.finish(0)
-        assert connected.recv(2) == connected.recv(2) == b"\0"  # with the control socket, and with the memory
-        assert connected.recv(1) == b""
+def test_an_end_refuses_another_notice_than_the_expected_one(notice: bytes) -> None:
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with closing(UnixSocketPair(*ends)) as pair:
+        ends[1].send(notice)
+        with pytest.raises(ConnectionError, match="frame 0 of 8 bytes was expected"):
+            pair.expect(0, 8)
 
 
-def test_both_ends_see_the_same_memory_and_all_of_it_is_there(pairs: Pairs) -> None:
-    sender, receiver = pairs()
-    sender.slot(3)[-1] = 77
-    assert receiver.slot(3)[-1] == 77
-    resident = Path("/proc/self/smaps").read_text().split(f"memfd:baton-kv-{NAME}")[1:]
-    assert len(resident) == 2
-    for part in resident:
-        kib = next(int(line.split()[1]) for line in part.splitlines() if line.startswith("Rss:"))
-        assert kib * 1024 >= RING.nbytes // mmap.PAGESIZE * mmap.PAGESIZE
-
-
-def test_the_memory_goes_with_the_last_tensor_of_it(pairs: Pairs) -> None:
-    sender, receiver = pairs()
-    pairs.opened.clear()
-    sender.slot(1).fill_(5)
-    kept = receiver.slot(1)
-    sender.close()
-    receiver.close()
-    del sender, receiver
-    eventually(lambda: mapped() == 1)
-    assert int(kept.sum()) == 5 * RING.size
-    del kept
-    eventually(lambda: mapped() == 0)
+def test_the_memory_goes_with_the_last_tensor_of_it(pool) -> None:
+    before = mapped()
+    sender, receiver = relayed()
+    source = make_kv(1, BLOCKS, exposed=True)
+    opening = pool.submit(ShmTransport(source).open, NAME, Side.SENDER, sender, RING, 5.0)
+    end = receiving().open(NAME, Side.RECEIVER, receiver, RING, 5.0)
+    opening.result(scaled(10)).close()
+    end.close()
+    assert end.pool is not None
+    kept = end.pool.cache.k[1]
+    del end
+    assert mapped() == before + 2
+    source.k[1].fill_(5.0)
+    assert kept.eq(5.0).all()
+    del kept, source, opening
+    eventually(lambda: mapped() == before)
 
 
 def test_nobody_can_join_an_open_channel_and_no_file_is_there(pool) -> None:
@@ -231,16 +261,15 @@ def test_nobody_can_join_an_open_channel_and_no_file_is_there(pool) -> None:
             pass
 
 
-def test_no_memory_is_an_error_and_no_signal(pool, monkeypatch) -> None:
-    transport = ShmTransport()
+def test_no_memory_is_an_error_and_no_signal(monkeypatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(28, "No space left on device")))
-    with pytest.raises(ChannelBroken, match="No space left"):
-        transport.open(NAME, Side.RECEIVER, mute(), RING, 5.0)
+    with pytest.raises(ConfigError, match=r"KV memory of \d+ bytes for readers on this host: .*No space left"):
+        exposed_memory(LAYOUT, BLOCKS)
 
 
 def test_reach_names_the_host_what_divides_it_and_the_user(monkeypatch) -> None:
     here, mine = host_reach(), os.geteuid()
-    assert ShmTransport().reach == ShmTransport().reach == here
+    assert sending().reach == receiving().reach == here
     assert len({here, host_reach("pid"), host_reach("pid", "ipc")}) == 3
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
     assert host_reach() != here
@@ -249,7 +278,7 @@ def test_reach_names_the_host_what_divides_it_and_the_user(monkeypatch) -> None:
 def test_without_proc_it_cannot_be_had(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Path, "read_text", lambda self: (tmp_path / "none").open().read())
     with pytest.raises(ConfigError, match="Linux"):
-        ShmTransport()
+        receiving()
 
 
 # The control socket: packets arrive whole and in order, and each end sees when the other is closed
@@ -277,7 +306,7 @@ def test_packets_come_whole_and_in_order(two) -> None:
     assert left.receive(5.0) == b"back"
 
 
-def test_a_waiting_end_is_woken_and_a_wake_before_the_wait_counts_once(two, pool: ThreadPoolExecutor) -> None:
+def test_a_waiting_end_is_woken_and_a_wake_before_the_wait_counts_once(two, pool) -> None:
     waiting = pool.submit(two[0].receive)
     two[0].wake()
     assert waiting.result(scaled(5)) is None

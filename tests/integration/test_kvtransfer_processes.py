@@ -1,4 +1,4 @@
-"""Handoffs between two processes over gloo and gRPC: bytes, killed processes, and resources after the end.
+"""Handoffs between two processes over gloo or shared memory: bytes, killed processes, and resources after the end.
 
 `tests/unit/kvtransfer` tests rejections, and the end of a push in each state, within one process.
 """
@@ -43,18 +43,23 @@ def start() -> Iterator[Callable[..., Any]]:
         process.kill()
 
 
-@pytest.fixture
-def receiver(start: Callable[..., Any]) -> Receiver:
-    return start(Receiver)
+@pytest.fixture(params=["gloo", "shm"])
+def over(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture
-def prefills() -> Iterator[Callable[..., Prefill]]:
+def receiver(start: Callable[..., Any], over: str) -> Receiver:
+    return start(Receiver, "--over", over)
+
+
+@pytest.fixture
+def prefills(over: str) -> Iterator[Callable[..., Prefill]]:
     """Makes senders. At the end all are closed and all their threads have ended."""
     before, made = set(threading.enumerate()), list[Prefill]()
 
-    def make(*args, **kwargs) -> Prefill:
-        made.append(Prefill(*args, **kwargs))
+    def make(layout: KVLayout = LAYOUT, **kwargs: Any) -> Prefill:
+        made.append(Prefill(layout, over=over, **kwargs))
         return made[-1]
 
     yield make
@@ -63,10 +68,10 @@ def prefills() -> Iterator[Callable[..., Prefill]]:
     eventually(lambda: set(threading.enumerate()) <= before)
 
 
-def test_kv_arrives_equal_also_in_blocks_of_another_size(start, prefills) -> None:
+def test_kv_arrives_equal_also_in_blocks_of_another_size(start, over, prefills) -> None:
     """The receiver gets only the missing part of each prompt, computed whole or in chunks of 48."""
     prefill = prefills()
-    receiver = start(Receiver, "--frame-size", "1500", layout=replace(LAYOUT, block_size=16))
+    receiver = start(Receiver, "--over", over, "--frame-size", "1500", layout=replace(LAYOUT, block_size=16))
     cases = {"one": (1, 0), "edge-1": (15, 0), "edge": (16, 3), "edge+1": (17, 16), "long": (130, 30)}
     target = {"one": [0], "edge-1": [1], "edge": [2], "edge+1": [4, 3], "long": list(range(13, 4, -1))}
     source = {name: [(7 * n + end) % 64 for n in range(LAYOUT.blocks_for(end))] for name, (end, _) in cases.items()}
@@ -102,9 +107,10 @@ def test_a_reply_that_no_stream_takes_ends_the_channel(receiver: Receiver, prefi
     prefill.reports.failed(handoff, ChannelBroken, "RuntimeError", timeout=4)
 
 
-def test_a_receiver_killed_mid_push_and_its_successor(start, prefills) -> None:
+def test_a_receiver_killed_mid_push_and_its_successor(start, over, prefills) -> None:
     wide = prefills(WIDE, deadline_s=FOREVER_S)
-    receiver = start(Receiver, "--frame-size", str(WIDE.block_size * WIDE.layer_token_bytes), layout=WIDE)
+    size = str(WIDE.block_size * WIDE.layer_token_bytes)
+    receiver = start(Receiver, "--over", over, "--frame-size", size, layout=WIDE)
     receiver.ask(reserve={f"r{n}": list(range(60)) for n in range(20)})
     handoffs = [wide.push(f"r{n}", 60 * 16, range(60), receiver.ref, chunk=256) for n in range(20)]
     wide.reports.done(handoffs[0])  # the others are running
@@ -112,7 +118,7 @@ def test_a_receiver_killed_mid_push_and_its_successor(start, prefills) -> None:
     outcomes = [wide.reports.wait(handoff, 30) for handoff in handoffs]
     assert isinstance(outcomes[-1], ChannelBroken)
     assert all(isinstance(outcome, PushResult | ChannelBroken) for outcome in outcomes)
-    successor = start(Receiver, counter=3, layout=WIDE)
+    successor = start(Receiver, "--over", over, counter=3, layout=WIDE)
     successor.ask(reserve={"again": [5, 6]})
     wide.reports.done(wide.push("again", 32, [8, 9], successor.ref))
     assert successor.ask(digest={"again": [[5, 6], 32]})["digests"]["again"] == kv_digest(wide.kv, [8, 9], 32)
@@ -129,11 +135,11 @@ def test_a_frozen_receiver_is_given_up_by_the_deadline(receiver: Receiver, prefi
     assert receiver.ask()["commits"] == ["r", "t"]
 
 
-async def test_a_sender_killed_mid_push(start) -> None:
+async def test_a_sender_killed_mid_push(start, over) -> None:
     table, before = RecordingTable(WIDE), set(threading.enumerate())
-    settings = TransferSettings("gloo", WIDE.block_size * WIDE.layer_token_bytes)
+    settings = TransferSettings(over, WIDE.block_size * WIDE.layer_token_bytes)
     async with receiving(make_kv(None, 64, WIDE), table, settings) as me:
-        sender = start(Process, "sender", "--to", me.address, layout=WIDE)
+        sender = start(Process, "sender", "--over", over, "--to", me.address, layout=WIDE)
         writing, blocks = threading.Event(), list(range(60))
         table.hold = writing.set
         table.reserve(make_job("r", 60 * 16).handoff, blocks)

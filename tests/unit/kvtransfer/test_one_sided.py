@@ -1,0 +1,226 @@
+"""One-sided channels: the receiver reads the sender's blocks, and checks their generations before and after."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from baton.core import HandoffId
+from baton.engine.kv_cache import KVCache
+from baton.engine.memory.exposed import ExposedMemory, MappedMemory
+from baton.errors import DigestMismatch
+from baton.rpc.v1 import peer_pb2 as pb
+from kvtransfer.frames import FrameSpec
+from kvtransfer.transports.base import Places, RemotePool
+from kvtransfer.transports.shm import ShmTransport
+from kvtransfer.wire import FrameRefused
+from tests.support.time_factor import scaled
+from tests.support.waiting import eventually
+from tests.unit.kvtransfer.ends import Stopped
+from tests.unit.kvtransfer.support import (
+    LAYER,
+    LAYOUT,
+    SMALL_FRAMES,
+    Pair,
+    Pairs,
+    make_end,
+    make_kv,
+    only_these,
+    same_kv,
+)
+
+TOKENS = 22  # six blocks of the source
+SOURCE, TARGET = [5, 9, 2, 40, 33, 1], [7, 3, 60, 11, 12, 13]
+
+
+@pytest.fixture
+def shared(pairs: Pairs):
+    """A function that makes a pair over shared memory."""
+
+    def make(transfer=SMALL_FRAMES, *, block_size: int = LAYOUT.block_size, **change) -> Pair:
+        target = make_kv(None, layout=replace(LAYOUT, block_size=block_size))
+        source = make_kv(1, exposed=True)
+        send, recv = ShmTransport(source), ShmTransport(target)
+        return pairs(transfer, source=source, target=target, send=lambda _: [send], recv=lambda _: [recv], **change)
+
+    return make
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
+@pytest.mark.parametrize("skip", [0, 5])
+def test_the_kv_arrives_in_blocks_of_any_size(shared, block_size: int, skip: int) -> None:
+    pair = shared(block_size=block_size)
+    target = list(range(40, 40 + pair.target.layout.blocks_for(TOKENS)))
+    result = pair.reports.done(pair.push("r", TOKENS, SOURCE, target, skip=skip))
+    assert same_kv(pair.source, SOURCE, pair.target, target, TOKENS, skip)
+    assert only_these(pair.target, target, TOKENS, skip)
+    assert result.nbytes == LAYOUT.layers * (TOKENS - skip) * LAYOUT.layer_token_bytes
+    assert pair.table.commits[HandoffId("r", 1)].kv_bytes == result.nbytes
+    assert result.transport == "shm"
+
+
+def exposed_in(kv: KVCache) -> ExposedMemory:
+    assert kv.exposed is not None
+    return kv.exposed
+
+
+def replaced(pair: Pair, block: int) -> None:
+    """Give a block of the source to another sequence: change the generation first, then the content."""
+    exposed_in(pair.source).generations[block] += 1
+    for tensor in pair.source.tensors:
+        tensor[:, block] = float("nan")
+
+
+def given_back(pair: Pair, block: int, values) -> None:
+    """Compute the content again in a block that was replaced."""
+    exposed_in(pair.source).generations[block] += 1
+    for tensor, value in zip(pair.source.tensors, values, strict=True):
+        tensor[:, block] = value
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_blocks_that_are_given_away_are_read_again_after_they_were_computed_again(shared, when: str) -> None:
+    """The sender withdraws while frames wait to be read. None of their bytes counts, wherever the reader is."""
+    pair = shared()
+    job = pair.begin("r", TOKENS, TARGET)
+    stopped = Stopped(pair.table, "hold") if when == "before" else Stopped(pair.target, "copy_from")
+    pair.sender.computed(job.handoff, SOURCE, LAYOUT.layers, TOKENS)
+    stopped.wait()
+    kept = [tensor[:, SOURCE].clone() for tensor in pair.source.tensors]
+    pair.sender.withdraw(job.handoff)
+    for block in SOURCE:
+        replaced(pair, block)
+    stopped.go_on()
+    for n, block in enumerate(SOURCE):
+        given_back(pair, block, [tensor[:, n] for tensor in kept])
+    pair.complete(job, SOURCE)
+    assert same_kv(pair.source, SOURCE, pair.target, TARGET, TOKENS)
+    assert pair.table.commits[job.handoff].kv_bytes == LAYOUT.layers * TOKENS * LAYOUT.layer_token_bytes
+
+
+def test_stale_places_are_not_read_at_all() -> None:
+    source, target = make_kv(1, exposed=True), make_kv(None)
+    exposed = exposed_in(source)
+    memory = MappedMemory(exposed.file, exposed.shape)
+    pool = RemotePool(target.reader_of(LAYOUT, source.total_blocks, memory.kv), memory)
+    frame = FrameSpec(0, 3, 0, 8, 3 * LAYER)
+    assert pool.read(target, frame, Places([5, 9], [0, 0]), [1, 2])
+    assert same_kv(source, [5, 9], target, [1, 2], 8)
+    exposed.generations[9] += 1
+    assert not pool.read(target, frame, Places([5, 9], [0, 0]), [3, 4])
+    assert only_these(target, [1, 2], 8)
+
+
+class Struck:
+    """Runs `act` in the middle of a read: after `layers` layers of read number `number`."""
+
+    def __init__(self, kv: KVCache, number: int, layers: int, act: Callable[[], None]) -> None:
+        self.done = threading.Event()
+        self._copy, self._left, self._layers, self._act = kv.copy_from, number, layers, act
+        vars(kv)["copy_from"] = self.copy_from
+
+    def copy_from(self, source: KVCache, layers: range, *rest: Any) -> None:
+        middle = min(layers.start + self._layers, layers.stop) if self._left == 0 else layers.start
+        self._copy(source, range(layers.start, middle), *rest)
+        if self._left == 0:
+            self._act()
+            self.done.set()
+        self._left -= 1
+        self._copy(source, range(middle, layers.stop), *rest)
+
+
+@example(number=0, layers=0, given_away={SOURCE[0]}, block_size=4, frame=LAYER, verify=True)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    number=st.integers(0, 8),
+    layers=st.integers(0, 3),
+    given_away=st.sets(st.sampled_from(SOURCE), min_size=1),
+    block_size=st.sampled_from([1, 4, 8]),
+    frame=st.sampled_from([LAYER // 2, LAYER, 2 * LAYER]),
+    verify=st.booleans(),
+)
+def test_whatever_is_given_away_in_the_middle_of_a_read_no_wrong_byte_is_committed(
+    shared, number, layers, given_away, block_size, frame, verify
+) -> None:
+    """A sender that runs full withdraws, others get its blocks, and the prompt is computed again in other blocks."""
+    pair = shared(replace(SMALL_FRAMES, frame_size=frame), block_size=block_size)
+    target = list(range(20, 20 + pair.target.layout.blocks_for(TOKENS)))
+    job = pair.begin("r", TOKENS, target, verify=verify)
+    truth, again = make_kv(1), [50, 51, 52, 53, 54, 55]
+
+    def act() -> None:
+        pair.sender.withdraw(job.handoff)
+        for block in given_away:
+            replaced(pair, block)
+
+    struck = Struck(pair.target, min(number, 2), layers, act)
+    pair.sender.computed(job.handoff, SOURCE, LAYOUT.layers, TOKENS)
+    assert struck.done.wait(scaled(10))
+    for mine, theirs in zip(pair.source.tensors, truth.tensors, strict=True):
+        mine[:, again] = theirs[:, SOURCE]
+    result = pair.complete(job, again)
+    assert same_kv(truth, SOURCE, pair.target, target, TOKENS)
+    assert only_these(pair.target, target, TOKENS)
+    assert pair.table.commits[job.handoff].kv_bytes == LAYOUT.layers * TOKENS * LAYOUT.layer_token_bytes
+    assert result.nbytes >= pair.table.commits[job.handoff].kv_bytes
+
+
+@pytest.mark.parametrize("verify", ["frames", "kv"])
+def test_bytes_that_change_on_the_way_are_detected_if_digests_are_verified(shared, verify: str) -> None:
+    pair = shared(replace(SMALL_FRAMES, verify_frames=verify == "frames", verify_kv=verify == "kv"))
+    pair.reports.done(pair.push("right", TOKENS, SOURCE, TARGET))
+
+    def flip() -> None:
+        pair.source.k[0, SOURCE[0], 0, 0, 0] += 1.0
+
+    job = pair.begin("wrong", TOKENS, TARGET)
+    Struck(pair.target, 0, 0, flip)
+    pair.sender.computed(job.handoff, SOURCE, LAYOUT.layers, TOKENS)
+    pair.sender.finish(job.handoff, make_end(TOKENS))
+    pair.reports.failed(job.handoff, DigestMismatch)
+    assert job.handoff not in pair.table.commits
+    assert ("aborted", job.handoff) in pair.table.events
+
+
+WRONG = {
+    "more": ({"blocks": [1, 2], "generations": [0]}, "2 places from block 0 of 6"),
+    "too far": ({"first": 5, "blocks": [1, 2], "generations": [0, 0]}, "2 places from block 5 of 6"),
+    "outside": ({"blocks": [64], "generations": [0]}, "block 64 is not in the sender's pool of 64 blocks"),
+    "of nothing": ({"handoff": {"request_id": "other", "attempt": 1}}, "belong to no accepted handoff"),
+    "none": ({}, "its places in the sender's pool are not known"),
+}
+
+
+@pytest.mark.parametrize(("change", "why"), WRONG.values(), ids=WRONG)
+def test_places_that_make_no_sense_end_the_channel(shared, change, why: str) -> None:
+    pair = shared()
+    job = pair.begin("r", TOKENS, TARGET)
+    eventually(lambda: pair.sender._channels[0].queue.control_socket)
+    path = pair.sender._channels[0].queue.control_socket
+    send = path.send
+
+    def altered(packet: bytes) -> None:
+        command = pb.PeerCommand.FromString(packet)
+        if command.HasField("blocks"):
+            blocks = {"handoff": command.blocks.handoff, "blocks": [], "generations": [], **change}
+            command.blocks.CopyFrom(pb.PoolBlocks(**blocks))
+        send(command.SerializeToString())
+
+    path.send = altered
+    pair.sender.computed(job.handoff, SOURCE, LAYOUT.layers, TOKENS)
+    pair.reports.failed(job.handoff, FrameRefused, why)
+
+
+def test_a_sender_that_is_not_exposed_offers_no_shared_memory(pairs: Pairs) -> None:
+    source, target = make_kv(1), make_kv(None)
+    pair = pairs(
+        source=source,
+        target=target,
+        send=lambda memory: [ShmTransport(source), memory],
+        recv=lambda memory: [ShmTransport(target), memory],
+    )
+    assert pair.reports.done(pair.push("r", TOKENS, SOURCE, TARGET)).transport == "memory"
