@@ -137,7 +137,7 @@ def _facts(argv: list[str], args: argparse.Namespace, results: Results) -> dict[
         "KV": f"{DTYPE}, blocks of 16 in no order" + (", toy models: the figures mean nothing" if args.tiny else ""),
         "frames": f"{DEFAULTS.frame_size >> 10} KiB, {DEFAULTS.credits} slots, "
         f"held back below {DEFAULTS.coalesce_below >> 10} KiB",
-        "digests": "of each frame, always; of the whole KV where it says so",
+        "digests": "of each frame over gloo; of the whole KV where it says so",
         "other load": f"{other:.0%} of the CPU" + (": **a busy machine, rough figures**" if other > BUSY else ""),
     }
 

@@ -71,7 +71,7 @@ class Push:
     filling_s: float = 0.0
 
     def hash(self, kv: KVCache, frame: FrameSpec, blocks: Sequence[int]) -> None:
-        """Add the frame to the digest of the whole KV, except for what was announced before a `withdraw`."""
+        """Add the frame to the digest of the whole KV, without positions that were announced before a `withdraw`."""
         layout, job = kv.layout, self.job
         self.whole = self.whole or KVDigest(layout)
         self.hashed = self.hashed or Coverage(layout, job.skip, job.known_tokens)

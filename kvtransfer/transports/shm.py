@@ -1,8 +1,8 @@
 """Shared memory between processes of one host: the receiver reads the sender's KV pool, and nothing else is copied.
 
 The sender passes its pool (`baton.engine.memory.exposed`) over a unix socket; the receiver can only read it. Channels
-of one sender share the pool. A block's generation tells the receiver whether its content is still the one that was
-announced, so nothing at the sender waits for a receiver. The kernel frees the memory with the last process that has it.
+of one sender share the pool. A block's generation shows whether its content is still the one that was announced, so
+nothing at the sender waits for a receiver. The kernel frees the memory with the last process that has it.
 A receiver can see the whole pool: both ends are processes of one cluster and one user.
 """
 

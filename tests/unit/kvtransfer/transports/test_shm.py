@@ -1,4 +1,4 @@
-"""Shared memory: a faulty peer can only break the channel, nobody but the owner can write, and all memory is freed."""
+"""Shared memory: a faulty peer can only break the channel, only the owner can write, and all memory is freed."""
 
 import fcntl
 import mmap
