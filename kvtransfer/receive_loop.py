@@ -274,7 +274,7 @@ class ReceiveLoop:
             self._reply(reply)
 
     def _read(self, pool: RemotePool, frame: Frame) -> None:
-        """Read a frame from the sender's pool. If its blocks were given away during the read, the sender has withdrawn it."""
+        """Read a frame from the sender's pool. If its blocks were given away, the sender withdrew it."""
         inbound, spec = frame.inbound, frame.spec
         if inbound is None:
             return self._check_pattern(frame, pool.memory.probe(frame.number)[: spec.nbytes].clone())

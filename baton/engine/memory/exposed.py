@@ -1,9 +1,9 @@
 """KV memory that other processes of this host can map, for reading only, with the generation of each block.
 
     file:  generations, uint64 [blocks] | pattern for probes, uint8 [PROBES * PROBE_BYTES] | KV
-The owner raises a block's generation before it gives the block to another sequence. A reader compares the generation before
-and after its copy, as with a seqlock. Stores of x86-64 become visible in order, and loads are done in order, so no
-fences are needed there. No other processor is supported.
+The owner raises a block's generation before it gives the block to another sequence. A reader compares the generation
+before and after its copy, as with a seqlock. Stores of x86-64 become visible in order, and loads are done in order, so
+no fences are needed there. No other processor is supported.
 
 The file has no name and belongs to the processes that hold it, so a killed process leaves nothing. It is sealed: its
 size is fixed, and no later mapping can write.
