@@ -15,7 +15,7 @@ missing, repeated, changed or swapped does. It detects accidents, not attacks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,12 @@ class KVDigest:
         hashed = _mixed(rows.view(np.uint64) @ self._factors + np.uint64(1))  # + 1 because a row of zeros must count
         with np.errstate(over="ignore"):
             self._sum += (hashed * (_mixed(self._places(frame)) | np.uint64(1))).sum(dtype=np.uint64)
+
+    def add_all(self, layout: KVLayout, begin: int, end: int, read: Callable[[FrameSpec], Tensor]) -> None:
+        """Add positions [begin, end) of all layers. `read` returns the bytes of a frame in wire order."""
+        for layer in range(layout.layers):
+            frame = FrameSpec(layer, layer + 1, begin, end, (end - begin) * layout.layer_token_bytes)
+            self.add(frame, read(frame))
 
     @property
     def value(self) -> bytes:
@@ -175,7 +181,7 @@ class Coverage:
         layers = self._reached[frame.layer_begin : frame.layer_end]
         if not self.fits(frame) or any(reached != frame.begin for reached in layers):
             return False
-        list(self.read(frame))
+        self.read(frame)
         return True
 
     def fits(self, frame: FrameSpec) -> bool:
@@ -184,15 +190,20 @@ class Coverage:
         size = len(frame.layers) * (frame.end - frame.begin) * self._token_bytes
         return inside and frame.begin < frame.end and frame.nbytes == size
 
-    def read(self, frame: FrameSpec) -> Iterator[FrameSpec]:
-        """Record the positions of `frame` that extend its layers, and yield them. A frame after a gap adds nothing."""
+    def read(self, frame: FrameSpec) -> None:
+        """Record the positions of `frame` that extend its layers. A frame after a gap adds nothing."""
         for layer in frame.layers:
             reached = self._reached[layer]
             if frame.begin <= reached < frame.end:
                 self._reached[layer] = frame.end
-                nbytes = (frame.end - reached) * self._token_bytes
-                self.nbytes += nbytes
-                yield FrameSpec(layer, layer + 1, reached, frame.end, nbytes)
+                self.nbytes += (frame.end - reached) * self._token_bytes
+
+    def spoiled(self, frame: FrameSpec) -> None:
+        """Record that a copy of `frame` failed, and that it may have overwritten positions that were recorded."""
+        for layer in frame.layers:
+            lost = max(0, self._reached[layer] - frame.begin)
+            self._reached[layer] -= lost
+            self.nbytes -= lost * self._token_bytes
 
     @property
     def complete(self) -> bool:

@@ -36,6 +36,7 @@ class IncomingHandoff:
 
     handoff: HandoffId
     known_tokens: int
+    skip: int
     announced: Coverage  # of a one-sided channel: read
     places: Places = field(default_factory=Places)  # in the pool of the sender, of a one-sided channel
     whole: KVDigest | None = None  # None unless the whole KV is verified
@@ -64,7 +65,7 @@ def inbound_of(end: Endpoint, handoff: HandoffId, message: pb.Offer) -> tuple[Of
         raise OfferRefused(f"{offer.known_tokens} tokens with {offer.skip} skipped do not fit the KV pool")
     coverage = Coverage(layout, offer.skip, offer.known_tokens)
     whole = KVDigest(layout) if end.settings.verify_kv or message.verify_kv else None
-    return offer, IncomingHandoff(handoff, offer.known_tokens, coverage, whole=whole)
+    return offer, IncomingHandoff(handoff, offer.known_tokens, offer.skip, coverage, whole=whole)
 
 
 @dataclass(slots=True, eq=False)
@@ -149,6 +150,7 @@ class ReceiveLoop:
         self._reply = reply
         self._ring = end.ring
         self._credited = 0
+        self._one_sided = False
         self._done_at = 0.0  # when the last frame was done
 
     def stop(self) -> None:
@@ -160,7 +162,7 @@ class ReceiveLoop:
         """Run until `stop`. Raises BatonError if the channel fails or the peer violates the protocol."""
         if channel.control_socket is not None and self.announced:
             raise FrameRefused("a frame was announced before the channel was built")
-        self.queue.control_socket = channel.control_socket
+        self.queue.control_socket, self._one_sided = channel.control_socket, channel.pool is not None
         todo: deque[Frame | Listing | EndOfHandoff | None] = deque()
         early: deque[EndOfHandoff] = deque()
         while not self.over:
@@ -288,12 +290,16 @@ class ReceiveLoop:
         """Read, verify and record a frame. Raises DigestMismatch."""
         kv, spec = self._end.kv, frame.spec
         if not pool.read(kv, spec, inbound.places, blocks):
-            return
+            return inbound.announced.spoiled(spec)
         if frame.digest and frame.digest != wire_digest(kv.copied(spec.layers, blocks, spec.begin, spec.end)):
             raise DigestMismatch(f"handoff {inbound.handoff}: frame {frame.number} differs")
-        for part in inbound.announced.read(spec):
-            if inbound.whole is not None:
-                inbound.whole.add(part, kv.copied(part.layers, blocks, part.begin, part.end))
+        return inbound.announced.read(spec)
+
+    def _hash(self, inbound: IncomingHandoff, whole: KVDigest) -> None:
+        """Compute the digest of the whole KV from its blocks. Raises StaleAttempt."""
+        kv, span = self._end.kv, (inbound.skip, inbound.known_tokens)
+        with self._table.writing(inbound.handoff, self._sender) as blocks:
+            whole.add_all(kv.layout, *span, lambda frame: kv.copied(frame.layers, blocks, *span))
 
     def _check_pattern(self, frame: Frame, data: Tensor) -> None:
         if not torch.equal(data.cpu(), pattern(frame.number, frame.spec.nbytes)):
@@ -325,6 +331,9 @@ class ReceiveLoop:
         del self.inbound[inbound.handoff]
         if message is None:
             return
+        if not inbound.announced.complete and (self._one_sided or inbound.dropped):
+            error = StaleAttempt(f"handoff {inbound.handoff}: not all of its KV was read")
+            return self._reply(refusal_to_pb(error, inbound.handoff))
         if not inbound.announced.complete:
             text = f"only {inbound.announced.nbytes} bytes were announced, which is incomplete"
             raise FrameRefused(f"commit of {inbound.handoff}: {text}")
@@ -343,6 +352,8 @@ class ReceiveLoop:
         if inbound.dropped or self.over:
             raise StaleAttempt(f"handoff {inbound.handoff} has ended here")
         try:
+            if self._one_sided and inbound.whole is not None:
+                self._hash(inbound, inbound.whole)
             inbound.check(message)
         except DigestMismatch:
             self._table.aborted(inbound.handoff, self._sender)

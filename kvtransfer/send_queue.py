@@ -28,7 +28,7 @@ from baton.errors import BatonError, ChannelBroken, HandoffError, StaleAttempt
 from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import wire
-from kvtransfer.frames import Coverage, FrameSpec, KVDigest, Progress
+from kvtransfer.frames import FrameSpec, KVDigest, Progress
 from kvtransfer.handoff import PushEnd, PushJob, PushResult, Reports
 from kvtransfer.transports.base import ControlPath, Endpoint, KeyRelay, Ring
 from kvtransfer.wire import announcement, commit_of, offer_of, places_of, refusal_from_pb
@@ -67,16 +67,13 @@ class Push:
     outcome: HandoffError | None = None  # set while `reading`, reported after it
     digests: list[bytes] = field(default_factory=list)
     whole: KVDigest | None = None
-    hashed: Coverage | None = None  # the part of the KV that `whole` covers
     filling_s: float = 0.0
 
-    def hash(self, kv: KVCache, frame: FrameSpec, blocks: Sequence[int]) -> None:
-        """Add the frame to the digest of the whole KV, without positions that were announced before a `withdraw`."""
-        layout, job = kv.layout, self.job
-        self.whole = self.whole or KVDigest(layout)
-        self.hashed = self.hashed or Coverage(layout, job.skip, job.known_tokens)
-        for part in self.hashed.read(frame):
-            self.whole.add(part, kv.copied(part.layers, blocks, part.begin, part.end))
+    def hash(self, kv: KVCache) -> None:
+        """Compute the digest of the whole KV from the blocks, which hold all of it."""
+        self.whole, blocks = KVDigest(kv.layout), self.blocks
+        span = self.job.skip, self.job.known_tokens
+        self.whole.add_all(kv.layout, *span, lambda frame: kv.copied(frame.layers, blocks, *span))
 
     def result(self, transport: str) -> PushResult:
         """Return the result of a push that was acknowledged now."""
@@ -306,9 +303,11 @@ class SendQueue:
     def commit(self, push: Push) -> None:
         """Send the commit after the last frame, unless the push has ended."""
         assert push.end is not None
+        if self.one_sided and (self._end.settings.verify_kv or push.job.verify):
+            push.hash(self._end.kv)
         commit = commit_of(push.job.handoff, push.end, push.digests, push.whole.value if push.whole else b"")
         with self._changed:
-            if push in self._pushes.values():
+            if push in self._pushes.values() and push.progress.complete:
                 push.state, push.deadline = State.COMMITTED, time.monotonic() + self._deadline_s
                 self.window.flush()
                 self._enqueue(pb.PeerCommand(commit=commit, after=self.window.number))

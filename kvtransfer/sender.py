@@ -324,16 +324,12 @@ class SendChannel:
 
     def _share(self, channel: ChannelEnd, push: Push, frame: FrameSpec) -> None:
         """Announce a frame that the receiver reads from the blocks. Nothing is copied, unless digests are verified."""
-        started, settings, digest = time.monotonic(), self._end.settings, b""
-        verify_kv = settings.verify_kv or push.job.verify
-        if settings.verify_frames or verify_kv:
+        started, digest = time.monotonic(), b""
+        if self._end.settings.verify_frames:
             with self.queue.reading(push, frame) as blocks:
                 if not blocks:
                     return
-                if settings.verify_frames:
-                    digest = wire_digest(self._end.kv.copied(frame.layers, blocks, frame.begin, frame.end))
-                if verify_kv:
-                    push.hash(self._end.kv, frame, blocks)
+                digest = wire_digest(self._end.kv.copied(frame.layers, blocks, frame.begin, frame.end))
         channel.start(self.queue.window.number, frame.nbytes)
         self.queue.announce(push, frame, digest)
         push.filling_s += time.monotonic() - started

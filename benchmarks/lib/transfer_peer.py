@@ -105,7 +105,7 @@ class Receiver:
 
     async def _open(self, settings: TransferSettings, device: str) -> Answer:
         counter = next(self._counter)
-        kv = self._kv[device] = self._kv.get(device) or make_kv(self._setup, device)
+        kv = self._kv[device] = self._kv.get(device) or make_kv(self._setup, device, exposed=device == "cpu")
         table, server = Table(blocks_of(kv, seed=2)), aio_server()
         me = WorkerRef("decode-0", Incarnation(1, counter), bind(server, "127.0.0.1:0"))
         service = PeerService(kv, me, FINGERPRINT, settings, table, make_transports(settings, kv))

@@ -10,7 +10,7 @@ import time
 from itertools import count, pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -50,7 +50,8 @@ class Prefill:
         self._partner = Partner("benchmarks.lib.transfer_peer", setup)
         backend = load_model(setup.model, dtype=DTYPES[setup.dtype])
         blocks, tokenizer = backend.layout.blocks_for(setup.kv_tokens), load_tokenizer(Path(setup.model))
-        self._engine = Engine(backend, tokenizer, total_blocks=blocks, max_batched_tokens=MAX_BATCHED_TOKENS)
+        limits: Any = {"total_blocks": blocks, "max_batched_tokens": MAX_BATCHED_TOKENS}
+        self._engine = Engine(backend, tokenizer, **limits, exposed=True)
         self._loop, self._steps = EngineLoop(self._engine), Steps()
         self._loop.start(self._steps)
         self._router, self._random = Router(), random.Random(0)

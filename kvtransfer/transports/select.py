@@ -30,7 +30,7 @@ def make_transports(
     """
     device = kv.device
     makers: Makers = {
-        "shm": lambda: ShmTransport(kv),
+        "shm": lambda: _readable(ShmTransport(kv)) if settings.transport == "shm" else ShmTransport(kv),
         "gloo": lambda: GlooTransport(settings.bind_host),
         "cuda_ipc": lambda: CudaIpcTransport(device),
         "nccl": lambda: NcclTransport(device, settings.interface),
@@ -65,6 +65,12 @@ def _available(names: list[str], makers: Makers) -> tuple[Transport, ...]:
         except ConfigError as error:
             log.info("transport_left_out", transport=name, reason=str(error))
     return tuple(made)
+
+
+def _readable(shm: ShmTransport) -> ShmTransport:
+    if not shm.sends:
+        raise ConfigError("other processes cannot read the KV cache here; for ranks of a worker, use auto or gloo")
+    return shm
 
 
 def _given(grpc: GrpcTransport | None) -> GrpcTransport:

@@ -140,7 +140,8 @@ def say(**message) -> None:
 
 
 async def receive(arguments: argparse.Namespace, settings: TransferSettings) -> None:
-    table, kv = RecordingTable(arguments.layout), support.make_kv(None, BLOCKS, arguments.layout)
+    table, exposed = RecordingTable(arguments.layout), arguments.over == "shm"
+    kv = support.make_kv(None, BLOCKS, arguments.layout, exposed=exposed)
     async with receiving(kv, table, settings, arguments.counter) as me:
         say(address=me.address)
         while line := await asyncio.to_thread(sys.stdin.readline):

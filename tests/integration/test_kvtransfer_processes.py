@@ -138,7 +138,7 @@ def test_a_frozen_receiver_is_given_up_by_the_deadline(receiver: Receiver, prefi
 async def test_a_sender_killed_mid_push(start, over) -> None:
     table, before = RecordingTable(WIDE), set(threading.enumerate())
     settings = TransferSettings(over, WIDE.block_size * WIDE.layer_token_bytes)
-    async with receiving(make_kv(None, 64, WIDE), table, settings) as me:
+    async with receiving(make_kv(None, 64, WIDE, exposed=over == "shm"), table, settings) as me:
         sender = start(Process, "sender", "--over", over, "--to", me.address, layout=WIDE)
         writing, blocks = threading.Event(), list(range(60))
         table.hold = writing.set

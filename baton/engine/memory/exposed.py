@@ -18,7 +18,7 @@ import os
 import platform
 import sys
 from collections.abc import MutableSequence, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +31,7 @@ HUGE_PAGE = 2 * 2**20
 PROBES, PROBE_BYTES = 4, 2**20  # pieces of the pattern, and bytes of each
 _WORD = 8
 _STEP = np.uint64(0x9E3779B97F4A7C15)
-_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, which Python's fcntl lacks
+_FUTURE_WRITE, _POPULATE_WRITE = 0x10, 23  # F_SEAL_FUTURE_WRITE, and MADV_POPULATE_WRITE of Linux 5.14
 FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if sys.platform == "linux" else 0
 
 
@@ -119,13 +119,23 @@ def _probe(whole: Tensor, shape: Shape, number: int) -> Tensor:
 
 def is_supported() -> bool:
     """Whether stores of other processes become visible in order here, and memory can be sealed."""
-    return sys.platform == "linux" and platform.machine() == "x86_64"
+    try:
+        check_platform()
+    except ConfigError:
+        return False
+    return True
 
 
 def check_platform() -> None:
-    """Raise ConfigError unless `is_supported`."""
-    if not is_supported():
+    """Raise ConfigError with the reason unless `is_supported`. Sealing against writes needs Linux 5.1."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
         raise ConfigError(f"shared KV memory needs Linux on x86-64, not {sys.platform} on {platform.machine()}")
+    try:
+        file, mapping = _sealed(mmap.PAGESIZE)
+    except OSError as error:
+        raise ConfigError(f"shared KV memory needs sealed memory files: {error}") from error
+    mapping.close()
+    os.close(file)
 
 
 def _sealed(nbytes: int) -> tuple[int, mmap.mmap]:
@@ -136,7 +146,9 @@ def _sealed(nbytes: int) -> tuple[int, mmap.mmap]:
         os.ftruncate(file, nbytes)
         mapping = mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED)
         failing.callback(mapping.close)
-        mapping.madvise(mmap.MADV_HUGEPAGE)  # taken where /sys/kernel/mm/transparent_hugepage/shmem_enabled permits
+        with suppress(OSError):  # huge pages where shmem_enabled permits; a mapping gets them only when it is written
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+            mapping.madvise(_POPULATE_WRITE)
         os.posix_fallocate(file, 0, nbytes)  # an error now instead of SIGBUS later
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, FIXED_SIZE | _FUTURE_WRITE)
         failing.pop_all()

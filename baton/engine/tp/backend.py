@@ -112,6 +112,7 @@ class ShardedBackend:
     def check(self) -> None:
         if not self._closed:
             self._followers.check()
+            self.local.check()
 
     def close(self) -> None:
         """End the other ranks. On return all have ended, and their KV on GPUs is unmapped."""

@@ -10,7 +10,6 @@ Never run on GPUs, for lack of two. The order is tested with simulated devices (
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from baton.core import KVLayout
 from baton.engine.kernels.gpu.cuda_memory import HANDLE_BYTES, CudaDevice, Device
-from baton.engine.kv_cache import DTYPES, KVCache, Mark
+from baton.engine.kv_cache import DTYPES, KVCache, Mark, tensors_in
 from baton.engine.tp.group import Ranks, TpLayout
 from baton.engine.tp.sharding import Heads, Rectangle, read_plan
 
@@ -129,12 +128,6 @@ class GpuMemory:
         memory = self._gpus[rank].tensor(address, total_blocks * self._own.block_bytes)
         storage = tensors_in(memory, self._own, total_blocks)
         return KVCache(self._own, total_blocks, self._devices[rank], storage=storage)
-
-
-def tensors_in(memory: Tensor, layout: KVLayout, total_blocks: int) -> list[Tensor]:
-    """Return the tensors of a cache as consecutive views of `memory`, uint8 [total_blocks * layout.block_bytes]."""
-    shape = (len(layout.tensors), layout.layers, total_blocks, layout.block_size, layout.kv_heads, layout.head_dim)
-    return list(memory[: math.prod(shape) * layout.itemsize].view(DTYPES[layout.dtype]).view(shape))
 
 
 def rank_layout(layout: KVLayout, size: int) -> KVLayout:

@@ -118,7 +118,7 @@ WRONG_FRAMES = {"axc": [1], "bac": [0, 1], "ab": [2], "abcd": [3], "": [0, 1, 2]
 
 @pytest.mark.parametrize(("sent", "wrong"), WRONG_FRAMES.items(), ids=repr)
 def test_frames_that_differ_are_named(sent: str, wrong: list[int]) -> None:
-    inbound = IncomingHandoff(HandoffId("r", 1), 8, Coverage(LAYOUT, 0, 8), digests=[b"a", b"b", b"c"])
+    inbound = IncomingHandoff(HandoffId("r", 1), 8, 0, Coverage(LAYOUT, 0, 8), digests=[b"a", b"b", b"c"])
     with pytest.raises(DigestMismatch) as caught:
         inbound.check(pb.Commit(digests=[letter.encode() for letter in sent]))
     assert f"{wrong} of 3" in str(caught.value)

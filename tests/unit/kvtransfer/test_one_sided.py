@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from baton.core import HandoffId
 from baton.engine.kv_cache import KVCache
 from baton.engine.memory.exposed import ExposedMemory, MappedMemory
-from baton.errors import DigestMismatch
+from baton.errors import ConfigError, DigestMismatch, StaleAttempt
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.frames import FrameSpec
+from kvtransfer.handoff import TransferSettings
 from kvtransfer.transports.base import Places, RemotePool
+from kvtransfer.transports.select import make_transports
 from kvtransfer.transports.shm import ShmTransport
 from kvtransfer.wire import FrameRefused
 from tests.support.time_factor import scaled
@@ -175,10 +177,10 @@ def test_bytes_that_change_on_the_way_are_detected_if_digests_are_verified(share
     pair.reports.done(pair.push("right", TOKENS, SOURCE, TARGET))
 
     def flip() -> None:
-        pair.source.k[0, SOURCE[0], 0, 0, 0] += 1.0
+        pair.target.k[0, TARGET[0], 0, 0, 0] += 1.0
 
     job = pair.begin("wrong", TOKENS, TARGET)
-    Struck(pair.target, 0, 0, flip)
+    Struck(pair.target, 0, LAYOUT.layers, flip)
     pair.sender.computed(job.handoff, SOURCE, LAYOUT.layers, TOKENS)
     pair.sender.finish(job.handoff, make_end(TOKENS))
     pair.reports.failed(job.handoff, DigestMismatch)
@@ -224,3 +226,53 @@ def test_a_sender_that_is_not_exposed_offers_no_shared_memory(pairs: Pairs) -> N
         recv=lambda memory: [ShmTransport(target), memory],
     )
     assert pair.reports.done(pair.push("r", TOKENS, SOURCE, TARGET)).transport == "memory"
+
+
+def test_the_commit_of_a_handoff_that_was_fenced_ends_no_other_push(shared) -> None:
+    """The request was cancelled at the receiver. The sender learns of that only from the refusal."""
+    pair = shared()
+    fenced, other = pair.begin("fenced", TOKENS, TARGET), pair.begin("other", TOKENS, range(20, 26))
+    eventually(lambda: fenced.handoff in pair.table.bound)
+    pair.table.fence(fenced.handoff)
+    for job in (fenced, other):
+        pair.sender.computed(job.handoff, SOURCE, LAYOUT.layers, TOKENS)
+        pair.sender.finish(job.handoff, make_end(TOKENS))
+    pair.reports.failed(fenced.handoff, StaleAttempt)
+    pair.reports.done(other.handoff)
+    assert same_kv(pair.source, SOURCE, pair.target, list(range(20, 26)), TOKENS)
+    assert only_these(pair.target, list(range(20, 26)), TOKENS)
+
+
+def test_a_copy_that_failed_takes_back_what_it_overwrote(shared) -> None:
+    """A frame was read and withdrawn before its credit. Its second copy meets blocks that are reused after an abort,
+    which the receiver sees only after the commit.
+    """
+    pair = shared(replace(SMALL_FRAMES, frame_size=6 * LAYER, coalesce_below=1))
+    job, again = pair.begin("r", TOKENS, TARGET), [50, 51, 52, 53, 54, 55]
+    for tensor in pair.source.tensors:
+        tensor[:, again] = tensor[:, SOURCE]
+    second = Stopped(pair.table, "hold")
+    pair.sender.computed(job.handoff, SOURCE[:3], LAYOUT.layers, 12)
+    second.wait()
+    pair.sender.withdraw(job.handoff)  # the read of the first frame begins only now, and succeeds
+    abort = pair.stream.send
+    vars(pair.stream)["send"] = lambda command: None if command.HasField("abort") else abort(command)
+
+    def act() -> None:
+        pair.sender.abort(job.handoff)
+        for block in again:
+            replaced(pair, block)
+
+    struck = Struck(pair.target, 1, 0, act)
+    pair.sender.computed(job.handoff, again, LAYOUT.layers, TOKENS)
+    pair.sender.finish(job.handoff, make_end(TOKENS))
+    second.go_on()
+    assert struck.done.wait(scaled(10))
+    pair.reports.failed(job.handoff, StaleAttempt)
+    pair.reports.done(pair.push("next", TOKENS, SOURCE, [30, 31, 32, 33, 34, 35]))
+    assert job.handoff not in pair.table.commits
+
+
+def test_a_named_transport_needs_a_cache_that_others_can_read() -> None:
+    with pytest.raises(ConfigError, match=r"'shm' is not available: other processes cannot read the KV cache here"):
+        make_transports(TransferSettings("shm"), make_kv(None))

@@ -130,7 +130,7 @@ class Divided(Protocol):
 
 def with_graphs(backend: ModelBackend, kv: KVCache, widest: Batch) -> ModelBackend:
     """Return the backend with decode steps captured over this cache, or the backend itself if that is impossible. Only
-    Llama-like models on the GPU kernels can be captured. A mixture of experts reads its choice from the device. Latent
+    Llama-like models on the GPU kernels can be captured. A mixture of experts was not tested with graphs. Latent
     attention would store padding. Thinking takes states with each batch. Tensor-parallel ranks capture their parts.
     """
     local = backend.local if isinstance(backend, Divided) else backend

@@ -13,6 +13,7 @@ from kvtransfer.handoff import TransferSettings
 from kvtransfer.transports import select
 from kvtransfer.transports.grpc import GrpcTransport
 from kvtransfer.transports.select import make_transports
+from tests.unit.kvtransfer.support import make_kv
 from tests.unit.kvtransfer.transports.pairs import CPU
 
 CUDA = torch.device("cuda", 0)
@@ -59,7 +60,7 @@ def test_auto_on_a_gpu(monkeypatch, lacks: set[str]) -> None:
 @pytest.mark.parametrize("name", ["shm", "gloo", "grpc"])
 def test_a_named_one_is_the_only_one(name: str) -> None:
     mine = GrpcTransport("decode:1")
-    made = make_transports(TransferSettings(transport=name), kv_on(CPU), grpc=mine)
+    made = make_transports(TransferSettings(transport=name), make_kv(None, exposed=True), grpc=mine)
     assert [transport.name for transport in made] == [name]
     if name == "grpc":
         assert made == (mine,)

@@ -262,7 +262,7 @@ def test_nobody_can_join_an_open_channel_and_no_file_is_there(pool) -> None:
 
 
 def test_no_memory_is_an_error_and_no_signal(monkeypatch) -> None:
-    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(28, "No space left on device")))
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=[None, OSError(28, "No space left on device")]))
     with pytest.raises(ConfigError, match=r"KV memory of \d+ bytes for readers on this host: .*No space left"):
         exposed_memory(LAYOUT, BLOCKS)
 
