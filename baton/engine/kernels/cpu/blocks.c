@@ -7,8 +7,7 @@ typedef struct {
     long tensors, layers, layer_bytes, block_size, token_bytes, begin, end, write;
 } blocks_args;
 
-#define STRIDE 256  /* bytes copied per prefetch of as many bytes */
-#define AHEAD 16384 /* bytes of the next run that are prefetched */
+#define STRIDE 256 /* bytes copied per prefetch of as many bytes */
 
 INLINE void ahead(const char *p) {
     for (long i = 0; i < STRIDE; i += 64)
@@ -65,7 +64,8 @@ typedef struct {
     long tensors, layers, from_layer, to_layer, from_size, to_size, token_bytes, begin, end;
 } between_args;
 
-/* Copies one plane between caches of different block sizes: each run ends where a block of either side ends. */
+/* Copies one plane between caches of different block sizes: each run ends where a block of either side ends. A prefetch
+ * of the next run would halve the speed (docs/measurements/transfer.md). */
 INLINE void plane_between(const between_args *a, const char *from, char *to) {
     const long here = a->begin / a->from_size, there = a->begin / a->to_size;
     for (long at = a->begin; at < a->end;) {
@@ -76,12 +76,6 @@ INLINE void plane_between(const between_args *a, const char *from, char *to) {
         const char *source = from + (a->theirs[i - here] * a->from_size + at % a->from_size) * a->token_bytes;
         char *place = to + (a->ours[o - there] * a->to_size + at % a->to_size) * a->token_bytes;
         at += run;
-        if (at < a->end) { /* blocks have arbitrary places that hardware cannot predict */
-            const long next = at / a->from_size - here;
-            const char *p = from + (a->theirs[next] * a->from_size + at % a->from_size) * a->token_bytes;
-            for (long b = 0; b < run * a->token_bytes && b < AHEAD; b += 64)
-                __builtin_prefetch(p + b, 0, 0);
-        }
         write_run(source, place, run * a->token_bytes);
     }
 }
