@@ -26,6 +26,7 @@ from baton.engine.kernels.gpu.cuda_graphs import Captured, DecodeGraphs, Graphed
 from baton.engine.kernels.gpu.ops import GpuKernels
 from baton.engine.kernels.gpu.shapes import SPLIT_TOKENS
 from baton.engine.kernels.gpu.warm_up import warm_forwards
+from baton.engine.models.loading import TransformerBackend
 from baton.tokenizer import OracleTokenizer
 from baton.worker.engine_factory import generate
 from benchmarks.lib.random_weights import random_model
@@ -49,9 +50,13 @@ def launched(monkeypatch):
         seen.add((self.fn.__name__, str(specialization), str(options)))
 
     monkeypatch.setattr(JITFunction, "run", record)
-    forward = GraphedBackend.forward
-    monkeypatch.setattr(GraphedBackend, "forward", lambda *args: torch.zeros_like(forward(*args)))
+    for kind in (TransformerBackend, GraphedBackend):  # fixed forwards use the first; nothing has written the logits
+        monkeypatch.setattr(kind, "forward", zeros_of(kind.forward))
     return seen
+
+
+def zeros_of(forward):
+    return lambda *args: torch.zeros_like(forward(*args))
 
 
 def eager(forward):
