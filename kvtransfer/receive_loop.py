@@ -205,7 +205,7 @@ class ReceiveLoop:
         inbound, pool = self.inbound.get(convert.handoff_from_pb(message.handoff)), channel.pool
         if inbound is None or pool is None:
             raise FrameRefused("places in the sender's pool belong to no accepted handoff of a one-sided channel")
-        total, most = pool.cache.total_blocks, pool.cache.layout.blocks_for(inbound.known_tokens)
+        total, most = pool.total_blocks, -(-inbound.known_tokens // pool.block_size)
         if len(message.blocks) != len(message.generations) or message.first + len(message.blocks) > most:
             raise FrameRefused(f"{len(message.blocks)} places from block {message.first} of {most} on are not valid")
         if max(message.blocks, default=0) >= total:
@@ -279,10 +279,10 @@ class ReceiveLoop:
         """Read a frame from the sender's pool. If its blocks were given away, the sender withdrew it."""
         inbound, spec = frame.inbound, frame.spec
         if inbound is None:
-            return self._check_pattern(frame, pool.memory.probe(frame.number)[: spec.nbytes].clone())
+            return self._check_pattern(frame, pool.probe(frame.number, spec.nbytes))
         if inbound.dropped:
             return None
-        if len(inbound.places.blocks) * pool.cache.layout.block_size < spec.end:
+        if len(inbound.places.blocks) * pool.block_size < spec.end:
             raise FrameRefused(f"frame {frame.number}: its places in the sender's pool are not known")
         return self._writing(inbound, partial(self._copy, pool, inbound, frame))
 

@@ -96,35 +96,26 @@ class ControlPath(Protocol):
     def close(self) -> None: ...
 
 
-class PoolMemory(Protocol):
-    """The sender's memory, mapped by the receiver for reading."""
+class RemotePool(Protocol):
+    """The sender's KV pool at the receiver of a one-sided channel. It is only read."""
 
-    def probe(self, number: int) -> Tensor:
-        """Return piece `number` of the pattern of `baton.engine.memory.exposed` as it is there."""
+    @property
+    def total_blocks(self) -> int: ...
 
-    def generations(self, blocks: Sequence[int]) -> list[int]:
-        """Return the current generations of these blocks."""
+    @property
+    def block_size(self) -> int:
+        """Positions per block; the receiver's may differ."""
 
-
-@dataclass(frozen=True, slots=True)
-class RemotePool:
-    """The sender's pool at the receiver of a one-sided channel. `cache` must only be read."""
-
-    cache: KVCache
-    memory: PoolMemory
+    def probe(self, number: int, nbytes: int) -> Tensor:
+        """Return the first `nbytes` of piece `number` of the pattern of `baton.engine.memory.exposed`, as it is there:
+        uint8 [nbytes], in main memory. Raises ChannelBroken.
+        """
 
     def read(self, kv: KVCache, spec: FrameSpec, places: Places, ours: Sequence[int]) -> bool:
-        """Copy a frame from `places` of the sequence into its blocks `ours` of `kv`. Return False if one of the places
-        was given to another sequence before the copy has ended; then the copied bytes mean nothing.
+        """Copy a frame from `places` of the sequence into its blocks `ours` of `kv`; on return the copy has ended.
+        Return False if one of the places was given to another sequence before that; then the copied bytes mean nothing.
+        Raises ChannelBroken.
         """
-        size = self.cache.layout.block_size
-        needed = slice(spec.begin // size, -(-spec.end // size))
-        blocks, expected = places.blocks[needed], places.generations[needed]
-        if self.memory.generations(blocks) != expected:
-            return False
-        kv.copy_from(self.cache, spec.layers, places.blocks, ours, spec.begin, spec.end)
-        kv.settle()
-        return self.memory.generations(blocks) == expected
 
 
 class ChannelEnd(Protocol):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 
@@ -20,8 +21,9 @@ from torch import Tensor
 from baton.engine.kv_cache import KVCache
 from baton.engine.memory.exposed import MappedMemory, Shape, check_platform
 from baton.errors import ChannelBroken, ConfigError
+from kvtransfer.frames import FrameSpec
 from kvtransfer.transports import unix_socket
-from kvtransfer.transports.base import ChannelName, KeyRelay, RemotePool, Ring, Side, translate_errors
+from kvtransfer.transports.base import ChannelName, KeyRelay, Places, Ring, Side, translate_errors
 from kvtransfer.transports.unix_socket import ControlSocket, UnixSocketPair, host_reach
 
 _POOL = struct.Struct("<QQQ")  # blocks, bytes of KV, positions per block
@@ -50,7 +52,7 @@ class ShmTransport:
         pair, pool = translate_errors(f"{title}: not built", lambda: build(keys, deadline_s))
         return PoolEnd(title, pair, pool)
 
-    def _give(self, keys: KeyRelay, deadline_s: float) -> tuple[UnixSocketPair, RemotePool | None]:
+    def _give(self, keys: KeyRelay, deadline_s: float) -> tuple[UnixSocketPair, MappedPool | None]:
         """Pass the pool to the receiver. Raises OSError."""
         if (exposed := self._kv.exposed) is None:
             raise ConnectionError("the KV cache here is not exposed")
@@ -63,7 +65,7 @@ class ShmTransport:
             failing.pop_all()
         return pair, None
 
-    def _take(self, keys: KeyRelay, deadline_s: float) -> tuple[UnixSocketPair, RemotePool | None]:
+    def _take(self, keys: KeyRelay, deadline_s: float) -> tuple[UnixSocketPair, MappedPool | None]:
         """Receive the sender's pool and map it. Raises OSError."""
         with ExitStack() as leaving, ExitStack() as failing:
             pair = unix_socket.accept(keys, deadline_s)
@@ -78,9 +80,31 @@ class ShmTransport:
             if not block_size or kv_bytes != blocks * layout.block_bytes:
                 raise ConnectionError(f"{kv_bytes} bytes are not {blocks} blocks of {block_size} positions")
             memory = MappedMemory(files[0], Shape(blocks, kv_bytes))
-            pool = RemotePool(self._kv.reader_of(layout, blocks, memory.kv), memory)
+            pool = MappedPool(self._kv.reader_of(layout, blocks, memory.kv), memory)
             failing.pop_all()
         return pair, pool
+
+
+class MappedPool:
+    """The sender's pool in memory that is mapped here: a `RemotePool`."""
+
+    def __init__(self, cache: KVCache, memory: MappedMemory) -> None:
+        self.cache, self._memory = cache, memory
+        self.total_blocks, self.block_size = cache.total_blocks, cache.layout.block_size
+
+    def probe(self, number: int, nbytes: int) -> Tensor:
+        """See `RemotePool`."""
+        return self._memory.probe(number)[:nbytes].clone()
+
+    def read(self, kv: KVCache, spec: FrameSpec, places: Places, ours: Sequence[int]) -> bool:
+        """See `RemotePool`."""
+        needed = slice(spec.begin // self.block_size, -(-spec.end // self.block_size))
+        blocks, expected = places.blocks[needed], places.generations[needed]
+        if self._memory.generations(blocks) != expected:
+            return False
+        kv.copy_from(self.cache, spec.layers, places.blocks, ours, spec.begin, spec.end)
+        kv.settle()
+        return self._memory.generations(blocks) == expected
 
 
 class PoolEnd:
@@ -88,7 +112,7 @@ class PoolEnd:
 
     ordered = False
 
-    def __init__(self, title: str, pair: UnixSocketPair, pool: RemotePool | None) -> None:
+    def __init__(self, title: str, pair: UnixSocketPair, pool: MappedPool | None) -> None:
         self._title, self._pair = title, pair
         self.pool = pool
         self.control_socket = ControlSocket(title, pair.control_socket)

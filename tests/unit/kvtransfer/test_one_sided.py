@@ -16,7 +16,8 @@ from baton.errors import ConfigError, DigestMismatch, StaleAttempt
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.frames import FrameSpec
 from kvtransfer.handoff import TransferSettings
-from kvtransfer.transports.base import Places, RemotePool
+from kvtransfer.transports.base import Places
+from kvtransfer.transports.shm import MappedPool
 from kvtransfer.transports.select import make_transports
 from kvtransfer.transports.shm import ShmTransport
 from kvtransfer.wire import FrameRefused
@@ -108,7 +109,7 @@ def test_stale_places_are_not_read_at_all() -> None:
     source, target = make_kv(1, exposed=True), make_kv(None)
     exposed = exposed_in(source)
     memory = MappedMemory(exposed.file, exposed.shape)
-    pool = RemotePool(target.reader_of(LAYOUT, source.total_blocks, memory.kv), memory)
+    pool = MappedPool(target.reader_of(LAYOUT, source.total_blocks, memory.kv), memory)
     frame = FrameSpec(0, 3, 0, 8, 3 * LAYER)
     assert pool.read(target, frame, Places([5, 9], [0, 0]), [1, 2])
     assert same_kv(source, [5, 9], target, [1, 2], 8)
