@@ -17,9 +17,8 @@ from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.frames import FrameSpec
 from kvtransfer.handoff import TransferSettings
 from kvtransfer.transports.base import Places
-from kvtransfer.transports.shm import MappedPool
 from kvtransfer.transports.select import make_transports
-from kvtransfer.transports.shm import ShmTransport
+from kvtransfer.transports.shm import MappedPool, ShmTransport
 from kvtransfer.wire import FrameRefused
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
