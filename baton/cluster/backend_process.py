@@ -146,11 +146,15 @@ class Child:
 
     def is_ready(self) -> bool:
         """Return whether the child has reported readiness. Does not wait."""
+        self._hear_ready()
+        return bool(self.ready)
+
+    def _hear_ready(self) -> None:
+        """Take the report of readiness if it is there. Facts of an earlier start stay if the child ended instead."""
         if self._ready_fd is not None and select.select([self._ready_fd], [], [], 0)[0]:
             line = os.read(self._ready_fd, 4096)  # one write, or nothing if the child ended
             self._close_ready()
-            self.ready = json.loads(line) if line else {}
-        return bool(self.ready)
+            self.ready = json.loads(line) if line else self.ready
 
     def failure(self) -> BatonError:
         """Return the error why it ended or is silent, of the type that its exit code stands for."""
@@ -192,12 +196,9 @@ class Child:
         return True
 
     def _expect_ready(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill a restarted process that is not ready in time, because no caller waits for its readiness."""
-        if self._ready_fd is None:
-            return
-        if select.select([self._ready_fd], [], [], 0)[0]:  # ready, or ended, which the next poll sees
-            self._close_ready()
-        elif self._clock.monotonic() - self._born > self.spec.ready_timeout_s:
+        """Kill a restarted process that is not ready in time. No caller waits for it, so other children are served."""
+        self._hear_ready()
+        if self._ready_fd is not None and self._clock.monotonic() - self._born > self.spec.ready_timeout_s:
             log.warning("process_silent", name=self.spec.name, seconds=self.spec.ready_timeout_s)
             self._close_ready()
             process.kill()

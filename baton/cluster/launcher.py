@@ -23,7 +23,7 @@ from baton.cluster.interfaces import Control
 from baton.cluster.signals import Stop
 from baton.cluster.state_dir import ClusterState, ProcessId, StateFolder
 from baton.config import ClusterConfig
-from baton.errors import BatonError, Cancelled, ConfigError, LedgerError
+from baton.errors import ConfigError, LedgerError
 from baton.ledger.embedded_redis import EmbeddedRedis
 from baton.ledger.registry import Ledger
 
@@ -200,8 +200,7 @@ class Supervisor:
                 self._redis.poll()
             self._control.poll()
             for router in self._routers:
-                if router.poll():
-                    self._follow_router(router, stop)
+                router.poll()
             self._folder.bound_logs()
             self._record_processes()
 
@@ -217,16 +216,6 @@ class Supervisor:
             self._state_is_old = True
         else:
             self._recorded, self._state_is_old = state.processes, False
-
-    def _follow_router(self, router: Child, stop: Stop) -> None:
-        """Wait for a restarted router. One that fails is restarted again, up to its limit of consecutive deaths."""
-        try:
-            router.wait_ready(stop)
-        except Cancelled:
-            return  # `_watch` sees the stop too
-        except BatonError as error:
-            log.warning("router_not_back", error=str(error))
-            router.wait(0.0)
 
     def _stop_processes(self, stop: Stop) -> None:
         """Stop the routers first, so that they finish their requests while the workers still run."""

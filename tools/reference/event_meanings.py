@@ -121,7 +121,6 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "router_told": (_ROUTER, "the addresses that other processes use"),
         "router_stopped": (_ROUTER, "the router has stopped"),
         "gateway_started": ("gateway", "the gateway serves `http` in front of `target`"),
-        "router_not_back": (_SUPERVISOR, "a restarted router was not ready in time"),
         "tokens_read": (_ROUTER, "the token file was read again"),
         "traces_not_exported": (
             _ROUTER,

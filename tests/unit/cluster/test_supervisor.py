@@ -36,6 +36,8 @@ fails = Path(sys.argv[1]).with_name("router-fails-once")
 if fails.exists():
     fails.unlink()
     sys.exit("as it was told")
+while Path(sys.argv[1]).with_name("router-is-slow").exists():
+    time.sleep(0.05)
 given = yaml.safe_load(Path(sys.argv[1]).read_text())["router"]
 bound = {key: value.replace(":0", ":4711") for key, value in given.items()}
 told = {key: value.replace("127.0.0.1", "router.example") for key, value in bound.items()}
@@ -211,6 +213,20 @@ def test_a_router_that_died_comes_back_at_the_same_address_though_its_first_star
 
     new = eventually(back, within_s=20)
     assert (new.grpc, new.admin, new.metrics) == (old.grpc, old.admin, old.metrics)
+    run.end()
+    assert run.error is None
+
+
+def test_while_a_router_starts_again_the_other_parts_are_watched(run):
+    marker, router = run.folder.config.with_name("router-is-slow"), run.start().supervisor._router
+    marker.touch()
+    os.kill(router.pid, signal.SIGKILL)
+    eventually(lambda: router.restarts == 1 and router.pid is not None)
+    polls(run)
+    assert router.ready["grpc"] == "127.0.0.1:4711"  # of its earlier life, for the state file
+    marker.unlink()
+    eventually(lambda: router._ready_fd is None)
+    assert router.pid is not None
     run.end()
     assert run.error is None
 
