@@ -89,7 +89,7 @@ class Connection:
         cancelled = task.cancelling() if task else 0
         try:
             yield
-        except (RedisError, OSError) as error:
+        except (RedisError, OSError, RuntimeError) as error:  # RuntimeError: see `_client`
             # Not chained, because the cause holds connection objects with the password.
             failure = LedgerError(f"Redis at {self.where}: {_cause(error)}")
         if task and task.cancelling() > cancelled:  # redis-py's `wait_for` may swallow it before Python 3.12
@@ -147,7 +147,12 @@ def _client(url: str) -> Redis:
             **kept_alive,
             health_check_interval=15,
             # Retry a lost connection, but not a timeout, so that one call takes at most 2 s.
-            retry=Retry(ExponentialWithJitterBackoff(base=0.02, cap=0.2), 2, supported_errors=(ConnectionError,)),
+            # uvloop raises RuntimeError for a write to an aborted connection, before anything was sent.
+            retry=Retry(
+                ExponentialWithJitterBackoff(base=0.02, cap=0.2),
+                2,
+                supported_errors=(ConnectionError, RuntimeError),  # type: ignore[arg-type]  # only caught, like others
+            ),
         )
     except (ValueError, TypeError):
         raise ConfigError(

@@ -14,6 +14,7 @@ from typing import Any, cast
 import psutil
 import pytest
 import structlog
+import uvloop
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
@@ -24,7 +25,7 @@ from baton.errors import LedgerError
 from baton.ledger import embedded_redis
 from baton.ledger.embedded_redis import EmbeddedRedis, server_binary
 from baton.ledger.ownership import OwnershipLog, OwnershipRecord, OwnershipStore, RecordState
-from baton.ledger.redis_client import Connection
+from baton.ledger.redis_client import Connection, Script
 from baton.ledger.registry import Ledger
 from baton.testing import FakeClock
 from tests.support import ledger as support
@@ -414,3 +415,23 @@ def test_it_dies_with_its_parent(tmp_path):
     gone, alive = psutil.wait_procs([redis], timeout=10)
     assert alive == [] or alive[0].status() == psutil.STATUS_ZOMBIE
     assert len(gone) + len(alive) == 1
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_a_connection_that_the_kernel_aborted_is_replaced(server, run):
+    def abort(connection):
+        """Until the loop turns, the reader sees no end, and uvloop 0.23 raises RuntimeError for each write."""
+        for pooled in connection.client.connection_pool._available_connections:
+            pooled._writer.transport.abort()
+
+    async def main():
+        connection = await Connection.open(server.url, "baton:aborted")
+        await connection.call("SET", connection.key("a"), "1")
+        abort(connection)
+        answers = [await connection.call("GET", connection.key("a"))]
+        abort(connection)
+        answers += await connection.run_many(Script("return 2"), [((), ())])
+        await connection.close()
+        return answers
+
+    assert run(main()) == [b"1", 2]
