@@ -44,6 +44,7 @@ class RouterSettings:
     metrics: str = "127.0.0.1:9100"
     http: str | None = None  # None means no gateway in this process
     http_body: int = 2**20  # maximum bytes of an HTTP request body
+    http_names: tuple[str, ...] = ()  # host names for a loopback listener without tokens
     policy: str = "predicted"
     slo_ttft_s: float = 1.0  # the metrics count requests within both
     slo_itl_s: float = 0.1  # policy `predicted` also keeps to it where possible

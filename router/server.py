@@ -248,6 +248,7 @@ def _gateway(context: RouterContext, admin: Admin, look: Callable[[], Awaitable[
         look=look,
         tls=settings.tls,
         live=LiveData(admin.live, context.tokens, admin.trace_of),
+        names=settings.http_names if context.tokens is None else None,
     )
     return HttpServer(settings.http or "", serving, share_port=settings.share_port)
 

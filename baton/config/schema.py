@@ -313,6 +313,10 @@ class RouterConfig(Section):
     grpc: Address = Field(default="127.0.0.1:50051", description="address of the gRPC API")
     http: Address | None = Field(default=None, description="address of OpenAI's HTTP API; null disables it")
     http_body: Size = Field(default=2**20, description="maximum size of an HTTP request's body")
+    http_names: tuple[Host, ...] = Field(
+        default=(),
+        description="host names, such as that of a proxy, that a loopback listener without tokens also accepts",
+    )
     metrics: Address = Field(default="127.0.0.1:9100", description="address for Prometheus")
     admin: Address = Field(default="127.0.0.1:0", description="address for operators: baton status, scale, drain")
     advertise: Host | None = Field(default=None, description="host that is reported for listeners on all addresses")

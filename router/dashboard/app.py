@@ -1,7 +1,7 @@
 """The dashboard's paths: `/`, `/page/FILE`, `/live`, `/live/trace/REQUEST`.
 
-Its data is for operators. If tokens are configured, an admin's is needed. If not, other sites' pages must not make a
-browser fetch it: see `_check_same_origin`.
+Its data is for operators. If tokens are configured, an admin's is needed. If not, `router.openai.guard` rejects
+requests of other sites' pages, which would use up a watcher's slot.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
-from urllib.parse import urlsplit
 
 import orjson
 from starlette.requests import Request
@@ -21,7 +20,6 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from baton.clock import SystemClock
-from baton.config.values import is_loopback_host
 from baton.errors import InvalidRequest, Unauthenticated
 from baton.rpc.v1 import admin_pb2
 from router.auth.interceptor import check
@@ -96,9 +94,7 @@ class LivePaths:
         """Return the data if the caller may see it. Raises HttpError, Unauthenticated or PermissionDenied."""
         if self._data is None:
             raise HttpError(404, "no_live", "this gateway has no router in its process; open the page of a router")
-        if self._data.tokens is None:
-            _check_same_origin(request)
-        else:
+        if self._data.tokens is not None:
             check(f"/baton.v1.Admin/{method}", self._data.tokens.grant(request.headers.get("authorization")))
         return self._data
 
@@ -136,31 +132,6 @@ class _Events(Response):
                 async for event in events:
                     await writer.write(event)
                 await writer.write(b"", more=False)
-
-
-def _check_same_origin(request: Request) -> None:
-    """Raise HttpError if a browser fetches this for a page of another origin. Such a page cannot read the answer, but
-    would use up a watcher's slot; browsers send `Sec-Fetch-Site`. A page with a name that resolves to this machine (DNS
-    rebinding) could read it. Therefore the host name must be a loopback name on a loopback listener. Without tokens,
-    other listeners are open to their whole network.
-    """
-    if request.headers.get("sec-fetch-site", "none") not in {"same-origin", "none"}:
-        raise HttpError(403, "cross_site", "cross-site requests are rejected: only this router's page may fetch this")
-    server = request.scope.get("server")
-    if server is not None and _is_loopback(server[0]) and not _is_loopback(_host(request)):
-        raise HttpError(403, "wrong_host", "host: must be a loopback name such as localhost, because no tokens are set")
-
-
-def _host(request: Request) -> str:
-    """Return the requested host name, or "" if it is invalid."""
-    try:
-        return urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
-    except ValueError:
-        return ""
-
-
-def _is_loopback(host: str) -> bool:
-    return is_loopback_host(host) or host.endswith(".localhost")
 
 
 def _interval(request: Request) -> float:

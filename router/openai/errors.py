@@ -32,11 +32,23 @@ ANSWERS: Mapping[type[BatonError], tuple[int, str, str]] = {
 
 
 class HttpError(Exception):
-    """An error of HTTP itself, before a request is parsed: path, method, size or content type."""
+    """An error of HTTP itself, before a request is parsed: path, method, size or content type. `headers` are added to
+    the response. `closes` ends the connection after it, because what follows on it is uncertain.
+    """
 
-    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        param: str | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        closes: bool = False,
+    ) -> None:
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
+        self.headers, self.closes = headers or {}, closes or status in {408, 413, 431}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +85,7 @@ def problem_of(error: BatonError) -> Problem:
 
 def http_problem(error: HttpError) -> Problem:
     """Map an HttpError. If the body was not read completely, the connection is closed because it cannot be reused."""
-    headers = {"connection": "close"} if error.status in {408, 413, 431} else {}
+    headers = dict(error.headers) | ({"connection": "close"} if error.closes else {})
     return Problem(error.status, "invalid_request_error", error.code, str(error), error.param, headers)
 
 

@@ -57,6 +57,11 @@ async def read_body(request: Request, kind: type[B], limit: int) -> B:
     """Return the body. Raises HttpError if it is not `application/json` of at most `limit` bytes, or InvalidRequest."""
     if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
         raise HttpError(415, "unsupported_media_type", "content-type: must be application/json", "content-type")
+    if (coding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
+        text = f"content-encoding: {coding[:32]!r} is not supported, only identity"
+        raise HttpError(
+            415, "unsupported_content_encoding", text, "content-encoding", headers={"accept-encoding": "identity"}
+        )
     try:
         async with asyncio.timeout(BODY_S):
             data = await _bytes(request, limit)

@@ -19,7 +19,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.clock import SystemClock
 from baton.config.schema import TlsConfig
@@ -33,6 +32,7 @@ from baton.tracing.trace import TRACEPARENT
 from router.dashboard.app import LiveData, LivePaths
 from router.openai.choices import Json
 from router.openai.errors import JSON, HttpError, http_problem, problem_of
+from router.openai.guard import guarded
 from router.openai.job import Job, chat_job, completion_job
 from router.openai.parsing import read_body
 from router.openai.responses import Answer, AnswerResponse, RequestMetrics
@@ -59,6 +59,7 @@ class GatewaySettings:
     counts: Metrics | None = None  # the gateway's own metrics
     tls: TlsConfig | None = None  # for HTTPS and towards the router; None means plaintext for both
     live: LiveData | None = None  # data of the dashboard; None means that no router runs in this process
+    names: tuple[str, ...] | None = ()  # for a loopback listener without tokens; None means that there are tokens
 
 
 class Gateway:
@@ -206,7 +207,7 @@ class HttpServer:
         self._upstream = Upstream(from_here(target), Wire.of(tls) if wire is None else wire)
         app = Gateway(self._upstream, self._settings).app()
         config = uvicorn.Config(
-            bounded(app),
+            guarded(app, self._settings.names),
             http="h11",
             ws="none",
             lifespan="off",
@@ -235,20 +236,6 @@ class HttpServer:
             self._socket.close()
             if self._upstream is not None:
                 await self._upstream.close()
-
-
-def bounded(app: ASGIApp) -> ASGIApp:
-    """Wrap `app` to reject requests with too long headers: uvicorn limits only headers that arrive incomplete."""
-
-    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
-        size = sum(len(name) + len(value) for name, value in scope["headers"])
-        if size <= MAX_HTTP_HEADER_BYTES:
-            await app(scope, receive, send)
-            return
-        text = f"headers: must be at most {MAX_HTTP_HEADER_BYTES} bytes, got {size}"
-        await http_problem(HttpError(431, "headers_too_large", text)).response()(scope, receive, send)
-
-    return checked
 
 
 def _bind(address: str, share_port: bool) -> socket.socket:

@@ -187,7 +187,7 @@ async def opened(
     address: str, method: str, path: str, body: bytes = b"", limit: int = 2**16, **headers: str
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Open a connection and send this request over it."""
-    given = {"host": "x", "content-length": str(len(body)), "content-type": "application/json"}
+    given = {"host": "localhost", "content-length": str(len(body)), "content-type": "application/json"}
     given |= {name.replace("_", "-"): value for name, value in headers.items()}
     reader, writer = await asyncio.open_connection(*address.split(":"), limit=limit)
     lines = "".join(f"{name}: {value}\r\n" for name, value in given.items())

@@ -437,6 +437,29 @@ async def test_limits():
         assert (await gateway.raw("GET", "/health"))[0] == 200
 
 
+async def test_a_request_with_two_lengths_is_rejected_and_ends_its_connection(gateway):
+    hidden = b"0\r\n\r\nGET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    reader, writer = await opened(gateway.address, "POST", "/v1/completions", hidden, transfer_encoding="chunked")
+    answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert b'"ambiguous_length"' in answer
+
+
+@pytest.mark.parametrize(("names", "status"), [((), 403), (("evil.example",), 200), (None, 200)])
+async def test_without_tokens_a_foreign_name_reaches_nothing_on_a_loopback_listener(names, status):
+    async with alone(names=names) as gateway:
+        for method, path, body in (("POST", "/v1/completions", b'{"prompt": "x"}'), ("GET", "/version", b"")):
+            found = await gateway.raw(method, path, body, host="evil.example:8000", origin="http://evil.example")
+            assert found[0] == status
+
+
+async def test_a_page_of_another_site_may_only_link_to_the_dashboard(gateway):
+    for path, mode, status in (("/version", "no-cors", 403), ("/", "navigate", 200), ("/live", "navigate", 403)):
+        assert (await gateway.raw("GET", path, sec_fetch_site="cross-site", sec_fetch_mode=mode))[0] == status
+
+
 async def test_leaving_within_the_body_is_no_fault_of_ours(gateway, caplog):
     _, writer = await opened(gateway.address, "POST", "/v1/completions", b"{", content_length="100")
     state = gateway.http._server.server_state
@@ -453,6 +476,8 @@ async def test_paths_methods_and_types(gateway):
     assert (status, headers["allow"], error["code"]) == (405, "POST", "method_not_allowed")
     status, _, error = await failed_raw(gateway, "POST", "/v1/completions", b"{}", content_type="text/plain")
     assert (status, error["param"]) == (415, "content-type")
+    status, headers, error = await failed_raw(gateway, "POST", "/v1/completions", b"\x1f\x8b", content_encoding="gzip")
+    assert (status, error["param"], headers["accept-encoding"]) == (415, "content-encoding", "identity")
     assert (await gateway.raw("GET", "/metrics"))[0] == 404
     assert (await gateway.raw("GET", "/version"))[2] == b'{"version":"1.2"}'
     assert (await gateway.client.models.retrieve("org/tiny")).max_model_len == 64

@@ -145,7 +145,12 @@ async def _serve_http(config: ClusterConfig, address: str, target: str) -> None:
 
     router, counts = config.router, Metrics(config.name, __version__)
     settings = GatewaySettings(
-        __version__, router.http_body, stall_s=router.slow_reader_s, counts=counts, tls=config.security.tls
+        __version__,
+        router.http_body,
+        stall_s=router.slow_reader_s,
+        counts=counts,
+        tls=config.security.tls,
+        names=router.http_names if config.security.tokens is None else None,
     )
     server = HttpServer(address, settings)
     await server.start(target)
@@ -188,6 +193,7 @@ def router_settings(config: ClusterConfig, index: int = 0) -> RouterSettings:
         share_port=router.replicas > 1,
         http=router.http,
         http_body=router.http_body,
+        http_names=router.http_names,
         policy=router.policy,
         resumable_s=config.resumable_s,
         think_while_decoding=config.thinking.while_decoding,
