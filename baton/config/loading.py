@@ -82,16 +82,40 @@ def _put(tree: Tree, path: Sequence[str], value: object, source: str) -> None:
     tree[path[-1]] = value
 
 
-def _overlay(tree: Tree, sets: Sequence[str], env: Mapping[str, str]) -> None:
+def _overlay(tree: Tree, sets: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
+    """Merge the environment and `sets` into `tree`. Return where each key was written."""
+    origins: dict[str, str] = {}
     for name in sorted(env):
         if name.startswith(ENV_PREFIX):
             path = name.removeprefix(ENV_PREFIX).lower().split("__")
             _put(tree, path, _scalar(env[name], name), name)
+            origins[".".join(path)] = name
     for item in sets:
         key, separator, value = item.partition("=")
         if not separator or not key.strip():
             raise ConfigError(f"--set {item}: must be key=value, such as --set decode.replicas=2")
-        _put(tree, key.strip().split("."), _scalar(value, f"--set {key}"), f"--set {item}")
+        path = key.strip().split(".")
+        source = f"--set {key}" if path[0] == "redis" else f"--set {item}"  # its URL may contain a password
+        _put(tree, path, _scalar(value, f"--set {key}"), source)
+        origins[".".join(path)] = source
+    return origins
+
+
+def _located(line: str, file: Path, lines: Mapping[str, int], origins: Mapping[str, str]) -> str:
+    """Put where it was written in front of an error that begins with a key, or with an origin already."""
+    key = line.partition(": ")[0]
+    parents = [key[: len(key) - len(tail)] for tail in _tails(key)]
+    if (origin := next((origins[parent] for parent in parents if parent in origins), None)) is not None:
+        return f"{origin}: {line}"
+    if line.startswith(("--set ", ENV_PREFIX)):
+        return line
+    return f"{file}: line {lines[key]}: {line}" if key in lines else f"{file}: {line}"
+
+
+def _tails(key: str) -> list[str]:
+    """Return what to cut from `key` for itself and each of its parents, the nearest first."""
+    parts = key.split(".")
+    return ["".join(f".{part}" for part in parts[n:]) for n in range(len(parts), 0, -1)]
 
 
 def _scalar(text: str, source: str) -> object:
@@ -103,7 +127,7 @@ def _scalar(text: str, source: str) -> object:
 
 def load_config(path: str | Path, sets: Sequence[str] = (), env: Mapping[str, str] | None = None) -> ClusterConfig:
     """Read a cluster file. A relative `model.path` is resolved against the current folder, then the file's folder and
-    its parent. Raises ConfigError with one line per mistake: line, key, value and the allowed values.
+    its parent. Raises ConfigError with one line per mistake: its place, key, value and the allowed values.
     """
     file = Path(path)
     try:
@@ -111,14 +135,16 @@ def load_config(path: str | Path, sets: Sequence[str] = (), env: Mapping[str, st
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise ConfigError(f"{file}: cannot be read: {reason}") from None
+    lines, origins = dict[str, int](), dict[str, str]()
     try:
         tree, lines = _parse_yaml(text)
-        _overlay(tree, sets, env or {})
-        config = _validated(tree, lines)
+        origins = _overlay(tree, sets, env or {})
+        config = _validated(tree)
         config = _with_security(_with_model_path(_with_history(config), file), file).by_mode()
         check_tls(config.security.tls)
     except ConfigError as error:
-        raise ConfigError("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from None
+        found = [_located(line, file, lines, origins) for line in str(error).splitlines()]
+        raise ConfigError("\n".join(found)) from None
     return config
 
 
@@ -169,7 +195,7 @@ def _resolved(path: str, file: Path) -> str:
     return str(there if there.exists() and not here.exists() else here)
 
 
-def _validated(tree: Tree, lines: Mapping[str, int]) -> ClusterConfig:
+def _validated(tree: Tree) -> ClusterConfig:
     problems: list[tuple[str, str]] = []
     transfer = tree.get("transfer")
     if isinstance(transfer, dict) and transfer.get("transport") == "memory":  # for tests of one process
@@ -180,8 +206,7 @@ def _validated(tree: Tree, lines: Mapping[str, int]) -> ClusterConfig:
         problems += [_problem(dict(detail)) for detail in error.errors()]
     if not problems:
         return config
-    where = {key: f"line {line}: " for key, line in lines.items()}
-    raise ConfigError("\n".join(f"{where.get(key, '')}{key + ': ' if key else ''}{text}" for key, text in problems))
+    raise ConfigError("\n".join(f"{key + ': ' if key else ''}{text}" for key, text in problems))
 
 
 def _problem(detail: Mapping[str, Any]) -> tuple[str, str]:
