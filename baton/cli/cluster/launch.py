@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import typer
 
+from baton.cli.cluster.model_check import check_model
 from baton.cli.cluster.serve import role_factories
 from baton.cli.exit_codes import exit_code
 from baton.cli.target import TOKEN_VARIABLE, check_tokens, find_cluster
@@ -134,7 +135,9 @@ def up(file: Path, sets: Sequence[str], stop: Stop, *, detach: bool, as_json: bo
     config = load_config(file, sets, os.environ)
     check_tokens(config)
     cpu_level()  # reject a wrong level now, because each worker would reject it later
-    check_gpus(config, host_gpus(config))  # before the model is downloaded
+    gpus = host_gpus(config)
+    check_gpus(config, gpus)  # before the model is downloaded
+    check_model(config, gpus)
     if detach:
         _detach(config, file, sets, stop, as_json=as_json)
         return
@@ -159,6 +162,7 @@ def run_cluster(
     gpus = host_gpus(config)
     check_gpus(config, gpus)
     config = fetched(config, stop)
+    check_model(config, gpus)
     folder = StateFolder(config.name, home)
     command = [sys.executable, "-m", "baton", "router", "-c", str(folder.config)]
     control = make_control(config, folder, gpus)

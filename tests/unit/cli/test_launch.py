@@ -4,12 +4,14 @@ import io
 import json
 import sys
 import threading
+from contextlib import nullcontext
 
 import pytest
 
 from baton import __version__
 from baton.cli.cluster import launch
 from baton.cli.cluster.launch import as_environment, as_options, fetched, loading, shown_loading
+from baton.cli.cluster.model_check import check_model
 from baton.cli.cluster.serve import router_settings
 from baton.cli.setup.config import effective
 from baton.cluster.signals import Stop
@@ -158,3 +160,38 @@ def test_a_plan_that_needs_more_gpus_than_there_are_is_refused_before_anything_s
     with pytest.raises(ConfigError, match=r"decode\.device: cuda:99: .* need GPU 99, and this host has \d+"):
         launch.up(file, ["decode.device=cuda:99"], Stop(), detach=detach, as_json=False)
     assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "tree", "words"),
+    [
+        (None, {}, "model.path: cannot read the folder"),
+        ({"config.json": "{}"}, {}, "has no tokenizer.json"),
+        ({"config.json": "[", "tokenizer.json": ""}, {}, "is not a readable JSON object"),
+        (
+            {"config.json": '{"max_position_embeddings": 64}', "tokenizer.json": ""},
+            {"model": {"max_model_len": 65}},
+            "model.max_model_len: must be at most 64, the model's maximum, got 65",
+        ),
+        (
+            {"config.json": "{}", "tokenizer.json": ""},
+            {"decode": {"kv_memory": "900TiB", "device": "cpu"}},
+            r"decode.kv_memory: \d+ bytes for each of 1 workers, but this machine has \d+; set fewer, or auto",
+        ),
+        (
+            {"config.json": '{"max_position_embeddings": 64}', "tokenizer.json": ""},
+            {"model": {"max_model_len": 64}, "decode": {"kv_memory": "900TiB", "device": "cuda:0"}},
+            None,
+        ),
+    ],
+    ids=["no folder", "no tokenizer", "broken", "too long", "too large", "fine"],
+)
+def test_knowable_mistakes_are_found_before_anything_starts(tmp_path, files, tree, words):
+    folder = tmp_path / "model"
+    for name, text in (files or {}).items():
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    given = {"name": "x", "ray": {"address": "none"}, **tree, "model": {"path": str(folder), **tree.get("model", {})}}
+    config = ClusterConfig.model_validate(given)
+    with pytest.raises(ConfigError, match=words) if words else nullcontext():
+        check_model(config, ("0",))

@@ -1,0 +1,61 @@
+"""Checks of the model's folder and sizes before `baton up` starts anything. They must be quick, so torch is not loaded.
+
+A worker checks more when it loads the model. Here is only what a wrong config file usually has.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import psutil
+
+from baton.cluster.gpus import ON_THIS_HOST, gpu_pools
+from baton.config import ClusterConfig
+from baton.config.values import HUB_PREFIX
+from baton.core import Role
+from baton.errors import ConfigError
+
+_FILES = ("config.json", "tokenizer.json")  # read by routers and workers
+
+
+def check_model(config: ClusterConfig, gpus: Sequence[str]) -> None:
+    """Raise ConfigError with the key if the model's folder is incomplete, or if a size cannot be. The folder must be on
+    this host, because the routers read its tokenizer. `gpus` are those of this host.
+    """
+    path = config.model.path
+    if path.startswith(HUB_PREFIX):
+        return  # not here yet
+    if path != "oracle":
+        _check_folder(Path(path))
+        _check_length(Path(path), config.model.max_model_len)
+    if config.ray.address in ON_THIS_HOST:
+        _check_memory(config, set(gpu_pools(config, len(gpus))))
+
+
+def _check_folder(folder: Path) -> None:
+    try:
+        found = {file.name for file in folder.iterdir()}
+    except OSError as error:
+        raise ConfigError(f"model.path: cannot read the folder {str(folder)!r}: {error.strerror}") from None
+    if missing := [name for name in _FILES if name not in found]:
+        raise ConfigError(f"model.path: {str(folder)!r} has no {' and no '.join(missing)}")
+
+
+def _check_length(folder: Path, wanted: int | str) -> None:
+    try:
+        known = json.loads((folder / "config.json").read_bytes()).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"model.path: {folder / 'config.json'} is not a readable JSON object: {error}") from None
+    if isinstance(known, int) and isinstance(wanted, int) and wanted > known:
+        raise ConfigError(f"model.max_model_len: must be at most {known}, the model's maximum, got {wanted}")
+
+
+def _check_memory(config: ClusterConfig, on_gpus: Collection[Role]) -> None:
+    total = psutil.virtual_memory().total
+    for role, pool in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
+        wanted = pool.kv_memory
+        if role not in on_gpus and isinstance(wanted, int) and wanted * pool.replicas > total:
+            text = f"{wanted} bytes for each of {pool.replicas} workers, but this machine has {total}"
+            raise ConfigError(f"{role.value}.kv_memory: {text}; set fewer, or auto")
