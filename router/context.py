@@ -129,7 +129,7 @@ def build_context(
         capability_of=attrgetter("capability"),
         why_not=pool.reasons_not_to_serve,
     )
-    pool.on_change = admission.changed
+    pool.on_change, admission.starting = admission.changed, lambda: pool.starting
     metrics.watch_blocks(pool.blocks)
     metrics.watch_channels(pool.channels)
     metrics.watch_verifying(pool.loads)

@@ -34,7 +34,7 @@ from router.placement.policy import POLICIES
 from router.request.lifecycle import StreamSource
 from router.service import Inference
 from router.status import ENDINGS
-from router.workers.pool import WorkerSource
+from router.workers.pool import WorkerPool, WorkerSource
 
 if TYPE_CHECKING:
     from router.openai.server import HttpServer
@@ -102,14 +102,25 @@ def current_demand(context: RouterContext, metrics_at: str) -> RouterReport:
     )
 
 
-async def publish_demand(current: Callable[[], RouterReport], control_state: ControlState) -> None:
-    """Publish the `current` load every second until cancelled. Ledger errors are only logged: no request needs this."""
+async def starting(pool: WorkerPool, control_state: ControlState) -> str:
+    """Return the decode workers that the controller is starting, as text, if none can serve now. Raises LedgerError."""
+    report = None if pool.can_serve() else await control_state.control()
+    slots = () if report is None else report.slots
+    return ", ".join(slot.worker_id for slot in slots if (slot.role, slot.state) == (Role.DECODE, "starting"))
+
+
+async def follow_control(current: Callable[[], RouterReport], pool: WorkerPool, control_state: ControlState) -> None:
+    """Publish the `current` load and read which workers are starting, every second until cancelled. Errors of the
+    ledger are only logged.
+    """
     failed = False
     while True:
         try:
             await control_state.put_router(current(), _DEMAND_LEASE_S)
+            pool.starting = await starting(pool, control_state)
             failed = False
         except LedgerError as error:
+            pool.starting = ""
             if not failed:
                 log.warning("demand_not_told", error=str(error))
             failed = True
@@ -175,8 +186,10 @@ class Router:
         if self.context.tokens is not None:
             watches["tokens"] = self.context.tokens.watch()
         if self._control_state is not None:
-            demand = publish_demand(lambda: current_demand(self.context, self.metrics_at), self._control_state)
-            watches["demand"] = demand
+            current = partial(current_demand, self.context)
+            watches["control"] = follow_control(
+                lambda: current(self.metrics_at), self.context.pool, self._control_state
+            )
         self._watches += [asyncio.create_task(watch, name=name) for name, watch in watches.items()]
         if self._gateway is not None:
             self.http = self._gateway.address

@@ -5,7 +5,7 @@ ticket. One that returns, because a decode worker ran full or preempted it, rega
 
 A new request is rejected if the queue holds too many requests or tokens, or if its predicted wait is too long: the work
 ahead of it, divided by the queue's recent service rate. An accepted request is never rejected for lack of capacity. It
-waits until its deadline, or until no capable worker has been connected for `QueueLimits.wait_s`.
+waits until its deadline, or until for `QueueLimits.wait_s` no capable worker has been connected and none was starting.
 
 Requests that need a capability no connected worker has wait aside, by capability. They keep their tickets and do not
 block the queue. When a capable worker connects, they join the queue. If the last capable worker is lost, the head of
@@ -115,6 +115,7 @@ class Admission(Generic[PlacementT]):
     """Makes placements in queue order with `place(tokens, requirements)`. Call `changed` if capacity may have grown.
     `can_serve` returns whether a decode worker is connected, with requirements a capable one. `capability_of` returns
     the capability that a request needs, or None; `why_not` why no known worker has it, or [] if one may have it.
+    The owner may set `starting`, which returns the decode workers that are being started, as text, or "".
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class Admission(Generic[PlacementT]):
         self.drain = DrainRate(clock, limits.wait_s)
         self._place, self._release = place, release
         self._can_serve, self._capability_of, self._why_not = can_serve, capability_of, why_not
+        self.starting: Callable[[], str] = lambda: ""
         self._clock, self._limits = clock, limits
         self._queue: FairQueue[_Waiter[PlacementT]] = FairQueue(weights or {})
         self._aside: dict[Hashable, dict[_Waiter[PlacementT], None]] = {}  # by capability
@@ -297,10 +299,12 @@ class Admission(Generic[PlacementT]):
                 del self._aside[waiter.capability]
 
     def _extend_wait(self, waiter: _Waiter[PlacementT], limit: asyncio.Timeout) -> None:
-        """Extend the wait of an accepted request while a worker that can serve it is connected, and repeat this."""
+        """Extend the wait of an accepted request while a worker that can serve it is connected or starting, and repeat
+        this. A model may take longer to load than `wait_s`.
+        """
         if waiter.served.done():
             return
-        serves = not waiter.aside and self._can_serve()
+        serves = (not waiter.aside and self._can_serve()) or bool(self.starting())
         if serves or waiter.reachable:
             waiter.counts_from = self._clock.monotonic()
         waiter.reachable = serves
@@ -374,6 +378,7 @@ class Admission(Generic[PlacementT]):
         waited = f"waited {self._limits.wait_s:g} s"
         if waiter.deadline < waiter.counts_from + self._limits.wait_s:
             what = f": {waiter.requirements.absence}" if waiter.aside else " for capacity"
+            what = f" for {starting} to start" if (starting := self.starting()) else what
             return DeadlineExceeded(f"the deadline passed while the request waited{what}")
         if waiter.aside:
             return NoWorker(f"{waited}: {waiter.requirements.absence}")

@@ -89,6 +89,7 @@ class WorkerPool:
         options: PoolOptions = PoolOptions(),
     ) -> None:
         self.on_change: Callable[[], None] = lambda: None
+        self.starting = ""  # decode workers that the controller is starting, as text, while none can serve
         self._source, self._policy, self._options = source, policy, options
         self._router_id, self._silence_s = router_id, silence_s
         self._clock, self._wire = clock, wire

@@ -178,13 +178,14 @@ class Gate:
         weights: dict[str, float] | None = None,
         **bounds: Any,
     ) -> None:
-        self.room, self.pair, self.arrivals = room, pair, 0
+        self.room, self.pair, self.arrivals, self.starting = room, pair, 0, ""
         self.clock = clock or FakeClock()
         self.wishes: list[object] = []  # requirements of each placement attempt
         self.tasks: list[asyncio.Task[int]] = []
         self._by_tokens = by_tokens
         limits = QueueLimits(**{"requests": 1000, "tokens": 100_000, "wait_s": 30.0, **bounds})
         self.admission = Admission(self.placement, self.give_back, lambda: self.pair, self.clock, limits, weights)
+        self.admission.starting = lambda: self.starting
 
     def placement(self, tokens: int, requirements: object) -> int | None:
         self.wishes.append(requirements)

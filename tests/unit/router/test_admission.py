@@ -204,6 +204,23 @@ async def test_nobody_there_for_as_long_as_others_wait_ends_it():
 
 
 @virtual
+async def test_it_waits_for_a_worker_that_starts_until_its_deadline_and_newcomers_do_not():
+    async with accepting() as gate:
+        gate.pair, gate.starting = False, "decode-0"
+        new = await gate.enter(arrival=3)
+        back = await gate.enter(arrival=1, accepted=True, deadline_s=1000.0)
+        late = await gate.enter(arrival=2, accepted=True, deadline_s=5 * WAIT_S)
+        with pytest.raises(NoWorker):
+            await new
+        with pytest.raises(DeadlineExceeded, match="the request waited for decode-0 to start"):
+            await late
+        assert not back.done()
+        gate.starting = ""  # it failed
+        with pytest.raises(NoWorker, match="waited 8 s: no decode worker is connected"):
+            await back
+
+
+@virtual
 async def test_workers_that_come_back_in_time_count_from_anew():
     async with accepting() as gate:
         back = await gate.enter(returning=True, accepted=True)

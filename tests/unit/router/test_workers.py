@@ -4,10 +4,11 @@ import asyncio
 from collections import Counter
 from itertools import cycle
 from typing import cast
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from baton.control_plane import Slot
 from baton.core import BlockCounts, Role, Sampling, SequenceSpec
 from baton.errors import LedgerError
 from baton.ledger.prefix_index import PrefixIndex
@@ -313,10 +314,28 @@ async def test_a_board_that_is_away_is_told_when_it_is_back(monkeypatch):
     monkeypatch.setattr(server, "_DEMAND_S", 0.0)
     board, context = AsyncMock(), floor_of()
     board.put_router.side_effect = cycle([LedgerError("away"), None])
-    telling = asyncio.create_task(server.publish_demand(lambda: current(context), board))
+    board.control.return_value = None
+    telling = asyncio.create_task(server.follow_control(lambda: current(context), context.pool, board))
     await until(lambda: board.put_router.await_count >= 6)
     telling.cancel()
     await asyncio.wait([telling])
     for asked in board.put_router.await_args_list:
         report, lease_s = asked.args
         assert (report.router_id, lease_s > 2.0) == (context.sinks.router_id, True)
+
+
+@pytest.mark.parametrize(
+    ("workers", "found", "text"),
+    [
+        ((), [("decode", "starting"), ("decode", "ready"), ("prefill", "starting"), ("decode", "starting")], "w0, w3"),
+        ((), [("decode", "failed"), ("decode", "draining")], ""),
+        ((), None, ""),
+        (pair(), [("decode", "starting")], ""),
+    ],
+    ids=["starting", "failed", "no controller", "one serves"],
+)
+async def test_decode_workers_that_start_are_known_while_none_can_serve(workers, found, text):
+    slots = [Slot(f"w{n}", role, state, 0, 0, "") for n, (role, state) in enumerate(found or ())]
+    board = AsyncMock()
+    board.control.return_value = None if found is None else Mock(slots=slots)
+    assert await server.starting(floor_of(*workers).pool, board) == text
