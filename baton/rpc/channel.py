@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 Options = list[tuple[str, Any]]
 Credentials: TypeAlias = "grpc.ChannelCredentials | None"  # None means plaintext
 _SOCKET_PATH_BYTES = 107  # of sockaddr_un
+PENDING_CALLS, PENDING_S = 1 << 14, 600  # calls that the event loop has not taken yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,10 @@ def server_options(link: Link, *, share_port: bool = False) -> Options:
         *_common_options(link),
         ("grpc.so_reuseport", int(share_port)),
         ("grpc.http2.min_ping_interval_without_data_ms", 200),
+        # gRPC would cancel calls of a burst before a handler could queue or reject them: from 1000 on, or after 30 s.
+        ("grpc.server.max_pending_requests", PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * PENDING_CALLS),
+        ("grpc.server_max_unrequested_time_in_server", PENDING_S),
     ]
 
 

@@ -37,7 +37,7 @@ from router.openai.job import Job, chat_job, completion_job
 from router.openai.parsing import read_body
 from router.openai.responses import Answer, AnswerResponse, RequestMetrics
 from router.openai.schema import ChatBody, CompletionBody
-from router.openai.upstream import Metadata, Streams, TokenTexts, Upstream, metadata_of
+from router.openai.upstream import Metadata, ServedModel, Streams, TokenTexts, Upstream, metadata_of
 
 _PLAIN = "text/plain; charset=utf-8"
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that the client closes first and loses no request
@@ -67,7 +67,7 @@ class Gateway:
 
     def __init__(self, upstream: Upstream, settings: GatewaySettings) -> None:
         self._upstream, self._settings = upstream, settings
-        self._texts = TokenTexts(upstream)
+        self._texts, self._served = TokenTexts(upstream), ServedModel(upstream, SystemClock())
         self._started = int(time.time())
 
     def app(self) -> Starlette:
@@ -88,14 +88,14 @@ class Gateway:
     async def completions(self, request: Request) -> Response:
         with RequestMetrics(SystemClock(), self._settings.counts) as measured:
             body = await read_body(request, CompletionBody, self._settings.max_body)
-            name = body.model or (await self._served(request)).id
+            name = body.model or (await self._served.get(_metadata(request))).id
             return self._answering(request, completion_job(body), name, measured)
 
     async def chat(self, request: Request) -> Response:
         with RequestMetrics(SystemClock(), self._settings.counts) as measured:
             body = await read_body(request, ChatBody, self._settings.max_body)
             asks = body.offered or not body.model
-            served = await self._served(request) if asks else pb.Model()
+            served = await self._served.get(_metadata(request)) if asks else pb.Model()
             return self._answering(request, chat_job(body, served.tool_form), body.model or served.id, measured)
 
     async def models(self, request: Request) -> Response:
@@ -130,9 +130,6 @@ class Gateway:
 
     async def version(self, request: Request) -> Response:
         return _json({"version": self._settings.version})
-
-    async def _served(self, request: Request) -> pb.Model:
-        return next(iter(await self._upstream.models(_metadata(request))), pb.Model())
 
     def _answering(self, request: Request, job: Job, model: str, measured: RequestMetrics) -> Response:
         metadata = _metadata(request)

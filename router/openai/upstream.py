@@ -11,6 +11,7 @@ import structlog
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.clock import Clock
 from baton.errors import BatonError, EngineFault, InvalidRequest, Unauthenticated, Violation
 from baton.rpc.channel import PLAINTEXT, Wire
 from baton.rpc.status import from_rpc_error, request_id_of
@@ -19,12 +20,14 @@ from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from baton.tracing.trace import TRACEPARENT, TraceContext
 
-_UNARY_S = 10.0
+_UNARY_S = 60.0  # In a burst, the router takes a while to take a call.
+_FRESH_S = 5.0  # Age from which the served model is asked for again.
 _PROMPTS = 16  # Concurrent prompts of one HTTP request; a long list must not fill the router's queue.
 _WAITING = 64  # Buffered events; beyond that flow control stops the router.
 _SERVICE = "baton.v1.Inference"
 _KEPT = 1 << 17  # Token texts in memory.
 _LOOKUPS = 32  # Concurrent calls for token texts.
+PEER = "the router"
 _NO_TEXT = "\ufffd"  # For bytes that are only part of a character.
 
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
@@ -47,10 +50,11 @@ def metadata_of(authorization: str | None, traceparent: str | None = None) -> Me
 
 
 class Upstream:
-    """One router at "host:port", reached over `wire`. Create it in the loop that uses it."""
+    """One router at "host:port", reached over `wire`. Create it in the loop that uses it. Errors do not name its
+    address, because clients see them.
+    """
 
     def __init__(self, target: str, wire: Wire = PLAINTEXT) -> None:
-        self.target = target
         self._channel = wire.aio(target)
         self.stub = InferenceStub(self._channel)
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
@@ -79,7 +83,38 @@ class Upstream:
         try:
             return await call
         except aio.AioRpcError as error:
-            raise from_rpc_error(error, self.target) from error
+            raise from_rpc_error(error, PEER) from error
+
+
+class ServedModel:
+    """The served model, for requests that do not name it. Requests of one credential share a call, and a known model is
+    used while it is asked for again, so a burst of requests costs the router one call.
+    """
+
+    def __init__(self, upstream: Upstream, clock: Clock) -> None:
+        self._upstream, self._clock = upstream, clock
+        self._known: pb.Model | None = None
+        self._until = 0.0
+        self._calls: dict[Metadata, asyncio.Task[pb.Model]] = {}
+
+    async def get(self, metadata: Metadata) -> pb.Model:
+        """Return the model; an empty message if the router serves none. Raises BatonError."""
+        if self._known is not None and self._clock.monotonic() < self._until:
+            return self._known
+        credential = tuple(pair for pair in metadata if pair[0] != TRACEPARENT)
+        call = self._calls.get(credential)
+        if call is None:
+            call = self._calls[credential] = asyncio.create_task(self._ask(credential))
+            call.add_done_callback(lambda done: done.cancelled() or done.exception())  # an error is for those that wait
+        return self._known if self._known is not None else await asyncio.shield(call)
+
+    async def _ask(self, credential: Metadata) -> pb.Model:
+        try:
+            found = next(iter(await self._upstream.models(credential)), pb.Model())
+        finally:
+            del self._calls[credential]
+        self._known, self._until = found, self._clock.monotonic() + _FRESH_S
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +230,7 @@ class Streams:
                 await self._events.put((number, event))
         except aio.AioRpcError as error:
             self._name(number, request_id_of(error))
-            raise from_rpc_error(error, self._upstream.target, connected=seen) from error
+            raise from_rpc_error(error, PEER, connected=seen) from error
         finally:
             call.cancel()
         if last != "completed":

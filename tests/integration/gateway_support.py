@@ -89,7 +89,7 @@ class FakeInference(Scripted):
         self.tool_form = ""
         self.script: Script = two_words
         self.decoded: list[list[int]] = []
-        self.running = 0
+        self.running = self.listed = 0
 
     async def _events(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[Event]:
         self.running += 1
@@ -109,6 +109,7 @@ class FakeInference(Scripted):
         return pb.DetokenizeReply(text="".join(VOCABULARY[i] for i in request.ids).removeprefix(" "))
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsReply:
+        self.listed += 1
         self.metadata = dict(context.invocation_metadata())
         model = pb.Model(id="org/tiny", max_model_len=64, vocab_size=5, tool_form=self.tool_form)
         return pb.ListModelsReply(models=[model])

@@ -335,7 +335,7 @@ async def test_the_first_failure_ends_all_prompts(gateway):
 
 async def test_no_router():
     async with alone(target="127.0.0.1:1") as gateway:
-        failed = await refused(openai.InternalServerError, gateway.chat(), r"cannot reach 127\.0\.0\.1:1")
+        failed = await refused(openai.InternalServerError, gateway.chat(), "cannot reach the router: ")
         assert failed.code == "no_worker"
         assert (await gateway.raw("GET", "/health"))[0] == 200
         assert (await gateway.raw("GET", "/ready"))[0] == 503
@@ -458,6 +458,12 @@ async def test_without_tokens_a_foreign_name_reaches_nothing_on_a_loopback_liste
 async def test_a_page_of_another_site_may_only_link_to_the_dashboard(gateway):
     for path, mode, status in (("/version", "no-cors", 403), ("/", "navigate", 200), ("/live", "navigate", 403)):
         assert (await gateway.raw("GET", path, sec_fetch_site="cross-site", sec_fetch_mode=mode))[0] == status
+
+
+async def test_a_burst_without_a_model_costs_one_call_for_it(gateway):
+    asked = [gateway.raw("POST", "/v1/completions", b'{"prompt": "x"}') for _ in range(50)]
+    assert {status for status, *_ in await asyncio.gather(*asked)} == {200}
+    assert gateway.fake.listed == 1
 
 
 async def test_leaving_within_the_body_is_no_fault_of_ours(gateway, caplog):

@@ -1,11 +1,13 @@
 """Channel options, errors for listeners that cannot start, and the channels of both clients."""
 
+import asyncio
 import re
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
+import grpc
 import pytest
 
 import baton
@@ -47,6 +49,30 @@ async def test_a_port_in_use_is_an_error_that_names_it():
             with pytest.raises(ConfigError, match=rf"{address}.*in use"):
                 channel.bind(channel.aio_server(), address)
     await first.stop(None)
+
+
+async def test_no_call_of_a_burst_is_cancelled_while_the_event_loop_is_busy():
+    """By default, gRPC cancels calls from 1,000 on that no handler has taken."""
+
+    async def answer(request, context):
+        return request
+
+    server, sent = channel.aio_server(), threading.Event()
+    method = grpc.unary_unary_rpc_method_handler(answer)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Burst", {"Call": method}),))
+    address = channel.bind(server, "127.0.0.1:0")
+    await server.start()
+
+    def burst():
+        with channel.sync_channel(address) as client:
+            calls = [client.unary_unary("/test.Burst/Call").future(b"") for _ in range(3500)]
+            sent.set()
+            return {type(call.exception()) for call in calls}
+
+    ended = asyncio.get_running_loop().run_in_executor(None, burst)
+    sent.wait()  # blocks the loop
+    assert await ended == {type(None)}
+    await server.stop(None)
 
 
 NO_ADDRESSES = ("", "localhost", ":50051", "127.0.0.1:http", "127.0.0.1:", "127.0.0.1:99999")
