@@ -5,10 +5,12 @@ import re
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from unittest.mock import Mock
 
-import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
 
 import baton
 import baton.client
@@ -54,18 +56,15 @@ async def test_a_port_in_use_is_an_error_that_names_it():
 async def test_no_call_of_a_burst_is_cancelled_while_the_event_loop_is_busy():
     """By default, gRPC cancels calls from 1,000 on that no handler has taken."""
 
-    async def answer(request, context):
-        return request
-
     server, sent = channel.aio_server(), threading.Event()
-    method = grpc.unary_unary_rpc_method_handler(answer)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Burst", {"Call": method}),))
+    health_pb2_grpc.add_HealthServicer_to_server(health_aio.HealthServicer(), server)
     address = channel.bind(server, "127.0.0.1:0")
     await server.start()
 
     def burst():
         with channel.sync_channel(address) as client:
-            calls = [client.unary_unary("/test.Burst/Call").future(b"") for _ in range(3500)]
+            stub: Any = health_pb2_grpc.HealthStub(client)
+            calls = [stub.Check.future(health_pb2.HealthCheckRequest()) for _ in range(3500)]
             sent.set()
             return {type(call.exception()) for call in calls}
 
