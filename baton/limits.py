@@ -32,6 +32,7 @@ MAX_SCHEMA_PATTERNS = 8
 MAX_CHOICE_TEXTS = 256
 MAX_CHOICE_CHARS = 1_024
 
+MAX_CALLS_PER_CONNECTION = 4096  # of gRPC; a client's further calls wait in the client
 PUBLIC_RECEIVE_BYTES = 4 * 2**20  # Bytes of one message from the public network.
 INTERNAL_RECEIVE_BYTES = 64 * 2**20  # A prompt of a million tokens, or one step's tokens of a full worker
 SEND_BYTES = 64 * 2**20  # the receiver's limit decides
@@ -46,6 +47,9 @@ MAX_VIOLATION_BYTES = 200
 
 MAX_METRICS_REQUEST_BYTES = 8192
 
+MAX_HTTP_CONNECTIONS = 8192  # and at most half of the process's open files
+MAX_HTTP_HEADER_SECONDS = 20
+MAX_HTTP_BODY_SECONDS = 30
 MAX_HTTP_HEADER_BYTES = 16 * 2**10
 MAX_HTTP_PROMPTS = 128
 MAX_HTTP_TOOLS = 128

@@ -1,12 +1,15 @@
 """Addresses of this host: those of its network interfaces, and the one under which other hosts reach a listener. Call
-it on the listening host, not where its cluster file was loaded.
+it on the listening host, not where its cluster file was loaded. Also the limit of open files, because each connection
+needs one.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import re
+import resource
 import socket
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 import psutil
@@ -15,6 +18,7 @@ from baton.config.values import split_address
 from baton.errors import ConfigError
 
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+OPEN_FILES = 1 << 16  # wanted; more makes programs slow that close all possible descriptors
 _REDIS_PORT = 6379
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
@@ -85,3 +89,27 @@ def redacted(url: str) -> str:
     if "@" in query:  # the password contains one of the two marks, so its end is unknown
         return re.sub("://.*", "://***", url)
     return re.sub(r"(://[^:@/]*:).*@", r"\1***@", head) + mark + "***" * bool(query)
+
+
+def open_files() -> int:
+    """Return the soft limit, which counts."""
+    return _finite(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def most_open_files() -> int:
+    """Return the hard limit, up to which a process may raise the soft one."""
+    return _finite(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+
+
+def raise_open_files() -> int:
+    """Raise the soft limit to `OPEN_FILES` or the hard limit, and return it. Processes started later inherit it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(OPEN_FILES, _finite(hard))
+    if _finite(soft) < wanted:
+        with suppress(OSError, ValueError):  # a sandbox may forbid it; the process runs with fewer
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return open_files()
+
+
+def _finite(limit: int) -> int:
+    return OPEN_FILES if limit == resource.RLIM_INFINITY else limit

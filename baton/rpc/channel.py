@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import grpc
 
 from baton.errors import ConfigError
-from baton.limits import INTERNAL_RECEIVE_BYTES, PUBLIC_RECEIVE_BYTES, SEND_BYTES
+from baton.limits import INTERNAL_RECEIVE_BYTES, MAX_CALLS_PER_CONNECTION, PUBLIC_RECEIVE_BYTES, SEND_BYTES
 
 if TYPE_CHECKING:
     from baton.config.schema import TlsConfig
@@ -62,6 +62,8 @@ def server_options(link: Link, *, share_port: bool = False) -> Options:
         *_common_options(link),
         ("grpc.so_reuseport", int(share_port)),
         ("grpc.http2.min_ping_interval_without_data_ms", 200),
+        ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION),
+        ("grpc.server_handshake_timeout_ms", 20_000),  # by default a silent connection is kept for two minutes
         # gRPC would cancel calls of a burst before a handler could queue or reject them: from 1000 on, or after 30 s.
         ("grpc.server.max_pending_requests", PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", 2 * PENDING_CALLS),

@@ -12,11 +12,11 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from baton.errors import InvalidRequest, Violation
+from baton.limits import MAX_HTTP_BODY_SECONDS
 from router.openai import schema
 from router.openai.errors import UNKNOWN, UNSUPPORTED, HttpError
 from router.openai.schema import ChatBody, CompletionBody
 
-BODY_S = 30.0  # Timeout for receiving a body, in seconds.
 _NAMED = 16  # Reported mistakes; a long list does not help, and takes long to make.
 _DRAIN = 16  # A too long body is read up to this multiple of the limit, so that the client reads the error.
 
@@ -63,12 +63,12 @@ async def read_body(request: Request, kind: type[B], limit: int) -> B:
             415, "unsupported_content_encoding", text, "content-encoding", headers={"accept-encoding": "identity"}
         )
     try:
-        async with asyncio.timeout(BODY_S):
+        async with asyncio.timeout(MAX_HTTP_BODY_SECONDS):
             data = await _bytes(request, limit)
     except ClientDisconnect:
         raise HttpError(400, "body_incomplete", "body: the client disconnected before its end", "body") from None
     except TimeoutError:
-        raise HttpError(408, "request_timeout", f"body: must be received within {BODY_S:g} s") from None
+        raise HttpError(408, "request_timeout", f"body: must be received within {MAX_HTTP_BODY_SECONDS} s") from None
     return checked(data, kind)
 
 

@@ -31,6 +31,7 @@ from baton.rpc.v1 import inference_pb2 as pb
 from baton.tracing.trace import TRACEPARENT
 from router.dashboard.app import LiveData, LivePaths
 from router.openai.choices import Json
+from router.openai.connections import BoundedProtocol
 from router.openai.errors import JSON, HttpError, http_problem, problem_of
 from router.openai.guard import guarded
 from router.openai.job import Job, chat_job, completion_job
@@ -205,7 +206,7 @@ class HttpServer:
         app = Gateway(self._upstream, self._settings).app()
         config = uvicorn.Config(
             guarded(app, self._settings.names),
-            http="h11",
+            http=BoundedProtocol,
             ws="none",
             lifespan="off",
             log_config=None,

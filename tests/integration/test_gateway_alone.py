@@ -14,6 +14,7 @@ from baton.errors import InvalidRequest, Overloaded
 from baton.metrics import Metrics
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
+from router.openai.connections import BoundedProtocol
 from tests.integration.gateway_support import HELLO, USAGE, alone, completed, finished, opened, refused, tokens
 from tests.support.waiting import until
 
@@ -458,6 +459,34 @@ async def test_without_tokens_a_foreign_name_reaches_nothing_on_a_loopback_liste
 async def test_a_page_of_another_site_may_only_link_to_the_dashboard(gateway):
     for path, mode, status in (("/version", "no-cors", 403), ("/", "navigate", 200), ("/live", "navigate", 403)):
         assert (await gateway.raw("GET", path, sec_fetch_site="cross-site", sec_fetch_mode=mode))[0] == status
+
+
+async def test_open_connections_are_limited_and_a_client_beyond_the_limit_is_told_when_to_return(gateway, monkeypatch):
+    monkeypatch.setattr(BoundedProtocol, "most", 2)
+    first, second = [await asyncio.open_connection(*gateway.address.split(":")) for _ in range(2)]
+    await until(lambda: len(gateway.http._server.server_state.connections) == 2, "both are accepted")
+    status, headers, error = await failed_raw(gateway, "GET", "/version")
+    assert (status, headers["retry-after"], headers["connection"], error["code"]) == (503, "1", "close", "overloaded")
+    first[1].close()
+    second[1].close()
+    await until(lambda: not gateway.http._server.server_state.connections, "both are gone")
+    assert (await gateway.raw("GET", "/version"))[0] == 200
+
+
+@pytest.mark.parametrize("later", [False, True])
+async def test_headers_that_do_not_arrive_end_their_connection(gateway, monkeypatch, later):
+    if later:
+        reader, writer = await opened(gateway.address, "GET", "/version")
+        await reader.readuntil(b"}")
+    monkeypatch.setattr(BoundedProtocol, "headers_s", 0.0)
+    if later:
+        writer.write(b"GET /version HTTP/1.1\r\nx: ")
+    else:
+        reader, writer = await asyncio.open_connection(*gateway.address.split(":"))
+    answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b'"request_timeout"' in answer
 
 
 async def test_a_burst_without_a_model_costs_one_call_for_it(gateway):

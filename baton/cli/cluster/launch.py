@@ -47,6 +47,7 @@ from baton.engine.kernels.cpu.compiler import cpu_level
 from baton.errors import BatonError, ConfigError
 from baton.logs import configure_logging
 from baton.model_hub import model_folder, pinned
+from baton.network import raise_open_files
 
 COMMAND = ("-m", "baton", "pull")
 SHOWN_S = 1.0
@@ -132,6 +133,7 @@ def loading(logs: Path, since: float) -> list[str]:
 
 def up(file: Path, sets: Sequence[str], stop: Stop, *, detach: bool, as_json: bool) -> None:
     """Start a cluster and return when it has ended, or with `detach` when it is ready."""
+    raise_open_files()  # child processes inherit it
     config = load_config(file, sets, os.environ)
     check_tokens(config)
     cpu_level()  # reject a wrong level now, because each worker would reject it later

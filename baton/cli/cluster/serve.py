@@ -22,7 +22,7 @@ from baton.config import ClusterConfig, load_config
 from baton.core import Role, WorkerRef
 from baton.errors import ConfigError
 from baton.logs import configure_logging, redirect_output
-from baton.network import reachable_address
+from baton.network import raise_open_files, reachable_address
 
 if TYPE_CHECKING:
     from baton.worker.role import RoleFactory
@@ -38,11 +38,13 @@ def _prepare(
     die_with_parent()
     if log_file is not None:
         redirect_output(str(log_file))
+    files = raise_open_files()
     config = load_config(file, sets, os.environ)
     config = narrow(config, role, os.environ) if role is not None else config
     configure_logging(config.log.level, config.log.format, process)
     gpus = os.environ.get(VISIBLE)
-    log.info("process_started", version=__version__, pid=os.getpid(), gpus=gpus, config=effective(config))
+    facts = {"version": __version__, "pid": os.getpid(), "open_files": files, "gpus": gpus}
+    log.info("process_started", **facts, config=effective(config))
     if config.redis.url == "embedded":
         text = "a single role needs a running Redis: set redis.url=redis://... (`baton up` starts an embedded one)"
         raise ConfigError(f"redis.url: {text}")
@@ -132,6 +134,7 @@ def run_gateway(file: Path, sets: Sequence[str], target: str | None, log_file: P
 
     if log_file is not None:
         redirect_output(str(log_file))
+    raise_open_files()
     config = load_config(file, sets, os.environ)
     configure_logging(config.log.level, config.log.format, "gateway")
     if config.router.http is None:

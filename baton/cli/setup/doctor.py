@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 TRANSPORT = "only open and probe a channel of this kind between two processes here"
 NEEDED_SHM, NEEDED_SHM_WITH_GPUS = 2**28, 2**30
+FEW_FILES = 1 << 14
 RENEW_S = 14 * 24 * 3600.0
 
 
@@ -61,6 +62,7 @@ def examine(file: Path, sets: Sequence[str], facts: GpuFacts | None = None) -> I
     yield Finding("config", OK, f"{file} (cluster {config.name!r})")
     for look in (_model, _redis, _tls, _tokens, _threads):
         yield look(config)
+    yield _open_files()
     yield from _hosts(config)
     yield from _ports(config)
     facts = gpu_facts() if facts is None else facts
@@ -157,6 +159,18 @@ def _threads(config: ClusterConfig) -> Finding:
         remedy = f"lower {' or '.join(f'{role.value}.threads' for role in config.bounds)}"
         return Finding("threads", WARN, f"{wanted} wanted, {cores} cores here", remedy)
     return Finding("threads", OK, f"{wanted} wanted, {cores} cores here")
+
+
+def _open_files() -> Finding:
+    from baton.network import OPEN_FILES, most_open_files, open_files
+
+    soft, hard = open_files(), most_open_files()
+    text = f"{soft} now; each process raises this to {min(OPEN_FILES, hard)} (hard limit {hard})"
+    if hard < FEW_FILES:
+        return Finding(
+            "open files", WARN, text, f"raise the hard limit (ulimit -Hn) to {FEW_FILES}: a client needs one"
+        )
+    return Finding("open files", OK, text)
 
 
 def _hosts(config: ClusterConfig) -> Iterator[Finding]:
