@@ -43,8 +43,8 @@ def _prepare(
     config = narrow(config, role, os.environ) if role is not None else config
     configure_logging(config.log.level, config.log.format, process)
     gpus = os.environ.get(VISIBLE)
-    facts = {"version": __version__, "pid": os.getpid(), "open_files": files, "gpus": gpus}
-    log.info("process_started", **facts, config=effective(config))
+    shown = effective(config)
+    log.info("process_started", version=__version__, pid=os.getpid(), open_files=files, gpus=gpus, config=shown)
     if config.redis.url == "embedded":
         text = "a single role needs a running Redis: set redis.url=redis://... (`baton up` starts an embedded one)"
         raise ConfigError(f"redis.url: {text}")
