@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -50,7 +50,7 @@ def configure_logging(level: str = "info", form: str = "auto", process: str = ""
     structlog.configure(
         processors=[*begin, *end],
         wrapper_class=structlog.make_filtering_bound_logger(lowest),
-        logger_factory=partial(LineWriter, sys.stderr),
+        logger_factory=partial(LineWriter, sys.stderr, Losses()),
     )
     _take_libraries(begin, end, max(logging.WARNING, LEVELS[level.upper()]))
     sys.excepthook = _process_failed
@@ -64,19 +64,49 @@ def log_to_stderr_by_default() -> None:
         structlog.configure(logger_factory=lambda *_: LineWriter(sys.stderr))
 
 
+@dataclass(slots=True)
+class Losses:
+    """Lines of this process that could not be written. `torn` means that the last one was written in part."""
+
+    lines: int = 0
+    torn: bool = False
+
+
 class LineWriter:
-    """The logger that structlog calls with each rendered line. A line that cannot be written is dropped.
+    """The logger that structlog calls with each rendered line. A line that cannot be written is dropped. The number of
+    dropped lines is logged when lines can be written again.
 
     A log line must not end what it reports on: on a full disk or a closed pipe the request goes on.
     """
 
-    def __init__(self, file: TextIO | None, *_: object) -> None:
+    def __init__(self, file: TextIO | None, losses: Losses | None = None, *_: object) -> None:
         self._file = file  # None, which means stdout, in a process that was started with stderr closed
+        self._losses = losses
 
     def msg(self, line: str) -> None:
-        """Write one line in one call and flush it."""
-        with suppress(OSError):
-            print(f"{line}\n", end="", file=self._file, flush=True)
+        """Write one line in one call."""
+        losses = self._losses or Losses()
+        try:
+            self._write(line, losses)
+        except (OSError, ValueError):  # ValueError: the file was closed
+            losses.lines += 1
+            return
+        if losses.lines:
+            count, losses.lines = losses.lines, 0
+            log.warning("log_lines_lost", count=count)
+
+    def _write(self, line: str, losses: Losses) -> None:
+        """Write around the buffer of the file, because that would keep a failed line and write it later."""
+        try:
+            descriptor = self._file.fileno() if self._file is not None else 1
+        except (OSError, ValueError):  # no file of the system, as in tests
+            print(line, file=self._file, flush=True)
+            return
+        data = f"{chr(10) * losses.torn}{line}\n".encode(errors="backslashreplace")
+        written = os.write(descriptor, data)
+        losses.torn = written < len(data)
+        if losses.torn:
+            raise OSError("the line was not written as a whole")
 
     debug = info = warning = error = critical = exception = msg
 

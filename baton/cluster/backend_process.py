@@ -95,15 +95,25 @@ class Child:
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
-    def start(self) -> None:
-        """Start the process and do not wait. Raises ConfigError if its log cannot be written, or StartError."""
-        with writing(self.spec.log):
-            output = self.spec.log.open("ab")
+    def start(self, *, logged: bool = True) -> None:
+        """Start the process and do not wait. If its log cannot be written, raises ConfigError if it must be `logged`;
+        else its output is lost. Raises StartError.
+        """
         try:
-            with output:
+            with self._output(logged=logged) as output:
                 self._spawn(output)
         except OSError as error:  # no such program, no memory or too many processes
             raise StartError(f"{self.spec.name} was not started: {error}") from None
+
+    def _output(self, *, logged: bool) -> IO[bytes]:
+        try:
+            with writing(self.spec.log):
+                return self.spec.log.open("ab")
+        except ConfigError as error:
+            if logged:
+                raise
+            log.warning("process_log_lost", name=self.spec.name, error=str(error))
+            return Path(os.devnull).open("ab")
 
     def _spawn(self, output: IO[bytes]) -> None:
         read_fd, write_fd = os.pipe()
@@ -187,8 +197,8 @@ class Child:
         if now < self._retry_at:
             return False
         try:
-            self.start()
-        except BatonError as error:  # no log file or no memory, which may pass
+            self.start(logged=False)  # a running cluster does not end because its disk is full or read-only
+        except BatonError as error:  # no memory or too many processes, which may pass
             log.warning("process_not_started", name=self.spec.name, error=str(error))
             self._born, self._retry_at = now, None  # as if it had died immediately
             return False
@@ -292,6 +302,7 @@ class ProcessPlacement:
         self._waiting: dict[str, Role] = {}
         self._children: dict[str, Child] = {}
         self._ended: dict[str, Seen] = {}
+        self._served = False  # a worker was ready, so later ones are replacements
 
     def open(self) -> None:
         pass
@@ -308,7 +319,7 @@ class ProcessPlacement:
         argv, env = self._command(worker_id, role), {VISIBLE: ",".join(gpus)} if gpus else {}
         self._children[worker_id] = Child(ProcessSpec(worker_id, argv, self._logs / f"{worker_id}.log", env))
         try:
-            self._children[worker_id].start()
+            self._children[worker_id].start(logged=not self._served)
         except BatonError as error:
             self._ended[worker_id] = Seen("ended", error=error)
 
@@ -322,7 +333,8 @@ class ProcessPlacement:
     def _look(self, worker_id: str, child: Child) -> Seen:
         if worker_id not in self._ended:
             if (pid := child.pid) is not None:
-                return Seen("ready" if child.is_ready() else "starting", pid)
+                self._served |= (ready := child.is_ready())
+                return Seen("ready" if ready else "starting", pid)
             self._ended[worker_id] = Seen("ended", error=child.failure())
         return self._ended[worker_id]
 

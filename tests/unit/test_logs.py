@@ -127,3 +127,28 @@ def test_a_line_that_cannot_be_written_is_dropped(stderr, form):
     with Path("/dev/full").open("w") as full:  # each write to it fails with ENOSPC
         done = ran(NO_LINE_FAILS, stderr, form, stderr=full)
     assert done.stdout.endswith("went on\n")
+
+
+FILLED = """
+import os, resource, sys
+import structlog
+from baton.logs import configure_logging
+os.dup2(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))  # a write beyond it is cut, or fails with EFBIG
+configure_logging("info", "json")
+for number in range(100):
+    structlog.get_logger().warning("line", number=number)
+resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+structlog.get_logger().warning("line", number=100)
+"""
+
+
+def test_dropped_lines_are_counted_and_the_number_is_logged_when_there_is_room(tmp_path):
+    ran(FILLED, str(tmp_path / "log"))
+    lines = (tmp_path / "log").read_text().splitlines()
+    whole = [json.loads(line) for line in lines if line.endswith("}")]
+    assert len(lines) - len(whole) <= 1, "at most the line that met the limit is torn"
+    kept = [line["number"] for line in whole if line["event"] == "line"]
+    assert kept == [*range(len(kept) - 1), 100]
+    assert [line["count"] for line in whole if line["event"] == "log_lines_lost"] == [101 - len(kept)]

@@ -110,6 +110,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
         "drain_wished": (_ROUTER, "an operator requested a drain of the worker"),
         "plan_said": (_ROUTER, "an operator set the sizes of the pools"),
+        "process_log_lost": (_SUPERVISOR, "a process is started again without a log, because its file is not writable"),
         "process_died": (_SUPERVISOR, "a process died and is started again"),
         "process_not_started": (_SUPERVISOR, "the operating system did not start the process"),
         "process_silent": (_SUPERVISOR, "the process was not ready in time and is replaced"),
@@ -178,6 +179,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "kernels_warmed": (_BOTH, "the kernels of a GPU are compiled for all shapes of steps"),
     },
     "any": {
+        "log_lines_lost": ("any", "so many log lines could not be written, for example because the disk was full"),
         "process_failed": ("any", "an exception ended the process, with its traceback"),
         "thread_failed": ("any", "an exception ended a thread, with its traceback"),
     },

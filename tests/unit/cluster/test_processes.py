@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -127,19 +128,18 @@ def test_too_many_deaths_in_a_row_are_an_error(child):
 
 
 def test_a_child_that_cannot_be_started_again_is_tried_like_one_that_dies(child, tmp_path):
-    """A log that cannot be written, or a lack of free processes, may be temporary."""
+    """A lack of free processes may be temporary."""
     clock = FakeClock()
     it = child("pass", clock, max_restarts=3)
     it.wait(10.0)
-    (tmp_path / "child.log").unlink()
-    (tmp_path / "child.log").mkdir()
+    program, it.spec = it.spec.argv[0], replace(it.spec, argv=[str(tmp_path / "none")])
     files = len(list(Path("/proc/self/fd").iterdir()))
     for backoff in BACKOFF_S[:2]:
         assert not it.poll()
         clock.advance(backoff)
         assert not it.poll()
     assert len(list(Path("/proc/self/fd").iterdir())) <= files
-    (tmp_path / "child.log").rmdir()
+    it.spec = replace(it.spec, argv=[program, "-c", "pass"])
     assert not it.poll()
     clock.advance(BACKOFF_S[2])
     assert it.poll()
@@ -147,6 +147,24 @@ def test_a_child_that_cannot_be_started_again_is_tried_like_one_that_dies(child,
     it.wait(10.0)
     with pytest.raises(StartError, match="died 4 times in a row"):
         it.poll()
+
+
+def test_without_a_writable_log_a_process_is_replaced_all_the_same(child, tmp_path):
+    clock = FakeClock()
+    it = child("import os; os.write(1, b'lost')", clock)
+    it.wait(10.0)
+    (tmp_path / "child.log").unlink()
+    (tmp_path / "child.log").mkdir()
+    assert not it.poll()
+    clock.advance(BACKOFF_S[0])
+    assert it.poll()
+    assert it._process.wait(10) == 0
+    placement = ProcessPlacement(lambda worker_id, role: [sys.executable, "-c", ""], tmp_path, NO_GPUS)
+    placement._served = True  # as after the start of the cluster
+    (tmp_path / "decode-0.log").mkdir()
+    placement.start("decode-0", Role.DECODE)
+    assert placement._children["decode-0"]._process is not None
+    placement.stop(10.0)
 
 
 def test_a_log_that_cannot_be_written_is_named_with_the_variable_that_moves_it(tmp_path):
