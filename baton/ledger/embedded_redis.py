@@ -54,11 +54,12 @@ class EmbeddedRedis:
     ) -> EmbeddedRedis:
         """Start the server and wait until it answers, about 0.1 s; `folder` gets its log.
 
-        Call it from a thread that lives as long as the process, because the kernel kills the server when that thread
-        ends. `port` 0 means any free one; give a port and `password` to replace a server that died. Raises LedgerError
+        Without a writable folder, it runs without a log. Call it from a thread that lives as long as the process,
+        because the kernel kills the server when that thread ends. `port` 0 means any free one; give a port and `password` to replace a server that died. Raises LedgerError
         if the binary is missing, the port is in use, or there is no answer within `deadline_s`.
         """
-        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
         program, secret = binary or server_binary(), password or secrets.token_urlsafe(24)
         deadline = time.monotonic() + deadline_s
         for left in reversed(range(1 if port else PORT_ATTEMPTS)):
@@ -74,7 +75,7 @@ class EmbeddedRedis:
     def _start_at(cls, program: Path, folder: Path, port: int, password: str, deadline: float) -> EmbeddedRedis:
         log_file = folder / "redis.log"
         log_from = log_file.stat().st_size if log_file.exists() else 0
-        process = _spawn(program, _configuration(folder, log_file, port, password))
+        process = _spawn(program, _configuration(log_file if _writable(log_file) else None, port, password))
         url = f"redis://:{password}@127.0.0.1:{port}/0"
         server = cls(url, port, log_file, process)
         try:
@@ -108,7 +109,7 @@ class EmbeddedRedis:
 
     def _explain(self, log_from: int) -> None:
         """Raise the reason why the server ended before it answered."""
-        text = self.log_file.read_bytes()[log_from:].decode(errors="replace") if self.log_file.exists() else ""
+        text = self.log_file.read_bytes()[log_from:].decode(errors="replace") if self.log_file.is_file() else ""
         if "Address already in use" in text:
             raise _PortTakenError
         last = " | ".join(line for line in text.splitlines() if "#" in line)[-300:]
@@ -157,13 +158,21 @@ def _spawn(program: Path, configuration: str) -> subprocess.Popen[bytes]:
     return process
 
 
-def _configuration(folder: Path, log_file: Path, port: int, password: str) -> str:
+def _writable(file: Path) -> bool:
+    try:
+        file.open("ab").close()
+    except OSError:
+        return False
+    return True
+
+
+def _configuration(log_file: Path | None, port: int, password: str) -> str:
     lines = (
         "bind 127.0.0.1",
         f"port {port}",
         "protected-mode yes",
         f"requirepass {password}",
-        f"dir {_quoted(folder)}",
+        "dir /",  # nothing is saved
         f"logfile {_quoted(log_file)}",
         "daemonize no",
         'save ""',
@@ -176,7 +185,9 @@ def _configuration(folder: Path, log_file: Path, port: int, password: str) -> st
     return "\n".join(lines) + "\n"
 
 
-def _quoted(path: Path) -> str:
+def _quoted(path: Path | None) -> str:
+    if path is None:
+        return '""'  # standard output
     return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 

@@ -435,3 +435,9 @@ def test_a_connection_that_the_kernel_aborted_is_replaced(server, run):
         return answers
 
     assert run(main()) == [b"1", 2]
+
+
+def test_without_a_writable_log_it_runs_all_the_same(tmp_path):
+    (tmp_path / "redis.log").mkdir()
+    with EmbeddedRedis.start(tmp_path) as server:
+        assert server.alive
