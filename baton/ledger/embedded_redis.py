@@ -55,8 +55,9 @@ class EmbeddedRedis:
         """Start the server and wait until it answers, about 0.1 s; `folder` gets its log.
 
         Without a writable folder, it runs without a log. Call it from a thread that lives as long as the process,
-        because the kernel kills the server when that thread ends. `port` 0 means any free one; give a port and `password` to replace a server that died. Raises LedgerError
-        if the binary is missing, the port is in use, or there is no answer within `deadline_s`.
+        because the kernel kills the server when that thread ends. `port` 0 means any free one; give a port and
+        `password` to replace a server that died. Raises LedgerError if the binary is missing, the port is in use, or
+        there is no answer within `deadline_s`.
         """
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
