@@ -151,8 +151,14 @@ class SendQueue:
         self._probed = 0
 
     @property
-    def broken(self) -> bool:
-        return self._error is not None
+    def broken(self) -> str:
+        """The reason if the channel is broken, else an empty string."""
+        return "" if self._error is None else str(self._error) or type(self._error).__name__
+
+    @property
+    def opening(self) -> str:
+        """The transport from the welcome until the probe is acknowledged, else an empty string."""
+        return self._welcome.transport if self._welcome is not None and self._probed < wire.FRAMES else ""
 
     @property
     def idle(self) -> bool:
@@ -205,7 +211,7 @@ class SendQueue:
         """Break the channel: end all pushes with `error`, or with an earlier one that arrives within `after_s`."""
         error.with_traceback(None)  # a kept traceback would keep staging and thread locals alive
         with self._changed:
-            self._changed.wait_for(lambda: self.broken, after_s)
+            self._changed.wait_for(lambda: self._error, after_s)
             self._error = self._error or error
             for push in self._pushes.values():
                 self._close(push, self._error)

@@ -12,9 +12,10 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Protocol
 
 import grpc
@@ -96,7 +97,8 @@ REASON_S = 0.2  # seconds to wait for the receiver's own reason if the channel f
 
 class Sender:
     """Sender of KV in `kv` to other workers. Thread-safe. `on_done` is called exactly once per push, from one thread of
-    the sender; after that, nothing reads the push's blocks.
+    the sender; after that, nothing reads the push's blocks. A transport that could not be opened to a worker is the
+    last choice for that incarnation of it.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class Sender:
         self._callbacks = Reports(self._report, on_unfetched)
         self._lock = threading.Lock()
         self._channels: list[SendChannel] = []  # least recently used first; broken ones stay until their thread ends
+        self._failures: dict[str, tuple[WorkerRef, dict[str, str]]] = {}  # by worker: reason of each failed transport
         self._generations = itertools.count(1)
         self._closed = threading.Event()
         self._reports = ThreadPoolExecutor(1, thread_name_prefix="kv-reports")
@@ -156,6 +159,12 @@ class Sender:
     def channels(self) -> tuple[Channel, ...]:
         return tuple(one.channel for one in self._all() if one.channel is not None and one.running)
 
+    def left_out(self) -> Mapping[str, Mapping[str, str]]:
+        """Return, by worker id, the transports that could not be opened to that worker, each with the reason."""
+        with self._lock:
+            self._note_failures()
+            return {worker: dict(failed) for worker, (_, failed) in self._failures.items()}
+
     def close(self) -> None:
         """End all pushes with ChannelBroken and free everything. Returns after the last `on_done`."""
         with self._lock:
@@ -175,20 +184,36 @@ class Sender:
         with self._lock:
             if self._closed.is_set():
                 raise ChannelBroken("the sender was closed")
+            self._note_failures()
             self._channels = [channel for channel in self._channels if channel.running]
             channel = next((one for one in self._channels if one.to == job.to and not one.queue.broken), None)
             if channel is None:
                 self._retire_idle()
                 generation = next(self._generations)
-                self._channels.append(SendChannel(self._end, self._connect, job, generation, self._callbacks))
+                end = replace(self._end, transports=self._in_order(job.to))
+                self._channels.append(SendChannel(end, self._connect, job, generation, self._callbacks))
                 return True
             self._channels.remove(channel)
             self._channels.append(channel)
             return channel.queue.add(job)
 
+    def _in_order(self, to: WorkerRef) -> tuple[Transport, ...]:
+        known, failed = self._failures.get(to.worker_id, (to, {}))
+        return tuple(sorted(self._end.transports, key=lambda one: known == to and one.name in failed))
+
+    def _note_failures(self) -> None:
+        """Record each transport whose channel broke before its probe was acknowledged."""
+        for channel in self._channels:
+            to, transport, reason = channel.to, channel.queue.opening, channel.queue.broken
+            known, failed = self._failures.get(to.worker_id, (to, {}))
+            failed = failed if known == to else {}
+            if transport and reason and transport not in failed:
+                self._failures[to.worker_id] = to, {**failed, transport: reason}
+                log.warning("transport_failed", worker=to, transport=transport, reason=reason)
+
     def _retire_idle(self) -> None:
         up = [channel for channel in self._channels if not channel.queue.broken]
-        idle = [channel for channel in up if channel.queue.idle]
+        idle = [channel for channel in up if channel.queue.idle and not channel.queue.opening]
         for channel in idle[: max(0, len(up) + 1 - self._end.max_channels)]:
             channel.queue.retire()
 

@@ -12,9 +12,10 @@ from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import wire
 from kvtransfer.transports.base import Ring
 from kvtransfer.wire import VersionRefused
+from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.byhand import SMALL, ZEROS, Call, Receiver
 from tests.unit.kvtransfer.ends import FlippingEnd, Wrapped, wrapped
-from tests.unit.kvtransfer.support import SETTINGS, P, same_kv
+from tests.unit.kvtransfer.support import SETTINGS, D, P, same_kv
 
 
 @pytest.mark.parametrize("nbytes", [1, 7, 8, 9, 64, 4097])
@@ -134,3 +135,53 @@ def test_none_in_common_is_refused_and_both_lists_are_named(pairs, send, recv) -
     names = [name.partition("@")[0] for name in (*send, *recv)]
     pair.reports.failed(pair.push("r", 8, [1, 2], [11, 12]), VersionRefused, *names)
     assert not pair.table.events
+
+
+class Breaking:
+    """A transport that fails for the first `times` ends, when it is opened or in its probe."""
+
+    def __init__(self, memory, name: str, times: int, when: str) -> None:
+        self._left, self._when = times, when
+        self._inner = Wrapped(memory, lambda end: FlippingEnd(end, 0), name)
+        self._sound = Wrapped(memory, name=name)
+        self.name, self.reach, self.device = name, "", memory.device
+        self.one_sided, self.sends = False, True
+
+    def open(self, *args):
+        self._left -= 1
+        if self._left < 0:
+            return self._sound.open(*args)
+        if self._when == "opened":
+            raise ChannelBroken("no peer access")
+        return self._inner.open(*args)
+
+
+@pytest.mark.parametrize(("side", "when"), [("sender", "opened"), ("receiver", "opened"), ("receiver", "probed")])
+def test_a_transport_that_cannot_be_opened_is_the_last_choice_for_this_worker(pairs, side: str, when: str) -> None:
+    settings = replace(SETTINGS, frame_deadline_s=scaled(0.5) if side == "sender" else SETTINGS.frame_deadline_s)
+
+    def first(memory, breaks: bool):
+        return [Breaking(memory, "fast", int(breaks), when), *named("slow")(memory)]
+
+    pair = pairs(settings, send=lambda m: first(m, side == "sender"), recv=lambda m: first(m, side == "receiver"))
+    pair.reports.failed(pair.push("r", 8, [1, 2], [11, 12]), ChannelBroken)
+    for name in ("again", "and again"):
+        assert pair.reports.done(pair.push(name, 8, [1, 2], [11, 12])).transport == "slow"
+    [(worker, failed)] = pair.sender.left_out().items()
+    assert (worker, list(failed)) == (D.worker_id, ["fast"])
+    assert ("no peer access" if when == "opened" else "changes bytes") in failed["fast"]
+
+
+def test_the_next_incarnation_of_a_worker_gets_the_best_transport_again(pairs) -> None:
+    pair = pairs(send=lambda m: [Breaking(m, "fast", 1, "opened"), *named("slow")(m)], recv=named("fast", "slow"))
+    reborn = replace(D, incarnation=replace(D.incarnation, counter=D.incarnation.counter + 1))
+    pair.reports.failed(pair.push("r", 8, [1, 2], [11, 12]), ChannelBroken)
+    assert list(pair.sender.left_out()) == [D.worker_id]
+    assert [one.name for one in pair.sender._in_order(D)] == ["slow", "fast"]
+    assert [one.name for one in pair.sender._in_order(reborn)] == ["fast", "slow"]
+
+
+def test_the_only_transport_is_tried_again(pairs) -> None:
+    pair = pairs(send=lambda memory: [Breaking(memory, "fast", 1, "opened")], recv=named("fast"))
+    pair.reports.failed(pair.push("r", 8, [1, 2], [11, 12]), ChannelBroken, "no peer access")
+    assert pair.reports.done(pair.push("again", 8, [1, 2], [11, 12])).transport == "fast"
