@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from baton.core import HandoffId
 from baton.engine.kv_cache import KVCache, Mark
@@ -45,6 +45,14 @@ class State(enum.Enum):
     COMMITTED = enum.auto()
 
 
+class Written(NamedTuple):
+    """The mark after which the first `layers` layers are written up to position `end`."""
+
+    layers: int
+    end: int
+    mark: Mark
+
+
 @dataclass(slots=True, eq=False)
 class Push:
     """One push. The lock guards its state; fields below `outcome` belong to the channel's thread."""
@@ -54,7 +62,7 @@ class Push:
     state: State = State.WAITING
     deadline: float = NEVER  # of the receiver's answer
     blocks: Sequence[int] = ()  # up to the last computed position
-    mark: Mark | None = None  # GPU work that must end before the blocks are read
+    marks: deque[Written] = field(default_factory=deque)  # GPU work that must end before the blocks are read
     generations: list[int] = field(default_factory=list)  # of `blocks` in exposed memory
     listed: int = 0  # blocks whose places the receiver has
     frames: int = 0
@@ -180,7 +188,8 @@ class SendQueue:
     def computed(self, handoff: HandoffId, blocks: Sequence[int], layers: int, end: int) -> None:
         with self._changed:
             if push := self._pushes.get(handoff):
-                push.blocks, push.mark = blocks, self._end.kv.mark()
+                push.blocks = blocks
+                self._mark(push, layers, end)
                 if (exposed := self._end.kv.exposed) is not None:
                     push.generations += [exposed.generations[block] for block in blocks[len(push.generations) :]]
                 push.progress.computed(layers, end)
@@ -191,6 +200,7 @@ class SendQueue:
             if push := self._pushes.get(handoff):
                 push.progress.withdrawn(frame for of, frame in self._unread if of is push)
                 push.blocks, push.generations, push.listed = (), [], 0
+                push.marks.clear()
             self._changed.wait_for(lambda: self._reads != handoff)  # also for a push that has ended
 
     def finish(self, handoff: HandoffId, end: PushEnd) -> bool:
@@ -263,6 +273,12 @@ class SendQueue:
         """Wait until the receiver has acknowledged the probe. Raises HandoffError."""
         self._wait(lambda: self._probed >= frames, "answer to the probe")
 
+    def mark_of(self, push: Push, frame: FrameSpec) -> Mark | None:
+        """Return the mark after which the KV of `frame` is written. None on a CPU, or if the push was withdrawn."""
+        with self._changed:
+            found = (one for one in push.marks if one.layers >= frame.layer_end and one.end >= frame.end)
+            return next((one.mark for one in found), None)
+
     @contextmanager
     def reading(self, push: Push, frame: FrameSpec) -> Iterator[Sequence[int]]:
         """Yield the blocks that may be read for `frame`; none if the push has ended or was withdrawn."""
@@ -319,6 +335,13 @@ class SendQueue:
                 self._enqueue(pb.PeerCommand(commit=commit, after=self.window.number))
 
     # Under the lock
+
+    def _mark(self, push: Push, layers: int, end: int) -> None:
+        """Add a mark for KV that was computed now, and drop those of KV that was sent."""
+        if (mark := self._end.kv.mark()) is not None:
+            while push.marks and push.marks[0].end <= push.progress.lowest:
+                push.marks.popleft()
+            push.marks.append(Written(layers, min(end, push.job.known_tokens), mark))
 
     def _pick(self) -> tuple[Push, FrameSpec | None] | None:
         """Pick in the order of arrival, so that the oldest push finishes first."""

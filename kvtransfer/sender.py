@@ -337,8 +337,8 @@ class SendChannel:
         with self.queue.reading(push, frame) as blocks:
             if not blocks:
                 return False
-            if push.mark is not None:
-                push.mark.wait()
+            if mark := self.queue.mark_of(push, frame):
+                mark.wait()
             self._end.kv.gather(frame.layers, blocks, frame.begin, frame.end, data)
             push.digests.append(wire_digest(data))  # on a GPU, this also waits until the blocks have been read
         if self._end.settings.verify_kv or push.job.verify:
@@ -348,8 +348,12 @@ class SendChannel:
         return True
 
     def _share(self, channel: ChannelEnd, push: Push, frame: FrameSpec) -> None:
-        """Announce a frame that the receiver reads from the blocks. Nothing is copied, unless digests are verified."""
+        """Announce a frame that the receiver reads from the blocks. Nothing is copied, unless digests are verified. The
+        receiver's copies are not in the order of this GPU's streams, so the host waits until the KV is written.
+        """
         started, digest = time.monotonic(), b""
+        if mark := self.queue.mark_of(push, frame):
+            mark.synchronize()
         if self._end.settings.verify_frames:
             with self.queue.reading(push, frame) as blocks:
                 if not blocks:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from baton.core import KVLayout
 from baton.engine.kernels.cpu.ops import CompiledBlockCopy
+from baton.engine.kernels.gpu.cuda_memory import CudaDevice, ExposedGpuMemory
 from baton.engine.memory.exposed import ExposedMemory, Shape
 from baton.engine.memory.huge_pages import Arena
 from baton.errors import ConfigError
@@ -24,11 +25,17 @@ GPU_SHARE = 0.9  # after activations (`claim_activations`); the rest is for grap
 CGROUP = Path("/sys/fs/cgroup")
 
 
+Exposed = ExposedMemory | ExposedGpuMemory
+
+
 class Mark(Protocol):
     """A point in the work of a device."""
 
     def wait(self) -> None:
         """Delay later work of the current stream until this point is reached."""
+
+    def synchronize(self) -> None:
+        """Wait on the host until this point is reached."""
 
 
 class KVCache:
@@ -46,7 +53,7 @@ class KVCache:
         device: torch.device | str = "cpu",
         storage: list[Tensor] | None = None,
         copy: CompiledBlockCopy | None = None,
-        exposed: ExposedMemory | None = None,
+        exposed: Exposed | None = None,
     ) -> None:
         shape = (layout.layers, total_blocks, layout.block_size, layout.kv_heads, layout.head_dim)
         self.layout, self.total_blocks = layout, total_blocks
@@ -63,7 +70,7 @@ class KVCache:
         """Return a mark to wait for before reading results of the work issued so far. None on a CPU."""
         if self.device.type == "cpu":
             return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # a waiting thread needs no core
         event.record()
         return event
 
@@ -200,9 +207,12 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return Arena().empty(shape, dtype).zero_()
 
 
-def exposed_memory(layout: KVLayout, total_blocks: int) -> ExposedMemory:
-    """Return memory for a cache that other processes of this host can read. Raises ConfigError."""
-    return ExposedMemory(Shape(total_blocks, total_blocks * layout.block_bytes))
+def exposed_memory(layout: KVLayout, total_blocks: int, device: torch.device | str = "cpu") -> Exposed:
+    """Return memory on `device` for a cache that other processes of this host can read. Raises ConfigError."""
+    shape = Shape(total_blocks, total_blocks * layout.block_bytes)
+    if (device := torch.device(device)).type == "cpu":
+        return ExposedMemory(shape)
+    return ExposedGpuMemory(shape, CudaDevice(device))
 
 
 def tensors_in(memory: Tensor, layout: KVLayout, total_blocks: int) -> list[Tensor]:

@@ -22,12 +22,11 @@ from baton.core import Finish, HandoffId, Role, Sampling, SequenceSpec, Token
 from baton.engine.determinism.checks import WINDOW, checked_shapes, load_passes
 from baton.engine.engine import Engine
 from baton.engine.kernels.cpu.compiler import machine, state_folder
-from baton.engine.kernels.gpu.cuda_memory import claim_activations
+from baton.engine.kernels.gpu.cuda_memory import can_expose
 from baton.engine.kernels.gpu.flash_attention import BLOCK_MULTIPLE
 from baton.engine.kernels.gpu.shapes import WIDEST_HEAD
-from baton.engine.kernels.gpu.warm_up import warm_forwards
+from baton.engine.kernels.gpu.warm_up import claim_activations, warm_forwards
 from baton.engine.kv_cache import size_kv
-from baton.engine.memory.exposed import is_supported
 from baton.engine.model_backend import ModelBackend
 from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.step_result import Counters
@@ -149,11 +148,13 @@ def build_engine(settings: WorkerSettings, loaded: ModelBackend | None = None) -
 
 
 def exposes_kv(settings: WorkerSettings, device: torch.device) -> bool:
-    """Whether other processes of this host shall read the KV here. Caches of decode workers stay private unless shm is
-    named, because their attention is slower on the ordinary pages that shared memory often has.
+    """Whether other processes of this host shall read the KV here. Caches of decode workers stay private unless shm or
+    cuda_ipc is named: attention on CPUs is slower on the ordinary pages that shared memory often has.
     """
-    wanted, on_cpu = settings.transfer.transport, device.type == "cpu" and settings.tensor_parallel == 1
-    return on_cpu and (wanted == "shm" or (wanted == "auto" and settings.role is Role.PREFILL and is_supported()))
+    wanted, named = settings.transfer.transport, "shm" if device.type == "cpu" else "cuda_ipc"
+    if settings.tensor_parallel > 1 or wanted not in {"auto", named}:
+        return False
+    return wanted == named or (settings.role is Role.PREFILL and can_expose(device))
 
 
 def use_threads(settings: WorkerSettings) -> None:

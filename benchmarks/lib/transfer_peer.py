@@ -105,7 +105,7 @@ class Receiver:
 
     async def _open(self, settings: TransferSettings, device: str) -> Answer:
         counter = next(self._counter)
-        kv = self._kv[device] = self._kv.get(device) or make_kv(self._setup, device, exposed=device == "cpu")
+        kv = self._kv[device] = self._kv.get(device) or make_kv(self._setup, device, exposed=True)
         table, server = Table(blocks_of(kv, seed=2)), aio_server()
         me = WorkerRef("decode-0", Incarnation(1, counter), bind(server, "127.0.0.1:0"))
         service = PeerService(kv, me, FINGERPRINT, settings, table, make_transports(settings, kv))
@@ -129,7 +129,7 @@ def make_kv(setup: Setup, device: str, *, exposed: bool = False) -> KVCache:
     layout = layout_of(setup)
     copy = block_copy(choose_kernels(torch.device(device), TORCH_DTYPES[layout.dtype]))
     blocks = layout.blocks_for(setup.kv_tokens)
-    memory = exposed_memory(layout, blocks) if exposed else None
+    memory = exposed_memory(layout, blocks, device) if exposed else None
     kv = KVCache(layout, blocks, device, copy=copy, exposed=memory)
     for part in kv.tensors:
         part.view(torch.int16).random_()

@@ -33,7 +33,7 @@ class Pusher:
 
     def open(self, settings: dict[str, object], device: str = "cpu", peer_device: str = "cpu") -> Answer:
         """Open a lane with these `TransferSettings`, from `device` of this process to `peer_device` of the partner."""
-        kv = self._kv[device] = self._kv.get(device) or make_kv(self._setup, device, exposed=device == "cpu")
+        kv = self._kv[device] = self._kv.get(device) or make_kv(self._setup, device, exposed=True)
         chosen = TransferSettings(**settings)  # type: ignore[arg-type]  # from JSON
         number, lane = next(self._numbers), Lane(kv, self._partner, chosen, peer_device)
         self._lanes[number] = lane, blocks_of(kv, seed=1)

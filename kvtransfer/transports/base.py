@@ -45,6 +45,12 @@ class Places:
 
     blocks: list[int] = field(default_factory=list)
     generations: list[int] = field(default_factory=list)
+    fresh: bool = True  # nothing was copied from them yet
+
+    def of(self, spec: FrameSpec, block_size: int) -> tuple[list[int], list[int]]:
+        """Return the blocks with the positions of a frame, and their generations."""
+        needed = slice(spec.begin // block_size, -(-spec.end // block_size))
+        return self.blocks[needed], self.generations[needed]
 
     def replace(self, first: int, blocks: Sequence[int], generations: Sequence[int]) -> None:
         """Set the places from block number `first` on. Blocks between the known ones and `first` are never read."""

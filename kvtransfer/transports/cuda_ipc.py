@@ -1,110 +1,176 @@
-"""Transport between two processes on one GPU: the receiver reads the sender's ring in device memory, without a copy.
+"""Device memory between processes of one host: the receiver copies from the sender's KV pool, also of another GPU.
 
-    sender: fill slot, record event, notice   --unix socket-->   receiver: notice, poll event, read slot, credit
-Only the sender's process owns and writes the memory. It outlives the channel until the receiver has closed it. The
-socket proves that: the receiver, or the kernel after its death, closes it after the memory. Not yet run on a GPU; see
-`cuda_memory`. The protocol is tested with a device in main memory.
+The sender passes the handle of its pool (`ExposedGpuMemory`) over a Unix socket. The receiver opens it and copies
+straight into its own blocks, on a stream of its own, so that neither side's compute waits. A copied byte counts only if
+it is the announced one, because of this order:
+
+    owner:   raise generation (host) -> launch a kernel that overwrites the block
+    sender:  kernels that wrote the KV are done -> announce (`Mark.synchronize` on the host, see `kvtransfer.sender`)
+    reader:  compare generations -> copy -> synchronize the stream -> compare generations -> the owner's process lives
+
+If a kernel overwrote the block before the copy ended, the second comparison comes after the raise and sees it. The last
+step is needed because the kernel of the host frees a dead owner's GPU memory, maybe before it closes its socket.
+Not yet run on a GPU; see `cuda_memory`. The protocol is tested with a device in main memory.
 """
 
 from __future__ import annotations
 
+import os
 import socket
-import threading
-import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from functools import partial
+from collections.abc import Sequence
+from contextlib import ExitStack
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from baton.engine.kernels.gpu.cuda_memory import HANDLE_BYTES, CudaDevice, Device
+from baton.engine.kernels.gpu.cuda_memory import HANDLE_BYTES, CudaDevice, Device, ExposedGpuMemory, Words
+from baton.engine.kv_cache import KVCache
+from baton.engine.memory.exposed import PROBE_BYTES, MappedMemory, Shape, check_platform
+from baton.errors import ConfigError
+from kvtransfer.frames import FrameSpec
 from kvtransfer.transports import unix_socket
-from kvtransfer.transports.base import ChannelName, KeyRelay, Ring, Side, translate_errors
-from kvtransfer.transports.unix_socket import SocketEnd, UnixSocketPair, host_reach
+from kvtransfer.transports.base import ChannelName, KeyRelay, Places, Ring, Side, translate_errors
+from kvtransfer.transports.host_pool import Passed, PoolEnd, pass_pool, receive_pool
+from kvtransfer.transports.unix_socket import Watch, credentials, host_reach
 
-_POLL_S = 0.00002
-_RING = "cuda-ring"  # key with the handles of the memory and of one event per slot
+_EXITING = 0x4  # PF_EXITING: set in each thread before the kernel closes the files of its process
 
 
 class CudaIpcTransport:
-    """Transport within one GPU, because NCCL is as direct between two. Reads of a slot must be done, not only queued,
-    before its credit. Raises ConfigError if KV is not on an NVIDIA GPU or cannot be shared. `gpu` is for tests.
+    """Transport between KV caches on GPUs of one host. A cache that is not exposed can only receive. Raises ConfigError
+    if KV is not on an NVIDIA GPU or cannot be shared. `gpu` is for tests.
     """
 
     name = "cuda_ipc"
-    one_sided, sends = False, True
+    one_sided = True
 
-    def __init__(self, device: torch.device, gpu: Device | None = None) -> None:
-        self._gpu = gpu or CudaDevice(device)
-        self.device = device
-        self.reach = f"{host_reach('ipc', 'pid')}-{self._gpu.uuid}"
-        self._lock = threading.Lock()
-        self._quarantine: list[tuple[int, Ring, UnixSocketPair]] = []
+    def __init__(self, kv: KVCache, gpu: Device | None = None) -> None:
+        check_platform()
+        self._exposed = kv.exposed if isinstance(kv.exposed, ExposedGpuMemory) else None
+        self._gpu = gpu or CudaDevice(kv.device)
+        if not all(tensor.is_contiguous() and tensor.device == kv.device for tensor in kv.tensors):
+            raise ConfigError("CUDA IPC needs KV in the memory of one process")
+        self._kv, self.device = kv, kv.device
+        self.reach, self.sends = host_reach("ipc", "pid"), self._exposed is not None
 
-    def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> SocketEnd:
-        """See `Transport`. No tensor of a slot may be used after the end was closed."""
-        self._free_proved()
+    def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> PoolEnd:
+        """See `Transport`. It fails for two GPUs without peer access."""
         title, build = f"cuda_ipc channel {name}", self._take if side is Side.RECEIVER else self._give
-        return translate_errors(f"{title}: not built", lambda: build(title, keys, ring, deadline_s))
+        return translate_errors(f"{title}: not built", lambda: build(title, keys, deadline_s))
 
-    @property
-    def quarantined(self) -> int:
-        """Bytes of device memory of closed channels that the receiver may still have open."""
-        self._free_proved()
-        return sum(ring.nbytes for _, ring, _ in self._quarantine)
+    def _give(self, title: str, keys: KeyRelay, deadline_s: float) -> PoolEnd:
+        if (exposed := self._exposed) is None:
+            raise ConnectionError("the KV cache here is not exposed")
+        with ExitStack() as failing:
+            connected = failing.enter_context(unix_socket.connect(keys, deadline_s))
+            handle = self._gpu.handle(exposed.address)
+            exposed.lend(Watch(connected))
+            pass_pool(connected, exposed.shape, self._kv.layout, exposed.file, handle)
+            failing.pop_all()
+        return PoolEnd(title, connected)
 
-    def _give(self, title: str, keys: KeyRelay, ring: Ring, deadline_s: float) -> SocketEnd:
-        with ExitStack() as undo:
-            address = self._gpu.allocate(ring.nbytes)
-            undo.callback(self._gpu.free, address)
-            pair = unix_socket.connect(keys, deadline_s)
-            undo.pop_all()
-            release = partial(self._retire, address, ring, pair)  # from here on, the receiver may have it open
-            undo.callback(release)
-            events = [self._gpu.event() for _ in range(ring.slots)]
-            keys.send(_RING, self._gpu.handle(address) + b"".join(handle for _, handle in events))
-            pair.expect(0, ring.nbytes)
-            staging = self._gpu.tensor(address, ring.nbytes).view(ring.slots, ring.size)
-            undo.pop_all()
-        return SocketEnd(title, staging, pair, Side.SENDER, release, lambda n: events[n % ring.slots][0]())
-
-    def _take(self, title: str, keys: KeyRelay, ring: Ring, deadline_s: float) -> SocketEnd:
-        with ExitStack() as held:
-            pair = unix_socket.accept(keys, deadline_s)
-            held.callback(pair.close)  # closed after the memory, as proof for the sender
-            key = keys.expect(_RING, deadline_s)
-            if len(key) != (1 + ring.slots) * HANDLE_BYTES:
-                raise ConnectionError(f"{len(key)} bytes are not the handles of {ring.slots} slots")
-            handles = [key[at : at + HANDLE_BYTES] for at in range(0, len(key), HANDLE_BYTES)]
-            address = self._gpu.open(handles[0])
-            held.callback(self._gpu.close, address)
-            events = [self._gpu.open_event(handle) for handle in handles[1:]]
-            staging = self._gpu.tensor(address, ring.nbytes).view(ring.slots, ring.size)
-            pair.notify(0, ring.nbytes)  # all of it is mapped
-            release = held.pop_all().close
-        return SocketEnd(
-            title, staging, pair, Side.RECEIVER, release, lambda n: _wait(events[n % ring.slots], deadline_s)
-        )
-
-    def _retire(self, address: int, ring: Ring, pair: UnixSocketPair) -> None:
-        with suppress(OSError):
-            pair.socket.shutdown(socket.SHUT_WR)  # the receiver sees this and closes
-        with self._lock:
-            self._quarantine.append((address, ring, pair))
-        self._free_proved()
-
-    def _free_proved(self) -> None:
-        with self._lock:
-            proved = [entry for entry in self._quarantine if entry[2].gone]
-            self._quarantine = [entry for entry in self._quarantine if entry not in proved]
-        for address, _, pair in proved:
-            self._gpu.free(address)
-            pair.close()
+    def _take(self, title: str, keys: KeyRelay, deadline_s: float) -> PoolEnd:
+        with ExitStack() as leaving, ExitStack() as failing:
+            connected = unix_socket.accept(keys, deadline_s)
+            failing.callback(connected.close)  # after the memory, as proof for the sender
+            passed = receive_pool(connected, self._kv.layout, leaving, HANDLE_BYTES)
+            release = failing.enter_context(ExitStack())
+            owner = OwnerProcess(connected)
+            release.callback(owner.close)
+            address = self._gpu.open(passed.handle)
+            release.callback(self._gpu.close, address)
+            pool = OpenedPool(self._gpu, self._kv, passed, address, owner)
+            failing.pop_all()
+        return PoolEnd(title, connected, pool, release.close)
 
 
-def _wait(done: Callable[[], bool], deadline_s: float) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not done():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"the slot was not written within {deadline_s} s")
-        time.sleep(_POLL_S)
+class OwnerProcess:
+    """The process of the peer. It must be the one that owns the memory."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._stat = os.open(f"/proc/{credentials(connected)[0]}/stat", os.O_RDONLY | os.O_CLOEXEC)
+
+    def check(self) -> None:
+        """Raise OSError if the process is dead or has begun to end. Else its memory has not been freed so far."""
+        fields = os.pread(self._stat, 4096, 0).rpartition(b")")[2].split()
+        if int(fields[6]) & _EXITING:
+            raise ConnectionError("the peer's process has ended")
+
+    def close(self) -> None:
+        os.close(self._stat)
+
+
+class OpenedPool:
+    """The sender's pool in device memory that is open here: a `RemotePool`."""
+
+    def __init__(self, gpu: Device, kv: KVCache, passed: Passed, address: int, owner: OwnerProcess) -> None:
+        self.total_blocks, self.block_size = passed.shape.blocks, passed.layout.block_size
+        self._kv, self._copies, self._owner = kv, gpu.copies(), owner
+        self._generations = MappedMemory(passed.file, Shape(passed.shape.blocks, 0)).generations
+        self._address, self._pattern = address, address + passed.shape.kv_bytes
+        self._row = kv.layout.kv_heads * kv.layout.head_dim * kv.layout.itemsize  # bytes of a position in a plane
+
+    def probe(self, number: int, nbytes: int) -> Tensor:
+        """See `RemotePool`."""
+        there = torch.empty(nbytes, dtype=torch.uint8, device=self._kv.device)
+        self._kv.settle()  # torch may have queued other work on this memory
+        source, target = self._pattern + number * PROBE_BYTES, there.data_ptr()
+        self._copies.copy(*(np.array([value], dtype=np.uint64) for value in (source, target, nbytes)))
+        self._finish()
+        return there.cpu()
+
+    def read(self, kv: KVCache, spec: FrameSpec, places: Places, ours: Sequence[int]) -> bool:
+        """See `RemotePool`. The first copy of a sequence waits for kernels that may still use its blocks."""
+        blocks, expected = places.of(spec, self.block_size)
+        if self._generations(blocks) != expected:
+            return False
+        if places.fresh:
+            self._copies.follow()
+            places.fresh = False
+        self._copies.copy(*self._runs(kv, spec, blocks, ours))
+        self._finish()
+        return self._generations(blocks) == expected
+
+    def _finish(self) -> None:
+        translate_errors("cuda_ipc", self._copies.wait)
+        translate_errors("cuda_ipc", self._owner.check)
+
+    def _runs(
+        self, kv: KVCache, spec: FrameSpec, theirs: Sequence[int], ours: Sequence[int]
+    ) -> tuple[Words, Words, Words]:
+        """Return source and target address and bytes of each copy, for positions in blocks `theirs` and `ours`."""
+        size = kv.layout.block_size
+        inside = ours[spec.begin // size : -(-spec.end // size)]
+        sources, targets, counts = runs(spec.begin, spec.end, (theirs, self.block_size), (inside, size))
+        planes = [(n, layer) for n in range(len(kv.tensors)) for layer in spec.layers]
+        plane_bytes = self.total_blocks * self.block_size * self._row
+        there = [self._address + (n * kv.layout.layers + layer) * plane_bytes for n, layer in planes]
+        here = [kv.tensors[n][layer].data_ptr() for n, layer in planes]
+        sizes = np.tile(counts * np.uint64(self._row), len(planes))
+        return _addresses(there, sources * self._row), _addresses(here, targets * self._row), sizes
+
+
+Part = tuple[Sequence[int], int]  # the blocks that hold the positions, and positions per block
+
+
+def runs(begin: int, end: int, theirs: Part, ours: Part) -> tuple[Words, Words, Words]:
+    """Cut positions [begin, end) into the longest runs that are contiguous on both sides. Return the first slot of each
+    run there and here, where a pool has a slot for each position, and its number of positions: uint64 [n] each.
+    """
+    sizes = theirs[1], ours[1]
+    inner = [np.arange((begin // size + 1) * size, end, size, dtype=np.uint64) for size in sizes]
+    edges = np.unique(np.concatenate([np.array([begin], dtype=np.uint64), *inner]))
+    counts = np.diff(np.append(edges, np.uint64(end)))
+    there, here = (
+        np.array(blocks, dtype=np.uint64)[edges // size - begin // size] * np.uint64(size) + edges % size
+        for blocks, size in (theirs, ours)
+    )
+    joined = (there[1:] == there[:-1] + counts[:-1]) & (here[1:] == here[:-1] + counts[:-1])
+    first = np.flatnonzero(np.append([True], ~joined))
+    return there[first], here[first], np.add.reduceat(counts, first)
+
+
+def _addresses(planes: Sequence[int], offsets: Words) -> Words:
+    """Return uint64 [planes * offsets], plane by plane."""
+    return (np.array(planes, dtype=np.uint64)[:, None] + offsets).ravel()

@@ -30,9 +30,9 @@ def make_transports(
     """
     device = kv.device
     makers: Makers = {
-        "shm": lambda: _readable(ShmTransport(kv)) if settings.transport == "shm" else ShmTransport(kv),
+        "shm": lambda: ShmTransport(kv),
         "gloo": lambda: GlooTransport(settings.bind_host),
-        "cuda_ipc": lambda: CudaIpcTransport(device),
+        "cuda_ipc": lambda: CudaIpcTransport(kv),
         "nccl": lambda: NcclTransport(device, settings.interface),
         "grpc": lambda: _given(grpc),
     }
@@ -45,7 +45,10 @@ def make_transports(
         return made
     if settings.transport == "auto":
         return *_available(["shm"], makers), _named("gloo", makers)
-    return (_named(settings.transport, makers),)
+    if not (named := _named(settings.transport, makers)).sends:
+        text = "other processes cannot read the KV cache here; for ranks of a worker, use auto or a two-sided one"
+        raise ConfigError(f"transfer.transport: {named.name!r} is not available: {text}")
+    return (named,)
 
 
 def _named(name: str, makers: Makers) -> Transport:
@@ -65,12 +68,6 @@ def _available(names: list[str], makers: Makers) -> tuple[Transport, ...]:
         except ConfigError as error:
             log.info("transport_left_out", transport=name, reason=str(error))
     return tuple(made)
-
-
-def _readable(shm: ShmTransport) -> ShmTransport:
-    if not shm.sends:
-        raise ConfigError("other processes cannot read the KV cache here; for ranks of a worker, use auto or gloo")
-    return shm
 
 
 def _given(grpc: GrpcTransport | None) -> GrpcTransport:

@@ -1,4 +1,4 @@
-"""Unix sockets between two ends on one host: proof that the peer lives, and a fast path for small messages.
+"""A Unix socket between two ends on one host: proof that the peer lives, and a fast path for small messages.
 
 The abstract name leaves no file behind and cannot be guessed, but all users of the host can read it in /proc/net/unix.
 So the kernel must confirm the peer's user, and the peer must send a secret.
@@ -18,15 +18,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-
-from torch import Tensor
+from typing import NoReturn
 
 from baton.errors import ConfigError
 from baton.hashing import fingerprint
-from kvtransfer.transports.base import KeyRelay, RingEnd, Side, translate_errors
+from kvtransfer.transports.base import KeyRelay, translate_errors
 
 MAX_PACKET = 1 << 15
 
@@ -44,8 +42,8 @@ def host_reach(*namespaces: str) -> str:
 
 
 class ControlSocket:
-    """One end of a pair. One thread sends and receives, any thread may `wake` it. Packets arrive whole and in order
-    until the peer is gone. `send` blocks if some hundred are unread, more than there can be credits.
+    """One end. One thread sends and receives, any thread may `wake` it. Packets arrive whole and in order until the
+    peer is gone. `send` blocks if some hundred are unread, more than there can be credits.
     """
 
     def __init__(self, title: str, connected: socket.socket) -> None:
@@ -77,6 +75,11 @@ class ControlSocket:
         """Return the next packet, or None after a wake or the timeout. Raises ChannelBroken if the peer is gone."""
         return translate_errors(self._title, lambda: self._receive(timeout_s))
 
+    def check(self) -> None:
+        """Raise ChannelBroken if the peer has closed, or will send nothing more."""
+        if _polled(self._socket, select.POLLRDHUP):
+            translate_errors(self._title, _closed)
+
     def wake(self) -> None:
         """Make `receive` return, now or at its next call. No-op if closed."""
         with self._lock:
@@ -87,6 +90,8 @@ class ControlSocket:
         with self._lock:
             if not self._closed:
                 self._closed = True
+                with suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_WR)  # the peer sees it although a `Watch` holds the connection
                 self._socket.close()
                 os.close(self._woken)
 
@@ -97,9 +102,31 @@ class ControlSocket:
         if self._socket.fileno() not in ready:
             return None
         packet = self._socket.recv(MAX_PACKET + 1)
-        if not 0 < len(packet) <= MAX_PACKET:
-            raise ConnectionError("closed by the peer" if not packet else f"a packet of over {MAX_PACKET} bytes")
-        return packet
+        if len(packet) > MAX_PACKET:
+            raise ConnectionError(f"a packet of over {MAX_PACKET} bytes")
+        return packet or _closed()
+
+
+class Watch:
+    """Whether the peer has closed its end or its process is dead, also after this end was closed."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected.dup()
+
+    def __call__(self) -> bool:
+        if self._socket.fileno() >= 0 and _polled(self._socket, 0):
+            self._socket.close()
+        return self._socket.fileno() < 0
+
+
+def _polled(connected: socket.socket, events: int) -> bool:
+    poll = select.poll()
+    poll.register(connected, events)  # POLLHUP and POLLERR are always reported
+    return bool(poll.poll(0))
+
+
+def _closed() -> NoReturn:
+    raise ConnectionError("closed by the peer")
 
 
 KEY = "unix"
@@ -108,98 +135,12 @@ _SECRET_BYTES = 16
 _GREETING_S = 1.0  # seconds for a process of the same user to send the secret after it has connected
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _CONTROL_BYTES = 1 << 18  # for 64 packets of some 100 bytes and a commit: it counts as full when a quarter is used
-_NOTICE = struct.Struct("<QQ")  # number and bytes of a frame
 
 
-class UnixSocketPair:
-    """One end of a connected pair. Each message is one packet. The peer's end is detected immediately, for any reason.
-    Methods raise OSError. `socket` and `control_socket`, a second pair for its user, have the channel's deadline.
+def accept(keys: KeyRelay, deadline_s: float) -> socket.socket:
+    """Listen, send the address, and wait for the peer. Other connections are closed. The connection has the deadline.
+    Raises OSError.
     """
-
-    def __init__(self, connected: socket.socket, control_socket: socket.socket) -> None:
-        self.socket = connected
-        self.control_socket = control_socket
-
-    def notify(self, number: int, nbytes: int) -> None:
-        """Notify that frame `number` is filled. Blocks only if some 250 notices are unread, more than the credits."""
-        self.socket.send(_NOTICE.pack(number, nbytes))
-
-    def expect(self, number: int, nbytes: int) -> None:
-        """Wait for exactly this notice, at most for the deadline."""
-        try:
-            notice = self.socket.recv(_NOTICE.size + 1)
-        except TimeoutError:
-            raise TimeoutError(f"no progress within {self.socket.gettimeout()} s") from None
-        if not notice:
-            raise ConnectionError("closed by the peer")
-        if notice != _NOTICE.pack(number, nbytes):
-            raise ConnectionError(f"frame {number} of {nbytes} bytes was expected, but the peer sent {notice.hex()}")
-
-    def close(self) -> None:
-        self.control_socket.close()
-        self.socket.close()
-
-    def check(self) -> None:
-        """Raise ConnectionError if the peer has closed, or will send nothing more."""
-        if self._polled(select.POLLRDHUP):
-            raise ConnectionError("closed by the peer")
-
-    @property
-    def gone(self) -> bool:
-        """Whether the peer has closed its socket, or its process is dead."""
-        return self._polled(0)
-
-    def _polled(self, events: int) -> bool:
-        poll = select.poll()
-        poll.register(self.socket, events)  # POLLHUP and POLLERR are always reported
-        return bool(poll.poll(0))
-
-
-class SocketEnd(RingEnd):
-    """An end of a ring that both ends see: a notice marks a filled slot, and nothing is copied. `mark` is called with a
-    frame's number, at the sender before the notice, at the receiver after it.
-    """
-
-    def __init__(
-        self,
-        title: str,
-        staging: Tensor,
-        pair: UnixSocketPair,
-        side: Side,
-        free: Callable[[], object],
-        mark: Callable[[int], object] = lambda number: None,
-    ) -> None:
-        super().__init__(title, staging)
-        self._pair = pair
-        self._side = side
-        self._free = free
-        self._mark = mark
-        self._expected: dict[int, int] = {}
-        self.control_socket = ControlSocket(title, pair.control_socket)
-
-    def _start(self, number: int, nbytes: int) -> None:
-        if self._side is Side.SENDER:
-            self._mark(number)
-            self._pair.notify(number, nbytes)
-        else:
-            self._pair.check()
-            self._expected[number] = nbytes
-
-    def _finish(self, number: int) -> None:
-        if self._side is Side.SENDER:
-            self._pair.check()
-        else:
-            self._pair.expect(number, self._expected.pop(number, 0))
-            self._mark(number)
-
-    def _release(self) -> None:
-        if self.control_socket is not None:
-            self.control_socket.close()
-        self._free()
-
-
-def accept(keys: KeyRelay, deadline_s: float) -> UnixSocketPair:
-    """Listen, send the address, and wait for the peer. Other connections are closed. Raises OSError."""
     name = _PREFIX + secrets.token_hex(16).encode()
     secret, deadline = secrets.token_bytes(_SECRET_BYTES), time.monotonic() + deadline_s
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -208,45 +149,30 @@ def accept(keys: KeyRelay, deadline_s: float) -> UnixSocketPair:
         keys.send(KEY, secret + name)
         while (left := deadline - time.monotonic()) > 0:
             if (connected := _next(listener, secret, left)) is not None:
-                return _with_control_socket(connected, deadline_s)
+                return _with_room(connected, deadline_s)
     raise TimeoutError(f"the peer did not connect within {deadline_s} s")
 
 
-def connect(keys: KeyRelay, deadline_s: float) -> UnixSocketPair:
-    """Connect to the address that the peer sent. Raises OSError."""
+def connect(keys: KeyRelay, deadline_s: float) -> socket.socket:
+    """Connect to the address that the peer sent. The connection has the deadline. Raises OSError."""
     value = keys.expect(KEY, deadline_s)
     secret, name = value[:_SECRET_BYTES], value[_SECRET_BYTES:]
     if not name.startswith(_PREFIX):
         raise ConnectionError(f"{name!r} is not the name of a channel")
     with ExitStack() as failing:
         connected = failing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        connected.settimeout(deadline_s)
-        connected.connect(name)
-        if not _same_user(connected):
+        _with_room(connected, deadline_s).connect(name)
+        if credentials(connected)[1] != os.geteuid():
             raise PermissionError("the peer belongs to another user")
         connected.send(secret)
-        _, files, _, _ = socket.recv_fds(connected, 1, 1, socket.MSG_CMSG_CLOEXEC)
-        if not files:
-            raise ConnectionError("closed by the peer")
-        control_socket = socket.socket(fileno=files[0])
-        control_socket.settimeout(deadline_s)
         failing.pop_all()
-    return UnixSocketPair(connected, control_socket)
+    return connected
 
 
-def _with_control_socket(connected: socket.socket, deadline_s: float) -> UnixSocketPair:
-    """Make the second pair and pass one half to the peer."""
+def _with_room(connected: socket.socket, deadline_s: float) -> socket.socket:
     connected.settimeout(deadline_s)
-    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ExitStack() as failing, theirs:
-        failing.callback(mine.close)
-        failing.callback(connected.close)
-        mine.settimeout(deadline_s)
-        for half in (mine, theirs):
-            half.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _CONTROL_BYTES)
-        socket.send_fds(connected, [b"\0"], [theirs.fileno()])
-        failing.pop_all()
-    return UnixSocketPair(connected, mine)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _CONTROL_BYTES)
+    return connected
 
 
 def _next(listener: socket.socket, secret: bytes, timeout_s: float) -> socket.socket | None:
@@ -263,11 +189,13 @@ def _next(listener: socket.socket, secret: bytes, timeout_s: float) -> socket.so
 def _is_peer(connected: socket.socket, secret: bytes) -> bool:
     connected.settimeout(_GREETING_S)
     with suppress(OSError):
-        return _same_user(connected) and hmac.compare_digest(connected.recv(_SECRET_BYTES + 1), secret)
+        user = credentials(connected)[1]
+        return user == os.geteuid() and hmac.compare_digest(connected.recv(_SECRET_BYTES + 1), secret)
     return False
 
 
-def _same_user(connected: socket.socket) -> bool:
-    """Whether the peer's process had this user when it connected or began to listen."""
-    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
+def credentials(connected: socket.socket) -> tuple[int, int, int]:
+    """Return process, user and group of the peer when it connected or began to listen."""
+    packed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, group = _CREDENTIALS.unpack(packed)
+    return pid, user, group

@@ -34,6 +34,12 @@ from tests.unit.kvtransfer.support import FINGERPRINT, LAYOUT, P, RecordingTable
 BLOCKS = 64
 
 
+def kv_for(over: str, seed: int | None, layout: KVLayout = LAYOUT) -> KVCache:
+    """Return KV that this transport can carry, as `make_kv` does."""
+    device = "cuda:0" if over == "cuda_ipc" else "cpu"
+    return support.make_kv(seed, BLOCKS, layout, exposed=over in {"shm", "cuda_ipc"}, device=device)
+
+
 def kv_digest(kv: KVCache, blocks: Sequence[int], tokens: int, skip: int = 0) -> str:
     """Return the digest of positions [skip, tokens) of all layers, in wire order."""
     layers = range(kv.layout.layers)
@@ -90,7 +96,7 @@ class Prefill:
         self, layout: KVLayout = LAYOUT, deadline_s: float = 5.0, me: WorkerRef = P, over: str = "gloo", **more: Any
     ) -> None:
         self.reports = Reports()
-        self.kv = support.make_kv(1, BLOCKS, layout, exposed=over == "shm")
+        self.kv = kv_for(over, 1, layout)
         settings = TransferSettings(over, coalesce_below=1, frame_deadline_s=deadline_s, verify_kv=True)
         transports = make_transports(settings, self.kv)
         self.sender = Sender(self.kv, me, FINGERPRINT, settings, transports, self.reports, **more)
@@ -140,8 +146,7 @@ def say(**message) -> None:
 
 
 async def receive(arguments: argparse.Namespace, settings: TransferSettings) -> None:
-    table, exposed = RecordingTable(arguments.layout), arguments.over == "shm"
-    kv = support.make_kv(None, BLOCKS, arguments.layout, exposed=exposed)
+    table, kv = RecordingTable(arguments.layout), kv_for(arguments.over, None, arguments.layout)
     async with receiving(kv, table, settings, arguments.counter) as me:
         say(address=me.address)
         while line := await asyncio.to_thread(sys.stdin.readline):

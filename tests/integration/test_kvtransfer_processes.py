@@ -1,4 +1,4 @@
-"""Handoffs between two processes over gloo or shared memory: bytes, killed processes, and resources after the end.
+"""Handoffs between two processes over gloo, shared memory or CUDA IPC: bytes, killed processes, no resource left.
 
 `tests/unit/kvtransfer` tests rejections, and the end of a push in each state, within one process.
 """
@@ -19,10 +19,10 @@ from baton.core import Incarnation, KVLayout, WorkerRef
 from baton.errors import ChannelBroken
 from kvtransfer.handoff import PushResult, TransferSettings
 from kvtransfer.sender import GrpcPeerStream
-from tests.integration.kvtransfer_peer import Prefill, Process, Receiver, kv_digest, receiving
+from tests.integration.kvtransfer_peer import Prefill, Process, Receiver, kv_digest, kv_for, receiving
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
-from tests.unit.kvtransfer.support import LAYOUT, P, RecordingTable, make_job, make_kv
+from tests.unit.kvtransfer.support import LAYOUT, P, RecordingTable, make_job
 
 WIDE = KVLayout(layers=4, kv_heads=8, head_dim=64, block_size=16, dtype="float32")  # 256 KiB a block
 FOREVER_S = 600.0  # longer than a test: only the death itself ends the push
@@ -43,7 +43,10 @@ def start() -> Iterator[Callable[..., Any]]:
         process.kill()
 
 
-@pytest.fixture(params=["gloo", "shm"])
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and torch built for CUDA")
+
+
+@pytest.fixture(params=["gloo", "shm", pytest.param("cuda_ipc", marks=NO_GPU)])
 def over(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -138,7 +141,7 @@ def test_a_frozen_receiver_is_given_up_by_the_deadline(receiver: Receiver, prefi
 async def test_a_sender_killed_mid_push(start, over) -> None:
     table, before = RecordingTable(WIDE), set(threading.enumerate())
     settings = TransferSettings(over, WIDE.block_size * WIDE.layer_token_bytes)
-    async with receiving(make_kv(None, 64, WIDE, exposed=over == "shm"), table, settings) as me:
+    async with receiving(kv_for(over, None, WIDE), table, settings) as me:
         sender = start(Process, "sender", "--over", over, "--to", me.address, layout=WIDE)
         writing, blocks = threading.Event(), list(range(60))
         table.hold = writing.set

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import mmap
 import os
+import random
 import secrets
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from baton.engine.kernels.gpu.cuda_memory import HANDLE_BYTES
@@ -28,67 +33,140 @@ Log = list[tuple[str, int]]  # (operation, rank of the GPU)
 
 
 class MainMemory:
-    """One GPU. `memory`: allocations; `opened`: those opened by another process. Freeing these fails the test."""
+    """A GPU made of main memory, as one process uses it; `beside` is the same GPU in another process.
 
-    uuid = "GPU-of-main-memory"
+    It behaves as the CUDA driver API 13.0 documents, with real addresses. cuIpcOpenMemHandle: "If the memory handle has
+    already been opened by the current context, the reference count on the handle is incremented by 1 and the existing
+    device pointer is returned." cuIpcCloseMemHandle: "Decrements the reference count". Within the owner's process,
+    opening fails with "invalid device context" (openucx/ucx pull request 11603). Freeing memory that is open elsewhere
+    "will result in undefined behavior": here it fails the test, or poisons the bytes if the owner `dies`.
+    Copies run only when their stream is waited for, in no order.
+    """
 
-    def __init__(self, rank: int = 0, log: Log | None = None) -> None:
-        self._numbers = itertools.count(1)
-        self._handles: dict[bytes, Any] = {}
+    def __init__(self, rank: int = 0, log: Log | None = None, *, shared: Books | None = None, process: int = 0) -> None:
         self._rank, self._log = rank, [] if log is None else log
-        self.memory: dict[int, torch.Tensor] = {}
-        self.opened: dict[int, int] = {}
-        self.recorded: list[int] = []  # number of records of each event
-        self.busy = False
+        self._books, self._process = shared or Books(), process
+        self.memory, self.opened = self._books.memory, self._books.opened
+        self.strange: set[int] = set()  # processes whose memory this one cannot open, for lack of peer access
+        self.streams: list[MainCopies] = []
+        # Called before each copy with its number and the count of its batch, and once after all of them.
+        self.before: Callable[[int, int], None] = lambda number, count: None
+
+    def beside(self) -> MainMemory:
+        self._books.several = True
+        return MainMemory(self._rank, self._log, shared=self._books, process=next(self._books.processes))
 
     def allocate(self, nbytes: int) -> int:
         self._log.append(("allocate", self._rank))
-        address = next(self._numbers)
-        self.memory[address] = torch.full((nbytes,), 0xFF, dtype=torch.uint8)  # NaN, like memory of an earlier owner
+        file = os.memfd_create("gpu")
+        os.ftruncate(file, nbytes)
+        memory = torch.frombuffer(mmap.mmap(file, nbytes), dtype=torch.uint8)
+        self.memory[address := memory.data_ptr()] = memory.fill_(0xFF)  # NaN, like memory of an earlier owner
+        self._books.files[address] = file, self._process
         return address
 
     def free(self, address: int) -> None:
         self._log.append(("free", self._rank))
-        assert address not in self.opened.values(), "freed while it is open"
+        assert address not in {owned for owned, _ in self.opened.values()}, "freed while it is open"
+        os.close(self._books.files.pop(address)[0])
         self.memory.pop(address).fill_(0xFF)
 
     def handle(self, address: int) -> bytes:
-        return self._handle_of(address)
+        assert address in self.memory, "no base address of an allocation"
+        handle = self._books.handles.get(address) or os.urandom(HANDLE_BYTES)
+        self._books.handles[address] = handle
+        return handle
 
     def open(self, handle: bytes) -> int:
         self._log.append(("open", self._rank))
-        address = self._handles.get(handle)
-        if not isinstance(address, int):
+        owned = next((address for address, known in self._books.handles.items() if known == handle), 0)
+        if owned not in self.memory:
             raise RuntimeError("cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_VALUE (1)")
-        assert address in self.memory, "opened after it was freed"
-        self.opened[mine := next(self._numbers)] = address
-        return mine
+        file, owner = self._books.files[owned]
+        if owner == self._process and self._books.several:
+            raise RuntimeError("cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_CONTEXT (201)")
+        if owner in self.strange:
+            raise RuntimeError("cuIpcOpenMemHandle_v2: CUDA_ERROR_PEER_ACCESS_UNSUPPORTED (217)")
+        for address, (known, users) in self.opened.items():
+            if known == owned and (address, self._process) in self._books.mapped:
+                self.opened[address] = owned, users + 1
+                return address
+        mapped = torch.frombuffer(mmap.mmap(file, self.memory[owned].numel()), dtype=torch.uint8)
+        self._books.mapped[address := mapped.data_ptr(), self._process] = mapped
+        self.opened[address] = owned, 1
+        return address
 
     def close(self, address: int) -> None:
         self._log.append(("close", self._rank))
-        del self.opened[address]
+        owned, users = self.opened.pop(address)
+        if users > 1:
+            self.opened[address] = owned, users - 1
+        else:
+            del self._books.mapped[address, self._process]
 
-    def tensor(self, address: int, nbytes: int) -> torch.Tensor:
-        memory = self.memory[self.opened.get(address, address)]
-        assert memory.numel() == nbytes
-        return memory
+    def tensor(self, address: int, nbytes: int, owner: object = None) -> torch.Tensor:
+        """As torch's tensor_from_cuda_array_interface (torch/csrc/utils/tensor_numpy.cpp), whose storage keeps the
+        object that it was made from.
+        """
+        array = self.at(address, nbytes).numpy()[:]
+        weakref.finalize(array, id, owner).atexit = False
+        return torch.from_numpy(array)
 
-    def event(self) -> tuple[Callable[[], None], bytes]:
-        index = len(self.recorded)
-        self.recorded.append(0)
+    def at(self, address: int, nbytes: int) -> torch.Tensor:
+        """Return memory that this process has, by address. An address outside is an error, as in CUDA."""
+        mapped = {begin: there for (begin, process), there in self._books.mapped.items() if process == self._process}
+        for begin, memory in {**self.memory, **mapped}.items():
+            if begin <= address and address + nbytes <= begin + memory.numel():
+                return memory[address - begin :][:nbytes]
+        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS (700)")
 
-        def record() -> None:
-            self.recorded[index] += 1
+    def copies(self) -> MainCopies:
+        self.streams.append(MainCopies(self))
+        return self.streams[-1]
 
-        return record, self._handle_of(lambda: self.recorded[index] > 0 and not self.busy)
+    def dies(self) -> None:
+        """Free what this process owns, whatever has it open. Another process reads undefined bytes then."""
+        for address, (_, owner) in self._books.files.items():
+            if owner == self._process:
+                self.memory[address].fill_(0xFF)
 
-    def open_event(self, handle: bytes) -> Callable[[], bool]:
-        return self._handles[handle]
 
-    def _handle_of(self, what: object) -> bytes:
-        handle = os.urandom(HANDLE_BYTES)
-        self._handles[handle] = what
-        return handle
+@dataclass
+class Books:
+    """Memory of all processes of a GPU: allocations, and those opened, each with its owner's address and its users."""
+
+    memory: dict[int, torch.Tensor] = field(default_factory=dict)
+    opened: dict[int, tuple[int, int]] = field(default_factory=dict)
+    files: dict[int, tuple[int, int]] = field(default_factory=dict)  # and the owner's process
+    handles: dict[int, bytes] = field(default_factory=dict)
+    mapped: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # by address and process
+    processes: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    several: bool = False
+
+
+class MainCopies:
+    """A stream of copies. `followed` counts how often it waited for the compute stream."""
+
+    def __init__(self, gpu: MainMemory) -> None:
+        self.gpu = gpu
+        self._queued: list[tuple[int, int, int]] = []
+        self.followed = 0
+
+    def follow(self) -> None:
+        assert not self._queued
+        self.followed += 1
+
+    def copy(self, *arrays: np.ndarray) -> None:
+        assert all(array.dtype == np.uint64 and array.flags.c_contiguous for array in arrays)
+        self._queued += zip(*(array.tolist() for array in arrays), strict=True)
+
+    def wait(self) -> None:
+        queued, self._queued = self._queued, []
+        random.Random(len(queued)).shuffle(queued)
+        for number, (source, target, size) in enumerate(queued):
+            self.gpu.before(number, len(queued))
+            ctypes.memmove(target, self.gpu.at(source, size).data_ptr(), size)
+        self.gpu.before(len(queued), len(queued))
 
 
 @contextmanager

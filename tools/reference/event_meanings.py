@@ -74,6 +74,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "channel_failed": (_BOTH, "a bug, with its traceback"),
         "channel_stream_failed": (_BOTH, "a bug in the reader of replies, with its traceback"),
         "push_report_failed": (_BOTH, "a bug in the report of a push's end, with its traceback"),
+        "gpu_memory_kept": (_BOTH, "a reader did not close a KV pool, so its memory is kept until this process ends"),
         "transport_failed": (_BOTH, "this transport could not be opened to this worker, so the next one is tried"),
         "transport_left_out": (_BOTH, "this transport does not work on this host"),
     },

@@ -15,8 +15,8 @@ import torch
 
 from baton.cluster.gpus import VISIBLE, visible_gpus
 from baton.core import Channel, HandoffId, Incarnation, KVLayout, WorkerRef
+from baton.engine.kernels.gpu.cuda_memory import can_expose
 from baton.engine.kv_cache import KVCache, exposed_memory
-from baton.engine.memory.exposed import is_supported
 from baton.errors import BatonError, ChannelBroken, OfferRefused, StaleAttempt
 from baton.logs import configure_logging
 from baton.rpc import channel
@@ -86,7 +86,7 @@ def _address_from(here: Connection) -> str:
 
 def _cache(device: torch.device) -> KVCache:
     """Return a cache of one block, which another process can read if this system supports that."""
-    exposed = exposed_memory(LAYOUT, 1) if device.type == "cpu" and is_supported() else None
+    exposed = exposed_memory(LAYOUT, 1, device) if can_expose(device) else None
     return KVCache(LAYOUT, 1, device, exposed=exposed)
 
 

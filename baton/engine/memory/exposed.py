@@ -117,17 +117,10 @@ def _probe(whole: Tensor, shape: Shape, number: int) -> Tensor:
     return whole[shape.probe_at + number * PROBE_BYTES :][:PROBE_BYTES]
 
 
-def is_supported() -> bool:
-    """Whether stores of other processes become visible in order here, and memory can be sealed."""
-    try:
-        check_platform()
-    except ConfigError:
-        return False
-    return True
-
-
 def check_platform() -> None:
-    """Raise ConfigError with the reason unless `is_supported`. Sealing against writes needs Linux 5.1."""
+    """Raise ConfigError unless stores of other processes become visible in order here, and memory can be sealed, which
+    needs Linux 5.1.
+    """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise ConfigError(f"shared KV memory needs Linux on x86-64, not {sys.platform} on {platform.machine()}")
     try:

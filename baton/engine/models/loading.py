@@ -56,7 +56,7 @@ class TransformerBackend:
         return self.model.kernels.steady_rows([config.head_dim])
 
     def make_cache(self, total_blocks: int, *, exposed: bool = False) -> KVCache:
-        memory = exposed_memory(self.layout, total_blocks) if exposed else None
+        memory = exposed_memory(self.layout, total_blocks, self.device) if exposed else None
         return KVCache(self.layout, total_blocks, self.device, copy=block_copy(self.model.kernels), exposed=memory)
 
     def check(self) -> None:

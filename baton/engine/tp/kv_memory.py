@@ -205,6 +205,9 @@ class _Mark:
         for device in self.devices:
             torch.cuda.current_stream(device).wait_event(self.event)
 
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
 
 def _bytes(piece: Tensor) -> Tensor:
     """Return a contiguous tensor in wire format: uint8 [nbytes]."""

@@ -1,111 +1,85 @@
-"""CUDA IPC between two processes, and a model that thinks: `python -m pytest tests/unit/gpu/test_one_gpu.py`.
+"""CUDA IPC on a real GPU, and a model that thinks: `python -m pytest tests/unit/gpu/test_one_gpu.py`.
 
-Needs a machine with one GPU. Not run yet, because no GPU was available.
+Needs a machine with one GPU. Not run yet, because no GPU was available. Handoffs between processes over CUDA IPC:
+`python -m pytest tests/integration/test_kvtransfer_processes.py -k cuda_ipc`.
 `tests/unit/kvtransfer/transports/test_cuda_ipc.py` tests the protocol without a GPU.
 """
 
-import signal
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from baton.engine.engine import Engine
-from baton.engine.kernels.gpu.cuda_memory import CudaDevice
-from baton.engine.kv_cache import KVCache
+from baton.engine.kernels.gpu.cuda_memory import CudaDevice, _CudaCopies
+from baton.engine.kv_cache import KVCache, exposed_memory
 from baton.engine.models.loading import load_model
-from baton.errors import ChannelBroken
 from baton.tokenizer import load_tokenizer
 from kvtransfer.handoff import TransferSettings
-from kvtransfer.transports.base import Side
 from kvtransfer.transports.select import make_transports
-from tests.integration.channel_peer import RING, Peer, frame
+from tests.integration.kvtransfer_peer import Prefill, Receiver, kv_digest
 from tests.support.engines import key_of, kv_of, run, spec_of
-from tests.unit.kvtransfer.support import LAYOUT
+from tests.unit.kvtransfer.support import LAYOUT, hand_over, make_job
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and torch built for CUDA")
-FRAMES = 40
-Start = Callable[..., Peer]
+GPU = torch.device("cuda", 0)
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
-    """Starts the other end. At the end it is killed and this end is closed."""
-    with ExitStack() as stack:
-
-        def start(side: Side, *flags: str, deadline_s: float = 20.0) -> Peer:
-            peer = Peer(side, *flags, transport="cuda_ipc", device="cuda:0", deadline_s=deadline_s)
-            stack.callback(peer.end.close)
-            stack.callback(peer.stop)
-            return peer
-
-        yield start
+def receiver() -> Iterator[Receiver]:
+    process = Receiver("--over", "cuda_ipc")
+    yield process
+    process.kill()
 
 
-def free_bytes() -> int:
-    torch.cuda.synchronize()
-    return torch.cuda.mem_get_info(0)[0]
-
-
-def test_frames_from_another_process(start: Start) -> None:
-    peer = start(Side.RECEIVER, "--frames", str(FRAMES))
-    assert peer.end.slot(0).device == torch.device("cuda", 0)
-    assert all(peer.take(number) for number in range(FRAMES))
-
-
-def test_frames_to_another_process(start: Start) -> None:
-    peer = start(Side.SENDER)
-    for number in range(FRAMES):
-        if number >= RING.slots:
-            assert peer.credit() == number - RING.slots
-        peer.give(number)
-    assert [peer.credit() for _ in range(RING.slots)] == list(range(FRAMES - RING.slots, FRAMES))
-
-
-def test_a_frame_waits_for_the_work_that_fills_it(start: Start) -> None:
-    """The kernel that fills the slot runs long. The other process must not read before its end."""
-    peer, data = start(Side.SENDER), frame(0).to("cuda:0")
+def test_a_handoff_waits_for_the_work_that_computes_it(receiver: Receiver) -> None:
+    """The kernel that writes the KV runs long. The other process must not read before its end."""
+    prefill = Prefill(over="cuda_ipc")
+    receiver.ask(reserve={"r": [3, 4]})
+    values = [torch.randn_like(tensor) for tensor in prefill.kv.tensors]
     torch.cuda._sleep(2_000_000_000)  # cycles: about a second
-    peer.end.slot(0)[: len(data)].copy_(data)  # queued behind the sleep
-    peer.wire.say(number=0, nbytes=len(data))
-    peer.end.start(0, len(data))
-    assert peer.credit() == 0  # its digest was compared
+    for tensor, value in zip(prefill.kv.tensors, values, strict=True):
+        tensor.copy_(value)  # queued behind the sleep
+    prefill.reports.done(hand_over(prefill.sender, make_job("r", 8, receiver.ref), [5, 6]))
+    assert receiver.ask(digest={"r": [[3, 4], 8]})["digests"]["r"] == kv_digest(prefill.kv, [5, 6], 8)
+    prefill.sender.close()
 
 
-@pytest.mark.parametrize("side", list(Side))
-def test_a_killed_peer_is_seen_at_once_and_its_memory_comes_back(start: Start, side: Side) -> None:
-    first = start(side)  # creates CUDA's per-process state
-    first.end.close()
-    first.kill()
-    before = free_bytes()
-    peer = start(side, "--frames", "1")
-    if side is Side.RECEIVER:
-        assert peer.take(0)
-    peer.kill()
-    killed = time.monotonic()
-    with pytest.raises(ChannelBroken):
-        peer.end.start(1, 8)
-    assert time.monotonic() - killed < 10.0  # half of the deadline
-    peer.end.close()
-    assert before - free_bytes() < RING.nbytes
+@pytest.mark.parametrize("batched", [True, False])
+def test_copies_between_addresses(batched: bool) -> None:
+    device = CudaDevice(GPU)
+    copies, source = _CudaCopies(device), torch.arange(1 << 20, dtype=torch.int32, device=GPU)
+    copies._batched, target = batched and copies._batched, torch.zeros_like(source)
+    offsets = np.random.default_rng(0).permutation(1 << 10).astype(np.uint64) * np.uint64(4 << 10)
+    copies.follow()
+    begins = [np.uint64(each.data_ptr()) for each in (source, target)]
+    copies.copy(offsets + begins[0], offsets + begins[1], np.full_like(offsets, 4 << 10))
+    copies.wait()
+    assert torch.equal(source, target)
 
 
-def test_a_frozen_sender_is_given_up_by_the_deadline(start: Start) -> None:
-    peer = start(Side.RECEIVER, "--frames", "1", deadline_s=5.0)
-    assert peer.take(0)
-    peer.process.send_signal(signal.SIGSTOP)
-    peer.end.start(1, 8)
-    with pytest.raises(ChannelBroken, match="no progress"):
-        peer.end.finish(1)
+def test_memory_is_freed_with_its_last_tensor() -> None:
+    exposed_memory(LAYOUT, 1, GPU)  # creates CUDA's per-process state
+    gc.collect()
+    before = torch.cuda.mem_get_info(0)[0]
+    blocks = (1 << 30) // LAYOUT.block_bytes
+    cache = KVCache(LAYOUT, blocks, GPU, exposed=exposed_memory(LAYOUT, blocks, GPU))
+    kept = cache.k[1]
+    del cache
+    gc.collect()
+    assert before - torch.cuda.mem_get_info(0)[0] > 1 << 29
+    assert not kept.any()
+    del kept
+    gc.collect()
+    assert before - torch.cuda.mem_get_info(0)[0] < 1 << 29
 
 
 def test_auto_takes_cuda_ipc_first() -> None:
-    transports = make_transports(TransferSettings(), KVCache(LAYOUT, 1, torch.device("cuda", 0)))
+    transports = make_transports(TransferSettings(), KVCache(LAYOUT, 1, GPU))
     assert [transport.name for transport in transports] == ["cuda_ipc", "nccl"]
-    assert transports[0].reach.endswith(CudaDevice(torch.device("cuda")).uuid)
 
 
 COIN = Path(__file__).parents[3] / "models" / "coin"

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.kernels.gpu import flash_attention
-from baton.engine.kernels.gpu.cuda_memory import widest_batch
 from baton.engine.kernels.gpu.shapes import (
     SPLIT_TOKENS,
     bucket_for,
@@ -21,6 +20,7 @@ from baton.engine.kernels.gpu.shapes import (
     split_count,
     split_programs,
 )
+from baton.engine.kernels.gpu.warm_up import widest_batch
 from tests.support.paged_attention import batch_over
 
 CPU = torch.device("cpu")

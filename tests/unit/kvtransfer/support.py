@@ -16,7 +16,9 @@ import torch
 from hypothesis import strategies as st
 
 from baton.core import HandoffId, Incarnation, KVLayout, Sampling, SequenceSpec, Token, WorkerRef
-from baton.engine.kv_cache import KVCache, exposed_memory
+from baton.engine.kernels.gpu.cuda_memory import ExposedGpuMemory
+from baton.engine.kv_cache import Exposed, KVCache, exposed_memory
+from baton.engine.memory.exposed import Shape
 from baton.errors import BatonError, HandoffError, OfferRefused, StaleAttempt
 from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
@@ -27,7 +29,7 @@ from kvtransfer.sender import Sender
 from kvtransfer.transports.base import Transport
 from kvtransfer.wire import frame_of
 from tests.support.time_factor import scaled
-from tests.support.transports import MemoryTransport
+from tests.support.transports import MainMemory, MemoryTransport
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.ends import Gate, wrapped
 
@@ -54,9 +56,20 @@ ALL = slice(None)
 OFTEN_S = 0.002  # between looks at what another thread does soon
 
 
-def make_kv(seed: int | None, blocks: int = 64, layout: KVLayout = LAYOUT, *, exposed: bool = False) -> KVCache:
-    """Create KV of random values, or zeros without a seed."""
-    kv = KVCache(layout, blocks, exposed=exposed_memory(layout, blocks) if exposed else None)
+def make_kv(
+    seed: int | None,
+    blocks: int = 64,
+    layout: KVLayout = LAYOUT,
+    *,
+    exposed: bool = False,
+    device: str = "cpu",
+    gpu: MainMemory | None = None,
+) -> KVCache:
+    """Create KV of random values, or zeros without a seed, exposed on `gpu` if that is given."""
+    memory: Exposed | None = exposed_memory(layout, blocks, device) if exposed else None
+    if gpu is not None:
+        memory = ExposedGpuMemory(Shape(blocks, blocks * layout.block_bytes), gpu)
+    kv = KVCache(layout, blocks, device, exposed=memory)
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
         for part in kv.tensors:

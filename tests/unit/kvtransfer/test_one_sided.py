@@ -10,17 +10,19 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from baton.core import HandoffId
-from baton.engine.kv_cache import KVCache
+from baton.engine.kv_cache import Exposed, KVCache
 from baton.engine.memory.exposed import ExposedMemory, MappedMemory
 from baton.errors import ConfigError, DigestMismatch, StaleAttempt
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.frames import FrameSpec
 from kvtransfer.handoff import TransferSettings
 from kvtransfer.transports.base import Places
+from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.select import make_transports
 from kvtransfer.transports.shm import MappedPool, ShmTransport
 from kvtransfer.wire import FrameRefused
 from tests.support.time_factor import scaled
+from tests.support.transports import MainMemory
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.ends import Stopped
 from tests.unit.kvtransfer.support import (
@@ -39,22 +41,33 @@ TOKENS = 22  # six blocks of the source
 SOURCE, TARGET = [5, 9, 2, 40, 33, 1], [7, 3, 60, 11, 12, 13]
 
 
+@pytest.fixture(params=["shm", "cuda_ipc"])
+def over(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture
-def shared(pairs: Pairs):
-    """A function that makes a pair over shared memory."""
+def shared(pairs: Pairs, over: str):
+    """A function that makes a pair whose receiver reads the sender's memory."""
 
     def make(transfer=SMALL_FRAMES, *, block_size: int = LAYOUT.block_size, **change) -> Pair:
         target = make_kv(None, layout=replace(LAYOUT, block_size=block_size))
-        source = make_kv(1, exposed=True)
-        send, recv = ShmTransport(source), ShmTransport(target)
-        return pairs(transfer, source=source, target=target, send=lambda _: [send], recv=lambda _: [recv], **change)
+        if over == "shm":
+            source = make_kv(1, exposed=True)
+            send, recv = ShmTransport(source), ShmTransport(target)
+            return pairs(transfer, source=source, target=target, send=lambda _: [send], recv=lambda _: [recv], **change)
+        gpu = MainMemory()
+        source, vars(target)["gpu"] = make_kv(1, gpu=gpu), gpu.beside()
+        ends = CudaIpcTransport(source, gpu), CudaIpcTransport(target, vars(target)["gpu"])
+        pair = pairs(transfer, source=source, target=target, send=lambda _: ends[:1], recv=lambda _: ends[1:], **change)
+        return pair
 
     return make
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 4, 16])
 @pytest.mark.parametrize("skip", [0, 5])
-def test_the_kv_arrives_in_blocks_of_any_size(shared, block_size: int, skip: int) -> None:
+def test_the_kv_arrives_in_blocks_of_any_size(shared, over, block_size: int, skip: int) -> None:
     pair = shared(block_size=block_size)
     target = list(range(40, 40 + pair.target.layout.blocks_for(TOKENS)))
     result = pair.reports.done(pair.push("r", TOKENS, SOURCE, target, skip=skip))
@@ -62,12 +75,16 @@ def test_the_kv_arrives_in_blocks_of_any_size(shared, block_size: int, skip: int
     assert only_these(pair.target, target, TOKENS, skip)
     assert result.nbytes == LAYOUT.layers * (TOKENS - skip) * LAYOUT.layer_token_bytes
     assert pair.table.commits[HandoffId("r", 1)].kv_bytes == result.nbytes
-    assert result.transport == "shm"
+    assert result.transport == over
 
 
-def exposed_in(kv: KVCache) -> ExposedMemory:
+def exposed_in(kv: KVCache) -> Exposed:
     assert kv.exposed is not None
     return kv.exposed
+
+
+def probed(pair: Pair) -> None:
+    eventually(lambda: len(pair.sender.channels()) == 1)
 
 
 def replaced(pair: Pair, block: int) -> None:
@@ -89,7 +106,9 @@ def test_blocks_that_are_given_away_are_read_again_after_they_were_computed_agai
     """The sender withdraws while frames wait to be read. None of their bytes counts, wherever the reader is."""
     pair = shared()
     job = pair.begin("r", TOKENS, TARGET)
-    stopped = Stopped(pair.table, "hold") if when == "before" else Stopped(pair.target, "copy_from")
+    where = pair.table if when == "before" else vars(pair.target).get("gpu", pair.target)
+    probed(pair)
+    stopped = Stopped(where, {pair.table: "hold", pair.target: "copy_from"}.get(where, "before"))
     pair.sender.computed(job.handoff, SOURCE, LAYOUT.layers, TOKENS)
     stopped.wait()
     kept = [tensor[:, SOURCE].clone() for tensor in pair.source.tensors]
@@ -107,6 +126,7 @@ def test_blocks_that_are_given_away_are_read_again_after_they_were_computed_agai
 def test_stale_places_are_not_read_at_all() -> None:
     source, target = make_kv(1, exposed=True), make_kv(None)
     exposed = exposed_in(source)
+    assert isinstance(exposed, ExposedMemory)
     memory = MappedMemory(exposed.file, exposed.shape)
     pool = MappedPool(target.reader_of(LAYOUT, source.total_blocks, memory.kv), memory)
     frame = FrameSpec(0, 3, 0, 8, 3 * LAYER)
@@ -118,12 +138,23 @@ def test_stale_places_are_not_read_at_all() -> None:
 
 
 class Struck:
-    """Runs `act` in the middle of a read: after `layers` layers of read number `number`."""
+    """Runs `act` in the middle of a read: after `layers` layers of read number `number`, or as many copies of a GPU."""
 
-    def __init__(self, kv: KVCache, number: int, layers: int, act: Callable[[], None]) -> None:
+    def __init__(self, pair: Pair, number: int, layers: int, act: Callable[[], None]) -> None:
+        probed(pair)
+        kv = pair.target
         self.done = threading.Event()
         self._copy, self._left, self._layers, self._act = kv.copy_from, number, layers, act
-        vars(kv)["copy_from"] = self.copy_from
+        if gpu := vars(kv).get("gpu"):
+            gpu.before = self.before
+        else:
+            vars(kv)["copy_from"] = self.copy_from
+
+    def before(self, number: int, count: int) -> None:
+        if self._left == 0 and number == count * self._layers // LAYOUT.layers:
+            self._act()
+            self.done.set()
+        self._left -= number == count
 
     def copy_from(self, source: KVCache, layers: range, *rest: Any) -> None:
         middle = min(layers.start + self._layers, layers.stop) if self._left == 0 else layers.start
@@ -159,7 +190,7 @@ def test_whatever_is_given_away_in_the_middle_of_a_read_no_wrong_byte_is_committ
         for block in given_away:
             replaced(pair, block)
 
-    struck = Struck(pair.target, min(number, 2), layers, act)
+    struck = Struck(pair, min(number, 2), layers, act)
     pair.sender.computed(job.handoff, SOURCE, LAYOUT.layers, TOKENS)
     assert struck.done.wait(scaled(10))
     for mine, theirs in zip(pair.source.tensors, truth.tensors, strict=True):
@@ -180,7 +211,7 @@ def test_bytes_that_change_on_the_way_are_detected_if_digests_are_verified(share
         pair.target.k[0, TARGET[0], 0, 0, 0] += 1.0
 
     job = pair.begin("wrong", TOKENS, TARGET)
-    Struck(pair.target, 0, LAYOUT.layers, flip)
+    Struck(pair, 0, LAYOUT.layers, flip)
     pair.sender.computed(job.handoff, SOURCE, LAYOUT.layers, TOKENS)
     pair.sender.finish(job.handoff, make_end(TOKENS))
     pair.reports.failed(job.handoff, DigestMismatch)
@@ -263,7 +294,7 @@ def test_a_copy_that_failed_takes_back_what_it_overwrote(shared) -> None:
         for block in again:
             replaced(pair, block)
 
-    struck = Struck(pair.target, 1, 0, act)
+    struck = Struck(pair, 1, 0, act)
     pair.sender.computed(job.handoff, again, LAYOUT.layers, TOKENS)
     pair.sender.finish(job.handoff, make_end(TOKENS))
     second.go_on()

@@ -28,6 +28,7 @@ from baton.worker import engine_factory, process
 from baton.worker.engine_factory import (
     block_size_of,
     build_engine,
+    exposes_kv,
     load_backend,
     passes_path,
     pick_device,
@@ -49,6 +50,25 @@ SIZES = ("decode.max_running=5", "decode.prefix_cache=false", "prefill.max_batch
 
 def info_of(settings, engine):
     return _info(settings, engine, Incarnation(1, 1), "127.0.0.1:1", "")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_the_kv_of_prefill_workers_is_exposed_and_that_of_decode_workers_if_it_is_named(monkeypatch, settings, device):
+    made = settings()
+    named, other = ("shm", "cuda_ipc") if device == "cpu" else ("cuda_ipc", "shm")
+
+    def exposed(role: Role, transport: str, ranks: int = 1) -> bool:
+        transfer = replace(made.transfer, transport=transport)
+        chosen = replace(made, role=role, transfer=transfer, tensor_parallel=ranks)
+        return exposes_kv(chosen, torch.device(device))
+
+    for can in (True, False):
+        monkeypatch.setattr(engine_factory, "can_expose", Mock(return_value=can))
+        assert exposed(Role.PREFILL, "auto") == can
+        assert all(exposed(role, named) for role in Role)
+        assert not any(exposed(role, other) for role in Role)
+        assert not exposed(Role.DECODE, "auto")
+        assert not exposed(Role.PREFILL, "auto", ranks=2)
 
 
 def test_a_gpu_that_is_not_there_is_named(monkeypatch, settings):

@@ -1,35 +1,52 @@
-"""Device memory shared by processes through the CUDA driver, and reservation of memory for activations.
+"""Device memory shared by processes through the CUDA driver: KV pools that other processes read, and ranks of a worker.
 
-Used by channels between workers (`kvtransfer.transports.cuda_ipc`) and ranks of a worker (`baton.engine.tp.kv_memory`).
-The owner frees memory once no other process can use it. torch's `_share_cuda_` is unsuitable: it counts users in a file
-of /dev/shm that a killed process leaves behind, and then never frees the memory.
+CUDA leaves it undefined what a process reads if the owner frees memory that the process has open. So the owner frees it
+once no other process can use it (`ExposedGpuMemory.lend`, `baton.engine.tp.kv_memory`). torch's `_share_cuda_` is
+unsuitable: it counts users in a file of /dev/shm that a killed process leaves behind, and then never frees the memory.
 Written from CUDA's documentation and not yet run on a GPU. docs/how-to/gpu.md has the commands for that.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from typing import Protocol
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
+import numpy as np
+import structlog
 import torch
 from torch import Tensor
 
-from baton.engine.batch import Batch
-from baton.engine.kernels.gpu.warm_up import batch_of
-from baton.engine.model_backend import ModelBackend
+from baton.engine.memory.exposed import PROBE_BYTES, PROBES, ExposedMemory, Shape, check_platform, pattern
 from baton.errors import ConfigError
 
-HANDLE_BYTES = 64  # size of handles of memory and events
+HANDLE_BYTES = 64  # size of a handle of memory
+CLOSE_S = 10.0  # seconds for a reader to close memory after its channel has ended
 _LAZY_PEER_ACCESS = 1
+_STREAM_ORDER, _OVERLAP = 1, 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM, CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+
+Words = np.ndarray[Any, np.dtype[np.uint64]]
+log = structlog.get_logger(__name__)
+
+
+class CopyStream(Protocol):
+    """A stream of its own for copies of device memory. Methods raise RuntimeError if CUDA fails."""
+
+    def follow(self) -> None:
+        """Let later copies begin after all work that the compute stream has now. The host does not wait."""
+
+    def copy(self, sources: Words, targets: Words, sizes: Words) -> None:
+        """Queue copies between addresses, uint64 [n] each, `sizes` in bytes. They may run in any order."""
+
+    def wait(self) -> None:
+        """Wait until all queued copies are done."""
 
 
 class Device(Protocol):
     """One GPU. Addresses refer to its memory. Methods raise RuntimeError if CUDA fails."""
-
-    @property
-    def uuid(self) -> str:
-        """UUID of the GPU, the same in all processes."""
 
     def allocate(self, nbytes: int) -> int:
         """Allocate memory outside torch's allocators, and return its address."""
@@ -38,22 +55,21 @@ class Device(Protocol):
         """Free memory from `allocate`. No other process may have it open."""
 
     def handle(self, address: int) -> bytes:
-        """Return the handle for `open` in another process."""
+        """Return the handle of all memory of an `allocate`, for `open` in another process."""
 
     def open(self, handle: bytes) -> int:
-        """Map another process's memory, and return its address here."""
+        """Map another process's memory, also of another GPU with peer access, and return its address here. The driver
+        counts: further calls return the same address, and each needs a `close`. In the owner's process it raises.
+        """
 
     def close(self, address: int) -> None:
         """Wait until this process no longer uses memory from `open`, then unmap it."""
 
-    def tensor(self, address: int, nbytes: int) -> Tensor:
-        """Return uint8 [nbytes] over this memory, without ownership."""
+    def tensor(self, address: int, nbytes: int, owner: object = None) -> Tensor:
+        """Return uint8 [nbytes] over this memory. It keeps `owner` alive, and does not free the memory."""
 
-    def event(self) -> tuple[Callable[[], None], bytes]:
-        """Create an event, and return its handle and a function that records it in the thread's current stream."""
-
-    def open_event(self, handle: bytes) -> Callable[[], bool]:
-        """Return a function that checks if another process's event, with all work before it, is done."""
+    def copies(self) -> CopyStream:
+        """Return a new stream for copies."""
 
 
 class CudaDevice:
@@ -62,14 +78,13 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda" or not torch.cuda.is_available():
             raise ConfigError(f"CUDA IPC needs KV on an NVIDIA GPU; KV is on {device}")
-        self._device = torch.empty(0, device=device).device  # resolves its index
-        self.uuid = str(torch.cuda.get_device_properties(self._device).uuid)
+        self.torch = torch.empty(0, device=device).device  # resolves its index
         try:
             self._cuda = ctypes.CDLL("libcuda.so.1")
-            self._context = self._primary_context(self._device.index)
+            self._context = self._primary_context(self.torch.index)
             self._probe()
         except (OSError, RuntimeError) as error:
-            raise ConfigError(f"CUDA IPC: memory of {self._device} cannot be shared: {error}") from error
+            raise ConfigError(f"CUDA IPC: memory of {self.torch} cannot be shared: {error}") from error
 
     def allocate(self, nbytes: int) -> int:
         address = ctypes.c_uint64()
@@ -90,21 +105,14 @@ class CudaDevice:
         return address.value
 
     def close(self, address: int) -> None:
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self.torch)
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
-    def tensor(self, address: int, nbytes: int) -> Tensor:
-        return torch.as_tensor(_Memory(address, nbytes), device=self._device)
+    def tensor(self, address: int, nbytes: int, owner: object = None) -> Tensor:
+        return torch.as_tensor(_Memory(address, nbytes, owner), device=self.torch)
 
-    def event(self) -> tuple[Callable[[], None], bytes]:
-        with torch.cuda.device(self._device):
-            event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]  # its gap
-            handle = event.ipc_handle()  # type: ignore[no-untyped-call]  # its gap
-        return lambda: event.record(torch.cuda.current_stream(self._device)), handle
-
-    def open_event(self, handle: bytes) -> Callable[[], bool]:
-        event: torch.cuda.Event = torch.cuda.Event.from_ipc_handle(self._device, handle)  # type: ignore[no-untyped-call]
-        return event.query
+    def copies(self) -> CopyStream:
+        return _CudaCopies(self)
 
     def _primary_context(self, index: int) -> ctypes.c_void_p:
         device, context = ctypes.c_int(), ctypes.c_void_p()
@@ -120,13 +128,66 @@ class CudaDevice:
         finally:
             self.free(address)
 
-    def _call(self, name: str, *arguments: object) -> None:
+    def has(self, name: str) -> bool:
+        """Return whether the driver has this function."""
+        return hasattr(self._cuda, name)
+
+    @contextmanager
+    def current(self) -> Iterator[Callable[..., None]]:
+        """Yield a function that calls the driver for this GPU by name. It raises RuntimeError."""
         # The current context belongs to the thread and may be another GPU's, or none in a new thread.
         _checked(self._cuda, "cuCtxPushCurrent_v2", self._context)
         try:
-            _checked(self._cuda, name, *arguments)
+            yield lambda name, *arguments: _checked(self._cuda, name, *arguments)
         finally:
             _checked(self._cuda, "cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def _call(self, name: str, *arguments: object) -> None:
+        with self.current() as call:
+            call(name, *arguments)
+
+
+class _CudaCopies:
+    """A `CopyStream` over a stream that does not synchronize with the default stream. A batch is one call of a driver
+    of CUDA 12.8 or newer, else a call for each copy.
+    """
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device.torch)  # type: ignore[no-untyped-call]  # its gap
+        self._batched = device.has("cuMemcpyBatchAsync")
+
+    def follow(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device.torch))
+
+    def copy(self, sources: Words, targets: Words, sizes: Words) -> None:
+        stream = ctypes.c_void_p(self._stream.cuda_stream)
+        with self._device.current() as call:
+            if self._batched:
+                arrays = (ctypes.c_void_p(array.ctypes.data) for array in (targets, sources, sizes))
+                attributes = ctypes.byref(_CopyAttributes(_STREAM_ORDER, flags=_OVERLAP)), ctypes.byref(_ZERO)
+                counts = ctypes.c_size_t(len(sizes)), *attributes, ctypes.c_size_t(1), ctypes.byref(ctypes.c_size_t())
+                return call("cuMemcpyBatchAsync", *arrays, *counts, stream)
+            for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True):
+                call("cuMemcpyAsync", ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(size), stream)
+
+    def wait(self) -> None:
+        self._stream.synchronize()
+
+
+_ZERO = ctypes.c_size_t(0)
+
+
+class _Location(ctypes.Structure):
+    """CUmemLocation."""
+
+    _fields_ = (("type", ctypes.c_uint), ("id", ctypes.c_int))
+
+
+class _CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes. Hints are ignored for memory of cuMemAlloc."""
+
+    _fields_ = (("order", ctypes.c_uint), ("source", _Location), ("target", _Location), ("flags", ctypes.c_uint))
 
 
 class _Handle(ctypes.Structure):
@@ -136,9 +197,10 @@ class _Handle(ctypes.Structure):
 
 
 class _Memory:
-    """Memory that torch can wrap in a tensor without a copy."""
+    """Memory that torch can wrap in a tensor without a copy. The tensor's storage keeps this object alive."""
 
-    def __init__(self, address: int, nbytes: int) -> None:
+    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+        self._owner = owner
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2}
 
 
@@ -150,20 +212,58 @@ def _checked(cuda: ctypes.CDLL, name: str, *arguments: object) -> None:
         raise RuntimeError(f"{name}: {(text.value or b'').decode()} ({code})")
 
 
-def claim_activations(backend: ModelBackend, max_batched_tokens: int, max_running: int) -> None:
-    """Run the widest forward once on a GPU, so that scratch and the allocator hold their memory from then on. A later
-    `auto_kv_bytes` then sees the memory that is free for KV. Raises torch.OutOfMemoryError if it does not fit.
+class ExposedGpuMemory:
+    """KV in device memory that other processes can open, and generations in main memory that they can map.
+
+        device memory:  KV, uint8 [kv_bytes] | pattern for probes, uint8 [PROBES * PROBE_BYTES]
+    `generations` and `file` are as in `ExposedMemory`, without KV. The memory is freed with its last tensor, once no
+    reader has it open. Raises ConfigError if the system cannot share it, or has not enough memory.
     """
-    if backend.device.type != "cuda":
-        return
-    longest, block_size = backend.max_model_len, backend.layout.block_size
-    batch = widest_batch(max_batched_tokens, max_running, longest, block_size, backend.device)
-    backend.forward(batch, backend.make_cache(1))
-    torch.cuda.synchronize(backend.device)
+
+    def __init__(self, shape: Shape, gpu: Device) -> None:
+        self._host = ExposedMemory(Shape(shape.blocks, 0))
+        self.shape, self.gpu = shape, gpu
+        self.file, self.generations = self._host.file, self._host.generations
+        self._nbytes = shape.kv_bytes + PROBES * PROBE_BYTES
+        try:
+            self.address = gpu.allocate(self._nbytes)
+        except RuntimeError as error:
+            raise ConfigError(f"KV memory of {self._nbytes} bytes on the GPU: {error}") from error
+        self._readers: list[Callable[[], bool]] = []
+        weakref.finalize(self, _free, gpu, self.address, self._readers).atexit = False
+        whole = gpu.tensor(self.address, self._nbytes)
+        whole[: shape.kv_bytes].zero_()
+        for number in range(PROBES):
+            whole[shape.kv_bytes + number * PROBE_BYTES :][:PROBE_BYTES].copy_(pattern(number, PROBE_BYTES))
+        if whole.device.type == "cuda":
+            torch.cuda.current_stream(whole.device).synchronize()  # readers use other streams
+
+    @property
+    def kv(self) -> Tensor:
+        """The KV. This object must not keep it, because the tensor keeps this object."""
+        return self.gpu.tensor(self.address, self._nbytes, self)[: self.shape.kv_bytes]
+
+    def lend(self, gone: Callable[[], bool]) -> None:
+        """Do not free the memory until `gone` returns True: a reader may have it open."""
+        self._readers[:] = [*(one for one in self._readers if not one()), gone]
 
 
-def widest_batch(tokens: int, running: int, max_model_len: int, block_size: int, device: torch.device) -> Batch:
-    """Return prompts of `tokens` tokens in total, with `running` rows of logits. All KV goes to block 0."""
-    lengths = [min(max_model_len, tokens - start) for start in range(0, tokens, max_model_len)]
-    table_width = -(-max(lengths) // block_size)
-    return batch_of([(length, length) for length in lengths], min(running, tokens), table_width, block_size, device)
+def _free(gpu: Device, address: int, readers: list[Callable[[], bool]]) -> None:
+    deadline = time.monotonic() + CLOSE_S
+    while not all(gone() for gone in readers):
+        if time.monotonic() > deadline:
+            log.warning("gpu_memory_kept", seconds=CLOSE_S)
+            return
+        time.sleep(0.001)
+    gpu.free(address)
+
+
+def can_expose(device: torch.device) -> bool:
+    """Return whether other processes of this host could read KV on `device`."""
+    try:
+        check_platform()
+        if device.type == "cuda":
+            CudaDevice(device)
+    except ConfigError:
+        return False
+    return device.type in {"cpu", "cuda"}

@@ -70,3 +70,22 @@ def warm_forwards(backend: ModelBackend, kv: KVCache, max_tokens: int, max_rows:
 def _powers(limit: int) -> list[int]:
     """Return the powers of two below `limit`, and `limit`."""
     return [1 << bits for bits in range((limit - 1).bit_length())] + [limit]
+
+
+def claim_activations(backend: ModelBackend, max_batched_tokens: int, max_running: int) -> None:
+    """Run the widest forward once on a GPU, so that scratch and the allocator hold their memory from then on. A later
+    `auto_kv_bytes` then sees the memory that is free for KV. Raises torch.OutOfMemoryError if it does not fit.
+    """
+    if backend.device.type != "cuda":
+        return
+    longest, block_size = backend.max_model_len, backend.layout.block_size
+    batch = widest_batch(max_batched_tokens, max_running, longest, block_size, backend.device)
+    backend.forward(batch, backend.make_cache(1))
+    torch.cuda.synchronize(backend.device)
+
+
+def widest_batch(tokens: int, running: int, max_model_len: int, block_size: int, device: torch.device) -> Batch:
+    """Return prompts of `tokens` tokens in total, with `running` rows of logits. All KV goes to block 0."""
+    lengths = [min(max_model_len, tokens - start) for start in range(0, tokens, max_model_len)]
+    table_width = -(-max(lengths) // block_size)
+    return batch_of([(length, length) for length in lengths], min(running, tokens), table_width, block_size, device)

@@ -24,7 +24,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-@pytest.fixture(params=["memory", "gloo", "grpc", "cuda_ipc"])
+@pytest.fixture(params=["memory", "gloo", "grpc"])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -16,11 +16,10 @@ from baton.core import Incarnation
 from baton.errors import ChannelBroken
 from kvtransfer.receiver import PeerService
 from kvtransfer.transports.base import ChannelEnd, ChannelName, KeyRelay, Ring, Side, Transport
-from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.grpc import GrpcTransport
 from kvtransfer.transports.torch_dist import GlooTransport
 from tests.support.time_factor import scaled
-from tests.support.transports import MainMemory, MemoryTransport, served
+from tests.support.transports import MemoryTransport, served
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.support import FINGERPRINT, SETTINGS, D, LoopbackPeer, RecordingTable, make_kv
 
@@ -76,11 +75,8 @@ def two(kind: str) -> Iterator[tuple[Transport, Transport]]:
         peer.close()
     elif kind == "memory":
         yield (both := MemoryTransport()), both
-    elif kind == "gloo":
-        yield GlooTransport("127.0.0.1"), GlooTransport("127.0.0.1")
     else:
-        gpu = MainMemory()
-        yield CudaIpcTransport(CPU, gpu), CudaIpcTransport(CPU, gpu)
+        yield GlooTransport("127.0.0.1"), GlooTransport("127.0.0.1")
 
 
 @dataclass

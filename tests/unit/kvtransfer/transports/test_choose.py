@@ -32,7 +32,7 @@ def test_auto_is_shared_memory_and_then_gloo_or_grpc_where_kv_must_be_encrypted(
     mine, settings = GrpcTransport("decode:1"), TransferSettings(encrypted=True)
     assert names(TransferSettings()) == names(TransferSettings(), grpc=mine) == ["shm", "gloo"]
     assert names(settings, grpc=mine) == ["shm", "grpc"]
-    monkeypatch.setattr(select, "CudaIpcTransport", lambda device: SimpleNamespace(name="cuda_ipc"))
+    monkeypatch.setattr(select, "CudaIpcTransport", lambda kv: SimpleNamespace(name="cuda_ipc"))
     assert names(settings, CUDA, grpc=mine) == ["cuda_ipc", "grpc"]
     with pytest.raises(ConfigError, match="'grpc' is not available"):
         names(settings)

@@ -147,7 +147,6 @@ def test_close_gives_back_threads_and_descriptors_and_can_be_repeated(pairs: Pai
             one()
 
 
-@pytest.mark.parametrize("kind", ["memory", "gloo", "grpc"])  # cuda_ipc keeps memory until its next channel
 @pytest.mark.parametrize("waiting", [True, False])
 @pytest.mark.usefixtures("collected")
 def test_a_kept_error_keeps_no_descriptor(pairs: Pairs, pool, waiting: bool) -> None:
@@ -187,7 +186,7 @@ def test_early_keys_are_kept() -> None:
     assert [relay.receive(0.01) for _ in range(3)] == [("a", b"1"), ("b", b"2"), None]
 
 
-@pytest.mark.parametrize("kind", ["cuda_ipc", "grpc"])
+@pytest.mark.parametrize("kind", ["grpc"])
 def test_a_foreign_key_ends_the_opening(pairs: Pairs) -> None:
     keys = mute()
     keys.deliver("what is this", b"?")
@@ -195,7 +194,7 @@ def test_a_foreign_key_ends_the_opening(pairs: Pairs) -> None:
         pairs.open(Side.SENDER, keys)
 
 
-@pytest.mark.parametrize("kind", ["memory", "cuda_ipc"])
+@pytest.mark.parametrize("kind", ["memory"])
 @pytest.mark.parametrize("nbytes", [7, 9])
 def test_a_frame_of_another_size_is_refused(pairs: Pairs, nbytes: int) -> None:
     sender, receiver = pairs(PATIENT_S)

@@ -17,8 +17,9 @@ from baton.engine.memory.exposed import Shape
 from baton.errors import ChannelBroken, ConfigError
 from kvtransfer.transports import unix_socket
 from kvtransfer.transports.base import ChannelEnd, KeyRelay, Side
-from kvtransfer.transports.shm import _POOL, ShmTransport
-from kvtransfer.transports.unix_socket import _CONTROL_BYTES, MAX_PACKET, ControlSocket, UnixSocketPair, host_reach
+from kvtransfer.transports.host_pool import _POOL
+from kvtransfer.transports.shm import MappedPool, ShmTransport
+from kvtransfer.transports.unix_socket import _CONTROL_BYTES, MAX_PACKET, ControlSocket, Watch, host_reach
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.support import LAYOUT, make_kv
@@ -66,10 +67,10 @@ def mapped() -> int:
 
 def give(keys: KeyRelay, files: list[int], packed: bytes) -> None:
     """Connect as the sender, and send these files as the pool."""
-    with closing(unix_socket.connect(keys, 5.0)) as pair:
-        socket.send_fds(pair.socket, [packed], files)
+    with closing(unix_socket.connect(keys, 5.0)) as connected:
+        socket.send_fds(connected, [packed], files)
         with suppress(ConnectionError):
-            pair.socket.recv(1)  # until the receiver has disconnected
+            connected.recv(1)  # until the receiver has disconnected
 
 
 UNSAFE = {
@@ -119,8 +120,8 @@ def test_of_many_files_a_receiver_keeps_none(pool) -> None:
 def test_nothing_but_the_owner_can_write_or_resize_the_memory(pool, change) -> None:
     sender, receiver = relayed()
     opening = pool.submit(sending().open, NAME, Side.SENDER, sender, RING, 5.0)
-    with closing(unix_socket.accept(receiver, 5.0)) as pair:
-        _, [file], _, _ = socket.recv_fds(pair.socket, _POOL.size, 1)
+    with closing(unix_socket.accept(receiver, 5.0)) as connected:
+        _, [file], _, _ = socket.recv_fds(connected, _POOL.size, 1)
         with pytest.raises(PermissionError):
             change(file)
         os.close(file)
@@ -147,7 +148,7 @@ def test_a_sender_connects_to_nothing_but_a_channel(tmp_path: Path) -> None:
 
 
 def turned_away(connected: socket.socket) -> bool:
-    """Return whether the other end closes without sending a control socket."""
+    """Return whether the other end closes without a word."""
     try:
         return connected.recv(1) == b""
     except ConnectionResetError:  # it closed without reading the secret
@@ -193,8 +194,6 @@ def test_a_receiver_turns_strangers_away_and_still_meets_its_sender(pool, monkey
         with stranger.connect(secret) as connected:
             assert turned_away(connected)
     with stranger.connect(None), stranger.connect(stranger.value[:16]) as right:  # the silent one is skipped later
-        _, [half], _, _ = socket.recv_fds(right, 1, 1)  # of the control socket
-        os.close(half)
         file = memory_file()
         socket.send_fds(right, [POOL], [file])
         os.close(file)
@@ -215,25 +214,6 @@ def test_neither_end_takes_one_of_another_user(pool, monkeypatch) -> None:
         stranger.opening.result(scaled(10))
 
 
-NOTICES = {
-    "number": unix_socket._NOTICE.pack(1, 8),
-    "size": unix_socket._NOTICE.pack(0, 9),
-    "huge": unix_socket._NOTICE.pack(0, 1 << 63),
-    "short": b"short",
-    "long": unix_socket._NOTICE.pack(0, 8) + b"!",
-    "large": bytes(5000),
-}
-
-
-@pytest.mark.parametrize("notice", NOTICES.values(), ids=NOTICES)
-def test_an_end_refuses_another_notice_than_the_expected_one(notice: bytes) -> None:
-    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with closing(UnixSocketPair(*ends)) as pair:
-        ends[1].send(notice)
-        with pytest.raises(ConnectionError, match="frame 0 of 8 bytes was expected"):
-            pair.expect(0, 8)
-
-
 def test_the_memory_goes_with_the_last_tensor_of_it(pool) -> None:
     before = mapped()
     sender, receiver = relayed()
@@ -242,7 +222,7 @@ def test_the_memory_goes_with_the_last_tensor_of_it(pool) -> None:
     end = receiving().open(NAME, Side.RECEIVER, receiver, RING, 5.0)
     opening.result(scaled(10)).close()
     end.close()
-    assert end.pool is not None
+    assert isinstance(end.pool, MappedPool)
     kept = end.pool.cache.k[1]
     del end
     assert mapped() == before + 2
@@ -337,6 +317,19 @@ def test_the_end_of_the_other_one_is_seen_after_its_last_packet(two) -> None:
         right.receive()
     with pytest.raises(ChannelBroken, match="Broken pipe"):
         right.send(b"no receiver")
+
+
+def test_a_watch_sees_the_peer_close_after_its_own_end_was_closed(two) -> None:
+    left, right = two
+    watch = Watch(left._socket)
+    right.check()
+    left.close()
+    with pytest.raises(ChannelBroken, match="closed by the peer"):
+        right.check()
+    assert not watch()
+    right.close()
+    assert watch()
+    assert watch()  # also without its descriptor
 
 
 def test_a_packet_that_is_too_large_breaks_the_channel(two) -> None:
