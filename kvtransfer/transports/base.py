@@ -1,8 +1,8 @@
 """Data channels: one direction, two ends, frames in order through a ring of staging slots. A channel is disposable.
 
-The contract of both ends, which `RingEnd` implements for all transports:
+The contract of both ends, which `RingEnd` implements for two-sided transports. One-sided ends have no slots:
 - Frame n uses slot n modulo the number of slots (`Ring`), in staging memory and never in KV blocks. The sender fills
-  its slot; the receiver finds the same bytes in its own. Ends that share memory share the slot, and nothing is copied.
+  its slot; the receiver finds the same bytes in its own.
 - The sender reuses a slot only after the receiver's credit, which comes over the Peer stream. So several frames may be
   under way, and the receiver may read a slot until it sends the credit.
 - `start` never waits for the peer; it is called within `turn`, which may wait for other channels. `finish` waits for
@@ -161,7 +161,6 @@ class Transport(Protocol):
     one_sided: bool  # the receiver reads the sender's pool; there are no slots
     sends: bool  # whether this worker can be the sender
     reach: str  # a value shared by all ends that can meet, such as a host name; empty means everywhere
-    device: torch.device  # of staging memory
 
     def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> ChannelEnd:
         """Build this end, exchanging `keys`. `deadline_s` limits each step, then each frame. Raises ChannelBroken."""

@@ -51,7 +51,7 @@ class CudaIpcTransport:
         self._gpu = gpu or CudaDevice(kv.device)
         if not all(tensor.is_contiguous() and tensor.device == kv.device for tensor in kv.tensors):
             raise ConfigError("CUDA IPC needs KV in the memory of one process")
-        self._kv, self.device = kv, kv.device
+        self._kv = kv
         self.reach, self.sends = host_reach("ipc", "pid"), self._exposed is not None
 
     def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> PoolEnd:

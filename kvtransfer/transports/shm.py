@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-import torch
 from torch import Tensor
 
 from baton.engine.kv_cache import KVCache
@@ -31,7 +30,6 @@ class ShmTransport:
 
     name = "shm"
     one_sided = True
-    device = torch.device("cpu")
 
     def __init__(self, kv: KVCache) -> None:
         check_platform()

@@ -45,7 +45,7 @@ DIGESTS = [wire_digest(ZEROS)] * 3
 class HandMade:
     """A transport and its only end. It lists the frames that the session expects; the test delivers them."""
 
-    name, reach, device = "by hand", "here", torch.device("cpu")
+    name, reach = "by hand", "here"
     one_sided, sends = False, True
 
     def __init__(self, *, control_socket: bool) -> None:

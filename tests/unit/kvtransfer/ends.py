@@ -13,7 +13,7 @@ class Wrapped:
     """A transport with wrapped ends, another name or another reach."""
 
     def __init__(self, inner, wrap=lambda end: end, name: str = "", reach: str | None = None) -> None:
-        self.name, self.device = name or inner.name, inner.device
+        self.name = name or inner.name
         self.reach = inner.reach if reach is None else reach
         self.one_sided, self.sends = inner.one_sided, inner.sends
         self._inner = inner

@@ -144,7 +144,7 @@ class Breaking:
         self._left, self._when = times, when
         self._inner = Wrapped(memory, lambda end: FlippingEnd(end, 0), name)
         self._sound = Wrapped(memory, name=name)
-        self.name, self.reach, self.device = name, "", memory.device
+        self.name, self.reach = name, ""
         self.one_sided, self.sends = False, True
 
     def open(self, *args):
