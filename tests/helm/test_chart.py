@@ -12,10 +12,12 @@ Documents = list[Object]
 Rendered = dict[str, Documents]
 # Objects that each way to install expects to exist.
 EXTERNAL = {
-    "gpu-rdma": {"Secret/registry", "Secret/hub"},
+    "gpu-rdma": {"Secret/registry", "Secret/hub", "PersistentVolumeClaim/kernels"},
     "external-redis-tls": {"Secret/site-redis", "Secret/site-ca", "Secret/ray-token", "PersistentVolumeClaim/models"},
-    "tls-tokens": {"Secret/baton-tls", "Secret/baton-tokens", "Secret/baton-user"},
+    "tls-tokens": {"Secret/baton-tls", "Secret/baton-tokens", "Secret/baton-user", "Secret/baton-redis"},
 }
+
+ROLES = {"head": "/head", "prefill": "/prefill", "decode": "/decode", "router": "-router", "tests": "-serves"}
 
 
 def of_kind(documents: Documents, kind: str) -> Documents:
@@ -238,3 +240,38 @@ def test_monitors_come_where_the_cluster_knows_them(helm: Helm):
     command = ["template", "one", str(CHART), "-f", str(MINIMAL)]
     assert "kind: PodMonitor" not in helm.run(*command).stdout
     assert {"kind: PodMonitor", "kind: PrometheusRule"} <= set(helm.run(*command, *known).stdout.splitlines())
+
+
+@pytest.mark.parametrize("model", ["path=hf:org/name", "path=m,model.existingClaim=models"], ids=["hub", "claim"])
+def test_settings_of_a_role_reach_all_its_containers(helm: Helm, tmp_path, model: str):
+    """A proxy, a certificate, resources, labels and the security context also reach the init containers."""
+    mount = {"name": "ca", "mountPath": "/ca"}
+    common = {"extraVolumes": [{"name": "ca", "emptyDir": {}}], "extraVolumeMounts": [mount]}
+    roles: Object = {}
+    for role in ROLES:
+        env = [{"name": "HTTPS_PROXY", "value": role}]
+        roles[role] = {**common, "extraEnv": env, "resources": {"limits": {"example/role": f"{len(roles)}"}}}
+    scaling = {"enabled": True, "resources": roles["head"]["resources"]}
+    ray = {"head": roles["head"], "autoscaling": scaling, "extraEnv": [{"name": "RAY", "value": "all"}]}
+    values = {name: role for name, role in roles.items() if name != "head"} | {
+        "ray": ray,
+        "commonLabels": {"team": "a"},
+    }
+    file = tmp_path / "values.yaml"
+    file.write_text(yaml.safe_dump(values | {"containerSecurityContext": {"runAsUser": 7}}))
+    documents = helm.render(MINIMAL, file, sets=[f"model.{model}", "decode.autoscale.enabled=true"])
+    (cluster,) = of_kind(documents, "RayCluster")
+    for role, end in ROLES.items():
+        pod = pod_of(documents, end)
+        assert pod.labels["team"] == "a"
+        for container in [*pod.containers, *([cluster["spec"]["autoscalerOptions"]] if role == "head" else [])]:
+            env = {one["name"]: one.get("value") for one in container["env"]}
+            assert (env["HTTPS_PROXY"], env.get("RAY")) == (role, "all" if "/" in end else None)
+            assert mount in container["volumeMounts"]
+            assert (
+                container["resources"]["limits"]["example/role"] == roles[role]["resources"]["limits"]["example/role"]
+            )
+            assert container["securityContext"]["runAsUser"] == 7
+    assert [len(pod_of(documents, end).containers) for end in ("/prefill", "/decode", "-serves")] == [2, 2, 2]
+    redis = pod_of(documents, "-redis")
+    assert (redis.labels["team"], redis.containers[0]["securityContext"]["runAsUser"]) == ("a", 7)

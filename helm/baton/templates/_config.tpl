@@ -1,6 +1,6 @@
 {{/* The cluster file: `config` of the values, overridden by the keys that the chart sets. */}}
 {{- define "baton.owned" -}}
-name: {{ default (include "baton.fullname" .) .Values.clusterName }}
+name: {{ default (include "baton.fullname" .) .Values.clusterName | quote }}
 model: {path: {{ include "baton.modelPath" . | quote }}}
 ray: {address: auto}
 router:
@@ -9,7 +9,7 @@ router:
   http: {{ ternary "0.0.0.0:8000" "null" .Values.router.http }}
   metrics: "0.0.0.0:9100"
   admin: "0.0.0.0:50052"
-  interface: {{ .Values.network.interface }}
+  interface: {{ .Values.network.interface | quote }}
   drain_s: {{ max 1 (sub (sub (int .Values.router.terminationGracePeriodSeconds) (int .Values.router.preStopSeconds)) 10) }}
 prefill:
   {{- include "baton.ownedPool" (dict "root" . "pool" "prefill") | nindent 2 }}
@@ -17,7 +17,7 @@ decode:
   {{- include "baton.ownedPool" (dict "root" . "pool" "decode") | nindent 2 }}
 security:
   {{- with .Values.security.tls.existingSecret }}
-  tls: {cert: /etc/baton-tls/tls.crt, key: /etc/baton-tls/tls.key, ca: /etc/baton-tls/ca.crt, name: {{ include "baton.tlsName" $ }}}
+  tls: {cert: /etc/baton-tls/tls.crt, key: /etc/baton-tls/tls.key, ca: /etc/baton-tls/ca.crt, name: {{ include "baton.tlsName" $ | quote }}}
   {{- end }}
   {{- with .Values.security.tokens.existingSecret }}
   tokens: /etc/baton-tokens/tokens.yaml
@@ -30,7 +30,7 @@ security:
 replicas: {{ $pool.replicas }}
 listen: "0.0.0.0:50061"
 metrics: "0.0.0.0:9101"
-interface: {{ .root.Values.network.interface }}
+interface: {{ .root.Values.network.interface | quote }}
 node_labels: {baton.io/pool: {{ .pool }}}
 device: {{ ternary "cuda" "cpu" (gt (int $pool.gpus) 0) }}
 {{- if gt (int $pool.gpus) 0 }}
@@ -43,9 +43,9 @@ autoscale: {min: {{ $pool.autoscale.min }}, max: {{ $pool.autoscale.max }}}
 
 {{/* Pools that have pods. In mode colocated, the decode pool has the workers of both pools. */}}
 {{- define "baton.pools" -}}
-{{ ternary "decode" "prefill decode" (eq (toString (get .Values.config "mode")) "colocated") }}
+{{ ternary "decode" "prefill decode" (eq (toString (get (default dict .Values.config) "mode")) "colocated") }}
 {{- end }}
 
 {{- define "baton.clusterFile" -}}
-{{ toYaml (mergeOverwrite (deepCopy .Values.config) (include "baton.owned" . | fromYaml)) }}
+{{ toYaml (mergeOverwrite (deepCopy (default dict .Values.config)) (include "baton.owned" . | fromYaml)) }}
 {{- end }}

@@ -27,8 +27,8 @@
 
 {{/* Labels. Selector labels never change within a release: they have no version and no chart. */}}
 {{- define "baton.releaseLabels" -}}
-app.kubernetes.io/name: {{ include "baton.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "baton.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{- define "baton.selectorLabels" -}}
@@ -48,7 +48,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end }}
 
 {{- define "baton.podLabels" -}}
-{{ toYaml (merge (include "baton.selectorLabels" . | fromYaml) .role.podLabels .root.Values.commonLabels) }}
+{{ toYaml (merge (include "baton.selectorLabels" . | fromYaml) (default dict (get .role "podLabels")) (default dict .root.Values.commonLabels)) }}
 {{- end }}
 
 {{/* Secrets that pods read. */}}
@@ -64,11 +64,12 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{/* URL of Redis. The kubelet inserts the password, so that only the Secret contains it. */}}
 {{- define "baton.redisUrl" -}}
 {{- $external := .Values.redis.external }}
+{{- $user := default "" $external.username | urlquery | replace "+" "%20" }}
 {{- if .Values.redis.install -}}
 redis://:$(REDIS_PASSWORD)@{{ include "baton.fullname" . }}-redis:6379/0
 {{- else -}}
 {{ ternary "rediss" "redis" $external.tls.enabled }}://
-{{- if $external.existingSecret }}{{ $external.username }}:$(REDIS_PASSWORD)@{{ else if $external.username }}{{ $external.username }}@{{ end }}
+{{- if $external.existingSecret }}{{ $user }}:$(REDIS_PASSWORD)@{{ else if $user }}{{ $user }}@{{ end }}
 {{- $external.host }}:{{ $external.port }}/{{ $external.db }}
 {{- if include "baton.redisCa" . }}?ssl_ca_certs=/etc/baton-redis/{{ $external.tls.caKey }}{{ end }}
 {{- end }}
@@ -81,10 +82,10 @@ redis://:$(REDIS_PASSWORD)@{{ include "baton.fullname" . }}-redis:6379/0
 {{- define "baton.redisEnv" -}}
 {{- if include "baton.redisSecret" . }}
 - name: REDIS_PASSWORD
-  valueFrom: {secretKeyRef: {name: {{ include "baton.redisSecret" . }}, key: {{ include "baton.redisPasswordKey" . }}}}
+  valueFrom: {secretKeyRef: {name: {{ include "baton.redisSecret" . | quote }}, key: {{ include "baton.redisPasswordKey" . | quote }}}}
 {{- end }}
 - name: BATON__REDIS__URL
-  value: {{ include "baton.redisUrl" . }}
+  value: {{ include "baton.redisUrl" . | quote }}
 {{- end }}
 
 {{/* Name that certificates must contain. */}}

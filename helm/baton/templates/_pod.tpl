@@ -1,10 +1,12 @@
 {{/* Parts of all pods with Baton's image. Each template takes {root, component, role}; role is a section of the values. */}}
 {{- define "baton.podSpec" -}}
-serviceAccountName: {{ include "baton.serviceAccountName" .root }}
+serviceAccountName: {{ include "baton.serviceAccountName" .root | quote }}
 automountServiceAccountToken: {{ and (eq .component "head") .root.Values.ray.autoscaling.enabled }}
 enableServiceLinks: false
+{{- with .root.Values.podSecurityContext }}
 securityContext:
-  {{- toYaml .root.Values.podSecurityContext | nindent 2 }}
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- with .root.Values.imagePullSecrets }}
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
@@ -21,7 +23,7 @@ imagePullSecrets:
 {{- end }}
 {{- range $key := list "priorityClassName" "runtimeClassName" "schedulerName" }}
 {{- with index $.role $key }}
-{{ $key }}: {{ . }}
+{{ $key }}: {{ . | quote }}
 {{- end }}
 {{- end }}
 {{- with .role.affinity }}
@@ -32,21 +34,23 @@ affinity:
 affinity:
   podAffinity:
     requiredDuringSchedulingIgnoredDuringExecution:
-      - labelSelector: {matchLabels: {ray.io/cluster: {{ include "baton.fullname" .root }}, ray.io/node-type: worker}}
-        topologyKey: {{ .root.Values.network.topologyKey }}
+      - labelSelector: {matchLabels: {ray.io/cluster: {{ include "baton.fullname" .root | quote }}, ray.io/node-type: worker}}
+        topologyKey: {{ .root.Values.network.topologyKey | quote }}
 {{- end }}
 {{- end }}
 {{- end }}
 
 {{- define "baton.containerCommon" -}}
-image: {{ include "baton.image" .root }}
+image: {{ include "baton.image" .root | quote }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+{{- $context := deepCopy (default dict .root.Values.containerSecurityContext) }}
+{{- if and .root.Values.network.rdma.enabled (has .component (list "prefill" "decode")) }}
+{{- $context = mergeOverwrite $context (default dict .root.Values.network.rdma.securityContext) }}
+{{- end }}
+{{- with $context }}
 securityContext:
-  {{- $context := deepCopy .root.Values.containerSecurityContext }}
-  {{- if and .root.Values.network.rdma.enabled (has .component (list "prefill" "decode")) }}
-  {{- $context = mergeOverwrite $context .root.Values.network.rdma.securityContext }}
-  {{- end }}
-  {{- toYaml $context | nindent 2 }}
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end }}
 
 {{- define "baton.env" -}}
@@ -56,9 +60,9 @@ securityContext:
 - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
 {{ include "baton.redisEnv" .root | trim }}
 {{- if hasPrefix "hf:" $values.model.path }}
-- {name: HF_HOME, value: {{ $values.model.mountPath }}}
+- {name: HF_HOME, value: {{ $values.model.mountPath | quote }}}
 {{- with $values.model.hub.existingSecret }}
-- {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $values.model.hub.key }}}}}
+- {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: {{ $values.model.hub.key | quote }}}}}
 {{- end }}
 {{- with $values.model.hub.endpoint }}
 - {name: HF_ENDPOINT, value: {{ . | quote }}}
@@ -66,33 +70,45 @@ securityContext:
 {{- end }}
 {{- with $values.tracing.endpoint }}
 - {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ . | quote }}}
-- {name: OTEL_SERVICE_NAME, value: {{ printf "%s-%s" (include "baton.fullname" $.root) $.component }}}
+- {name: OTEL_SERVICE_NAME, value: {{ printf "%s-%s" (include "baton.fullname" $.root) $.component | quote }}}
 {{- end }}
 {{- range $name, $value := $values.tracing.env }}
-- {name: {{ $name }}, value: {{ $value | quote }}}
+- {name: {{ $name | quote }}, value: {{ $value | quote }}}
 {{- end }}
 {{- end }}
 
 {{- define "baton.rayEnv" -}}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 {{- if and .root.Values.ray.gcsFaultTolerance.enabled (include "baton.redisCa" .root) }}
-- {name: RAY_REDIS_CA_CERT, value: /etc/baton-redis/{{ .root.Values.redis.external.tls.caKey }}}
+- {name: RAY_REDIS_CA_CERT, value: {{ printf "/etc/baton-redis/%s" .root.Values.redis.external.tls.caKey | quote }}}
 {{- end }}
-{{- with .root.Values.ray.extraEnv }}
-{{ toYaml . }}
+{{- end }}
+
+{{/* Environment of all containers of a role, init containers included. It comes last, so that it takes precedence. */}}
+{{- define "baton.extraEnv" -}}
+{{- $ray := ternary .root.Values.ray.extraEnv list (has .component (list "head" "prefill" "decode")) }}
+{{- with concat (default list $ray) (default list .role.extraEnv) }}
+{{- toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "baton.resources" -}}
+{{- with .role.resources }}
+resources:
+  {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
 {{- define "baton.ncclEnv" -}}
 {{- $interface := .root.Values.network.interface }}
-- {name: GLOO_SOCKET_IFNAME, value: {{ $interface }}}
+- {name: GLOO_SOCKET_IFNAME, value: {{ $interface | quote }}}
 {{- if .role.gpus }}
 {{- $env := dict "NCCL_SOCKET_IFNAME" $interface "NCCL_IB_DISABLE" (ternary "0" "1" .root.Values.network.rdma.enabled) }}
-{{- range $name, $value := mergeOverwrite $env .root.Values.network.nccl.env }}
-- {name: {{ $name }}, value: {{ $value | quote }}}
+{{- range $name, $value := mergeOverwrite $env (default dict .root.Values.network.nccl.env) }}
+- {name: {{ $name | quote }}, value: {{ $value | quote }}}
 {{- end }}
-- {name: TRITON_CACHE_DIR, value: {{ .root.Values.kernelCache.mountPath }}/triton}
-- {name: TORCHINDUCTOR_CACHE_DIR, value: {{ .root.Values.kernelCache.mountPath }}/inductor}
+- {name: TRITON_CACHE_DIR, value: {{ printf "%s/triton" .root.Values.kernelCache.mountPath | quote }}}
+- {name: TORCHINDUCTOR_CACHE_DIR, value: {{ printf "%s/inductor" .root.Values.kernelCache.mountPath | quote }}}
 {{- end }}
 {{- end }}
 
@@ -113,7 +129,7 @@ securityContext:
 {{ trim . }}
 {{- end }}
 {{- if get .role "gpus" }}
-- {name: kernels, mountPath: {{ .root.Values.kernelCache.mountPath }}}
+- {name: kernels, mountPath: {{ .root.Values.kernelCache.mountPath | quote }}}
 {{- end }}
 {{- with .role.extraVolumeMounts }}
 {{ toYaml . }}
@@ -124,10 +140,10 @@ securityContext:
 {{- $model := .root.Values.model }}
 {{- if include "baton.modelVolume" .root }}
 - name: model
-  mountPath: {{ $model.mountPath }}
+  mountPath: {{ $model.mountPath | quote }}
   readOnly: {{ not (hasPrefix "hf:" $model.path) }}
   {{- with $model.subPath }}
-  subPath: {{ . }}
+  subPath: {{ . | quote }}
   {{- end }}
 {{- end }}
 {{- end }}
@@ -137,25 +153,25 @@ securityContext:
 - name: config
   configMap: {name: {{ include "baton.fullname" .root }}-config}
 - name: tmp
-  emptyDir: {sizeLimit: {{ default "2Gi" (get .role "tmpSize") }}}
+  emptyDir: {sizeLimit: {{ default "2Gi" (get .role "tmpSize") | quote }}}
 - name: home
   emptyDir: {sizeLimit: 2Gi}
 {{- with $values.security.tls.existingSecret }}
 - name: tls
-  secret: {secretName: {{ . }}, defaultMode: 288, items: [{key: ca.crt, path: ca.crt}, {key: tls.crt, path: tls.crt}, {key: tls.key, path: tls.key}]}
+  secret: {secretName: {{ . | quote }}, defaultMode: 288, items: [{key: ca.crt, path: ca.crt}, {key: tls.crt, path: tls.crt}, {key: tls.key, path: tls.key}]}
 {{- end }}
 {{- with $values.security.tokens.existingSecret }}
 - name: tokens
-  secret: {secretName: {{ . }}, defaultMode: 288, items: [{key: {{ $values.security.tokens.key }}, path: tokens.yaml}]}
+  secret: {secretName: {{ . | quote }}, defaultMode: 288, items: [{key: {{ $values.security.tokens.key | quote }}, path: tokens.yaml}]}
 {{- end }}
 {{- if include "baton.redisCa" .root }}
 - name: redis-ca
-  secret: {secretName: {{ $values.redis.external.tls.existingSecret }}, defaultMode: 288, items: [{key: {{ $values.redis.external.tls.caKey }}, path: {{ $values.redis.external.tls.caKey }}}]}
+  secret: {secretName: {{ $values.redis.external.tls.existingSecret | quote }}, defaultMode: 288, items: [{key: {{ $values.redis.external.tls.caKey | quote }}, path: {{ $values.redis.external.tls.caKey | quote }}}]}
 {{- end }}
 {{- if include "baton.modelVolume" .root }}
 - name: model
   {{- if or $values.model.existingClaim $values.model.pvc.create }}
-  persistentVolumeClaim: {claimName: {{ default (printf "%s-model" (include "baton.fullname" .root)) $values.model.existingClaim }}}
+  persistentVolumeClaim: {claimName: {{ default (printf "%s-model" (include "baton.fullname" .root)) $values.model.existingClaim | quote }}}
   {{- else }}
   emptyDir: {}
   {{- end }}
@@ -163,9 +179,9 @@ securityContext:
 {{- if get .role "gpus" }}
 - name: kernels
   {{- with $values.kernelCache.existingClaim }}
-  persistentVolumeClaim: {claimName: {{ . }}}
+  persistentVolumeClaim: {claimName: {{ . | quote }}}
   {{- else }}
-  emptyDir: {sizeLimit: {{ $values.kernelCache.size }}}
+  emptyDir: {sizeLimit: {{ $values.kernelCache.size | quote }}}
   {{- end }}
 {{- end }}
 {{- with .role.extraVolumes }}
@@ -192,10 +208,14 @@ securityContext:
   {{- end }}
   env:
     {{- include "baton.env" . | trim | nindent 4 }}
-  resources: {requests: {cpu: 100m, memory: 512Mi}, limits: {memory: 2Gi}}
+    {{- include "baton.extraEnv" . | nindent 4 }}
+  {{- include "baton.resources" . | nindent 2 }}
   volumeMounts:
     {{- include "baton.modelMount" . | trim | nindent 4 }}
     - {name: tmp, mountPath: /tmp}
     - {name: home, mountPath: /var/lib/baton}
+    {{- with .role.extraVolumeMounts }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
 {{- end }}
 {{- end }}
