@@ -53,6 +53,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--sizes", type=_numbers, default=[1, 4, 16, 64, 256], help="of the KV, in MiB")
     parser.add_argument("--prompts", type=_numbers, default=[128, 512, 1024, 2048], help="in tokens; 0: none")
     parser.add_argument("--rounds", type=int)
+    parser.add_argument("--ranks", type=int, default=1, help="tensor_parallel of both workers; with --prompts 0")
     parser.add_argument("--tiny", action="store_true", help="toy models: to try the program, not to measure")
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for raw results and logs")
     parser.add_argument("--cache", type=Path, default=home / "bench", help="folder for models")
@@ -77,7 +78,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
 def measure(args: argparse.Namespace, plan: Plan) -> Results:
     """Run each part in its own processes. A failed part is recorded, and the others continue."""
     large, small = (make_model(args.cache, size, DTYPE, tiny=args.tiny) for size in ("L", "S"))
-    where, results = Where(large, small, args.cache, args.out), Results()
+    where, results = Where(large, small, args.cache, args.out, args.ranks), Results()
     parts: dict[str, Callable[[Plan, Where, Results], None]] = {
         "sizes": measure_sizes,
         "a short prompt": measure_small,

@@ -152,7 +152,7 @@ def exposes_kv(settings: WorkerSettings, device: torch.device) -> bool:
     cuda_ipc is named: attention on CPUs is slower on the ordinary pages that shared memory often has.
     """
     wanted, named = settings.transfer.transport, "shm" if device.type == "cpu" else "cuda_ipc"
-    if settings.tensor_parallel > 1 or wanted not in {"auto", named}:
+    if (device.type != "cpu" and settings.tensor_parallel > 1) or wanted not in {"auto", named}:
         return False
     return wanted == named or (settings.role is Role.PREFILL and can_expose(device))
 

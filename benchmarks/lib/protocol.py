@@ -39,13 +39,16 @@ class ChildFailed(Exception):
 
 @dataclass(frozen=True)
 class Setup:
-    """Configuration of a measured process. `kv_tokens`: KV capacity; `cache`: folder for converted models."""
+    """Configuration of a measured process. `kv_tokens`: KV capacity; `cache`: folder for converted models; `ranks`:
+    processes of a worker that hands over.
+    """
 
     model: str
     dtype: str
     threads: int
     kv_tokens: int
     cache: str
+    ranks: int = 1
 
 
 def serve(load: Callable[[Setup], tuple[Answer, Mapping[str, Handler]]]) -> None:

@@ -48,10 +48,11 @@ class Where:
     small: Path
     cache: Path
     out: Path
+    ranks: int = 1
 
     def child(self, module: str, model: Path, kv_tokens: int) -> Child:
         """Return a single-threaded process that runs `benchmarks.lib.<module>`, not started yet."""
-        setup = Setup(str(model), DTYPE, 1, kv_tokens, str(self.cache))
+        setup = Setup(str(model), DTYPE, 1, kv_tokens, str(self.cache), self.ranks)
         command = [sys.executable, "-P", "-m", f"benchmarks.lib.{module}"]
         return Child(module, command, setup, self.out / f"{module}.log")
 

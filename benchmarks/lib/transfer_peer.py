@@ -18,6 +18,7 @@ from baton.core import HandoffId, Incarnation, KVLayout, WorkerRef
 from baton.engine.kernels.select import block_copy, choose_kernels
 from baton.engine.kv_cache import DTYPES as TORCH_DTYPES
 from baton.engine.kv_cache import KVCache, exposed_memory
+from baton.engine.tp.backend import Ranking, load_sharded
 from baton.errors import StaleAttempt
 from baton.rpc.channel import aio_server, bind
 from baton.rpc.v1.peer_pb2_grpc import add_PeerServicer_to_server
@@ -39,7 +40,7 @@ T = TypeVar("T")
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 FINGERPRINT = "benchmark"
 BLOCK_SIZE = 16
-STEP_S = 30.0  # for opening and closing a lane
+STEP_S = 180.0  # for opening and closing a lane, which loads a model if it has ranks
 
 
 class Table:
@@ -127,10 +128,15 @@ def layout_of(setup: Setup) -> KVLayout:
 def make_kv(setup: Setup, device: str, *, exposed: bool = False) -> KVCache:
     """Return a KV cache for `setup.kv_tokens` tokens, with random content. Other processes can read it if `exposed`."""
     layout = layout_of(setup)
-    copy = block_copy(choose_kernels(torch.device(device), TORCH_DTYPES[layout.dtype]))
     blocks = layout.blocks_for(setup.kv_tokens)
-    memory = exposed_memory(layout, blocks, device) if exposed else None
-    kv = KVCache(layout, blocks, device, copy=copy, exposed=memory)
+    if setup.ranks > 1:
+        ranking = Ranking(setup.ranks, threads=1)
+        backend = load_sharded(setup.model, ranking, dtype=layout.dtype, device=device, block_size=BLOCK_SIZE)
+        kv = backend.make_cache(blocks, exposed=exposed)
+    else:
+        copy = block_copy(choose_kernels(torch.device(device), TORCH_DTYPES[layout.dtype]))
+        memory = exposed_memory(layout, blocks, device) if exposed else None
+        kv = KVCache(layout, blocks, device, copy=copy, exposed=memory)
     for part in kv.tensors:
         part.view(torch.int16).random_()
     return kv

@@ -29,7 +29,9 @@ def alone():
 
 def answers(cluster):
     with cluster.client() as client:
-        return [client.generate(p, max_tokens=TOKENS, temperature=0, ignore_eos=True).text for p in PROMPTS]
+        made = [client.generate(p, max_tokens=TOKENS, temperature=0, ignore_eos=True) for p in PROMPTS]
+    assert {answer.placement.transport for answer in made} == {"shm"}
+    return [answer.text for answer in made]
 
 
 def followers(cluster):

@@ -6,7 +6,7 @@ before and after its copy, as with a seqlock. Stores of x86-64 become visible in
 no fences are needed there. No other processor is supported.
 
 The file has no name and belongs to the processes that hold it, so a killed process leaves nothing. It is sealed: its
-size is fixed, and no later mapping can write.
+size is fixed, and no later mapping can write. Ranks of a worker map it before that (`baton/engine/tp/kv_memory.py`).
 """
 
 from __future__ import annotations
@@ -62,15 +62,16 @@ class Shape:
 
 
 class ExposedMemory:
-    """The owner's end. `kv` is uint8 [kv_bytes], zeroed; `generations` has one number per block, at first 0. Raises
-    ConfigError if the system has no sealed memory files or not enough memory.
+    """The owner's end. `kv` is uint8 [kv_bytes], zeroed; `generations` has one number per block, at first 0. Readers
+    reject it unless it is `sealed`. Raises ConfigError if the system has no sealed memory files or not enough memory.
     """
 
-    def __init__(self, shape: Shape) -> None:
-        check_platform()
+    def __init__(self, shape: Shape, *, sealed: bool = True) -> None:
+        if sealed:
+            check_platform()
         self.shape = shape
         try:
-            self.file, mapping = _sealed(shape.nbytes)
+            self.file, mapping = _created(shape.nbytes, sealed=sealed)
         except OSError as error:
             raise ConfigError(f"KV memory of {shape.nbytes} bytes for readers on this host: {error}") from error
         words = memoryview(mapping)[: shape.blocks * _WORD].cast("Q")
@@ -79,6 +80,10 @@ class ExposedMemory:
         for number in range(PROBES):
             _probe(whole, shape, number)[:] = pattern(number, PROBE_BYTES)
         self.kv = whole[shape.kv_at :]
+
+    def seal(self) -> None:
+        """Fix the size, and forbid later mappings that can write; existing ones stay. Raises OSError."""
+        _seal(self.file)
 
     def __del__(self) -> None:
         if (file := self.__dict__.pop("file", None)) is not None:
@@ -124,15 +129,15 @@ def check_platform() -> None:
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise ConfigError(f"shared KV memory needs Linux on x86-64, not {sys.platform} on {platform.machine()}")
     try:
-        file, mapping = _sealed(mmap.PAGESIZE)
+        file, mapping = _created(mmap.PAGESIZE, sealed=True)
     except OSError as error:
         raise ConfigError(f"shared KV memory needs sealed memory files: {error}") from error
     mapping.close()
     os.close(file)
 
 
-def _sealed(nbytes: int) -> tuple[int, mmap.mmap]:
-    """Return a descriptor of new, zeroed memory of fixed size, and its only writable mapping. Raises OSError."""
+def _created(nbytes: int, *, sealed: bool) -> tuple[int, mmap.mmap]:
+    """Return a descriptor of new, zeroed memory, and a writable mapping, the only one if `sealed`. Raises OSError."""
     with ExitStack() as failing:
         file = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         failing.callback(os.close, file)
@@ -143,6 +148,11 @@ def _sealed(nbytes: int) -> tuple[int, mmap.mmap]:
             mapping.madvise(mmap.MADV_HUGEPAGE)
             mapping.madvise(_POPULATE_WRITE)
         os.posix_fallocate(file, 0, nbytes)  # an error now instead of SIGBUS later
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, FIXED_SIZE | _FUTURE_WRITE)
+        if sealed:
+            _seal(file)
         failing.pop_all()
     return file, mapping
+
+
+def _seal(file: int) -> None:
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, FIXED_SIZE | _FUTURE_WRITE)

@@ -13,6 +13,7 @@ import torch
 
 from baton.engine.batch import Batch
 from baton.engine.kernels.base import Splits
+from baton.engine.kernels.select import block_copy
 from baton.engine.kv_cache import KVCache
 from baton.engine.models.checkpoint import Progress
 from baton.engine.models.config import read_config
@@ -68,11 +69,13 @@ class ShardedBackend:
         return 0  # exchanges are cut by their size
 
     def make_cache(self, total_blocks: int, *, exposed: bool = False) -> KVCache:
-        """Make the cache for `forward` on all ranks, and invalidate the previous one. Raises RankLost."""
+        """Make the cache for `forward` on all ranks, and invalidate the previous one. Raises RankLost, or ConfigError
+        if it cannot be `exposed` here.
+        """
         self._check_open()
         self._kv = None
         self._model.drop_cache()
-        self._memory.prepare(total_blocks)
+        self._memory.prepare(exposed=exposed)
         try:
             self._ranks.send(CACHE, [total_blocks])
             self._kv = self._model.make_cache(total_blocks)
@@ -194,7 +197,6 @@ def load_sharded(
             capacity=capacity,
             timeout_s=ranking.timeout_s,
             memory=_memory(SharedExchange.nbytes(size, capacity)) if cpu and shared else -1,
-            kv=_memory(0) if cpu else -1,
             splits=attention_splits,
         )
         return _start(plan, progress)
@@ -219,7 +221,7 @@ def _start(plan: TpLayout, progress: Progress | None) -> ShardedBackend:
         with nullcontext() if watchdog is None else watchdog.guard():  # NCCL connects
             ranks = Ranks(plan, 0, followers.check)
         local = load_rank(plan, ranks, progress)
-        memory = kv_memory(plan, ranks, local.layout)
+        memory = kv_memory(plan, ranks, local.layout, copy=block_copy(local.model.kernels))
         followers.wait("loaded", START_S)
     except BaseException:
         followers.close(0.0)
@@ -236,6 +238,5 @@ def _memory(nbytes: int) -> int:
 
 
 def _close_memory(plan: TpLayout) -> None:
-    for descriptor in (plan.memory, plan.kv):
-        if descriptor >= 0:
-            os.close(descriptor)
+    if plan.memory >= 0:
+        os.close(plan.memory)

@@ -193,7 +193,7 @@ class SharedExchange(Exchange):
 
 @dataclass(frozen=True, slots=True)
 class TpLayout:
-    """The start parameters of every rank. `memory` and `kv` are descriptors of shared memory, or -1 for none."""
+    """The start parameters of every rank. `memory` is the descriptor of the exchange's memory, or -1 for none."""
 
     folder: str
     key: str
@@ -208,7 +208,6 @@ class TpLayout:
     capacity: int  # largest part of an exchange, in elements
     timeout_s: float  # limit of a rank's silence in a forward
     memory: int = -1
-    kv: int = -1
     splits: Splits = "auto"
 
     def device_of(self, rank: int, viewer: int) -> torch.device:

@@ -1,30 +1,35 @@
 """The memory of a worker's KV, and access to all of it from rank 0, which alone makes handoffs.
 
-On a CPU, one shared memory has all heads, and each rank has a strided view of its own. If ranks share a KV head, that
-memory has a cache for each rank instead, because two ranks must not write to one place. On GPUs, each rank has a cache,
-and rank 0 opens those of the others by CUDA IPC on their devices (`ShardedCache`). There a rank frees its memory only
-after rank 0 has closed it, which precedes each CACHE or END message.
+On a CPU, one memory file has all heads, and each rank has a strided view of its own. If ranks share a KV head, there is
+a file with all heads for each of them, because two ranks must not write to one place. Other processes of the host can
+read the first file like the cache of a worker without ranks.
 
-Never run on GPUs, for lack of two. The order is tested with simulated devices (docs/how-to/gpu.md has the commands).
+On GPUs, each rank has a cache, and rank 0 opens those of the others by CUDA IPC on their devices (`ShardedCache`). A
+rank frees its memory there only after rank 0 has closed it, which precedes each CACHE or END message. Never run on
+GPUs, for lack of two. The order is tested with simulated devices (docs/how-to/gpu.md has the commands).
 """
 
 from __future__ import annotations
 
 import mmap
-import os
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from baton.core import KVLayout
+from baton.engine.kernels.cpu.ops import CompiledBlockCopy
 from baton.engine.kernels.gpu.cuda_memory import HANDLE_BYTES, CudaDevice, Device
 from baton.engine.kv_cache import DTYPES, KVCache, Mark, tensors_in
+from baton.engine.memory.exposed import ExposedMemory, Shape, check_platform
 from baton.engine.tp.group import Ranks, TpLayout
-from baton.engine.tp.sharding import Heads, Rectangle, read_plan
+from baton.engine.tp.sharding import Heads, Rectangle, common, read_plan
 
 GpuOf = Callable[[int], Device]  # the device of a rank, as this process uses it
 
@@ -32,8 +37,10 @@ GpuOf = Callable[[int], Device]  # the device of a rank, as this process uses it
 class KVMemory(Protocol):
     """One rank's end of the memory, used by one thread."""
 
-    def prepare(self, total_blocks: int) -> None:
-        """Free the previous cache, which must be unused, and reserve memory. Rank 0 calls it before it sends CACHE."""
+    def prepare(self, *, exposed: bool) -> None:
+        """Free the previous cache, which must be unused. Rank 0 calls it before it sends CACHE. Other processes of the
+        host can read the next cache if it is `exposed`. Raises ConfigError if the system cannot.
+        """
 
     def make(self, total_blocks: int) -> tuple[KVCache, KVCache]:
         """Return the engine's cache and this rank's, both finite. All ranks call it after CACHE. Raises RankLost."""
@@ -42,37 +49,66 @@ class KVMemory(Protocol):
         """Free the cache: on rank 0 before it sends END, on the others after they receive it."""
 
 
-def kv_memory(plan: TpLayout, ranks: Ranks, layout: KVLayout, gpu_of: GpuOf | None = None) -> KVMemory:
+def kv_memory(
+    plan: TpLayout,
+    ranks: Ranks,
+    layout: KVLayout,
+    gpu_of: GpuOf | None = None,
+    copy: CompiledBlockCopy | None = None,
+) -> KVMemory:
     """Return a rank's memory for the `layout` of the whole model. Raises ConfigError if a GPU cannot share memory."""
-    if plan.kv >= 0:
-        return HostMemory(plan, ranks.rank, layout)
+    if gpu_of is None and plan.device_of(0, 0).type == "cpu":
+        return HostMemory(plan, ranks, layout, copy)
     return GpuMemory(plan, ranks, layout, gpu_of or (lambda rank: CudaDevice(plan.device_of(rank, ranks.rank))))
 
 
 class HostMemory:
-    """Implementation of `KVMemory` on a CPU: the file `plan.kv`, as large as the largest cache so far."""
+    """Implementation of `KVMemory` on a CPU: memory files of rank 0, one of which each rank maps. `copy` is for the
+    engine's cache.
+    """
 
-    def __init__(self, plan: TpLayout, rank: int, layout: KVLayout) -> None:
-        self._file, self._layout, self._own = plan.kv, layout, rank_layout(layout, plan.size)
-        self._rank, self._heads = rank, Heads(layout.kv_heads, plan.size)
-        self._block_bytes = self._own.block_bytes * plan.size
+    def __init__(self, plan: TpLayout, ranks: Ranks, layout: KVLayout, copy: CompiledBlockCopy | None = None) -> None:
+        self._parent, self._ranks, self._layout, self._copy = plan.parent, ranks, layout, copy
+        self._heads, self._exposed = Heads(layout.kv_heads, plan.size), False
 
-    def prepare(self, total_blocks: int) -> None:
-        nbytes = total_blocks * self._block_bytes
-        if os.fstat(self._file).st_size < nbytes:
-            os.ftruncate(self._file, nbytes)
+    def prepare(self, *, exposed: bool) -> None:
+        if exposed:
+            check_platform()
+        self._exposed = exposed
 
     def make(self, total_blocks: int) -> tuple[KVCache, KVCache]:
-        mapped = mmap.mmap(self._file, total_blocks * self._block_bytes)
-        memory = torch.frombuffer(mapped, dtype=torch.uint8)
-        if self._heads.replicas > 1:
-            parts = [tensors_in(part, self._own, total_blocks) for part in memory.chunk(self._heads.size)]
-            ranks = [KVCache(self._own, total_blocks, storage=part) for part in parts]
-            return ShardedCache(self._layout, ranks), ranks[self._rank]
-        tensors, held = tensors_in(memory, self._layout, total_blocks), self._heads.held(self._rank)
-        views = [tensor.narrow(3, held.start, len(held)) for tensor in tensors]
-        whole = KVCache(self._layout, total_blocks, storage=tensors)
-        return whole, KVCache(self._own, total_blocks, storage=views)
+        """See `KVMemory`. Raises ConfigError without enough memory."""
+        heads, layout = self._heads, self._layout
+        copies, exposed = self._shared(Shape(total_blocks, total_blocks * layout.block_bytes))
+        held = heads.held(self._ranks.rank)
+        views = [tensor.narrow(3, held.start, len(held)) for tensor in tensors_in(copies[0], layout, total_blocks)]
+        own = KVCache(rank_layout(layout, heads.size), total_blocks, storage=views)
+        if self._ranks.rank:
+            return own, own
+        caches = [
+            KVCache(layout, total_blocks, storage=tensors_in(kv, layout, total_blocks), copy=self._copy, exposed=first)
+            for kv, first in zip_longest(copies, [exposed])
+        ]
+        return (CopiedCache(caches) if len(caches) > 1 else caches[0]), own
+
+    def _shared(self, shape: Shape) -> tuple[list[Tensor], ExposedMemory | None]:
+        """Return the copy of this rank, and on rank 0 all others: uint8 [shape.kv_bytes] each. Also return the first
+        one's memory if other processes can read it.
+        """
+        replicas, rank = self._heads.replicas, self._ranks.rank
+        numbers = struct.Struct(f"<{replicas}q")
+        self._ranks.gather(b"\0")  # all have freed the previous cache
+        if rank:
+            number = numbers.unpack(self._ranks.gather(bytes(numbers.size))[0])[rank % replicas]
+            kv = _mapped(Path(f"/proc/{self._parent}/fd/{number}"), shape)
+            self._ranks.gather(b"\0")
+            return [kv], None
+        memories = [ExposedMemory(shape, sealed=False) for _ in range(replicas)]
+        self._ranks.gather(numbers.pack(*(memory.file for memory in memories)))
+        self._ranks.gather(b"\0")  # all have mapped them, which sealed memory does not permit
+        if self._exposed:
+            memories[0].seal()
+        return [memory.kv for memory in memories], memories[0] if self._exposed else None
 
     def close(self) -> None:
         """Do nothing, because the memory is freed with its tensors."""
@@ -88,7 +124,7 @@ class GpuMemory:
         self._gpus = {rank: gpu_of(rank) for rank in reached}
         self._held = ExitStack()
 
-    def prepare(self, total_blocks: int) -> None:
+    def prepare(self, *, exposed: bool) -> None:
         self.close()
 
     def make(self, total_blocks: int) -> tuple[KVCache, KVCache]:
@@ -133,6 +169,33 @@ class GpuMemory:
 def rank_layout(layout: KVLayout, size: int) -> KVLayout:
     """Return the layout of one of `size` ranks. Raises ConfigError if they cannot hold the heads."""
     return replace(layout, kv_heads=Heads(layout.kv_heads, size).per_rank)
+
+
+def _mapped(path: Path, shape: Shape) -> Tensor:
+    """Return the KV in a memory file of rank 0: uint8 [shape.kv_bytes]. It stays mapped while it is used."""
+    with path.open("r+b") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), shape.nbytes), dtype=torch.uint8)[shape.kv_at :]
+
+
+class CopiedCache(KVCache):
+    """A cache in several equal `copies`. Reads use the first one, and each write goes to all of them."""
+
+    def __init__(self, copies: Sequence[KVCache]) -> None:
+        first = copies[0]
+        super().__init__(
+            first.layout, first.total_blocks, storage=first.tensors, copy=first._copy, exposed=first.exposed
+        )
+        self.copies = tuple(copies)
+
+    def scatter(self, layers: range, blocks: Sequence[int], begin: int, end: int, data: Tensor) -> None:
+        for cache in self.copies:
+            cache.scatter(layers, blocks, begin, end, data)
+
+    def copy_from(
+        self, source: KVCache, layers: range, theirs: Sequence[int], ours: Sequence[int], begin: int, end: int
+    ) -> None:
+        for cache in self.copies:
+            cache.copy_from(source, layers, theirs, ours, begin, end)
 
 
 class ShardedCache(KVCache):
@@ -180,6 +243,18 @@ class ShardedCache(KVCache):
         for cache, part, piece in self._pieces_of(self._writes, layers, end - begin, data):
             cache.scatter(part, blocks, begin, end, _bytes(piece.to(cache.device).contiguous()))
 
+    def copy_from(
+        self, source: KVCache, layers: range, theirs: Sequence[int], ours: Sequence[int], begin: int, end: int
+    ) -> None:
+        """See `KVCache`. Each rank that holds a head gets each layer of it from one rank of `source`."""
+        givers = source.ranks if isinstance(source, ShardedCache) else (source,)
+        there, here = (Heads(self.layout.kv_heads, size) for size in (len(givers), len(self.ranks)))
+        for rank, cache in enumerate(self.ranks):
+            for giver, rows, heads in read_plan(there, here, rank, self.layout.layers):
+                own, theirs_ = _narrow(cache, heads, here.held(rank)), _narrow(givers[giver], heads, there.held(giver))
+                if part := common(rows, layers):
+                    own.copy_from(theirs_, part, theirs, ours, begin, end)
+
     def _pieces_of(
         self, plan: list[Rectangle], layers: range, tokens: int, data: Tensor
     ) -> Iterator[tuple[KVCache, range, Tensor]]:
@@ -189,7 +264,7 @@ class ShardedCache(KVCache):
             raise IndexError(f"layer out of range 0..{last}: {layers.start}..{layers.stop - 1}")
         wire = self._pieces(layers, tokens, data)
         for rank, all_layers, heads in plan:
-            if part := range(max(all_layers.start, layers.start), min(all_layers.stop, layers.stop)):
+            if part := common(all_layers, layers):
                 rows = slice(part.start - layers.start, part.stop - layers.start)
                 yield self.ranks[rank], part, wire[rows, :, :, heads.start : heads.stop]
 
@@ -207,6 +282,12 @@ class _Mark:
 
     def synchronize(self) -> None:
         self.event.synchronize()
+
+
+def _narrow(cache: KVCache, heads: range, held: range) -> KVCache:
+    """Return a view of some heads of a cache with the heads `held` of the model."""
+    views = [tensor.narrow(3, heads.start - held.start, len(heads)) for tensor in cache.tensors]
+    return KVCache(replace(cache.layout, kv_heads=len(heads)), cache.total_blocks, cache.device, storage=views)
 
 
 def _bytes(piece: Tensor) -> Tensor:

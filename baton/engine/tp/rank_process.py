@@ -122,7 +122,7 @@ class Followers:
         self._folder = Path(plan.store).parent
         command = [sys.executable, "-m", PROGRAM, json.dumps(asdict(plan))]
         self._cause: RankLost | None = None
-        shared = [fd for fd in (plan.memory, plan.kv) if fd >= 0]
+        shared = [plan.memory] if plan.memory >= 0 else []
         ranks = range(1, plan.size)
         self.processes = [_start([*command, str(rank)], shared, environment(plan, rank, os.environ)) for rank in ranks]
 

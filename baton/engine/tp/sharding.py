@@ -66,16 +66,17 @@ def read_plan(source: Heads, reader: Heads, rank: int, layers: int) -> list[Rect
         raise ValueError(f"{source.kv_heads} KV heads at the source and {reader.kv_heads} at the reader")
     found, held, before = list[Rectangle](), reader.held(rank), rank % reader.replicas * layers
     for giver in range(source.size):
-        heads = _common(source.held(giver), held)
+        heads = common(source.held(giver), held)
         part, read = giver % source.replicas, reader.replicas * layers  # the layers of all readers, one after the other
         share = range(read * part // source.replicas, read * (part + 1) // source.replicas)
-        rows = _common(range(share.start - before, share.stop - before), range(layers))
+        rows = common(range(share.start - before, share.stop - before), range(layers))
         if heads and rows:
             found.append(Rectangle(giver, rows, heads))
     return found
 
 
-def _common(a: range, b: range) -> range:
+def common(a: range, b: range) -> range:
+    """Return the numbers that are in both ranges."""
     return range(max(a.start, b.start), min(a.stop, b.stop))
 
 

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from baton.core import HandoffId
 from baton.engine.kv_cache import Exposed, KVCache
 from baton.engine.memory.exposed import ExposedMemory, MappedMemory
-from baton.errors import ConfigError, DigestMismatch, StaleAttempt
+from baton.engine.tp.kv_memory import CopiedCache
+from baton.errors import DigestMismatch, StaleAttempt
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.frames import FrameSpec
-from kvtransfer.handoff import TransferSettings
 from kvtransfer.transports.base import Places
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from kvtransfer.transports.select import make_transports
 from kvtransfer.transports.shm import MappedPool, ShmTransport
 from kvtransfer.wire import FrameRefused
 from tests.support.time_factor import scaled
@@ -50,17 +49,17 @@ def over(request: pytest.FixtureRequest) -> str:
 def shared(pairs: Pairs, over: str):
     """A function that makes a pair whose receiver reads the sender's memory."""
 
-    def make(transfer=SMALL_FRAMES, *, block_size: int = LAYOUT.block_size, **change) -> Pair:
-        target = make_kv(None, layout=replace(LAYOUT, block_size=block_size))
+    def make(transfer=SMALL_FRAMES, *, block_size: int = LAYOUT.block_size, copies: int = 1, **change) -> Pair:
+        layout = replace(LAYOUT, block_size=block_size)
         if over == "shm":
             source = make_kv(1, exposed=True)
+            target = CopiedCache([make_kv(None, layout=layout) for _ in range(copies)])
             send, recv = ShmTransport(source), ShmTransport(target)
             return pairs(transfer, source=source, target=target, send=lambda _: [send], recv=lambda _: [recv], **change)
-        gpu = MainMemory()
-        source, vars(target)["gpu"] = make_kv(1, gpu=gpu), gpu.beside()
-        ends = CudaIpcTransport(source, gpu), CudaIpcTransport(target, vars(target)["gpu"])
-        pair = pairs(transfer, source=source, target=target, send=lambda _: ends[:1], recv=lambda _: ends[1:], **change)
-        return pair
+        gpu, single = MainMemory(), make_kv(None, layout=layout)  # ranks on GPUs have no copies
+        source, vars(single)["gpu"] = make_kv(1, gpu=gpu), gpu.beside()
+        ends = CudaIpcTransport(source, gpu), CudaIpcTransport(single, vars(single)["gpu"])
+        return pairs(transfer, source=source, target=single, send=lambda _: ends[:1], recv=lambda _: ends[1:], **change)
 
     return make
 
@@ -137,12 +136,16 @@ def test_stale_places_are_not_read_at_all() -> None:
     assert only_these(target, [1, 2], 8)
 
 
+def copies_of(kv: KVCache) -> tuple[KVCache, ...]:
+    return tuple(kv.copies) if isinstance(kv, CopiedCache) else (kv,)
+
+
 class Struck:
     """Runs `act` in the middle of a read: after `layers` layers of read number `number`, or as many copies of a GPU."""
 
     def __init__(self, pair: Pair, number: int, layers: int, act: Callable[[], None]) -> None:
         probed(pair)
-        kv = pair.target
+        kv = copies_of(pair.target)[-1]
         self.done = threading.Event()
         self._copy, self._left, self._layers, self._act = kv.copy_from, number, layers, act
         if gpu := vars(kv).get("gpu"):
@@ -166,7 +169,7 @@ class Struck:
         self._copy(source, range(middle, layers.stop), *rest)
 
 
-@example(number=0, layers=0, given_away={SOURCE[0]}, block_size=4, frame=LAYER, verify=True)
+@example(number=0, layers=0, given_away={SOURCE[0]}, block_size=4, frame=LAYER, verify=True, copies=1)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     number=st.integers(0, 8),
@@ -175,12 +178,15 @@ class Struck:
     block_size=st.sampled_from([1, 4, 8]),
     frame=st.sampled_from([LAYER // 2, LAYER, 2 * LAYER]),
     verify=st.booleans(),
+    copies=st.sampled_from([1, 2]),
 )
 def test_whatever_is_given_away_in_the_middle_of_a_read_no_wrong_byte_is_committed(
-    shared, number, layers, given_away, block_size, frame, verify
+    shared, number, layers, given_away, block_size, frame, verify, copies
 ) -> None:
-    """A sender that runs full withdraws, others get its blocks, and the prompt is computed again in other blocks."""
-    pair = shared(replace(SMALL_FRAMES, frame_size=frame), block_size=block_size)
+    """A sender that runs full withdraws, others get its blocks, and the prompt is computed again in other blocks. A
+    receiver with ranks that share heads reads each frame into several copies; this happens in the middle of the last.
+    """
+    pair = shared(replace(SMALL_FRAMES, frame_size=frame), block_size=block_size, copies=copies)
     target = list(range(20, 20 + pair.target.layout.blocks_for(TOKENS)))
     job = pair.begin("r", TOKENS, target, verify=verify)
     truth, again = make_kv(1), [50, 51, 52, 53, 54, 55]
@@ -196,8 +202,9 @@ def test_whatever_is_given_away_in_the_middle_of_a_read_no_wrong_byte_is_committ
     for mine, theirs in zip(pair.source.tensors, truth.tensors, strict=True):
         mine[:, again] = theirs[:, SOURCE]
     result = pair.complete(job, again)
-    assert same_kv(truth, SOURCE, pair.target, target, TOKENS)
-    assert only_these(pair.target, target, TOKENS)
+    for one in copies_of(pair.target):
+        assert same_kv(truth, SOURCE, one, target, TOKENS)
+        assert only_these(one, target, TOKENS)
     assert pair.table.commits[job.handoff].kv_bytes == LAYOUT.layers * TOKENS * LAYOUT.layer_token_bytes
     assert result.nbytes >= pair.table.commits[job.handoff].kv_bytes
 
@@ -302,8 +309,3 @@ def test_a_copy_that_failed_takes_back_what_it_overwrote(shared) -> None:
     pair.reports.failed(job.handoff, StaleAttempt)
     pair.reports.done(pair.push("next", TOKENS, SOURCE, [30, 31, 32, 33, 34, 35]))
     assert job.handoff not in pair.table.commits
-
-
-def test_a_named_transport_needs_a_cache_that_others_can_read() -> None:
-    with pytest.raises(ConfigError, match=r"'shm' is not available: other processes cannot read the KV cache here"):
-        make_transports(TransferSettings("shm"), make_kv(None))

@@ -1,19 +1,12 @@
-import os
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
 
 from baton.engine.tp.group import TpLayout
-from tests.support.time_factor import scaled
+from tests.unit.tp.support import plan
 
 
 @pytest.fixture
 def plan_of(tmp_path) -> Callable[..., TpLayout]:
-    def plan(size: int, folder: str = "") -> TpLayout:
-        model: dict[str, Any] = {"dtype": "auto", "device": "cpu", "block_size": 8, "max_model_len": None}
-        ranks: dict[str, Any] = {"threads": 1, "store": str(tmp_path / "store"), "parent": os.getpid()}
-        limits: dict[str, Any] = {"capacity": 1 << 16, "timeout_s": scaled(20.0)}
-        return TpLayout(folder=folder, key="tensor_parallel", size=size, **model, **ranks, **limits)
-
-    return plan
+    return partial(plan, tmp_path)

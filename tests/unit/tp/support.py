@@ -1,8 +1,10 @@
 """Caches of ranks in main memory, with known bytes at each place, and ranks that are threads."""
 
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from threading import Thread
 from typing import Any
 from unittest.mock import Mock
@@ -10,10 +12,11 @@ from unittest.mock import Mock
 import torch
 
 from baton.core import KVLayout
+from baton.engine.kernels.cpu.ops import CompiledBlockCopy
 from baton.engine.kv_cache import KVCache
 from baton.engine.tp.backend import ShardedBackend
 from baton.engine.tp.group import Ranks, TpLayout
-from baton.engine.tp.kv_memory import GpuMemory, ShardedCache, kv_memory, rank_layout
+from baton.engine.tp.kv_memory import CopiedCache, GpuMemory, HostMemory, ShardedCache, kv_memory, rank_layout
 from baton.engine.tp.rank_model import RankModel
 from baton.engine.tp.rank_process import follow, load_rank
 from baton.engine.tp.sharding import Heads
@@ -39,6 +42,11 @@ def whole(layout: KVLayout, tokens: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     shape = (layout.layers, len(layout.tensors), tokens, layout.kv_heads, layout.head_dim)
     return torch.randn(shape, generator=generator).to(getattr(torch, layout.dtype))
+
+
+def copies(cache: KVCache) -> tuple[KVCache, ...]:
+    """Return the caches in which a write to `cache` arrives."""
+    return cache.copies if isinstance(cache, CopiedCache) else (cache,)
 
 
 def put(cache: ShardedCache, blocks: list[int], kv: torch.Tensor) -> None:
@@ -89,12 +97,35 @@ def memory_of(plan: TpLayout, ranks: Ranks, layout: KVLayout, on_gpus: list[Any]
     return memory
 
 
+def plan(store: Path, size: int, folder: str = "") -> TpLayout:
+    """Return start parameters of ranks that meet in the folder `store`."""
+    model: dict[str, Any] = {"dtype": "auto", "device": "cpu", "block_size": 8, "max_model_len": None}
+    ranks: dict[str, Any] = {"threads": 1, "store": str(store / "store"), "parent": os.getpid()}
+    limits: dict[str, Any] = {"capacity": 1 << 16, "timeout_s": scaled(20.0)}
+    return TpLayout(folder=folder, key="tensor_parallel", size=size, **model, **ranks, **limits)
+
+
+def on_a_cpu(
+    plan: TpLayout, layout: KVLayout, total_blocks: int, copy: CompiledBlockCopy | None = None, *, exposed: bool = False
+) -> tuple[KVCache, list[KVCache]]:
+    """Return the engine's cache and those of the ranks, which are threads, in memory that they share."""
+
+    def make(rank: int) -> tuple[KVCache, KVCache]:
+        memory = HostMemory(plan, Ranks(plan, rank, lambda: None), layout, copy)
+        memory.prepare(exposed=exposed)
+        return memory.make(total_blocks)
+
+    made = [end.result(scaled(20)) for end in [started(make, rank) for rank in range(plan.size)]]
+    return made[0][0], [own for _, own in made]
+
+
 def on_threads(plan: TpLayout, on_gpus: list[Any], connect: Callable[..., Ranks] = Ranks) -> ShardedBackend:
-    """Return a model on ranks with a cache each, as on GPUs. Sums go over gloo."""
-    ends = [started(follow, plan, rank, on_gpus.__getitem__) for rank in range(1, plan.size)]
+    """Return a model on ranks with a cache each, as on GPUs, or without GPUs in shared memory. Sums go over gloo."""
+    gpu_of = on_gpus.__getitem__ if on_gpus else None
+    ends = [started(follow, plan, rank, gpu_of) for rank in range(1, plan.size)]
     ranks = connect(plan, 0, lambda: None)
     local = load_rank(plan, ranks)
-    memory = memory_of(plan, ranks, local.layout, on_gpus)
+    memory = kv_memory(plan, ranks, local.layout, gpu_of)
     followers = Mock(close=lambda patience_s: [end.result(scaled(20)) for end in ends])
     followers.explain.side_effect = lambda error: error
     return ShardedBackend(plan, RankModel(local, ranks, memory), ranks, followers, memory)

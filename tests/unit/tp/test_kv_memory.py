@@ -5,8 +5,10 @@ of a model on such ranks. `tests/unit/gpu/test_ranks.py` runs on a machine with 
 """
 
 import itertools
+import mmap
 import os
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,11 +21,14 @@ import torch
 from baton.core import KVLayout
 from baton.engine.engine import Engine
 from baton.engine.kv_cache import KVCache
+from baton.engine.memory.exposed import MappedMemory
 from baton.engine.models.loading import load_model
+from baton.engine.sequence import ScheduledSequence
 from baton.engine.tp.backend import ShardedBackend
 from baton.engine.tp.group import CACHE, END, Ranks, TpLayout
-from baton.engine.tp.kv_memory import GpuMemory, HostMemory, ShardedCache, rank_layout
+from baton.engine.tp.kv_memory import GpuMemory, ShardedCache, rank_layout
 from baton.engine.tp.rank_model import RankModel
+from baton.engine.tp.sharding import Heads
 from baton.errors import ConfigError, RankLost
 from baton.tokenizer import OracleTokenizer
 from baton.worker.engine_factory import generate
@@ -34,8 +39,10 @@ from tests.unit.tp.support import (
     GQA,
     LATENT,
     LAYOUTS,
+    copies,
     gpus,
     memory_of,
+    on_a_cpu,
     on_threads,
     poisoned,
     put,
@@ -62,13 +69,16 @@ def gathered(cache: KVCache, layers: range, blocks: list[int], begin: int, end: 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.kv_heads}-{layout.dtype}-{layout.tensors[0]}")
 @pytest.mark.parametrize(("sender", "receiver"), PAIRS)
 def test_frames_between_workers_of_any_sizes(sender: int, receiver: int, layout: KVLayout, seed: int) -> None:
-    """A prompt without its skipped part, in frames of any layers and positions, between blocks of different sizes."""
+    """A prompt without its skipped part, in frames of any layers and positions, between blocks of different sizes. The
+    frames travel in wire order, or from the memory of each rank to that of each rank.
+    """
     rng, kv = random.Random(seed), whole(layout, TOKENS, seed)
     source = poisoned(replace(layout, block_size=rng.randint(2, 7)), sender, TOTAL)
     target = poisoned(replace(layout, block_size=rng.randint(2, 7)), receiver, TOTAL)
     there, here = some_blocks(rng, source.layout), some_blocks(rng, target.layout)
     put(source, there, kv)
     skip, cut, row = rng.randint(0, 4), rng.randint(5, TOKENS - 1), rng.randint(1, layout.layers - 1)
+    copied = poisoned(target.layout, receiver, TOTAL)
     before = poisoned(source.layout, sender, TOTAL)
     put(before, there, kv)
     for layers, (begin, end) in itertools.product(
@@ -77,10 +87,12 @@ def test_frames_between_workers_of_any_sizes(sender: int, receiver: int, layout:
         wire = gathered(source, layers, there, begin, end)
         assert torch.equal(wire, wire_of(kv, layers, begin, end))
         target.scatter(layers, here, begin, end, wire)
+        copied.copy_from(source, layers, there, here, begin, end)
     expected = poisoned(target.layout, receiver, TOTAL)
     kv[:, :, :skip] = float("nan")  # nothing is written there
     put(expected, here, kv)
     assert same(target, expected)
+    assert same(copied, expected)
     assert same(source, before)
 
 
@@ -88,15 +100,16 @@ def test_frames_between_workers_of_any_sizes(sender: int, receiver: int, layout:
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_ranks_on_a_cpu_share_their_memory(plan_of, size: int, layout: KVLayout, seed: int) -> None:
     """Rank 0 reads what each rank has written, and writes what each of them reads, in the wire's order."""
-    descriptor = os.memfd_create("kv")
-    try:
-        memories = [HostMemory(replace(plan_of(size), kv=descriptor), rank, layout) for rank in range(size)]
-        memories[0].prepare(TOTAL)
-        made = [memory.make(TOTAL) for memory in memories]
-    finally:
-        os.close(descriptor)
-    seen, ranks = made[0][0], [own for _, own in made]
-    assert (seen.layout, seen.total_blocks) == (layout, TOTAL)
+    seen, ranks = on_a_cpu(plan_of(size), layout, TOTAL)
+    assert (seen.layout, seen.total_blocks, seen.exposed) == (layout, TOTAL, None)
+    heads = Heads(layout.kv_heads, size)
+    for rank, own in enumerate(ranks):
+        own.k.fill_(rank)
+    for number, copy in enumerate(copies(seen)):  # no two ranks write to one place
+        holders = [[rank for rank in range(size) if head in heads.held(rank)] for head in range(layout.kv_heads)]
+        assert copy.k[0, 0, 0, :, 0].tolist() == [each[number] for each in holders]
+    for own in ranks:
+        own.k.zero_()
     rng, kv, other = random.Random(seed), whole(layout, TOKENS, seed), whole(layout, TOKENS, seed + 1)
     blocks, layers = some_blocks(rng, layout), range(layout.layers)
     put(ShardedCache(layout, ranks), blocks, kv)
@@ -105,6 +118,22 @@ def test_ranks_on_a_cpu_share_their_memory(plan_of, size: int, layout: KVLayout,
     expected = ShardedCache(layout, [KVCache(rank_layout(layout, size), TOTAL) for _ in ranks])
     put(expected, blocks, other)
     assert same(ShardedCache(layout, ranks), expected)
+
+
+def test_a_process_with_the_descriptor_of_exposed_memory_can_only_read_it(plan_of) -> None:
+    """The ranks mapped it before it was sealed, so they can write."""
+    seen, ranks = on_a_cpu(plan_of(2), GQA, 3, exposed=True)
+    memory = seen.exposed
+    assert memory is not None
+    with pytest.raises(PermissionError):
+        mmap.mmap(memory.file, 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory.file, 0)
+    reader = MappedMemory(memory.file, memory.shape)
+    ranks[1].k.fill_(2.0)
+    assert torch.equal(reader.kv, memory.kv)
+    assert seen.k[..., :4, :].eq(0.0).all()
+    assert seen.k[..., 4:, :].eq(2.0).all()
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -201,7 +230,7 @@ def test_rank_0_has_all_heads_and_nothing_is_freed_while_it_has(plan_of, size: i
     with obeyed(plan_of(size), on_gpus) as (ranks, memory):
         for round_, blocks in enumerate((3, 9)):
             del log[:]
-            memory.prepare(blocks)
+            memory.prepare(exposed=False)
             assert log == [("close", rank) for rank in reversed(others) if round_]
             ranks.send(CACHE, [blocks])
             seen, own = memory.make(blocks)
@@ -249,7 +278,7 @@ def test_rank_0_lets_go_before_the_others_may(plan_of) -> None:
     backend, calls = backend_of(plan_of(2))
     calls.memory.make.return_value = made, _ = Mock(), Mock()
     assert backend.make_cache(3) is made
-    assert calls.mock_calls == [call.memory.prepare(3), call.ranks.send(CACHE, [3]), call.memory.make(3)]
+    assert calls.mock_calls == [call.memory.prepare(exposed=False), call.ranks.send(CACHE, [3]), call.memory.make(3)]
     calls.reset_mock()
     backend.close()
     backend.close()
@@ -274,6 +303,46 @@ def test_a_cache_that_cannot_be_made_ends_the_worker(plan_of, fails: str) -> Non
         backend.make_cache(3)
     backend.close()
     calls.followers.close.assert_called_once_with(0.0)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_layer_is_reported_after_all_ranks_have_written_it(plan_of, tmp_path, monkeypatch, size: int) -> None:
+    """The other ranks begin a forward only when rank 0 waits for their first parts. Four ranks share two KV heads."""
+    random_checkpoint(tmp_path / "m", "llama", vocab_size=259, num_attention_heads=8, num_key_value_heads=2)
+    backend = on_threads(plan_of(size, str(tmp_path / "m")), [])
+    engine, swap, forward = (
+        Engine(backend, OracleTokenizer(), total_blocks=24),
+        backend._ranks.exchange.swap,
+        RankModel.forward,
+    )
+    waiting, reports = threading.Event(), list[torch.Tensor]()
+
+    def swapping() -> list[torch.Tensor]:
+        waiting.set()
+        return swap()
+
+    def late(model: RankModel, *arguments: Any) -> torch.Tensor:
+        assert model._ranks.rank == 0 or waiting.wait(scaled(20))
+        return forward(model, *arguments)
+
+    def report(work: list[ScheduledSequence], layer: int) -> None:
+        assert work[0].sequence.allocation is not None
+        blocks = work[0].sequence.allocation.blocks
+        reports.extend(cache.copied(range(layer, layer + 1), blocks, 0, 40) for cache in copies(engine.kv))
+
+    monkeypatch.setattr(backend._ranks.exchange, "swap", swapping)
+    monkeypatch.setattr(RankModel, "forward", late)
+    engine.watch(report, lambda sequence: None)
+    engine.submit(key_of(), spec_of(range(40)), hold=True)
+    engine.step()
+    assert len(reports) == engine.layout.layers * len(copies(engine.kv))
+    for number, reported in enumerate(reports):
+        layer, copy = divmod(number, len(copies(engine.kv)))
+        blocks = engine.held(key_of()).blocks
+        final = copies(engine.kv)[copy].copied(range(layer, layer + 1), blocks, 0, 40)
+        assert reported.any()
+        assert torch.equal(reported, final)
+    backend.close()
 
 
 @pytest.mark.slow
