@@ -249,8 +249,8 @@ def test_settings_of_a_role_reach_all_its_containers(helm: Helm, tmp_path, model
     common = {"extraVolumes": [{"name": "ca", "emptyDir": {}}], "extraVolumeMounts": [mount]}
     roles: Object = {}
     for role in ROLES:
-        env = [{"name": "HTTPS_PROXY", "value": role}]
-        roles[role] = {**common, "extraEnv": env, "resources": {"limits": {"example/role": f"{len(roles)}"}}}
+        proxy = [{"name": "HTTPS_PROXY", "value": role}]
+        roles[role] = {**common, "extraEnv": proxy, "resources": {"limits": {"example/role": f"{len(roles)}"}}}
     scaling = {"enabled": True, "resources": roles["head"]["resources"]}
     ray = {"head": roles["head"], "autoscaling": scaling, "extraEnv": [{"name": "RAY", "value": "all"}]}
     values = {name: role for name, role in roles.items() if name != "head"} | {

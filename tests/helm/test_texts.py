@@ -33,6 +33,7 @@ OPTED_OUT = {  # replace other values; filled where an installation of `ci` has 
     *("security.tls.existingSecret", "security.tokens.existingSecret", "kernelCache.existingClaim"),
     *("prefill.affinity", "decode.affinity"),
 }
+FEATURES = [f"{name}.enabled=true" for name in ("network.rdma", "metrics.podMonitor", "metrics.rules")]
 Tree = dict[str, Any]
 
 
@@ -180,7 +181,7 @@ def leaves(node: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("ci", CI, ids=NAMES)
 def test_null_is_empty(helm: Helm, known_schemas: Schemas | None, ci: Path, tmp_path: Path):
     file = with_nulls(tmp_path / "nulls.yaml", (path for path, required in keys(SCHEMA, VALUES) if not required))
-    documents = helm.render(file, ci)
+    documents = helm.render(file, ci, sets=FEATURES)
     assert [leaf for leaf in leaves(documents) if leaf is None or re.search("<(nil|no value)>", str(leaf))] == []
     assert not known_schemas or [problem for one in documents for problem in known_schemas.problems(one)] == []
     load(documents, tmp_path)
