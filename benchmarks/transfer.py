@@ -16,6 +16,7 @@ import json
 import os
 import shlex
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 DOCS = ROOT / "docs" / "measurements"
 MIB = 1 << 20
+HAS_NIXL = find_spec("nixl") is not None
 BUSY = 0.05  # runs with more other load are marked
 
 
@@ -71,7 +73,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         rounds=args.rounds or rounds,
         prompts=[] if args.gpu else [tokens for tokens in args.prompts if tokens],
         prompt_rounds=args.rounds or prompt_rounds,
-        transports=args.transports or (list(GPU_DEVICES) if args.gpu else ["gloo", "shm"]),
+        transports=args.transports or (list(GPU_DEVICES) if args.gpu else ["gloo", "shm", *["nixl"] * HAS_NIXL]),
     )
 
 
@@ -100,17 +102,20 @@ def main(argv: list[str]) -> None:
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     results = measure(args, plan_of(args))
+    absent = {} if HAS_NIXL else {"nixl": "it is not installed (the extra nixl)"}
     figures = Figures(results.moved, results.prompts)
     found, facts = ratios(figures), _facts(argv, args, results)
     raw = {
         "facts": facts,
         "ratios": found,
-        "missing": results.missing,
+        "missing": {**results.missing, **absent},
         "sweeps": results.sweeps,
         "results": results.raw,
     }
     (args.out / "transfer.json").write_text(json.dumps(raw, indent=1))
-    text = "\n\n".join(("\n".join(f"- {name}: {value}" for name, value in facts.items()), *_tables(figures, results)))
+    text = "\n\n".join(
+        ("\n".join(f"- {name}: {value}" for name, value in facts.items()), *_tables(figures, results, absent))
+    )
     print(text, flush=True)
     (args.out / "transfer-timeline.txt").write_text(timeline_table(results.timeline) + "\n")
     for folder in [args.out, *([DOCS] if args.write_docs else [])]:
@@ -123,9 +128,9 @@ def main(argv: list[str]) -> None:
         sys.exit("not all could be measured")
 
 
-def _tables(figures: Figures, results: Results) -> list[str]:
+def _tables(figures: Figures, results: Results, absent: dict[str, str]) -> list[str]:
     sweeps = [f"### {title}\n\n{sweep_table(rows)}" for title, rows in results.sweeps.items()]
-    return [ratio_table(ratios(figures), results.missing), tables(figures), *sweeps]
+    return [ratio_table(ratios(figures), {**results.missing, **absent}), tables(figures), *sweeps]
 
 
 def _facts(argv: list[str], args: argparse.Namespace, results: Results) -> dict[str, str]:
@@ -138,7 +143,7 @@ def _facts(argv: list[str], args: argparse.Namespace, results: Results) -> dict[
         "KV": f"{DTYPE}, blocks of 16 in no order" + (", toy models: the figures mean nothing" if args.tiny else ""),
         "frames": f"{DEFAULTS.frame_size >> 10} KiB, {DEFAULTS.credits} slots, "
         f"held back below {DEFAULTS.coalesce_below >> 10} KiB",
-        "digests": "of each frame over gloo; of the whole KV where it says so",
+        "digests": "of each frame over gloo and nixl; of the whole KV where it says so",
         "other load": f"{other:.0%} of the CPU" + (": **a busy machine, rough figures**" if other > BUSY else ""),
     }
 

@@ -19,13 +19,13 @@ from baton.errors import HandoffError
 class TransferSettings:
     """Transfer settings. `frame_deadline_s` limits every single step (a frame, an answer), never a time in a queue."""
 
-    transport: str = "auto"  # auto | gloo | nccl | shm | cuda_ipc | grpc | memory
+    transport: str = "auto"  # auto | shm | cuda_ipc | nixl | nccl | gloo | grpc | memory
     frame_size: int = 4 << 20  # bytes; the receiver's value holds for the channel
     credits: int = 4  # frames in flight, and slots of the staging ring; the receiver's value holds
     coalesce_below: int = 256 << 10  # bytes to wait for before a frame is sent, while there is more to compute
     frame_deadline_s: float = 10.0
-    bind_host: str = "127.0.0.1"  # gloo listens and connects here
-    interface: str | None = None  # for NCCL; None leaves the choice to NCCL
+    bind_host: str = "127.0.0.1"  # gloo and nixl listen and connect here
+    interface: str | None = None  # for NCCL, to which None leaves the choice, and NIXL, which takes that of `bind_host`
     staging_memory: int = 1 << 30  # bytes of all rings; an idle channel is closed if they are used up
     encrypted: bool = False  # `auto` never sends KV unencrypted to another machine
     verify_frames: bool = False  # also within a host, where the receiver reads the sender's memory

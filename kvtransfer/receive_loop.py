@@ -11,7 +11,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 
@@ -26,7 +26,7 @@ from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import wire
 from kvtransfer.frames import Coverage, FrameSpec, KVDigest, wire_digest
 from kvtransfer.handoff import CommitState, HandoffTable, Offer, PushEnd
-from kvtransfer.transports.base import ChannelEnd, ControlPath, Endpoint, Places, RemotePool
+from kvtransfer.transports.base import ChannelEnd, ControlPath, Endpoint, Places, RemotePool, StagedPool
 from kvtransfer.wire import FingerprintRefused, FrameRefused, end_of, frame_of, refusal_to_pb
 
 
@@ -77,6 +77,7 @@ class Frame:
     number: int
     announced_at: float
     digest: bytes = b""  # of a one-sided channel that verifies frames
+    places: Places = field(default_factory=Places)  # of a one-sided channel, as they were known before the frame
 
 
 @dataclass(slots=True, eq=False)
@@ -136,6 +137,8 @@ class ReceiveLoop:
         sender: WorkerRef,
         transport: str,
         reply: Callable[[pb.PeerReply], None],
+        *,
+        one_sided: bool = False,
     ) -> None:
         self.queue = ReceiveQueue()
         self.inbound: dict[HandoffId, IncomingHandoff] = {}  # may receive frames; added before the offer is accepted
@@ -150,7 +153,9 @@ class ReceiveLoop:
         self._reply = reply
         self._ring = end.ring
         self._credited = 0
-        self._one_sided = False
+        self._one_sided = one_sided
+        self._pool: RemotePool | None = None  # of a one-sided channel, when it is built
+        self._staged: StagedPool | None = None
         self._done_at = 0.0  # when the last frame was done
 
     def stop(self) -> None:
@@ -162,8 +167,9 @@ class ReceiveLoop:
         """Run until `stop`. Raises BatonError if the channel fails or the peer violates the protocol."""
         if channel.control_socket is not None and self.announced:
             raise FrameRefused("a frame was announced before the channel was built")
-        self.queue.control_socket, self._one_sided = channel.control_socket, channel.pool is not None
-        todo: deque[Frame | Listing | EndOfHandoff | None] = deque()
+        self.queue.control_socket, self._pool = channel.control_socket, channel.pool
+        self._staged = channel.pool if isinstance(channel.pool, StagedPool) else None
+        todo: deque[Frame | EndOfHandoff | None] = deque()
         early: deque[EndOfHandoff] = deque()
         while not self.over:
             while not todo or self.queue.ready:
@@ -172,37 +178,51 @@ class ReceiveLoop:
             if isinstance(item, Frame):
                 self._receive(channel, item)
                 self._credit(at_once=not any(isinstance(other, Frame) for other in todo))
-            elif isinstance(item, Listing):
-                item.inbound.places.replace(item.places.first, item.places.blocks, item.places.generations)
             elif item is not None:
                 self._conclude(item)
 
     def _take_up(
-        self, channel: ChannelEnd, todo: deque[Frame | Listing | EndOfHandoff | None], early: deque[EndOfHandoff]
+        self, channel: ChannelEnd, todo: deque[Frame | EndOfHandoff | None], early: deque[EndOfHandoff]
     ) -> None:
         """Wait for an item. Post a frame's receive immediately; queue an end behind the frames that precede it."""
         item = self.queue.take()
         if isinstance(item, pb.PeerCommand):
             if item.HasField("commit"):
                 return self.claim(item)
-            item = self._checked_packet(channel, item)
+            item = self._checked_packet(item)
         if isinstance(item, Frame):
-            with channel.turn():
-                channel.start(item.number, item.spec.nbytes)
+            self._start(channel, item)
         if isinstance(item, EndOfHandoff):
             early.append(item)
+        elif isinstance(item, Listing):
+            item.inbound.places.replace(item.places.first, item.places.blocks, item.places.generations)
         else:
             todo.append(item)
         while early and early[0].after <= self.announced:
             todo.append(early.popleft())
 
-    def _checked_packet(self, channel: ChannelEnd, command: pb.PeerCommand) -> Frame | Listing:
-        if command.HasField("blocks"):
-            return self._checked_places(channel, command.blocks)
-        return self.checked(command.frame, self.inbound, one_sided=channel.pool is not None)
+    def _start(self, channel: ChannelEnd, frame: Frame) -> None:
+        """Post the receive of a frame, or begin to read it from the places that are known now."""
+        with channel.turn():
+            channel.start(frame.number, frame.spec.nbytes)
+        inbound = frame.inbound
+        if channel.pool is not None and inbound is not None:
+            if len(inbound.places.blocks) * channel.pool.block_size < frame.spec.end:
+                raise FrameRefused(f"frame {frame.number}: its places in the sender's pool are not known")
+            frame.places = replace(inbound.places)
+        if self._staged is not None and (inbound is None or not inbound.dropped):
+            self._staged.begin(frame.number, frame.spec, frame.places)
 
-    def _checked_places(self, channel: ChannelEnd, message: pb.PoolBlocks) -> Listing:
-        inbound, pool = self.inbound.get(convert.handoff_from_pb(message.handoff)), channel.pool
+    def _checked_packet(self, command: pb.PeerCommand) -> Frame | Listing:
+        if command.HasField("blocks"):
+            return self.checked_places(command.blocks, self.inbound)
+        return self.checked(command.frame, self.inbound)
+
+    def checked_places(self, message: pb.PoolBlocks, known: Mapping[HandoffId, IncomingHandoff]) -> Listing:
+        """Return the places if they are in the sender's pool and of a handoff in `known`. Raises FrameRefused. Called
+        like `checked`.
+        """
+        inbound, pool = known.get(convert.handoff_from_pb(message.handoff)), self._pool
         if inbound is None or pool is None:
             raise FrameRefused("places in the sender's pool belong to no accepted handoff of a one-sided channel")
         total, most = pool.total_blocks, -(-inbound.known_tokens // pool.block_size)
@@ -221,16 +241,14 @@ class ReceiveLoop:
             error = StaleAttempt(f"handoff {handoff} was not offered on this channel")
             self._reply(refusal_to_pb(error, handoff))
 
-    def checked(
-        self, message: pb.FrameAnnounce, known: Mapping[HandoffId, IncomingHandoff], *, one_sided: bool = False
-    ) -> Frame:
+    def checked(self, message: pb.FrameAnnounce, known: Mapping[HandoffId, IncomingHandoff]) -> Frame:
         """Return an announced frame if it belongs to a handoff in `known`. Raises FrameRefused if it was not agreed.
         Called by the event loop, or by the receiving thread if the channel has a control socket.
         """
         spec, number, inbound = frame_of(message), message.sequence, None
         if message.HasField("handoff"):
             inbound = known.get(convert.handoff_from_pb(message.handoff))
-            if inbound is None or not (inbound.announced.fits if one_sided else inbound.announced.accepts)(spec):
+            if inbound is None or not (inbound.announced.fits if self._one_sided else inbound.announced.accepts)(spec):
                 raise FrameRefused(f"frame {number}: {spec} does not continue an accepted handoff")
         elif spec != wire.frame(self._ring) or number >= wire.FRAMES:
             raise FrameRefused(f"frame {number} belongs to no handoff")
@@ -282,18 +300,21 @@ class ReceiveLoop:
             return self._check_pattern(frame, pool.probe(frame.number, spec.nbytes))
         if inbound.dropped:
             return None
-        if len(inbound.places.blocks) * pool.block_size < spec.end:
-            raise FrameRefused(f"frame {frame.number}: its places in the sender's pool are not known")
         return self._writing(inbound, partial(self._copy, pool, inbound, frame))
 
     def _copy(self, pool: RemotePool, inbound: IncomingHandoff, frame: Frame, blocks: Sequence[int]) -> None:
         """Read, verify and record a frame. Raises DigestMismatch."""
         kv, spec = self._end.kv, frame.spec
-        if not pool.read(kv, spec, inbound.places, blocks):
+        if not pool.read(kv, spec, frame.places, blocks):
             return inbound.announced.spoiled(spec)
-        if frame.digest and frame.digest != wire_digest(kv.copied(spec.layers, blocks, spec.begin, spec.end)):
+        if frame.digest and frame.digest != wire_digest(self._as_read(spec, blocks)):
             raise DigestMismatch(f"handoff {inbound.handoff}: frame {frame.number} differs")
         return inbound.announced.read(spec)
+
+    def _as_read(self, spec: FrameSpec, blocks: Sequence[int]) -> Tensor:
+        if self._staged is not None:
+            return self._staged.staged(spec.nbytes)
+        return self._end.kv.copied(spec.layers, blocks, spec.begin, spec.end)
 
     def _hash(self, inbound: IncomingHandoff, whole: KVDigest) -> None:
         """Compute the digest of the whole KV from its blocks. Raises StaleAttempt."""

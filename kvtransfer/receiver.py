@@ -56,7 +56,8 @@ class Session:
         welcome = pb.PeerWelcome(credits=self._ring.slots, frame_size=self._ring.size, transport=transport.name)
         self._replies.put_nowait(pb.PeerReply(welcome=welcome))
         self._keys = KeyRelay(lambda key, value: self._reply(pb.PeerReply(store_key=pb.StoreKey(key=key, value=value))))
-        self._receive_loop = ReceiveLoop(end, table, sender, transport.name, self._reply)
+        one_sided = transport.one_sided
+        self._receive_loop = ReceiveLoop(end, table, sender, transport.name, self._reply, one_sided=one_sided)
         self._thread = threading.Thread(target=self._run, name=f"kv-recv-{self._name}", daemon=True)
         self._thread.start()
 
@@ -101,6 +102,8 @@ class Session:
                 self._offered(command.offer)
             case "frame":
                 self._take_frames([command.frame, *command.more])
+            case "blocks":
+                self._take_places(command.blocks)
             case "commit":
                 self._receive_loop.claim(command)
             case "fetch":
@@ -135,10 +138,17 @@ class Session:
             self._replies.put_nowait(pb.PeerReply(fetch_refused=refused))
 
     def _take_frames(self, frames: Sequence[pb.FrameAnnounce]) -> None:
-        if self._receive_loop.queue.control_socket is not None:
-            raise FrameRefused(f"frame {frames[0].sequence}: announced over the stream instead of the control socket")
+        self._refuse_if_controlled(f"frame {frames[0].sequence}")
         for frame in frames:
             self._receive_loop.queue.put(self._receive_loop.checked(frame, self._receive_loop.open))
+
+    def _take_places(self, message: pb.PoolBlocks) -> None:
+        self._refuse_if_controlled("places")
+        self._receive_loop.queue.put(self._receive_loop.checked_places(message, self._receive_loop.open))
+
+    def _refuse_if_controlled(self, what: str) -> None:
+        if self._receive_loop.queue.control_socket is not None:
+            raise FrameRefused(f"{what}: announced over the stream instead of the control socket")
 
     def _aborted(self, handoff: HandoffId, after: int) -> None:
         self._table.aborted(handoff, self.sender)

@@ -342,7 +342,7 @@ class RouterConfig(Section):
 class TransferConfig(Section):
     """Transfer of KV between workers."""
 
-    transport: Literal["auto", "nccl", "gloo", "shm", "cuda_ipc", "grpc", "memory"] = Field(
+    transport: Literal["auto", "nccl", "gloo", "shm", "cuda_ipc", "nixl", "grpc", "memory"] = Field(
         default="auto", description="auto means the fastest that both ends have, encrypted between machines with TLS"
     )
     frame_size: Size = Field(default=4 * 2**20, description="maximum size of one frame, on each channel")

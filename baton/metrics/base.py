@@ -25,7 +25,7 @@ from baton.stages import Stage
 
 OUTCOMES = ("finished", "cancelled", "failed", "refused")
 RECOVERIES = ("preempted", "no_room", "kv_dropped", "prefill_lost", "decode_lost", "not_there")
-TRANSPORTS = ("nccl", "gloo", "shm", "cuda_ipc", "grpc", "memory", "unknown")
+TRANSPORTS = ("nccl", "gloo", "shm", "cuda_ipc", "nixl", "grpc", "memory", "unknown")
 BLOCK_STATES = ("free", "owned", "cached", "reserved", "quarantined")
 HANDOFFS = ("pushed", "failed", "aborted", "committed", "fenced")
 SLOT_STATES: tuple[str, ...] = get_args(SlotState)

@@ -11,13 +11,16 @@ import mmap
 import os
 from collections import deque
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from baton.engine.memory.huge_pages import Arena
+from kvtransfer.transports.nixl import Reader
+from kvtransfer.transports.nixl_agent import load, tcp_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
 SENDER, RECEIVER = 0, 1
 DEADLINE = timedelta(seconds=30)
+NIXL_CONFIG = tcp_on("lo")  # as for a worker on the loopback
 
 
 def buffer(nbytes: int, device: str = "cpu") -> Tensor:
@@ -117,6 +121,32 @@ class SharedRing:
     def _wait(self, which: int, count: int) -> None:
         while self._counts[which] < count:
             os.sched_yield()
+
+
+class NixlReader:
+    """Reads all of a partner's buffer by NIXL, a frame as one piece. `ask` returns its address and metadata."""
+
+    def __init__(self, nbytes: int, ask: Callable[[], dict[str, Any]]) -> None:
+        library = load("nixl._bindings")
+        there = ask()
+        self._address, self._data = int(there["address"]), buffer(nbytes)
+        self._reader = Reader(library, NIXL_CONFIG, bytes.fromhex(there["metadata"]), DEADLINE.total_seconds())
+        self._reader.register(self._data.data_ptr(), nbytes)
+
+    def read(self, frame: int, window: int) -> None:
+        """Read in frames, at most `window` in flight."""
+        under_way: deque[int] = deque()
+        for at in range(0, len(self._data), frame):
+            if len(under_way) == window:
+                self._reader.wait(under_way.popleft())
+            here, there, nbytes = self._data.data_ptr() + at, self._address + at, min(frame, len(self._data) - at)
+            under_way.append(self._reader.start(*(np.array([word], dtype=np.uint64) for word in (here, there, nbytes))))
+        for handle in under_way:
+            self._reader.wait(handle)
+
+    def close(self) -> None:
+        """End the connection."""
+        self._reader.close()
 
 
 def ring_bytes(slots: int, size: int) -> int:

@@ -134,6 +134,7 @@ def ratios(figures: Figures) -> dict[str, float | None]:
     found: dict[str, float | None] = {
         "gloo_vs_raw_64mb": figures.share(Way("gloo"), GOAL_BYTES),
         "shm_vs_memcpy_64mb": figures.share(Way("shm"), GOAL_BYTES),
+        "nixl_vs_raw_64mb": figures.share(Way("nixl"), GOAL_BYTES),
     }
     for tokens in SHARE_TOKENS:
         shares = _known(figures.exposed(transport, tokens) for transport in transports)

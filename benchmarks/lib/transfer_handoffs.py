@@ -24,6 +24,7 @@ RING = {"frame": DEFAULTS.frame_size, "slots": DEFAULTS.credits}
 RAW_COMMANDS: dict[str, tuple[str, dict[str, object]]] = {
     "gloo": ("pair", {"kind": "gloo", **RING}),
     "shm": ("shm", {**RING}),
+    "nixl": ("nixl", {**RING}),
     "nccl": ("pair", {"kind": "nccl", **RING}),
     "cuda_ipc": ("device_copy", {}),
     MEMORY: ("copy", {}),

@@ -71,6 +71,21 @@ class Raw:
 
         return {"ways": {"memcpy in, memcpy out": _repeated(run, repeats)}}
 
+    def nixl(self, nbytes: int, frame: int, slots: int, repeats: int) -> Answer:
+        """Measure reads from the partner's memory by bare NIXL, on the interface and with the settings of Baton."""
+        try:
+            reader = bare.NixlReader(nbytes, lambda: self._partner.ask("nixl", nbytes=nbytes))
+        except (ImportError, OSError) as error:
+            raise RuntimeError(f"NIXL is not installed, or cannot be used here: {error}") from error
+
+        def run(window: int) -> float:
+            return _timed(lambda: reader.read(frame, window))
+
+        windows = dict.fromkeys((1, slots))
+        ways = {f"{window} in flight": _repeated(partial(run, window), repeats) for window in windows}
+        reader.close()
+        return {"ways": ways}
+
     def copy(self, nbytes: int, repeats: int) -> Answer:
         """Measure one copy between two buffers of one process."""
         source, target = bare.buffer(nbytes), bare.buffer(nbytes)
@@ -126,7 +141,13 @@ def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
     """Return the version and the handlers for `serve`."""
     torch.set_num_threads(1)
     raw = Raw(setup)
-    handlers: dict[str, Handler] = {"pair": raw.pair, "shm": raw.shm, "copy": raw.copy, "device_copy": raw.device_copy}
+    handlers: dict[str, Handler] = {
+        "pair": raw.pair,
+        "shm": raw.shm,
+        "nixl": raw.nixl,
+        "copy": raw.copy,
+        "device_copy": raw.device_copy,
+    }
     return {"version": f"torch {torch.__version__}"}, handlers
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from benchmarks.lib import transfer_bare as bare
 from benchmarks.lib.protocol import serve
+from kvtransfer.transports import nixl_agent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,6 +27,8 @@ class Taker:
         self._groups: dict[str, bare.Group] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._ring: bare.SharedRing | None = None
+        self._library: Any = None
+        self._agent: Any = None
 
     def meet(self, kind: str, store: str) -> Answer:
         """Build this end of a pair, and send a byte through it."""
@@ -53,6 +56,14 @@ class Taker:
         self._ring.read(self._buffer)
         return {}
 
+    def nixl(self, nbytes: int) -> Answer:
+        """Expose a buffer to reads. Return its address and the agent's metadata."""
+        self._library = self._library or nixl_agent.load("nixl._bindings")
+        self._room(nbytes, "cpu")
+        self._agent = nixl_agent.make_agent(self._library, bare.NIXL_CONFIG, answers=True)
+        nixl_agent.register(self._library, self._agent, self._buffer.data_ptr(), nbytes)
+        return {"address": self._buffer.data_ptr(), "metadata": self._agent.getLocalMD().hex()}
+
     def _say(self, kind: str, group: bare.Group) -> None:
         byte = torch.zeros(1, dtype=torch.uint8, device=DEVICES[kind])
         bare.stream(group.send, bare.SENDER, byte, 1, 1)  # type: ignore[union-attr]  # not in the stub
@@ -68,7 +79,7 @@ def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
     del setup
     torch.set_num_threads(1)
     taker = Taker()
-    return {}, {"meet": taker.meet, "pair": taker.pair, "ready": taker.ready, "shm": taker.shm}
+    return {}, {"meet": taker.meet, "pair": taker.pair, "ready": taker.ready, "shm": taker.shm, "nixl": taker.nixl}
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -124,6 +124,19 @@ class RemotePool(Protocol):
         """
 
 
+@runtime_checkable
+class StagedPool(RemotePool, Protocol):
+    """A pool that is read over a network, into staging: the reads of several frames overlap."""
+
+    def begin(self, number: int, spec: FrameSpec, places: Places) -> None:
+        """Begin to read a frame, or a piece of the probe, into its slot. `ChannelEnd.finish` waits for it, and `read`
+        then copies the frame that finished last from its slot. Raises ChannelBroken.
+        """
+
+    def staged(self, nbytes: int) -> Tensor:
+        """Return the frame that finished last: uint8 [nbytes], in wire order and main memory."""
+
+
 class ChannelEnd(Protocol):
     """One end of a channel; see the contract above. Frames are numbered 0, 1, 2, ... on both ends."""
 
@@ -159,6 +172,7 @@ class Transport(Protocol):
 
     name: str  # in the cluster file and in PeerHello
     one_sided: bool  # the receiver reads the sender's pool; there are no slots
+    networked: bool  # bytes pass a network, so every frame has a digest, whatever the settings are
     sends: bool  # whether this worker can be the sender
     reach: str  # a value shared by all ends that can meet, such as a host name; empty means everywhere
 

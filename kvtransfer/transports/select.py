@@ -12,6 +12,7 @@ from kvtransfer.handoff import TransferSettings
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.grpc import GrpcTransport
+from kvtransfer.transports.nixl import NixlTransport
 from kvtransfer.transports.shm import ShmTransport
 from kvtransfer.transports.torch_dist import GlooTransport, NcclTransport
 
@@ -26,18 +27,21 @@ def make_transports(
     """Return the transports of `settings.transport` for `kv`, best first. `grpc` is the worker's own, if any.
 
     Raises ConfigError if a named transport is unavailable, and never replaces it. `auto` omits transports that this
-    machine lacks, and with `settings.encrypted` those that the network could read.
+    machine lacks, and with `settings.encrypted` those that the network could read. It omits nixl, which is slower than
+    gloo over TCP (docs/measurements/transfer.md).
     """
     device = kv.device
     makers: Makers = {
         "shm": lambda: ShmTransport(kv),
+        "nixl": lambda: NixlTransport(kv, settings),
         "gloo": lambda: GlooTransport(settings.bind_host),
         "cuda_ipc": lambda: CudaIpcTransport(kv),
         "nccl": lambda: NcclTransport(device, settings.interface),
         "grpc": lambda: _given(grpc),
     }
     if settings.transport == "auto" and settings.encrypted:
-        return *_available(["cuda_ipc" if device.type == "cuda" else "shm"], makers), _named("grpc", makers)
+        local = "cuda_ipc" if device.type == "cuda" else "shm"
+        return *_available([local], makers), _named("grpc", makers)
     if settings.transport == "auto" and device.type == "cuda":
         made = _available(["cuda_ipc", "nccl"], makers)
         if not made:

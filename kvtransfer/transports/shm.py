@@ -29,7 +29,7 @@ class ShmTransport:
     """
 
     name = "shm"
-    one_sided = True
+    one_sided, networked = True, False
 
     def __init__(self, kv: KVCache) -> None:
         check_platform()

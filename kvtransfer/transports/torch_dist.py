@@ -168,7 +168,7 @@ class GlooTransport:
     """
 
     name = "gloo"
-    one_sided, sends = False, True
+    one_sided, networked, sends = False, True, True
     reach = ""
     device = torch.device("cpu")
 
@@ -212,7 +212,7 @@ class NcclTransport:
     """
 
     name = "nccl"
-    one_sided, sends = False, True
+    one_sided, networked, sends = False, True, True
     reach = ""
 
     def __init__(self, device: torch.device, interface: str | None = None) -> None:

@@ -25,6 +25,7 @@ from baton.rpc.v1.peer_pb2_grpc import add_PeerServicer_to_server
 from kvtransfer.handoff import TransferSettings
 from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
+from kvtransfer.transports.nixl import NixlTransport
 from kvtransfer.transports.select import make_transports
 from tests.support.processes import start_program
 from tests.support.time_factor import scaled
@@ -99,6 +100,9 @@ class Prefill:
         self.kv = kv_for(over, 1, layout)
         settings = TransferSettings(over, coalesce_below=1, frame_deadline_s=deadline_s, verify_kv=True)
         transports = make_transports(settings, self.kv)
+        for transport in transports:
+            if isinstance(transport, NixlTransport) and (exposed := transport._exposed) is not None:
+                exposed.where(scaled(30))  # starts a process, which takes longer than a short deadline
         self.sender = Sender(self.kv, me, FINGERPRINT, settings, transports, self.reports, **more)
 
     def push(

@@ -1,4 +1,4 @@
-"""Handoffs between two processes over gloo, shared memory or CUDA IPC: bytes, killed processes, no resource left.
+"""Handoffs between processes over gloo, shared memory, CUDA IPC or NIXL: bytes, killed processes, no resource left.
 
 `tests/unit/kvtransfer` tests rejections, and the end of a push in each state, within one process.
 """
@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.support.waiting import eventually
 from tests.unit.kvtransfer.support import LAYOUT, P, RecordingTable, make_job
 
 WIDE = KVLayout(layers=4, kv_heads=8, head_dim=64, block_size=16, dtype="float32")  # 256 KiB a block
+NEEDS_NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed (the extra nixl)")
 FOREVER_S = 600.0  # longer than a test: only the death itself ends the push
 
 
@@ -46,7 +48,9 @@ def start() -> Iterator[Callable[..., Any]]:
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and torch built for CUDA")
 
 
-@pytest.fixture(params=["gloo", "shm", pytest.param("cuda_ipc", marks=NO_GPU)])
+@pytest.fixture(
+    params=["gloo", "shm", pytest.param("cuda_ipc", marks=NO_GPU), pytest.param("nixl", marks=NEEDS_NIXL)]
+)
 def over(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -136,6 +140,25 @@ def test_a_frozen_receiver_is_given_up_by_the_deadline(receiver: Receiver, prefi
     os.kill(receiver.process.pid, signal.SIGCONT)
     prefill.reports.done(prefill.push("t", 4, [1], receiver.ref))  # the channel recovers
     assert receiver.ask()["commits"] == ["r", "t"]
+
+
+@pytest.mark.parametrize("over", [pytest.param("nixl", marks=NEEDS_NIXL)])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_exposes_a_pool_dies_or_freezes(receiver: Receiver, prefills, number: int) -> None:
+    """The worker stays, and so do the blocks of the next push. A killed process is replaced with the next channel."""
+    prefill = prefills()
+    (transport,) = prefill.sender._end.transports
+    receiver.ask(reserve={"r": [1], "s": [2], "t": [3]})
+    prefill.reports.done(prefill.push("r", 4, [1], receiver.ref))
+    os.kill(transport._exposed._process.pid, number)
+    prefill.reports.failed(prefill.push("s", 4, [1], receiver.ref), ChannelBroken, timeout=20)
+    if number == signal.SIGSTOP:
+        os.kill(transport._exposed._process.pid, signal.SIGCONT)
+    prefill.reports.done(prefill.push("t", 4, [1], receiver.ref))
+    answer = receiver.ask(digest={"t": [[3], 4], "s": [[2], 4], "zeros": [[9], 4]})
+    assert answer["commits"] == ["r", "t"]
+    assert answer["digests"]["t"] == kv_digest(prefill.kv, [1], 4)
+    assert answer["digests"]["s"] == answer["digests"]["zeros"]
 
 
 async def test_a_sender_killed_mid_push(start, over) -> None:

@@ -2,6 +2,7 @@
 
 import random
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 from redis import Redis
@@ -82,8 +83,8 @@ class Cluster:
 class Plain(Cluster):
     """Roles as plain processes, each started by hand."""
 
-    def __init__(self, head, folder):
-        super().__init__(head, folder)
+    def __init__(self, head, folder, *changes):
+        super().__init__(head, folder, *changes)
         self.workers = {}
         self.router = head.baton("router", "-c", self.config, log=folder / "router.log")
 
@@ -108,3 +109,17 @@ def draw_jobs(cluster, number=6, prompt=200, tokens=150):
     with cluster.client() as client, ThreadPoolExecutor() as pool:
         answers = list(pool.map(lambda ids: client.generate(ids, **options).tokens, prompts))
     return [Job(ids, options, answer) for ids, answer in zip(prompts, answers, strict=True)]
+
+
+def long_prompt(seed, length=1800):
+    rng = random.Random(seed)
+    return [rng.randrange(1, 2048) for _ in range(length)]
+
+
+def handed_over(cluster, prompt):
+    """Return the seconds until the decode worker's first token, and the answer."""
+    with cluster.client() as client, client.stream(prompt, max_tokens=4, temperature=0, ignore_eos=True) as stream:
+        begun = time.monotonic()
+        while len(stream.tokens) < 2:
+            next(stream)
+        return time.monotonic() - begun, stream.collect()

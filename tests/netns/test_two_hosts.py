@@ -1,6 +1,5 @@
 """Two hosts, every role started by hand: the path of KV, its duration, and the effects of a cut link."""
 
-import random
 import signal
 import time
 from contextlib import contextmanager
@@ -8,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.netns.hosts import Network
-from tests.netns.support import LEASE_S, Plain, census, draw_jobs
+from tests.netns.support import LEASE_S, Plain, census, draw_jobs, handed_over, long_prompt
 from tests.support.load import Streams, until
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.xdist_group("two_hosts")]
@@ -40,20 +39,6 @@ def test_each_is_told_by_the_address_of_its_host(network, cluster):
     assert cluster.router.said["advertised"]["grpc"] == f"{a}:50051"
     assert cluster.workers["prefill-0"].said["address"].rpartition(":")[0] == a, "by its interface"
     assert cluster.workers["decode-0"].said["address"].rpartition(":")[0] == b, "by its way to Redis"
-
-
-def long_prompt(seed, length=1800):
-    rng = random.Random(seed)
-    return [rng.randrange(1, 2048) for _ in range(length)]
-
-
-def handed_over(cluster, prompt):
-    """Return the seconds until the decode worker's first token, and the answer."""
-    with cluster.client() as client, client.stream(prompt, max_tokens=4, temperature=0, ignore_eos=True) as stream:
-        begun = time.monotonic()
-        while len(stream.tokens) < 2:
-            next(stream)
-        return time.monotonic() - begun, stream.collect()
 
 
 def test_kv_goes_over_the_link_and_no_faster_than_it_is(network, cluster):

@@ -21,7 +21,7 @@ from baton.engine.memory.exposed import pattern
 from baton.errors import BatonError, ChannelBroken, HandoffError
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import wire
-from kvtransfer.receive_loop import EndOfHandoff, Frame, Listing
+from kvtransfer.receive_loop import EndOfHandoff, Frame
 from kvtransfer.receiver import Session
 from kvtransfer.send_queue import SendQueue
 from kvtransfer.sender import REASON_S, SendChannel, Sender
@@ -101,7 +101,7 @@ class SimTransport:
     """
 
     name = reach = "sim"
-    one_sided, sends = False, True
+    one_sided, networked, sends = False, False, True
     device = torch.device("cpu")
 
     def __init__(self, world: World) -> None:
@@ -308,7 +308,7 @@ class SimSession(Session):
     async def _go(self, process: Process, channel: SimEnd) -> None:
         intake, queue, control_socket = self._receive_loop, self._receive_loop.queue, channel.control_socket
         queue.control_socket = control_socket
-        todo: deque[Frame | Listing | EndOfHandoff | None] = deque()
+        todo: deque[Frame | EndOfHandoff | None] = deque()
         early: deque[EndOfHandoff] = deque()
         while not intake.over:
             while not todo or queue.ready:

@@ -1,4 +1,7 @@
-"""One-sided channels: the receiver reads the sender's blocks, and checks their generations before and after."""
+"""One-sided channels: the receiver reads the sender's blocks, and checks that their generations did not change.
+
+Over nixl, a stand-in of the library (`tests.support.nixl`) runs in this process.
+"""
 
 import threading
 from collections.abc import Callable
@@ -13,13 +16,16 @@ from baton.core import HandoffId
 from baton.engine.kv_cache import Exposed, KVCache
 from baton.engine.memory.exposed import ExposedMemory, MappedMemory
 from baton.engine.tp.kv_memory import CopiedCache
-from baton.errors import DigestMismatch, StaleAttempt
+from baton.errors import ChannelBroken, DigestMismatch, StaleAttempt
 from baton.rpc.v1 import peer_pb2 as pb
+from kvtransfer import wire
 from kvtransfer.frames import FrameSpec
 from kvtransfer.transports.base import Places
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
+from kvtransfer.transports.nixl import NixlTransport
 from kvtransfer.transports.shm import MappedPool, ShmTransport
 from kvtransfer.wire import FrameRefused
+from tests.support.nixl import Agents, Library
 from tests.support.time_factor import scaled
 from tests.support.transports import MainMemory
 from tests.support.waiting import eventually
@@ -27,7 +33,9 @@ from tests.unit.kvtransfer.ends import Stopped
 from tests.unit.kvtransfer.support import (
     LAYER,
     LAYOUT,
+    SETTINGS,
     SMALL_FRAMES,
+    P,
     Pair,
     Pairs,
     make_end,
@@ -40,26 +48,40 @@ TOKENS = 22  # six blocks of the source
 SOURCE, TARGET = [5, 9, 2, 40, 33, 1], [7, 3, 60, 11, 12, 13]
 
 
-@pytest.fixture(params=["shm", "cuda_ipc"])
+@pytest.fixture(params=["shm", "cuda_ipc", "nixl"])
 def over(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+only_mapped = pytest.mark.parametrize("over", ["shm", "cuda_ipc"])
+only_nixl = pytest.mark.parametrize("over", ["nixl"])
+
+
 @pytest.fixture
-def shared(pairs: Pairs, over: str):
+def agents() -> Agents:
+    return Agents()
+
+
+@pytest.fixture
+def shared(pairs: Pairs, over: str, agents: Agents):
     """A function that makes a pair whose receiver reads the sender's memory."""
 
     def make(transfer=SMALL_FRAMES, *, block_size: int = LAYOUT.block_size, copies: int = 1, **change) -> Pair:
         layout = replace(LAYOUT, block_size=block_size)
-        if over == "shm":
-            source = make_kv(1, exposed=True)
-            target = CopiedCache([make_kv(None, layout=layout) for _ in range(copies)])
-            send, recv = ShmTransport(source), ShmTransport(target)
-            return pairs(transfer, source=source, target=target, send=lambda _: [send], recv=lambda _: [recv], **change)
-        gpu, single = MainMemory(), make_kv(None, layout=layout)  # ranks on GPUs have no copies
-        source, vars(single)["gpu"] = make_kv(1, gpu=gpu), gpu.beside()
-        ends = CudaIpcTransport(source, gpu), CudaIpcTransport(single, vars(single)["gpu"])
-        return pairs(transfer, source=source, target=single, send=lambda _: ends[:1], recv=lambda _: ends[1:], **change)
+        if over == "cuda_ipc":  # ranks on GPUs have no copies
+            gpu, single = MainMemory(), make_kv(None, layout=layout)
+            source, vars(single)["gpu"] = make_kv(1, gpu=gpu), gpu.beside()
+            ends = CudaIpcTransport(source, gpu), CudaIpcTransport(single, vars(single)["gpu"])
+            return pairs(
+                transfer, source=source, target=single, send=lambda _: ends[:1], recv=lambda _: ends[1:], **change
+            )
+        source = make_kv(1, exposed=True)
+        target = CopiedCache([make_kv(None, layout=layout) for _ in range(copies)])
+        made = [
+            ShmTransport(kv) if over == "shm" else NixlTransport(kv, SETTINGS, Library(agents), agents.expose)
+            for kv in (source, target)
+        ]
+        return pairs(transfer, source=source, target=target, send=lambda _: made[:1], recv=lambda _: made[1:], **change)
 
     return make
 
@@ -100,7 +122,7 @@ def given_back(pair: Pair, block: int, values) -> None:
         tensor[:, block] = value
 
 
-@pytest.mark.parametrize("when", ["before", "during"])
+@pytest.mark.parametrize(("over", "when"), [("shm", "before"), ("shm", "during"), ("nixl", "before")])
 def test_blocks_that_are_given_away_are_read_again_after_they_were_computed_again(shared, when: str) -> None:
     """The sender withdraws while frames wait to be read. None of their bytes counts, wherever the reader is."""
     pair = shared()
@@ -169,6 +191,7 @@ class Struck:
         self._copy(source, range(middle, layers.stop), *rest)
 
 
+@only_mapped
 @example(number=0, layers=0, given_away={SOURCE[0]}, block_size=4, frame=LAYER, verify=True, copies=1)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
@@ -209,6 +232,7 @@ def test_whatever_is_given_away_in_the_middle_of_a_read_no_wrong_byte_is_committ
     assert result.nbytes >= pair.table.commits[job.handoff].kv_bytes
 
 
+@only_mapped
 @pytest.mark.parametrize("verify", ["frames", "kv"])
 def test_bytes_that_change_on_the_way_are_detected_if_digests_are_verified(shared, verify: str) -> None:
     pair = shared(replace(SMALL_FRAMES, verify_frames=verify == "frames", verify_kv=verify == "kv"))
@@ -239,20 +263,90 @@ WRONG = {
 def test_places_that_make_no_sense_end_the_channel(shared, change, why: str) -> None:
     pair = shared()
     job = pair.begin("r", TOKENS, TARGET)
-    eventually(lambda: pair.sender._channels[0].queue.control_socket)
-    path = pair.sender._channels[0].queue.control_socket
-    send = path.send
+    eventually(lambda: pair.sender._channels[0].channel)
 
-    def altered(packet: bytes) -> None:
-        command = pb.PeerCommand.FromString(packet)
+    def alter(command: pb.PeerCommand) -> None:
         if command.HasField("blocks"):
             blocks = {"handoff": command.blocks.handoff, "blocks": [], "generations": [], **change}
             command.blocks.CopyFrom(pb.PoolBlocks(**blocks))
+
+    def altered(packet: bytes) -> None:
+        command = pb.PeerCommand.FromString(packet)
+        alter(command)
         send(command.SerializeToString())
 
-    path.send = altered
+    pair.stream.alter = alter
+    if (path := pair.sender._channels[0].queue.control_socket) is not None:
+        send, path.send = path.send, altered
     pair.sender.computed(job.handoff, SOURCE, LAYOUT.layers, TOKENS)
     pair.reports.failed(job.handoff, FrameRefused, why)
+
+
+@only_nixl
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    piece=st.integers(wire.FRAMES, 30),
+    given_away=st.sets(st.sampled_from(SOURCE), min_size=1),
+    block_size=st.sampled_from([1, 4, 8]),
+    frame=st.sampled_from([LAYER // 2, LAYER, 2 * LAYER]),
+    verify=st.booleans(),
+)
+def test_whatever_is_given_away_between_two_pieces_no_wrong_byte_is_committed(
+    shared, agents, piece, given_away, block_size, frame, verify
+) -> None:
+    """Pieces of several frames, and generations, are read in any order. Blocks are given away before one of them."""
+    agents.pieces, agents.before = 0, lambda number: None
+    pair = shared(replace(SMALL_FRAMES, frame_size=frame), block_size=block_size)
+    target = list(range(20, 20 + pair.target.layout.blocks_for(TOKENS)))
+    job = pair.begin("r", TOKENS, target, verify=verify)
+    truth, again = make_kv(1), [50, 51, 52, 53, 54, 55]
+    struck = threading.Event()
+
+    def strike(number: int) -> None:
+        if number == piece:
+            pair.sender.withdraw(job.handoff)
+            for block in given_away:
+                replaced(pair, block)
+            struck.set()
+
+    agents.before = strike
+    pair.sender.computed(job.handoff, SOURCE, LAYOUT.layers, TOKENS)
+    assert struck.wait(scaled(10))
+    for mine, theirs in zip(pair.source.tensors, truth.tensors, strict=True):
+        mine[:, again] = theirs[:, SOURCE]
+    pair.complete(job, again)
+    assert same_kv(truth, SOURCE, pair.target, target, TOKENS)
+    assert only_these(pair.target, target, TOKENS)
+    assert pair.table.commits[job.handoff].kv_bytes == LAYOUT.layers * TOKENS * LAYOUT.layer_token_bytes
+
+
+@only_nixl
+def test_bytes_that_change_on_a_network_are_detected_without_any_setting(shared, agents) -> None:
+    pair = shared()
+    pair.reports.done(pair.push("right", TOKENS, SOURCE, TARGET))
+    agents.flip = agents.pieces
+    pair.reports.failed(pair.push("wrong", TOKENS, SOURCE, TARGET), DigestMismatch)
+    pair.reports.done(pair.push("next", TOKENS, SOURCE, TARGET))
+    assert HandoffId("wrong", 1) not in pair.table.commits
+
+
+@only_nixl
+@pytest.mark.parametrize(("fault", "why"), [("dead", "NIXL: NIXL_ERR_REMOTE_DISCONNECT"), ("frozen", "no progress")])
+def test_a_source_that_dies_or_freezes_in_the_middle_of_a_read_leaves_no_byte_and_no_handoff(
+    shared, agents, fault: str, why: str
+) -> None:
+    """After a frozen source goes on, a next channel is built. Late bytes of the old one are in its staging alone."""
+    pair = shared(receiver=replace(SMALL_FRAMES, frame_deadline_s=0.2))
+    job = pair.begin("r", TOKENS, TARGET)
+    agents.before = lambda number: vars(agents).update({fault: number > wire.FRAMES})
+    pair.sender.computed(job.handoff, SOURCE, LAYOUT.layers, TOKENS)
+    pair.reports.failed(job.handoff, ChannelBroken, why)
+    assert ("lost", P) in pair.table.events
+    agents.before = lambda number: None
+    agents.dead = agents.frozen = False
+    assert only_these(pair.target, [], 0)
+    pair.reports.done(pair.push("next", TOKENS, SOURCE, [30, 31, 32, 33, 34, 35]))
+    assert only_these(pair.target, [30, 31, 32, 33, 34, 35], TOKENS)
 
 
 def test_a_sender_that_is_not_exposed_offers_no_shared_memory(pairs: Pairs) -> None:
@@ -281,6 +375,7 @@ def test_the_commit_of_a_handoff_that_was_fenced_ends_no_other_push(shared) -> N
     assert only_these(pair.target, list(range(20, 26)), TOKENS)
 
 
+@only_mapped
 def test_a_copy_that_failed_takes_back_what_it_overwrote(shared) -> None:
     """A frame was read and withdrawn before its credit. Its second copy meets blocks that are reused after an abort,
     which the receiver sees only after the commit.

@@ -13,6 +13,7 @@ from kvtransfer.handoff import TransferSettings
 from kvtransfer.transports import select
 from kvtransfer.transports.grpc import GrpcTransport
 from kvtransfer.transports.select import make_transports
+from tests.support.nixl import Agents, Library
 from tests.unit.kvtransfer.support import make_kv
 from tests.unit.kvtransfer.transports.pairs import CPU
 
@@ -57,8 +58,10 @@ def test_auto_on_a_gpu(monkeypatch, lacks: set[str]) -> None:
             names(TransferSettings(), CUDA)
 
 
-@pytest.mark.parametrize("name", ["shm", "gloo", "grpc"])
-def test_a_named_one_is_the_only_one(name: str) -> None:
+@pytest.mark.parametrize("name", ["shm", "gloo", "grpc", "nixl"])
+def test_a_named_one_is_the_only_one(monkeypatch, name: str) -> None:
+    monkeypatch.setattr("kvtransfer.transports.nixl.load", Mock(return_value=Library(agents := Agents())))
+    monkeypatch.setattr("kvtransfer.transports.nixl.ExposingProcess", agents.expose)
     mine = GrpcTransport("decode:1")
     made = make_transports(TransferSettings(transport=name), make_kv(None, exposed=True), grpc=mine)
     assert [transport.name for transport in made] == [name]
@@ -68,13 +71,18 @@ def test_a_named_one_is_the_only_one(name: str) -> None:
         assert names(TransferSettings(transport=name), CUDA) == [name]  # staged in main memory
 
 
-LACKING = {"nccl": "KV is on cpu", "cuda_ipc": "KV is on cpu", "grpc": "no address"}
+LACKING = {
+    "nixl": "NIXL is not installed, or .*(No module|cannot read)|other processes cannot read",
+    "nccl": "KV is on cpu",
+    "cuda_ipc": "KV is on cpu",
+    "grpc": "no address",
+}
 ERRORS = [
     *(
         (TransferSettings(name), rf"transfer\.transport: '{name}' is not available: .*{why}")
         for name, why in LACKING.items()
     ),
-    (TransferSettings("carrier-pigeon"), r"'carrier-pigeon' is not one of auto, shm, gloo, .*grpc"),
+    (TransferSettings("carrier-pigeon"), r"'carrier-pigeon' is not one of auto, shm, nixl, .*grpc"),
     *((TransferSettings(name, bind_host="192.0.2.1"), r"192\.0\.2\.1") for name in ("auto", "gloo")),
 ]
 

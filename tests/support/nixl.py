@@ -1,0 +1,178 @@
+"""Stand-in for NIXL's bindings within one process. It behaves as the source of NIXL 1.5.
+
+Read in src/bindings/python/nixl_bindings.cpp, src/core/nixl_agent.cpp and src/plugins/ucx/ucx_backend.cpp:
+- All functions raise an error of the bindings with the name of the status (`throw_nixl_exception`); these are derived
+  from Exception alone (`py::register_exception`).
+- `createXferReq` returns NIXL_ERR_INVALID_PARAM for lists of different lengths or bytes, and NIXL_ERR_NOT_FOUND for an
+  unknown agent or memory that is not registered.
+- An agent without a progress thread moves bytes only within its own calls (`nixlUcxWorker::progressLoop`), in no
+  promised order of the pieces. The flush request keeps a transfer in progress until all of it has ended.
+- A transfer from a dead peer raises NIXL_ERR_REMOTE_DISCONNECT; one from a frozen peer stays in progress.
+- `releaseXferReq` of a transfer in progress succeeds ("it may not be enough to cancel UCX request"): its bytes may
+  still arrive while the agent lives.
+"""
+
+import ctypes
+import random
+from collections.abc import Callable
+
+import numpy as np
+
+from baton.engine.memory.exposed import ExposedMemory
+
+
+class Agents:
+    """All agents of a test. `before` runs before each piece that is read, with its number among all pieces."""
+
+    def __init__(self) -> None:
+        self.known: dict[bytes, Agent] = {}
+        self.configs: set[str] = set()
+        self.pieces = 0
+        self.before: Callable[[int], None] = lambda piece: None
+        self.flip = -1  # number of a piece that arrives with a changed byte
+        self.frozen = self.dead = False
+
+    def expose(self, library: "Library", memory: ExposedMemory, config: str) -> "Exposed":
+        return Exposed(library, memory)
+
+
+class Exposed:
+    """A pool that is registered with an agent of this process."""
+
+    ended = False
+
+    def __init__(self, library: "Library", memory: ExposedMemory) -> None:
+        agent = library.nixlAgent("exposed", library.nixlAgentConfig())
+        agent.createBackend("UCX", {})
+        address = memory.kv.data_ptr() - memory.shape.kv_at
+        agent.registerMem(library.nixlRegDList(library.DRAM_SEG, [(address, memory.shape.nbytes, 0, "")]), [])
+        self._found = address, agent.getLocalMD()
+
+    def where(self, deadline_s: float) -> tuple[int, bytes]:
+        return self._found
+
+
+class Config:
+    useProgThread = True
+    pthrDelay = 0
+
+
+class Library:
+    """The bindings. The errors are classes of their own, as there."""
+
+    DRAM_SEG, NIXL_READ, NIXL_SUCCESS, NIXL_IN_PROG = "DRAM", "READ", 0, 1
+    nixlAgentConfig = Config
+    (
+        nixlBackendError,
+        nixlRemoteDisconnectError,
+        nixlNotFoundError,
+        nixlInvalidParamError,
+        nixlMismatchError,
+        nixlNotAllowedError,
+        nixlNotSupportedError,
+        nixlCancelledError,
+        nixlUnknownError,
+    ) = (
+        type(f"nixl{name}Error", (Exception,), {})
+        for name in (
+            "Backend",
+            "RemoteDisconnect",
+            "NotFound",
+            "InvalidParam",
+            "Mismatch",
+            "NotAllowed",
+            "NotSupported",
+            "Cancelled",
+            "Unknown",
+        )
+    )
+
+    def __init__(self, agents: Agents) -> None:
+        self.agents = agents
+
+    def nixlAgent(self, name: str, config: Config) -> "Agent":
+        return Agent(self, name)
+
+    @staticmethod
+    def nixlRegDList(kind: str, descriptors: list[tuple[int, int, int, str]]) -> list[tuple[int, int]]:
+        return [(address, nbytes) for address, nbytes, _, _ in descriptors]
+
+    @staticmethod
+    def nixlXferDList(kind: str, descriptors: np.ndarray) -> list[tuple[int, int]]:
+        assert descriptors.dtype == np.uint64
+        assert descriptors.shape[1] == 3
+        return [(int(address), int(nbytes)) for address, nbytes, _ in descriptors]
+
+
+class Agent:
+    def __init__(self, library: Library, name: str) -> None:
+        self._library, self._agents = library, library.agents
+        self._name, self._backend = name.encode() + b"%d" % id(self), False
+        self.registered: list[tuple[int, int]] = []
+        self._peers: set[bytes] = set()
+        self._created: dict[int, list[tuple[int, int, int]]] = {}
+        self._moving: dict[int, list[tuple[int, int, int]]] = {}
+        self._handles = 0
+
+    def createBackend(self, kind: str, parameters: dict[str, str]) -> None:
+        self._agents.configs |= {parameters["engine_config"]} if "engine_config" in parameters else set()
+        if "NET_DEVICES=none" in parameters.get("engine_config", ""):
+            raise self._library.nixlBackendError("NIXL_ERR_BACKEND")
+        self._backend = kind == "UCX"
+
+    def registerMem(self, memory: list[tuple[int, int]], backends: list[int]) -> None:
+        assert self._backend
+        self.registered += memory
+
+    def getLocalMD(self) -> bytes:
+        self._agents.known[self._name] = self
+        return self._name
+
+    def loadRemoteMD(self, metadata: bytes) -> bytes:
+        if metadata not in self._agents.known:
+            raise self._library.nixlMismatchError("NIXL_ERR_MISMATCH")
+        self._peers.add(metadata)
+        return metadata
+
+    def invalidateRemoteMD(self, peer: bytes) -> None:
+        self._peers.discard(peer)
+
+    def createXferReq(self, kind, local, remote, peer: bytes, message: bytes, backends: list[int]) -> int:
+        if [nbytes for _, nbytes in local] != [nbytes for _, nbytes in remote]:
+            raise self._library.nixlInvalidParamError("NIXL_ERR_INVALID_PARAM")
+        if peer not in self._peers or not (self._has(local) and self._agents.known[peer]._has(remote)):
+            raise self._library.nixlNotFoundError("NIXL_ERR_NOT_FOUND")
+        self._handles += 1
+        self._created[self._handles] = [(here, there, n) for (here, n), (there, _) in zip(local, remote, strict=True)]
+        return self._handles
+
+    def postXferReq(self, handle: int, message: bytes) -> int:
+        self._moving[handle] = self._created.pop(handle)
+        random.shuffle(self._moving[handle])
+        return self.getXferStatus(handle)
+
+    def getXferStatus(self, handle: int) -> int:
+        """Move one piece of each transfer."""
+        if self._agents.dead:
+            raise self._library.nixlRemoteDisconnectError("NIXL_ERR_REMOTE_DISCONNECT")
+        for pieces in self._moving.values():
+            if pieces and not self._agents.frozen:
+                self._agents.before(self._agents.pieces)
+                self._agents.pieces += 1
+                self._move(*pieces.pop())
+        return self._library.NIXL_IN_PROG if self._moving[handle] else self._library.NIXL_SUCCESS
+
+    def _move(self, here: int, there: int, nbytes: int) -> None:
+        ctypes.memmove(here, there, nbytes)
+        if self._agents.pieces - 1 == self._agents.flip:
+            ctypes.c_ubyte.from_address(here).value ^= 1
+
+    def releaseXferReq(self, handle: int) -> None:
+        """Free a handle. Bytes of a transfer in progress go on, as long as the agent is called."""
+        self._created.pop(handle, None)
+
+    def _has(self, pieces: list[tuple[int, int]]) -> bool:
+        return all(
+            any(first <= address and address + nbytes <= first + size for first, size in self.registered)
+            for address, nbytes in pieces
+        )
