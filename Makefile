@@ -8,6 +8,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+DRY ?=
 BENCHMARKS ?= $(wildcard benchmarks/*.py)
 
 BIN := .venv/bin
@@ -33,7 +34,7 @@ KERNEL_SUITES := tests/unit/kernels tests/integration/test_tensor_parallel.py te
 	$(patsubst %,tests/unit/model/test_%.py,checkpoints families fixed_forwards kv weights) \
 	$(patsubst %,tests/unit/worker/test_%.py,build roles_thinking)
 
-.PHONY: help setup proto fmt check fast lint types layers budget fresh regenerate test without-kernels chaos stress mutants demo bench clean
+.PHONY: help setup proto fmt check fast lint types layers budget fresh regenerate test without-kernels chaos stress mutants demo bench gpu-test clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 17
@@ -127,6 +128,9 @@ demo: $(SETUP)  ## start a local cluster, answer two prompts, show which worker 
 
 bench: $(SETUP)  ## every benchmark in its quick form
 	@for program in $(BENCHMARKS); do echo "== $$program"; $(BIN)/python "$$program" --quick; done
+
+gpu-test: $(SETUP)  ## first run on one GPU: ten steps in eight minutes, results in build/gpu-first.json (DRY=--dry: on the CPU)
+	@$(BIN)/python -m benchmarks.gpu --first $(DRY) --json build/gpu-first.json
 
 clean:  ## remove environments, caches and build outputs
 	@rm -rf .venv .venv-proto build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py            every table (some minutes, 24 GB of GPU memory)
     python benchmarks/gpu.py --quick    the 1.1 B model alone
+    python -m benchmarks.gpu --first    ten steps of a first run on a GPU, in at most eight minutes (`make gpu-test`)
 
 It runs the kernel tests on the GPU and compares attention, as the engine launches it, with its reference. It compares
 decode steps with the memory's speed and prompts with the fastest matrix product, both measured in the same run. The
@@ -25,6 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python b
 import torch
 
 from baton.engine.kernels.torch_reference import TorchKernels
+from benchmarks.gpu_first.runner import Run
+from benchmarks.gpu_first.steps import STEPS, Step
 from benchmarks.lib import device as gpu
 from benchmarks.lib.shapes import SIZES, Shape
 
@@ -58,7 +61,14 @@ def main(argv: list[str]) -> int:
     """Measure and print. The exit code is 1 if a kernel is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the 1.1 B model alone, and no kernel tests")
+    parser.add_argument("--first", action="store_true", help="the ten steps of a first run, each in its own process")
+    parser.add_argument("--dry", action="store_true", help="with --first: on the CPU, with stand-ins and small sizes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="with --first: write the results to this file")
+    parser.add_argument("--only", type=steps_of, default=STEPS, metavar="N,N", help="with --first: only these steps")
+    parser.add_argument("--budget-s", type=float, default=480.0, help="with --first: seconds of all steps together")
     args = parser.parse_args(argv)
+    if args.first:
+        return first(args)
     if not torch.cuda.is_available():
         print("no GPU that this torch can use: nothing is measured")
         print(last_line({}, "none"))
@@ -69,6 +79,27 @@ def main(argv: list[str]) -> int:
     ratios = measure(device, ["1b"] if args.quick else list(MODELS))
     print(last_line(ratios, torch.cuda.get_device_name(device)))
     return 0 if right else 1
+
+
+def steps_of(text: str) -> tuple[Step, ...]:
+    """Parse the numbers of steps. Raises ArgumentTypeError for one that does not exist."""
+    known = {step.number: step for step in STEPS}
+    numbers = [int(part) for part in text.split(",")]
+    if unknown := [number for number in numbers if number not in known]:
+        raise argparse.ArgumentTypeError(f"there is no step {unknown[0]}; there are {min(known)} to {max(known)}")
+    return tuple(known[number] for number in sorted(set(numbers)))
+
+
+def first(args: argparse.Namespace) -> int:
+    """Run the steps of a first run. The exit code is 1 if one failed."""
+    run = Run(dry=args.dry, budget_s=args.budget_s)
+    run.all(args.only)
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(run.report(), indent=1) + "\n")
+    counts = ", ".join(f"{count} {status}" for status, count in sorted(run.counts().items()))
+    print(f"{counts}{f'; results in {args.json}' if args.json else ''}")
+    return 1 if run.failed else 0
 
 
 def kernels_are_right(device: torch.device, *, tests: bool) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from itertools import accumulate
 from statistics import median
@@ -51,9 +52,11 @@ CASES = (
 
 
 def seconds(work: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """Return the median time of `work` on the device, after three warm-up runs."""
+    """Return the median time of `work` on the GPU, after three warm-up runs; without a GPU that of the host's clock."""
     for _ in range(3):
         work()
+    if not torch.cuda.is_available():
+        return median(_clocked(work) for _ in range(rounds))
     marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]  # type: ignore[no-untyped-call]
     for start, end in marks:
         start.record()
@@ -63,28 +66,34 @@ def seconds(work: Callable[[], object], rounds: int = ROUNDS) -> float:
     return float(median(start.elapsed_time(end) for start, end in marks)) / 1000
 
 
-def bandwidth(device: torch.device) -> float:
-    """Return bytes per second: the better of reading and copying."""
-    source = torch.zeros(PROBE_BYTES // 4, dtype=torch.float32, device=device)
+def _clocked(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def bandwidth(device: torch.device, nbytes: int = PROBE_BYTES) -> float:
+    """Return bytes per second: the better of reading and copying `nbytes`."""
+    source = torch.zeros(nbytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     read = source.nbytes / seconds(source.sum)
     return max(read, 2 * source.nbytes / seconds(lambda: target.copy_(source)))
 
 
-def gemm_rate(device: torch.device, shapes: Sequence[tuple[int, int, int]]) -> float:
-    """Return operations per second of the fastest bfloat16 product: a large square one, and these (M, K, N)."""
+def gemm_rate(device: torch.device, shapes: Sequence[tuple[int, int, int]], size: int = GEMM_SIZE) -> float:
+    """Return operations per second of the fastest bfloat16 product: a square one of `size`, and these (M, K, N)."""
 
     def rate(m: int, k: int, n: int) -> float:
         a, b = (torch.randn(size, dtype=torch.bfloat16, device=device) for size in ((m, k), (n, k)))
         out = torch.empty(m, n, dtype=torch.bfloat16, device=device)
         return 2 * m * k * n / seconds(lambda: torch.mm(a, b.t(), out=out))
 
-    return max(rate(*shape) for shape in [(GEMM_SIZE,) * 3, *shapes])
+    return max(rate(*shape) for shape in [(size,) * 3, *shapes])
 
 
-def model_of(shape: Shape, device: torch.device, block_size: int) -> TransformerBackend:
+def model_of(shape: Shape, device: torch.device, block_size: int, positions: int = 8192) -> TransformerBackend:
     """Return a bfloat16 model of this shape with random weights."""
-    return random_model(settings_of(shape, 8192), device=device, dtype="bfloat16", block_size=block_size)
+    return random_model(settings_of(shape, positions), device=device, dtype="bfloat16", block_size=block_size)
 
 
 def batch_of(queries: Sequence[int], contexts: Sequence[int], block_size: int, device: torch.device) -> Batch:
@@ -137,8 +146,13 @@ def moved(batch: Batch, widest: Batch) -> Batch:
     )
 
 
-def attention_error(case: Case, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> float:
-    """Return the largest difference to the torch reference in float32, for values of about 1."""
+def attention_error(
+    case: Case, kernels: Kernels, device: torch.device, dtype: torch.dtype, unwritten: float = 100.0
+) -> float:
+    """Return the largest difference to the torch reference in float32, for values of about 1.
+
+    Results are NaN before, and slots without a token have the value `unwritten`. FlashAttention needs a finite one.
+    """
     batch = batch_of(case.queries, case.contexts, case.block_size, device)
     blocks = int(batch.block_tables.max()) + 1
     generator = torch.Generator().manual_seed(2)
@@ -148,11 +162,22 @@ def attention_error(case: Case, kernels: Kernels, device: torch.device, dtype: t
 
     query = drawn(len(batch.token_ids), case.heads, case.dim)
     keys, values = (drawn(blocks, case.block_size, case.kv_heads, case.dim) for _ in range(2))
-    scale, out = case.dim**-0.5, torch.empty(len(query), case.heads * case.dim, dtype=dtype, device=device)
-    kernels.attention(batch, case.block_size, case.window, scale)(query, keys, values, out)
+    scale, out = case.dim**-0.5, torch.full((len(query), case.heads * case.dim), torch.nan, dtype=dtype, device=device)
     wide = PagedAttention(batch, case.block_size, case.window, scale)
     expected = wide(query.float(), keys.float(), values.float(), torch.empty(out.shape, device=device))
+    for cache in (keys, values):
+        cache.flatten(0, 1)[unwritten_slots(batch, case.block_size, blocks)] = unwritten
+    kernels.attention(batch, case.block_size, case.window, scale)(query, keys, values, out)
     return float((out.float() - expected).abs().max())
+
+
+def unwritten_slots(batch: Batch, block_size: int, blocks: int) -> Tensor:
+    """Return bool [blocks * block_size]: the slots of a cache without a token of the batch."""
+    free = torch.ones(blocks * block_size, dtype=torch.bool, device=batch.block_tables.device)
+    for table, context in zip(batch.block_tables.long(), batch.context_lens, strict=True):
+        positions = torch.arange(context, device=table.device)
+        free[table[positions // block_size] * block_size + positions % block_size] = False
+    return free
 
 
 def decode_seconds(model: TransformerBackend, rows: int, context: int, *, graphs: bool) -> float:

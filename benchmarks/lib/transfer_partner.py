@@ -28,6 +28,7 @@ class Partner:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=files
         )
+        self.pid = self._process.pid
         self.about = self.answer()
 
     def ask(self, command: str, **arguments: object) -> Answer:

@@ -5,52 +5,22 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from baton.engine.block_pool import BlockPool
 from baton.engine.kernels.gpu.cuda_graphs import Captured, DecodeGraphs, graphed
-from baton.engine.kernels.torch_reference import TorchKernels
 from baton.engine.model_runner import Inputs
 from baton.engine.sequence import ScheduledSequence, Sequence
+from benchmarks.gpu_first.doubles import NoAttention
 from benchmarks.lib import random_weights
 from benchmarks.lib.random_weights import random_model
 from tests.support.engines import allocated, key_of
+from tests.support.graphs import ExternalMemory
 
 CPU = torch.device("cpu")
 SHAPE = {"architectures": ["LlamaForCausalLM"], "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80}
 SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-
-
-class ExternalMemory(TorchDispatchMode):
-    """Records the storages that a capture uses and did not allocate itself, as `_TensorTrackingMode` and
-    `_CUDAGraphInputLivenessTracker` of torch.utils._cuda_debug (torch 2.13) do with `check_input_liveness`.
-    Memory that is allocated during a capture belongs to the graph's pool.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.external: dict[int, StorageWeakRef] = {}
-        self._internal: set[int] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_iter((args, kwargs)):
-            if isinstance(tensor, torch.Tensor) and (at := tensor.untyped_storage().data_ptr()) not in self._internal:
-                self.external.setdefault(at, StorageWeakRef(tensor.untyped_storage()))
-        for tensor in tree_iter(out):
-            if isinstance(tensor, torch.Tensor) and (at := tensor.untyped_storage().data_ptr()) not in self.external:
-                self._internal.add(at)
-        return out
-
-
-class NoAttention(TorchKernels):
-    """Copies queries instead: the kernels of a GPU make no tensors from lists of the host, as plain torch does."""
-
-    def attention(self, batch, block_size, window, scale):
-        del batch, block_size, window, scale
-        return lambda query, keys, values, out: out.copy_(query.flatten(1))
 
 
 class StandIn:

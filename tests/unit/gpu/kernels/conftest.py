@@ -28,32 +28,9 @@ def dtype(request) -> torch.dtype:
 
 @pytest.fixture(scope="session", autouse=INTERPRETED)
 def bfloat16_as_on_a_gpu():
-    """Make the interpreter round like a GPU. It truncates float32 to bfloat16, and multiplies bfloat16 as integers."""
-    import triton.language as tl
-    from triton.runtime import interpreter
+    from benchmarks.lib.interpreter import rounded_as_on_a_gpu
 
-    convert, builder = interpreter._convert_float, interpreter.InterpreterBuilder
-    dot = builder.create_dot
-
-    def rounded(data, source, target, mode):
-        if source != tl.float32 or target != tl.bfloat16:
-            return convert(data, source, target, mode)
-        bits = np.ascontiguousarray(data, np.float32).view(np.uint32)
-        nearest = bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)
-        return np.where(np.isnan(data), 0x7FC0, nearest >> 16).astype(np.uint16)
-
-    def widened(handle):
-        if handle.dtype.scalar != tl.bfloat16:
-            return handle
-        bits = handle.data.view(np.uint16).astype(np.uint32) << 16
-        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
-
-    def wide_dot(self, a, b, *rest):
-        return dot(self, widened(a), widened(b), *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_convert_float", rounded)
-        patch.setattr(builder, "create_dot", wide_dot)
+    with rounded_as_on_a_gpu():
         yield
 
 
