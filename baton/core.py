@@ -348,13 +348,38 @@ class BlockCounts:
         return self
 
 
+LEFT_OUT = {  # reasons why a transport is not used
+    "unavailable": "it does not work at the sender",
+    "unencrypted": "it sends KV unencrypted, and security.tls is set",
+    "failed": "it could not be opened",
+    "peer": "it does not work at the receiver",
+    "reach": "the workers are on different hosts, or have different users or namespaces",
+    "unknown": "the receiver sent no reason",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A transport that is not used, and why: a key of `LEFT_OUT`, and more words about it."""
+
+    transport: str
+    reason: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.transport}: {LEFT_OUT[self.reason]}" + (f": {self.detail}" if self.detail else "")
+
+
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """A send channel of a worker: receiver, transport, and the bandwidth that its probe measured."""
+    """A send channel of a worker: receiver, transport, the bandwidth that its probe measured, and better transports
+    that it does not use, the best first.
+    """
 
     peer: str
     transport: str
     bytes_per_s: float
+    left_out: tuple[LeftOut, ...] = ()
 
 
 @dataclass(slots=True)

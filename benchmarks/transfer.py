@@ -33,6 +33,7 @@ from benchmarks.lib.transfer_handoffs import measure_sizes, measure_small
 from benchmarks.lib.transfer_measure import DEFAULTS, DTYPE, GPU_DEVICES, Plan, Results, Where
 from benchmarks.lib.transfer_plot import plot, plot_timeline
 from benchmarks.lib.transfer_report import ratio_table, sweep_table, tables, timeline_table
+from benchmarks.lib.transfer_slowdown import measure_slowdown, slowdown, slowdown_table
 from benchmarks.lib.transfer_sweep import sweep_coalescing, sweep_frames
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", type=_numbers, default=[128, 512, 1024, 2048], help="in tokens; 0: none")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--ranks", type=int, default=1, help="tensor_parallel of both workers; with --prompts 0")
+    parser.add_argument("--only", help="measure only this part, such as prefill_slowdown")
     parser.add_argument("--tiny", action="store_true", help="toy models: to try the program, not to measure")
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for raw results and logs")
     parser.add_argument("--cache", type=Path, default=home / "bench", help="folder for models")
@@ -84,11 +86,14 @@ def measure(args: argparse.Namespace, plan: Plan) -> Results:
     parts: dict[str, Callable[[Plan, Where, Results], None]] = {
         "sizes": measure_sizes,
         "a short prompt": measure_small,
+        **({} if args.gpu else {"prefill_slowdown": measure_slowdown}),
         **({"prompts": measure_prompts} if plan.prompts else {}),
         **({"frames": sweep_frames} if args.sweep else {}),
         **({"coalescing": sweep_coalescing} if args.sweep and plan.prompts else {}),
     }
     for name, part in parts.items():
+        if args.only not in {None, name}:
+            continue
         print(f"measuring {name}", file=sys.stderr, flush=True)
         try:
             part(plan, where, results)
@@ -104,7 +109,7 @@ def main(argv: list[str]) -> None:
     results = measure(args, plan_of(args))
     absent = {} if HAS_NIXL else {"nixl": "it is not installed (the extra nixl)"}
     figures = Figures(results.moved, results.prompts)
-    found, facts = ratios(figures), _facts(argv, args, results)
+    found, facts = ratios(figures) | {"prefill_slowdown": slowdown(results)}, _facts(argv, args, results)
     raw = {
         "facts": facts,
         "ratios": found,
@@ -130,7 +135,10 @@ def main(argv: list[str]) -> None:
 
 def _tables(figures: Figures, results: Results, absent: dict[str, str]) -> list[str]:
     sweeps = [f"### {title}\n\n{sweep_table(rows)}" for title, rows in results.sweeps.items()]
-    return [ratio_table(ratios(figures), {**results.missing, **absent}), tables(figures), *sweeps]
+    found = ratios(figures) | {"prefill_slowdown": slowdown(results)}
+    slowed = f"### A prefill step while its KV is read\n\n{slowdown_table(results)}"
+    missing = {**results.missing, **absent}
+    return [ratio_table(found, missing), tables(figures), *([slowed] if results.slowed else []), *sweeps]
 
 
 def _facts(argv: list[str], args: argparse.Namespace, results: Results) -> dict[str, str]:

@@ -26,7 +26,15 @@ from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import wire
 from kvtransfer.frames import Coverage, FrameSpec, KVDigest, wire_digest
 from kvtransfer.handoff import CommitState, HandoffTable, Offer, PushEnd
-from kvtransfer.transports.base import ChannelEnd, ControlPath, Endpoint, Places, RemotePool, StagedPool
+from kvtransfer.transports.base import (
+    ChannelEnd,
+    ControlPath,
+    Endpoint,
+    Places,
+    RemotePool,
+    StagedPool,
+    Transport,
+)
 from kvtransfer.wire import FingerprintRefused, FrameRefused, end_of, frame_of, refusal_to_pb
 
 
@@ -135,10 +143,8 @@ class ReceiveLoop:
         end: Endpoint,
         table: HandoffTable,
         sender: WorkerRef,
-        transport: str,
+        transport: Transport,
         reply: Callable[[pb.PeerReply], None],
-        *,
-        one_sided: bool = False,
     ) -> None:
         self.queue = ReceiveQueue()
         self.inbound: dict[HandoffId, IncomingHandoff] = {}  # may receive frames; added before the offer is accepted
@@ -149,11 +155,11 @@ class ReceiveLoop:
         self._end = end
         self._table = table
         self._sender = sender
-        self._transport = transport
+        self._transport = transport.name
         self._reply = reply
-        self._ring = end.ring
+        self._ring = end.ring_of(transport)
         self._credited = 0
-        self._one_sided = one_sided
+        self._one_sided = transport.one_sided
         self._pool: RemotePool | None = None  # of a one-sided channel, when it is built
         self._staged: StagedPool | None = None
         self._done_at = 0.0  # when the last frame was done
@@ -177,9 +183,9 @@ class ReceiveLoop:
             item = todo.popleft()
             if isinstance(item, Frame):
                 self._receive(channel, item)
-                self._credit(at_once=not any(isinstance(other, Frame) for other in todo))
             elif item is not None:
                 self._conclude(item)
+            self._credit(at_once=not todo and not self.queue.ready)
 
     def _take_up(
         self, channel: ChannelEnd, todo: deque[Frame | EndOfHandoff | None], early: deque[EndOfHandoff]
@@ -281,8 +287,10 @@ class ReceiveLoop:
         self.received += 1
 
     def _credit(self, *, at_once: bool) -> None:
-        """Return slots to the sender: half a ring at a time, or all of them if no frame is waiting."""
-        if not at_once and self.received - self._credited < self._ring.slots // 2:
+        """Return slots to the sender: half a ring at a time, or all of them if nothing is waiting. So the answer to a
+        commit leaves before the credits of its frames.
+        """
+        if self.received - self._credited < (1 if at_once else max(1, self._ring.slots // 2)):
             return
         self._credited = self.received
         self._hurry(pb.PeerReply(credit=pb.Credit(sequence=self.received - 1)))

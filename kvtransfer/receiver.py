@@ -13,24 +13,26 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from itertools import takewhile
 from typing import TypeVar
 
 import grpc
 import structlog
 from grpc import StatusCode as GrpcCode
 
-from baton.core import PROTOCOL_VERSION, HandoffId, WorkerRef
+from baton.core import LEFT_OUT, PROTOCOL_VERSION, HandoffId, WorkerRef
 from baton.engine.kv_cache import KVCache
 from baton.errors import BatonError, ChannelBroken, HandoffError, StaleAttempt
 from baton.rpc import convert
+from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import peer_pb2 as pb
 from baton.rpc.v1.peer_pb2_grpc import PeerServicer
 from kvtransfer.handoff import HandoffTable, TransferSettings
 from kvtransfer.receive_loop import EndOfHandoff, IncomingHandoff, ReceiveLoop, inbound_of
-from kvtransfer.transports.base import ChannelName, Endpoint, KeyRelay, Side, Transport
+from kvtransfer.transports.base import ChannelName, Choice, Endpoint, KeyRelay, Side, Transport
 from kvtransfer.transports.grpc import GrpcTransport
 from kvtransfer.wire import FingerprintRefused, FrameRefused, VersionRefused, refusal_to_pb
 
@@ -42,22 +44,22 @@ class Session:
     """One channel at the receiver. It is created in the event loop of its stream and runs from then on."""
 
     def __init__(
-        self, end: Endpoint, table: HandoffTable, sender: WorkerRef, generation: int, transport: Transport
+        self, end: Endpoint, table: HandoffTable, hello: pb.PeerHello, sender: WorkerRef, transport: Transport
     ) -> None:
         self.sender = sender
-        self.generation = generation
+        self.generation = hello.generation
         self._end = end
         self._table = table
         self._transport = transport
-        self._ring = end.ring
-        self._name = ChannelName(sender.incarnation, end.me.incarnation, generation)
+        self._ring = end.ring_of(transport)
+        self._name = ChannelName(sender.incarnation, end.me.incarnation, hello.generation)
         self._loop = asyncio.get_running_loop()
         self._replies: asyncio.Queue[pb.PeerReply | None] = asyncio.Queue()
         welcome = pb.PeerWelcome(credits=self._ring.slots, frame_size=self._ring.size, transport=transport.name)
+        welcome.left_out.extend(_refused(end, hello, transport))
         self._replies.put_nowait(pb.PeerReply(welcome=welcome))
         self._keys = KeyRelay(lambda key, value: self._reply(pb.PeerReply(store_key=pb.StoreKey(key=key, value=value))))
-        one_sided = transport.one_sided
-        self._receive_loop = ReceiveLoop(end, table, sender, transport.name, self._reply, one_sided=one_sided)
+        self._receive_loop = ReceiveLoop(end, table, sender, transport, self._reply)
         self._thread = threading.Thread(target=self._run, name=f"kv-recv-{self._name}", daemon=True)
         self._thread.start()
 
@@ -194,8 +196,8 @@ class Session:
 
 
 class PeerService(PeerServicer):
-    """The Peer service for a worker's `grpc.aio` server; `await close()` after the server stopped. `transports` lists
-    the usable ones, best first. `data` takes the bytes of channels over gRPC.
+    """The Peer service for a worker's `grpc.aio` server; `await close()` after the server stopped. `data` takes the
+    bytes of channels over gRPC.
     """
 
     def __init__(
@@ -205,10 +207,10 @@ class PeerService(PeerServicer):
         fingerprint: str,
         settings: TransferSettings,
         table: HandoffTable,
-        transports: Sequence[Transport],
+        transports: Choice,
         data: GrpcTransport | None = None,
     ) -> None:
-        self._end = Endpoint(kv, me, fingerprint, settings, tuple(transports))
+        self._end = Endpoint(kv, me, fingerprint, settings, transports)
         self._table = table
         self._data = data
         self._sessions: list[Session] = []  # in order: sessions with a live thread, and the last one of each worker
@@ -264,7 +266,7 @@ class PeerService(PeerServicer):
             session.end(ChannelBroken("a newer channel took over"))
         self._sessions = [s for s in self._sessions if s.running or s.sender.worker_id != sender.worker_id]
         self._make_room()
-        self._sessions.append(Session(self._end, self._table, sender, hello.generation, transport))
+        self._sessions.append(Session(self._end, self._table, hello, sender, transport))
         return self._sessions[-1]
 
     def _make_room(self) -> None:
@@ -300,5 +302,13 @@ def _agreed(end: Endpoint, hello: pb.PeerHello) -> Transport:
         if transport is not None and transport.reach == offer.reach:
             return transport
     theirs = ", ".join(offer.name for offer in hello.transports)
-    ours = ", ".join(transport.name for transport in end.transports)
+    ours = ", ".join(transport.name for transport in end.choice.transports)
     raise VersionRefused(f"transports {theirs} are offered, {ours} are here: none works between these two hosts")
+
+
+def _refused(end: Endpoint, hello: pb.PeerHello, taken: Transport) -> Iterator[common.LeftOut]:
+    """Yield the sender's offers before `taken`, with the reasons."""
+    here = {one.transport: one.detail or LEFT_OUT[one.reason] for one in end.choice.left_out}
+    for offer in takewhile(lambda offer: offer.name != taken.name, hello.transports):
+        reason = "peer" if end.transport(offer.name) is None else "reach"
+        yield common.LeftOut(transport=offer.name, reason=reason, detail=here.get(offer.name, ""))

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from baton.core import HandoffId
+from baton.core import HandoffId, LeftOut
 from baton.engine.kv_cache import KVCache, Mark
 from baton.errors import BatonError, ChannelBroken, HandoffError, StaleAttempt
 from baton.rpc import convert
@@ -250,6 +250,11 @@ class SendQueue:
             self._wake()
 
     # From the channel's thread
+
+    @property
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """The receiver's reasons why it did not take a better transport."""
+        return convert.left_out_from_pb(self._welcome.left_out) if self._welcome else ()
 
     def welcome(self) -> tuple[str, Ring]:
         """Wait for the welcome; return its transport and ring. Raises HandoffError if refused or late."""

@@ -12,7 +12,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,7 +21,7 @@ from typing import Protocol
 import grpc
 import structlog
 
-from baton.core import PROTOCOL_VERSION, Channel, HandoffId, WorkerRef
+from baton.core import PROTOCOL_VERSION, Channel, HandoffId, LeftOut, WorkerRef
 from baton.engine.kv_cache import KVCache
 from baton.engine.memory.exposed import pattern
 from baton.errors import ChannelBroken, HandoffError
@@ -33,7 +33,7 @@ from kvtransfer import wire
 from kvtransfer.frames import FrameSpec, KVDigest, wire_digest
 from kvtransfer.handoff import PushEnd, PushJob, PushResult, Reports, TransferSettings
 from kvtransfer.send_queue import Push, SendQueue
-from kvtransfer.transports.base import ChannelEnd, ChannelName, Endpoint, KeyRelay, Ring, Side, Transport
+from kvtransfer.transports.base import ChannelEnd, ChannelName, Choice, Endpoint, KeyRelay, Ring, Side, better_than
 
 log = structlog.get_logger()
 
@@ -107,13 +107,13 @@ class Sender:
         me: WorkerRef,
         fingerprint: str,
         settings: TransferSettings,
-        transports: Sequence[Transport],  # usable ones, best first
+        transports: Choice,
         on_done: Callable[[HandoffId, PushResult | HandoffError], None],
         *,
         on_unfetched: Callable[[HandoffId], None] = lambda handoff: None,  # a fetch was refused; on a channel thread
         connect: Connect = GrpcPeerStream,  # for workers that share a process
     ) -> None:
-        self._end = Endpoint(kv, me, fingerprint, settings, tuple(transports))
+        self._end = Endpoint(kv, me, fingerprint, settings, transports)
         self._connect = connect
         self._on_done = on_done
         self._callbacks = Reports(self._report, on_unfetched)
@@ -159,12 +159,6 @@ class Sender:
     def channels(self) -> tuple[Channel, ...]:
         return tuple(one.channel for one in self._all() if one.channel is not None and one.running)
 
-    def left_out(self) -> Mapping[str, Mapping[str, str]]:
-        """Return, by worker id, the transports that could not be opened to that worker, each with the reason."""
-        with self._lock:
-            self._note_failures()
-            return {worker: dict(failed) for worker, (_, failed) in self._failures.items()}
-
     def close(self) -> None:
         """End all pushes with ChannelBroken and free everything. Returns after the last `on_done`."""
         with self._lock:
@@ -190,16 +184,20 @@ class Sender:
             if channel is None:
                 self._retire_idle()
                 generation = next(self._generations)
-                end = replace(self._end, transports=self._in_order(job.to))
+                end = replace(self._end, choice=self._choice(job.to))
                 self._channels.append(SendChannel(end, self._connect, job, generation, self._callbacks))
                 return True
             self._channels.remove(channel)
             self._channels.append(channel)
             return channel.queue.add(job)
 
-    def _in_order(self, to: WorkerRef) -> tuple[Transport, ...]:
-        known, failed = self._failures.get(to.worker_id, (to, {}))
-        return tuple(sorted(self._end.transports, key=lambda one: known == to and one.name in failed))
+    def _choice(self, to: WorkerRef) -> Choice:
+        """Return the transports for a channel to this worker. Those that failed there are the last."""
+        ours, (known, failed) = self._end.choice, self._failures.get(to.worker_id, (to, {}))
+        reasons = [LeftOut(name, "failed", why) for name, why in failed.items() if known == to]
+        names = {reason.transport for reason in reasons}
+        transports = sorted(ours.transports, key=lambda one: one.name in names)
+        return Choice(tuple(transports), (*reasons, *ours.left_out))
 
     def _note_failures(self) -> None:
         """Record each transport whose channel broke before its probe was acknowledged."""
@@ -287,7 +285,7 @@ class SendChannel:
         if channel.control_socket is None and not channel.ordered:
             self.queue.window.batch = max(1, ring.slots // 2)
         probed = self._probe(channel, ring)
-        self.channel = Channel(self.to.worker_id, transport, probed)
+        self.channel = Channel(self.to.worker_id, transport, probed, self._left_out(transport))
         took_ms = round((time.monotonic() - started) * 1e3, 1)
         facts = {"worker": self.to, "channel": str(self._name), "transport": transport, "ms": took_ms}
         log.info("channel_opened", **facts, mib_per_s=round(probed / 2**20))
@@ -299,6 +297,13 @@ class SendChannel:
                 self._share(channel, push, frame)
             elif self._fill(channel, push, frame):
                 self._send(channel, ring, push, frame)
+
+    def _left_out(self, taken: str) -> tuple[LeftOut, ...]:
+        """Return why this channel does not use a better transport than `taken`."""
+        ours = self._end.choice
+        private = (LeftOut(t.name, "unavailable", "its KV is private") for t in ours.transports if not t.sends)
+        silent = (LeftOut(t.name, "unknown") for t in ours.transports)  # an old receiver sends no reasons
+        return better_than(taken, ours.left_out, private, self.queue.left_out, silent)
 
     def _open(self, transport: str, ring: Ring) -> ChannelEnd:
         chosen = self._end.transport(transport)
@@ -326,7 +331,7 @@ class SendChannel:
             protocol_version=PROTOCOL_VERSION,
             sender=convert.ref_to_pb(self._end.me),
             receiver=convert.ref_to_pb(self.to),
-            transports=[pb.TransportOffer(name=t.name, reach=t.reach) for t in self._end.transports if t.sends],
+            transports=[pb.TransportOffer(name=t.name, reach=t.reach) for t in self._end.choice.transports if t.sends],
             generation=self._name.generation,
             fingerprint=self._end.fingerprint,
             layout=convert.layout_to_pb(self._end.kv.layout),

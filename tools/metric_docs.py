@@ -14,7 +14,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from baton import __version__, errors
-from baton.core import BlockCounts, Channel, Incarnation, KVLayout, Load, Role, WorkerInfo, WorkerRef
+from baton.core import LEFT_OUT, BlockCounts, Channel, Incarnation, KVLayout, LeftOut, Load, Role, WorkerInfo, WorkerRef
 from baton.errors import BatonError, Overloaded
 from baton.metrics import Metrics
 from baton.metrics.base import (
@@ -86,6 +86,7 @@ OF_METRIC: Mapping[str, Mapping[str, Values]] = {
     "baton_requests": {"outcome": OUTCOMES},
     "baton_deterministic_requests": {"outcome": OUTCOMES},
     "baton_handoffs": {"outcome": HANDOFFS},
+    "baton_channels_left_out": {"reason": tuple(LEFT_OUT)},
     "baton_refusals": {"reason": REFUSALS},
     "baton_recoveries": {"reason": RECOVERIES},
     "baton_finished_choices": {"reason": FINISHES},
@@ -142,7 +143,7 @@ def worker_registry(info: WorkerInfo = INFO) -> CollectorRegistry:
     """Return a worker's registry."""
     metrics, counts = WorkerMetrics("one", __version__), Counts()
     counts.moved("sent", "shm", 1, 1, 1.0)
-    load = Load(blocks=BlockCounts(8, 8), channels=(Channel("prefill-0", "shm", 1.0),))
+    load = Load(blocks=BlockCounts(8, 8), channels=(Channel("prefill-0", "gloo", 1.0, (LeftOut("shm", "reach"),)),))
     metrics.watch(Watched(info, 3.0, lambda: load, lambda: 0, lambda: 0.5, lambda: 1, counts))
     return metrics.registry
 

@@ -147,3 +147,7 @@ def _handing_over(worker: str, load: Load, counts: Counts) -> Iterable[Metric]:
     by_transport = Counter(transport_label(channel.transport) for channel in load.channels)
     open_ = [((worker, transport), float(count)) for transport, count in by_transport.items()]
     yield gauge("baton_channels", "Open data channels on which this worker sends", ("worker", "transport"), open_)
+    left_out = Counter((transport_label(o.transport), o.reason) for channel in load.channels for o in channel.left_out)
+    by_reason = [((worker, *key), float(count)) for key, count in left_out.items()]
+    text = "Open data channels that do not use this better transport, by the reason"
+    yield gauge("baton_channels_left_out", text, ("worker", "transport", "reason"), by_reason)

@@ -14,6 +14,7 @@ from itertools import count
 from operator import attrgetter
 
 from baton.core import (
+    LEFT_OUT,
     BlockCounts,
     Channel,
     Constraint,
@@ -22,6 +23,7 @@ from baton.core import (
     HandoffId,
     Incarnation,
     KVLayout,
+    LeftOut,
     Load,
     Pace,
     Role,
@@ -342,13 +344,20 @@ def load_from_pb(message: common.Load) -> Load:
     given = {field.name: value for field, value in message.ListFields() if field.name not in _NESTED_LOAD}
     return Load(
         blocks=counts_from_pb(message.blocks),
-        channels=tuple(Channel(c.peer, c.transport, c.bytes_per_s) for c in message.channels),
+        channels=tuple(
+            Channel(c.peer, c.transport, c.bytes_per_s, left_out_from_pb(c.left_out)) for c in message.channels
+        ),
         prefill_pace=_pace(message.prefill_pace, "load.prefill_pace"),
         decode_pace=_pace(message.decode_pace, "load.decode_pace"),
         joint_pace=_pace(message.joint_pace, "load.joint_pace"),
         beside_pace=_pace(message.beside_pace, "load.beside_pace"),
         **given,
     )
+
+
+def left_out_from_pb(messages: Iterable[common.LeftOut]) -> tuple[LeftOut, ...]:
+    """Read why transports are not used. A reason of a newer peer is `unknown`."""
+    return tuple(LeftOut(m.transport, m.reason if m.reason in LEFT_OUT else "unknown", m.detail) for m in messages)
 
 
 def _pace(message: common.Pace, field: str) -> Pace:

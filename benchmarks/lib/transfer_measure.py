@@ -64,6 +64,7 @@ class Results:
     moved: list[Moved] = field(default_factory=list)
     prompts: list[Prompt] = field(default_factory=list)
     timeline: list[FrameTimes] = field(default_factory=list)
+    slowed: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # (ratio, bytes per second) by load
     sweeps: dict[str, list[dict[str, object]]] = field(default_factory=dict)  # rows by title
     raw: list[Answer] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)

@@ -19,15 +19,16 @@ from __future__ import annotations
 import enum
 import queue
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from baton.core import Incarnation, WorkerRef
+from baton.core import Incarnation, LeftOut, WorkerRef
 from baton.engine.kv_cache import KVCache
 from baton.errors import ChannelBroken
 from kvtransfer.frames import FrameSpec
@@ -215,20 +216,33 @@ class KeyRelay:
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """A worker's transports, best first, and those of `auto` that it cannot use."""
+
+    transports: Sequence[Transport]
+    left_out: Sequence[LeftOut] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Properties that all channels of a worker share. `transports` lists the usable ones, best first."""
+    """Properties that all channels of a worker share."""
 
     kv: KVCache
     me: WorkerRef
     fingerprint: str
     settings: TransferSettings
-    transports: tuple[Transport, ...]
+    choice: Choice
 
     @property
     def ring(self) -> Ring:
-        """The ring that this worker grants: a slot fits a frame, and at least one position of one layer."""
+        """Staging of a channel: a slot fits a frame, and at least one position of one layer."""
         size = max(self.settings.frame_size, self.kv.layout.layer_token_bytes)
         return Ring(self.settings.credits, -(-size // ALIGNMENT) * ALIGNMENT)
+
+    def ring_of(self, transport: Transport) -> Ring:
+        """The ring that this worker grants for a channel. Frames that need no staging are as large as a whole ring."""
+        staged = not transport.one_sided or transport.networked
+        return self.ring if staged else Ring(self.ring.slots, self.ring.nbytes)
 
     @property
     def max_channels(self) -> int:
@@ -237,7 +251,17 @@ class Endpoint:
 
     def transport(self, name: str) -> Transport | None:
         """Return this worker's transport of that name, if there is one."""
-        return next((transport for transport in self.transports if transport.name == name), None)
+        return next((transport for transport in self.choice.transports if transport.name == name), None)
+
+
+PREFERENCE = ("shm", "cuda_ipc", "nixl", "nccl", "gloo", "grpc")  # best first, in any place that has them
+
+
+def better_than(taken: str, *reasons: Iterable[LeftOut]) -> tuple[LeftOut, ...]:
+    """Return why no transport better than `taken` is used, best first. The first reason for a transport counts."""
+    found = {one.transport: one for one in reversed(list(chain.from_iterable(reasons)))}
+    better = PREFERENCE[: PREFERENCE.index(taken)] if taken in PREFERENCE else PREFERENCE
+    return tuple(found[name] for name in better if name in found)
 
 
 def local_ring(ring: Ring, device: torch.device) -> Tensor:

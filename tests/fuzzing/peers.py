@@ -24,7 +24,8 @@ LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=4, dtype="float32
 TOKEN_BYTES = LAYOUT.layer_token_bytes
 RING = SimpleNamespace(slots=4, size=TOKEN_BYTES * 6)
 KV = SimpleNamespace(layout=LAYOUT, total_blocks=8)
-END: Any = SimpleNamespace(kv=KV, ring=RING, fingerprint="", settings=TransferSettings())
+END: Any = SimpleNamespace(kv=KV, ring_of=lambda transport: RING, fingerprint="", settings=TransferSettings())
+SHM: Any = SimpleNamespace(name="shm")
 HANDOFF = {"request_id": "a", "attempt": 1}
 READERS: list[tuple[Any, Callable[[Any], object]]] = [
     (common_pb2.WorkerRef, convert.ref_from_pb),
@@ -68,7 +69,7 @@ def told(intake: ReceiveLoop, command: pb.PeerCommand) -> None:
 
 def conversation(commands: list[Any]) -> None:
     """A receiver reads only offered frames, as many as it has slots. Nonsense ends the channel with a message."""
-    intake = ReceiveLoop(END, None, None, "shm", lambda reply: None)  # type: ignore[arg-type]  # nothing is written
+    intake = ReceiveLoop(END, None, None, SHM, lambda reply: None)  # type: ignore[arg-type]  # nothing is written
     for command in commands:
         _, error = outcome(lambda c=command: told(intake, c), BatonError)  # type: ignore[misc]
         if error is not None:

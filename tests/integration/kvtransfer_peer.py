@@ -100,7 +100,7 @@ class Prefill:
         self.kv = kv_for(over, 1, layout)
         settings = TransferSettings(over, coalesce_below=1, frame_deadline_s=deadline_s, verify_kv=True)
         transports = make_transports(settings, self.kv)
-        for transport in transports:
+        for transport in transports.transports:
             if isinstance(transport, NixlTransport) and (exposed := transport._exposed) is not None:
                 exposed.where(scaled(30))  # starts a process, which takes longer than a short deadline
         self.sender = Sender(self.kv, me, FINGERPRINT, settings, transports, self.reports, **more)

@@ -48,9 +48,7 @@ def start() -> Iterator[Callable[..., Any]]:
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and torch built for CUDA")
 
 
-@pytest.fixture(
-    params=["gloo", "shm", pytest.param("cuda_ipc", marks=NO_GPU), pytest.param("nixl", marks=NEEDS_NIXL)]
-)
+@pytest.fixture(params=["gloo", "shm", pytest.param("cuda_ipc", marks=NO_GPU), pytest.param("nixl", marks=NEEDS_NIXL)])
 def over(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -323,6 +323,6 @@ class SimSession(Session):
                 await channel.arrived(item.number)
                 await process.turn()
                 intake._receive(channel, item)
-                intake._credit(at_once=not any(isinstance(other, Frame) for other in todo))
             elif isinstance(item, EndOfHandoff):
                 intake._conclude(item)
+            intake._credit(at_once=not todo and not queue.ready)

@@ -19,6 +19,7 @@ from baton.worker.service import Session, WorkerService
 from decode_workers.worker import DecodeWorker
 from kvtransfer.handoff import CommitState, TransferSettings
 from kvtransfer.receiver import PeerService
+from kvtransfer.transports.base import Choice
 from prefill_workers.prefix_fetch import CostModel
 from prefill_workers.worker import PrefillWorker
 from tests.simulation.clock import LoopClock, OrderedSet
@@ -182,12 +183,12 @@ class WorkerHost:
             self.role = SimDecode(self.info, self.engine, loop, cast("Any", self), clock)
             table, unfetched = self.role.reservations, lambda handoff: None
         self.sender = SimSender(
-            *ends, [self._transport], self.role.push_ended, on_unfetched=unfetched, connect=SimPeerStream
+            *ends, Choice([self._transport]), self.role.push_ended, on_unfetched=unfetched, connect=SimPeerStream
         )
         self.role.attach(self.sender)
         self.report()
         self.service = WorkerService(self.info, loop, self.role, lambda: convert.load_to_pb(self._load))
-        self.peers = PeerService(*ends, table, [self._transport])
+        self.peers = PeerService(*ends, table, Choice([self._transport]))
         handlers = {"worker": serving(self._routers), "peer": serving(self._peers)}
         self.world.listening[ref.address] = Listener(self.process, handlers)
         self.process.start(self.loop.run(), "engine")

@@ -6,7 +6,7 @@ from dataclasses import replace
 from prometheus_client import generate_latest
 
 from baton import __version__
-from baton.core import BlockCounts, Channel, Load, Pace, Role, Thought
+from baton.core import BlockCounts, Channel, LeftOut, Load, Pace, Role, Thought
 from baton.errors import Overloaded
 from baton.metrics import Metrics
 from baton.metrics.worker import Counts, Watched, WorkerMetrics
@@ -163,7 +163,10 @@ LOAD = Load(
     decode_tokens=9,
     blocks=BlockCounts(10, free=2, owned=3, cached=3, reserved=1, quarantined=1),
     fetched_tokens=16,
-    channels=(Channel("decode-0", "shm", 1.0), Channel("decode-1", "shm", 1.0), Channel("decode-2", "made up", 1.0)),
+    channels=(
+        *(Channel(f"decode-{n}", "shm", 1.0) for n in range(2)),
+        *(Channel(f"decode-{n}", "made up", 1.0, (LeftOut("shm", "reach"), LeftOut("?", "peer"))) for n in range(3)),
+    ),
     prefill_pace=Pace(2, 60, 0, 1.5),
     decode_pace=Pace(9, 9, 0, 0.5),
     verify_passes=4,
@@ -215,7 +218,9 @@ def test_a_worker_says_what_it_does():
     assert value(registry, "baton_moved_seconds_total", direction="received", transport="shm", **me) == 0.75
     assert value(registry, "baton_moved_frames_total", direction="sent", transport="unknown", **me) == 1
     assert value(registry, "baton_channels", transport="shm", **me) == 2
-    assert value(registry, "baton_channels", transport="unknown", **me) == 1
+    assert value(registry, "baton_channels", transport="unknown", **me) == 3
+    assert value(registry, "baton_channels_left_out", transport="shm", reason="reach", **me) == 3
+    assert value(registry, "baton_channels_left_out", transport="unknown", reason="peer", **me) == 3
     engine = {"model_name": "m", "engine": "0"}
     assert value(registry, "vllm:kv_cache_usage_perc", **engine) == 0.5
     assert value(registry, "vllm:prefix_cache_hits_total", **engine) == 40

@@ -147,9 +147,22 @@ def _workers(cluster: ClusterStatus) -> None:
     for worker in cluster.workers:
         if worker.note:
             typer.echo(f"{worker.info.ref.worker_id}: {worker.note}")
-    for line in determinism(cluster):
+    for line in (*transports(cluster), *determinism(cluster)):
         typer.echo(line)
     Console(width=None if sys.stdout.isatty() else 240).print(table)
+
+
+def transports(cluster: ClusterStatus) -> Iterator[str]:
+    """Yield a line for each worker with channels that do not use a better transport: the peers, and why."""
+    for worker in cluster.workers:
+        peers: dict[tuple[str, str], list[str]] = {}
+        for channel in worker.load.channels:
+            if channel.left_out:
+                key = channel.transport, "".join(f"; not over {one}" for one in channel.left_out)
+                peers.setdefault(key, []).append(channel.peer)
+        parts = [f"{taken} to {', '.join(to)}{why}" for (taken, why), to in peers.items()]
+        if parts:
+            yield f"{worker.info.ref.worker_id} sends over {'; '.join(parts)}"
 
 
 def determinism(cluster: ClusterStatus) -> Iterator[str]:

@@ -23,8 +23,9 @@ from baton.errors import BatonError, ConfigError
 if TYPE_CHECKING:
     from baton.cli.setup.doctor_gpu import GpuFacts
     from baton.config import ClusterConfig
+    from baton.core import LeftOut
 
-TRANSPORT = "only open and probe a channel of this kind between two processes here"
+TRANSPORT = "only open and probe a channel of this kind, or of `auto`, between two processes here"
 NEEDED_SHM, NEEDED_SHM_WITH_GPUS = 2**28, 2**30
 FEW_FILES = 1 << 14
 RENEW_S = 14 * 24 * 3600.0
@@ -35,7 +36,7 @@ Transport = Annotated[str | None, typer.Option(help=TRANSPORT)]
 
 def doctor(config: ConfigFile = LOCAL, sets: Sets = None, as_json: Json = False, transport: Transport = None) -> None:
     """Check whether a cluster can run here, and show a remedy for each problem."""
-    findings = list(examine(config, sets or [])) if transport is None else [_pair(config, sets or [], transport)]
+    findings = list(examine(config, sets or []) if transport is None else _pair(config, sets or [], transport))
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -66,27 +67,57 @@ def examine(file: Path, sets: Sequence[str], facts: GpuFacts | None = None) -> I
     yield from _hosts(config)
     yield from _ports(config)
     facts = gpu_facts() if facts is None else facts
-    yield _shared_memory(with_gpus=bool(gpu_pools(config, facts.count)))
+    with_gpus = bool(gpu_pools(config, facts.count))
+    yield _shared_memory(with_gpus=with_gpus)
     yield from gpu_findings(config, facts)
+    if not with_gpus:
+        yield from _transports(config)
     yield _kernels()
     yield _clock()
 
 
-def _pair(file: Path, sets: Sequence[str], transport: str) -> Finding:
+def _pair(file: Path, sets: Sequence[str], transport: str) -> Iterator[Finding]:
     """Probe a channel between two processes of this machine, opened as two workers would."""
+    from baton.cli.setup.doctor_gpu import gpu_facts
     from baton.cli.setup.doctor_transport import probe_pair
+    from baton.cluster.gpus import gpu_pools
     from baton.config import load_config
     from baton.core import Role
     from baton.worker.settings import from_config, located
 
     config = load_config(file, sets, os.environ)
     devices = {"nccl": ("cuda:0", "cuda:1"), "cuda_ipc": ("cuda:0", "cuda:0")}.get(transport, ("cpu", "cpu"))
+    if transport == "auto" and gpu_pools(config, count := gpu_facts().count):
+        devices = "cuda:0", f"cuda:{min(1, count - 1)}"
     try:
         found = probe_pair(transport, located(from_config(config, Role.PREFILL, "doctor")).transfer, devices)
     except BatonError as error:
-        return Finding(f"transport {transport}", BAD, str(error), "choose another transfer.transport")
+        yield Finding(f"transport {transport}", BAD, str(error), "choose another transfer.transport")
+        return
     speed = f"{found.bytes_per_s / 2**20:.0f} MiB/s in its probe"
-    return Finding(f"transport {transport}", OK, f"{found.transport} between two processes here, {speed}")
+    yield Finding(f"transport {transport}", OK, f"{found.transport} between two processes here, {speed}")
+    yield from _left_out(found.left_out)
+
+
+def _transports(config: ClusterConfig) -> Iterator[Finding]:
+    from baton.cli.setup.doctor_transport import usable
+    from baton.core import Role
+    from baton.worker.settings import from_config
+
+    settings = from_config(config, Role.PREFILL, "doctor").transfer
+    try:
+        found = usable(settings)
+    except BatonError as error:
+        yield Finding("transports", BAD, str(error), "choose another transfer.transport")
+        return
+    names = ", ".join(transport.name for transport in found.transports)
+    yield Finding("transports", OK, f"{settings.transport}: {names}, the first one that both workers can use")
+    yield from _left_out(found.left_out)
+
+
+def _left_out(left_out: Sequence[LeftOut]) -> Iterator[Finding]:
+    for one in left_out:
+        yield Finding("left out", WARN, str(one), "docs/how-to/troubleshoot.md, Transports")
 
 
 def _versions() -> Iterator[Finding]:

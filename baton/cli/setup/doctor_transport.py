@@ -25,6 +25,7 @@ from baton.worker.engine_factory import pick_device
 from kvtransfer.handoff import CommitState, Offer, PushJob, TransferSettings
 from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
+from kvtransfer.transports.base import Choice
 from kvtransfer.transports.grpc import GrpcTransport
 from kvtransfer.transports.select import make_transports
 
@@ -53,8 +54,15 @@ class _NoReservations:
     def lost(self, sender: WorkerRef) -> None: ...
 
 
+def usable(settings: TransferSettings) -> Choice:
+    """Return the transports of a prefill worker with KV in main memory here. Raises ConfigError."""
+    return make_transports(settings, _cache(torch.device("cpu")), grpc=GrpcTransport())
+
+
 def probe_pair(transport: str, settings: TransferSettings, devices: tuple[str, str]) -> Channel:
-    """Probe a channel between KV caches on two devices, one in another process. Raises ConfigError, ChannelBroken."""
+    """Probe a channel between KV caches on two devices, one in another process. Its `left_out` has all transports that
+    `auto` leaves out here. Raises ConfigError, ChannelBroken.
+    """
     deadline_s = min(settings.frame_deadline_s, START_S / 2)
     settings = replace(settings, transport=transport, frame_deadline_s=deadline_s)
     for device in devices:
@@ -98,15 +106,17 @@ def _send(settings: TransferSettings, device: torch.device, to: WorkerRef) -> Ch
         ended.set()
 
     kv = _cache(device)
-    transports = make_transports(settings, kv, grpc=GrpcTransport())
+    found = make_transports(settings, kv, grpc=GrpcTransport())
     me = WorkerRef("sender", SENDER, "nowhere:0")
-    with closing(Sender(kv, me, "doctor", settings, transports, done)) as sender:
+    with closing(Sender(kv, me, "doctor", settings, found, done)) as sender:
         sender.begin(PushJob(HandoffId("doctor", 1), to, 1))
         ended.wait(START_S)
         opened = sender.channels()
     if not opened or not isinstance(outcome[0], StaleAttempt):
         raise ChannelBroken(str(outcome[0]) if outcome else f"nothing happened within {START_S:g} s")
-    return opened[0]
+    known = {one.transport for one in opened[0].left_out}
+    worse = (one for one in found.left_out if one.transport not in known)
+    return replace(opened[0], left_out=(*opened[0].left_out, *worse))
 
 
 def own_gpu(device: str, environ: MutableMapping[str, str]) -> str:

@@ -26,15 +26,15 @@ from baton.rpc.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 from baton.rpc.v1 import worker_pb2 as baton_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13\x62\x61ton/v1/peer.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x15\x62\x61ton/v1/worker.proto\"\x80\x03\n\x0bPeerCommand\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.baton.v1.PeerHelloH\x00\x12\'\n\tstore_key\x18\x02 \x01(\x0b\x32\x12.baton.v1.StoreKeyH\x00\x12 \n\x05offer\x18\x03 \x01(\x0b\x32\x0f.baton.v1.OfferH\x00\x12(\n\x05\x66rame\x18\x04 \x01(\x0b\x32\x17.baton.v1.FrameAnnounceH\x00\x12\"\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x10.baton.v1.CommitH\x00\x12\'\n\x05\x61\x62ort\x18\x06 \x01(\x0b\x32\x16.baton.v1.AbortHandoffH\x00\x12 \n\x05\x66\x65tch\x18\x07 \x01(\x0b\x32\x0f.baton.v1.FetchH\x00\x12&\n\x06\x62locks\x18\n \x01(\x0b\x32\x14.baton.v1.PoolBlocksH\x00\x12%\n\x04more\x18\x08 \x03(\x0b\x32\x17.baton.v1.FrameAnnounce\x12\r\n\x05\x61\x66ter\x18\t \x01(\x04\x42\t\n\x07\x63ommand\"\xeb\x02\n\tPeerReply\x12(\n\x07welcome\x18\x01 \x01(\x0b\x32\x15.baton.v1.PeerWelcomeH\x00\x12\'\n\tstore_key\x18\x02 \x01(\x0b\x32\x12.baton.v1.StoreKeyH\x00\x12\x31\n\x0eoffer_accepted\x18\x03 \x01(\x0b\x32\x17.baton.v1.OfferAcceptedH\x00\x12+\n\x07refused\x18\x04 \x01(\x0b\x32\x18.baton.v1.HandoffRefusedH\x00\x12\"\n\x06\x63redit\x18\x05 \x01(\x0b\x32\x10.baton.v1.CreditH\x00\x12)\n\ncommit_ack\x18\x06 \x01(\x0b\x32\x13.baton.v1.CommitAckH\x00\x12\"\n\x06probed\x18\x07 \x01(\x0b\x32\x10.baton.v1.ProbedH\x00\x12/\n\rfetch_refused\x18\x08 \x01(\x0b\x32\x16.baton.v1.FetchRefusedH\x00\x42\x07\n\x05reply\"\xf2\x01\n\tPeerHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12#\n\x06sender\x18\x02 \x01(\x0b\x32\x13.baton.v1.WorkerRef\x12%\n\x08receiver\x18\x03 \x01(\x0b\x32\x13.baton.v1.WorkerRef\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t\x12\"\n\x06layout\x18\x07 \x01(\x0b\x32\x12.baton.v1.KVLayout\x12,\n\ntransports\x18\x08 \x03(\x0b\x32\x18.baton.v1.TransportOfferJ\x04\x08\x04\x10\x05\"-\n\x0eTransportOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05reach\x18\x02 \x01(\t\"E\n\x0bPeerWelcome\x12\x0f\n\x07\x63redits\x18\x01 \x01(\r\x12\x12\n\nframe_size\x18\x02 \x01(\x04\x12\x11\n\ttransport\x18\x03 \x01(\t\"&\n\x08StoreKey\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"\x7f\n\x05Offer\x12$\n\x07handoff\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x14\n\x0cknown_tokens\x18\x03 \x01(\r\x12\x0c\n\x04skip\x18\x04 \x01(\r\x12\x11\n\tverify_kv\x18\x06 \x01(\x08J\x04\x08\x05\x10\x06\"5\n\rOfferAccepted\x12$\n\x07handoff\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\"\xb1\x01\n\rFrameAnnounce\x12$\n\x07handoff\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x13\n\x0blayer_begin\x18\x04 \x01(\r\x12\x11\n\tlayer_end\x18\x05 \x01(\r\x12\r\n\x05\x62\x65gin\x18\x06 \x01(\r\x12\x0b\n\x03\x65nd\x18\x07 \x01(\r\x12\x0e\n\x06nbytes\x18\x08 \x01(\x04\x12\x0e\n\x06\x64igest\x18\t \x01(\x0cJ\x04\x08\x02\x10\x03\"f\n\nPoolBlocks\x12$\n\x07handoff\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\x0e\n\x06\x62locks\x18\x03 \x03(\r\x12\x13\n\x0bgenerations\x18\x04 \x03(\x04\"\x18\n\x06Probed\x12\x0e\n\x06\x66rames\x18\x01 \x01(\r\")\n\tDataChunk\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\t\n\x07\x44\x61taEnd\"\\\n\x05\x46\x65tch\x12$\n\x07handoff\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\r\n\x05\x62\x65gin\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\x11\n\tverify_kv\x18\x04 \x01(\x08\"D\n\x0c\x46\x65tchRefused\x12$\n\x07handoff\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"\x1a\n\x06\x43redit\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"\xca\x01\n\x06\x43ommit\x12$\n\x07handoff\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12$\n\x04spec\x18\x02 \x01(\x0b\x32\x16.baton.v1.SequenceSpec\x12%\n\x05\x66irst\x18\x03 \x01(\x0b\x32\x16.baton.v1.OutputTokens\x12\x0f\n\x07\x64igests\x18\x04 \x03(\x0c\x12\x11\n\tkv_digest\x18\x05 \x01(\x0c\x12)\n\x08thinking\x18\x06 \x01(\x0b\x32\x17.baton.v1.ThinkingState\"1\n\tCommitAck\x12$\n\x07handoff\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\"p\n\x0eHandoffRefused\x12$\n\x07handoff\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12(\n\x06reason\x18\x02 \x01(\x0e\x32\x18.baton.v1.HandoffRefusal\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"4\n\x0c\x41\x62ortHandoff\x12$\n\x07handoff\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId*\xf9\x01\n\x0eHandoffRefusal\x12\x1f\n\x1bHANDOFF_REFUSAL_UNSPECIFIED\x10\x00\x12\x1b\n\x17HANDOFF_REFUSAL_VERSION\x10\x01\x12\x1f\n\x1bHANDOFF_REFUSAL_FINGERPRINT\x10\x02\x12\x1a\n\x16HANDOFF_REFUSAL_LENGTH\x10\x03\x12\x19\n\x15HANDOFF_REFUSAL_STALE\x10\x04\x12\x1a\n\x16HANDOFF_REFUSAL_DIGEST\x10\x05\x12\x19\n\x15HANDOFF_REFUSAL_FRAME\x10\x06\x12\x1a\n\x16HANDOFF_REFUSAL_BROKEN\x10\x07\x32s\n\x04Peer\x12\x39\n\x07\x43onnect\x12\x15.baton.v1.PeerCommand\x1a\x13.baton.v1.PeerReply(\x01\x30\x01\x12\x30\n\x04\x44\x61ta\x12\x13.baton.v1.DataChunk\x1a\x11.baton.v1.DataEnd(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13\x62\x61ton/v1/peer.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x15\x62\x61ton/v1/worker.proto\"\x80\x03\n\x0bPeerCommand\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.baton.v1.PeerHelloH\x00\x12\'\n\tstore_key\x18\x02 \x01(\x0b\x32\x12.baton.v1.StoreKeyH\x00\x12 \n\x05offer\x18\x03 \x01(\x0b\x32\x0f.baton.v1.OfferH\x00\x12(\n\x05\x66rame\x18\x04 \x01(\x0b\x32\x17.baton.v1.FrameAnnounceH\x00\x12\"\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x10.baton.v1.CommitH\x00\x12\'\n\x05\x61\x62ort\x18\x06 \x01(\x0b\x32\x16.baton.v1.AbortHandoffH\x00\x12 \n\x05\x66\x65tch\x18\x07 \x01(\x0b\x32\x0f.baton.v1.FetchH\x00\x12&\n\x06\x62locks\x18\n \x01(\x0b\x32\x14.baton.v1.PoolBlocksH\x00\x12%\n\x04more\x18\x08 \x03(\x0b\x32\x17.baton.v1.FrameAnnounce\x12\r\n\x05\x61\x66ter\x18\t \x01(\x04\x42\t\n\x07\x63ommand\"\xeb\x02\n\tPeerReply\x12(\n\x07welcome\x18\x01 \x01(\x0b\x32\x15.baton.v1.PeerWelcomeH\x00\x12\'\n\tstore_key\x18\x02 \x01(\x0b\x32\x12.baton.v1.StoreKeyH\x00\x12\x31\n\x0eoffer_accepted\x18\x03 \x01(\x0b\x32\x17.baton.v1.OfferAcceptedH\x00\x12+\n\x07refused\x18\x04 \x01(\x0b\x32\x18.baton.v1.HandoffRefusedH\x00\x12\"\n\x06\x63redit\x18\x05 \x01(\x0b\x32\x10.baton.v1.CreditH\x00\x12)\n\ncommit_ack\x18\x06 \x01(\x0b\x32\x13.baton.v1.CommitAckH\x00\x12\"\n\x06probed\x18\x07 \x01(\x0b\x32\x10.baton.v1.ProbedH\x00\x12/\n\rfetch_refused\x18\x08 \x01(\x0b\x32\x16.baton.v1.FetchRefusedH\x00\x42\x07\n\x05reply\"\xf2\x01\n\tPeerHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12#\n\x06sender\x18\x02 \x01(\x0b\x32\x13.baton.v1.WorkerRef\x12%\n\x08receiver\x18\x03 \x01(\x0b\x32\x13.baton.v1.WorkerRef\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t\x12\"\n\x06layout\x18\x07 \x01(\x0b\x32\x12.baton.v1.KVLayout\x12,\n\ntransports\x18\x08 \x03(\x0b\x32\x18.baton.v1.TransportOfferJ\x04\x08\x04\x10\x05\"-\n\x0eTransportOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05reach\x18\x02 \x01(\t\"j\n\x0bPeerWelcome\x12\x0f\n\x07\x63redits\x18\x01 \x01(\r\x12\x12\n\nframe_size\x18\x02 \x01(\x04\x12\x11\n\ttransport\x18\x03 \x01(\t\x12#\n\x08left_out\x18\x04 \x03(\x0b\x32\x11.baton.v1.LeftOut\"&\n\x08StoreKey\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"\x7f\n\x05Offer\x12$\n\x07handoff\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x14\n\x0cknown_tokens\x18\x03 \x01(\r\x12\x0c\n\x04skip\x18\x04 \x01(\r\x12\x11\n\tverify_kv\x18\x06 \x01(\x08J\x04\x08\x05\x10\x06\"5\n\rOfferAccepted\x12$\n\x07handoff\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\"\xb1\x01\n\rFrameAnnounce\x12$\n\x07handoff\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x13\n\x0blayer_begin\x18\x04 \x01(\r\x12\x11\n\tlayer_end\x18\x05 \x01(\r\x12\r\n\x05\x62\x65gin\x18\x06 \x01(\r\x12\x0b\n\x03\x65nd\x18\x07 \x01(\r\x12\x0e\n\x06nbytes\x18\x08 \x01(\x04\x12\x0e\n\x06\x64igest\x18\t \x01(\x0cJ\x04\x08\x02\x10\x03\"f\n\nPoolBlocks\x12$\n\x07handoff\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\x0e\n\x06\x62locks\x18\x03 \x03(\r\x12\x13\n\x0bgenerations\x18\x04 \x03(\x04\"\x18\n\x06Probed\x12\x0e\n\x06\x66rames\x18\x01 \x01(\r\")\n\tDataChunk\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\t\n\x07\x44\x61taEnd\"\\\n\x05\x46\x65tch\x12$\n\x07handoff\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\r\n\x05\x62\x65gin\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\x11\n\tverify_kv\x18\x04 \x01(\x08\"D\n\x0c\x46\x65tchRefused\x12$\n\x07handoff\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"\x1a\n\x06\x43redit\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"\xca\x01\n\x06\x43ommit\x12$\n\x07handoff\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12$\n\x04spec\x18\x02 \x01(\x0b\x32\x16.baton.v1.SequenceSpec\x12%\n\x05\x66irst\x18\x03 \x01(\x0b\x32\x16.baton.v1.OutputTokens\x12\x0f\n\x07\x64igests\x18\x04 \x03(\x0c\x12\x11\n\tkv_digest\x18\x05 \x01(\x0c\x12)\n\x08thinking\x18\x06 \x01(\x0b\x32\x17.baton.v1.ThinkingState\"1\n\tCommitAck\x12$\n\x07handoff\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\"p\n\x0eHandoffRefused\x12$\n\x07handoff\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12(\n\x06reason\x18\x02 \x01(\x0e\x32\x18.baton.v1.HandoffRefusal\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"4\n\x0c\x41\x62ortHandoff\x12$\n\x07handoff\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId*\xf9\x01\n\x0eHandoffRefusal\x12\x1f\n\x1bHANDOFF_REFUSAL_UNSPECIFIED\x10\x00\x12\x1b\n\x17HANDOFF_REFUSAL_VERSION\x10\x01\x12\x1f\n\x1bHANDOFF_REFUSAL_FINGERPRINT\x10\x02\x12\x1a\n\x16HANDOFF_REFUSAL_LENGTH\x10\x03\x12\x19\n\x15HANDOFF_REFUSAL_STALE\x10\x04\x12\x1a\n\x16HANDOFF_REFUSAL_DIGEST\x10\x05\x12\x19\n\x15HANDOFF_REFUSAL_FRAME\x10\x06\x12\x1a\n\x16HANDOFF_REFUSAL_BROKEN\x10\x07\x32s\n\x04Peer\x12\x39\n\x07\x43onnect\x12\x15.baton.v1.PeerCommand\x1a\x13.baton.v1.PeerReply(\x01\x30\x01\x12\x30\n\x04\x44\x61ta\x12\x13.baton.v1.DataChunk\x1a\x11.baton.v1.DataEnd(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.rpc.v1.peer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HANDOFFREFUSAL']._serialized_start=2400
-  _globals['_HANDOFFREFUSAL']._serialized_end=2649
+  _globals['_HANDOFFREFUSAL']._serialized_start=2437
+  _globals['_HANDOFFREFUSAL']._serialized_end=2686
   _globals['_PEERCOMMAND']._serialized_start=80
   _globals['_PEERCOMMAND']._serialized_end=464
   _globals['_PEERREPLY']._serialized_start=467
@@ -44,37 +44,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRANSPORTOFFER']._serialized_start=1077
   _globals['_TRANSPORTOFFER']._serialized_end=1122
   _globals['_PEERWELCOME']._serialized_start=1124
-  _globals['_PEERWELCOME']._serialized_end=1193
-  _globals['_STOREKEY']._serialized_start=1195
-  _globals['_STOREKEY']._serialized_end=1233
-  _globals['_OFFER']._serialized_start=1235
-  _globals['_OFFER']._serialized_end=1362
-  _globals['_OFFERACCEPTED']._serialized_start=1364
-  _globals['_OFFERACCEPTED']._serialized_end=1417
-  _globals['_FRAMEANNOUNCE']._serialized_start=1420
-  _globals['_FRAMEANNOUNCE']._serialized_end=1597
-  _globals['_POOLBLOCKS']._serialized_start=1599
-  _globals['_POOLBLOCKS']._serialized_end=1701
-  _globals['_PROBED']._serialized_start=1703
-  _globals['_PROBED']._serialized_end=1727
-  _globals['_DATACHUNK']._serialized_start=1729
-  _globals['_DATACHUNK']._serialized_end=1770
-  _globals['_DATAEND']._serialized_start=1772
-  _globals['_DATAEND']._serialized_end=1781
-  _globals['_FETCH']._serialized_start=1783
-  _globals['_FETCH']._serialized_end=1875
-  _globals['_FETCHREFUSED']._serialized_start=1877
-  _globals['_FETCHREFUSED']._serialized_end=1945
-  _globals['_CREDIT']._serialized_start=1947
-  _globals['_CREDIT']._serialized_end=1973
-  _globals['_COMMIT']._serialized_start=1976
-  _globals['_COMMIT']._serialized_end=2178
-  _globals['_COMMITACK']._serialized_start=2180
-  _globals['_COMMITACK']._serialized_end=2229
-  _globals['_HANDOFFREFUSED']._serialized_start=2231
-  _globals['_HANDOFFREFUSED']._serialized_end=2343
-  _globals['_ABORTHANDOFF']._serialized_start=2345
-  _globals['_ABORTHANDOFF']._serialized_end=2397
-  _globals['_PEER']._serialized_start=2651
-  _globals['_PEER']._serialized_end=2766
+  _globals['_PEERWELCOME']._serialized_end=1230
+  _globals['_STOREKEY']._serialized_start=1232
+  _globals['_STOREKEY']._serialized_end=1270
+  _globals['_OFFER']._serialized_start=1272
+  _globals['_OFFER']._serialized_end=1399
+  _globals['_OFFERACCEPTED']._serialized_start=1401
+  _globals['_OFFERACCEPTED']._serialized_end=1454
+  _globals['_FRAMEANNOUNCE']._serialized_start=1457
+  _globals['_FRAMEANNOUNCE']._serialized_end=1634
+  _globals['_POOLBLOCKS']._serialized_start=1636
+  _globals['_POOLBLOCKS']._serialized_end=1738
+  _globals['_PROBED']._serialized_start=1740
+  _globals['_PROBED']._serialized_end=1764
+  _globals['_DATACHUNK']._serialized_start=1766
+  _globals['_DATACHUNK']._serialized_end=1807
+  _globals['_DATAEND']._serialized_start=1809
+  _globals['_DATAEND']._serialized_end=1818
+  _globals['_FETCH']._serialized_start=1820
+  _globals['_FETCH']._serialized_end=1912
+  _globals['_FETCHREFUSED']._serialized_start=1914
+  _globals['_FETCHREFUSED']._serialized_end=1982
+  _globals['_CREDIT']._serialized_start=1984
+  _globals['_CREDIT']._serialized_end=2010
+  _globals['_COMMIT']._serialized_start=2013
+  _globals['_COMMIT']._serialized_end=2215
+  _globals['_COMMITACK']._serialized_start=2217
+  _globals['_COMMITACK']._serialized_end=2266
+  _globals['_HANDOFFREFUSED']._serialized_start=2268
+  _globals['_HANDOFFREFUSED']._serialized_end=2380
+  _globals['_ABORTHANDOFF']._serialized_start=2382
+  _globals['_ABORTHANDOFF']._serialized_end=2434
+  _globals['_PEER']._serialized_start=2688
+  _globals['_PEER']._serialized_end=2803
 # @@protoc_insertion_point(module_scope)

@@ -262,22 +262,28 @@ class PeerWelcome(_message.Message):
     CREDITS_FIELD_NUMBER: _builtins.int
     FRAME_SIZE_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
     credits: _builtins.int
     """maximum frames in flight = slots of the staging ring"""
     frame_size: _builtins.int
     """bytes of a slot; no frame is larger"""
     transport: _builtins.str
     """the selected one of the offered transports"""
+    @_builtins.property
+    def left_out(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.LeftOut]:
+        """the offered ones before it, with the reasons"""
+
     def __init__(
         self,
         *,
         credits: _builtins.int = ...,
         frame_size: _builtins.int = ...,
         transport: _builtins.str = ...,
+        left_out: _abc.Iterable[_common_pb2.LeftOut] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credits", b"credits", "frame_size", b"frame_size", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credits", b"credits", "frame_size", b"frame_size", "left_out", b"left_out", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -127,7 +127,7 @@ def test_thinking_has_all_figures(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 TRANSFER = ("--quick", "--tiny", "--rounds", "2")
 TRANSFER_KEYS = {
     *("gloo_vs_raw_64mb", "shm_vs_memcpy_64mb", "small_handoff_ms_over_raw"),
-    *("exposed_share_512", "exposed_share_2048"),
+    *("exposed_share_512", "exposed_share_2048", "prefill_slowdown"),
 }
 
 

@@ -54,6 +54,16 @@ def test_a_machine_that_is_fine(examine):
     assert "router.grpc" not in found  # port 0 is always free
 
 
+def test_transports_that_auto_leaves_out_here_are_listed(examine, monkeypatch):
+    assert examine()["transports"].found.startswith("auto: shm, gloo, ")
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    found = examine()
+    assert (found["transports"].verdict, found["left out"].verdict) == (OK, WARN)
+    assert found["transports"].found.startswith("auto: gloo, ")
+    assert "shm: it does not work at the sender: shared KV memory needs Linux on x86-64" in found["left out"].found
+    assert examine(BASE, "transfer.transport=nccl")["transports"].verdict == BAD
+
+
 @pytest.mark.parametrize(
     ("sets", "what", "remedy"),
     [

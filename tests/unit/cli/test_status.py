@@ -14,10 +14,10 @@ from baton.cli.inspect import block_census as census_command
 from baton.cli.inspect import status as command
 from baton.cli.inspect.block_census import Problem, problems
 from baton.cluster.state_dir import ClusterState, ProcessId
-from baton.core import BlockCounts, HandoffId, Incarnation, Load, Role, WorkerRef
+from baton.core import LEFT_OUT, BlockCounts, HandoffId, Incarnation, Load, Role, WorkerRef
 from baton.errors import NoWorker
 from baton.rpc import convert
-from baton.rpc.v1 import admin_pb2, worker_pb2_grpc
+from baton.rpc.v1 import admin_pb2, common_pb2, worker_pb2_grpc
 from baton.worker.block_census import Census, Held, Holding, count, to_pb
 from tests.support.clients import INFO, QuietAdmin
 
@@ -89,6 +89,20 @@ def test_who_takes_deterministic_requests_is_said_once(status):
         "deterministic requests: x on p1, d0: 7 verify passes, 2 rollbacks, 60 tokens recomputed",
         "deterministic requests: not on d1: a GPU",
     ]
+
+
+def test_a_worker_with_slower_channels_has_a_line_with_the_reasons(status):
+    reasons = [common_pb2.LeftOut(transport="shm", reason="reach"), common_pb2.LeftOut(transport="nccl", reason="new")]
+    channels = [("d0", "gloo", reasons), ("d1", "gloo", reasons), ("d2", "shm", [])]
+    router = FakeRouter("one")
+    for peer, taken, left_out in channels:
+        router.reply.workers[0].load.channels.add(peer=peer, transport=taken, left_out=left_out)
+    lines = [line for line in status(router).splitlines() if line.startswith("prefill-0 sends")]
+    assert lines == [
+        f"prefill-0 sends over gloo to d0, d1; not over shm: {LEFT_OUT['reach']}; not over nccl: {LEFT_OUT['unknown']}"
+    ]
+    found = status(router, as_json=True)["workers"][0]["load"]["channels"]
+    assert [[one["reason"] for one in channel["left_out"]] for channel in found] == [["reach", "unknown"]] * 2 + [[]]
 
 
 def test_what_the_controller_says_is_shown(status):

@@ -78,7 +78,7 @@ def test_memory_is_freed_with_its_last_tensor() -> None:
 
 
 def test_auto_takes_cuda_ipc_first() -> None:
-    transports = make_transports(TransferSettings(), KVCache(LAYOUT, 1, GPU))
+    transports = make_transports(TransferSettings(), KVCache(LAYOUT, 1, GPU)).transports
     assert [transport.name for transport in transports] == ["cuda_ipc", "nccl"]
 
 

@@ -17,7 +17,7 @@ from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.frames import wire_digest
 from kvtransfer.receiver import PeerService
-from kvtransfer.transports.base import Ring, local_ring
+from kvtransfer.transports.base import Choice, Ring, local_ring
 from kvtransfer.transports.unix_socket import ControlSocket
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
@@ -227,7 +227,8 @@ class Receiver:
         self.table, self.kv = RecordingTable(), make_kv(None)
         self.table.reserve(JOB.handoff, [11, 12])
         self.channels = HandMade(control_socket=control_socket)
-        self.peer = LoopbackPeer(lambda: PeerService(self.kv, D, FINGERPRINT, settings, self.table, [self.channels]))
+        ends = (self.kv, D, FINGERPRINT, settings, self.table, Choice([self.channels]))
+        self.peer = LoopbackPeer(lambda: PeerService(*ends))
         self.calls: list[Call] = []
 
     def call(self, *args, **kwargs) -> Call:

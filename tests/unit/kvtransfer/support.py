@@ -26,6 +26,7 @@ from kvtransfer.frames import FrameSpec
 from kvtransfer.handoff import CommitState, Offer, PushEnd, PushJob, PushResult, TransferSettings
 from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
+from kvtransfer.transports import base
 from kvtransfer.transports.base import Transport
 from kvtransfer.wire import frame_of
 from tests.support.time_factor import scaled
@@ -35,7 +36,13 @@ from tests.unit.kvtransfer.ends import Gate, wrapped
 
 OnReply = Callable[[pb.PeerReply], object]
 OnEnd = Callable[[str], None]
-Choice = Callable[[MemoryTransport], Sequence[Transport]]
+Choice = Callable[[MemoryTransport], Sequence[Transport] | base.Choice]
+
+
+def as_choice(found: Sequence[Transport] | base.Choice) -> base.Choice:
+    return found if isinstance(found, base.Choice) else base.Choice(found)
+
+
 FINGERPRINT = "feedbead"
 layouts = st.builds(
     KVLayout,
@@ -362,14 +369,14 @@ class Pairs:
         source, target = source or make_kv(1), target or make_kv(None, layout=layout)
         memory, table, reports = MemoryTransport(), RecordingTable(target.layout), Reports()
         theirs = receiver or settings
-        peer = LoopbackPeer(lambda: PeerService(target, D, FINGERPRINT, theirs, table, recv(memory)))
+        peer = LoopbackPeer(lambda: PeerService(target, D, FINGERPRINT, theirs, table, as_choice(recv(memory))))
 
         def filtered(address, on_reply, on_end) -> LoopbackStream:
             return peer.connect(address, lambda reply: heard(reply) and on_reply(reply), on_end)
 
         unfetched: queue.Queue[HandoffId] = queue.Queue()
         told: dict[str, Any] = {"on_unfetched": unfetched.put, "connect": connect or filtered}
-        sender = Sender(source, me, fingerprint, settings, send(memory), reports, **told)
+        sender = Sender(source, me, fingerprint, settings, as_choice(send(memory)), reports, **told)
         self.made.append(Pair(table, source, target, reports, peer, sender, unfetched))
         return self.made[-1]
 

@@ -64,9 +64,11 @@ def agents() -> Agents:
 
 @pytest.fixture
 def shared(pairs: Pairs, over: str, agents: Agents):
-    """A function that makes a pair whose receiver reads the sender's memory."""
+    """A function that makes a pair whose receiver reads the sender's memory, with frames of `transfer.frame_size`."""
 
     def make(transfer=SMALL_FRAMES, *, block_size: int = LAYOUT.block_size, copies: int = 1, **change) -> Pair:
+        if over != "nixl":  # whose frames are not as large as a ring
+            transfer = replace(transfer, frame_size=transfer.frame_size // transfer.credits)
         layout = replace(LAYOUT, block_size=block_size)
         if over == "cuda_ipc":  # ranks on GPUs have no copies
             gpu, single = MainMemory(), make_kv(None, layout=layout)
@@ -97,6 +99,12 @@ def test_the_kv_arrives_in_blocks_of_any_size(shared, over, block_size: int, ski
     assert result.nbytes == LAYOUT.layers * (TOKENS - skip) * LAYOUT.layer_token_bytes
     assert pair.table.commits[HandoffId("r", 1)].kv_bytes == result.nbytes
     assert result.transport == over
+
+
+@only_mapped
+def test_frames_without_staging_are_as_large_as_a_ring(shared) -> None:
+    pair = shared(replace(SMALL_FRAMES, frame_size=LAYOUT.layers * TOKENS * LAYOUT.layer_token_bytes))
+    assert pair.reports.done(pair.push("r", TOKENS, SOURCE, TARGET)).frames == 1
 
 
 def exposed_in(kv: KVCache) -> Exposed:

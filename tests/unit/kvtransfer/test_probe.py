@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from baton.core import LeftOut
 from baton.engine.memory.exposed import pattern
 from baton.errors import ChannelBroken
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import wire
-from kvtransfer.transports.base import Ring
+from kvtransfer.transports.base import Choice, Ring
 from kvtransfer.wire import VersionRefused
 from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.byhand import SMALL, ZEROS, Call, Receiver
@@ -127,6 +128,48 @@ def test_the_best_that_both_have_is_used(pairs, send, recv, chosen: str) -> None
     assert same_kv(pair.source, [1, 2], pair.target, [11, 12], 8)
 
 
+def one_sided_receiver(memory) -> list[Wrapped]:
+    shm, gloo = named("shm", "gloo")(memory)
+    shm.sends = False
+    return [shm, gloo]
+
+
+NCCL_LACKS, SHM_LACKS = LeftOut("nccl", "unavailable", "KV is on cpu"), LeftOut("shm", "unavailable", "no memory files")
+LEFT_OUT = {
+    "nothing better": (named("shm", "gloo"), named("shm", "gloo"), []),
+    "other hosts": (named("shm@a", "gloo"), named("shm@b", "gloo"), [LeftOut("shm", "reach")]),
+    "several": (
+        named("shm@a", "cuda_ipc", "gloo", "grpc"),
+        named("shm@b", "grpc"),
+        [LeftOut("shm", "reach"), LeftOut("cuda_ipc", "peer"), LeftOut("gloo", "peer")],
+    ),
+    "not here": (lambda m: Choice(named("gloo")(m), [NCCL_LACKS]), named("gloo"), [NCCL_LACKS]),
+    "not there": (
+        named("shm", "gloo"),
+        lambda m: Choice(named("gloo")(m), [SHM_LACKS]),
+        [LeftOut("shm", "peer", "no memory files")],
+    ),
+    "worse": (lambda m: Choice(named("shm")(m), [NCCL_LACKS]), named("shm"), []),
+    "private": (one_sided_receiver, named("shm", "gloo"), [LeftOut("shm", "unavailable", "its KV is private")]),
+}
+
+
+@pytest.mark.parametrize("of", LEFT_OUT)
+@pytest.mark.parametrize("old", [False, True], ids=["", "old receiver"])
+def test_a_channel_has_the_reason_for_each_better_transport(pairs, of: str, old: bool) -> None:
+    send, recv, expected = LEFT_OUT[of]
+
+    def heard(reply: pb.PeerReply) -> bool:
+        if old:
+            reply.welcome.ClearField("left_out") if reply.HasField("welcome") else None
+        return True
+
+    pair = pairs(send=send, recv=recv, heard=heard)
+    pair.reports.done(pair.push("r", 8, [1, 2], [11, 12]))
+    silent = [LeftOut(one.transport, "unknown") if one.reason in {"peer", "reach"} else one for one in expected]
+    assert list(pair.sender.channels()[0].left_out) == (silent if old else expected)
+
+
 @pytest.mark.parametrize(
     ("send", "recv"), [(["one", "two"], ["three", "four"]), (["one@here", "two"], ["one@there", "four"]), ([], ["one"])]
 )
@@ -145,7 +188,7 @@ class Breaking:
         self._inner = Wrapped(memory, lambda end: FlippingEnd(end, 0), name)
         self._sound = Wrapped(memory, name=name)
         self.name, self.reach = name, ""
-        self.one_sided, self.sends = False, True
+        self.one_sided, self.networked, self.sends = False, False, True
 
     def open(self, *args):
         self._left -= 1
@@ -167,18 +210,18 @@ def test_a_transport_that_cannot_be_opened_is_the_last_choice_for_this_worker(pa
     pair.reports.failed(pair.push("r", 8, [1, 2], [11, 12]), ChannelBroken)
     for name in ("again", "and again"):
         assert pair.reports.done(pair.push(name, 8, [1, 2], [11, 12])).transport == "slow"
-    [(worker, failed)] = pair.sender.left_out().items()
-    assert (worker, list(failed)) == (D.worker_id, ["fast"])
-    assert ("no peer access" if when == "opened" else "changes bytes") in failed["fast"]
+    [failed] = pair.sender._choice(D).left_out
+    assert (failed.transport, failed.reason) == ("fast", "failed")
+    assert ("no peer access" if when == "opened" else "changes bytes") in failed.detail
 
 
 def test_the_next_incarnation_of_a_worker_gets_the_best_transport_again(pairs) -> None:
     pair = pairs(send=lambda m: [Breaking(m, "fast", 1, "opened"), *named("slow")(m)], recv=named("fast", "slow"))
     reborn = replace(D, incarnation=replace(D.incarnation, counter=D.incarnation.counter + 1))
     pair.reports.failed(pair.push("r", 8, [1, 2], [11, 12]), ChannelBroken)
-    assert list(pair.sender.left_out()) == [D.worker_id]
-    assert [one.name for one in pair.sender._in_order(D)] == ["slow", "fast"]
-    assert [one.name for one in pair.sender._in_order(reborn)] == ["fast", "slow"]
+    pair.reports.done(pair.push("again", 8, [1, 2], [11, 12]))
+    assert [one.name for one in pair.sender._choice(D).transports] == ["slow", "fast"]
+    assert [one.name for one in pair.sender._choice(reborn).transports] == ["fast", "slow"]
 
 
 def test_the_only_transport_is_tried_again(pairs) -> None:

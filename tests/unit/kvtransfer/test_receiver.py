@@ -9,6 +9,7 @@ import torch
 
 from baton.core import PROTOCOL_VERSION, Incarnation, KVLayout
 from baton.rpc import convert
+from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import wire as probe
 from tests.support.waiting import eventually
@@ -62,7 +63,8 @@ def test_hello_of_another_kind_is_refused_by_name(receiver: Receiver, change, re
 def test_welcome_says_what_holds_for_the_channel(receiver: Receiver) -> None:
     call = receiver.call()
     call.hello(transports=[pb.TransportOffer(name=n, reach="here") for n in ("other", "by hand")])
-    welcome = pb.PeerWelcome(credits=2, frame_size=LAYER, transport="by hand")
+    refused = common.LeftOut(transport="other", reason="peer")
+    welcome = pb.PeerWelcome(credits=2, frame_size=LAYER, transport="by hand", left_out=[refused])
     assert call.next() == pb.PeerReply(welcome=welcome)
 
 
@@ -237,13 +239,15 @@ def socket_call() -> Iterator[Call]:
         yield receiver.call().offered()
 
 
-def test_credits_and_the_acknowledgement_come_back_the_same_way(socket_call: Call) -> None:
-    socket_call.arrived(range(2)).frame(2)
-    socket_call.receiver.end.arrive()
-    socket_call.commit()
-    assert [socket_call.hear(), socket_call.hear()] == ["credit", "commit_ack"]
-    assert list(socket_call.receiver.table.commits) == [JOB.handoff]
-    assert socket_call.beside == [*["credit"] * 3, "commit_ack"]
+def test_credits_and_the_acknowledgement_come_back_the_same_way() -> None:
+    with Receiver(replace(SMALL, credits=4), control_socket=True) as receiver:
+        call = receiver.call().offered().arrived(range(2))
+        call.frame(2)
+        call.commit()
+        receiver.end.arrive()
+        assert [call.hear(), call.hear()] == ["commit_ack", "credit"]  # a request waits for the first one
+        assert list(receiver.table.commits) == [JOB.handoff]
+        assert call.beside == ["credit", "credit", "commit_ack", "credit"]
 
 
 def test_a_commit_that_an_abort_has_overtaken_is_refused(socket_call: Call) -> None:

@@ -78,6 +78,8 @@ thoughts = st.tuples(st.integers(0, 2**31), st.lists(ids, min_size=1, max_size=5
 )
 counts = st.tuples(*[st.integers(0, 2**28)] * 5).map(lambda states: core.BlockCounts(sum(states), *states))
 paces = st.builds(core.Pace, u64, u64, u64, st.floats(0, 1e9))
+left_out = st.lists(st.builds(core.LeftOut, text, st.sampled_from(list(core.LEFT_OUT)), text), max_size=2).map(tuple)
+channels = st.lists(st.builds(core.Channel, text, text, st.floats(0, 1e9), left_out), max_size=2).map(tuple)
 LOADS = {
     text: ("transport",),
     u32: ("running", "waiting"),
@@ -85,6 +87,7 @@ LOADS = {
           "verify_passes", "rollbacks", "recomputed_tokens"),
     paces: ("prefill_pace", "decode_pace", "joint_pace", "beside_pace"),
     counts: ("blocks",),
+    channels: ("channels",),
 }  # fmt: skip
 INFOS = {
     text: ("fingerprint", "model", "host", "metrics", "determinism", "nondeterminism"),
@@ -140,7 +143,7 @@ def test_round_trip(kind: str, data: st.DataObject):
 def test_each_converter_is_tested():
     defined = vars(convert)
     pairs = {name.removesuffix("_from_pb") for name in defined if name.endswith("_from_pb")}
-    assert pairs - {"sampling", "finish_reason", "span"} == set(ROUND_TRIPS)
+    assert pairs - {"sampling", "finish_reason", "span", "left_out"} == set(ROUND_TRIPS)
 
 
 @pytest.mark.parametrize(

@@ -289,7 +289,7 @@ def test_gloo_listens_at_one_address_also_where_the_worker_does_at_all(tmp_path,
     file.write_text(f"model: {{path: oracle}}\ndecode: {{{pool}}}\nsecurity: {{allow_insecure: true}}\n")
     transfer = located(from_config(load_config(file), Role.DECODE, "decode-0")).transfer
     assert transfer.bind_host == host
-    assert make_transports(transfer, KVCache(oracle_layout(16), 1))[-1].name == "gloo"
+    assert make_transports(transfer, KVCache(oracle_layout(16), 1)).transports[-1].name == "gloo"
 
 
 @pytest.mark.parametrize("by", ["auto", "load", "load_bf16"])

@@ -64,19 +64,42 @@ typedef struct {
     long tensors, layers, from_layer, to_layer, from_size, to_size, token_bytes, begin, end;
 } between_args;
 
-/* Copies one plane between caches of different block sizes: each run ends where a block of either side ends. A prefetch
- * of the next run would halve the speed (docs/measurements/transfer.md). */
+#define PAGE 4096
+#define FIRST 512 /* bytes of a page after which the hardware prefetcher has found the stream */
+
+/* Copies both halves of a run in turn, line by line, and prefetches the first bytes of each page of the next run. One
+ * stream does not keep enough loads under way, and no hardware prefetch crosses a page (docs/measurements/transfer.md).
+ */
+INLINE void copy_run(const char *from, char *to, long bytes, const char *next) {
+    for (long page = 0; page < bytes; page += PAGE)
+        for (long i = page; i < page + FIRST && i < bytes; i += 64)
+            __builtin_prefetch(next + i, 0, 3);
+    const long half = bytes / 2;
+    if ((uintptr_t)to % 64 || bytes % 128)
+        return write_run(from, to, bytes);
+    for (long i = 0; i < half; i += 64) {
+        _mm512_stream_si512((void *)(to + i), _mm512_loadu_si512(from + i));
+        _mm512_stream_si512((void *)(to + half + i), _mm512_loadu_si512(from + half + i));
+    }
+}
+
+/* The place in a plane of position `at` of a sequence, in positions. `begin` is in the first of `blocks`. */
+INLINE long position(const int64_t *blocks, long size, long begin, long at) {
+    return blocks[at / size - begin / size] * size + at % size;
+}
+
+/* Copies one plane between caches of different block sizes: each run ends where a block of either side ends. */
 INLINE void plane_between(const between_args *a, const char *from, char *to) {
-    const long here = a->begin / a->from_size, there = a->begin / a->to_size;
     for (long at = a->begin; at < a->end;) {
-        const long i = at / a->from_size, o = at / a->to_size;
-        const long left = (i + 1) * a->from_size - at, room = (o + 1) * a->to_size - at;
+        const long left = a->from_size - at % a->from_size, room = a->to_size - at % a->to_size;
         long run = left < room ? left : room;
         run = run < a->end - at ? run : a->end - at;
-        const char *source = from + (a->theirs[i - here] * a->from_size + at % a->from_size) * a->token_bytes;
-        char *place = to + (a->ours[o - there] * a->to_size + at % a->to_size) * a->token_bytes;
+        const char *source = from + position(a->theirs, a->from_size, a->begin, at) * a->token_bytes, *next = source;
+        char *place = to + position(a->ours, a->to_size, a->begin, at) * a->token_bytes;
         at += run;
-        write_run(source, place, run * a->token_bytes);
+        if (at < a->end)
+            next = from + position(a->theirs, a->from_size, a->begin, at) * a->token_bytes;
+        copy_run(source, place, run * a->token_bytes, next);
     }
 }
 

@@ -15,7 +15,7 @@ import torch
 from baton.core import Incarnation
 from baton.errors import ChannelBroken
 from kvtransfer.receiver import PeerService
-from kvtransfer.transports.base import ChannelEnd, ChannelName, KeyRelay, Ring, Side, Transport
+from kvtransfer.transports.base import ChannelEnd, ChannelName, Choice, KeyRelay, Ring, Side, Transport
 from kvtransfer.transports.grpc import GrpcTransport
 from kvtransfer.transports.torch_dist import GlooTransport
 from tests.support.time_factor import scaled
@@ -69,7 +69,7 @@ def two(kind: str) -> Iterator[tuple[Transport, Transport]]:
     """Yield a transport for the sender and one for the receiver."""
     if kind == "grpc":
         grpc, kv = GrpcTransport(), make_kv(None)
-        peer = LoopbackPeer(lambda: PeerService(kv, D, FINGERPRINT, SETTINGS, RecordingTable(), [], data=grpc))
+        peer = LoopbackPeer(lambda: PeerService(kv, D, FINGERPRINT, SETTINGS, RecordingTable(), Choice([]), data=grpc))
         with served(peer) as grpc._address:
             yield GrpcTransport(), grpc
         peer.close()

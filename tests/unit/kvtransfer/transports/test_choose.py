@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from baton.core import LeftOut
 from baton.errors import ConfigError
 from kvtransfer.handoff import TransferSettings
 from kvtransfer.transports import select
@@ -26,7 +27,7 @@ def kv_on(device: torch.device) -> Any:
 
 
 def names(settings: TransferSettings, device: torch.device = CPU, grpc: GrpcTransport | None = None) -> list[str]:
-    return [transport.name for transport in make_transports(settings, kv_on(device), grpc=grpc)]
+    return [transport.name for transport in make_transports(settings, kv_on(device), grpc=grpc).transports]
 
 
 def test_auto_is_shared_memory_and_then_gloo_or_grpc_where_kv_must_be_encrypted(monkeypatch) -> None:
@@ -35,13 +36,17 @@ def test_auto_is_shared_memory_and_then_gloo_or_grpc_where_kv_must_be_encrypted(
     assert names(settings, grpc=mine) == ["shm", "grpc"]
     monkeypatch.setattr(select, "CudaIpcTransport", lambda kv: SimpleNamespace(name="cuda_ipc"))
     assert names(settings, CUDA, grpc=mine) == ["cuda_ipc", "grpc"]
+    assert make_transports(settings, kv_on(CPU), grpc=mine).left_out == (LeftOut("gloo", "unencrypted"),)
     with pytest.raises(ConfigError, match="'grpc' is not available"):
         names(settings)
 
 
 def test_auto_leaves_out_what_the_system_lacks_and_a_named_one_is_an_error(monkeypatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    assert names(TransferSettings()) == ["gloo"]
+    found = make_transports(TransferSettings(), kv_on(CPU))
+    assert [transport.name for transport in found.transports] == ["gloo"]
+    assert [(one.transport, one.reason) for one in found.left_out] == [("shm", "unavailable")]
+    assert "not linux on aarch64" in found.left_out[0].detail
     with pytest.raises(ConfigError, match=r"transfer\.transport: 'shm' is not available: .*not linux on aarch64"):
         make_transports(TransferSettings(transport="shm"), kv_on(CPU))
 
@@ -63,7 +68,7 @@ def test_a_named_one_is_the_only_one(monkeypatch, name: str) -> None:
     monkeypatch.setattr("kvtransfer.transports.nixl.load", Mock(return_value=Library(agents := Agents())))
     monkeypatch.setattr("kvtransfer.transports.nixl.ExposingProcess", agents.expose)
     mine = GrpcTransport("decode:1")
-    made = make_transports(TransferSettings(transport=name), make_kv(None, exposed=True), grpc=mine)
+    made = make_transports(TransferSettings(transport=name), make_kv(None, exposed=True), grpc=mine).transports
     assert [transport.name for transport in made] == [name]
     if name == "grpc":
         assert made == (mine,)

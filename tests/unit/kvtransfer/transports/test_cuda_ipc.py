@@ -220,7 +220,9 @@ def test_without_peer_access_the_next_transport_is_taken(handoffs, gpu) -> None:
     pair = over_ipc(handoffs, gpu, reader)
     pair.reports.failed(pair.push("r", TOKENS, SOURCE, TARGET), ChannelBroken, "PEER_ACCESS_UNSUPPORTED")
     assert pair.reports.done(pair.push("again", TOKENS, SOURCE, TARGET)).transport == "memory"
-    assert "PEER_ACCESS_UNSUPPORTED" in pair.sender.left_out()["decode-0"]["cuda_ipc"]
+    [reason] = [reason for channel in pair.sender.channels() for reason in channel.left_out]
+    assert (reason.transport, reason.reason) == ("cuda_ipc", "failed")
+    assert "PEER_ACCESS_UNSUPPORTED" in reason.detail
 
 
 def test_a_process_cannot_read_its_own_pool(gpu, pool) -> None:
