@@ -38,7 +38,7 @@ BLOCKS = 64
 def kv_for(over: str, seed: int | None, layout: KVLayout = LAYOUT) -> KVCache:
     """Return KV that this transport can carry, as `make_kv` does."""
     device = "cuda:0" if over == "cuda_ipc" else "cpu"
-    return support.make_kv(seed, BLOCKS, layout, exposed=over in {"shm", "cuda_ipc"}, device=device)
+    return support.make_kv(seed, BLOCKS, layout, exposed=over != "gloo", device=device)
 
 
 def kv_digest(kv: KVCache, blocks: Sequence[int], tokens: int, skip: int = 0) -> str:
