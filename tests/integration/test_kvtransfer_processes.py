@@ -145,7 +145,7 @@ def test_a_frozen_receiver_is_given_up_by_the_deadline(receiver: Receiver, prefi
 def test_a_process_that_exposes_a_pool_dies_or_freezes(receiver: Receiver, prefills, number: int) -> None:
     """The worker stays, and so do the blocks of the next push. A killed process is replaced with the next channel."""
     prefill = prefills()
-    (transport,) = prefill.sender._end.transports
+    (transport,) = prefill.sender._end.choice.transports
     receiver.ask(reserve={"r": [1], "s": [2], "t": [3]})
     prefill.reports.done(prefill.push("r", 4, [1], receiver.ref))
     os.kill(transport._exposed._process.pid, number)
