@@ -16,15 +16,25 @@ from baton.engine.kernels.select import block_copy, choose_kernels
 from baton.engine.kv_cache import DTYPES, KVCache
 from baton.engine.tp.kv_memory import ShardedCache, rank_layout
 from kvtransfer.transports.base import Transport
+from kvtransfer.transports.nixl import NixlTransport
 from kvtransfer.transports.shm import ShmTransport
 from kvtransfer.transports.torch_dist import GlooTransport
+from tests.support.nixl import Agents, Library
 from tests.unit.kvtransfer.support import SETTINGS, Pairs
 from tests.unit.tp.support import GQA, on_a_cpu, plan, put, same, whole
 
-TRANSPORTS: dict[str, Callable[[KVCache], Transport]] = {
-    "shm": ShmTransport,
-    "gloo": lambda kv: GlooTransport("127.0.0.1"),
-}
+
+def over(transport: str) -> Callable[[KVCache], Transport]:
+    """Return a function that makes the transport of a cache. NIXL is a stand-in (`tests.support.nixl`)."""
+    agents = Agents()
+    makers: dict[str, Callable[[KVCache], Transport]] = {
+        "shm": ShmTransport,
+        "gloo": lambda kv: GlooTransport("127.0.0.1"),
+        "nixl": lambda kv: NixlTransport(kv, SETTINGS, Library(agents), agents.expose),
+    }
+    return makers[transport]
+
+
 SIZES = [(1, 2), (2, 1), (2, 4), (4, 2), (4, 1), (4, 4)]
 TOTAL, TOKENS = 20, 37
 CPU = torch.device("cpu")
@@ -41,7 +51,7 @@ def zeros(layout: KVLayout, size: int) -> ShardedCache:
     return ShardedCache(layout, [KVCache(rank_layout(layout, size), TOTAL) for _ in range(size)])
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ["shm", "gloo", "nixl"])
 @pytest.mark.parametrize("layout", [GQA, replace(GQA, kv_heads=2, dtype="bfloat16", head_dim=32)], ids=["8", "2 heads"])
 @pytest.mark.parametrize(("sender", "receiver"), SIZES)
 def test_each_rank_gets_its_heads(
@@ -49,9 +59,9 @@ def test_each_rank_gets_its_heads(
 ) -> None:
     """Layers and chunks are reported one by one, and blocks differ in size. Two KV heads have copies on four ranks."""
     (tmp_path / "d").mkdir()
-    source, theirs = worker(tmp_path, sender, layout, exposed=transport == "shm")
+    source, theirs = worker(tmp_path, sender, layout, exposed=transport != "gloo")
     target, ours = worker(tmp_path / "d", receiver, replace(layout, block_size=5))
-    kv, blocks, made = whole(layout, TOKENS, 1), list(range(TOTAL))[::-1], TRANSPORTS[transport]
+    kv, blocks, made = whole(layout, TOKENS, 1), list(range(TOTAL))[::-1], over(transport)
     frames = replace(SETTINGS, frame_size=14 * layout.layer_token_bytes)
     pair = pairs(frames, source=source, target=target, send=lambda _: [made(source)], recv=lambda _: [made(target)])
     job, present = pair.begin("r", TOKENS, blocks, skip=5), torch.zeros_like(kv)
