@@ -32,7 +32,7 @@ MAX_SCHEMA_PATTERNS = 8
 MAX_CHOICE_TEXTS = 256
 MAX_CHOICE_CHARS = 1_024
 
-MAX_CALLS_PER_CONNECTION = 4096  # of gRPC; a client's further calls wait in the client
+MAX_CALLS_PER_CONNECTION = 16384  # of gRPC; further calls wait in the client. A gateway has one connection.
 PUBLIC_RECEIVE_BYTES = 4 * 2**20  # Bytes of one message from the public network.
 INTERNAL_RECEIVE_BYTES = 64 * 2**20  # A prompt of a million tokens, or one step's tokens of a full worker
 SEND_BYTES = 64 * 2**20  # the receiver's limit decides

@@ -96,14 +96,13 @@ class LineWriter:
             log.warning("log_lines_lost", count=count)
 
     def _write(self, line: str, losses: Losses) -> None:
-        """Write around the buffer of the file, because that would keep a failed line and write it later."""
-        try:
-            descriptor = self._file.fileno() if self._file is not None else 1
-        except (OSError, ValueError):  # no file of the system, as in tests
+        """Write around the buffer of the process's stderr, which would keep a failed line and write it later."""
+        own = sys.__stderr__
+        if own is None or self._file is not own:  # a program's own file
             print(line, file=self._file, flush=True)
             return
         data = f"{chr(10) * losses.torn}{line}\n".encode(errors="backslashreplace")
-        written = os.write(descriptor, data)
+        written = os.write(own.fileno(), data)
         losses.torn = written < len(data)
         if losses.torn:
             raise OSError("the line was not written as a whole")

@@ -136,7 +136,7 @@ class Supervisor:
             self._routers.append(Child(ProcessSpec(name, argv, folder.logs / f"{name}.log")))
         self._router = self._routers[0]  # chooses ports that are not given; the others use the same
         self._redis_url = config.redis.url
-        self._recorded: dict[str, ProcessId] = {}  # processes in the state file
+        self._recorded: ClusterState | None = None  # in the state file
         self._state_is_old = False  # the last write failed
 
     def run(self, stop: Stop, ready: Callable[[ClusterState], None]) -> None:
@@ -163,7 +163,7 @@ class Supervisor:
                 self._wait_serving(stop, other)
             state = self._state()
             self._folder.write_state(state)
-            self._recorded = state.processes
+            self._recorded = state
             ready(state)
             self._watch(stop)
 
@@ -205,8 +205,10 @@ class Supervisor:
             self._record_processes()
 
     def _record_processes(self) -> None:
-        """Write the state file if processes have changed. The cluster runs on without it; the next poll tries again."""
-        if (state := self._state()).processes == self._recorded:
+        """Write the state file if processes or addresses have changed. The cluster runs on without it; the next poll
+        tries again.
+        """
+        if (state := self._state()) == self._recorded:
             return
         try:
             self._folder.write_state(state)
@@ -215,7 +217,7 @@ class Supervisor:
                 messages.warning("%s; `baton status` shows old process ids until it is written", error)
             self._state_is_old = True
         else:
-            self._recorded, self._state_is_old = state.processes, False
+            self._recorded, self._state_is_old = state, False
 
     def _stop_processes(self, stop: Stop) -> None:
         """Stop the routers first, so that they finish their requests while the workers still run."""

@@ -95,7 +95,8 @@ def _overlay(tree: Tree, sets: Sequence[str], env: Mapping[str, str]) -> dict[st
         if not separator or not key.strip():
             raise ConfigError(f"--set {item}: must be key=value, such as --set decode.replicas=2")
         path = key.strip().split(".")
-        source = f"--set {key}" if path[0] == "redis" else f"--set {item}"  # its URL may contain a password
+        known = path[0] in ClusterConfig.model_fields and path[0] != "redis"  # its URL may contain a password
+        source = f"--set {item}" if known else f"--set {key}"
         _put(tree, path, _scalar(value, f"--set {key}"), source)
         origins[".".join(path)] = source
     return origins

@@ -111,7 +111,7 @@ class EmbeddedRedis:
     def _explain(self, log_from: int) -> None:
         """Raise the reason why the server ended before it answered."""
         text = self.log_file.read_bytes()[log_from:].decode(errors="replace") if self.log_file.is_file() else ""
-        if "Address already in use" in text:
+        if "Address already in use" in text or (not text and _in_use(self.port)):
             raise _PortTakenError
         last = " | ".join(line for line in text.splitlines() if "#" in line)[-300:]
         raise LedgerError(f"embedded Redis ended with status {self._process.returncode} before it answered: {last}")
@@ -157,6 +157,15 @@ def _spawn(program: Path, configuration: str) -> subprocess.Popen[bytes]:
     with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # it ended: `_wait_ready` reports why
         stdin.write(configuration.encode())
     return process
+
+
+def _in_use(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+    return False
 
 
 def _writable(file: Path) -> bool:

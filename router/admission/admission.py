@@ -30,6 +30,7 @@ PlacementT = TypeVar("PlacementT")
 
 _LEAST_RETRY_S = 0.5
 _CHECKS, _CHECK_S = 8, 1.0  # an accepted request checks for workers 8 times per `wait_s`, at least each second
+_LOADING_S = 600.0  # for a worker to start, as its supervisor allows
 _RESERVE = 8  # 1/8 on top of a limit is reserved for tenants below their share
 _WINDOW_S = 5.0
 _WINDOW_REQUESTS = 32  # a longer window if this many requests take longer
@@ -106,7 +107,8 @@ class _Waiter(Entry, Generic[PlacementT]):
     deadline: float
     served: asyncio.Future[PlacementT]
     accepted: bool
-    counts_from: float  # `since`, or if accepted the last time a capable worker was connected
+    counts_from: float  # `since`, or if accepted the last time a capable worker was connected or starting
+    connected_at: float  # the last time one was connected
     reachable: bool = True
     aside: bool = False
 
@@ -194,6 +196,7 @@ class Admission(Generic[PlacementT]):
             served=asyncio.get_running_loop().create_future(),
             accepted=accepted,
             counts_from=since,
+            connected_at=now,
         )
         if not accepted and self._lacks(waiter) and (count := self.aside) >= self._limits.requests:
             text = f"{count} requests wait already for a worker that can compute them, no more are accepted"
@@ -300,11 +303,14 @@ class Admission(Generic[PlacementT]):
 
     def _extend_wait(self, waiter: _Waiter[PlacementT], limit: asyncio.Timeout) -> None:
         """Extend the wait of an accepted request while a worker that can serve it is connected or starting, and repeat
-        this. A model may take longer to load than `wait_s`.
+        this. A model may take longer to load than `wait_s`; a worker that starts again and again does not count.
         """
         if waiter.served.done():
             return
-        serves = (not waiter.aside and self._can_serve()) or bool(self.starting())
+        now = self._clock.monotonic()
+        if not waiter.aside and self._can_serve():
+            waiter.connected_at = now
+        serves = waiter.connected_at == now or (now < waiter.connected_at + _LOADING_S and bool(self.starting()))
         if serves or waiter.reachable:
             waiter.counts_from = self._clock.monotonic()
         waiter.reachable = serves

@@ -51,10 +51,12 @@ class BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        """Limit the time while headers are awaited: from the connect on, or from their first byte on."""
+        """Limit the time while headers are awaited: from the connect on, or from their first byte on. This includes the
+        rest of a body that was not read before the answer.
+        """
         last: RequestResponseCycle | None = self.cycle  # None before the first request
-        # Between requests, uvicorn limits the time until their first byte.
-        calm = last is not None and not (last.response_complete and self.conn.trailing_data[0])
+        # Between requests, uvicorn limits the time until their first byte, and stops its timer at any byte.
+        calm = last is not None and not (last.response_complete and self.timeout_keep_alive_task is None)
         if calm or self.transport.is_closing():
             self._stop()
         elif self._timer is None:

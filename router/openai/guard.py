@@ -20,16 +20,17 @@ from router.openai.errors import HttpError, http_problem
 _OWN_SITE = {"same-origin", "none"}
 
 
-def guarded(app: ASGIApp, names: Collection[str] | None) -> ASGIApp:
-    """Wrap `app` to reject requests that fail a check. `names` are host names for a loopback listener, in addition to
+def guarded(app: ASGIApp, names: Collection[str] | None, *, loopback: bool) -> ASGIApp:
+    """Wrap `app` to reject requests that fail a check. `names` are host names for a `loopback` listener, in addition to
     loopback names; None means that tokens protect the paths.
     """
+    known = None if names is None or not loopback else {name.strip("[]").lower() for name in names}
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         try:
             _check_headers(scope)
             if names is not None:
-                _check_origin(scope, names)
+                _check_origin(scope, known)
         except HttpError as error:
             await http_problem(error).response()(scope, receive, send)
         else:
@@ -50,14 +51,16 @@ def _check_headers(scope: Scope) -> None:
         raise HttpError(400, "ambiguous_length", text, closes=True)
 
 
-def _check_origin(scope: Scope, names: Collection[str]) -> None:
-    """Raise HttpError for a request of another site's page. Its links to the dashboard may be followed."""
-    headers, server = Headers(scope=scope), scope.get("server")
+def _check_origin(scope: Scope, names: Collection[str] | None) -> None:
+    """Raise HttpError for a request of another site's page. Its links to the dashboard may be followed. Browsers always
+    send a host name; it is not checked if `names` is None.
+    """
+    headers = Headers(scope=scope)
     followed = headers.get("sec-fetch-mode") == "navigate" and not scope["path"].startswith("/live")
     if headers.get("sec-fetch-site", "none") not in _OWN_SITE and not followed:
         raise HttpError(403, "cross_site", "cross-site requests are rejected, because no tokens are set")
     host = _host(headers)
-    if server is not None and _is_loopback(server[0]) and not (_is_loopback(host) or host in names):
+    if names is not None and "host" in headers and not (_is_loopback(host) or host in names):
         text = f"host: {host[:128]!r} is neither a loopback name such as localhost nor one of router.http_names"
         raise HttpError(403, "wrong_host", f"{text}, which is required because no tokens are set")
 

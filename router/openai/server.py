@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from baton.clock import SystemClock
 from baton.config.schema import TlsConfig
+from baton.config.values import is_loopback
 from baton.errors import BatonError, ConfigError, EngineFault, UnknownModel
 from baton.limits import MAX_HTTP_HEADER_BYTES
 from baton.metrics import Metrics
@@ -205,7 +206,7 @@ class HttpServer:
         self._upstream = Upstream(from_here(target), Wire.of(tls) if wire is None else wire)
         app = Gateway(self._upstream, self._settings).app()
         config = uvicorn.Config(
-            guarded(app, self._settings.names),
+            guarded(app, self._settings.names, loopback=is_loopback(self.address)),
             http=BoundedProtocol,
             ws="none",
             lifespan="off",

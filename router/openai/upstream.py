@@ -21,6 +21,7 @@ from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from baton.tracing.trace import TRACEPARENT, TraceContext
 
 _UNARY_S = 60.0  # In a burst, the router takes a while to take a call.
+_HEALTH_S = 10.0
 _FRESH_S = 5.0  # Age from which the served model is asked for again.
 _PROMPTS = 16  # Concurrent prompts of one HTTP request; a long list must not fill the router's queue.
 _WAITING = 64  # Buffered events; beyond that flow control stops the router.
@@ -71,7 +72,7 @@ class Upstream:
         """Return True if the router responds and has a pair of workers."""
         request = health_pb2.HealthCheckRequest(service=_SERVICE)
         try:
-            reply = await self._health.Check(request, timeout=_UNARY_S)
+            reply = await self._health.Check(request, timeout=_HEALTH_S)
         except aio.AioRpcError:
             return False
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)

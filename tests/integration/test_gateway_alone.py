@@ -448,12 +448,19 @@ async def test_a_request_with_two_lengths_is_rejected_and_ends_its_connection(ga
     assert b'"ambiguous_length"' in answer
 
 
-@pytest.mark.parametrize(("names", "status"), [((), 403), (("evil.example",), 200), (None, 200)])
+@pytest.mark.parametrize(("names", "status"), [((), 403), (("Evil.example",), 200), (None, 200)])
 async def test_without_tokens_a_foreign_name_reaches_nothing_on_a_loopback_listener(names, status):
     async with alone(names=names) as gateway:
         for method, path, body in (("POST", "/v1/completions", b'{"prompt": "x"}'), ("GET", "/version", b"")):
             found = await gateway.raw(method, path, body, host="evil.example:8000", origin="http://evil.example")
             assert found[0] == status
+
+
+async def test_a_request_without_a_host_name_is_no_browsers(gateway):
+    reader, writer = await asyncio.open_connection(*gateway.address.split(":"))
+    writer.write(b"GET /health HTTP/1.0\r\n\r\n")
+    assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+    writer.close()
 
 
 async def test_a_page_of_another_site_may_only_link_to_the_dashboard(gateway):
@@ -487,6 +494,15 @@ async def test_headers_that_do_not_arrive_end_their_connection(gateway, monkeypa
     writer.close()
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b'"request_timeout"' in answer
+
+
+async def test_the_rest_of_a_body_after_the_answer_is_limited_too(gateway, monkeypatch):
+    reader, writer = await opened(gateway.address, "POST", "/nothing", content_length="10")
+    await reader.readuntil(b"}}")
+    monkeypatch.setattr(BoundedProtocol, "headers_s", 0.0)
+    writer.write(b"x")
+    assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
+    writer.close()
 
 
 async def test_a_burst_without_a_model_costs_one_call_for_it(gateway):

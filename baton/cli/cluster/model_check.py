@@ -45,9 +45,13 @@ def _check_folder(folder: Path) -> None:
 
 def _check_length(folder: Path, wanted: int | str) -> None:
     try:
-        known = json.loads((folder / "config.json").read_bytes()).get("max_position_embeddings")
+        fields = json.loads((folder / "config.json").read_bytes())
+        known = fields.get("max_position_embeddings")
+        scaled = fields.get("rope_scaling") or fields.get("rope_parameters")
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"model.path: {folder / 'config.json'} is not a readable JSON object: {error}") from None
+    if scaled:
+        return  # may extend the length; the worker knows the rules
     if isinstance(known, int) and isinstance(wanted, int) and wanted > known:
         raise ConfigError(f"model.max_model_len: must be at most {known}, the model's maximum, got {wanted}")
 

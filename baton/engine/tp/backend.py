@@ -70,7 +70,7 @@ class ShardedBackend:
 
     def make_cache(self, total_blocks: int, *, exposed: bool = False) -> KVCache:
         """Make the cache for `forward` on all ranks, and invalidate the previous one. Raises RankLost, or ConfigError
-        if it cannot be `exposed` here.
+        if memory is lacking, or it cannot be `exposed` here.
         """
         self._check_open()
         self._kv = None
@@ -79,6 +79,9 @@ class ShardedBackend:
         try:
             self._ranks.send(CACHE, [total_blocks])
             self._kv = self._model.make_cache(total_blocks)
+        except ConfigError as error:  # not enough memory, for example
+            self._lost(error)
+            raise
         except Exception as error:
             raise self._lost(error) from error
         return self._kv

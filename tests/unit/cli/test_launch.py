@@ -174,6 +174,11 @@ def test_a_plan_that_needs_more_gpus_than_there_are_is_refused_before_anything_s
             "model.max_model_len: must be at most 64, the model's maximum, got 65",
         ),
         (
+            {"config.json": '{"max_position_embeddings": 64, "rope_scaling": {"factor": 4}}', "tokenizer.json": ""},
+            {"model": {"max_model_len": 256}},
+            None,
+        ),
+        (
             {"config.json": "{}", "tokenizer.json": ""},
             {"decode": {"kv_memory": "900TiB", "device": "cpu"}},
             r"decode.kv_memory: \d+ bytes for each of 1 workers, but this machine has \d+; set fewer, or auto",
@@ -184,7 +189,7 @@ def test_a_plan_that_needs_more_gpus_than_there_are_is_refused_before_anything_s
             None,
         ),
     ],
-    ids=["no folder", "no tokenizer", "broken", "too long", "too large", "fine"],
+    ids=["no folder", "no tokenizer", "broken", "too long", "extended", "too large", "fine"],
 )
 def test_knowable_mistakes_are_found_before_anything_starts(tmp_path, files, tree, words):
     folder = tmp_path / "model"

@@ -221,6 +221,15 @@ async def test_it_waits_for_a_worker_that_starts_until_its_deadline_and_newcomer
 
 
 @virtual
+async def test_a_worker_that_starts_again_and_again_is_not_waited_for_without_end():
+    async with accepting() as gate:
+        gate.pair, gate.starting = False, "decode-0"
+        with pytest.raises(NoWorker):
+            await (await gate.enter(accepted=True, deadline_s=3600.0))
+        assert 600.0 < gate.clock.monotonic() - START < 600.0 + 2 * WAIT_S
+
+
+@virtual
 async def test_workers_that_come_back_in_time_count_from_anew():
     async with accepting() as gate:
         back = await gate.enter(returning=True, accepted=True)
