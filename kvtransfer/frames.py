@@ -168,11 +168,11 @@ class Progress:
 class Coverage:
     """The receiver's record of the announced part of positions [skip, tokens), or of the part that it has read."""
 
-    __slots__ = ("_reached", "_token_bytes", "_tokens", "nbytes")
+    __slots__ = ("_reached", "_skip", "_token_bytes", "_tokens", "nbytes")
 
     def __init__(self, layout: KVLayout, skip: int, tokens: int) -> None:
         self._token_bytes = layout.layer_token_bytes
-        self._tokens = tokens
+        self._skip, self._tokens = skip, tokens
         self._reached = [skip] * layout.layers
         self.nbytes = 0
 
@@ -188,7 +188,7 @@ class Coverage:
         """Whether `frame` is within the handoff and has the right size."""
         inside = 0 <= frame.layer_begin < frame.layer_end <= len(self._reached) and frame.end <= self._tokens
         size = len(frame.layers) * (frame.end - frame.begin) * self._token_bytes
-        return inside and frame.begin < frame.end and frame.nbytes == size
+        return inside and self._skip <= frame.begin < frame.end and frame.nbytes == size
 
     def read(self, frame: FrameSpec) -> None:
         """Record the positions of `frame` that extend its layers. A frame after a gap adds nothing."""

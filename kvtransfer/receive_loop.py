@@ -159,7 +159,7 @@ class ReceiveLoop:
         self._reply = reply
         self._ring = end.ring_of(transport)
         self._credited = 0
-        self._one_sided = transport.one_sided
+        self._one_sided, self._networked = transport.one_sided, transport.networked
         self._pool: RemotePool | None = None  # of a one-sided channel, when it is built
         self._staged: StagedPool | None = None
         self._done_at = 0.0  # when the last frame was done
@@ -175,6 +175,12 @@ class ReceiveLoop:
             raise FrameRefused("a frame was announced before the channel was built")
         self.queue.control_socket, self._pool = channel.control_socket, channel.pool
         self._staged = channel.pool if isinstance(channel.pool, StagedPool) else None
+        try:
+            self._run(channel)
+        finally:
+            self._pool = self._staged = None  # the session is kept after its end, and the sender's pool must not be
+
+    def _run(self, channel: ChannelEnd) -> None:
         todo: deque[Frame | EndOfHandoff | None] = deque()
         early: deque[EndOfHandoff] = deque()
         while not self.over:
@@ -256,6 +262,8 @@ class ReceiveLoop:
             inbound = known.get(convert.handoff_from_pb(message.handoff))
             if inbound is None or not (inbound.announced.fits if self._one_sided else inbound.announced.accepts)(spec):
                 raise FrameRefused(f"frame {number}: {spec} does not continue an accepted handoff")
+            if self._one_sided and self._networked and not message.digest:
+                raise FrameRefused(f"frame {number}: it comes over a network and has no digest")
         elif spec != wire.frame(self._ring) or number >= wire.FRAMES:
             raise FrameRefused(f"frame {number} belongs to no handoff")
         if number != self.announced or spec.nbytes > self._ring.size:
@@ -313,7 +321,10 @@ class ReceiveLoop:
     def _copy(self, pool: RemotePool, inbound: IncomingHandoff, frame: Frame, blocks: Sequence[int]) -> None:
         """Read, verify and record a frame. Raises DigestMismatch."""
         kv, spec = self._end.kv, frame.spec
-        if not pool.read(kv, spec, frame.places, blocks):
+        frame.places.fresh = inbound.places.fresh
+        whole = pool.read(kv, spec, frame.places, blocks)
+        inbound.places.fresh = frame.places.fresh
+        if not whole:
             return inbound.announced.spoiled(spec)
         if frame.digest and frame.digest != wire_digest(self._as_read(spec, blocks)):
             raise DigestMismatch(f"handoff {inbound.handoff}: frame {frame.number} differs")

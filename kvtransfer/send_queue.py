@@ -65,6 +65,7 @@ class Push:
     marks: deque[Written] = field(default_factory=deque)  # GPU work that must end before the blocks are read
     generations: list[int] = field(default_factory=list)  # of `blocks` in exposed memory
     listed: int = 0  # blocks whose places the receiver has
+    withdrawals: int = 0
     frames: int = 0
     end: PushEnd | None = None
     offered_at: float = 0.0
@@ -200,6 +201,7 @@ class SendQueue:
             if push := self._pushes.get(handoff):
                 push.progress.withdrawn(frame for of, frame in self._unread if of is push)
                 push.blocks, push.generations, push.listed = (), [], 0
+                push.withdrawals += 1
                 push.marks.clear()
             self._changed.wait_for(lambda: self._reads != handoff)  # also for a push that has ended
 
@@ -300,13 +302,19 @@ class SendQueue:
                     self._report(push.job.handoff, push.outcome)
                 self._wake()
 
-    def announce(self, push: Push | None, frame: FrameSpec, digest: bytes = b"") -> bool:
-        """Announce `frame`, or return False if the push has ended. `push` is None for a frame of the probe."""
+    def announce(
+        self, push: Push | None, frame: FrameSpec, digest: bytes = b"", withdrawals: int | None = None
+    ) -> bool:
+        """Announce `frame`, or return False if the push has ended, or was withdrawn since `withdrawals` was read. For a
+        frame of the probe, `push` is None.
+        """
         with self._changed:
             if push is None:
                 self.window.announce(None, frame)
                 return True
             if push not in self._pushes.values() or (self.one_sided and not push.progress.offers(frame)):
+                return False
+            if withdrawals is not None and push.withdrawals != withdrawals:
                 return False
             if self.one_sided:
                 self._list_places(push, frame)

@@ -357,7 +357,7 @@ class SendChannel:
         """Announce a frame that the receiver reads from the blocks. Nothing is copied, unless digests are verified. The
         receiver's copies are not in the order of this GPU's streams, so the host waits until the KV is written.
         """
-        started, digest = time.monotonic(), b""
+        started, digest, withdrawals = time.monotonic(), b"", push.withdrawals
         if mark := self.queue.mark_of(push, frame):
             mark.synchronize()
         if self._verifies:
@@ -366,7 +366,7 @@ class SendChannel:
                     return
                 digest = wire_digest(self._end.kv.copied(frame.layers, blocks, frame.begin, frame.end))
         channel.start(self.queue.window.number, frame.nbytes)
-        self.queue.announce(push, frame, digest)
+        self.queue.announce(push, frame, digest, withdrawals)
         push.filling_s += time.monotonic() - started
 
     def _send(self, channel: ChannelEnd, ring: Ring, push: Push | None, frame: FrameSpec) -> None:

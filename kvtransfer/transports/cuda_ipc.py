@@ -128,8 +128,10 @@ class OpenedPool:
         if places.fresh:
             self._copies.follow()
             places.fresh = False
-        self._copies.copy(*self._runs(kv, spec, blocks, ours))
-        self._finish()
+        try:
+            self._copies.copy(*self._runs(kv, spec, blocks, ours))
+        finally:
+            self._finish()  # also for the copies before one that failed
         return self._generations(blocks) == expected
 
     def _finish(self) -> None:

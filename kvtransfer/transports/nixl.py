@@ -10,6 +10,7 @@ Only TCP on the interface for KV is used. It is not encrypted. Not yet run with 
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import struct
@@ -43,6 +44,7 @@ _POOL = struct.Struct("<QQQQ")  # address, blocks, bytes of KV, positions per bl
 _POLL_S = 0.00005
 _GAP = 512  # blocks between two generations that are read together: fewer bytes than a request costs
 _WORD = 8
+_ENV = {"PATH", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "TMPDIR", "LANG"}
 _ENDING_S = 5.0
 
 
@@ -297,10 +299,17 @@ class ExposingProcess:
 
     def __init__(self, library: Any, memory: ExposedMemory, config: str) -> None:
         words = ["-m", "kvtransfer.transports.nixl_agent", library.__name__, memory.file, memory.shape.nbytes, config]
-        pipe = subprocess.PIPE
+        # It answers for any address, so it must not hold the worker's secrets. Ctrl-C reaches the worker alone.
+        env = {name: value for name, value in os.environ.items() if name in _ENV or name.startswith(("UCX_", "NIXL_"))}
         self._process = subprocess.Popen(
-            [sys.executable, *map(str, words)], stdin=pipe, stdout=pipe, pass_fds=(memory.file,)
+            [sys.executable, *map(str, words)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=(memory.file,),
+            env=env,
+            process_group=0,
         )
+        self._lock = threading.Lock()  # channels open in threads of their own
         self._found: tuple[int, bytes] | None = None
         weakref.finalize(self, _end, self._process)
 
@@ -310,15 +319,18 @@ class ExposingProcess:
 
     def where(self, deadline_s: float) -> tuple[int, bytes]:
         """See `Exposed`."""
-        if self._found is None:
-            assert self._process.stdout is not None
-            if not select.select([self._process.stdout], [], [], deadline_s)[0]:
-                raise TimeoutError(f"the process that exposes the pool did not start within {deadline_s} s")
-            address, _, metadata = self._process.stdout.readline().decode().partition(" ")
-            if not metadata:
-                raise ConnectionError("the process that exposes the pool has ended; see its messages")
-            self._found = int(address), bytes.fromhex(metadata)
-        return self._found
+        with self._lock:
+            self._found = self._found or self._heard(deadline_s)
+            return self._found
+
+    def _heard(self, deadline_s: float) -> tuple[int, bytes]:
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], deadline_s)[0]:
+            raise TimeoutError(f"the process that exposes the pool did not start within {deadline_s} s")
+        address, _, metadata = self._process.stdout.readline().decode().partition(" ")
+        if not metadata:
+            raise ConnectionError("the process that exposes the pool has ended; see its messages")
+        return int(address), bytes.fromhex(metadata)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -22,6 +22,8 @@ from kvtransfer.transports.base import ChannelName, KeyRelay, Places, Ring, Side
 from kvtransfer.transports.host_pool import PoolEnd, pass_pool, receive_pool
 from kvtransfer.transports.unix_socket import host_reach
 
+_HANDSHAKE = 2  # version of what both ends exchange when they open a channel
+
 
 class ShmTransport:
     """Transport between KV caches in main memory. A cache that is not exposed can only receive. Raises ConfigError
@@ -35,7 +37,7 @@ class ShmTransport:
         check_platform()
         if kv.device.type != "cpu":
             raise ConfigError(f"shm needs KV in main memory; KV is on {kv.device}")
-        self.reach = host_reach()
+        self.reach = f"{host_reach()}-{_HANDSHAKE}"
         self._exposed = kv.exposed if isinstance(kv.exposed, ExposedMemory) else None
         self.sends = self._exposed is not None
         self._kv = kv

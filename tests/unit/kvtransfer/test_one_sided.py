@@ -3,9 +3,11 @@
 Over nixl, a stand-in of the library (`tests.support.nixl`) runs in this process.
 """
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from baton.engine.tp.kv_memory import CopiedCache
 from baton.errors import ChannelBroken, DigestMismatch, StaleAttempt
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import wire
-from kvtransfer.frames import FrameSpec
+from kvtransfer.frames import FrameSpec, Progress
 from kvtransfer.transports.base import Places
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.nixl import NixlTransport
@@ -412,3 +414,78 @@ def test_a_copy_that_failed_takes_back_what_it_overwrote(shared) -> None:
     pair.reports.failed(job.handoff, StaleAttempt)
     pair.reports.done(pair.push("next", TOKENS, SOURCE, [30, 31, 32, 33, 34, 35]))
     assert job.handoff not in pair.table.commits
+
+
+@pytest.mark.parametrize("over", ["cuda_ipc"])
+def test_only_the_first_copy_of_a_handoff_waits_for_the_compute_stream(shared) -> None:
+    pair = shared()
+    for name in ("r", "s"):
+        assert pair.reports.done(pair.push(name, TOKENS, SOURCE, TARGET)).frames > 2
+    assert vars(pair.target)["gpu"].streams[-1].followed == 2
+
+
+@pytest.mark.parametrize("over", ["shm"])
+def test_the_pool_of_the_sender_is_unmapped_when_its_channel_has_ended(shared) -> None:
+    pair = shared()
+
+    inode = os.fstat(exposed_in(pair.source).file).st_ino
+
+    def mapped() -> int:
+        return sum(line.split()[4] == str(inode) for line in Path("/proc/self/maps").read_text().splitlines())
+
+    before = mapped()
+    pair.reports.done(pair.push("r", TOKENS, SOURCE, TARGET))
+    assert mapped() > before
+    pair.sender.close()
+    eventually(lambda: mapped() == before)
+
+
+@only_nixl
+def test_a_frame_that_comes_over_a_network_without_a_digest_ends_the_channel(shared) -> None:
+    pair = shared()
+    job = pair.begin("r", TOKENS, TARGET)
+    probed(pair)
+    pair.sender._channels[0]._verifies = False
+    pair.sender.computed(job.handoff, SOURCE, LAYOUT.layers, TOKENS)
+    pair.reports.failed(job.handoff, ChannelBroken, "has no digest")
+    assert only_these(pair.target, [], 0)
+
+
+@only_mapped
+def test_a_frame_before_the_skipped_positions_ends_the_channel(shared) -> None:
+    """They may be in blocks that other sequences read too."""
+    pair = shared()
+    job = pair.begin("r", TOKENS, TARGET, skip=5)
+    probed(pair)
+    queue = pair.sender._channels[0].queue
+    queue._pushes[job.handoff].progress = Progress(LAYOUT, 0, TOKENS)
+    pair.sender.computed(job.handoff, SOURCE, LAYOUT.layers, TOKENS)
+    pair.reports.failed(job.handoff, ChannelBroken, "does not continue an accepted handoff")
+    assert only_these(pair.target, [], 0)
+
+
+@only_mapped
+def test_a_frame_that_was_withdrawn_and_computed_again_since_its_mark_is_not_announced(shared) -> None:
+    """Its new KV may not be final yet on a GPU: the next announcement waits for the new mark."""
+    pair, told = shared(), list[bool]()
+    job = pair.begin("r", TOKENS, TARGET)
+    probed(pair)
+    queue = pair.sender._channels[0].queue
+    mark_of, announce = queue.mark_of, queue.announce
+
+    def withdrawn_meanwhile(push, frame):
+        found = mark_of(push, frame)
+        if not told:
+            pair.sender.withdraw(job.handoff)
+            pair.sender.computed(job.handoff, SOURCE, LAYOUT.layers, TOKENS)
+        return found
+
+    def announced(*args):
+        told.append(announce(*args))
+        return told[-1]
+
+    vars(queue)["mark_of"], vars(queue)["announce"] = withdrawn_meanwhile, announced
+    pair.sender.computed(job.handoff, SOURCE, LAYOUT.layers, TOKENS)
+    pair.complete(job, SOURCE)
+    assert told[:2] == [False, True]
+    assert same_kv(pair.source, SOURCE, pair.target, TARGET, TOKENS)

@@ -9,6 +9,7 @@ Written from CUDA's documentation and not yet run on a GPU. docs/how-to/gpu.md h
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -229,6 +230,7 @@ class ExposedGpuMemory:
             self.address = gpu.allocate(self._nbytes)
         except RuntimeError as error:
             raise ConfigError(f"KV memory of {self._nbytes} bytes on the GPU: {error}") from error
+        self._lock = threading.Lock()  # channels open in threads of their own
         self._readers: list[Callable[[], bool]] = []
         weakref.finalize(self, _free, gpu, self.address, self._readers).atexit = False
         whole = gpu.tensor(self.address, self._nbytes)
@@ -245,7 +247,8 @@ class ExposedGpuMemory:
 
     def lend(self, gone: Callable[[], bool]) -> None:
         """Do not free the memory until `gone` returns True: a reader may have it open."""
-        self._readers[:] = [*(one for one in self._readers if not one()), gone]
+        with self._lock:
+            self._readers[:] = [*(one for one in self._readers if not one()), gone]
 
 
 def _free(gpu: Device, address: int, readers: list[Callable[[], bool]]) -> None:
