@@ -30,7 +30,6 @@ from baton.rpc import convert
 from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import peer_pb2 as pb
 from baton.rpc.v1.peer_pb2_grpc import PeerServicer
-from kvtransfer import wire
 from kvtransfer.handoff import HandoffTable, TransferSettings
 from kvtransfer.receive_loop import EndOfHandoff, IncomingHandoff, ReceiveLoop, inbound_of
 from kvtransfer.transports.base import ChannelName, Choice, Endpoint, KeyRelay, Side, Transport
@@ -167,9 +166,8 @@ class Session:
 
     @property
     def idle(self) -> bool:
-        """Whether no handoff is under way, nor the opening of the channel."""
-        loop = self._receive_loop
-        return not loop.open and loop.received == loop.announced and loop.received >= wire.FRAMES
+        """Whether no handoff is under way."""
+        return not self._receive_loop.open and self._receive_loop.received == self._receive_loop.announced
 
     def join(self) -> None:
         """Wait for the thread, at most for the deadline of the frame on the wire."""

@@ -22,7 +22,7 @@ from kvtransfer.transports.base import ChannelName, KeyRelay, Places, Ring, Side
 from kvtransfer.transports.host_pool import PoolEnd, pass_pool, receive_pool
 from kvtransfer.transports.unix_socket import host_reach
 
-_HANDSHAKE = 2  # version of what both ends exchange when they open a channel
+_HANDSHAKE = 2  # version of the exchange that opens a channel
 
 
 class ShmTransport:

@@ -51,7 +51,7 @@ def _check_length(folder: Path, wanted: int | str) -> None:
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"model.path: {folder / 'config.json'} is not a readable JSON object: {error}") from None
     if scaled:
-        return  # may extend the length; the worker knows the rules
+        return  # may extend the length; the worker applies the rules
     if isinstance(known, int) and isinstance(wanted, int) and wanted > known:
         raise ConfigError(f"model.max_model_len: must be at most {known}, the model's maximum, got {wanted}")
 
