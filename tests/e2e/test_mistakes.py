@@ -98,7 +98,7 @@ def test_a_home_that_is_no_folder(tmp_path, detach):
 def test_a_folder_that_is_no_checkpoint_is_named(home, tmp_path):
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "tokenizer.json").write_bytes((ROOT / "models/demo/tokenizer.json").read_bytes())
-    refused(home, *UP, "--set", f"model.path={tmp_path / 'weights'}", code=3, says=["weights/", ".json: no such file"])
+    refused(home, *UP, "--set", f"model.path={tmp_path / 'weights'}", code=3, says=["weights", "has no config.json"])
 
 
 def starting(home, config, *options, number=signal.SIGTERM):

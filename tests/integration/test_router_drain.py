@@ -30,7 +30,7 @@ async def pair(make, **settings):
 
 
 def inner(cluster):
-    return cluster.router._gateway._upstream.target
+    return f"unix:{cluster.router._inner._folder.name}/router"
 
 
 async def test_no_call_fails_while_one_of_two_drains(make):
