@@ -95,6 +95,11 @@ class Child:
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
+    @property
+    def starting(self) -> bool:
+        """Whether it was started and has not reported readiness, as far as this was looked at."""
+        return self._ready_fd is not None
+
     def start(self, *, logged: bool = True) -> None:
         """Start the process and do not wait. If its log cannot be written, raises ConfigError if it must be `logged`;
         else its output is lost. Raises StartError.

@@ -230,7 +230,8 @@ class Supervisor:
         self._control.stop(STOP_S)
 
     def _processes(self) -> dict[str, ProcessId]:
-        pids = {**{router.spec.name: router.pid for router in self._routers}, **self._control.pids()}
+        serving = {router.spec.name: router.pid for router in self._routers if not router.starting}
+        pids = {**serving, **self._control.pids()}
         if self._redis is not None:
             pids["redis"] = self._redis.pid
         found: dict[str, ProcessId] = {}

@@ -224,6 +224,7 @@ def test_while_a_router_starts_again_the_other_parts_are_watched(run):
     eventually(lambda: router.restarts == 1 and router.pid is not None)
     polls(run)
     assert router.ready["grpc"] == "127.0.0.1:4711"  # of its earlier life, for the state file
+    assert "router" not in run.folder.read_state().processes
     marker.unlink()
     eventually(lambda: router._ready_fd is None)
     assert router.pid is not None
