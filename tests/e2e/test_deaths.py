@@ -15,6 +15,7 @@ from tests.support.waiting import eventually
 pytestmark = pytest.mark.slow
 SETS = (HANDED_OVER, "model.path=oracle", "router.queue.max_wait_s=60")
 LONG = {"max_tokens": 600, "temperature": 0, "ignore_eos": True}
+LONGER = LONG | {"max_tokens": 1900}  # it must not have ended when the signal arrives
 
 
 def serves(cluster):
@@ -72,8 +73,8 @@ def test_a_worker_that_is_told_to_stop_hands_over(cluster, name):
     """SIGTERM loses nothing, no attempt counts as failed, and the next worker continues."""
     eventually(lambda: serves(cluster), within_s=30)
     with cluster.client() as client:
-        expected = client.generate("handed over", **LONG)
-    with cluster.client(max_retries=0) as client, client.stream("handed over", **LONG) as stream:
+        expected = client.generate("handed over", **LONGER)
+    with cluster.client(max_retries=0) as client, client.stream("handed over", **LONGER) as stream:
         read(stream, 50)
         pid = cluster.kill(name, signal.SIGTERM)
         answer = stream.collect()
