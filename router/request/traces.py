@@ -23,7 +23,7 @@ _NS = 1e9
 _MOST_SPANS = 256  # per choice, of stages and of workers each
 _MOST_BYTES = 32 * 2**20  # of all kept traces
 _PASSAGE_BYTES = 300
-_REPORT_S = 0.5  # a prefill worker reports the result of its push between two steps
+_REPORT_S = 2.0  # a prefill worker reports the result of its push between two steps, which may be long
 _POLL_S = 0.005
 
 
@@ -103,7 +103,7 @@ class Trace:
         return admin_pb2.TraceReply(**named, spans=self.spans())
 
     async def settled(self, left_s: float) -> None:
-        """Wait for outstanding reports: at most 0.5 s, and at most half of `left_s`, the seconds until the deadline."""
+        """Wait for outstanding reports: at most 2 s, and at most half of `left_s`, the seconds until the deadline."""
         for _ in range(round(min(_REPORT_S, left_s / 2) / _POLL_S)):
             if not any(track.outstanding for track in self.tracks):
                 return

@@ -115,4 +115,5 @@ def test_pools_follow_the_load_and_say_why(home):
         eventually(lambda: sizes(cluster) == ((1, 1), (1, 1)), within_s=60, every_s=0.3)
         shown = home.baton("status", "--name", cluster.name, check=True).stdout
         assert "autoscaler: prefill 1: " in shown
-        assert "spare workers for 2 s" in shown
+        reasons = [one["text"] for one in cluster.status()["control"]["decisions"]]  # the command shows the latest
+        assert any("spare workers for 2 s" in text for text in reasons), reasons
