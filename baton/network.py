@@ -106,7 +106,7 @@ def raise_open_files() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(OPEN_FILES, _finite(hard))
     if _finite(soft) < wanted:
-        with suppress(OSError, ValueError):  # a sandbox may forbid it; the process runs with fewer
+        with suppress(OSError, ValueError):  # the system may forbid it; the process then runs with fewer
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return open_files()
 

@@ -91,6 +91,8 @@ def measure(args: argparse.Namespace, plan: Plan) -> Results:
         **({"frames": sweep_frames} if args.sweep else {}),
         **({"coalescing": sweep_coalescing} if args.sweep and plan.prompts else {}),
     }
+    if args.only not in {None, *parts}:
+        sys.exit(f"--only: must be one of {', '.join(parts)}, got {args.only!r}")
     for name, part in parts.items():
         if args.only not in {None, name}:
             continue
@@ -151,7 +153,7 @@ def _facts(argv: list[str], args: argparse.Namespace, results: Results) -> dict[
         "KV": f"{DTYPE}, blocks of 16 in no order" + (", toy models: the figures mean nothing" if args.tiny else ""),
         "frames": f"{DEFAULTS.frame_size >> 10} KiB, {DEFAULTS.credits} slots, "
         f"held back below {DEFAULTS.coalesce_below >> 10} KiB",
-        "digests": "of each frame over gloo and nixl; of the whole KV where it says so",
+        "digests": "of each frame over gloo and nixl; of the whole KV in rows marked so",
         "other load": f"{other:.0%} of the CPU" + (": **a busy machine, rough figures**" if other > BUSY else ""),
     }
 

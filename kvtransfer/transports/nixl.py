@@ -21,7 +21,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -37,6 +36,7 @@ from baton.errors import ChannelBroken, ConfigError
 from kvtransfer.frames import FrameSpec
 from kvtransfer.handoff import TransferSettings
 from kvtransfer.transports.base import ChannelName, KeyRelay, Places, Ring, Side, local_ring, translate_errors
+from kvtransfer.transports.host_pool import layout_of
 from kvtransfer.transports.nixl_agent import load, make_agent, register, tcp_on, translated
 
 KEY = "nixl"
@@ -74,7 +74,7 @@ class NixlTransport:
         self, kv: KVCache, settings: TransferSettings, library: Any = None, expose: Expose | None = None
     ) -> None:
         if settings.encrypted:
-            raise ConfigError("nixl does not encrypt KV, and security.tls asks for it")
+            raise ConfigError("nixl does not encrypt KV, but security.tls requires encryption")
         try:
             self._library = library or load("nixl._bindings")
             self._config = tcp_on(settings.interface or _interface(settings.bind_host))
@@ -117,9 +117,7 @@ class NixlTransport:
         if len(value) <= _POOL.size:
             raise ConnectionError("the peer sent no agent")
         address, blocks, kv_bytes, block_size = _POOL.unpack_from(value)
-        layout = replace(self._kv.layout, block_size=block_size)
-        if not block_size or kv_bytes != blocks * layout.block_bytes:
-            raise ConnectionError(f"{kv_bytes} bytes are not {blocks} blocks of {block_size} positions")
+        layout = layout_of(self._kv.layout, blocks, kv_bytes, block_size)
         readers = [Reader(self._library, self._config, value[_POOL.size :], deadline_s) for _ in range(2)]
         return NixlPool(title, readers, address, Shape(blocks, kv_bytes), layout, ring)
 

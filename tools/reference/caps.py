@@ -81,7 +81,7 @@ CAPS: tuple[Cap, ...] = (
     Cap(
         "open HTTP connections",
         limits.MAX_HTTP_CONNECTIONS,
-        "connections, and half of the process's open files",
+        "connections, but at most half of the process's open files",
         "503 with Retry-After, then closed",
     ),
     Cap("time for the headers of an HTTP request", limits.MAX_HTTP_HEADER_SECONDS, "seconds", "408, then closed"),

@@ -54,7 +54,7 @@ async def test_a_port_in_use_is_an_error_that_names_it():
 
 
 async def test_no_call_of_a_burst_is_cancelled_while_the_event_loop_is_busy():
-    """By default, gRPC cancels calls from 1,000 on that no handler has taken."""
+    """By default, gRPC cancels a call if 1,000 others wait for a handler."""
 
     server, sent = channel.aio_server(), threading.Event()
     health_pb2_grpc.add_HealthServicer_to_server(health_aio.HealthServicer(), server)

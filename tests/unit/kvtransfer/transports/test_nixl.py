@@ -29,7 +29,7 @@ def made(agents: Agents, **change: Any) -> NixlTransport:
         ({"encrypted": True}, "does not encrypt"),
     ],
 )
-def test_what_it_lacks_is_an_error_that_says_why(change: dict[str, Any], why: str) -> None:
+def test_a_missing_part_is_an_error_with_the_reason(change: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         made(Agents(), **change)
 
