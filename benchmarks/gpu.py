@@ -64,6 +64,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--first", action="store_true", help="the ten steps of a first run, each in its own process")
     parser.add_argument("--dry", action="store_true", help="with --first: on the CPU, with stand-ins and small sizes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="with --first: write the results to this file")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="with --first: write each step's output there")
     parser.add_argument("--only", type=steps_of, default=STEPS, metavar="N,N", help="with --first: only these steps")
     parser.add_argument("--budget-s", type=float, default=480.0, help="with --first: seconds of all steps together")
     args = parser.parse_args(argv)
@@ -92,7 +93,9 @@ def steps_of(text: str) -> tuple[Step, ...]:
 
 def first(args: argparse.Namespace) -> int:
     """Run the steps of a first run. The exit code is 1 if one failed."""
-    run = Run(dry=args.dry, budget_s=args.budget_s)
+    run = Run(dry=args.dry, budget_s=args.budget_s, logs=args.logs)
+    if args.logs is not None:
+        args.logs.mkdir(parents=True, exist_ok=True)
     run.all(args.only)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)

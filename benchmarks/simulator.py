@@ -45,7 +45,7 @@ from benchmarks.lib.disagg_goals import AIM, GOALS, Goal, sides_of, slo_of
 from benchmarks.lib.disagg_run import SPLIT, Side, add_options, colocated
 from benchmarks.lib.mixed_load import STREAM, arrivals
 from benchmarks.lib.models import make_model
-from benchmarks.lib.protocol import ROOT
+from benchmarks.lib.protocol import ROOT, python_path
 from benchmarks.lib.report import finish, markdown
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def scenario(profile: Profile, side: str, slo: Slo, told_itl_s: float, longer: f
 def speed(requests: int, workers: int) -> dict[str, float]:
     """Run `python -m baton.planner.sim` and return its figures."""
     argv = [sys.executable, "-m", "baton.planner.sim", "--requests", str(requests), "--workers", str(workers)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": python_path(ROOT)}
     done = subprocess.run(argv, env=env, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -64,7 +64,7 @@ def outcome_of(module: str, *, dry: bool) -> dict[str, Any]:
 
 def facts() -> dict[str, Any]:
     """Return the device and the versions. Those that are not there are None."""
-    from baton.cli.setup.doctor_gpu import driver_version
+    from baton.engine.kernels.gpu.driver import driver_version
 
     found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "driver": driver_version()}
     try:

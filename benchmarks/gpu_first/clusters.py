@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "gpu-first"
 UP_S, DOWN_S = 150.0, 30.0
+LAST_LINES = 60  # of each log file after a failure
 PROMPT, TEXT = "The color of dog", " can vary widely"
 SMALL = (  # few kernel variants to warm
     "model.max_model_len=1024",
@@ -49,12 +50,22 @@ def running(at: At, *sets: str) -> Iterator[ClusterState]:
             process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=output)
         try:
             yield _ready(process, log, StateFolder(NAME, Path(home)))
+        except BaseException:
+            print_logs(Path(home))
+            raise
         finally:
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(DOWN_S)
             process.kill()
             process.wait()
+
+
+def print_logs(folder: Path) -> None:
+    """Print the last lines of each log file below a folder, for the log of the step."""
+    for path in sorted(folder.rglob("*.log")):
+        lines = path.read_text(errors="replace").splitlines()[-LAST_LINES:]
+        print(f"--- {path.relative_to(folder)}", *lines, sep="\n", flush=True)
 
 
 def options(at: At, *sets: str) -> list[str]:

@@ -18,6 +18,7 @@ import psutil
 from baton.client import Client
 from benchmarks.gpu_first.at import At, Outcome, require
 from benchmarks.gpu_first.clusters import PROMPT, ROOT, UP_S, joined, running
+from benchmarks.lib.protocol import python_path
 
 LEASE_S = 5.0
 PATIENCE_S = 60.0
@@ -28,7 +29,7 @@ TRAP = Path(__file__).with_name("trap")
 def run(at: At) -> Outcome:
     """Run streams, end one of the two decode workers in the middle, and compare all answers with undisturbed ones."""
     sets = (f"ledger.lease_s={LEASE_S:g}", "ledger.heartbeat_s=0.2")
-    environ = {"PYTHONPATH": f"{TRAP}:{ROOT}", "BATON_TRAP": "raise" if at.dry else "device"}
+    environ = {"PYTHONPATH": python_path(TRAP, ROOT), "BATON_TRAP": "raise" if at.dry else "device"}
     with (
         running(at, *sets) as state,
         Client(state.grpc, admin=state.admin) as client,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +17,10 @@ from baton.engine.kernels.torch_reference import TorchKernels
 from baton.engine.sampling.logits import Row
 from baton.engine.sampling.sampler import Sampler
 from benchmarks.gpu_first.at import At, Outcome, require
-from benchmarks.lib.device import Case, attention_error
+from benchmarks.lib.device import CASES, Case, attention_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -26,6 +29,7 @@ BLOCKS = (8, 16, 32, 64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 TOLERANCE = {torch.bfloat16: 0.02, torch.float16: 0.005}  # for values of about 1
 WINDOWS = (None, 37)
+PROCESSES = 8  # that compile at the same time; each has a CUDA context
 SAMPLED = 0.98  # share of rows with the token of the CPU, because exp and log are rounded otherwise
 
 
@@ -52,15 +56,31 @@ def attention_cases(*, every_block: bool) -> Iterator[tuple[Case, torch.dtype]]:
                 heads = kv_heads * (number + 1)
                 lengths = (1, 1, 20), (block + 1, 200, 170)
                 yield Case(*lengths, heads, kv_heads, dim, block, WINDOWS[number % 2]), dtype
+    if every_block:
+        yield from ((case, dtype) for case in CASES for dtype in DTYPES)
     yield Case((1, 1), (5000, 3), 8, 1, 64, 16), DTYPES[0]
     yield Case((9, 1), (4700, 4099), 2, 1, 64, 256), DTYPES[1]
 
 
 def attention_errors(at: At) -> dict[str, tuple[float, float]]:
-    """Return error and tolerance of attention with the engine's kernels, and with Triton alone if they differ."""
+    """Return error and tolerance of attention with the engine's kernels, and with Triton alone if they differ.
+
+    On a GPU, several processes compile the kernels, because one process needs minutes.
+    """
+    cases = list(attention_cases(every_block=not at.dry))
+    if at.dry:
+        return _errors_of(at, cases)
+    count = max(1, min(PROCESSES, (os.cpu_count() or 1) // 2))
+    parts = [cases[first::count] for first in range(count)]
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
+        results = list(pool.map(_errors_of, [at] * count, parts))
+    return {name: error for result in results for name, error in result.items()}
+
+
+def _errors_of(at: At, cases: Sequence[tuple[Case, torch.dtype]]) -> dict[str, tuple[float, float]]:
     chosen, found = at.kernels(), {}
     triton = GpuKernels(chosen.processors, generation=chosen.generation)
-    for case, dtype in attention_cases(every_block=not at.dry):
+    for case, dtype in cases:
         name = f"{str(dtype)[6:]} {name_of(case)}"
         error = attention_error(case, triton, at.device, dtype, unwritten=torch.nan)
         found[f"triton {name}"] = error, TOLERANCE[dtype]

@@ -9,6 +9,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -22,6 +23,7 @@ from typing import Any
 
 from benchmarks.gpu_first.child import run_step
 from benchmarks.gpu_first.steps import Step
+from benchmarks.lib.protocol import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTS = ("device", "driver", "capability", "torch", "triton", "cuda", "nccl")
@@ -59,10 +61,11 @@ class Result:
 
 @dataclass(slots=True)
 class Run:
-    """One run. `facts` has the device and the versions, from the first step that found them."""
+    """One run. `facts` has the device and the versions, from the first step that found them. `logs` gets all output."""
 
     dry: bool
     budget_s: float
+    logs: Path | None = None
     facts: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(FACTS))
     results: list[Result] = field(default_factory=list)
 
@@ -95,14 +98,14 @@ class Run:
             return Result(step.number, step.name, "SKIP", reason=f"the budget of {self.budget_s:g} s is used up")
         began = time.monotonic()
         limit_s = step.limit_s * (DRY_FACTOR if self.dry else 1.0)
-        answer = answer_of(step, min(limit_s, left_s), dry=self.dry)
+        answer = answer_of(step, min(limit_s, left_s), dry=self.dry, logs=self.logs)
         known = {name: value for name, value in answer.pop("facts", {}).items() if self.facts.get(name) is None}
         self.facts |= known
         return Result(step.number, step.name, seconds=round(time.monotonic() - began, 1), **answer)
 
 
-def answer_of(step: Step, limit_s: float, *, dry: bool) -> dict[str, Any]:
-    """Run one step in a new process. Return the fields of its `Result`, and `facts`."""
+def answer_of(step: Step, limit_s: float, *, dry: bool, logs: Path | None = None) -> dict[str, Any]:
+    """Run one step in a new process. Return the fields of its `Result`, and `facts`. `logs` gets its output."""
     with tempfile.TemporaryDirectory(prefix="baton-gpu-first-") as folder:
         out, log = Path(folder) / "answer.json", Path(folder) / "step.log"
         arguments = step.module, str(out), str(log), environment(dry=dry)
@@ -111,6 +114,8 @@ def answer_of(step: Step, limit_s: float, *, dry: bool) -> dict[str, Any]:
         process.join(limit_s)
         code = process.exitcode
         _kill(process)
+        if logs is not None and log.exists():
+            shutil.copy(log, logs / f"step-{step.number}.log")
         if out.exists():
             answer: dict[str, Any] = json.loads(out.read_text())
             return answer
@@ -141,7 +146,7 @@ def _kill(process: ForkServerProcess) -> None:
 
 def environment(*, dry: bool) -> dict[str, str]:
     """Return the variables of a step. A dry run sees no GPU, and Triton interprets kernels."""
-    changed = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    changed = {"PYTHONPATH": python_path(ROOT), "PYTHONUNBUFFERED": "1"}
     if dry:
         changed |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     else:

@@ -149,7 +149,7 @@ def moved(batch: Batch, widest: Batch) -> Batch:
 def attention_error(
     case: Case, kernels: Kernels, device: torch.device, dtype: torch.dtype, unwritten: float = 100.0
 ) -> float:
-    """Return the largest difference to the torch reference in float32, for values of about 1.
+    """Return the largest difference to the torch reference in float32 on the CPU, for values of about 1.
 
     Results are NaN before, and slots without a token have the value `unwritten`. FlashAttention needs a finite one.
     """
@@ -163,12 +163,14 @@ def attention_error(
     query = drawn(len(batch.token_ids), case.heads, case.dim)
     keys, values = (drawn(blocks, case.block_size, case.kv_heads, case.dim) for _ in range(2))
     scale, out = case.dim**-0.5, torch.full((len(query), case.heads * case.dim), torch.nan, dtype=dtype, device=device)
-    wide = PagedAttention(batch, case.block_size, case.window, scale)
-    expected = wide(query.float(), keys.float(), values.float(), torch.empty(out.shape, device=device))
+    host = torch.device("cpu")  # another library than the GPU's
+    wide = PagedAttention(on_device(batch, host), case.block_size, case.window, scale)
+    exact = [each.to(host, torch.float32) for each in (query, keys, values)]
+    expected = wide(exact[0], exact[1], exact[2], torch.empty(out.shape))
     for cache in (keys, values):
         cache.flatten(0, 1)[unwritten_slots(batch, case.block_size, blocks)] = unwritten
     kernels.attention(batch, case.block_size, case.window, scale)(query, keys, values, out)
-    return float((out.float() - expected).abs().max())
+    return float((out.to(host, torch.float32) - expected).abs().max())
 
 
 def unwritten_slots(batch: Batch, block_size: int, blocks: int) -> Tensor:

@@ -20,7 +20,7 @@ from benchmarks.lib.cluster import cluster
 from benchmarks.lib.disagg_figures import Phase, phase_of
 from benchmarks.lib.disagg_vllm import serving
 from benchmarks.lib.mixed_load import KINDS, Kinds, kinds_of, write_trace
-from benchmarks.lib.protocol import ROOT
+from benchmarks.lib.protocol import ROOT, python_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -155,7 +155,7 @@ def profiled(target: Target, out: Path, seconds: float) -> Path:
     """Run `baton profile --live` on the target in a separate process."""
     where = [*target.where, "--admin", target.admin]
     argv = [sys.executable, "-m", "baton", "profile", "--live", str(out), "--seconds", str(seconds), *where]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": python_path(ROOT)}
     subprocess.run(argv, env=env, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return out
 
@@ -165,7 +165,7 @@ def _bench(target: Target, options: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="baton-disagg-") as folder:
         out = Path(folder) / "report.json"
         argv = [sys.executable, "-m", "baton", "bench", *target.where, "--out", str(out), *options]
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        env = {**os.environ, "PYTHONPATH": python_path(ROOT)}
         subprocess.run(argv, env=env, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         report: dict[str, Any] = json.loads(out.read_text())
         return report

@@ -148,6 +148,16 @@ class Child:
             os.killpg(self.pid, number)
 
 
+def python_path(*folders: Path) -> str:
+    """Return PYTHONPATH for a process: the folders, then those that this process's own PYTHONPATH names."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def _environment(threads: int) -> dict[str, str]:
     variables = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **dict.fromkeys(variables, str(threads))}
+    return {
+        **os.environ,
+        "PYTHONPATH": python_path(ROOT),
+        "PYTHONUNBUFFERED": "1",
+        **dict.fromkeys(variables, str(threads)),
+    }

@@ -10,7 +10,7 @@ it is the announced one, because of this order:
 
 If a kernel overwrote the block before the copy ended, the second comparison comes after the raise and sees it. The last
 step is needed because the kernel of the host frees a dead owner's GPU memory, maybe before it closes its socket.
-Not yet run on a GPU; see `cuda_memory`. The protocol is tested with a device in main memory.
+Handoffs ran within one GPU and never between two (docs/measurements/gpu.md). Tests use a device in main memory.
 """
 
 from __future__ import annotations

@@ -1,11 +1,15 @@
 """The modules that an import may load, and the layer of each part."""
 
+import ast
 import graphlib
+import importlib
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import grimp
 import pytest
@@ -65,3 +69,48 @@ def test_no_modules_import_each_other_in_a_ring():
         graphlib.TopologicalSorter(imported).prepare()
     except graphlib.CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+ONLY_WITH_CUDA = {"torch.distributed.ProcessGroupNCCL"}
+
+
+def torch_names(tree: ast.Module) -> Iterator[str]:
+    """Yield the dotted names below imported modules of torch, for example `torch.cuda.Stream`."""
+    imported = [name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
+    ours = [name for name in imported if name.name.split(".")[0] == "torch"]
+    modules = {name.asname or "torch": name.name if name.asname else "torch" for name in ours}
+    for node in ast.walk(tree):
+        parts, inner = list[str](), node
+        while isinstance(inner, ast.Attribute):
+            parts, inner = [inner.attr, *parts], inner.value
+        if parts and isinstance(inner, ast.Name) and inner.id in modules:
+            yield ".".join([modules[inner.id], *parts])
+
+
+def exists(name: str) -> bool:
+    """Return whether torch has this name. Attributes of classes and functions are not checked."""
+    found: object = importlib.import_module("torch")
+    rest = name.split(".")[1:]
+    while rest and isinstance(found, ModuleType):
+        if not hasattr(found, rest[0]):
+            return False
+        found, rest = getattr(found, rest[0]), rest[1:]
+    return True
+
+
+def test_every_name_of_torch_exists():
+    """Also those that only a GPU would use, because a stand-in may have a name that torch lacks."""
+    names = {
+        name
+        for part in ("baton", "kvtransfer", "decode_workers", "prefill_workers", "benchmarks")
+        for path in (ROOT / part).rglob("*.py")
+        for name in torch_names(ast.parse(path.read_text()))
+    }
+    assert len(names) > 100
+    assert {
+        name for name in names if not any(name.startswith(each) for each in ONLY_WITH_CUDA) and not exists(name)
+    } == set()
+    assert "torch._C._cuda_getDriverVersion" in torch_names(
+        ast.parse("import torch\ntorch._C._cuda_getDriverVersion()")
+    )
+    assert not exists("torch._C._cuda_getDriverVersion")

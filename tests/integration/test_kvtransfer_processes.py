@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from baton.core import Incarnation, KVLayout, WorkerRef
+from baton.engine.kernels.gpu.cuda_memory import ExposedGpuMemory
 from baton.errors import ChannelBroken
 from kvtransfer.handoff import PushResult, TransferSettings
 from kvtransfer.sender import GrpcPeerStream
@@ -177,7 +178,12 @@ async def test_a_sender_killed_mid_push(start, over) -> None:
 
 
 def test_close_leaves_no_descriptor_and_the_peer_ends_clean(receiver: Receiver, prefills) -> None:
+    senders: list[Prefill] = []
+
     def descriptors() -> int:
+        for sender in senders:
+            if isinstance(memory := sender.kv.exposed, ExposedGpuMemory):
+                memory.lend(lambda: True)  # the next loan closes the sockets of readers that are gone
         return sum(path.is_socket() for path in Path("/proc/self/fd").iterdir())
 
     receiver.ask(reserve={f"r{n}": [n] for n in range(3)})
@@ -186,6 +192,7 @@ def test_close_leaves_no_descriptor_and_the_peer_ends_clean(receiver: Receiver, 
         prefill = prefills(me=replace(P, incarnation=Incarnation(8, n)))
         prefill.reports.done(prefill.push(f"r{n}", 4, [1], receiver.ref))
         prefill.sender.close()
+        senders.append(prefill)
         counts.append(descriptors())
     eventually(lambda: descriptors() <= counts[0])
     eventually(lambda: receiver.ask()["threads"] == 0)

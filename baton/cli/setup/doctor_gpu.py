@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import re
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from baton.cli.setup.findings import BAD, OK, WARN, Finding
 from baton.cluster.gpus import ON_THIS_HOST, check_gpus, first_gpu, gpu_pools, most_workers, visible_gpus
+from baton.engine.kernels.gpu.driver import driver_version
 from baton.engine.kernels.select import OLDEST_GPU
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
     from baton.config import ClusterConfig
 
-PROC_VERSION = Path("/proc/driver/nvidia/version")
-VERSION_BYTES = 80  # NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE of nvml.h
 # Oldest drivers: any of a CUDA release family, and that of a toolkit (tables 2 and 3 of NVIDIA's CUDA release notes).
 OF_FAMILY = {"12": 525, "13": 580}
 OF_TOOLKIT = {"12.6": 560, "12.8": 570, "12.9": 575}
@@ -59,22 +55,6 @@ def gpu_facts() -> GpuFacts:
         nccl,
         resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
     )
-
-
-def driver_version(load: Callable[[str], Any] = ctypes.CDLL, proc: Path = PROC_VERSION) -> str | None:
-    """Return the version of NVIDIA's driver by NVML, else by the kernel module, or None without a driver."""
-    try:
-        nvml = load("libnvidia-ml.so.1")
-        text = ctypes.create_string_buffer(VERSION_BYTES)
-        if nvml.nvmlInit_v2() == 0 and nvml.nvmlSystemGetDriverVersion(text, VERSION_BYTES) == 0:
-            return text.value.decode()
-    except (OSError, AttributeError):  # no such library, or one without these functions
-        pass
-    try:
-        found = re.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)", proc.read_text(encoding="utf-8", errors="replace"))
-    except OSError:
-        return None
-    return found[1] if found else None
 
 
 def gpu_findings(config: ClusterConfig, facts: GpuFacts) -> Iterator[Finding]:

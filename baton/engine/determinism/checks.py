@@ -27,6 +27,7 @@ from baton.engine.batch import Batch
 from baton.engine.determinism.shapes import SHORT, SHORT_UNTIL, FixedShapes
 from baton.engine.kernels.cpu.compiler import machine
 from baton.engine.kernels.cpu.tuning import alternate
+from baton.engine.kernels.gpu.driver import driver_version
 from baton.engine.kv_cache import KVCache
 from baton.engine.model_backend import ModelBackend
 from baton.engine.sampling.noise import mix64
@@ -61,11 +62,10 @@ def device_facts(device: torch.device, layout: KVLayout) -> tuple[str, ...]:
         here = machine()
         return (here.model, *sorted(here.flags), torch.backends.cpu.get_cpu_capability())
     found = torch.cuda.get_device_properties(device)
-    driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]  # not in the stub
     capability = f"{found.major}.{found.minor}"
     # Kernels find positions through block tables; only a size that is no multiple of 16 compiles to other code.
     blocks = f"blocks of {math.gcd(layout.block_size, 16)}"
-    return (found.name, capability, f"driver {driver}", f"CUDA {torch.version.cuda}", blocks)
+    return (found.name, capability, f"driver {driver_version()}", f"CUDA {torch.version.cuda}", blocks)
 
 
 class FixedRow(NamedTuple):

@@ -59,7 +59,8 @@ class Block:
         over = (count * kv_heads, shared.shape[1], length, head_dim)
         k, v = (each.transpose(1, 2).reshape(-1, 1, length, head_dim).expand(over) for each in (keys, values))
         found = scaled_dot_product_attention(shared, k, v, is_causal=True, scale=head_dim**-0.5)
-        out.copy_(found.view(count, -1, length, head_dim).transpose(1, 2).reshape(out.shape))
+        # On a GPU, the memory of `found` can have another order than its dimensions.
+        out.copy_(found.reshape(count, -1, length, head_dim).transpose(1, 2).reshape(out.shape))
         return out
 
 

@@ -131,7 +131,7 @@ def test_attention_is_compared_for_all_values(every_block: bool) -> None:
     assert {case.dim for case in cases} == {*HEAD_SIZES} == {64, 80, 96, 112, 128, 192, 256}
     assert {case.block_size for case in cases} == {*BLOCKS} == {8, 16, 32, 64, 128, 256}
     assert {case.heads // case.kv_heads for case in cases} == {*range(1, 9)}
-    assert {case.window for case in cases} == {*WINDOWS}
+    assert {case.window for case in cases} >= {*WINDOWS}
     assert {dtype for _, dtype in attention_cases(every_block=every_block)} == {*DTYPES}
     assert max(max(case.contexts) for case in cases) > 4096
 

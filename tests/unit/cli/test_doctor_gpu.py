@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import pytest
 
 from baton.cli.setup import doctor
-from baton.cli.setup.doctor_gpu import GpuFacts, driver_version, gpu_facts, planned_gpus
+from baton.cli.setup.doctor_gpu import GpuFacts, gpu_facts, planned_gpus
 from baton.cli.setup.doctor_transport import own_gpu
 from baton.cli.setup.findings import BAD, OK, WARN
 from baton.cluster.gpus import VISIBLE
 from baton.config import ClusterConfig
+from baton.engine.kernels.gpu.driver import driver_version
 
 BASE = "model: {path: oracle}\nray: {address: none}\nrouter: {grpc: '127.0.0.1:0', metrics: '127.0.0.1:0'}\n"
 ROWS = ("driver", "compute capability", "peer access", "nccl", "locked memory")

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from torch.nn.functional import scaled_dot_product_attention
 
 from baton.engine.determinism.shapes import FixedShapes
 from baton.engine.models.loading import load_model
@@ -70,6 +71,14 @@ def test_tokens_and_thoughts_are_those_of_the_reference(modes, reference, length
         spec = asked_for(seed, length)
         wanted = wanted_of(reference, spec)
         assert [alone(engine_of(modes[mode]), spec) for mode in ("auto", "fast", "sequential")] == [wanted] * 3
+
+
+def test_attention_that_returns_another_memory_order(modes, reference, monkeypatch):
+    """On a GPU, `scaled_dot_product_attention` returns [B, heads, L, D] in the memory order of [B, L, heads, D]."""
+    name, usual = "baton.engine.models.thinking.scaled_dot_product_attention", scaled_dot_product_attention
+    spec = asked_for(0, 29)
+    monkeypatch.setattr(name, lambda *a, **more: usual(*a, **more).transpose(1, 2).contiguous().transpose(1, 2))
+    assert alone(engine_of(modes["fast"]), spec) == wanted_of(reference, spec)
 
 
 @pytest.mark.parametrize(

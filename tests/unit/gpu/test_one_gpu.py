@@ -1,6 +1,6 @@
 """CUDA IPC on a real GPU, and a model that thinks: `python -m pytest tests/unit/gpu/test_one_gpu.py`.
 
-Needs a machine with one GPU. Not run yet, because no GPU was available. Handoffs between processes over CUDA IPC:
+Needs a machine with one GPU. It passed on an H100 (docs/measurements/gpu.md). Handoffs between processes over CUDA IPC:
 `python -m pytest tests/integration/test_kvtransfer_processes.py -k cuda_ipc`.
 `tests/unit/kvtransfer/transports/test_cuda_ipc.py` tests the protocol without a GPU.
 """

@@ -3,7 +3,7 @@
 CUDA leaves it undefined what a process reads if the owner frees memory that the process has open. So the owner frees it
 once no other process can use it (`ExposedGpuMemory.lend`, `baton.engine.tp.kv_memory`). torch's `_share_cuda_` is
 unsuitable: it counts users in a file of /dev/shm that a killed process leaves behind, and then never frees the memory.
-Written from CUDA's documentation and not yet run on a GPU. docs/how-to/gpu.md has the commands for that.
+It ran on one H100 (docs/measurements/gpu.md). It never ran between two; docs/how-to/gpu.md has the commands.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The same engine on the GPU kernels: a whole model against the reference kernels, and decode steps with graphs."""
 
 import gc
+import inspect
 import random
 from dataclasses import replace
 from functools import partial
@@ -95,9 +96,9 @@ class Graphed:
         self.widest = Inputs(self.model, 6, 6, 8).widest()
         self.graphs = DecodeGraphs(self.model, kv, self.widest)
         capture = CudaCapture(kv.device) if kv.device.type == "cuda" else eager
-        checked = partial(
-            torch.cuda.graph, check_input_liveness=True
-        )  # a replay raises if memory that it uses is freed
+        checks = "check_input_liveness" in inspect.signature(torch.cuda.graph.__init__).parameters  # torch 2.13
+        # A replay raises if memory that it uses is freed.
+        checked = partial(torch.cuda.graph, check_input_liveness=True) if checks else torch.cuda.graph
 
         def watched(forward):
             assert self.model.model.scratch is not scratch
