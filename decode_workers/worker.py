@@ -13,7 +13,7 @@ from functools import partial
 import structlog
 
 from baton.clock import Clock
-from baton.core import HandoffId, Load, SequenceSpec, Thought, WorkerInfo
+from baton.core import HandoffId, Load, SequenceSpec, Thought, Token, WorkerInfo
 from baton.engine.block_pool import Allocation, Reservation
 from baton.engine.engine import Engine
 from baton.engine.step_result import StepResult
@@ -28,6 +28,7 @@ from baton.worker.handoff_timing import DecodeTimes
 from baton.worker.role import HandoffEvents, HandoffRole, Job, Pusher, RoleDeps, Transfers
 from baton.worker.service import Session, deadline_after
 from decode_workers.detached_streams import DetachedStreams
+from decode_workers.moves import Moves
 from decode_workers.reservations import Reservations, State
 from kvtransfer.handoff import CommitState, PushEnd, PushJob, PushResult
 
@@ -70,7 +71,7 @@ log = structlog.get_logger(__name__)
 
 class FetchPins:
     """Blocks that prefill workers fetch from here, pinned until the push has ended. Every method runs on the engine
-    thread, except `fetch` and `push_ended`. Fetches are ignored before `attach`.
+    thread, except `fetch`. Fetches are ignored before `attach`.
     """
 
     def __init__(self, info: WorkerInfo, engine: Engine, loop: EngineLoop) -> None:
@@ -113,16 +114,12 @@ class FetchPins:
             self._pusher.begin(job)
         except (HandoffError, ValueError) as error:
             log.warning("fetch_refused", handoff=job.handoff, error=str(error))
-            self._unpin(job.handoff)
+            self.unpin(job.handoff)
             return
         self._pusher.computed(job.handoff, pin.blocks, self._info.layout.layers, job.known_tokens)
         self._pusher.finish(job.handoff, PushEnd())
 
-    def push_ended(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
-        """Unpin the blocks of an ended push. Called once per push, from a transfer thread."""
-        self._loop.submit(partial(self._unpin, handoff))
-
-    def _unpin(self, handoff: HandoffId) -> None:
+    def unpin(self, handoff: HandoffId) -> None:
         if (pin := self._pins.pop(handoff, None)) is not None:
             self._history.blocks("let_go", handoff, pin, part="pin")
             pin.release()
@@ -133,6 +130,8 @@ class DecodeJob(Job):
     """One handoff on this worker."""
 
     adopted: bool = False  # whether the engine runs it
+    spec: SequenceSpec | None = None  # as decoding began here
+    last: Token | None = None  # the last one sent to the router
 
 
 class DecodeWorker(HandoffRole[DecodeJob]):
@@ -140,10 +139,11 @@ class DecodeWorker(HandoffRole[DecodeJob]):
 
     def __init__(self, info: WorkerInfo, engine: Engine, loop: EngineLoop, records: OwnershipLog, clock: Clock) -> None:
         commands = {"reserve": self._reserve, "prefill": self._compute, "fence": self._fence, "attach": self._attach}
+        commands["repush"] = self._repush
         super().__init__(info, engine, loop, clock, commands)
         self._records = records
         self.pins = FetchPins(info, engine, loop)
-        self.push_ended = self.pins.push_ended
+        self.moves = Moves(engine)
         self.reservations = Reservations(info.fingerprint, self.committed, self.pins.fetch, self._history)
         self.detached, self._times = DetachedStreams(clock), DecodeTimes(clock, engine.counters)
         self._leaving = False
@@ -152,6 +152,7 @@ class DecodeWorker(HandoffRole[DecodeJob]):
 
     def attach(self, pusher: Pusher) -> None:
         self.pins.attach(self.reservations.shared, pusher)
+        self.moves.attach(pusher)
 
     # --- commands ------------------------------------------------------------------------------------------------
 
@@ -215,7 +216,7 @@ class DecodeWorker(HandoffRole[DecodeJob]):
         self._decodes(handoff, spec, job)
 
     def _decodes(self, handoff: HandoffId, spec: SequenceSpec, job: DecodeJob) -> None:
-        job.adopted = True
+        job.adopted, job.spec = True, spec
         self.detached.begin(handoff, spec)
         self._records.note(handoff, job.session.router_id, RecordState.COMMITTED, self.detached.name(handoff))
 
@@ -233,6 +234,26 @@ class DecodeWorker(HandoffRole[DecodeJob]):
             job.session = session
         session.handoffs.add(handoff)  # also for an ended stream: its log is dropped or parked with the router
         session.emit([events.attached(handoff), *missed])
+
+    def _repush(self, session: Session, command: worker_pb2.RouterCommand) -> None:
+        """Push a held sequence to another decode worker."""
+        message = command.repush
+        held, handoff = convert.handoff_from_pb(message.held), convert.handoff_from_pb(message.handoff)
+        to = convert.ref_from_pb(message.to, "to")
+        deadline_after(message.deadline_s, self._clock)  # checks the range
+        if not self.moves.push(held, PushJob(handoff, to, 0, message.skip), session):
+            raise StaleAttempt(f"no KV of {held} is held here")
+
+    def push_ended(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
+        """Handle the end of a push: the sender no longer reads its blocks. Called once, from a transfer thread."""
+        self._loop.submit(partial(self._push_ended, handoff, outcome))
+
+    def _push_ended(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
+        if not self.moves.ended(handoff, outcome):
+            self.pins.unpin(handoff)
+        elif isinstance(outcome, PushResult):
+            counts = self.reservations.counts
+            counts.moved("sent", outcome.transport, outcome.nbytes, outcome.frames, outcome.exposed_s)
 
     def _fence(self, session: Session, command: worker_pb2.RouterCommand) -> None:
         handoff = convert.handoff_from_pb(command.fence.handoff)
@@ -252,23 +273,34 @@ class DecodeWorker(HandoffRole[DecodeJob]):
     @property
     def idle(self) -> bool:
         """See `WorkerRole.idle`. Ended streams that are only remembered do not count."""
-        return super().idle and not self.pins
+        return super().idle and not self.pins and not self.moves
 
     def leave(self) -> None:
-        """See `WorkerRole.leave`. Running sequences are preempted, as if the pool were full, and continue elsewhere."""
+        """See `WorkerRole.leave`. Running sequences are preempted and continue elsewhere, with their KV if possible."""
         self.draining = self._leaving = True
         for entry in self.reservations.entries():
             if self.reservations.fence(entry.handoff) is not State.COMMITTED:  # else `_adopt` follows
                 self._give_up(entry.handoff, events.stopping(entry.handoff))
+        self.stepped(self._engine.land())
         for handoff in [handoff for handoff, job in self._work.items() if job.adopted]:
             self._hand_back(handoff)
 
     def _hand_back(self, handoff: HandoffId) -> None:
-        self._give_up(handoff, events.preempted(handoff, "this worker is stopping", self._times.ended(handoff)))
+        job, spans = self._work[handoff], self._times.ended(handoff)
+        preempted = partial(events.preempted, handoff, "this worker is stopping", spans)
+        if job.spec is None or not self.moves.hold(handoff, job.spec, job.last, job.session):
+            self._give_up(handoff, preempted())
+            return
+        self.detached.drop(handoff)
+        self._pop(handoff, "preempted")
+        self._records.note(handoff, job.session.router_id, RecordState.RELEASED)
+        job.session.emit([preempted(held=True)])
 
     def gone(self, session: Session) -> None:
         """See `RoleBehaviour.gone`. Resumable streams are parked."""
         for handoff in list(session.handoffs):
+            if self.moves.drop(handoff):
+                continue
             if not self.detached.detach(handoff):
                 self._drop(handoff)
             elif (job := self._work.get(handoff)) is not None:  # else it has ended, and its blocks are free
@@ -280,12 +312,17 @@ class DecodeWorker(HandoffRole[DecodeJob]):
         for entry in self.reservations.entries():
             yield self._holding(entry.handoff, entry.state.name.lower(), entry.reservation)
         for handoff, allocation in self._engine.holdings():
+            yield from (moving := list(self.moves.holding(handoff, allocation.blocks if allocation else [])))
+            if moving:
+                continue
             job = self._work.get(handoff)
             yield self._holding(handoff, "parked" if job and not job.session.router_id else "decoding", allocation)
         for handoff, pin in self.pins.holdings().items():
             yield self._holding(handoff, "fetched", pin)
 
     def _drop(self, handoff: HandoffId) -> None:
+        if self.moves.drop(handoff):
+            return
         if (job := self._work.get(handoff)) is not None:
             self._records.note(handoff, job.session.router_id, RecordState.ABORTED)
         reservation = self.reservations.take(handoff)
@@ -328,6 +365,7 @@ class DecodeWorker(HandoffRole[DecodeJob]):
             job.session.emit([events.failed(handoff, HandoffError(str(error)))])
             return
         self._history.tokens("adopted", handoff, commit.first)
+        job.last = commit.first[-1]
         self._decodes(handoff, commit.spec, job)
         sent = adoption_events(handoff, commit, self._times)
         self._times.begin(handoff, tokens, alone=False)
@@ -337,6 +375,9 @@ class DecodeWorker(HandoffRole[DecodeJob]):
             self._hand_back(handoff)
 
     def _step_events(self, result: StepResult) -> Iterator[HandoffEvents]:
+        for item in result.outputs:
+            if item.tokens and (job := self._work.get(item.key)) is not None:
+                job.last = item.tokens[-1]
         for key, sent in stepped(result, self._times):
             if key in self._work:
                 self.detached.record(key, sent)
@@ -367,7 +408,7 @@ class HostedDecode(DecodeWorker):
 
     @property
     def busy(self) -> bool:
-        return False
+        return bool(self.moves)
 
     def load(self, load: Load) -> Load:
         return replace(load, channels=self._transfers.sender.channels(), draining=self.draining)

@@ -144,6 +144,29 @@ class Engine:
         self._requests[new] = self._requests.pop(key)
         self._requests[new].sequence.key = new
 
+    def land(self) -> StepResult:
+        """Return the outputs of the step under way, if there is one, and of requests that have just ended."""
+        result, self._ended = StepResult(outputs=self._ended), []
+        landed = self._overlap.under_way
+        self._overlap.land(result)
+        if landed is not None:
+            result.add_counts(landed.counts)
+        return result
+
+    def halt(self, key: HandoffId) -> TokenSequence[int] | None:
+        """Stop a decoding sequence and keep its blocks for `held`. Call `land` before. Returns its delivered tokens, or
+        None if the KV of all but the last is not final here. The sequence then continues.
+        """
+        request = self._requests.get(key)
+        if request is None or request.held or request.sequence.allocation is None:
+            return None
+        final = request.sequence.computed if request.progress is None else request.progress.final
+        if final < len(request.choice.tokens) - 1:
+            return None
+        request.hold = request.held = True
+        self._scheduler.remove(request.sequence)
+        return request.choice.tokens
+
     def thinking_state(self, key: HandoffId) -> ThinkingState | None:
         """Return the thinking state of a sequence, or None if the model does not think. Raises KeyError like `held`."""
         return None if self._thoughts is None else self._thoughts.state(self._requests[key].sequence)

@@ -93,9 +93,10 @@ def attached(handoff: HandoffId) -> Event:
     return Event(handoff=convert.handoff_to_pb(handoff), attached=worker_pb2.Attached())
 
 
-def preempted(handoff: HandoffId, reason: str, spans: Spans = ()) -> Event:
-    """Report that the sequence is requeued, for `reason`, such as a full pool."""
-    return Event(handoff=convert.handoff_to_pb(handoff), preempted=worker_pb2.Preempted(reason=reason), spans=spans)
+def preempted(handoff: HandoffId, reason: str, spans: Spans = (), *, held: bool = False) -> Event:
+    """Report that the sequence is requeued, for `reason`, such as a full pool. If `held`, its KV waits for a move."""
+    message = worker_pb2.Preempted(reason=reason, held=held)
+    return Event(handoff=convert.handoff_to_pb(handoff), preempted=message, spans=spans)
 
 
 def pushed(handoff: HandoffId, push: PushResult) -> Event:

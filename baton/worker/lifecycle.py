@@ -129,7 +129,8 @@ def watched(info: WorkerInfo, lease: Lease, stepping: _Stepping, service: Worker
 
 Ready = Callable[[WorkerRef], None]
 SHUTDOWN_GRACE_S = 2.0
-LEAVE_S = 1.0
+LEAVE_S = 1.0  # after a signal, for pushes that are nearly done
+MOVE_S = 10.0  # after an order to drain or to change the role, for routers to find other workers
 _POLL_S = 0.01
 _DRAIN_POLL_S = 0.1
 
@@ -209,7 +210,7 @@ async def run_incarnation(
             await health.report(serving=False)
             await beats.drain(stop, order.grace_s, role, lambda: stepping.drained)
         await _deregister(ledger, info.ref)  # routers stop choosing it
-        await _leave(loop, role)
+        await _leave(loop, role, LEAVE_S if order is None else MOVE_S)
         if stop.is_set() or order is None:
             return None
         await service.finish(LEAVE_S)
@@ -296,11 +297,11 @@ async def _wait(stop: asyncio.Event, seconds: float) -> None:
         await asyncio.wait_for(stop.wait(), seconds)
 
 
-async def _leave(loop: EngineLoop, role: WorkerRole) -> None:
-    """Hand over running work, and give pushes that are nearly done at most `LEAVE_S`. Raises an error of the role."""
+async def _leave(loop: EngineLoop, role: WorkerRole, within_s: float) -> None:
+    """Hand over running work, and give its pushes at most `within_s`. Raises an error of the role."""
     left = asyncio.wrap_future(loop.call(role.leave))
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(LEAVE_S):
+        async with asyncio.timeout(within_s):
             await asyncio.shield(left)  # a late engine thread still hands its work over
             while role.busy:  # noqa: ASYNC110  (the engine thread signals no event)
                 await asyncio.sleep(_POLL_S)

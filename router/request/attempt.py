@@ -10,9 +10,10 @@ P is the prefill worker, D the decode worker.
                                                       v
                                                   decoding -- finish of D --> finished, or Preempted --> next attempt
 
-If D is lost or fails at any time, the attempt is lost too. P retransfers held KV to the next attempt's D, unless the
-client has tokens beyond it. An error that a retry would repeat is raised. Leaving the attempt sends Release to each
-worker that has not reported its own end, unless P's KV is kept for the next attempt.
+A D that leaves may hold the KV of a preempted sequence. It then has the part of P in the next attempt. If D is lost or
+fails at any time, the attempt is lost too. P retransfers held KV to the next attempt's D, unless the client has tokens
+beyond it. An error that a retry would repeat is raised. Leaving the attempt sends Release to each worker that has not
+reported its own end, unless its KV is kept for the next attempt.
 Without P, an attempt goes from reserved to decoding: D gets the prompt with the Reserve and computes it.
 """
 
@@ -80,7 +81,8 @@ class Attempt:
         self.finish: Finish | None = None
         self.retry_reason = ""  # the reason if another attempt is needed
         self.lost: BatonError | None = None
-        self.kept = False  # whether P keeps its KV for the next attempt
+        self.kept = False  # whether P, or D if it `moves`, keeps its KV for the next attempt
+        self.moves = False  # D leaves and holds the KV of all tokens but the last
         self.died = False  # whether a worker process that computed this request was lost
         self.handoff, self._name = handoff, convert.handoff_to_pb(handoff)
         self._placement, self.spec = placement, spec
@@ -116,12 +118,18 @@ class Attempt:
 
     @property
     def held(self) -> bool:
-        """Whether the attempt was lost while P still has the KV that the next one needs."""
-        return self.lost is not None and self._holds and not self._decoding
+        """Whether the attempt ended while P, or a D that `moves`, has the KV that the next one needs."""
+        return self.moves or (self.lost is not None and self._holds and not self._decoding)
+
+    @property
+    def holder(self) -> WorkerStream:
+        """The worker with the KV of a `held` attempt."""
+        return self._placement.decode if self.moves else self.prefill_link
 
     async def __aenter__(self) -> Attempt:
-        for link in self._links:
-            link.open(self.handoff, self._mailbox)
+        if self._placement.prefill is not None:
+            self._placement.prefill.open(self.handoff, self._mailbox, Role.PREFILL)
+        self._placement.decode.open(self.handoff, self._mailbox, Role.DECODE)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -129,8 +137,9 @@ class Attempt:
         for source, event in self._mailbox.left():  # these came while the last tokens were passed on
             self._note(source, event)
         parked = self._retention.parks() and self._decoding  # D continues when this router's stream ends
-        if not parked and (not self._decode_ended or self._retention.seconds):  # D keeps a resumable one after its end
-            decode.send(release=pb.Release(handoff=self._name))
+        moves = self.moves and self.kept
+        if not (parked or moves) and (self.moves or not self._decode_ended or self._retention.seconds):
+            decode.send(release=pb.Release(handoff=self._name))  # D keeps a resumable one after its end
         if prefill is not None and not self.kept and (self._holds or not self._decode_ended):
             prefill.send(release=pb.Release(handoff=self._name))
         for link in self._links:
@@ -232,7 +241,7 @@ class Attempt:
             case "committed":
                 self._on_committed(item.committed)
             case "preempted":
-                self.retry_reason, self._decode_ended = "preempted", True
+                self.retry_reason, self._decode_ended, self.moves = "preempted", True, item.preempted.held
             case "refused":
                 self._on_refused(source, item.refused)
             case "failed":

@@ -160,7 +160,7 @@ class ChoiceRun:
         self._failures = self._deaths = 0
         self._cached_tokens: int | None = None  # on P, which reports it with its first token
         self._dispatch = dispatch
-        self._held: Attempt | None = None  # a lost one, whose prefill worker keeps its KV
+        self._held: Attempt | None = None  # one that ended, and whose KV a worker keeps
         self._detached: OwnershipRecord | None = None  # of a stream that continues on its decode worker
         self._waits_since: float | None = None  # for capacity; only a granted reservation ends the wait
 
@@ -170,7 +170,9 @@ class ChoiceRun:
 
     def _next_spec(self) -> SequenceSpec:
         """Return the sequence to start the next attempt from: all delivered tokens, or those that held KV covers."""
-        return self._held.spec if self._held else replace(self.spec, known=tuple(self.delivery.ids))
+        if self._held is not None and not self._held.moves:
+            return self._held.spec
+        return replace(self.spec, known=tuple(self.delivery.ids[: -1 if self._held else None]))
 
     async def admit(self) -> Placement:
         """Wait for a placement. A request that returns to the queue keeps its place."""
@@ -178,7 +180,7 @@ class ChoiceRun:
         accepted = call.observer.is_accepted
         self._waits_since = self._waits_since or self._dispatch.clock.monotonic()
         thinks = () if accepted else self.request.parsed.thinks  # an accepted request is never rejected for this
-        keep = self._held.prefill_link if self._held else None
+        keep = self._held.holder if self._held else None
         return await self._dispatch.admission.admit(
             ticket_for(call.arrival, spec.priority),
             len(spec),
@@ -213,7 +215,7 @@ class ChoiceRun:
 
     def attempt(self, placement: Placement) -> Attempt:
         """Begin the next attempt. Held KV is released if the placement has another prefill worker."""
-        if self._held is not None and self._held.prefill_link is not placement.prefill:
+        if self._held is not None and self._held.holder is not placement.prefill:
             self.release_held()
         self.observer.attempted(placement)
         info = placement.decode.info
@@ -277,7 +279,7 @@ class ChoiceRun:
     def release_held(self) -> None:
         held, self._held = self._held, None
         if held is not None:
-            held.prefill_link.send(release=worker_pb2.Release(handoff=convert.handoff_to_pb(held.handoff)))
+            held.holder.send(release=worker_pb2.Release(handoff=convert.handoff_to_pb(held.handoff)))
 
     def completed(self, attempt: Attempt) -> pb.Completed:
         timings, (prefill, decode) = self.observer.finished(attempt.finish), attempt.workers

@@ -28,7 +28,7 @@ from router.placement.policy import (
     local_prefill_if_faster,
     prefill_s,
 )
-from router.placement.snapshot import Ask, Facts, WorkerView, has_pair, misfit
+from router.placement.snapshot import Ask, Facts, Snapshot, WorkerView, has_pair, misfit
 from router.workers.placement import NO_REQUIREMENTS, Placement, Requirements
 from router.workers.stream import WorkerStream
 
@@ -129,7 +129,10 @@ class WorkerPool:
             return None
         if not snapshot.has_capacity(tokens):
             return None
-        kept = keep.info.ref if keep is not None and self._can_hand_over(keep, requirements) else None
+        keep = keep if keep is not None and self._can_hand_over(keep, requirements) else None
+        if keep is not None and keep.info.role is Role.DECODE:
+            return self._moved(snapshot, self._fleet.ask(tokens, self._turn, None, spec, determinism), keep)
+        kept = None if keep is None else keep.info.ref
         ask = self._fleet.ask(tokens, self._turn, kept, spec, determinism)
         pair = None if self._options.colocated else self._policy(snapshot, ask)
         if pair is None:
@@ -138,6 +141,17 @@ class WorkerPool:
         if self._options.local_prefill and (faster := local_prefill_if_faster(snapshot, ask, pair)) is not None:
             return self._placed(ask, None, faster.decode, faster.ttft_s)
         return self._placed(ask, pair.prefill, pair.decode, pair.ttft_s if kept is None else 0.0)
+
+    def _moved(self, snapshot: Snapshot, ask: Ask, source: WorkerStream) -> Placement | None:
+        """Return a placement for a sequence that `source`, a decode worker, holds, or None if no other has capacity."""
+        found = self._options.alone(snapshot, ask)
+        if found is None:
+            return None
+        decode = self._links[self._fleet.ref(Role.DECODE, found.decode)]
+        if decode is source or decode.info.fingerprint != source.info.fingerprint:
+            return None
+        cached = int(ask.decode_cached[found.decode])
+        return Placement(source, decode, ask.tokens, cached, self._fleet.mark, self.on_change)
 
     def _placed(self, ask: Ask, prefill_row: int | None, decode_row: int, ttft_s: float) -> Placement:
         """Return the placement on these rows. Its TTFT is compared with the predicted `ttft_s`, unless that is 0."""
@@ -237,8 +251,11 @@ class WorkerPool:
         return f"is compatible with no other worker: {reason}" if reason else ""
 
     def _can_hand_over(self, keep: WorkerStream, requirements: Requirements) -> bool:
-        """Return whether `keep` and a decode worker for its KV are connected. Otherwise waiting for them is useless."""
-        takers = self._usable(Role.DECODE, requirements) if keep.usable else []
+        """Return whether `keep` and a decode worker for its KV are connected. Otherwise waiting for them is useless. A
+        decode worker hands over while it drains.
+        """
+        able = keep.usable or (keep.info.role is Role.DECODE and keep.state == "connected")
+        takers = [link for link in self._usable(Role.DECODE, requirements) if able and link is not keep]
         return any(link.info.fingerprint == keep.info.fingerprint for link in takers)
 
     def _usable(self, role: Role, requirements: Requirements = NO_REQUIREMENTS) -> list[WorkerStream]:

@@ -145,7 +145,7 @@ class WorkerStream:
         self.settled = asyncio.Event()  # set after the first connect or failure
         self._router_id, self._silence_s = router_id, silence_s
         self._on_change, self._wire = on_change, wire
-        self._mailboxes: dict[HandoffId, EventMailbox] = {}
+        self._mailboxes: dict[HandoffId, tuple[EventMailbox, Role]] = {}
         self._late: dict[HandoffId, Late] = {}
         self._commands: list[pb.RouterCommand] = []
         self._wake = asyncio.Event()
@@ -169,11 +169,13 @@ class WorkerStream:
         self._task.cancel()
         await asyncio.wait([self._task])
 
-    def open(self, handoff: HandoffId, mailbox: EventMailbox) -> None:
-        """Send events of `handoff` to `mailbox`, which immediately gets WorkerLost if the worker is not connected."""
-        self._mailboxes[handoff] = mailbox
+    def open(self, handoff: HandoffId, mailbox: EventMailbox, part: Role) -> None:
+        """Send events of `handoff` to `mailbox`, which immediately gets WorkerLost if the worker is not connected. A
+        decode worker has the `part` of a prefill worker while it moves a sequence to another one.
+        """
+        self._mailboxes[handoff] = mailbox, part
         if self.state != "connected":
-            mailbox.put(self.info.role, self._lost("is not connected"))
+            mailbox.put(part, self._lost("is not connected"))
 
     def close(self, handoff: HandoffId, late: Late | None = None) -> None:
         """Drop further events of `handoff`. If given, `late` gets the last one, for its spans."""
@@ -206,8 +208,8 @@ class WorkerStream:
             finally:
                 connected, self.state = self.state == "connected", "lost"
                 self.settled.set()
-                for mailbox in self._mailboxes.values():
-                    mailbox.put(self.info.role, self._lost("left", WorkerLeft) if left else self._lost("was lost"))
+                for mailbox, part in self._mailboxes.values():
+                    mailbox.put(part, self._lost("left", WorkerLeft) if left else self._lost("was lost"))
                 self._on_change()
             log.warning("worker_lost" if connected else "worker_unreachable", worker=self.info.ref, reason=reason)
             pause = _BACKOFF_S[0] if connected else min(2 * pause, _BACKOFF_S[1])
@@ -274,9 +276,8 @@ class WorkerStream:
         for event in message.events:
             handoff = event.handoff
             name = HandoffId(handoff.request_id, handoff.attempt)
-            mailbox = self._mailboxes.get(name)
-            if mailbox is not None:
-                self._deliver(event, mailbox, holds)
+            if (taker := self._mailboxes.get(name)) is not None:
+                self._deliver(event, *taker, holds)
             elif name in self._late and event.WhichOneof("event") in _LAST:
                 self._late.pop(name)(self.info.role, self.info.ref.worker_id, event)
             if event.HasField("refused"):
@@ -297,12 +298,12 @@ class WorkerStream:
             self._wake.set()
         self._on_change()
 
-    def _deliver(self, event: pb.WorkerEvent, mailbox: EventMailbox, holds: bool) -> None:
+    def _deliver(self, event: pb.WorkerEvent, mailbox: EventMailbox, part: Role, holds: bool) -> None:
         if holds and getattr(event.tokens, "from"):  # only tokens after the first one are delayed
-            mailbox.add(self.info.role, event)
+            mailbox.add(part, event)
             self._rounds.later(mailbox)
         else:
-            mailbox.put(self.info.role, event)
+            mailbox.put(part, event)
 
     def _lost(self, what: str, kind: type[WorkerLost] = WorkerLost) -> WorkerLost:
         return kind(f"the {self.info.role} worker {self.info.ref.worker_id} {what}")

@@ -68,8 +68,10 @@ class Streams:
         self.steps = 0
 
     def step(self, engine: Engine) -> StepResult:
-        result = engine.step()
         self.steps += 1
+        return self.take(engine, engine.step())
+
+    def take(self, engine: Engine, result: StepResult) -> StepResult:
         assert result.failed == []
         for key, thoughts in result.thoughts:
             assert [each.chunk for each in thoughts] == [len(self.thoughts[key]) + i for i in range(len(thoughts))]
@@ -150,6 +152,28 @@ def hand_over(
     finally:
         sender.release(key)
     return streams.drain(receiver)
+
+
+def move(sender: Engine, receiver: Engine, spec: SequenceSpec, after: int) -> Streams:
+    """Run `spec` until it has `after` tokens, then continue on the other engine from its KV. Return all output."""
+    sender.submit(key := key_of(), spec)
+    streams = Streams()
+    while len(streams.tokens[key]) < after:
+        streams.step(sender)
+    streams.take(sender, sender.land())
+    tokens = sender.halt(key)
+    assert tokens is not None
+    room, layers = reserved(receiver, len(tokens) - 1), range(receiver.layout.layers)
+    wire = torch.empty(len(layers) * (len(tokens) - 1) * receiver.layout.layer_token_bytes, dtype=torch.uint8)
+    sender.kv.gather(layers, sender.held(key).blocks, 0, len(tokens) - 1, wire)
+    receiver.kv.scatter(layers, room.blocks, 0, len(tokens) - 1, wire)
+    known = tuple(tokens[len(spec.prompt) :])
+    receiver.adopt(key, replace(spec, known=known), room, sender.thinking_state(key))
+    sender.release(key)
+    streams.drain(receiver)
+    assert [engine.pool.counts().owned for engine in (sender, receiver)] == [0, 0]
+    assert receiver.counters.prefill_tokens == 0
+    return streams
 
 
 class Faulty(OracleBackend):

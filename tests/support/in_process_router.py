@@ -39,7 +39,7 @@ from baton.tokenizer import OracleTokenizer
 from router.context import RouterSettings
 from router.server import Router, serve
 from router.workers.stream import Item, WorkerStream
-from tests.support.routers import asked, expected, thought
+from tests.support.routers import asked, expected, right, thought
 from tests.support.waiting import until
 
 LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=16, dtype="float32")
@@ -79,6 +79,8 @@ class FakeWorker(WorkerServicer):
         self.refuse_once: list[int] = []  # reasons, for a Reserve or a Repush
         self.hold_at: int | None = None  # token index before which the worker waits for "hold"
         self.preempt_at: list[int] = []  # token indices at which the request is requeued, each used once
+        self.keeps = False  # a preempted request is held for a Repush, as by a decode worker that leaves
+        self.draining = False
         self.fail_push: list[worker_pb2.Failed] = []  # outcomes of the next pushes, instead of a commit
         self.commit_first = False  # D's message before P's first token
         self.repeats_thoughts = True  # a decode worker sends the prompt's thoughts again before its first token
@@ -160,7 +162,8 @@ class FakeWorker(WorkerServicer):
 
     def load(self) -> common_pb2.Load:
         used, total = sum(self._held.values()), self.info.total_blocks
-        return common_pb2.Load(blocks=common_pb2.BlockCounts(total=total, free=total - used, reserved=used))
+        blocks = common_pb2.BlockCounts(total=total, free=total - used, reserved=used)
+        return common_pb2.Load(blocks=blocks, draining=self.draining)
 
     def emit(self, *events: Event) -> None:
         heard = []
@@ -268,7 +271,7 @@ class FakeWorker(WorkerServicer):
             return
         cached = self.cached.pop(0) if self.cached else 0
         first = convert.tokens_to_pb([token_at(list(spec.prompt), index, scored=self.scored)])
-        said = [event(work.handoff, tokens=first, cached_tokens=cached)]
+        said = [event(work.handoff, tokens=first, cached_tokens=cached)] if self.role is Role.PREFILL else []
         if index + 1 == spec.sampling.max_tokens:
             self._done(work, *said, finish(work.handoff))
             return
@@ -371,7 +374,9 @@ class FakeWorker(WorkerServicer):
             if at in self.preempt_at:
                 self.preempt_at.remove(at)
                 self._held.pop(handoff, None)
-                self.emit(event(handoff, preempted=worker_pb2.Preempted(reason="full")))
+                if self.keeps:
+                    self._keep(handoff, spec, at - 1)
+                self.emit(event(handoff, preempted=worker_pb2.Preempted(reason="full", held=self.keeps)))
                 return
             if at == last:
                 self._held.pop(handoff, None)
@@ -380,6 +385,13 @@ class FakeWorker(WorkerServicer):
             before = [event(handoff, thoughts=convert.thoughts_to_pb(new))] if new else []
             self.emit(*before, said, *([finish(handoff)] if at == last else []))
             await asyncio.sleep(0)
+
+    def _keep(self, handoff: HandoffId, spec: worker_pb2.SequenceSpec, last: int) -> None:
+        """Hold the KV of all tokens before number `last`."""
+        kept, prompt = worker_pb2.SequenceSpec(), list(spec.prompt)
+        kept.CopyFrom(spec)
+        kept.known[:] = right(prompt, last)
+        self._work[handoff] = Work(handoff, kept, "", computed=True)
 
     def _thought_before(self, spec: worker_pb2.SequenceSpec, position: int) -> list[Thought]:
         """Return the thought about the chunk that ends before the generated token at `position`."""
@@ -419,7 +431,7 @@ class InProcessCluster:
         return [*self.prefill, *self.decode]
 
     async def start(self) -> None:
-        for worker in self.prefill:
+        for worker in self.workers:
             worker.peers = {peer.info.ref.worker_id: peer for peer in self.decode}
         for worker in self.workers:
             worker.wire = Wire.of(self.settings.tls)
@@ -433,7 +445,7 @@ class InProcessCluster:
     async def joined(self, decode: FakeWorker) -> None:
         """Start another decode worker and register it, along with all others in the lists."""
         self.decode.append(await decode.start())
-        for worker in self.prefill:
+        for worker in self.workers:
             worker.peers[decode.info.ref.worker_id] = decode
         self.infos = [worker.info for worker in self.workers]
 
@@ -478,7 +490,7 @@ class InProcessCluster:
     def hears(self, *said: tuple[Role, Item]) -> None:
         """Put all items into the mailbox of the only request in one turn, in this order."""
         handoff = self.prefill[0].handoff
-        mailbox = next(found for link in self.links if (found := link._mailboxes.get(handoff)))
+        mailbox, _ = next(found for link in self.links if (found := link._mailboxes.get(handoff)))
         for source, item in said:
             mailbox.put(source, item)
 

@@ -389,7 +389,7 @@ Global___Prefill: _TypeAlias = Prefill  # noqa: Y015
 class Repush(_message.Message):
     """The next attempt after the loss of a decode worker. The prefill worker sends the KV that `held` left here to another
     decode worker. Nothing is computed again. A first token is sent again with the new handoff id. Rejected as stale if
-    the worker holds nothing of `held`.
+    the worker holds nothing of `held`. A decode worker that leaves accepts it for a sequence that it preempted and holds.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -801,15 +801,19 @@ class Preempted(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
+    held: _builtins.bool
+    """the KV of all tokens but the last stays until a Repush or a Release"""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
+        held: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

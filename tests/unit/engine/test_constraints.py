@@ -20,7 +20,7 @@ from baton.structured_output import Grammars
 from baton.tokenizer import ORACLE_EOS, OracleTokenizer
 from baton.worker.engine_factory import generate
 from tests.support import engines
-from tests.support.engines import hand_over, ids, key_of, oracle, run
+from tests.support.engines import hand_over, ids, key_of, move, oracle, run
 
 
 def integers(low, size):
@@ -105,6 +105,14 @@ def test_a_handoff_at_any_token_gives_the_same(backend, kind, length):
     known = whole[: min(length, len(whole) - 2)]
     found = hand_over(sender, receiver, replace(spec, known=tuple(ids(known))))
     assert found.tokens[key_of()] == whole[len(known) :]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_move_in_the_middle_gives_the_same(backend, kind):
+    spec = spec_of(KINDS[kind], seed=12)
+    whole = generate(engine_of(backend), spec).tokens
+    found = move(engine_of(backend), engine_of(backend), spec, max(1, len(whole) // 2))
+    assert found.tokens[key_of()] == whole
 
 
 def test_beside_others_and_through_preemptions_each_answer_is_its_own(backend, seed):

@@ -23,7 +23,7 @@ from baton.engine.sequence import ScheduledSequence, Sequence
 from baton.errors import InvalidRequest
 from baton.tokenizer import load_tokenizer
 from tests.support import engines
-from tests.support.engines import Streams, hand_over, key_of, reserved, run
+from tests.support.engines import Streams, hand_over, key_of, move, reserved, run
 from tests.unit.engine.test_determinism import DEMO
 
 SHAPES = FixedShapes(rows=4, tokens=8)
@@ -174,6 +174,14 @@ def test_handed_over_after_the_first_token():
     assert found.ids(key_of()) == backend.expected(asked)
     assert decode.pool.counts().owned == 0
     assert prefill.counters.decode_steps == decode.counters.prefill_tokens == 0
+
+
+@pytest.mark.parametrize("after", [1, 2, 7, 8, 20])
+def test_moved_in_the_middle(after):
+    """Candidates that no pass has verified are not moved, whatever they are."""
+    backend = Tampered(range(0, 200, 6))
+    asked = spec_of("p" * 70, max_tokens=40, temperature=0.8)
+    assert move(engine_of(backend), engine_of(backend), asked, after).ids(key_of()) == backend.expected(asked)
 
 
 @pytest.mark.parametrize("known", [1, 2, 8, 9, 30])

@@ -12,7 +12,18 @@ from baton.engine.overlap import LateTokens
 from baton.tokenizer import ORACLE_EOS
 from baton.worker.engine_factory import generate
 from benchmarks.lib.random_weights import random_model
-from tests.support.engines import BLOCK, Faulty, Streams, block_names, engine_of, hand_over, key_of, numbers, spec_of
+from tests.support.engines import (
+    BLOCK,
+    Faulty,
+    Streams,
+    block_names,
+    engine_of,
+    hand_over,
+    key_of,
+    move,
+    numbers,
+    spec_of,
+)
 
 MODEL = {"architectures": ["LlamaForCausalLM"], "vocab_size": 257, "hidden_size": 32, "intermediate_size": 48}
 MODEL |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
@@ -198,6 +209,13 @@ def test_a_handoff_between_two_engines(either):
     spec = spec_of((5, 6, 7, 8, 9), max_tokens=20, temperature=1.0, seed=3)
     alone = generate(engine_of(either, overlap=False), spec)
     assert hand_over(early(either), early(either), spec).tokens[key_of()] == alone.tokens
+
+
+@pytest.mark.parametrize("after", [1, 2, 9])
+def test_a_move_takes_the_late_token_along(either, after):
+    spec = spec_of((5, 6, 7, 8, 9), max_tokens=20, temperature=1.0, seed=3)
+    alone = generate(engine_of(either, overlap=False), spec)
+    assert move(early(either), early(either), spec, after).tokens[key_of()] == alone.tokens
 
 
 def test_an_error_of_the_late_read_fails_the_sequences_of_that_step_alone(backend, monkeypatch):

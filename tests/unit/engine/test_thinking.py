@@ -191,6 +191,14 @@ def test_handoff_at_every_offset_of_a_chunk(fast, while_decoding):
         assert receiver.counters.cached_tokens - before == (length - 1) // BLOCK * BLOCK, "with their thoughts"
 
 
+@pytest.mark.parametrize("while_decoding", [False, True])
+@pytest.mark.parametrize("after", [1, 2, 3, 5, 9])
+def test_a_move_takes_the_thoughts_along(fast, while_decoding, after):
+    spec = asked_for(after, 18, 14, think_while_decoding=while_decoding)
+    found = engines.move(fast(), fast(), spec, after)
+    assert (found.ids(key_of()), found.thoughts[key_of()]) == alone(fast(), spec)
+
+
 @pytest.mark.parametrize(
     ("changed", "named"),
     [

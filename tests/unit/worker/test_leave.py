@@ -102,7 +102,7 @@ def test_a_pin_is_waited_for(pair, router):
     pair.end_pushes()
     pair.decode.run()
     assert not pair.decode.role.idle
-    pins.push_ended(OTHER, CUT)
+    pair.decode.role.push_ended(OTHER, CUT)
     ends_in_peace(pair.decode)
 
 

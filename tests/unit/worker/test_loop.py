@@ -97,7 +97,7 @@ async def test_an_error_while_the_role_leaves_reaches_the_host(started):
     role = Mock(busy=False)
     role.leave.side_effect = ValueError("broken")
     with pytest.raises(ValueError, match="broken"):
-        await lifecycle._leave(started(), role)
+        await lifecycle._leave(started(), role, lifecycle.LEAVE_S)
 
 
 def test_ticks_come_though_nothing_happens(started, listener):

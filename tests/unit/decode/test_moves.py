@@ -1,0 +1,138 @@
+"""A decode worker that leaves holds its running sequences until another one has their KV."""
+
+import pytest
+
+from baton.errors import ChannelBroken, DigestMismatch
+from tests.support.sessions import STALE, FakeSession, H, expected, names_of, next_of, prefill, release, repush, reserve
+from tests.support.sessions import prompt_of as prompt
+from tests.support.workers import DecodeSide
+
+N, LATER = next_of(H), next_of(next_of(H))
+
+
+@pytest.fixture
+def other():
+    return DecodeSide()
+
+
+def leaves(side, session, steps=3):
+    """Decode H alone for some steps, leave, and return the delivered tokens."""
+    side.attach_pusher()
+    side.take(session, reserve(), prefill(to=None))
+    side.step(steps)
+    side.role.leave()
+    assert session.events[-1].preempted.held
+    return session.ids()
+
+
+def moved(side, other, session, said, **reserving):
+    """Reserve on the other worker, and push all of the held KV there."""
+    other.take(session, reserve(N, 9 + len(said) - 1, **reserving))
+    side.take(session, repush(H, skip=session.cached_at(N)))
+    while N in side.pusher.pushes:
+        side.pusher.advance(N, other)
+    side.loop.drain()
+    other.run()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+def test_another_worker_continues_with_the_kv_and_computes_nothing_again(side, other, router, steps):
+    said = leaves(side, router, steps)
+    assert said == expected(tokens=steps)
+    assert not side.role.idle
+    assert [holding.state for holding in side.role.holdings()] == ["moving"]
+    moved(side, other, router, said)
+    assert router.ids(N) == expected()[steps - 1 :]
+    assert router.kinds(N)[:1] + router.kinds(N)[-2:] == ["reserved", "tokens", "finish"]
+    assert "pushed" in router.kinds(N)
+    assert other.engine.load().prefill_tokens == 0
+    assert other.engine.counters.recomputed_tokens == 0
+    assert side.role.idle
+    assert side.all_free
+    assert other.all_free
+
+
+def test_cached_blocks_are_not_sent(side, other, router):
+    other.serve(FakeSession("before"), reserve(), prefill(to=None))
+    said = leaves(side, router)
+    moved(side, other, router, said, prefix=names_of(prompt(H)))
+    assert router.cached_at(N) == 8
+    assert router.ids(N) == expected()[2:]
+
+
+def test_a_sequence_that_arrives_while_the_worker_leaves_moves_too(pair, router):
+    pair.hand_over(router)
+    pair.decode.attach_pusher()
+    pair.decode.role.leave()
+    pair.decode.loop.drain()
+    assert router.kinds()[-3:] == ["committed", "tokens", "preempted"]
+    assert router.events[-1].preempted.held
+
+
+def test_a_failed_push_leaves_the_kv_for_another_worker(side, other, router):
+    said = leaves(side, router)
+    other.take(router, reserve(N, 11))
+    side.take(router, repush(H))
+    side.push_ends(N, ChannelBroken("cut"))
+    assert router.failure.held
+    third = DecodeSide()
+    third.take(router, reserve(LATER, 11))
+    side.take(router, repush(N, LATER))
+    while LATER in side.pusher.pushes:
+        side.pusher.advance(LATER, third)
+    side.loop.drain()
+    third.run()
+    assert said + router.ids(LATER)[1:] == expected()
+    assert side.all_free
+
+
+def test_a_repush_of_a_push_under_way_ends_that_push_first(side, other, router):
+    leaves(side, router)
+    other.take(router, reserve(N, 11))
+    side.take(router, repush(H), repush(N, LATER))
+    assert side.pusher.log[-4:] == [("begin", N), ("withdraw", N), ("abort", N), ("begin", LATER)]
+
+
+def test_corrupted_kv_is_freed(side, router):
+    leaves(side, router)
+    side.take(router, repush(H))
+    side.push_ends(N, DigestMismatch("bits"))
+    assert not router.failure.held
+    assert side.all_free
+
+
+@pytest.mark.parametrize("pushing", [False, True])
+@pytest.mark.parametrize("how", ["release", "gone"])
+def test_a_router_that_gives_up_frees_it(side, router, how, pushing):
+    leaves(side, router)
+    if pushing:
+        side.take(router, repush(H))
+    side.role.gone(router) if how == "gone" else side.take(router, release(N if pushing else H))
+    assert side.all_free
+    assert side.role.idle
+    assert not router.handoffs
+    assert [name for name, _ in side.pusher.log[-2:]] == (["withdraw", "abort"] if pushing else [])
+
+
+def test_a_push_that_cannot_begin_leaves_the_kv(side, router):
+    leaves(side, router)
+    side.pusher.refuse = ChannelBroken("no address")
+    side.take(router, repush(H))
+    assert router.failure.held
+    assert [holding.state for holding in side.role.holdings()] == ["moving"]
+
+
+def test_only_its_router_moves_it(side, router, second):
+    leaves(side, router)
+    side.take(second, repush(H))
+    side.take(router, repush(N))
+    assert second.refusals == router.refusals == [STALE]
+
+
+def test_a_prompt_without_a_token_is_given_back_without_kv(side, router):
+    side.attach_pusher()
+    side.take(router, reserve(), prefill(to=None))
+    side.role.leave()
+    assert router.kinds()[-1] == "preempted"
+    assert not router.events[-1].preempted.held
+    assert side.all_free
