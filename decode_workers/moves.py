@@ -1,8 +1,6 @@
 """Sequences that a leaving decode worker holds until another one has their KV.
 
-    preempted, held ──repush──> pushing ──pushed──> gone
-            ^                      │
-            └──────── failed ──────┘          release, lost router: dropped
+    preempted, held ──repush──> pushing ──pushed, failed, release, lost router──> freed
 
 The router reserves at another decode worker and sends Repush here. The push is the one of a prefill worker: the same
 offer, frames and commit, with the last delivered token as the first one. Everything runs on the engine thread.
@@ -17,8 +15,7 @@ import structlog
 
 from baton.core import HandoffId, SequenceSpec, Token
 from baton.engine.engine import Engine
-from baton.errors import DigestMismatch, HandoffError
-from baton.rpc.v1 import worker_pb2
+from baton.errors import HandoffError
 from baton.worker import events
 from baton.worker.block_census import Holding
 from baton.worker.role import Owner, Pusher
@@ -93,17 +90,17 @@ class Moves:
         pusher.finish(job.handoff, move.end)
 
     def ended(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> bool:
-        """Report the end of a push to its router. Returns False if the handoff is no move. Corrupted KV is dropped."""
+        """Free a sequence whose push has ended, and report it to its router, which has the KV of a failed one computed
+        again. Returns False if the handoff is no move.
+        """
         if (move := self._moves.get(handoff)) is None:
             return False
         move.pushing = False
+        self.drop(handoff)
         if isinstance(outcome, PushResult):
-            sent: worker_pb2.WorkerEvent = events.pushed(handoff, outcome)
+            move.session.emit([events.pushed(handoff, outcome)])
         else:
-            sent = events.failed(handoff, outcome, held=not isinstance(outcome, DigestMismatch))
-        if isinstance(outcome, (PushResult, DigestMismatch)):
-            self.drop(handoff)
-        move.session.emit([sent])
+            move.session.emit([events.failed(handoff, outcome)])
         return True
 
     def drop(self, handoff: HandoffId) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from baton.rpc.v1 import worker_pb2
-from tests.integration.test_router_recovery import HELD, answered, attempts_of
+from tests.integration.test_router_recovery import answered, attempts_of
 from tests.support.in_process_router import InProcessCluster, at
 from tests.support.routers import PROMPT, ids_of, leave, recovered
 from tests.support.waiting import until
@@ -41,23 +41,15 @@ async def test_the_kv_goes_to_the_other_worker(make):
     assert (recovered(events), done.placement.attempts) == ([], 2)
 
 
-async def test_a_failed_push_is_repeated(make):
-    cluster, call = await leaving(make)
-    first, second = cluster.decode
-    first.fail_push = [HELD]
-    second.open("reserve", "decode")
-    events = await answered(cluster, call)
-    assert attempts_of(first, "repush") == [("repush", 2), ("repush", 3)]
-    assert cluster.prefill[0].count("prefill") == 1
-    assert recovered(events) == [(3, "prefill_lost")]
-
-
-@pytest.mark.parametrize("how", ["dies", "dropped it"])
+@pytest.mark.parametrize("how", ["dies", "dropped it", "push fails"])
 async def test_without_the_kv_it_is_computed_again(make, how):
-    cluster, call = await leaving(make)
+    """A failed move is no failure of the request, which may have one attempt only."""
+    cluster, call = await leaving(make, attempts=1)
     [prefill], [first, second] = cluster.prefill, cluster.decode
     if how == "dies":
         first.close("commit")
+    elif how == "push fails":
+        first.fail_push = [worker_pb2.Failed(kind="ChannelBroken", message="cut")]
     else:
         first.refuse_once = [worker_pb2.REFUSAL_REASON_STALE]
     second.open("reserve", "decode")
@@ -66,6 +58,7 @@ async def test_without_the_kv_it_is_computed_again(make, how):
         await first.kill()
     events = await answered(cluster, call)
     assert [list(spec.known) for spec in prefill.specs[1:]] == [ids_of(events)[:MOVED]]
+    assert recovered(events) == []
 
 
 async def test_it_is_computed_again_if_the_worker_is_gone_before_another_is_free(make):

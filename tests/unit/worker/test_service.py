@@ -20,7 +20,7 @@ from baton.rpc.v1 import worker_pb2 as pb
 from baton.worker import events
 from baton.worker.engine_loop import EngineLoop
 from baton.worker.service import Session, WorkerService
-from tests.support.sessions import D, H, fence, malformed, prefill, release, repush, reserve
+from tests.support.sessions import D, H, fence, malformed, prefill, release, reserve
 from tests.support.workers import DecodeSide, PrefillSide, engine_of, info_of
 
 CONNECT = "/baton.v1.Worker/Connect"
@@ -225,7 +225,7 @@ async def test_close_tells_of_every_router_at_once_and_only_once(worker):
     assert worker.role.heard.empty()
 
 
-FOREIGN = {PrefillSide: [reserve(), fence()], DecodeSide: [prefill(), repush()]}
+FOREIGN = {PrefillSide: [reserve(), fence()], DecodeSide: [prefill()]}
 CASES = [
     pytest.param(side, command, named, id=f"{side.__name__}: {name}")
     for side, foreign in FOREIGN.items()
