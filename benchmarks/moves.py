@@ -1,7 +1,7 @@
 """Sequences that move from a decode worker that leaves: computed tokens, and the gap in their streams.
 
     python benchmarks/moves.py            16 sequences of the demo model with about 1,000 tokens each
-    python benchmarks/moves.py --quick    4 sequences of 100 tokens
+    python benchmarks/moves.py --quick    8 sequences of 100 tokens
 
 Two decode workers run as plain processes. When all streams have that many tokens, an operator plans one decode worker,
 and `scaling.drain_s` is near 0. Half of the sequences move. Each answer is compared with an undisturbed one. The last
@@ -41,6 +41,7 @@ SETS = (
     "decode.replicas=2",
     "decode.kv_memory=128MiB",
     "scaling.drain_s=0.1",
+    "ledger.heartbeat_s=0.1",
     "log.level=warning",
     *(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics", "http")),
 )
@@ -54,16 +55,17 @@ class Stream(NamedTuple):
     late: list[float]
     moved: bool
     kv_bytes: int
+    prompt_tokens: int
 
 
 def main(argv: list[str]) -> int:
     """Run and print. The exit code is 1 if an answer is wrong, or none moved."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="4 sequences of 100 tokens")
+    parser.add_argument("--quick", action="store_true", help="8 sequences of 100 tokens")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the last line to this file")
     args = parser.parse_args(argv)
     with cluster("moves", *SETS) as state:
-        result = measured(state, *((4, 100) if args.quick else (16, 1000)))
+        result = measured(state, *((8, 100) if args.quick else (16, 1000)))
     line = json.dumps({"benchmark": "moves", **result})
     if args.json is not None:
         args.json.write_text(line + "\n")
@@ -74,9 +76,9 @@ def main(argv: list[str]) -> int:
 def measured(state: ClusterState, count: int, tokens: int) -> dict[str, float]:
     """Stream `count` answers, shrink the decode pool when each has `tokens` tokens, and return the figures."""
     with Client(state.grpc, admin=state.admin) as client:
-        expected, prompt = streamed(client, tokens, threading.Semaphore()), computed(client)
         found = disturbed(client, state.admin, count, tokens)
-        again = computed(client) - (1 + count) * prompt  # the decode worker that left had computed no prompt
+        again = computed(client) - sum(each.prompt_tokens for each in found)  # the worker that left computed none
+        expected = [streamed(client, number, tokens, threading.Semaphore()) for number in range(count)]
     moved = [each for each in found if each.moved]
     longest = {
         kind: max((max(each.late) for each in found if each.moved is kind), default=0.0) for kind in (True, False)
@@ -84,7 +86,7 @@ def measured(state: ClusterState, count: int, tokens: int) -> dict[str, float]:
     return {
         "sequences": count,
         "moved": len(moved),
-        "wrong": sum(each.ids != expected.ids for each in found),
+        "wrong": sum(each.ids != right.ids for each, right in zip(found, expected, strict=True)),
         "recomputed_tokens": max(0, again),
         "kv_bytes": max((each.kv_bytes for each in moved), default=0),
         "step_ms": round(median(gap for each in found for gap in each.early) * 1e3, 3),
@@ -97,7 +99,7 @@ def disturbed(client: Client, admin: str, count: int, tokens: int) -> list[Strea
     """Return the answers of `count` streams, half of which lose their decode worker."""
     reached = threading.Semaphore(0)
     with ThreadPoolExecutor(count) as pool, grpc.insecure_channel(admin) as channel:
-        running = [pool.submit(streamed, client, tokens, reached) for _ in range(count)]
+        running = [pool.submit(streamed, client, number, tokens, reached) for number in range(count)]
         late = sum(not reached.acquire(timeout=PATIENCE_S) for _ in running)
         if late:
             raise TimeoutError(f"{late} streams have fewer than {tokens} tokens after {PATIENCE_S:g} s")
@@ -105,19 +107,20 @@ def disturbed(client: Client, admin: str, count: int, tokens: int) -> list[Strea
         return [each.result() for each in running]
 
 
-def streamed(client: Client, tokens: int, reached: threading.Semaphore) -> Stream:
+def streamed(client: Client, number: int, tokens: int, reached: threading.Semaphore) -> Stream:
     """Stream one answer. `reached` is released when it has `tokens` tokens."""
     early, late, before = list[float](), list[float](), time.perf_counter()
-    with client.stream(PROMPT, max_tokens=tokens + REST, temperature=0, ignore_eos=True) as stream:
+    with client.stream(f"{number}. {PROMPT}", max_tokens=tokens + REST, temperature=0, ignore_eos=True) as stream:
         for _ in stream:
             now = time.perf_counter()
             (late if len(stream.tokens) > tokens else early).append(now - before)
             if len(stream.tokens) > tokens and len(late) == 1:
                 reached.release()
             before = now
-        placement = stream.placement
+        placement, usage = stream.placement, stream.usage
     moved = placement is not None and placement.attempts > 1
-    return Stream(stream.tokens, early, late, moved, placement.kv_bytes if placement is not None else 0)
+    kv_bytes = placement.kv_bytes if placement is not None else 0
+    return Stream(stream.tokens, early, late, moved, kv_bytes, usage.prompt_tokens if usage is not None else 0)
 
 
 def computed(client: Client) -> int:

@@ -269,12 +269,17 @@ class ChoiceRun:
             raise EngineFault(f"{self._deaths} workers were lost while they computed this request; it is not retried")
         if attempt.lost is not None and self._failures >= self._dispatch.attempts:
             raise attempt.lost
-        if attempt.held:
+        if attempt.held and (not attempt.moves or self._finds_a_taker(attempt)):
             attempt.kept = True
             self._held = attempt
         self.observer.recovered(attempt)
         if attempt.lost is not None and self.observer.is_accepted:
             await client.recovered(self.observer.attempts + 1, attempt.retry_reason)
+
+    def _finds_a_taker(self, attempt: Attempt) -> bool:
+        """Return whether another decode worker could take the KV now. Otherwise the leaving worker must not wait."""
+        wanted = Requirements(spec=self.spec, determinism=self.request.determinism)
+        return self._dispatch.pool.can_hand_over(attempt.holder, wanted)
 
     def release_held(self) -> None:
         held, self._held = self._held, None

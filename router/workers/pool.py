@@ -129,7 +129,7 @@ class WorkerPool:
             return None
         if not snapshot.has_capacity(tokens):
             return None
-        keep = keep if keep is not None and self._can_hand_over(keep, requirements) else None
+        keep = keep if keep is not None and self.can_hand_over(keep, requirements) else None
         if keep is not None and keep.info.role is Role.DECODE:
             return self._moved(snapshot, self._fleet.ask(tokens, self._turn, None, spec, determinism), keep)
         kept = None if keep is None else keep.info.ref
@@ -250,7 +250,7 @@ class WorkerPool:
         reason = self.misfit(link)
         return f"is compatible with no other worker: {reason}" if reason else ""
 
-    def _can_hand_over(self, keep: WorkerStream, requirements: Requirements) -> bool:
+    def can_hand_over(self, keep: WorkerStream, requirements: Requirements) -> bool:
         """Return whether `keep` and a decode worker for its KV are connected. Otherwise waiting for them is useless. A
         decode worker hands over while it drains.
         """

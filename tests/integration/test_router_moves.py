@@ -79,3 +79,18 @@ async def test_a_cancelled_request_frees_it(make, how):
     await leave(cluster, call, how)
     await until(lambda: ("release", 1) in attempts_of(cluster.decode[0]), "release")
     await cluster.nothing_is_left()
+
+
+async def test_a_worker_that_leaves_alone_need_not_wait(make):
+    """No other decode worker is connected, so the KV is of no use."""
+    cluster = await make()
+    [first] = cluster.decode
+    first.preempt_at, first.keeps = [MOVED], True
+    call = await at(cluster, "decoding")
+    first.draining = True
+    first.open("decode")
+    await until(lambda: ("release", 1) in attempts_of(first), "release")
+    first.draining, first.keeps = False, False
+    first.emit()
+    await answered(cluster, call)
+    assert first.count("repush") == 0
