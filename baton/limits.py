@@ -33,6 +33,8 @@ MAX_CHOICE_TEXTS = 256
 MAX_CHOICE_CHARS = 1_024
 
 MAX_CALLS_PER_CONNECTION = 16384  # of gRPC; further calls wait in the client. A gateway has one connection.
+MAX_GRPC_CONNECTIONS = 8192  # of one listener, and at most an eighth of the process's open files
+MAX_HANDSHAKE_SECONDS = 20
 PUBLIC_RECEIVE_BYTES = 4 * 2**20  # Bytes of one message from the public network.
 INTERNAL_RECEIVE_BYTES = 64 * 2**20  # A prompt of a million tokens, or one step's tokens of a full worker
 SEND_BYTES = 64 * 2**20  # the receiver's limit decides
@@ -46,6 +48,8 @@ MAX_STATUS_VIOLATIONS = 8
 MAX_VIOLATION_BYTES = 200
 
 MAX_METRICS_REQUEST_BYTES = 8192
+MAX_METRICS_CONNECTIONS = 64
+MAX_METRICS_SECONDS = 5
 
 MAX_HTTP_CONNECTIONS = 8192  # and at most half of the process's open files
 MAX_HTTP_HEADER_SECONDS = 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from baton.cli.exit_codes import exit_code
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
 
 
 def main() -> None:
@@ -17,6 +17,9 @@ def main() -> None:
     except BatonError as error:
         sys.stderr.write(f"baton: {type(error).__name__}: {error}\n")
         sys.exit(exit_code(error))
+    except PermissionError as error:  # of another user's cluster, for example
+        sys.stderr.write(f"baton: ConfigError: {error.filename}: {error.strerror}\n")
+        sys.exit(exit_code(ConfigError()))
     except ModuleNotFoundError as error:
         sys.exit(
             f"baton: {error.name} is not installed; the command line needs: pip install 'baton-serve[server,local]'"

@@ -33,9 +33,11 @@ def find_cluster(name: str | None, *, starting: bool = False) -> ClusterState:
     chosen = [state for state in running if name in {None, state.name}]
     if len(chosen) == 1:
         if not (chosen[0].ready or starting):
-            raise NoWorker(f"cluster {chosen[0].name!r} is still starting")
+            lost = "has no readable state file; `baton down` stops it"
+            raise NoWorker(f"cluster {chosen[0].name!r} {lost if chosen[0].lost else 'is still starting'}")
         return chosen[0]
     if not running:
+        running_clusters(strict=True)
         raise NoWorker("no cluster is running here; start one with: baton up -c configs/local.yaml --detach")
     names = ", ".join(state.name for state in running)
     problem = f"no cluster named {name!r} is running" if name else "several clusters are running"

@@ -64,6 +64,7 @@ class Controller:
         self._looked_at = 0.0
         self._outlook = ""
         self._reported: ControlReport | None = None
+        self._reported_at = 0.0  # monotonic: after a step of the clock back, no report would be due for long
         ledger.follow(self._suspend_kills)
 
     @property
@@ -225,7 +226,7 @@ class Controller:
         return all(unit.state in {"ready", "failed"} and unit.generation == self.plan.generation for unit in units)
 
     async def _report(self) -> None:
-        at, last = self._clock.wall(), self._reported
+        at, now, last = self._clock.wall(), self._clock.monotonic(), self._reported
         report = ControlReport(
             plan=self.plan,
             at=at,
@@ -234,9 +235,9 @@ class Controller:
             host=socket.gethostname(),
             outlook=self._outlook,
         )
-        if last is None or at - last.at >= REPORT_S or report != last.model_copy(update={"at": at}):
+        if last is None or now - self._reported_at >= REPORT_S or report != last.model_copy(update={"at": at}):
             await self._control_state.put_control(report, REPORT_LEASE_S)
-            self._reported = report
+            self._reported, self._reported_at = report, now
 
 
 class LocalControl:

@@ -205,10 +205,10 @@ class Supervisor:
             self._record_processes()
 
     def _record_processes(self) -> None:
-        """Write the state file if processes or addresses have changed. The cluster runs on without it; the next poll
-        tries again.
+        """Write the state file if processes or addresses have changed, or the file was damaged. The cluster runs on
+        without it; the next poll tries again.
         """
-        if (state := self._state()) == self._recorded:
+        if (state := self._state()) == self._recorded and self._folder.state_kept():
             return
         try:
             self._folder.write_state(state)

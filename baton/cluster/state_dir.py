@@ -1,6 +1,6 @@
 """The files of a cluster: one folder per cluster name under `$BATON_HOME` (default `~/.baton`).
 
-NAME/lock          held by `baton up` while it lives, so that two clusters of one name cannot run
+NAME/lock          held by `baton up` while it lives, so that two clusters of one name cannot run; names its process
 NAME/state.json    addresses and process ids of the running cluster; 0600, because it holds the Redis password
 NAME/cluster.yaml  the effective config that its processes read; 0600 for the same reason
 NAME/logs/         one log per process; the previous part of a large log is FILE.log.1
@@ -9,6 +9,7 @@ NAME/scratch       a link to the temporary folder of a local Ray; leftovers of a
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -25,6 +26,7 @@ from pydantic import TypeAdapter
 from baton.errors import ConfigError
 
 LOG_BYTES = 64 * 2**20
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def baton_home() -> Path:
@@ -38,34 +40,43 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"BATON_HOME: cannot write to {path}: {error.strerror or error}") from None
+        where = error.filename2 or error.filename or path
+        raise ConfigError(f"BATON_HOME: cannot write to {where}: {error.strerror or error}") from None
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process, identified also by its start time (seconds since the epoch), because process ids are reused."""
+    """A process. Its id alone is not enough, because ids are reused. `started`: the id of the machine's boot, and the
+    clock ticks from that boot to the start of the process. A step of the clock changes neither.
+    """
 
     pid: int
-    started: float
+    started: str
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
         """Return the identity of a running process. Raises psutil.NoSuchProcess."""
-        return cls(pid, psutil.Process(pid).create_time())
+        try:
+            stat, boot = Path(f"/proc/{pid}/stat").read_bytes(), _BOOT_ID.read_text().strip()
+        except OSError:
+            raise psutil.NoSuchProcess(pid) from None
+        ticks = stat.rpartition(b")")[2].split()[19]  # field 22; the second may contain spaces
+        return cls(pid, f"{boot} {int(ticks)}")
 
     def process(self) -> psutil.Process | None:
         """Return the process if it is still the same one and alive."""
         try:
-            process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.started) < 0.01 and process.status() != psutil.STATUS_ZOMBIE
+            process = psutil.Process(self.pid) if ProcessId.of(self.pid) == self else None
+            return process if process is not None and process.status() != psutil.STATUS_ZOMBIE else None
         except psutil.NoSuchProcess:
             return None
-        return process if same else None
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """The state file of a cluster, for `baton status`, `generate` and `down`. Addresses are empty while it starts."""
+    """The state file of a cluster, for `baton status`, `generate` and `down`. Addresses are empty while it starts. All
+    but name and supervisor are empty if the file of a running cluster is lost.
+    """
 
     name: str
     supervisor: ProcessId
@@ -82,8 +93,13 @@ class ClusterState:
     def ready(self) -> bool:
         return bool(self.grpc)
 
+    @property
+    def lost(self) -> bool:
+        return not self.redis_url
+
 
 _STATE = TypeAdapter(ClusterState)
+_PROCESS = TypeAdapter(ProcessId)
 
 
 class StateFolder:
@@ -95,6 +111,8 @@ class StateFolder:
         self.logs = self.path / "logs"
         self.config = self.path / "cluster.yaml"
         self._state = self.path / "state.json"
+        self._lock_file = self.path / "lock"
+        self._written = b""  # the state file as this process wrote it
         self._scratch = self.path / "scratch"
         self._lock: IO[str] | None = None
 
@@ -102,18 +120,23 @@ class StateFolder:
         """Lock the name for this process and remove a killed cluster's files. Raises ConfigError if it is in use."""
         with writing(self.path):
             self.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
-            lock = (self.path / "lock").open("w", encoding="utf-8")
+            if not os.access(self.logs, os.R_OK | os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.logs))
+            lock = self._lock_file.open("a", encoding="utf-8")  # another process may hold it
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 lock.close()
                 if not isinstance(error, BlockingIOError):
                     raise
-                text = f"a cluster named {self.name!r} is running; `baton down --name {self.name}` stops it"
-                raise ConfigError(f"name: {text}, or use another name for a second cluster") from None
+                stops = f"`baton down --name {self.name}` stops it" if self.read_state() else "end its `baton up`"
+                text = f"a cluster named {self.name!r} is running; {stops}, or use another name for a second cluster"
+                raise ConfigError(f"name: {text}") from None
             self._lock = lock
             try:
                 self._clear()
+                os.ftruncate(lock.fileno(), 0)
+                os.write(lock.fileno(), _PROCESS.dump_json(ProcessId.of(os.getpid())))
             except OSError:
                 self.release()
                 raise
@@ -138,6 +161,7 @@ class StateFolder:
         with suppress(OSError):  # a read-only disk; the next `acquire` tries again
             self._clear()
         if self._lock is not None:
+            os.ftruncate(self._lock.fileno(), 0)
             self._lock.close()
             self._lock = None
 
@@ -176,20 +200,45 @@ class StateFolder:
                 draft.unlink()
 
     def write_state(self, state: ClusterState) -> None:
-        self.write_private(self._state, _STATE.dump_json(state, indent=1).decode())
+        self._written = _STATE.dump_json(state, indent=1)
+        self.write_private(self._state, self._written.decode())
+
+    def state_kept(self) -> bool:
+        """Return whether the state file is as this process wrote it. It may have been damaged or removed."""
+        try:
+            return self._state.read_bytes() == self._written
+        except OSError:
+            return False
 
     def read_state(self) -> ClusterState | None:
-        """Return the state of the running cluster, or None. A file left by a killed cluster does not count."""
+        """Return the state of the running cluster, or None. A file left by a killed cluster does not count. If the file
+        is damaged or of another version, the state is `lost`. Raises PermissionError if it is another user's.
+        """
+        state: ClusterState | None
         try:
             state = _STATE.validate_json(self._state.read_bytes())
+        except PermissionError:
+            raise
+        except (OSError, ValueError):
+            state = self._lost_state()
+        return state if state is not None and state.name == self.name and state.supervisor.process() else None
+
+    def _lost_state(self) -> ClusterState | None:
+        try:
+            supervisor = _PROCESS.validate_json(self._lock_file.read_bytes())
         except (OSError, ValueError):
             return None
-        return state if state.supervisor.process() else None
+        return ClusterState(self.name, supervisor, "", "", "", "", "")
 
 
-def running_clusters(home: Path | None = None) -> list[ClusterState]:
-    """Return the states of all clusters that run under this home, sorted by name."""
+def running_clusters(home: Path | None = None, *, strict: bool = False) -> list[ClusterState]:
+    """Return the states of all clusters that run under this home, sorted by name. Those of other users are left out, or
+    are a PermissionError if `strict`.
+    """
     folder = home or baton_home()
     names = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
-    states = (StateFolder(name, folder).read_state() for name in names)
+    states = []
+    for name in names:
+        with suppress(*() if strict else (PermissionError,)):
+            states.append(StateFolder(name, folder).read_state())
     return [state for state in states if state is not None]

@@ -12,7 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from baton.errors import ConfigError
-from baton.limits import MAX_METRICS_REQUEST_BYTES
+from baton.limits import MAX_METRICS_CONNECTIONS, MAX_METRICS_REQUEST_BYTES, MAX_METRICS_SECONDS
 
 _PLAIN = "text/plain; charset=utf-8"
 _OPENMETRICS = "application/openmetrics-text"
@@ -53,6 +53,7 @@ class MetricsServer:
         self._ready, self._trouble = ready, trouble
         self._look, self._targets = look, targets
         self._server: asyncio.Server | None = None
+        self._connections = 0
 
     async def start(self, address: str) -> str:
         """Listen on "host:port" (port 0: any free one). Returns the bound address. Raises ConfigError."""
@@ -71,16 +72,22 @@ class MetricsServer:
             self._server = None
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._connections >= MAX_METRICS_CONNECTIONS:
+            writer.transport.abort()
+            return
+        self._connections += 1
         try:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(MAX_METRICS_SECONDS):
                 line, *headers = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
                 status, content_type, body = await self._respond(line, _accepted(headers))
                 head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {content_type}\r\n"
                 writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
-                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # the scraper left or sent no request
+            writer.transport.abort()  # the scraper left, sent no request or does not read: `close` would wait for it
         finally:
+            self._connections -= 1
             writer.close()
 
     async def _respond(self, line: str, accept: str) -> tuple[HTTPStatus, str, bytes]:

@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import grpc
 
 from baton.errors import ConfigError
-from baton.limits import INTERNAL_RECEIVE_BYTES, MAX_CALLS_PER_CONNECTION, PUBLIC_RECEIVE_BYTES, SEND_BYTES
+from baton.limits import (
+    INTERNAL_RECEIVE_BYTES,
+    MAX_CALLS_PER_CONNECTION,
+    MAX_GRPC_CONNECTIONS,
+    MAX_HANDSHAKE_SECONDS,
+    PUBLIC_RECEIVE_BYTES,
+    SEND_BYTES,
+)
 
 if TYPE_CHECKING:
     from baton.config.schema import TlsConfig
@@ -29,6 +36,7 @@ if TYPE_CHECKING:
 Options = list[tuple[str, Any]]
 Credentials: TypeAlias = "grpc.ChannelCredentials | None"  # None means plaintext
 _SOCKET_PATH_BYTES = 107  # of sockaddr_un
+_FILES_SHARE = 8  # a listener may use one of so many open files
 PENDING_CALLS, PENDING_S = 1 << 14, 600  # calls that the event loop has not taken yet
 
 
@@ -58,12 +66,16 @@ def channel_options(link: Link, *, proxy: bool = False, name: str = "") -> Optio
 
 def server_options(link: Link, *, share_port: bool = False) -> Options:
     """Return the options of a server. By default gRPC closes an idle connection after three pings of the client."""
+    from baton.network import open_files  # servers only: the SDK has no psutil
+
     return [
         *_common_options(link),
         ("grpc.so_reuseport", int(share_port)),
         ("grpc.http2.min_ping_interval_without_data_ms", 200),
         ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION),
-        ("grpc.server_handshake_timeout_ms", 20_000),  # by default a silent connection is kept for two minutes
+        # By default, a silent connection is kept for two minutes. Further connections are closed immediately.
+        ("grpc.server_handshake_timeout_ms", MAX_HANDSHAKE_SECONDS * 1000),
+        ("grpc.max_allowed_incoming_connections", min(MAX_GRPC_CONNECTIONS, max(1, open_files() // _FILES_SHARE))),
         # gRPC would cancel calls of a burst before a handler could queue or reject them: from 1000 on, or after 30 s.
         ("grpc.server.max_pending_requests", PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", 2 * PENDING_CALLS),

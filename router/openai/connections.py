@@ -1,4 +1,4 @@
-"""Limits of HTTP connections before a request is read: their number, and the time for its headers. uvicorn has neither.
+"""Limits of HTTP connections that uvicorn lacks: their number, and times of handshakes, headers and unread answers.
 
 A connection costs an open file. If clients could take all of them, gRPC and Redis would stop too.
 """
@@ -6,6 +6,9 @@ A connection costs an open file. If clients could take all of them, gRPC and Red
 from __future__ import annotations
 
 import asyncio
+import socket
+import ssl
+from collections.abc import Callable
 
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
@@ -13,6 +16,7 @@ from baton.limits import MAX_HTTP_CONNECTIONS, MAX_HTTP_HEADER_SECONDS
 from baton.network import open_files
 from router.openai.errors import HttpError, Problem, http_problem
 
+_PAUSE_S = 0.1  # after a connection that could not be accepted
 _SHARE = 2  # the listener may use one of so many open files
 _LATE = http_problem(HttpError(408, "request_timeout", f"headers: must arrive within {MAX_HTTP_HEADER_SECONDS} s"))
 _FULL = Problem(
@@ -29,11 +33,17 @@ class BoundedProtocol(H11Protocol):
 
     most = MAX_HTTP_CONNECTIONS
     headers_s = float(MAX_HTTP_HEADER_SECONDS)
+    unread_s = 60.0  # `router.slow_reader_s`, and a little more: a stream is ended first
     _timer: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+
+    @property
+    def limit(self) -> int:
+        return min(self.most, open_files() // _SHARE)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
-        if len(self.connections) > min(self.most, open_files() // _SHARE):
+        if len(self.connections) > self.limit:
             self._end(_FULL)
         else:
             self._watch()
@@ -46,9 +56,31 @@ class BoundedProtocol(H11Protocol):
         super().on_response_complete()
         self._watch()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._limit_unread()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._read()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._limit_unread()  # `close` waits until the client has read everything
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
+        self._read()
         super().connection_lost(exc)
+
+    def _limit_unread(self) -> None:
+        if self._unread is None:
+            self._unread = self.loop.call_later(self.unread_s, self.transport.abort)
+
+    def _read(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _watch(self) -> None:
         """Limit the time while headers are awaited: from the connect on, or from their first byte on. This includes the
@@ -73,3 +105,44 @@ class BoundedProtocol(H11Protocol):
         lines = "".join(f"{name}: {value}\r\n" for name, value in head.items())
         self.transport.write(f"HTTP/1.1 {problem.status} \r\n{lines}\r\n".encode() + body)
         self.transport.close()
+
+
+class TlsListener:
+    """Accepts TLS connections, which count as open from then on and have the time of headers for their handshakes.
+    asyncio's servers report a connection only after its handshake. `made` creates the protocol of a connection.
+    """
+
+    def __init__(self, listener: socket.socket, tls: ssl.SSLContext, made: Callable[[], BoundedProtocol]) -> None:
+        listener.setblocking(False)
+        self._listener, self._tls, self._made = listener, tls, made
+        self.handshakes: set[asyncio.Task[None]] = set()
+        self._task = asyncio.create_task(self._accept(), name="accept")
+
+    def close(self) -> None:
+        for task in (self._task, *self.handshakes):
+            task.cancel()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                client, _ = await loop.sock_accept(self._listener)
+            except OSError:  # the client has left, or no file is free
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            protocol = self._made()
+            if len(protocol.connections) + len(self.handshakes) >= protocol.limit:
+                client.close()
+                continue
+            task = loop.create_task(self._shake(client, protocol), name="handshake")
+            self.handshakes.add(task)
+            task.add_done_callback(self.handshakes.discard)
+
+    async def _shake(self, client: socket.socket, protocol: BoundedProtocol) -> None:
+        late = protocol.headers_s
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: protocol, client, ssl=self._tls, ssl_handshake_timeout=late
+            )
+        except OSError:  # includes TLS errors, and a client that is late or has left
+            client.close()

@@ -9,6 +9,8 @@ import time
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import orjson
 import uvicorn
@@ -32,7 +34,7 @@ from baton.rpc.v1 import inference_pb2 as pb
 from baton.tracing.trace import TRACEPARENT
 from router.dashboard.app import LiveData, LivePaths
 from router.openai.choices import Json
-from router.openai.connections import BoundedProtocol
+from router.openai.connections import BoundedProtocol, TlsListener
 from router.openai.errors import JSON, HttpError, http_problem, problem_of
 from router.openai.guard import guarded
 from router.openai.job import Job, chat_job, completion_job
@@ -44,6 +46,7 @@ from router.openai.upstream import Metadata, ServedModel, Streams, TokenTexts, U
 _PLAIN = "text/plain; charset=utf-8"
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that the client closes first and loses no request
 _BACKLOG = 2048
+_STALL_MARGIN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +178,9 @@ async def _on_exception(request: Request, error: Exception) -> Response:
 class _Embedded(uvicorn.Server):
     """A uvicorn server that leaves signals to the process."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, unread_s: float) -> None:
         super().__init__(config)
+        self._unread_s = unread_s
         self.listening = asyncio.Event()
 
     @contextmanager
@@ -184,7 +188,18 @@ class _Embedded(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        def made(**options: Any) -> BoundedProtocol:
+            bounded = BoundedProtocol(**options)
+            bounded.unread_s = self._unread_s
+            return bounded
+
+        self.config.http_protocol_class = made  # type: ignore[assignment]  # uvicorn calls it only
+        if self.config.ssl is None:
+            await super().startup(sockets)
+        else:
+            options = {"config": self.config, "server_state": self.server_state, "app_state": {}}
+            listeners = [TlsListener(one, self.config.ssl, partial(made, **options)) for one in sockets or []]
+            self.servers, self.started = listeners, True  # type: ignore[assignment]  # uvicorn closes them only
         self.listening.set()
 
 
@@ -207,7 +222,6 @@ class HttpServer:
         app = Gateway(self._upstream, self._settings).app()
         config = uvicorn.Config(
             guarded(app, self._settings.names, loopback=is_loopback(self.address)),
-            http=BoundedProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -220,7 +234,7 @@ class HttpServer:
             ssl_certfile=tls.cert if tls else None,
             ssl_keyfile=tls.key if tls else None,
         )
-        self._server = _Embedded(config)
+        self._server = _Embedded(config, self._settings.stall_s + _STALL_MARGIN_S)
         self._task = asyncio.create_task(self._server.serve([self._socket]), name="http")
         await self._server.listening.wait()
 

@@ -1,16 +1,19 @@
 """The served metrics of each kind of process: HTTP, both formats, names, labels with their values, and exemplars."""
 
+import asyncio
 from collections import defaultdict
+from contextlib import suppress
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from baton.errors import ConfigError
-from baton.metrics import Metrics, MetricsServer
+from baton.metrics import Metrics, MetricsServer, http
 from baton.metrics.http import render
 from baton.metrics.router import exemplar_of
 from baton.stages import Timings
+from tests.support.waiting import until
 from tools import metric_docs
 from tools.metric_docs import LABELS, OF_METRIC, values
 
@@ -127,6 +130,44 @@ async def test_a_request_that_never_ends_or_is_too_long_gets_no_answer(listen):
     ask = await listen(Metrics("x", "").registry)
     assert not await ask(b"GET /" + b"x" * 20_000)
     assert "200 OK" in await ask(b"GET /ready HTTP/1.1")
+
+
+async def test_a_scraper_that_reads_no_answer_holds_neither_memory_nor_a_connection(monkeypatch):
+    size = 32 * 2**20  # more than the system's buffers take
+    monkeypatch.setattr(http, "render", lambda registry, accept: ("text/plain", bytes(size)))
+    monkeypatch.setattr(http, "MAX_METRICS_SECONDS", 0.2)
+    server = MetricsServer(Metrics("x", "").registry)
+    reader, writer = await asyncio.open_connection(*(await server.start("127.0.0.1:0")).split(":"), limit=1)
+    writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+    await reader.readexactly(8)
+    await until(lambda: not server._connections, "it is given up")
+    got = 0
+    with suppress(ConnectionResetError):
+        while more := await reader.read(2**20):
+            got += len(more)
+    assert got < size
+    writer.close()
+    await server.stop()
+
+
+async def test_connections_beyond_the_limit_are_closed_without_an_answer(monkeypatch):
+    monkeypatch.setattr(http, "MAX_METRICS_CONNECTIONS", 1)
+    server = MetricsServer(Metrics("x", "").registry)
+    address = (await server.start("127.0.0.1:0")).split(":")
+    _, first = await asyncio.open_connection(*address)
+    await until(lambda: server._connections == 1, "it is open")
+    reader, second = await asyncio.open_connection(*address)
+    second.write(b"GET /health HTTP/1.1\r\n\r\n")
+    with suppress(ConnectionResetError):
+        assert await reader.read() == b""
+    first.close()
+    await until(lambda: not server._connections, "it has left")
+    reader, third = await asyncio.open_connection(*address)
+    third.write(b"GET /health HTTP/1.1\r\n\r\n")
+    assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+    for writer in (second, third):
+        writer.close()
+    await server.stop()
 
 
 async def test_an_address_that_cannot_be_had():

@@ -72,6 +72,20 @@ CAPS: tuple[Cap, ...] = (
     Cap("fields named in an error", limits.MAX_STATUS_VIOLATIONS, "fields", "left out"),
     Cap("text for each named field", limits.MAX_VIOLATION_BYTES, "bytes", "cut"),
     Cap("a request to the metrics listener", limits.MAX_METRICS_REQUEST_BYTES, "bytes", "closed without an answer"),
+    Cap("open connections of a metrics listener", limits.MAX_METRICS_CONNECTIONS, "connections", "closed immediately"),
+    Cap(
+        "time for a request to the metrics listener and for reading the answer",
+        limits.MAX_METRICS_SECONDS,
+        "seconds",
+        "reset, and the rest of the answer is dropped",
+    ),
+    Cap(
+        "open connections of a gRPC listener",
+        limits.MAX_GRPC_CONNECTIONS,
+        "connections, but at most an eighth of the process's open files",
+        "closed immediately; the client reports UNAVAILABLE and retries",
+    ),
+    Cap("time for the handshake of a gRPC connection, TLS included", limits.MAX_HANDSHAKE_SECONDS, "seconds", "closed"),
     Cap(
         "calls on one gRPC connection",
         limits.MAX_CALLS_PER_CONNECTION,
@@ -86,6 +100,7 @@ CAPS: tuple[Cap, ...] = (
     ),
     Cap("time for the headers of an HTTP request", limits.MAX_HTTP_HEADER_SECONDS, "seconds", "408, then closed"),
     Cap("time for the body of an HTTP request", limits.MAX_HTTP_BODY_SECONDS, "seconds", "408, then closed"),
+    Cap("time for a TLS handshake of an HTTP connection", limits.MAX_HTTP_HEADER_SECONDS, "seconds", "closed"),
     Cap("headers of an HTTP request", limits.MAX_HTTP_HEADER_BYTES, "bytes", "431"),
     Cap("prompts of an HTTP request", limits.MAX_HTTP_PROMPTS, "prompts", "400 naming the field"),
     Cap("`tools` of an HTTP request", limits.MAX_HTTP_TOOLS, "tools", "400 naming the field"),

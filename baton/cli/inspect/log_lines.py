@@ -273,8 +273,8 @@ def merged(parts: Iterable[Sequence[Line]], most: int | None = None) -> list[Lin
 
 
 def _look(folder: Path, files: dict[Path, LogFile]) -> None:
-    for path in sorted(folder.glob("*.log")):
-        if path not in files:
+    for path in sorted(folder.iterdir()):  # `glob` would hide that the folder is another user's
+        if path.suffix == ".log" and path not in files:
             files[path] = LogFile(path)
 
 

@@ -47,7 +47,11 @@ def test_every_error_has_its_exit_code_and_one_message(kind, monkeypatch, capsys
 
 @pytest.mark.parametrize(
     ("raised", "code"),
-    [(KeyboardInterrupt(), 130), (ModuleNotFoundError("no", name="ray"), "pip install 'baton-serve[server,local]'")],
+    [
+        (KeyboardInterrupt(), 130),
+        (PermissionError(13, "Permission denied", "/other/state.json"), 3),
+        (ModuleNotFoundError("no", name="ray"), "pip install 'baton-serve[server,local]'"),
+    ],
 )
 def test_what_is_no_error_of_ours(raised, code, monkeypatch):
     ended = ended_by(raised, monkeypatch)

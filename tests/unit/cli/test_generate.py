@@ -142,7 +142,7 @@ def test_a_prompt_on_standard_input_need_not_be_text(monkeypatch, data, text):
 def add_cluster(name, grpc="127.0.0.1:1"):
     folder = StateFolder(name)
     folder.logs.mkdir(parents=True, exist_ok=True)
-    folder.write_state(ClusterState(name, ProcessId.of(os.getpid()), grpc, grpc, grpc, "", "none"))
+    folder.write_state(ClusterState(name, ProcessId.of(os.getpid()), grpc, grpc, grpc, "redis://x", "none"))
 
 
 def test_the_only_cluster_is_meant_when_none_is_named(tmp_path, monkeypatch):

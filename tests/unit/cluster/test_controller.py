@@ -30,6 +30,15 @@ async def test_a_cluster_starts_as_its_file_says_and_says_so():
     assert world.report is None
 
 
+async def test_a_clock_that_was_set_back_delays_no_report(monkeypatch):
+    world, controller = await started()
+    monkeypatch.setattr(world.clock, "wall", lambda: 1.0)
+    await run(world, controller, 2)
+    world.report = None  # its lease has lapsed
+    await run(world, controller, 2)
+    assert world.report is not None
+
+
 async def test_who_died_is_started_again():
     world, controller = await started()
     world.die("decode-0")

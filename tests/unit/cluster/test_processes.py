@@ -1,7 +1,9 @@
 """Supervision of real child processes and of workers; signals; and the state folder of a cluster."""
 
 import errno
+import json
 import os
+import random
 import shutil
 import signal
 import stat
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import uuid
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -369,10 +372,80 @@ def test_the_state_of_a_dead_supervisor_does_not_count(folder):
     assert folder.read_state() is None
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"name": "a"}'])
-def test_a_damaged_state_file_is_no_cluster(folder, tmp_path, damage):
-    (tmp_path / "a" / "state.json").write_text(damage)
+def test_a_step_of_the_clock_ends_no_cluster_in_our_eyes(folder, monkeypatch):
+    folder.write_state(state())
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: 0.0)  # the system computes it from the clock
+    assert folder.read_state() == state()
+
+
+@pytest.mark.parametrize("later", ["another process of this boot", "the same numbers after a boot"])
+def test_a_process_with_the_id_of_the_supervisor_is_not_the_supervisor(folder, later):
+    boot, ticks = ProcessId.of(os.getpid()).started.split()
+    started = f"{boot} {int(ticks) + 1}" if later.startswith("another") else f"{uuid.UUID(int=1)} {ticks}"
+    folder.write_state(replace(state(), supervisor=ProcessId(os.getpid(), started)))
     assert folder.read_state() is None
+
+
+def damages(seed):
+    """Yield changes of a state file, and whether it can still be read."""
+    drawn = random.Random(seed)
+    for share in [0.0, *(drawn.random() for _ in range(20))]:
+        yield lambda file, share=share: os.truncate(file, int(share * file.stat().st_size)), False
+    yield lambda file: (file.unlink(), file.mkdir()), False
+    yield Path.unlink, False
+    yield lambda file: file.write_bytes(drawn.randbytes(700)), False
+    yield lambda file: changed(file, supervisor={"pid": 1, "started": 1.5}), False  # of an older version
+    yield lambda file: changed(file, supervisor={"pid": -1, "started": "x 1"}), None
+    yield lambda file: changed(file, newer={"a": [1]}), True
+    yield lambda file: changed(file, name="b"), None  # a copy of another cluster's
+
+
+def changed(file, **fields):
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_damaged_state_file_is_lost_if_its_cluster_runs_and_otherwise_is_nothing(tmp_path, seed, runs):
+    owner = ProcessId.of(os.getpid()) if runs else ProcessId(os.getpid(), "before 1")
+    for number, (damage, readable) in enumerate(damages(seed)):
+        folder = StateFolder("a", tmp_path / str(number))
+        folder.acquire()
+        folder.write_state(replace(state(), supervisor=owner))
+        changed(folder.path / "lock", started=owner.started)
+        assert folder.state_kept()
+        damage(folder.path / "state.json")
+        assert not folder.state_kept()
+        found = folder.read_state()
+        assert bool(found) == (runs and readable is not None)
+        assert found is None or (found.lost, found.supervisor) == (not readable, owner)
+        if not folder._state.is_dir():
+            folder.release()
+            continue
+        with pytest.raises(ConfigError, match=r"cannot write to .*/state\.json: Is a directory"):
+            folder.write_state(state())
+
+
+def test_only_the_process_that_has_the_name_is_named_in_its_lock(folder, tmp_path):
+    before = (tmp_path / "a" / "lock").read_text()
+    again = StateFolder("a", tmp_path)
+    with pytest.raises(ConfigError, match=r"'a' is running; `baton down --name a` stops it"):
+        again.acquire()
+    assert (tmp_path / "a" / "lock").read_text() == before != ""
+    os.truncate(tmp_path / "a" / "lock", 0)  # as earlier versions wrote it
+    with pytest.raises(ConfigError, match=r"'a' is running; end its `baton up`"):
+        again.acquire()
+
+
+def test_folders_of_another_user(folder, tmp_path, monkeypatch):
+    folder.write_state(state())
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: False)  # a test may run as root
+        with pytest.raises(ConfigError, match=r"^BATON_HOME: cannot write to .*/b/logs: Permission denied$"):
+            StateFolder("b", tmp_path).acquire()
+    monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=PermissionError(errno.EACCES, "no", "state.json")))
+    assert running_clusters(tmp_path) == []
+    with pytest.raises(PermissionError):
+        running_clusters(tmp_path, strict=True)
 
 
 def test_what_a_killed_cluster_left_goes_when_the_name_is_taken_again(folder, tmp_path):
@@ -397,7 +470,7 @@ def test_a_full_disk_is_an_error_with_file_reason_and_variable(folder, monkeypat
         for write in (lambda: folder.write_state(state()), lambda: folder.write_private(folder.config, "a: b")):
             with pytest.raises(ConfigError, match=refusal):
                 write()
-    assert folder.read_state() is None
+    assert folder.read_state().lost
     folder.write_state(state())
     assert folder.read_state() == state()
 
@@ -421,10 +494,10 @@ def test_a_draft_that_was_not_completed_takes_no_space(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("patched", "says"),
     [
-        ((Path, "mkdir"), r"^BATON_HOME: cannot write to .*/b: No space left on device$"),
-        ((Path, "unlink"), r"^BATON_HOME: cannot write to .*/b: No space left on device$"),
+        ((Path, "mkdir"), r"^BATON_HOME: cannot write to /where/it/failed: No space left on device$"),
+        ((Path, "unlink"), r"^BATON_HOME: cannot write to /where/it/failed: No space left on device$"),
         ((tempfile, "mkdtemp"), r"^TMPDIR: cannot create /where/it/failed: No space left on device$"),
-        ((Path, "symlink_to"), r"^BATON_HOME: cannot write to .*/b/scratch: No space left on device$"),
+        ((Path, "symlink_to"), r"^BATON_HOME: cannot write to /where/it/failed: No space left on device$"),
     ],
     ids=["folder", "old files", "scratch", "link to scratch"],
 )

@@ -253,6 +253,14 @@ def test_a_full_disk_does_not_end_a_running_cluster_and_the_state_is_written_lat
     assert run.error is None
 
 
+def test_a_state_file_that_was_damaged_is_written_again(run):
+    run.start()
+    before = run.folder.read_state()
+    (run.folder.path / "state.json").write_text("{")
+    assert eventually(lambda: run.folder.read_state() == before)
+    run.end()
+
+
 def test_a_process_that_ends_while_it_is_looked_at_is_no_trouble(run, monkeypatch):
     monkeypatch.setattr(psutil, "pid_exists", lambda pid: True)
     assert run.supervisor._processes() == {}

@@ -53,6 +53,25 @@ async def test_a_port_in_use_is_an_error_that_names_it():
     await first.stop(None)
 
 
+async def test_silent_connections_are_limited_and_those_beyond_are_closed_at_once(monkeypatch):
+    monkeypatch.setattr(channel, "MAX_GRPC_CONNECTIONS", 2)
+    server = channel.aio_server()
+    health_pb2_grpc.add_HealthServicer_to_server(health_aio.HealthServicer(), server)
+    address = channel.bind(server, "127.0.0.1:0")
+    await server.start()
+    silent = []
+    for begins in (True, True, False):
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        assert bool(await reader.read(1)) is begins  # the server's settings, or its end
+        silent.append(writer)
+    for writer in silent:
+        writer.close()
+    async with channel.aio_channel(address) as client:
+        stub: Any = health_pb2_grpc.HealthStub(client)
+        await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+    await server.stop(None)
+
+
 async def test_no_call_of_a_burst_is_cancelled_while_the_event_loop_is_busy():
     """By default, gRPC cancels a call if 1,000 others wait for a handler."""
 
