@@ -9,6 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTHON ?= python3
 TORCH_INDEX ?=
 DRY ?=
+SOAK ?=
 BENCHMARKS ?= $(wildcard benchmarks/*.py)
 
 BIN := .venv/bin
@@ -34,7 +35,7 @@ KERNEL_SUITES := tests/unit/kernels tests/integration/test_tensor_parallel.py te
 	$(patsubst %,tests/unit/model/test_%.py,checkpoints families fixed_forwards kv weights) \
 	$(patsubst %,tests/unit/worker/test_%.py,build roles_thinking)
 
-.PHONY: help setup proto fmt check fast lint types layers budget fresh regenerate test without-kernels chaos stress mutants demo bench gpu-test clean
+.PHONY: help setup proto fmt check fast lint types layers budget fresh regenerate test without-kernels chaos soak stress mutants demo bench gpu-test clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 17
@@ -114,8 +115,11 @@ test: regenerate  ## everything that needs no GPU (13 minutes after check on 2 c
 without-kernels: $(SETUP)  ## suites that depend on the kernels, as on a processor without AVX-512
 	@BATON_CPU_LEVEL=none $(PYTEST) $(PARALLEL) -m "not chaos and not serial" --sample $(KERNEL_SUITES)
 
-chaos: $(SETUP)  ## the whole fault matrices, all cases of which `make test` runs a share, and the soak
+chaos: $(SETUP)  ## the whole fault matrices, all cases of which `make test` runs a share
 	@$(PYTEST) -m "chaos or sample" $(NONE_IS_FINE)
+
+soak: $(SETUP)  ## load of all features under 26 kinds of faults, in resumable pieces (SOAK="--of 2 --seed 7 --control"; docs/measurements/faults.md)
+	@$(BIN)/python benchmarks/soak.py $(SOAK)
 
 stress: $(SETUP)  ## the suites three times beside busy loops and a memory hog, with new seeds (hours)
 	@$(BIN)/python -m tools.stress_tests

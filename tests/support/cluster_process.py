@@ -45,7 +45,9 @@ class Home:
         """Start `baton ARGS`. Its output is text."""
         return subprocess.Popen(command(*args), **self._here(), stderr=subprocess.STDOUT, **options)
 
-    def baton(self, *args, timeout=120, check=False, **options):
+    def baton(
+        self, *args: object, timeout: float = 120, check: bool = False, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
         """Run `baton ARGS` and return the finished process. Its output is text."""
         options |= {"stderr": subprocess.PIPE, "timeout": scaled(timeout)}
         done = subprocess.run(command(*args), check=False, **self._here(), **options)
@@ -65,10 +67,10 @@ class Home:
         finally:
             with suppress(AssertionError):
                 eventually(lambda: not self.processes(), within_s=within_s)
-            left = self._killed()
+            left = self.kill_all()
         assert not left, f"the test left running: {left}"
 
-    def _killed(self) -> list[str]:
+    def kill_all(self) -> list[str]:
         """Kill all processes of this home, repeatedly because supervisors replace them. Return their command lines."""
         names: set[str] = set()
         while left := self.processes():

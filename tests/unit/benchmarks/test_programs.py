@@ -23,6 +23,7 @@ from router.placement.policy import POLICIES
 PROGRAMS = sorted((ROOT / "benchmarks").glob("*.py"))
 PAGES = "determinism disaggregation engine local-prefill overload router simulator thinking transfer".split()
 PAGE_OF = {name: name for name in PAGES} | dict.fromkeys(("disaggregation-1b", "disaggregation-vllm"), "disaggregation")
+PAGE_OF |= dict.fromkeys(("soak-soak", "soak-control"), "faults")
 slow = pytest.mark.slow
 program_run = pytest.mark.sample(3, of="programs of benchmarks/")
 
