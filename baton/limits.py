@@ -19,6 +19,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_PRIORITY = 100
 MAX_RESUMABLE_S = 600
+MAX_RECORD_BYTES = 2**20  # per stream, for events (about 10,000 tokens without logprobs) and again for thoughts
 MAX_SHOWN_MODEL_CHARS = 128
 MAX_CHAT_BYTES = 1_000_000
 MAX_CHAT_MESSAGES = 10_000

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 
 from baton.clock import Clock
 from baton.core import HandoffId, SequenceSpec
+from baton.limits import MAX_RECORD_BYTES
 from baton.rpc.convert import thoughts_from_pb
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.worker.events import Thoughts
 
-MOST_BYTES = 2**20  # per stream, for events (about 10,000 tokens without logprobs) and again for thoughts
 _REPLAYED = frozenset({"tokens", "finish", "preempted", "failed"})  # events that a router needs to continue
 
 
@@ -41,23 +41,24 @@ class _Stream:
 
     name: str
     resumable_s: float
+    determinism: str  # fingerprint of both of its workers
     spec: SequenceSpec | None = None  # as decoding began here; None before that
     ids: list[int] = field(default_factory=list)
     events: deque[pb.WorkerEvent] = field(default_factory=deque)
-    thoughts: Thoughts = field(default_factory=lambda: Thoughts(MOST_BYTES))
+    thoughts: Thoughts = field(default_factory=lambda: Thoughts(MAX_RECORD_BYTES))
     first: int = 0
     size: int = 0
     until: float | None = None  # end of the parking time, if parked
     sent: int = 0  # tokens sent to the router before it died
 
     def add(self, event: pb.WorkerEvent) -> None:
-        """Remember an event, and forget the oldest ones beyond `MOST_BYTES`."""
+        """Remember an event, and forget the oldest ones beyond `MAX_RECORD_BYTES`."""
         if event.HasField("tokens"):
             begin = getattr(event.tokens, "from")  # `from` is a Python keyword
             self.ids[begin:] = event.tokens.ids
         self.events.append(event)
         self.size += event.ByteSize()
-        while self.size > MOST_BYTES and len(self.events) > 1:
+        while self.size > MAX_RECORD_BYTES and len(self.events) > 1:
             oldest = self.events.popleft()
             self.size -= oldest.ByteSize()
             self.first = getattr(oldest.tokens, "from") + len(oldest.tokens.ids)
@@ -89,10 +90,10 @@ class DetachedStreams:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def open(self, handoff: HandoffId, name: str, resumable_s: float) -> None:
+    def open(self, handoff: HandoffId, message: pb.Reserve) -> None:
         """Register a reservation for a stream that may be resumed for `resumable_s` seconds; 0 means never."""
-        if resumable_s:
-            self._streams[handoff] = _Stream(name, resumable_s)
+        if message.resumable_s:
+            self._streams[handoff] = _Stream(message.stream, message.resumable_s, message.determinism)
 
     def name(self, handoff: HandoffId) -> str:
         """Return the client's name of the stream, or an empty string if it cannot be resumed."""
@@ -131,6 +132,13 @@ class DetachedStreams:
             return None
         stream.until = None
         return stream.thoughts.events(handoff) + stream.after(len(wanted.known))
+
+    def attached(self, handoff: HandoffId, known: int) -> pb.Attached:
+        """Describe a stream to its new router. The room is counted from the first event after `known` tokens."""
+        stream = self._streams[handoff]
+        before = stream.size - sum(event.ByteSize() for event in stream.after(known))
+        room = 0 if stream.first else max(0, MAX_RECORD_BYTES - before)
+        return pb.Attached(room=room, determinism=stream.determinism)
 
     def drop(self, handoff: HandoffId) -> None:
         self._streams.pop(handoff, None)

@@ -174,7 +174,7 @@ class DecodeWorker(HandoffRole[DecodeJob]):
         self.reservations.open(handoff, reservation, message.known_tokens, deadline)
         cached = reservation.cached_tokens
         log.debug("handoff_reserved", handoff=handoff, known_tokens=message.known_tokens, cached=cached)
-        self.detached.open(handoff, message.stream, message.resumable_s)
+        self.detached.open(handoff, message)
         self._add(handoff, DecodeJob(session))
         self._records.note(handoff, session.router_id, RecordState.RESERVED)
         session.emit([events.reserved(handoff, cached)])
@@ -233,7 +233,7 @@ class DecodeWorker(HandoffRole[DecodeJob]):
             job.session.emit([events.failed(handoff, Cancelled(f"router {session.router_id} has taken over"))])
             job.session = session
         session.handoffs.add(handoff)  # also for an ended stream: its log is dropped or parked with the router
-        session.emit([events.attached(handoff), *missed])
+        session.emit([events.attached(handoff, self.detached.attached(handoff, len(spec.known))), *missed])
 
     def _repush(self, session: Session, command: worker_pb2.RouterCommand) -> None:
         """Push a held sequence to another decode worker."""

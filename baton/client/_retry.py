@@ -76,7 +76,7 @@ class ClientBase:
         max_retries: int = 2,
         admin: str | None = None,
     ) -> None:
-        self._targets = _targets(target)
+        self._targets = targets_of(target)
         if token is not None and not (token.isascii() and token.isprintable()):
             raise ConfigError("token: must be printable ASCII without line breaks")
         if max_retries < 0:
@@ -103,7 +103,8 @@ class ClientBase:
         return self._target
 
 
-def _targets(target: str) -> tuple[str, ...]:
+def targets_of(target: str) -> tuple[str, ...]:
+    """Return the addresses of the routers. Raises ConfigError."""
     targets = (target,) if target.startswith(_LISTS) else tuple(part.strip() for part in target.split(","))
     if not all(targets):
         raise ConfigError(f"target: must be host:port, or several separated by commas, got {target!r}")

@@ -218,20 +218,24 @@ def tokens_from_pb(message: worker.OutputTokens) -> list[Token]:
     return [Token(*row) for row in rows]
 
 
-def tokens_to_public_pb(tokens: Sequence[Token], choice: int = 0) -> inference.Tokens:
+def tokens_to_public_pb(tokens: Sequence[Token], choice: int = 0, *, recorded: bool = False) -> inference.Tokens:
     """Convert tokens for a client, with one text for all. Raises ValueError as `tokens_to_pb`."""
     return inference.Tokens(
         choice=choice,
         ids=[token.token_id for token in tokens],
         text="".join(token.text for token in tokens),
         logprobs=_all_logprobs(tokens),
+        lengths=[len(token.text) for token in tokens] if tokens[1:] else [],
+        recorded=recorded,
         **{"from": _first_index(tokens)},
     )
 
 
 def tail_to_public_pb(text: str, start: int, choice: int = 0) -> inference.Tokens:
     """Convert text that comes without a token, after `start` tokens."""
-    return inference.Tokens(choice=choice, ids=[], text=text, logprobs=[], **{"from": start})
+    message = inference.Tokens(choice=choice, text=text)
+    setattr(message, "from", start)  # a keyword in Python
+    return message
 
 
 def finish_reason_to_pb(value: FinishReason) -> common.FinishReason.ValueType:

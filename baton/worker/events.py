@@ -88,9 +88,9 @@ def fenced(handoff: HandoffId) -> Event:
     return Event(handoff=convert.handoff_to_pb(handoff), fenced=worker_pb2.Fenced())
 
 
-def attached(handoff: HandoffId) -> Event:
+def attached(handoff: HandoffId, stream: worker_pb2.Attached) -> Event:
     """Report that the tokens of this stream go to this router from now on."""
-    return Event(handoff=convert.handoff_to_pb(handoff), attached=worker_pb2.Attached())
+    return Event(handoff=convert.handoff_to_pb(handoff), attached=stream)
 
 
 def preempted(handoff: HandoffId, reason: str, spans: Spans = (), *, held: bool = False) -> Event:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, TypeAlias
-from uuid import uuid4
 
 from router.openai.tool_calls import Call, CallReader, Part
 from router.openai.upstream import Scored, bytes_of
@@ -17,8 +17,11 @@ Json = dict[str, Any]
 class CompletionFormat:
     """Choices of `text_completion` objects: `choice` of an unstreamed answer, the others of chunks. `opening` is the
     first delta of a choice, if any. `piece` returns no choice while it holds the text back. `ending` returns that text,
-    then the finish reason. `offset` counts the characters of the choice's earlier tokens.
+    then the finish reason. `offset` counts the characters of the choice's earlier tokens. The same text of the same
+    `request_id` always gives the same choices, so that a stream can be resumed.
     """
+
+    request_id = ""
 
     prefix, whole, chunk = "cmpl-", "text_completion", "text_completion"  # of the answer's id; names of the objects
 
@@ -63,6 +66,8 @@ def _best(top: Sequence[tuple[str, float]]) -> dict[str, float]:
 
 class ChatFormat:
     """Choices of `chat.completion` objects and chunks, without tool calls. See `CompletionFormat`."""
+
+    request_id = ""
 
     prefix, whole, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
@@ -113,7 +118,7 @@ class ToolFormat(ChatFormat):
         reader = CallReader(self._form, self._names)
         parts = [*reader.feed(text), *reader.end()]
         content = "".join(part for part in parts if isinstance(part, str))
-        calls = self._shown([part for part in parts if isinstance(part, Call)], 0)
+        calls = self._shown(index, [part for part in parts if isinstance(part, Call)], 0)
         choice = super().choice(index, content, scored, _reason(reason, len(calls)))
         if calls:
             choice["message"] |= {"content": content or None, "tool_calls": calls}
@@ -140,18 +145,19 @@ class ToolFormat(ChatFormat):
             if isinstance(part, str):
                 deltas.append(_delta(index, {"content": part}))
                 continue
-            for call in self._shown([part], self._counts[index]):
+            for call in self._shown(index, [part], self._counts[index]):
                 deltas.append(_delta(index, {"tool_calls": [{"index": self._counts[index], **call}]}))
                 self._counts[index] += 1
         return deltas
 
-    def _shown(self, calls: Sequence[Call], before: int) -> list[Json]:
-        """Return the calls as JSON; without `parallel` only the first of the choice."""
+    def _shown(self, index: int, calls: Sequence[Call], before: int) -> list[Json]:
+        """Return the calls as JSON; without `parallel` only the first of the choice, which has `before` calls."""
         most = len(calls) if self._parallel else 1 - before
-        return [self._call(call) for call in calls[: max(0, most)]]
+        return [self._call(call, f"{index} {before + at}") for at, call in enumerate(calls[: max(0, most)])]
 
-    def _call(self, call: Call) -> Json:
-        name = uuid4().hex  # Mistral's templates accept exactly nine letters and digits
+    def _call(self, call: Call, place: str) -> Json:
+        name = blake2b(f"{self.request_id} {place}".encode(), digest_size=16).hexdigest()
+        # Mistral's templates accept exactly nine letters and digits.
         name = name[:9] if self._form == "mistral" else f"call_{name[:24]}"
         return {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 

@@ -4,20 +4,23 @@ the prompts. `/v1/chat/completions` makes one call; the router renders the chat 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import orjson
 
+from baton.client._retry import RESUMABLE_S
 from baton.errors import InvalidRequest
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from router.openai.choices import ChatFormat, ChoiceFormat, CompletionFormat, Json, ToolFormat
 from router.openai.schema import ChatBody, Common, CompletionBody, Message, Prompt, StreamOptions, Tool
 from router.openai.tool_calls import forced_schema
-from router.openai.upstream import Rename
+from router.openai.upstream import EventId, Rename, wrong_id
 
 _SAMPLING = frozenset(common_pb2.Sampling.DESCRIPTOR.fields_by_name) - {"max_tokens", "top_k", "seed", "logit_bias"}
+_EVENT_ID = re.compile(r"([A-Za-z0-9_-]{1,64}):([0-9]{1,2}):([0-9]{1,9})", re.ASCII)
 _NAMES = {"cache_scope": "cache_salt", "client_tag": "user"}
 
 
@@ -34,6 +37,22 @@ class Job:
     running_usage: bool  # also in each earlier chunk, of its choice so far
     logprobs: bool
     thoughts: bool
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether events have ids. One id cannot name the places in several calls, nor in the order of thoughts."""
+        return self.stream and len(self.requests) == 1 and not self.thoughts
+
+
+def event_id(job: Job, value: str) -> EventId:
+    """Return the event that the header `last-event-id` names. Raises InvalidRequest."""
+    if not job.has_ids:
+        raise InvalidRequest(wrong_id(value, "only allowed with stream: true, for one prompt and without thoughts"))
+    found = _EVENT_ID.fullmatch(value)
+    if found is None or int(found[2]) >= job.n:
+        allowed = f"must be the id of an event, REQUEST:CHOICE:INDEX, with a choice from 0 to {job.n - 1}"
+        raise InvalidRequest(wrong_id(value, allowed))
+    return EventId(found[1], int(found[2]), int(found[3]))
 
 
 def chat_job(body: ChatBody, tool_form: str = "") -> Job:
@@ -96,7 +115,7 @@ def _base_request(body: Common, max_tokens: int | None) -> pb.GenerateRequest:
         model=body.model or "",
         sampling=sampling,
         client_tag=body.user or "",
-        resumable_s=0.0,  # an HTTP answer cannot be resumed
+        resumable_s=RESUMABLE_S if body.stream else 0.0,
         n=body.n,
         deterministic=body.deterministic,
         thoughts=body.thoughts,

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+import re
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import orjson
@@ -26,11 +30,12 @@ from router.audit_digest import joined
 from router.openai.choices import Json
 from router.openai.errors import JSON, problem_of
 from router.openai.job import Job
-from router.openai.upstream import Metadata, Scored, Streams, TokenTexts
+from router.openai.upstream import EventId, Metadata, Scored, Streams, TokenTexts
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 _DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": waiting\n\n"
+_DAY = 86_400  # s
 _REFUSALS = (
     errors.InvalidRequest,
     errors.UnknownModel,
@@ -110,11 +115,13 @@ class _Choice:
     tokens: int = 0
     reason: str = ""
     opened: bool = False
+    events: int = 0
+    recorded: bool | None = None  # whether its decode worker can repeat it; None before its second token
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """The addition of one event to a choice: text and tokens, a thought, or its finish reason."""
+    """The addition to a choice: one token with its text, text without a token, a thought, or the finish reason."""
 
     index: int
     text: str = ""
@@ -124,14 +131,46 @@ class _Piece:
     thought: Json | None = None
 
 
+class _Turns:
+    """The pieces of all choices in an order that does not depend on time: token by token, and for each the choices in
+    turn. So the id of one event is the place in all choices.
+    """
+
+    def __init__(self, choices: int) -> None:
+        self._waiting = [deque[_Piece]() for _ in range(choices)]
+        self._running = list(range(choices))
+        self._at = 0  # in `_running`
+
+    def ordered(self, piece: _Piece) -> Iterator[_Piece]:
+        """Yield the pieces whose turn it is, now that this one has come."""
+        self._waiting[piece.index].append(piece)
+        while self._running and (waiting := self._waiting[self._running[self._at]]):
+            yield (found := waiting.popleft())
+            if found.reason:
+                del self._running[self._at]
+            elif found.tokens:
+                self._at += 1
+            self._at = 0 if self._at >= len(self._running) else self._at
+
+
 class Answer:
-    """Accumulator of one answer."""
+    """Accumulator of one answer. Its stream begins with the event after `after`, if that is set."""
 
     def __init__(
-        self, job: Job, texts: TokenTexts, metadata: Metadata, measured: RequestMetrics, *, model: str, created: int
+        self,
+        job: Job,
+        texts: TokenTexts,
+        metadata: Metadata,
+        measured: RequestMetrics,
+        *,
+        model: str,
+        after: EventId | None = None,
     ) -> None:
         self.job, self._texts, self._metadata, self.measured = job, texts, metadata, measured
-        self._model, self._created = model, created
+        self._model, self._created, self._after = model, int(time.time()), after
+        self._turns = _Turns(job.n) if job.has_ids else None
+        self._last = 0  # the choice that ended last
+        self._has_ids = job.has_ids
         self._choices = [_Choice() for _ in range(len(job.requests) * job.n)]
         self._usage = pb.Usage()
         self._prompts = [0] * len(job.requests)  # tokens
@@ -156,18 +195,37 @@ class Answer:
 
     async def events(self, streams: Streams, keep_alive_s: float) -> AsyncGenerator[bytes]:
         """Yield server-sent events; a comment after `keep_alive_s` seconds of silence. Raises BatonError."""
-        time = asyncio.get_running_loop().time
-        quiet_since = time()
+        now = asyncio.get_running_loop().time
+        quiet_since = now()
         async for piece in self._pieces(streams, keep_alive_s):
-            events = self._written(piece) if piece else [_KEEP_ALIVE]
-            if not events and time() - quiet_since >= keep_alive_s:
-                events = [_KEEP_ALIVE]
-            for event in events:
-                quiet_since = time()
-                yield event
-        if self.job.usage:
-            yield self._event([], **self._account())
-        yield _DONE
+            events = b"".join(self._in_turn(piece)) if piece else _KEEP_ALIVE
+            if not events and now() - quiet_since >= keep_alive_s:
+                events = _KEEP_ALIVE
+            if events:
+                quiet_since = now()
+                yield events
+        if self.job.usage and (usage := self._numbered(self._last, self._event([], **self._account()))):
+            yield usage
+        yield self._numbered(self._last, _DONE) or _DONE
+
+    def _in_turn(self, piece: _Piece) -> Iterator[bytes]:
+        for found in [piece] if self._turns is None else self._turns.ordered(piece):
+            yield from (self._numbered(found.index, event) for event in self._written(found))
+            self._last = found.index if found.reason else self._last
+
+    def _numbered(self, index: int, event: bytes) -> bytes:
+        """Return the next event of a choice with its id, or nothing if the client has it. Events without an id follow
+        when the stream cannot be repeated any more; the first one then withdraws the last id.
+        """
+        number = self._choices[index].events
+        self._choices[index].events += 1
+        if self._after is not None:
+            self._after = None if (index, number) == (self._after.choice, self._after.index) else self._after
+            return b""
+        if not self._has_ids:
+            return event
+        self._has_ids = all(choice.recorded is not False for choice in self._choices)
+        return (f"id: {self._id}:{index}:{number}\n" if self._has_ids else "id:\n").encode() + event
 
     def _written(self, piece: _Piece) -> list[bytes]:
         """Return the events for this piece; the format may hold text back for later pieces."""
@@ -194,39 +252,60 @@ class Answer:
                 continue
             if found is None:
                 break
-            self._id = self._id or streams.request_id or found[1].request_id
-            piece = await self._piece(*found)
-            if piece is not None:
+            if not self._id:
+                self._begin(streams.request_id or found[1].request_id)
+            for piece in await self._added(*found):
                 yield piece
         if not all(choice.reason for choice in self._choices):
             raise EngineFault("the router's stream ended before all choices were complete")
 
-    async def _piece(self, number: int, event: pb.GenerateEvent) -> _Piece | None:
+    def _begin(self, request_id: str) -> None:
+        """Take the time from the id, so that another router repeats it."""
+        self._id = self.job.format.request_id = request_id
+        if re.fullmatch("[0-9a-f]{32}", request_id) and abs((begun := int(request_id[:8], 16)) - self._created) < _DAY:
+            self._created = begun
+
+    async def _added(self, number: int, event: pb.GenerateEvent) -> list[_Piece]:
         match event.WhichOneof("event"):
             case "accepted":
                 self._prompts[number] = event.accepted.prompt_tokens
                 self._fingerprints[number] = event.accepted.system_fingerprint
             case "tokens":
-                found, index = event.tokens, self._index(number, event.tokens.choice)
-                self.measured.tokens(index, len(found.ids))
-                scored = await self._texts.scored(found, self._metadata) if self.job.logprobs else None
-                start: int = getattr(found, "from")  # a keyword in Python
-                return _Piece(index, found.text, scored, tokens=start + len(found.ids))
+                return await self._tokens(self._index(number, event.tokens.choice), event.tokens)
             case "thought":
                 thought = event.thought
                 shown = {"chunk": thought.chunk, "text": thought.text, "token_ids": list(thought.ids)}
-                return _Piece(self._index(number, thought.choice), thought=shown)
+                return [_Piece(self._index(number, thought.choice), thought=shown)]
             case "finished":
                 index = self._index(number, event.finished.choice)
                 reason = "length" if event.finished.reason == common_pb2.FINISH_REASON_LENGTH else "stop"
-                self._choices[index].reason = reason
-                return _Piece(index, reason=reason)
+                choice = self._choices[index]
+                choice.reason, choice.recorded = reason, bool(choice.recorded)
+                return [_Piece(index, reason=reason)]
             case "completed":
                 self._spend(event.completed.usage)
                 self._digests[number] = event.completed.usage.audit_digest
                 self._fingerprints[number] = event.completed.system_fingerprint
                 self.measured.completed(event.completed.timings)
-        return None
+        return []
+
+    async def _tokens(self, index: int, found: pb.Tokens) -> list[_Piece]:
+        """Return a piece for each token, so that events do not depend on how tokens arrive together."""
+        self.measured.tokens(index, len(found.ids))
+        scored = await self._texts.scored(found, self._metadata) if self.job.logprobs else None
+        start: int = getattr(found, "from")  # a keyword in Python
+        if not found.ids:
+            return [_Piece(index, found.text, scored)]
+        total = start + len(found.ids)
+        if found.recorded or total > 1:
+            self._choices[index].recorded = found.recorded
+        if len(found.lengths) != len(found.ids):
+            return [_Piece(index, found.text, scored, tokens=total)]
+        ends = [0, *accumulate(found.lengths)]
+        return [
+            _Piece(index, found.text[ends[at] : ends[at + 1]], scored and scored[at : at + 1], tokens=start + at + 1)
+            for at in range(len(found.ids))
+        ]
 
     def _index(self, number: int, choice: int) -> int:
         if choice >= self.job.n:

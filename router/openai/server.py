@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from baton.client._retry import targets_of
 from baton.clock import SystemClock
 from baton.config.schema import TlsConfig
 from baton.config.values import is_loopback
@@ -37,11 +38,11 @@ from router.openai.choices import Json
 from router.openai.connections import BoundedProtocol, TlsListener
 from router.openai.errors import JSON, HttpError, http_problem, problem_of
 from router.openai.guard import guarded
-from router.openai.job import Job, chat_job, completion_job
+from router.openai.job import Job, chat_job, completion_job, event_id
 from router.openai.parsing import read_body
 from router.openai.responses import Answer, AnswerResponse, RequestMetrics
 from router.openai.schema import ChatBody, CompletionBody
-from router.openai.upstream import Metadata, ServedModel, Streams, TokenTexts, Upstream, metadata_of
+from router.openai.upstream import LAST_EVENT_ID, Metadata, ServedModel, Streams, TokenTexts, Upstream, metadata_of
 
 _PLAIN = "text/plain; charset=utf-8"
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that the client closes first and loses no request
@@ -137,9 +138,10 @@ class Gateway:
         return _json({"version": self._settings.version})
 
     def _answering(self, request: Request, job: Job, model: str, measured: RequestMetrics) -> Response:
-        metadata = _metadata(request)
-        answer = Answer(job, self._texts, metadata, measured, model=model, created=int(time.time()))
-        streams = Streams(self._upstream, job.requests, metadata, job.rename)
+        metadata, given = _metadata(request), request.headers.getlist(LAST_EVENT_ID)
+        after = event_id(job, ",".join(given)) if given else None
+        answer = Answer(job, self._texts, metadata, measured, model=model, after=after)
+        streams = Streams(self._upstream, job.requests, metadata, job.rename, after)
         settings = self._settings
         return AnswerResponse(answer, streams, keep_alive_s=settings.keep_alive_s, stall_s=settings.stall_s)
 
@@ -216,9 +218,14 @@ class HttpServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, target: str, wire: Wire | None = None) -> None:
-        """Serve for the router at `target`, over `wire` or else the settings' TLS; return when it listens."""
+        """Serve for the router at `target`, over `wire`, or for several, separated by commas, over the settings' TLS.
+        Then streams outlive their router. Return when it listens.
+        """
         tls = self._settings.tls
-        self._upstream = Upstream(from_here(target), Wire.of(tls) if wire is None else wire)
+        if wire is None:
+            self._upstream = Upstream([from_here(each) for each in targets_of(target)], Wire.of(tls), retries=True)
+        else:
+            self._upstream = Upstream([target], wire)
         app = Gateway(self._upstream, self._settings).app()
         config = uvicorn.Config(
             guarded(app, self._settings.names, loopback=is_loopback(self.address)),

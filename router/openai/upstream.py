@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeAlias, TypeVar
 
 import structlog
+from google.protobuf.message import Message
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.clock import Clock
-from baton.errors import BatonError, EngineFault, InvalidRequest, Unauthenticated, Violation
+from baton.client._retry import RESUMABLE, RESUMABLE_S, Attempts
+from baton.clock import Clock, SystemClock
+from baton.errors import (
+    BatonError,
+    EngineFault,
+    InvalidRequest,
+    NoWorker,
+    Overloaded,
+    Unauthenticated,
+    Violation,
+    WorkerLost,
+)
 from baton.rpc.channel import PLAINTEXT, Wire
 from baton.rpc.status import from_rpc_error, request_id_of
-from baton.rpc.v1 import common_pb2
+from baton.rpc.v1 import common_pb2, inference_pb2_grpc
 from baton.rpc.v1 import inference_pb2 as pb
-from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from baton.tracing.trace import TRACEPARENT, TraceContext
 
 _UNARY_S = 60.0  # In a burst, the router takes a while to take a call.
@@ -25,8 +37,15 @@ _HEALTH_S = 10.0
 _FRESH_S = 5.0  # Age from which the served model is asked for again.
 _PROMPTS = 16  # Concurrent prompts of one HTTP request; a long list must not fill the router's queue.
 _WAITING = 64  # Buffered events; beyond that flow control stops the router.
+_RETRIES = 2  # of a call before its first event, as in the SDK
+_RESUMES = 10  # without a new token; 16 s on average, about half of the time for which a worker continues a stream
+_KEPT_ID = (
+    f"no worker keeps this stream; allowed is an id of a stream whose router was lost in the last {RESUMABLE_S:.0f} s, "
+    "with the same body and API key"
+)
 _SERVICE = "baton.v1.Inference"
 _KEPT = 1 << 17  # Token texts in memory.
+_SHOWN = 128  # characters of a wrong id
 _LOOKUPS = 32  # Concurrent calls for token texts.
 PEER = "the router"
 _NO_TEXT = "\ufffd"  # For bytes that are only part of a character.
@@ -35,6 +54,10 @@ Metadata: TypeAlias = tuple[tuple[str, str], ...]
 Rename: TypeAlias = Callable[[int, str], str]
 Event: TypeAlias = tuple[int, pb.GenerateEvent]
 T = TypeVar("T")
+Stub: TypeAlias = "inference_pb2_grpc.InferenceAsyncStub"
+Call: TypeAlias = "aio.UnaryStreamCall[Any, pb.GenerateEvent]"
+Method: TypeAlias = Callable[[Stub], Callable[..., Awaitable[T]]]
+LAST_EVENT_ID = "last-event-id"
 
 log = structlog.get_logger(__name__)
 
@@ -51,40 +74,61 @@ def metadata_of(authorization: str | None, traceparent: str | None = None) -> Me
 
 
 class Upstream:
-    """One router at "host:port", reached over `wire`. Create it in the loop that uses it. Errors do not name its
-    address, because clients see them.
+    """The routers at `targets`, each "host:port", reached over `wire`. All calls go to one of them, until it fails.
+    Create it in the loop that uses it. Errors name no address, because clients see them. If it `retries`, a call that
+    loses its router continues at the next one.
     """
 
-    def __init__(self, target: str, wire: Wire = PLAINTEXT) -> None:
-        self._channel = wire.aio(target)
-        self.stub = InferenceStub(self._channel)
-        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+    def __init__(self, targets: Sequence[str], wire: Wire = PLAINTEXT, *, retries: bool = False) -> None:
+        self._channels = [wire.aio(target) for target in targets]
+        self._stubs: list[Stub] = [inference_pb2_grpc.InferenceStub(channel) for channel in self._channels]
+        self._at, self._retries = 0, retries
+
+    @property
+    def stub(self) -> Stub:
+        return self._stubs[self._at]
+
+    def attempts(self, most: int) -> Attempts:
+        return Attempts(most if self._retries else 0, None, SystemClock(), random.random)
+
+    def leave(self, stub: Stub) -> None:
+        """Send later calls to the next router, unless a call did so before."""
+        if stub is self.stub:
+            self._at = (self._at + 1) % len(self._stubs)
 
     async def models(self, metadata: Metadata) -> Sequence[pb.Model]:
-        reply = await self._answer(self.stub.ListModels(pb.ListModelsRequest(), metadata=metadata, timeout=_UNARY_S))
-        return reply.models
+        request = pb.ListModelsRequest()
+        return (await self._answer(lambda stub: stub.ListModels, request, metadata, _RETRIES)).models
 
     async def decode(self, ids: Sequence[int], metadata: Metadata) -> str:
         request = pb.DetokenizeRequest(ids=ids)
-        return (await self._answer(self.stub.Detokenize(request, metadata=metadata, timeout=_UNARY_S))).text
+        return (await self._answer(lambda stub: stub.Detokenize, request, metadata, _RESUMES)).text
 
     async def ready(self) -> bool:
         """Return True if the router responds and has a pair of workers."""
         request = health_pb2.HealthCheckRequest(service=_SERVICE)
         try:
-            reply = await self._health.Check(request, timeout=_HEALTH_S)
+            health: Any = health_pb2_grpc.HealthStub(self._channels[self._at])
+            reply = await health.Check(request, timeout=_HEALTH_S)
         except aio.AioRpcError:
             return False
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def close(self) -> None:
-        await self._channel.close()
+        for channel in self._channels:
+            await channel.close()
 
-    async def _answer(self, call: Awaitable[T]) -> T:
-        try:
-            return await call
-        except aio.AioRpcError as error:
-            raise from_rpc_error(error, PEER) from error
+    async def _answer(self, method: Method[T], request: Message, metadata: Metadata, most: int) -> T:
+        attempts = self.attempts(most)
+        while True:
+            stub = self.stub
+            try:
+                return await method(stub)(request, metadata=metadata, timeout=_UNARY_S)
+            except aio.AioRpcError as failure:
+                error = from_rpc_error(failure, PEER)
+                wait_s = attempts.wait_after(error, started=not isinstance(error, NoWorker))
+            self.leave(stub)
+            await asyncio.sleep(wait_s)
 
 
 class ServedModel:
@@ -174,15 +218,93 @@ def bytes_of(text: str) -> list[int] | None:
     return None if _NO_TEXT in text else list(text.encode())
 
 
+@dataclass(frozen=True, slots=True)
+class EventId:
+    """The id of an event of a stream: the `index`-th of this choice."""
+
+    request: str
+    choice: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.request}:{self.choice}:{self.index}"
+
+
+def wrong_id(value: str, allowed: str) -> Violation:
+    """Return the mistake of a request with this header."""
+    return Violation(LAST_EVENT_ID, f"got {value[:_SHOWN]!r}, but {allowed}")
+
+
+class _Received:
+    """The part of an answer that has arrived, and so the messages that continue it."""
+
+    def __init__(self, request: pb.GenerateRequest, after: EventId | None, upstream: Upstream) -> None:
+        self._request, self._repeats, self._upstream = request, after, upstream
+        self.attempts = upstream.attempts(_RETRIES)
+        self.name = ""  # the request id; set by the first event
+        self.resumable = False
+        self._fingerprint = ""
+        self._ids = defaultdict[int, list[int]](list)  # by choice
+        self._once = set[tuple[str, int, int]]()  # events without tokens: kind, choice, chunk
+
+    def call(self, stub: Stub, metadata: Metadata) -> Call:
+        """Return the call for the missing part: all of a new stream, of a recorded one, or the rest."""
+        if not self.name and self._repeats is None:
+            return stub.Generate(self._request, metadata=metadata)
+        name = self.name or (self._repeats.request if self._repeats else "")
+        message = pb.ResumeRequest(request_id=name, request=self._request, system_fingerprint=self._fingerprint)
+        message.exact = not self.name
+        message.received.extend(common_pb2.TokenIds(ids=self._ids[i]) for i in range(self._request.n or 1))
+        return stub.Resume(message, metadata=metadata)
+
+    def continues_after(self, error: BatonError, failure: aio.AioRpcError) -> bool:
+        """Return whether another call may deliver the rest. A call that no router took up may simply be sent again."""
+        if not self.name:
+            return isinstance(error, NoWorker) and not request_id_of(failure)
+        return self.resumable and isinstance(error, WorkerLost | NoWorker | Overloaded)
+
+    def is_new(self, event: pb.GenerateEvent) -> bool:
+        """Note an event. Return False for one that a resumed stream repeats."""
+        if not self.name:
+            self.name, self.attempts = event.request_id, self._upstream.attempts(_RESUMES)
+        kind = event.WhichOneof("event")
+        choice = chunk = 0
+        match kind:
+            case "tokens" if event.tokens.ids:
+                self._ids[event.tokens.choice].extend(event.tokens.ids)
+                self.attempts.progressed()
+                return True
+            case "tokens":
+                choice = event.tokens.choice  # the text that a stop string held back
+            case "accepted":
+                self._fingerprint = event.accepted.system_fingerprint
+            case "thought":
+                choice, chunk = event.thought.choice, event.thought.chunk
+            case "finished":
+                choice = event.finished.choice
+            case _:
+                return True
+        known = len(self._once)
+        self._once.add((kind, choice, chunk))
+        return len(self._once) > known
+
+
 class Streams:
-    """Several Generate calls as one stream of (call number, event). Leaving the context cancels running calls.
-    `rename(number, name)` maps field names in errors to those of the HTTP request.
+    """Several Generate calls as one stream of (call number, event). Leaving the context cancels running calls. The one
+    call repeats the stream of `after` instead, if that is set. `rename(number, name)` maps field names in errors to
+    those of the HTTP request.
     """
 
     def __init__(
-        self, upstream: Upstream, requests: Sequence[pb.GenerateRequest], metadata: Metadata, rename: Rename
+        self,
+        upstream: Upstream,
+        requests: Sequence[pb.GenerateRequest],
+        metadata: Metadata,
+        rename: Rename,
+        after: EventId | None = None,
     ) -> None:
         self._upstream, self._requests, self._metadata, self._rename = upstream, requests, metadata, rename
+        self._after = after
         self._events: asyncio.Queue[Event | BatonError | None] = asyncio.Queue(_WAITING)
         self._slots = asyncio.Semaphore(_PROMPTS)
         self._tasks: list[asyncio.Task[None]] = []
@@ -223,19 +345,35 @@ class Streams:
             await self._events.put(None)
 
     async def _pump(self, number: int, request: pb.GenerateRequest) -> None:
-        call, seen, last = self._upstream.stub.Generate(request, metadata=self._metadata), False, None
+        received = _Received(request, self._after, self._upstream)
+        while not await self._read(number, received):
+            pass
+
+    async def _read(self, number: int, received: _Received) -> bool:
+        """Read one call. Return whether it was the last one: not if its router is lost, and the next can continue."""
+        stub, last = self._upstream.stub, ""
+        call = received.call(stub, self._metadata)
         try:
-            self._name(number, dict(await call.initial_metadata()).get("baton-request-id"))
+            headers = dict(await call.initial_metadata())
+            self._name(number, headers.get("baton-request-id"))
+            received.resumable = received.resumable or headers.get(RESUMABLE) == "1"
             async for event in call:
-                seen, last = True, event.WhichOneof("event")
-                await self._events.put((number, event))
-        except aio.AioRpcError as error:
-            self._name(number, request_id_of(error))
-            raise from_rpc_error(error, PEER, connected=seen) from error
+                last = event.WhichOneof("event") or ""
+                if received.is_new(event):
+                    await self._events.put((number, event))
+        except aio.AioRpcError as failure:
+            self._name(number, request_id_of(failure))
+            error = from_rpc_error(failure, PEER, connected=bool(last))
+            wait_s = received.attempts.wait_after(error, started=not received.continues_after(error, failure))
+        else:
+            if last != "completed":
+                raise EngineFault("the router's stream ended before the answer was complete")
+            return True
         finally:
             call.cancel()
-        if last != "completed":
-            raise EngineFault("the router's stream ended before the answer was complete")
+        self._upstream.leave(stub)
+        await asyncio.sleep(wait_s)
+        return False
 
     def _name(self, number: int, found: str | bytes | None) -> None:
         if number == 0 and found:
@@ -244,4 +382,6 @@ class Streams:
     def _renamed(self, number: int, error: BatonError) -> BatonError:
         if not isinstance(error, InvalidRequest):
             return error
+        if self._after is not None and "request_id" in {each.field for each in error.violations}:
+            return InvalidRequest(wrong_id(str(self._after), _KEPT_ID))
         return InvalidRequest(*(Violation(self._rename(number, v.field), v.description) for v in error.violations))

@@ -59,6 +59,7 @@ class ParsedRequest:
     thinks: tuple[str, ...]  # set fields that need a model that thinks
     spell: Callable[[Sequence[int]], str] | None
     wants_spans: bool
+    exact: bool  # only repeat the record of the stream
 
 
 class RequestParser:
@@ -99,6 +100,7 @@ class RequestParser:
             thinks=tuple(field for field, value in thinking_fields if value),
             spell=self.tokenizer.decode if request.thoughts else None,
             wants_spans=request.trace,
+            exact=message.exact,
         )
 
     async def _spec(self, message: pb.GenerateRequest, max_model_len: int | None, seed: int) -> SequenceSpec:

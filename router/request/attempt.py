@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from baton.core import Finish, HandoffId, Role, SequenceSpec, Thought, Token, WorkerInfo
 from baton.engine.prefix_cache import block_hashes_of
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, EngineFault, InvalidRequest, NoWorker, WorkerLost
+from baton.limits import MAX_RECORD_BYTES
 from baton.metrics import Metrics
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2 as pb
@@ -94,6 +95,7 @@ class Attempt:
         self.thoughts: list[Thought] = []  # received, not yet passed on
         self._tokens: list[Token] = []
         self._decoding = False
+        self._room = MAX_RECORD_BYTES if self._retention.seconds and not spec.known else 0  # of D's record
         self.alone = False  # D computes the prompt, too
         self._holds = False  # P has KV of this, or has the command to compute it, and has not reported its end
         self._decode_ended = False  # D has reported that it holds nothing of this handoff
@@ -105,6 +107,11 @@ class Attempt:
         """The worker ids of P and D. Without P, D's id is in both places."""
         prefill = self._placement.prefill or self._placement.decode
         return prefill.info.ref.worker_id, self._placement.decode.info.ref.worker_id
+
+    @property
+    def recorded(self) -> bool:
+        """Whether D can repeat the stream from its first token."""
+        return self._decoding and self._room > 0
 
     @property
     def determinism(self) -> str:
@@ -164,6 +171,7 @@ class Attempt:
             prefix=block_hashes_of(self.spec, info.fingerprint, info.layout.block_size, thinks=thinks),
             resumable_s=self._retention.seconds,
             stream=self._retention.stream,
+            determinism=self.determinism,
         )
         decode.send(reserve=message)
         await asyncio.sleep(0)  # sends the Reserve; the rest is done while D answers
@@ -266,6 +274,7 @@ class Attempt:
             self.prefill_cached = item.cached_tokens
         try:
             if item.HasField("tokens"):
+                self._room -= item.ByteSize() if source is Role.DECODE else 0
                 self._on_tokens(source, convert.tokens_from_pb(item.tokens))
             elif item.HasField("thoughts"):
                 self.thoughts += convert.thoughts_from_pb(item.thoughts)
@@ -353,6 +362,13 @@ def most_events(spec: SequenceSpec, info: WorkerInfo) -> int:
 class TakeoverAttempt(Attempt):
     """An attempt that attaches to a stream which another router began and its decode worker continues. It has no P."""
 
+    _determinism = ""
+
+    @property
+    def determinism(self) -> str:
+        """The fingerprint with which the stream began."""
+        return self._determinism
+
     @property
     def workers(self) -> tuple[str, str]:
         return "", self._placement.decode.info.ref.worker_id
@@ -370,6 +386,7 @@ class TakeoverAttempt(Attempt):
     def _take(self, source: Role, item: Item) -> None:
         if isinstance(item, pb.WorkerEvent) and item.HasField("attached"):
             self.cached_tokens, self._decoding = len(self.spec), True
+            self._room, self._determinism = item.attached.room, item.attached.determinism
             self._placement.prefill_done()
         elif isinstance(item, pb.WorkerEvent) and item.HasField("refused"):
             self.retry_reason, self._decode_ended = "not_there", True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from itertools import count
@@ -32,7 +33,8 @@ class ClientCall:
         grant: Grant | None = None,
         trace_context: TraceContext | None = None,
     ) -> None:
-        self._own = secrets.token_hex(16)  # hex, because it must be neither a command-line option nor special in a URL
+        # Hex, because it must be neither a command-line option nor special in a URL. The first 8 digits are the time.
+        self._own = f"{int(time.time()):08x}{secrets.token_hex(12)}"
         self.name = name or self._own
         self.resumes = bool(name)  # another router began it
         self.grant = grant  # of its caller; None if no tokens are configured

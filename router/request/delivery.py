@@ -195,9 +195,9 @@ class EventStream:
         event.system_fingerprint = system_fingerprint
         await self._write(begin=True, accepted=event)
 
-    async def tokens(self, choice: int, tokens: list[Token]) -> None:
+    async def tokens(self, choice: int, tokens: list[Token], *, recorded: bool = False) -> None:
         if tokens:
-            await self._write(tokens=convert.tokens_to_public_pb(tokens, choice))
+            await self._write(tokens=convert.tokens_to_public_pb(tokens, choice, recorded=recorded))
 
     async def thought(self, choice: int, thought: Thought, text: str) -> None:
         event = pb.Thought(choice=choice, chunk=thought.chunk, ids=thought.token_ids, text=text)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from baton.clock import Clock
 from baton.core import HandoffId, SequenceSpec, Token, WorkerInfo
-from baton.errors import EngineFault, LedgerError
+from baton.errors import EngineFault, InvalidRequest, LedgerError, NoWorker
 from baton.rpc import convert
 from baton.rpc.v1 import common_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
@@ -29,6 +29,7 @@ from router.workers.pool import WorkerPool
 if TYPE_CHECKING:
     from baton.ledger.ownership import OwnershipRecord
 
+_NO_RECORD = "no decode worker has a complete record of this request's stream for this caller"
 DEATH_LIMIT = 2  # this many lost workers suggest that the request itself is the cause
 
 # Finds the decode worker that continues a stream, by its client's name: `OwnershipStore.find`. Raises LedgerError.
@@ -120,7 +121,7 @@ async def serve_choice(run: ChoiceRun, client: EventStream) -> pb.Completed:
             await run.accept(client, attempt)
             async for tokens in attempt.outputs():  # P sends token 0 first; D repeats it and continues
                 await run.thoughts.deliver(client, attempt.thoughts)
-                await client.tokens(run.choice, run.deliver(tokens))
+                await client.tokens(run.choice, run.deliver(tokens), recorded=attempt.recorded)
             run.note_cached(attempt)
             if attempt.finish is None:
                 await run.requeue(attempt, client)
@@ -175,8 +176,12 @@ class ChoiceRun:
         return replace(self.spec, known=tuple(self.delivery.ids[: -1 if self._held else None]))
 
     async def admit(self) -> Placement:
-        """Wait for a placement. A request that returns to the queue keeps its place."""
+        """Wait for a placement. A request that returns to the queue keeps its place. Raises InvalidRequest if it must
+        not be computed again.
+        """
         call, spec = self.request.call, self._next_spec()
+        if self.request.parsed.exact and not spec.known:
+            raise InvalidRequest.of("request_id", _NO_RECORD)
         accepted = call.observer.is_accepted
         self._waits_since = self._waits_since or self._dispatch.clock.monotonic()
         thinks = () if accepted else self.request.parsed.thinks  # an accepted request is never rejected for this
@@ -198,6 +203,8 @@ class ChoiceRun:
             self._detached = await self._dispatch.streams(self.request.call.stream(self.choice))
         except LedgerError as error:
             self.observer.lookup_failed(error)
+            if self.request.parsed.exact:
+                raise NoWorker("the cluster cannot look the stream up now") from error
         if self._detached is not None:
             await self._dispatch.pool.wait_connected(self._detached.worker_id, self._detached.incarnation)
 

@@ -1,16 +1,25 @@
 """Several routers at one address that share only Redis: each serves, and each resumes the others' streams."""
 
+import json
 import random
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from http.client import IncompleteRead
+from urllib.request import Request, urlopen
 
 import grpc
+import openai
 import pytest
 
 from baton import Client
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub
-from tests.support.load import Load, Streams, draw_jobs
+from baton.tokenizer import OracleTokenizer
+from tests.support.load import Load, Streams, draw_jobs, oracle_answer
+from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -29,6 +38,57 @@ def statuses(cluster):
 
 def streams(cluster):
     return Streams(cluster, [f"stream {number}" for number in range(STREAMS)], max_retries=10, **LONG)
+
+
+@contextmanager
+def gateway(cluster, log):
+    """Run `baton gateway` in front of the routers and yield its address."""
+    args = ("gateway", "-c", "configs/no-ray.yaml", "--target", cluster.state().grpc, "--log", log)
+    process = cluster.home.start(*args, "--set", "router.http=127.0.0.1:0", "--set", "log.format=json")
+    try:
+        eventually(lambda: log.exists() and "gateway_started" in log.read_text(), within_s=30)
+        yield json.loads(log.read_text().splitlines()[-1])["http"]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def right(body):
+    """Return the oracle's text."""
+    options = {"max_tokens": body["max_tokens"], "temperature": 0.0, "ignore_eos": True}
+    return OracleTokenizer().decode(oracle_answer(body["prompt"].encode(), **options))
+
+
+def kill_the_busiest(cluster):
+    """Kill the router with the most requests, and return when it is replaced and both serve."""
+    running = [status.running for status in statuses(cluster)]
+    name = ("router", "router-1")[running.index(max(running))]
+    pid = cluster.kill(name)
+    return lambda: (cluster.wait_replaced(name, pid), eventually(lambda: both_serve(cluster), within_s=30))
+
+
+def read_events(answer, events, begun):
+    """Add the whole events of a stream. Wait for `begun` after the fifth."""
+    event = b""
+    for line in answer:
+        event += line
+        if line == b"\n":
+            events.append(event.decode().splitlines())
+            event = b""
+            if len(events) == 5:
+                begun.wait(scaled(60))
+
+
+def returning(address, body, begun):
+    """Return the events of a stream, and the number of breaks. After a break, come back with `Last-Event-ID`."""
+    events, breaks = list[list[str]](), -1
+    while not events or events[-1][1] != "data: [DONE]":
+        headers, breaks = {"content-type": "application/json"}, breaks + 1
+        headers |= {"last-event-id": events[-1][0].removeprefix("id: ")} if events else {}
+        request = Request(f"http://{address}/v1/completions", json.dumps(body).encode(), headers)
+        with suppress(IncompleteRead, ConnectionError), urlopen(request, timeout=scaled(60)) as answer:
+            read_events(answer, events, begun)
+    return events, breaks
 
 
 def both_serve(cluster):
@@ -76,3 +136,47 @@ def test_one_goes_on_for_the_other(cluster):
     eventually(lambda: both_serve(cluster), within_s=30)
     eventually(cluster.all_free)
     assert cluster.home.baton("status", "--census", "--name", cluster.name, check=True)
+
+
+def test_streams_through_a_gateway_outlive_a_router(cluster, tmp_path):
+    """Its clients are unchanged, and no token is lost or repeated."""
+    begun, count = threading.Barrier(65), 64
+
+    def read(client, number):
+        body = {"prompt": f"stream {number}", "max_tokens": 300, "temperature": 0}
+        stream = client.completions.create(**body, model="oracle", stream=True, extra_body={"ignore_eos": True})
+        texts = [next(stream).choices[0].text for _ in range(5)]
+        begun.wait(scaled(60))
+        assert "".join(texts + [chunk.choices[0].text for chunk in stream]) == right(body)
+
+    with gateway(cluster, tmp_path / "log") as address, ThreadPoolExecutor(count) as pool:
+        client = openai.OpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=0, timeout=scaled(60))
+        reading = [pool.submit(read, client, number) for number in range(count)]
+        begun.wait(scaled(60))
+        replaced = kill_the_busiest(cluster)
+        for one in reading:
+            one.result(scaled(60))
+    assert cluster.log("decode-0").count("handoff_parked") >= count / 2
+    replaced()
+
+
+def test_clients_come_back_to_another_router(cluster):
+    """No token is lost or repeated, and events have the ids that follow."""
+    bodies = [{"prompt": f"stream {number}", "max_tokens": 800, "temperature": 0} for number in range(STREAMS)]
+    begun = threading.Barrier(STREAMS + 1)
+    with ThreadPoolExecutor(STREAMS) as pool:
+        asked = [{**body, "ignore_eos": True, "stream": True} for body in bodies]
+        reading = [pool.submit(returning, cluster.state().http, body, begun) for body in asked]
+        begun.wait(scaled(60))
+        replaced = kill_the_busiest(cluster)
+        ends = [one.result(scaled(60)) for one in reading]
+    assert sum(breaks for _, breaks in ends) >= STREAMS / 2
+    for (events, _), body in zip(ends, bodies, strict=True):
+        ids, datas = zip(*(event[:2] for event in events), strict=True)
+        assert {one.split(":")[1] for one in ids} == {ids[0].split(":")[1]}, "one request"
+        assert [one.split(":")[2:] for one in ids] == [["0", str(index)] for index in range(len(ids))]
+        chunks = [json.loads(data.removeprefix("data: ")) for data in datas[:-1]]
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == right(body)
+        assert len({chunk["created"] for chunk in chunks}) == 1
+    replaced()
+    eventually(cluster.all_free)

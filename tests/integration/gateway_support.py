@@ -29,7 +29,8 @@ USAGE = {"stream_options": {"include_usage": True}}
 
 
 def tokens(choice: int, start: int, ids: list[int], text: str, logprobs=()) -> dict[str, Any]:
-    return {"tokens": pb.Tokens(choice=choice, ids=ids, text=text, logprobs=logprobs, **{"from": start})}
+    rest: dict[str, Any] = {"from": start}
+    return {"tokens": pb.Tokens(choice=choice, ids=ids, text=text, logprobs=logprobs, **rest)}
 
 
 def finished(choice: int = 0, reason: Any = LENGTH) -> dict[str, Any]:

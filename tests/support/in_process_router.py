@@ -92,6 +92,7 @@ class FakeWorker(WorkerServicer):
         self.committed: set[HandoffId] = set()
         self.messages = 0
         self.said: dict[HandoffId, list[Event]] = {}  # events of each stream that a decode worker remembers
+        self.decoded: dict[HandoffId, worker_pb2.SequenceSpec] = {}
         self._parked: set[HandoffId] = set()  # streams of a lost router: another gets their events after Attach
         self._work: dict[HandoffId, Work] = {}
         self._held: dict[HandoffId, int] = {}
@@ -312,7 +313,9 @@ class FakeWorker(WorkerServicer):
 
     def _attach(self, handoff: HandoffId, message: worker_pb2.Attach) -> None:
         self._parked.discard(handoff)
-        if handoff not in self.said or self.refuse_once:
+        ours, theirs = convert.spec_from_pb(self.decoded[handoff]), convert.spec_from_pb(message.spec)
+        same = replace(ours, known=()) == replace(theirs, known=())
+        if handoff not in self.said or self.refuse_once or not same:
             self._refuse(handoff, "not here")
             self._parked.add(handoff)
             return
@@ -322,13 +325,15 @@ class FakeWorker(WorkerServicer):
             for e in self.said[handoff]
             if e.HasField("finish") or e.HasField("thoughts") or getattr(e.tokens, "from") + len(e.tokens.ids) > known
         ]
-        self.emit(event(handoff, attached=worker_pb2.Attached()), *missed)
+        bits = next(each.determinism for each in self.reserves if convert.handoff_from_pb(each.handoff) == handoff)
+        self._queue.put_nowait([event(handoff, attached=worker_pb2.Attached(room=2**20, determinism=bits)), *missed])
 
     def commit(self, handoff: HandoffId, spec: worker_pb2.SequenceSpec) -> bool:
         """Return whether the commit was accepted, now or earlier."""
         if handoff in self._held and self._tasks[handoff].done():
             self._tasks[handoff] = asyncio.create_task(self._decode(handoff, spec))
             self.committed.add(handoff)
+            self.decoded[handoff] = spec
         return handoff in self.committed
 
     async def _compute(

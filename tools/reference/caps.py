@@ -37,6 +37,12 @@ CAPS: tuple[Cap, ...] = (
     Cap("`sampling.logprobs`", limits.MAX_LOGPROBS, "tokens per position", _REFUSED),
     Cap("`priority`, above and below 0", limits.MAX_PRIORITY, "", _REFUSED),
     Cap("`resumable_s`", limits.MAX_RESUMABLE_S, "seconds", _REFUSED),
+    Cap(
+        "record of a stream on its decode worker",
+        limits.MAX_RECORD_BYTES,
+        "bytes, about 10,000 tokens without logprobs",
+        "the oldest tokens are left out, and events over HTTP have no ids",
+    ),
     Cap("`chat`", limits.MAX_CHAT_BYTES, "bytes", _REFUSED),
     Cap("`chat.messages`", limits.MAX_CHAT_MESSAGES, "messages", _REFUSED),
     Cap("`role` of a chat message", limits.MAX_ROLE_CHARS, "characters", _REFUSED),

@@ -18,7 +18,10 @@ Stay = Annotated[bool | None, typer.Option("--stay/--no-stay", help=STAY)]
 Index = Annotated[int, typer.Option("--index", min=0, help="the worker's number within its pool")]
 WorkerId = Annotated[str | None, typer.Option("--id", help="the worker's id in any role (default: <role>-<index>)")]
 RouterIndex = Annotated[int, typer.Option("--index", min=0, help="the router's number, of router.replicas")]
-Upstream = Annotated[str | None, typer.Option("--target", help="a router's host:port (default: router.grpc)")]
+Upstream = Annotated[
+    str | None,
+    typer.Option("--target", help="a router's host:port, or several with commas (default: router.grpc)"),
+]
 Log = Annotated[Path | None, typer.Option("--log", help="append the output to this file")]
 Bound = Annotated[bool, typer.Option("--bound", hidden=True, help="the created controller ends with this process")]
 GRACE_S = 5.0  # for the workers of `baton controller --stop`

@@ -334,9 +334,14 @@ class ResumeRequest(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     RECEIVED_FIELD_NUMBER: _builtins.int
     SYSTEM_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    EXACT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     system_fingerprint: _builtins.str
     """of a deterministic request: as in `Accepted`"""
+    exact: _builtins.bool
+    """Repeat the stream from its record on a decode worker, and compute nothing again. Without a complete record, the
+    call ends with INVALID_ARGUMENT naming `request_id`.
+    """
     @_builtins.property
     def request(self) -> Global___GenerateRequest:
         """the original one"""
@@ -352,10 +357,11 @@ class ResumeRequest(_message.Message):
         request: Global___GenerateRequest | None = ...,
         received: _abc.Iterable[_common_pb2.TokenIds] | None = ...,
         system_fingerprint: _builtins.str = ...,
+        exact: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["received", b"received", "request", b"request", "request_id", b"request_id", "system_fingerprint", b"system_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exact", b"exact", "received", b"received", "request", b"request", "request_id", b"request_id", "system_fingerprint", b"system_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -401,13 +407,21 @@ class Tokens(_message.Message):
     IDS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    LENGTHS_FIELD_NUMBER: _builtins.int
+    RECORDED_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     text: _builtins.str
+    recorded: _builtins.bool
+    """the decode worker has a record of this choice from its first token on"""
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
         """empty, or one per id"""
+
+    @_builtins.property
+    def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """characters of `text` per id; empty if there is at most one id"""
 
     def __init__(
         self,
@@ -416,10 +430,12 @@ class Tokens(_message.Message):
         ids: _abc.Iterable[_builtins.int] | None = ...,
         text: _builtins.str = ...,
         logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
+        lengths: _abc.Iterable[_builtins.int] | None = ...,
+        recorded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "from", b"from", "ids", b"ids", "logprobs", b"logprobs", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "from", b"from", "ids", b"ids", "lengths", b"lengths", "logprobs", b"logprobs", "recorded", b"recorded", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

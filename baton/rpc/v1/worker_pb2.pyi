@@ -181,6 +181,7 @@ class Reserve(_message.Message):
     PREFIX_FIELD_NUMBER: _builtins.int
     RESUMABLE_S_FIELD_NUMBER: _builtins.int
     STREAM_FIELD_NUMBER: _builtins.int
+    DETERMINISM_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     known_tokens: _builtins.int
     """prompt + tokens of earlier attempts"""
@@ -192,6 +193,8 @@ class Reserve(_message.Message):
     """seconds that decoding continues without a router; 0 ends it with the stream"""
     stream: _builtins.str
     """key of this choice for the client; Attach finds it after the loss of a router"""
+    determinism: _builtins.str
+    """fingerprint of both workers, empty if they differ; Attached repeats it"""
     @_builtins.property
     def handoff(self) -> _common_pb2.HandoffId: ...
     @_builtins.property
@@ -209,10 +212,11 @@ class Reserve(_message.Message):
         prefix: _abc.Iterable[_builtins.bytes] | None = ...,
         resumable_s: _builtins.float = ...,
         stream: _builtins.str = ...,
+        determinism: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "fingerprint", b"fingerprint", "handoff", b"handoff", "known_tokens", b"known_tokens", "max_total", b"max_total", "prefix", b"prefix", "resumable_s", b"resumable_s", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "determinism", b"determinism", "fingerprint", b"fingerprint", "handoff", b"handoff", "known_tokens", b"known_tokens", "max_total", b"max_total", "prefix", b"prefix", "resumable_s", b"resumable_s", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -785,12 +789,21 @@ Global___Fenced: _TypeAlias = Fenced  # noqa: Y015
 class Attached(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    ROOM_FIELD_NUMBER: _builtins.int
+    DETERMINISM_FIELD_NUMBER: _builtins.int
+    room: _builtins.int
+    """bytes until the record of the stream loses its first token; 0 if it has lost it"""
+    determinism: _builtins.str
+    """as in Reserve"""
     def __init__(
         self,
+        *,
+        room: _builtins.int = ...,
+        determinism: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["determinism", b"determinism", "room", b"room"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from baton.limits import MAX_RECORD_BYTES
 from decode_workers import detached_streams
 from tests.support.sessions import GREEDY, STALE, FakeSession, H, attach, expected, prefill, release, reserve, spec_of
 
@@ -132,21 +133,33 @@ def test_who_attaches_takes_it_from_whom_it_had(begin, side, router, second):
 def test_what_is_remembered_is_bounded(begin, side, router, second, monkeypatch):
     begin(router, tokens=2)
     stream = side.role.detached._streams[H]
-    monkeypatch.setattr(detached_streams, "MOST_BYTES", 2 * stream.size)
+    monkeypatch.setattr(detached_streams, "MAX_RECORD_BYTES", most := 2 * stream.size)
     side.step(3)
     assert stream.first > 0
-    assert stream.size <= detached_streams.MOST_BYTES
+    assert stream.size <= most
     side.role.gone(router)
     side.take(second, attach(known=0))
     assert second.kinds() == ["refused"]
     side.take(second, attach(known=stream.first))
     assert second.ids() == ANSWER[stream.first : len(stream.ids)]
+    assert second.events[1].attached.room == 0
+
+
+@pytest.mark.parametrize("known", [0, 2])
+def test_the_room_of_a_record_is_told(begin, side, router, second, known):
+    """A router that subtracts each later event has the room that the worker has."""
+    begin(router)
+    side.take(second, attach(known=known))
+    side.run()
+    attached, *later = second.events
+    used = sum(event.ByteSize() for event in later if event.HasField("tokens") or event.HasField("finish"))
+    assert attached.attached.room - used == MAX_RECORD_BYTES - side.role.detached._streams[H].size
 
 
 def test_who_says_more_alone_than_is_remembered_is_given_up(begin, side, router, monkeypatch):
     begin(router, tokens=1)
     side.role.gone(router)
-    monkeypatch.setattr(detached_streams, "MOST_BYTES", 1)
+    monkeypatch.setattr(detached_streams, "MAX_RECORD_BYTES", 1)
     side.step(2)
     ends_free(side)
 

@@ -65,7 +65,7 @@ def test_a_router_that_attaches_is_told_all_thoughts_first(begin, side, router, 
 
 
 def test_of_thoughts_so_much_is_remembered_and_tokens_are_as_they_were(begin, side, router, second, monkeypatch):
-    monkeypatch.setattr(detached_streams, "MOST_BYTES", 4096)
+    monkeypatch.setattr(detached_streams, "MAX_RECORD_BYTES", 4096)
     begin(router)
     result = side.engine.step()
     result.thoughts.append((H, [Thought(n, (1,) * 15) for n in range(2, 200)]))  # 64 bytes each

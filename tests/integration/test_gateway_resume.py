@@ -1,0 +1,245 @@
+"""Streams over HTTP that outlive their router: ids of events, and `Last-Event-ID` at another router."""
+
+import json
+import re
+import time
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+
+from baton.core import HandoffId
+from baton.errors import LedgerError
+from baton.ledger.ownership import OwnershipRecord, RecordState
+from baton.tokenizer import OracleTokenizer
+from router.openai import responses
+from router.openai.server import GatewaySettings, HttpServer
+from router.parsing import chat
+from router.server import serve
+from tests.integration.access_support import TOKENS, token_file
+from tests.integration.gateway_support import HELLO
+from tests.support.waiting import until
+
+SENT, HELD = 12, 7
+PIECES = [
+    "See",
+    ":\n",
+    '<tool_call>{"name": "now",',
+    ' "arguments": {}}',
+    "</tool",
+    "_call>\n",
+    '{"name": ',
+    '"now"',
+    "}",
+    "é",
+    "",
+    "!",
+]
+TOOLS = [{"type": "function", "function": {"name": "now"}}]
+USAGE = {"include_usage": True, "continuous_usage_stats": True}
+FORMS: dict[str, tuple[str, dict[str, Any], int]] = {  # path, body, and events before the worker holds
+    "usage": ("completions", {"prompt": [1, 2], "stream_options": USAGE}, 7),
+    "logprobs": ("completions", {"prompt": [1, 2], "logprobs": 2}, 7),
+    "choices": ("chat/completions", {"messages": HELLO, "n": 3, "logprobs": True}, 3 * 8),
+    "tools": ("chat/completions", {"messages": HELLO, "tools": TOOLS}, 3),
+}
+
+
+class Two:
+    """A router with HTTP and, after its loss, another one over the same workers, which accept one router at a time."""
+
+    def __init__(self, cluster):
+        self.cluster, self.decode, self.router = cluster, cluster.decode[0], cluster.router
+        self.away = False  # the ledger
+
+    async def find(self, stream):
+        if self.away:
+            raise LedgerError("away")
+        name, ref = HandoffId(stream, 1), self.decode.info.ref
+        known = name in self.decode.committed
+        return OwnershipRecord(name, RecordState.COMMITTED, ref.worker_id, ref.incarnation, "gone") if known else None
+
+    async def lose(self):
+        """Stop the first router and start the other one. The workers continue."""
+        await self.router.stop(grace_s=0.0)
+        settings = replace(self.cluster.settings, name="second", grpc=self.router.grpc)
+        self.router = await serve(settings, self.cluster.source, OracleTokenizer(), streams=self.find)
+        await until(lambda: sum(link.usable for link in self.router.context.pool.links) == 2, "it reaches the workers")
+        self.decode.open("hold")
+
+    async def cut(self, form, **options):
+        """Return the events of a stream until its router is lost."""
+        path, body, most = FORMS[form]
+        self.decode.hold(HELD)
+        async with streamed(self.router.http, path, body, **options) as answer:
+            events = events_of(answer)
+            seen = [await anext(events) for _ in range(most)]
+            await self.lose()
+        return seen
+
+
+def written(item):
+    """Write `PIECES` into an event of a worker."""
+    for at in range(len(item.tokens.ids)):
+        item.tokens.texts[at] = PIECES[getattr(item.tokens, "from") + at]
+
+
+@pytest.fixture
+async def two(make, request, monkeypatch):
+    monkeypatch.setattr(chat, "_PLAIN", "{{ messages[0].content }}{% if tools %}<tool_call>{% endif %}")
+    two = Two(await make(http="127.0.0.1:0", **getattr(request, "param", {})))
+    for worker in two.cluster.workers:
+        worker.scored, worker.before_emit = True, written
+    yield two
+    await two.router.stop(grace_s=0.0)
+
+
+@asynccontextmanager
+async def streamed(address, path, body, after="", key=""):
+    headers = {"last-event-id": after} if after else {}
+    headers |= {"authorization": f"Bearer {key}"} if key else {}
+    body = {"stream": True, "max_tokens": SENT, **body}
+    async with (
+        openai.DefaultAsyncHttpxClient(verify=False, timeout=60) as client,
+        client.stream("POST", f"http://{address}/v1/{path}", json=body, headers=headers) as answer,
+    ):
+        yield answer
+
+
+async def events_of(answer):
+    rest = b""
+    async for data in answer.aiter_bytes():
+        *whole, rest = (rest + data).split(b"\n\n")
+        for event in whole:
+            yield event
+
+
+async def all_events(*args, **options):
+    async with streamed(*args, **options) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        return [event async for event in events_of(answer)]
+
+
+async def refusal(*args, **options):
+    async with streamed(*args, **options) as answer:
+        error = json.loads(await answer.aread())["error"]
+        return answer.status_code, error["param"], error["message"]
+
+
+def id_of(event):
+    return event.split(b"\n")[0].removeprefix(b"id: ").decode()
+
+
+def untimed(events):
+    return [re.sub(rb'"timings":{[^}]*}', b"", event) for event in events]
+
+
+def anonymous(events):
+    """Return events without what differs between two requests: ids, and the times at the end."""
+    name = id_of(events[0]).split(":")[0].encode()
+    return [re.sub(rb'"created":\d+|call_[0-9a-f]{24}', b"", event.replace(name, b"R")) for event in untimed(events)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_a_stream_goes_on_after_each_of_its_events(two, form, monkeypatch):
+    """The events of a lost router, and all that follow each of them, are those of a router that lives."""
+    path, body, _ = FORMS[form]
+    whole = await all_events(two.router.http, path, body)
+    assert whole[-1].endswith(b"data: [DONE]")
+    assert len({id_of(event) for event in whole}) == len(whole)
+    seen = await two.cut(form)
+    monkeypatch.setattr(responses, "time", SimpleNamespace(time=lambda: time.time() + 100))
+    everything = seen[:1] + await all_events(two.router.http, path, body, after=id_of(seen[0]))
+    assert everything[: len(seen)] == seen
+    assert anonymous(everything) == anonymous(whole)
+    for at, event in enumerate(everything[:-1], 1):
+        rest = await all_events(two.router.http, path, body, after=id_of(event))
+        assert untimed(rest) == untimed(everything[at:])
+    last, name = id_of(everything[-1]), id_of(everything[-1]).split(":")[0]
+    for beyond in (last, f"{name}:0:999"):
+        assert await all_events(two.router.http, path, body, after=beyond) == [b"data: [DONE]"]
+    assert two.cluster.prefill[0].count("prefill") == 2 * body.get("n", 1), "nothing is computed again"
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_a_gateway_goes_on_by_itself(two, form):
+    """Its clients see the events of a router that lives. The first of its routers cannot be reached."""
+    path, body, most = FORMS[form]
+    gateway = HttpServer("127.0.0.1:0", GatewaySettings())
+    await gateway.start(f"127.0.0.1:1,{two.router.grpc}")
+    try:
+        whole = await all_events(gateway.address, path, body)
+        two.decode.hold(HELD)
+        async with streamed(gateway.address, path, body) as answer:
+            events = events_of(answer)
+            seen = [await anext(events) for _ in range(most)]
+            await two.lose()
+            seen += [event async for event in events]
+    finally:
+        await gateway.stop(0)
+    assert anonymous(seen) == anonymous(whole)
+    assert two.cluster.prefill[0].count("prefill") == 2 * body.get("n", 1), "nothing is computed again"
+
+
+STRANGE = "0" * 32 + ":0:1"
+PLAIN = {"prompt": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("value", "body", "says"),
+    [
+        ("x", PLAIN, "REQUEST:CHOICE:INDEX, with a choice from 0 to 0"),
+        ("x" * 1000, PLAIN, "REQUEST:CHOICE:INDEX"),
+        ("a b:0:1", PLAIN, "REQUEST:CHOICE:INDEX"),
+        ("r:1:0", PLAIN, "a choice from 0 to 0"),
+        ("r:2:0", {**PLAIN, "n": 2}, "a choice from 0 to 1"),
+        (STRANGE, {**PLAIN, "stream": False}, "only allowed with stream: true"),
+        (STRANGE, {"prompt": ["a", "b"]}, "one prompt"),
+        (STRANGE, {**PLAIN, "thoughts": True}, "without thoughts"),
+        (STRANGE, PLAIN, "no worker keeps this stream; allowed is .* in the last 30 s, with the same body and API key"),
+    ],
+)
+async def test_a_wrong_id_is_named(two, value, body, says):
+    status, param, message = await refusal(two.router.http, "completions", body, after=value)
+    assert (status, param) == (400, "last-event-id")
+    assert re.search(f"got '{value[:128]}', but .*{says}", message)
+    assert two.cluster.prefill[0].count("prefill") == 0
+
+
+async def test_only_its_tenant_goes_on_with_a_stream(make, tmp_path):
+    two = Two(await make(http="127.0.0.1:0", tokens=token_file(tmp_path / "tokens")))
+    path, body, _ = FORMS["usage"]
+    seen = await two.cut("usage", key=TOKENS["alice"])
+    ask = {"after": id_of(seen[-1]), "key": TOKENS["alice"]}
+    for wrong in ({"key": TOKENS["bob"]}, {"key": TOKENS["admin"]}, {"body": {**body, "prompt": [1, 3]}}):
+        status, param, _ = await refusal(
+            two.router.http, path, wrong.get("body", body), **(ask | {"key": wrong.get("key", ask["key"])})
+        )
+        assert (status, param) == (400, "last-event-id")
+    rest = await all_events(two.router.http, path, body, **ask)
+    assert b"".join(seen + rest).count(b'"text"') == SENT + 2  # the held text and the reason, too
+    assert two.cluster.prefill[0].count("prefill") == 1
+    two.away = True
+    status, _, message = await refusal(two.router.http, path, body, **ask)
+    assert (status, message) == (503, "the cluster cannot look the stream up now"), "it may be there later"
+    await two.router.stop(grace_s=0.0)
+
+
+async def test_ids_end_where_a_stream_cannot_be_repeated(make):
+    """Another decode worker has only the rest of the stream. An empty id withdraws the last one."""
+    cluster = await make(http="127.0.0.1:0", decode=2)
+    cluster.decode[0].hold(HELD)
+    cluster.decode[1].hold(HELD)
+    async with streamed(cluster.router.http, "completions", PLAIN) as answer:
+        events = events_of(answer)
+        seen = [await anext(events) for _ in range(HELD)]
+        (busy,) = (worker for worker in cluster.decode if worker.committed)
+        cluster.decode[1 - cluster.decode.index(busy)].open("hold")
+        await busy.kill()
+        rest = [event async for event in events]
+    assert [event.startswith(b"id: ") for event in seen] == [True] * HELD
+    assert rest[0].startswith(b"id:\n")
+    assert not any(event.startswith(b"id:") for event in rest[1:])
