@@ -65,6 +65,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "handoff_parked_in_vain": (_DECODE, "no router resumed it within `resumable_s`"),
         "push_refused": (_PREFILL, "the push could not begin"),
         "fetch_refused": (_DECODE, "KV that a prefill worker requested could not be sent"),
+        "move_refused": (_DECODE, "KV of a running sequence could not be sent to another decode worker"),
         "command_refused": (_BOTH, "a router sent an invalid command"),
     },
     "channels": {
