@@ -35,7 +35,7 @@ KERNEL_SUITES := tests/unit/kernels tests/integration/test_tensor_parallel.py te
 	$(patsubst %,tests/unit/model/test_%.py,checkpoints families fixed_forwards kv weights) \
 	$(patsubst %,tests/unit/worker/test_%.py,build roles_thinking)
 
-.PHONY: help setup proto fmt check fast lint types layers budget fresh regenerate test without-kernels chaos soak stress mutants demo bench gpu-test clean
+.PHONY: help setup proto fmt check fast lint types layers budget fresh regenerate test without-kernels chaos soak stress mutants handoff-states demo bench gpu-test clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 17
@@ -126,6 +126,9 @@ stress: $(SETUP)  ## the suites three times beside busy loops and a memory hog, 
 
 mutants: $(SETUP)  ## change the product in 1,500 small ways and count those that no test notices (about an hour)
 	@$(BIN)/python -m tools.mutants mutants.jsonl
+
+handoff-states: $(SETUP)  ## explore a handoff under all orders of 12 events with 2 faults for 10 minutes, and find planted bugs
+	@$(BIN)/python -m tools.handoff_states
 
 demo: $(SETUP)  ## start a local cluster, answer two prompts, show which worker did what; on a terminal its live page, until Ctrl-C
 	@$(BIN)/baton demo

@@ -1,0 +1,27 @@
+"""The exhaustive check of the handoff, with small bounds: no violation, and planted bugs are found."""
+
+import random
+
+import pytest
+
+from tools.handoff_states.bugs import BUGS
+from tools.handoff_states.explore import search_here
+from tools.handoff_states.states import replaced
+
+pytestmark = pytest.mark.slow
+SEED = 1
+DRAWN = random.Random(SEED).sample(BUGS, 4)
+
+
+def test_the_handoff_keeps_its_invariants_in_each_state():
+    with replaced():
+        found = search_here(events=2, faults=1, seconds=600)
+    assert not found.violation, f"{found.violation} after {found.path}"
+    assert found.complete
+    assert found.states > 500
+
+
+@pytest.mark.parametrize("bug", DRAWN, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(bug):
+    with replaced(), bug.planted():
+        assert search_here(events=6, faults=1, seconds=600).violation
