@@ -180,8 +180,8 @@ class Answer:
 
     async def whole(self, streams: Streams) -> bytes:
         """Return the answer as one JSON object. Raises BatonError."""
-        async for piece in self._pieces(streams, None):
-            if piece is not None:
+        async for pieces in self._pieces(streams, None):
+            for piece in pieces:
                 choice = self._choices[piece.index]
                 choice.text.append(piece.text)
                 choice.scored.extend(piece.scored or ())
@@ -197,8 +197,9 @@ class Answer:
         """Yield server-sent events; a comment after `keep_alive_s` seconds of silence. Raises BatonError."""
         now = asyncio.get_running_loop().time
         quiet_since = now()
-        async for piece in self._pieces(streams, keep_alive_s):
-            events = b"".join(self._in_turn(piece)) if piece else _KEEP_ALIVE
+        async for pieces in self._pieces(streams, keep_alive_s):
+            # Events of one message leave in one write.
+            events = b"".join(event for piece in pieces for event in self._in_turn(piece)) if pieces else _KEEP_ALIVE
             if not events and now() - quiet_since >= keep_alive_s:
                 events = _KEEP_ALIVE
             if events:
@@ -242,20 +243,22 @@ class Answer:
             choices += form.ending(index, piece.reason)
         return opened + [self._event([each], usage=self._so_far(index)) for each in choices]
 
-    async def _pieces(self, streams: Streams, keep_alive_s: float | None) -> AsyncIterator[_Piece | None]:
-        """Yield pieces; None after `keep_alive_s` of silence. Raises BatonError, also for an incomplete answer."""
+    async def _pieces(self, streams: Streams, keep_alive_s: float | None) -> AsyncIterator[list[_Piece]]:
+        """Yield the pieces of each message; none after `keep_alive_s` of silence. Raises BatonError, also for an answer
+        that is incomplete.
+        """
         while True:
             try:
                 found = await streams.next(keep_alive_s)
             except TimeoutError:
-                yield None
+                yield []
                 continue
             if found is None:
                 break
             if not self._id:
                 self._begin(streams.request_id or found[1].request_id)
-            for piece in await self._added(*found):
-                yield piece
+            if added := await self._added(*found):
+                yield added
         if not all(choice.reason for choice in self._choices):
             raise EngineFault("the router's stream ended before all choices were complete")
 

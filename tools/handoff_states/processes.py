@@ -82,7 +82,8 @@ class Link:
         self.fences: list[HandoffId] = []  # that the worker has sent
         self.gone = False  # whether the worker has seen the end of the stream
 
-    def open(self, handoff: HandoffId, mailbox: Mailbox) -> None:
+    def open(self, handoff: HandoffId, mailbox: Mailbox, part: Role) -> None:
+        assert part is self.info.role  # no decode worker leaves here
         self.mailboxes[handoff] = mailbox
 
     def close(self, handoff: HandoffId, late: object = None) -> None:
