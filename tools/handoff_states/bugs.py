@@ -84,5 +84,11 @@ BUGS = (
     Bug("no release of the decode worker", Attempt, "__aexit__", "decode.send(", "dict("),
     Bug("no release of the prefill worker", Attempt, "__aexit__", "prefill.send(", "dict("),
     Bug("a repeated token is delivered", Delivery, "merge", "token.index == len(self.ids) and not self._early", "True"),
-    Bug("the next attempt starts without tokens", ChoiceRun, "_next_spec", "known=tuple(self.delivery.ids", "known=tuple([]"),
+    Bug(
+        "the next attempt starts without tokens",
+        ChoiceRun,
+        "_next_spec",
+        "known=tuple(self.delivery.ids",
+        "known=tuple([]",
+    ),
 )
