@@ -3,11 +3,11 @@
 import json
 import random
 import signal
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from http.client import IncompleteRead
-from urllib.request import Request, urlopen
+from contextlib import closing, contextmanager, suppress
+from http.client import HTTPConnection, IncompleteRead
 
 import grpc
 import openai
@@ -79,14 +79,26 @@ def read_events(answer, events, begun):
                 begun.wait(scaled(60))
 
 
+class Narrow(HTTPConnection):
+    """A connection with a small receive buffer, so that a client that waits holds its router up."""
+
+    def connect(self):
+        self.sock = socket.socket()
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect((self.host, self.port))
+
+
 def returning(address, body, begun):
     """Return the events of a stream, and the number of breaks. After a break, come back with `Last-Event-ID`."""
     events, breaks = list[list[str]](), -1
     while not events or events[-1][1] != "data: [DONE]":
         headers, breaks = {"content-type": "application/json"}, breaks + 1
         headers |= {"last-event-id": events[-1][0].removeprefix("id: ")} if events else {}
-        request = Request(f"http://{address}/v1/completions", json.dumps(body).encode(), headers)
-        with suppress(IncompleteRead, ConnectionError), urlopen(request, timeout=scaled(60)) as answer:
+        with suppress(IncompleteRead, ConnectionError), closing(Narrow(address, timeout=scaled(60))) as connection:
+            connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            answer = connection.getresponse()
+            assert answer.status == 200, answer.read()
             read_events(answer, events, begun)
     return events, breaks
 
@@ -162,10 +174,10 @@ def test_streams_through_a_gateway_outlive_a_router(cluster, tmp_path):
 
 def test_clients_come_back_to_another_router(cluster):
     """No token is lost or repeated, and events have the ids that follow."""
-    bodies = [{"prompt": f"stream {number}", "max_tokens": 800, "temperature": 0} for number in range(STREAMS)]
+    bodies = [{"prompt": f"stream {number}", "max_tokens": 1500, "temperature": 0} for number in range(STREAMS)]
     begun = threading.Barrier(STREAMS + 1)
     with ThreadPoolExecutor(STREAMS) as pool:
-        asked = [{**body, "ignore_eos": True, "stream": True} for body in bodies]
+        asked = [{**body, "ignore_eos": True, "stream": True, "logprobs": 5} for body in bodies]
         reading = [pool.submit(returning, cluster.state().http, body, begun) for body in asked]
         begun.wait(scaled(60))
         replaced = kill_the_busiest(cluster)

@@ -91,7 +91,7 @@ def simulated() -> Iterator[None]:
         (prefill_workers.prefix_fetch, {"CostModel": SimCost}),
         (router.context, {"secrets": chance, "Metrics": cache(Metrics)}),  # not read here
         (Metrics, dict.fromkeys(("watch_blocks", "watch_channels", "watch_verifying", "watch_queue"), _unwatched)),
-        (router.request.client_request, {"secrets": chance}),
+        (router.request.client_request, {"secrets": chance, "time": SimpleNamespace(time=lambda: 0.0)}),
         (router.parsing.generate_request, {"asyncio": SimpleNamespace(to_thread=_at_once)}),
         (router.workers.stream, {"aio_channel": sim_channel, "WorkerStub": SimStub, "random": chance}),
         (router.workers.pool, {"random": chance}),
