@@ -61,9 +61,11 @@ class Moves:
         return True
 
     def push(self, held: HandoffId, job: PushJob, session: Owner) -> bool:
-        """Push held KV as `job.handoff`. Returns False if this session holds nothing of `held` here."""
+        """Push held KV as `job.handoff`. Returns False if this session holds nothing of `held` here, or the new handoff
+        is here already.
+        """
         move = self._moves.get(held)
-        if move is None or move.session is not session or self._pusher is None:
+        if move is None or move.session is not session or self._pusher is None or job.handoff in self._moves:
             return False
         self._stop(held, move)
         self._engine.rename(held, job.handoff)

@@ -241,6 +241,9 @@ class DecodeWorker(HandoffRole[DecodeJob]):
         held, handoff = convert.handoff_from_pb(message.held), convert.handoff_from_pb(message.handoff)
         to = convert.ref_from_pb(message.to, "to")
         deadline_after(message.deadline_s, self._clock)  # checks the range
+        if handoff in self._work:
+            raise StaleAttempt(f"{handoff} is already here")
+        self.reservations.check_new(handoff)
         if not self.moves.push(held, PushJob(handoff, to, 0, message.skip), session):
             raise StaleAttempt(f"no KV of {held} is held here")
 

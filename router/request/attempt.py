@@ -345,7 +345,7 @@ class Attempt:
         self.lost, self.retry_reason = error, f"{source}_lost"
         if isinstance(error, WorkerLeft):
             self.lost, self.retry_reason = None, "no_room"  # like a refusal of a worker that drains
-        elif source is Role.PREFILL and self.prefill_link.info.role is Role.DECODE:
+        elif source is Role.PREFILL and (mover := self._placement.prefill) and mover.info.role is Role.DECODE:
             self.lost, self.retry_reason = None, "kv_dropped"  # the move failed: computed again, as without a move
 
     def _worker(self, source: Role) -> str:

@@ -364,3 +364,16 @@ async def test_leaving_releases_it(make):
     call.cancel()
     await until(lambda: cluster.decode[0].count("release") == 1, "released")
     await cluster.nothing_is_left()
+
+
+async def test_a_decode_worker_alone_that_fences_for_another_router_is_lost(make):
+    cluster = await make(prefill=0)
+    [decode] = cluster.decode
+    decode.hold(0)
+    decode.close("first")
+    call = cluster.call()
+    await until(lambda: decode.count("prefill") == 1, "it computes alone")
+    decode.fence(decode.handoff)
+    decode.open("hold", "first")
+    events = await answered(cluster, call)
+    assert recovered(events) == [(2, "prefill_lost")]

@@ -6,6 +6,7 @@ messages that were sent and have not arrived.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Coroutine, Iterable
 from types import SimpleNamespace
@@ -236,7 +237,7 @@ class ExploredSender(Sender):
         raise Violation(f"{handoff} fetched nothing")
 
 
-class Worker:
+class Worker(ABC):
     """The parts of both roles."""
 
     role: Any
@@ -248,11 +249,13 @@ class Worker:
         self.clock, self.engine, self.tasks = Clock(), Engine(number), Tasks()
 
     @property
+    @abstractmethod
     def computes(self) -> bool:
-        raise NotImplementedError
+        """Whether a step would do anything."""
 
+    @abstractmethod
     def step(self) -> None:
-        raise NotImplementedError
+        """Run one step of the engine."""
 
     def run_task(self) -> None:
         self.tasks.pop(0)()

@@ -107,6 +107,19 @@ def test_a_push_that_cannot_begin_frees_the_kv(side, router):
     assert side.all_free
 
 
+def test_a_repush_under_a_used_name_changes_nothing(side, other, router):
+    said = leaves(side, router)
+    other.take(router, reserve(N, 11))
+    side.take(router, repush(H, H), repush(H), repush(N, N))
+    assert router.refusals == [STALE, STALE]
+    while N in side.pusher.pushes:
+        side.pusher.advance(N, other)
+    side.loop.drain()
+    other.run()
+    assert said + router.ids(N)[1:] == expected()
+    assert side.all_free
+
+
 def test_only_its_router_moves_it(side, router, second):
     leaves(side, router)
     side.take(second, repush(H))

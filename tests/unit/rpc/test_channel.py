@@ -73,7 +73,7 @@ async def test_silent_connections_are_limited_and_those_beyond_are_closed_at_onc
 
 
 async def test_no_call_of_a_burst_is_cancelled_while_the_event_loop_is_busy():
-    """By default, gRPC cancels a call if 1,000 others wait for a handler."""
+    """Without the option, gRPC cancels a call while 1,000 others are pending."""
 
     server, sent = channel.aio_server(), threading.Event()
     health_pb2_grpc.add_HealthServicer_to_server(health_aio.HealthServicer(), server)
