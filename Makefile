@@ -118,7 +118,7 @@ without-kernels: $(SETUP)  ## suites that depend on the kernels, as on a process
 chaos: $(SETUP)  ## the whole fault matrices, all cases of which `make test` runs a share
 	@$(PYTEST) -m "chaos or sample" $(NONE_IS_FINE)
 
-soak: $(SETUP)  ## load of all features under 26 kinds of faults, in resumable pieces (SOAK="--of 2 --seed 7 --control"; docs/measurements/faults.md)
+soak: $(SETUP)  ## load of all features under 28 kinds of faults, in resumable pieces (SOAK="--of 2 --seed 7 --control"; docs/measurements/faults.md)
 	@$(BIN)/python benchmarks/soak.py $(SOAK)
 
 stress: $(SETUP)  ## the suites three times beside busy loops and a memory hog, with new seeds (hours)

@@ -6,7 +6,18 @@ and exit code (`baton.cli.exit_codes`). A `HandoffError` and its subclasses are 
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
+
+_LACKS = {
+    errno.EAGAIN: "threads",
+    errno.EMFILE: "file descriptors",
+    errno.ENFILE: "file descriptors",
+    errno.ENOBUFS: "memory",
+    errno.ENOMEM: "memory",
+    errno.ENOSPC: "disk space",
+}
+_NO_THREAD = "can't start new thread"  # the RuntimeError of CPython's Modules/_threadmodule.c; it has no number
 
 
 class BatonError(Exception):
@@ -63,6 +74,22 @@ class Overloaded(BatonError):
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+def for_client(error: Exception) -> BatonError:
+    """Return the error that a client gets for an exception at the boundary of a request: itself if it is a BatonError,
+    Overloaded if the process lacks memory, threads, file descriptors or disk space, else EngineFault without its text.
+    """
+    if isinstance(error, BatonError):
+        return error
+    lacks = _LACKS.get(error.errno or 0) if isinstance(error, OSError) else None
+    if isinstance(error, MemoryError):
+        lacks = "memory"
+    elif isinstance(error, RuntimeError) and str(error).startswith(_NO_THREAD):
+        lacks = "threads"
+    return (
+        Overloaded(f"this process lacks {lacks} now") if lacks else EngineFault("internal error; see the server's log")
+    )
 
 
 class DeadlineExceeded(BatonError):

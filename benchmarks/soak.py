@@ -92,6 +92,7 @@ def run_piece(options: argparse.Namespace, number: int, home: Path) -> dict[str,
     history = options.out / f"history-{number}{'-control' * options.control}-{os.getpid()}"
     field = Field(home, history, with_tools(model, options.out / "model"), ray=options.ray, control=options.control)
     kinds = [kind for kind in options.kinds if not why_not(kind, isolated=field.isolated)]
+    field.wrap_clock()
     with field.running():
         with Client(field.grpc, timeout=60) as client:
             jobs = answered(draw_jobs(f"{options.seed} {number}", model), client, model)

@@ -78,7 +78,7 @@ class Inference(InferenceServicer):
             await abort(context, error, call.name)
         except Exception as error:  # a bug met by one request must not end the next one
             log.exception("request_broke", request_id=call.name)
-            call.observer.ended(request, errors.EngineFault(type(error).__name__))
+            call.observer.ended(request, errors.for_client(error))
             await abort(context, error, call.name)
         else:
             completed.ClearField("spans")  # the client has received them

@@ -127,7 +127,8 @@ def _shown(error: BaseException) -> BatonError:
         return errors.WorkerLost("the workers failed to hand the request over")
     if isinstance(error, errors.LedgerError):
         return errors.NoWorker("the cluster cannot reach its ledger now")
-    return errors.EngineFault("internal error; the server's log has it")
+    known = errors.for_client(error) if isinstance(error, Exception) else None
+    return known if known and type(known) in CODES else errors.EngineFault("internal error; see the server's log")
 
 
 def _bad_request(error: InvalidRequest) -> BadRequest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -36,6 +37,7 @@ SETS = (
 )
 CONTROL = ("retry.attempts=1",)
 KEPT = {"lock", "logs", "up.out"}  # files of a stopped cluster
+CLOCK_STEP = Path(__file__).with_name("clock_step.c")
 SEGMENTS = Path("/dev/shm")
 INSIDE = "BATON_SOAK_NAMESPACE"  # set in a namespace of this program
 ENTER = """
@@ -103,6 +105,23 @@ class Field:
         self._sets = [f"model.path={model}", *addresses, *SETS, *(CONTROL if control else ())]
         self._segments = _names(SEGMENTS)
         self.cluster = ClusterProcess(self.home, NAME)
+        self._clock = folder / "clock"
+
+    def wrap_clock(self) -> None:
+        """Let the wall clock of all processes started from now on follow `step_clock`, if there is a C compiler."""
+        compiler = shutil.which("cc")
+        if compiler is None:
+            return
+        library = self._clock.with_suffix(".so")
+        subprocess.run([compiler, "-O2", "-shared", "-fPIC", str(CLOCK_STEP), "-o", str(library)], check=True)
+        self.step_clock(0)
+        os.environ |= {"LD_PRELOAD": str(library), "BATON_CLOCK_STEP": str(self._clock)}
+
+    def step_clock(self, seconds: int) -> None:
+        """Set the seconds that the wall clock is ahead."""
+        self._clock.touch()
+        with self._clock.open("r+b", buffering=0) as file:  # in place, because processes map it
+            file.write(seconds.to_bytes(8, sys.byteorder, signed=True))
 
     def up(self) -> None:
         """Start the cluster. Raises ClusterBroken."""

@@ -36,6 +36,8 @@ KINDS = (
     "scale",
     "turn",
     "cancels",
+    "clock-forward",
+    "clock-back",
 )
 ANSWERS = (4, 12)
 

@@ -22,6 +22,7 @@ from tests.support.cluster_process import is_zombie
 
 BRIEF_S = LEASE_S / 3
 WITHIN_S = 180  # for the commands of an operator
+STEP_S = 3600
 SPARE_BYTES = 1 << 20  # that a process may still allocate
 SLOW = ("rate", "4mbit", "burst", "32kbit", "latency", "400ms")
 UNREACHABLE = ("127.0.0.1", 1)  # a master that makes Redis a replica, which rejects writes
@@ -133,6 +134,17 @@ def _full_disk(scene: Scene) -> Iterator[str]:
 
 
 @contextmanager
+def _stepped(seconds: int, scene: Scene) -> Iterator[str]:
+    """Let the wall clock of all processes jump, and jump back."""
+    scene.field.step_clock(seconds)
+    try:
+        time.sleep(BRIEF_S)
+        yield "wall clock"
+    finally:
+        scene.field.step_clock(0)
+
+
+@contextmanager
 def _commands(on: tuple[str, ...], off: tuple[str, ...], scene: Scene) -> Iterator[str]:
     subprocess.run(on, check=True)
     try:
@@ -209,6 +221,8 @@ STRIKES: dict[str, Strike] = {
     "scale": _scaled("prefill=2 decode=3", "prefill=2 decode=2"),
     "turn": _scaled("prefill=1 decode=3", "prefill=2 decode=2"),
     "cancels": _left,
+    "clock-forward": partial(_stepped, STEP_S),
+    "clock-back": partial(_stepped, -STEP_S),
 }
 ISOLATED = frozenset({"disk-full", "network-cut", "network-slow"})
 
@@ -219,4 +233,6 @@ def why_not(kind: str, *, isolated: bool) -> str:
         return "needs user namespaces (unshare --user --net --mount)"
     if kind == "network-slow" and not shutil.which("tc"):
         return "needs tc of iproute2"
+    if kind.startswith("clock-") and not shutil.which("cc"):
+        return "needs a C compiler (cc)"
     return ""

@@ -26,7 +26,7 @@ from baton.client._retry import targets_of
 from baton.clock import SystemClock
 from baton.config.schema import TlsConfig
 from baton.config.values import is_loopback
-from baton.errors import BatonError, ConfigError, EngineFault, UnknownModel
+from baton.errors import BatonError, ConfigError, UnknownModel, for_client
 from baton.limits import MAX_HTTP_HEADER_BYTES
 from baton.metrics import Metrics
 from baton.metrics.http import render
@@ -174,7 +174,7 @@ async def _on_exception(request: Request, error: Exception) -> Response:
             response = http_problem(refused).response()
             response.headers.update(error.headers or {})  # `Allow`
             return response
-    return problem_of(EngineFault("internal error; see the server's log")).response()
+    return problem_of(for_client(error)).response()
 
 
 class _Embedded(uvicorn.Server):

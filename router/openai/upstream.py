@@ -25,6 +25,7 @@ from baton.errors import (
     Unauthenticated,
     Violation,
     WorkerLost,
+    for_client,
 )
 from baton.rpc.channel import PLAINTEXT, Wire
 from baton.rpc.status import from_rpc_error, request_id_of
@@ -340,7 +341,7 @@ class Streams:
             await self._events.put(self._renamed(number, error))
         except Exception as error:  # the task's boundary: the reader of events must receive the error
             log.exception("gateway_call_broke")
-            await self._events.put(EngineFault(type(error).__name__))
+            await self._events.put(for_client(error))
         else:
             await self._events.put(None)
 

@@ -65,7 +65,7 @@ def test_a_right_run_has_no_findings():
             "lost_or_repeated",
         ),
         (record(end="EngineFault", detail="token 3 is missing"), "lost_or_repeated"),
-        (record(end="EngineFault", detail="internal error; the server's log has it"), "untyped"),
+        (record(end="EngineFault", detail="internal error; see the server's log"), "untyped"),
         (record(end="", ended=math.inf), "hung"),
         (record(ended=91.0), "hung"),
         (record(end="HTTP 500"), "untyped"),

@@ -1,5 +1,7 @@
 """The table of errors and statuses, both ways, and statuses of foreign servers."""
 
+import errno
+
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
@@ -47,6 +49,11 @@ REPLACED: list[tuple[BaseException, type[BatonError]]] = [
     *((kind("secret"), errors.EngineFault) for kind in FAULTS),
     *((kind("secret"), errors.WorkerLost) for kind in LOSSES),
     (errors.LedgerError("redis://:secret@host"), errors.NoWorker),
+    (RuntimeError("secret"), errors.EngineFault),
+    (OSError(errno.EIO, "secret"), errors.EngineFault),
+    (RuntimeError("can't start new thread"), errors.Overloaded),
+    (MemoryError("secret"), errors.Overloaded),
+    *((OSError(number, "secret"), errors.Overloaded) for number in (errno.EMFILE, errno.ENOMEM, errno.ENOSPC)),
 ]
 
 
