@@ -42,11 +42,14 @@ PENDING_CALLS, PENDING_S = 1 << 14, 600  # calls that the event loop has not tak
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Settings of one kind of connection. A frozen peer is detected within keepalive_s + ping_timeout_s."""
+    """Settings of one kind of connection. A frozen peer is detected within keepalive_s + ping_timeout_s, and one that
+    accepts a connection but does not answer within connect_s.
+    """
 
     receive_bytes: int
     keepalive_s: float = 10.0
     ping_timeout_s: float = 5.0
+    connect_s: float = 5.0
 
 
 PUBLIC = Link(PUBLIC_RECEIVE_BYTES)
@@ -58,6 +61,7 @@ def channel_options(link: Link, *, proxy: bool = False, name: str = "") -> Optio
     return [
         *_common_options(link),
         ("grpc.enable_http_proxy", int(proxy)),
+        ("grpc.min_reconnect_backoff_ms", round(link.connect_s * 1000)),  # of one attempt, by default 20 s
         ("grpc.initial_reconnect_backoff_ms", 100),  # reconnect soon: the default waits up to 120 s
         ("grpc.max_reconnect_backoff_ms", 2000),
         *([("grpc.ssl_target_name_override", name)] if name else []),

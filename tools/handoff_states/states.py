@@ -76,25 +76,26 @@ class Snapshot:
             for name, part in zip(names, parts, strict=True):
                 setattr(value, name, part)
         for items, before_items in self._lists:
-            items.clear()
-            items.extend(before_items)
+            if items or before_items:
+                items.clear()
+                items.extend(before_items)
         for members, before_members in self._sets:
             members.clear()
             members.update(before_members)
         for table, before_table in self._dicts:
-            table.clear()
-            (dict.update if type(table) is Counter else type(table).update)(table, before_table)  # a Counter would add
+            if table or before_table:
+                table.clear()
+                update = dict.update if type(table) is Counter else type(table).update  # a Counter would add
+                update(table, before_table)
 
     def _visit(self, todo: list[Any]) -> None:
-        seen = self._seen
-        while todo:
-            value = todo.pop()
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            kind = type(value)
-            parts = (_KINDS.get(kind) or _learned(kind))(self, value)
-            todo += [part for part in parts if type(part) not in SHARED]
+        seen, kinds, shared = self._seen, _KINDS, SHARED
+        for value in todo:  # grows
+            if id(value) not in seen:
+                seen.add(id(value))
+                kind = type(value)
+                parts = (kinds.get(kind) or _learned(kind))(self, value)
+                todo += [part for part in parts if type(part) not in shared]
 
     def object(self, value: Any) -> Iterable[Any]:
         fields: dict[str, Any] = value.__dict__

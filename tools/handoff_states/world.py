@@ -95,7 +95,7 @@ class World:
         for kind, link in (("p", self.link_p), ("d", self.link_d)):
             if _open(link):
                 yield from ((f"cut_{kind}", 0), (f"die_{kind}", 0), (f"lapse_{kind}", 0))
-        yield from ((f"copy_{kind}", 0) for kind, items in self._queues().items() if items and items[0] != END)
+        yield from ((f"copy_{kind}", 0) for kind, items in self._queues().items() if self._repeats(kind, items))
         yield from self._overdue()
         for number, stream in enumerate(self.streams):
             yield from ((kind, number) for kind in _faults_of(stream))
@@ -110,6 +110,11 @@ class World:
     def _queues(self) -> dict[str, Items]:
         p, d = self.link_p, self.link_d
         return {"from_p": p.up, "from_d": d.up, "to_p": p.down, "to_d": d.down}
+
+    def _repeats(self, kind: str, items: Items) -> bool:
+        """Return whether the next message may come twice: within its stream, which ends with the worker's process."""
+        lives = self.link_p.info == self.p.info if kind.endswith("_p") else self.link_d.info == self.d.info
+        return lives and bool(items) and items[0] != END
 
     def _workers(self) -> dict[str, Worker]:
         return {"p": self.p, "d": self.d}

@@ -5,9 +5,11 @@ import re
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
@@ -15,8 +17,9 @@ from grpc_health.v1.health import aio as health_aio
 import baton
 import baton.client
 from baton.client import _transport_aio, _transport_sync
-from baton.errors import Cancelled, ConfigError
+from baton.errors import Cancelled, ConfigError, NoWorker
 from baton.rpc import channel
+from baton.rpc.status import from_rpc_error
 
 
 def test_keepalive_notices_a_frozen_peer_and_a_server_bears_the_pings_of_our_clients():
@@ -26,6 +29,17 @@ def test_keepalive_notices_a_frozen_peer_and_a_server_bears_the_pings_of_our_cli
         assert {name: dict(options)[f"grpc.{name}"] for name in told} == told
     least = dict(channel.server_options(channel.PUBLIC))["grpc.http2.min_ping_interval_without_data_ms"]
     assert least <= dict(channel.channel_options(channel.PUBLIC))["grpc.keepalive_time_ms"]
+
+
+def test_a_listener_that_does_not_answer_fails_a_call_before_its_deadline():
+    """Otherwise retries at routers that do not answer take as long as a request has."""
+    link = replace(channel.PUBLIC, connect_s=0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with channel.sync_channel(address, link=link) as client, pytest.raises(grpc.RpcError) as failed:
+            health_pb2_grpc.HealthStub(client).Check(health_pb2.HealthCheckRequest(), timeout=15)
+    assert isinstance(from_rpc_error(failed.value), NoWorker)
+    assert channel.PUBLIC.connect_s == channel.INTERNAL.connect_s == 5
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tools.handoff_states.bugs import BUGS
-from tools.handoff_states.explore import search_here
+from tools.handoff_states.explore import possible, root, search_here
 from tools.handoff_states.states import replaced
 
 pytestmark = pytest.mark.slow
@@ -19,6 +19,16 @@ def test_the_handoff_keeps_its_invariants_in_each_state():
     assert not found.violation, f"{found.violation} after {found.path}"
     assert found.complete
     assert found.states > 500
+
+
+def test_a_command_to_a_dead_worker_is_not_copied():
+    """Its stream names the incarnation, so no successor of the worker receives it."""
+    with replaced():
+        world = root(faults=2, number=1)
+        for event in (("die_p", 0), ("from_d", 0)):
+            world.apply(event)
+        assert world.link_p.down, "a Prefill is on its way to the dead worker"
+        assert ("copy_to_p", 0) not in possible(world)
 
 
 @pytest.mark.parametrize("bug", DRAWN, ids=lambda bug: bug.name)
