@@ -36,6 +36,7 @@ MAX_CHOICE_CHARS = 1_024
 MAX_CALLS_PER_CONNECTION = 16384  # of gRPC; further calls wait in the client. A gateway has one connection.
 MAX_GRPC_CONNECTIONS = 8192  # of one listener, and at most an eighth of the process's open files
 MAX_HANDSHAKE_SECONDS = 20
+MAX_MESSAGE_SECONDS = 30  # of a call
 PUBLIC_RECEIVE_BYTES = 4 * 2**20  # Bytes of one message from the public network.
 INTERNAL_RECEIVE_BYTES = 64 * 2**20  # A prompt of a million tokens, or one step's tokens of a full worker
 SEND_BYTES = 64 * 2**20  # the receiver's limit decides
@@ -53,6 +54,7 @@ MAX_METRICS_CONNECTIONS = 64
 MAX_METRICS_SECONDS = 5
 
 MAX_HTTP_CONNECTIONS = 8192  # and at most half of the process's open files
+MAX_HTTP_WAITING = 512  # requests that the router has not accepted yet; or `router.queue.max_requests` if that is more
 MAX_HTTP_HEADER_SECONDS = 20
 MAX_HTTP_BODY_SECONDS = 30
 MAX_HTTP_HEADER_BYTES = 16 * 2**10

@@ -3,6 +3,7 @@
     python benchmarks/overload.py --quick         under 2 minutes on 2 cores
     python benchmarks/overload.py                 longer phases
     python benchmarks/overload.py --write-docs    the section in docs/measurements/overload.md from it
+    python benchmarks/overload.py --burst 2000    so many HTTP requests at the same time, with and without `model`
 
 The real router and workers run as plain processes on the oracle engine, with decode capacity for a few long requests. A
 closed loop with enough clients to keep some waiting finds the capacity. Then requests arrive in an open loop (Poisson)
@@ -32,6 +33,7 @@ import psutil
 from baton import AsyncClient
 from baton.cluster.state_dir import ClusterState
 from baton.errors import BatonError, Overloaded
+from benchmarks.lib import burst as bursts
 from benchmarks.lib.cluster import cluster
 from benchmarks.lib.machine import machine
 from benchmarks.lib.protocol import ROOT
@@ -47,6 +49,7 @@ SETS = (
     "decode.prefix_cache=false",
     *(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics")),
 )
+BURST_SETS = tuple(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics", "http"))
 
 
 @dataclass
@@ -181,6 +184,25 @@ def table(phases: dict[str, Phase]) -> str:
     return markdown(header, rows)
 
 
+def cpu_s(state: ClusterState) -> dict[str, float]:
+    """Return the processor seconds of each process so far."""
+    times = {name: psutil.Process(one.pid).cpu_times() for name, one in state.processes.items()}
+    return {name: used.user + used.system for name, used in times.items()} | {"client": time.process_time()}
+
+
+def burst(count: int) -> None:
+    """Send `count` HTTP requests at the same time to a fresh cluster with default limits, twice, and print the ends."""
+    found = dict[str, bursts.Burst]()
+    with cluster(NAME, *BURST_SETS) as state:
+        for model in ("oracle", ""):
+            name = "with `model`" if model else "without `model`"
+            before = cpu_s(state)
+            found[name] = asyncio.run(bursts.burst(str(state.http), count, model))
+            used = {process: round(after - before[process], 1) for process, after in cpu_s(state).items()}
+            print(name, dict(found[name].ends), f"CPU seconds: {used}", file=sys.stderr)
+    print(bursts.table(found))
+
+
 def main(argv: list[str]) -> None:
     """Measure, print, and fill the section of the page if requested."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -190,7 +212,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--max-wait", type=float, default=0.3, help="router.queue.max_wait_s")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write-docs", action="store_true", help="put the table into docs/measurements/")
+    parser.add_argument("--burst", type=int, help="only this many HTTP requests at the same time")
     args = parser.parse_args(argv)
+    if args.burst:
+        return burst(args.burst)
     load = os.getloadavg()[0]
     with cluster(NAME, *SETS, f"router.queue.max_wait_s={args.max_wait}") as state:
         phases = asyncio.run(measure(state, args))

@@ -20,6 +20,7 @@ from baton.core import Role
 from baton.errors import ConfigError, LedgerError, NoWorker
 from baton.ledger.control_state import ControlState, RouterReport
 from baton.ledger.prefix_index import PrefixIndex
+from baton.limits import MAX_HTTP_WAITING
 from baton.metrics import MetricsServer
 from baton.metrics.http import Target, target
 from baton.rpc import channel
@@ -261,6 +262,8 @@ def _gateway(context: RouterContext, admin: Admin, look: Callable[[], Awaitable[
         look=look,
         tls=settings.tls,
         live=LiveData(admin.live, context.tokens, admin.trace_of),
+        refused=context.sinks.metrics.refused,
+        waiting=max(MAX_HTTP_WAITING, settings.queue_max_requests),
         names=settings.http_names if context.tokens is None else None,
     )
     return HttpServer(settings.http or "", serving, share_port=settings.share_port)

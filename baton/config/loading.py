@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Hashable, Mapping, Sequence
+import re
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -19,6 +21,7 @@ from baton.errors import ConfigError
 
 ENV_PREFIX = "BATON__"
 Tree = dict[str, Any]
+_KEYED = re.compile(rf"^( *(?:baton: ConfigError: )?)(?:{ENV_PREFIX}\w+: )?(([a-z_.]+): .*)$", re.MULTILINE)
 
 # PyYAML raises these besides YAMLError if a value does not fit its tag or kind: a 99th month, a list as a key.
 _NO_VALUE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
@@ -147,6 +150,28 @@ def load_config(path: str | Path, sets: Sequence[str] = (), env: Mapping[str, st
         found = [_located(line, file, lines, origins) for line in str(error).splitlines()]
         raise ConfigError("\n".join(found)) from None
     return config
+
+
+@contextmanager
+def located(path: str | Path, sets: Sequence[str], env: Mapping[str, str]) -> Iterator[None]:
+    """Name the place of each key in a ConfigError that later steps raise about `load_config(path, sets, env)`."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(with_places(str(error), path, sets, env)) from error
+
+
+def with_places(text: str, path: str | Path, sets: Sequence[str], env: Mapping[str, str]) -> str:
+    """Put its place in front of each line about a key, also in the output of a process. A process that got `sets` in
+    its environment names variables, which are replaced.
+    """
+    tree, lines = _parse_yaml(Path(path).read_text(encoding="utf-8"))
+    origins, known = _overlay(tree, sets, env), known_keys()
+
+    def placed(found: re.Match[str]) -> str:
+        return found[1] + _located(found[2], Path(path), lines, origins) if found[3] in known else found[0]
+
+    return _KEYED.sub(placed, text)
 
 
 def config_from_json(text: str) -> ClusterConfig:

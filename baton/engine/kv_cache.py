@@ -236,18 +236,19 @@ def size_kv(
     model_max_len: int,
     device: torch.device,
     ranks: int = 1,
+    key: str = "kv_memory",
 ) -> Sizing:
     """Return the blocks in `kv_memory` bytes of all ranks together, and the longest sequence. Ranks have a GPU each, or
-    share a CPU; ranks that share a KV head store it once each. Raises ConfigError if either does not fit.
+    share a CPU; ranks that share a KV head store it once each. Raises ConfigError, about `key`, if either does not fit.
     """
     devices = 1 if device.type == "cpu" else ranks
     block_bytes = layout.block_bytes * max(1, ranks // layout.kv_heads)
     budget = auto_kv_bytes(device) * devices if kv_memory == "auto" else kv_memory
     if budget > (most := _total_bytes(device) * devices):
-        raise ConfigError(f"kv_memory: {budget} bytes, but {device} has {most}; set fewer, or auto")
+        raise ConfigError(f"{key}: {budget} bytes, but {device} has {most}; set fewer, or auto")
     blocks = budget // block_bytes
     if blocks < 1:
-        raise ConfigError(f"kv_memory: {budget} bytes are less than one block of {block_bytes} bytes")
+        raise ConfigError(f"{key}: {budget} bytes are less than one block of {block_bytes} bytes")
     capacity = blocks * layout.block_size
     if max_model_len == "auto":
         return Sizing(blocks, min(model_max_len, capacity))
@@ -258,7 +259,7 @@ def size_kv(
     if max_model_len > capacity:
         need = layout.blocks_for(max_model_len) * block_bytes
         raise ConfigError(
-            f"kv_memory: {budget} bytes hold {capacity} tokens, fewer than model.max_model_len {max_model_len}; "
+            f"{key}: {budget} bytes hold {capacity} tokens, fewer than model.max_model_len {max_model_len}; "
             f"set at least {need} bytes, or lower model.max_model_len"
         )
     return Sizing(blocks, max_model_len)

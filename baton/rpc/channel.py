@@ -28,6 +28,7 @@ from baton.limits import (
     PUBLIC_RECEIVE_BYTES,
     SEND_BYTES,
 )
+from baton.rpc.message_timeout import MessageTimeout
 
 if TYPE_CHECKING:
     from baton.config.schema import TlsConfig
@@ -78,7 +79,7 @@ def server_options(link: Link, *, share_port: bool = False) -> Options:
         ("grpc.http2.min_ping_interval_without_data_ms", 200),
         ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION),
         # By default, a silent connection is kept for two minutes. Further connections are closed immediately.
-        ("grpc.server_handshake_timeout_ms", MAX_HANDSHAKE_SECONDS * 1000),
+        ("grpc.server_handshake_timeout_ms", round(MAX_HANDSHAKE_SECONDS * 1000)),
         ("grpc.max_allowed_incoming_connections", min(MAX_GRPC_CONNECTIONS, max(1, open_files() // _FILES_SHARE))),
         # gRPC would cancel calls of a burst before a handler could queue or reject them: from 1000 on, or after 30 s.
         ("grpc.server.max_pending_requests", PENDING_CALLS),
@@ -124,7 +125,8 @@ def aio_server(
     """Return a server without services: add them, then `bind`, then `await server.start()`. `share_port`: other
     processes with this option may listen on the same port; the kernel spreads connections.
     """
-    return grpc.aio.server(interceptors=interceptors, options=server_options(link, share_port=share_port))
+    options = server_options(link, share_port=share_port)
+    return grpc.aio.server(interceptors=[MessageTimeout(), *interceptors], options=options)
 
 
 def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> str:

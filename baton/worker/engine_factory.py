@@ -121,6 +121,7 @@ def build_engine(settings: WorkerSettings, loaded: ModelBackend | None = None) -
         model_max_len=backend.max_model_len,
         device=backend.device,
         ranks=settings.tensor_parallel,
+        key=f"{settings.role.value}.kv_memory",
     )
     engine = Engine(
         backend,
@@ -191,7 +192,7 @@ def warm_up_specs(backend: ModelBackend) -> list[SequenceSpec]:
 
 def load_backend(settings: WorkerSettings) -> ModelBackend:
     """Load the oracle for `model.path: oracle`, else the checkpoint in that folder, downloaded if it is a hub name."""
-    device = pick_device(settings.device)
+    device = pick_device(settings.device, f"{settings.role.value}.device")
     _check_ranks(settings)
     if settings.model_path == ORACLE_MODEL:
         return OracleBackend(oracle_layout(block_size_of(settings)), seed=settings.seed)
@@ -272,7 +273,7 @@ def _check_ranks(settings: WorkerSettings) -> None:
         raise ConfigError(f"{key}: {ranks}: the oracle cannot be divided over ranks; use {key}=1")
 
 
-def pick_device(device: str) -> str:
+def pick_device(device: str, key: str = "device") -> str:
     """Resolve `cuda` to the first GPU, and `auto` to it or the CPU. Raises ConfigError if the named GPU is missing."""
     count = torch.cuda.device_count()
     device = "cuda:0" if device == "cuda" else device
@@ -281,7 +282,7 @@ def pick_device(device: str) -> str:
     if device.startswith("cuda") and int(device.partition(":")[2] or 0) >= count:
         seen = f"{count} GPUs that torch {torch.__version__} can use"
         listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-        raise ConfigError(f"device: {device} is not available ({seen}; CUDA_VISIBLE_DEVICES is {listed})")
+        raise ConfigError(f"{key}: {device} is not available ({seen}; CUDA_VISIBLE_DEVICES is {listed})")
     return device
 
 

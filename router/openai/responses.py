@@ -394,6 +394,8 @@ class AnswerResponse(Response):
         except BatonError as error:
             problem = problem_of(error)
             await Response(problem.body(), problem.status, problem.headers | self._named(), JSON)(scope, receive, send)
+        finally:
+            self._streams.leave()
 
     def _named(self) -> dict[str, str]:
         return {"x-request-id": self._streams.request_id} if self._streams.request_id else {}

@@ -27,7 +27,7 @@ from baton.clock import SystemClock
 from baton.config.schema import TlsConfig
 from baton.config.values import is_loopback
 from baton.errors import BatonError, ConfigError, UnknownModel, for_client
-from baton.limits import MAX_HTTP_HEADER_BYTES
+from baton.limits import MAX_HTTP_HEADER_BYTES, MAX_HTTP_WAITING
 from baton.metrics import Metrics
 from baton.metrics.http import render
 from baton.rpc.channel import Wire, from_here
@@ -42,7 +42,16 @@ from router.openai.job import Job, chat_job, completion_job, event_id
 from router.openai.parsing import read_body
 from router.openai.responses import Answer, AnswerResponse, RequestMetrics
 from router.openai.schema import ChatBody, CompletionBody
-from router.openai.upstream import LAST_EVENT_ID, Metadata, ServedModel, Streams, TokenTexts, Upstream, metadata_of
+from router.openai.upstream import (
+    LAST_EVENT_ID,
+    Metadata,
+    ServedModel,
+    Streams,
+    TokenTexts,
+    Upstream,
+    Waiting,
+    metadata_of,
+)
 
 _PLAIN = "text/plain; charset=utf-8"
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that the client closes first and loses no request
@@ -65,6 +74,8 @@ class GatewaySettings:
     counts: Metrics | None = None  # the gateway's own metrics
     tls: TlsConfig | None = None  # for HTTPS and towards the router; None means plaintext for both
     live: LiveData | None = None  # data of the dashboard; None means that no router runs in this process
+    waiting: int = MAX_HTTP_WAITING  # requests that the router has not accepted yet
+    refused: Callable[[BatonError], None] = lambda _: None  # counts a request beyond them in the router of this process
     names: tuple[str, ...] | None = ()  # for a loopback listener without tokens; None means that there are tokens
 
 
@@ -74,7 +85,7 @@ class Gateway:
     def __init__(self, upstream: Upstream, settings: GatewaySettings) -> None:
         self._upstream, self._settings = upstream, settings
         self._texts, self._served = TokenTexts(upstream), ServedModel(upstream, SystemClock())
-        self._started = int(time.time())
+        self._started, self._waiting = int(time.time()), Waiting(settings.waiting, settings.refused)
 
     def app(self) -> Starlette:
         routes = [
@@ -93,12 +104,14 @@ class Gateway:
 
     async def completions(self, request: Request) -> Response:
         with RequestMetrics(SystemClock(), self._settings.counts) as measured:
+            self._waiting.check()  # before the body costs anything
             body = await read_body(request, CompletionBody, self._settings.max_body)
             name = body.model or (await self._served.get(_metadata(request))).id
             return self._answering(request, completion_job(body), name, measured)
 
     async def chat(self, request: Request) -> Response:
         with RequestMetrics(SystemClock(), self._settings.counts) as measured:
+            self._waiting.check()
             body = await read_body(request, ChatBody, self._settings.max_body)
             asks = body.offered or not body.model
             served = await self._served.get(_metadata(request)) if asks else pb.Model()
@@ -141,7 +154,7 @@ class Gateway:
         metadata, given = _metadata(request), request.headers.getlist(LAST_EVENT_ID)
         after = event_id(job, ",".join(given)) if given else None
         answer = Answer(job, self._texts, metadata, measured, model=model, after=after)
-        streams = Streams(self._upstream, job.requests, metadata, job.rename, after)
+        streams = Streams(self._upstream, job.requests, metadata, job.rename, after, self._waiting.enter())
         settings = self._settings
         return AnswerResponse(answer, streams, keep_alive_s=settings.keep_alive_s, stall_s=settings.stall_s)
 

@@ -290,10 +290,38 @@ class _Received:
         return len(self._once) > known
 
 
+class Waiting:
+    """Count of HTTP requests that the router has not accepted yet, at most `most`. They wait for their turn on the
+    processor too, which the queue of the router does not see. `refused` is called with each refusal.
+    """
+
+    def __init__(self, most: int, refused: Callable[[BatonError], None]) -> None:
+        self._most, self._refused, self._count = most, refused, 0
+
+    def check(self) -> None:
+        """Raise Overloaded if no more requests may wait."""
+        if self._count >= self._most:
+            error = Overloaded(f"{self._count} requests wait already, no more are accepted")
+            self._refused(error)
+            raise error
+
+    def enter(self) -> Callable[[], None]:
+        """Count a request, until the returned function is called. Raises Overloaded."""
+        self.check()
+        self._count += 1
+        entered = [self]
+
+        def leave() -> None:
+            while entered:
+                entered.pop()._count -= 1
+
+        return leave
+
+
 class Streams:
     """Several Generate calls as one stream of (call number, event). Leaving the context cancels running calls. The one
     call repeats the stream of `after` instead, if that is set. `rename(number, name)` maps field names in errors to
-    those of the HTTP request.
+    those of the HTTP request. `leave` is called after the first event, and perhaps again.
     """
 
     def __init__(
@@ -303,9 +331,10 @@ class Streams:
         metadata: Metadata,
         rename: Rename,
         after: EventId | None = None,
+        leave: Callable[[], None] = lambda: None,
     ) -> None:
         self._upstream, self._requests, self._metadata, self._rename = upstream, requests, metadata, rename
-        self._after = after
+        self._after, self.leave = after, leave
         self._events: asyncio.Queue[Event | BatonError | None] = asyncio.Queue(_WAITING)
         self._slots = asyncio.Semaphore(_PROMPTS)
         self._tasks: list[asyncio.Task[None]] = []
@@ -360,6 +389,7 @@ class Streams:
             received.resumable = received.resumable or headers.get(RESUMABLE) == "1"
             async for event in call:
                 last = event.WhichOneof("event") or ""
+                self.leave()
                 if received.is_new(event):
                     await self._events.put((number, event))
         except aio.AioRpcError as failure:

@@ -7,10 +7,13 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
 
 from baton.cli.setup.certs import certs
 from baton.core import Role
 from baton.errors import Cancelled, ConfigError, InvalidRequest, Overloaded, Unauthenticated
+from baton.rpc import channel
 from baton.rpc.channel import Wire
 from baton.rpc.v1 import inference_pb2 as pb
 from router.auth.interceptor import RULES, Need
@@ -51,8 +54,8 @@ async def encrypted(make, tmp_path, folder):
 
 async def ask_all(address, wire, *asked):
     """Call these methods and return the answers."""
-    with wire.sync(address) as channel:
-        return [await asyncio.to_thread(ask, channel, *each) for each in asked]
+    with wire.sync(address) as link:
+        return [await asyncio.to_thread(ask, link, *each) for each in asked]
 
 
 def call(cluster, who, *args, **fields):
@@ -237,3 +240,24 @@ async def test_who_is_not_of_the_cluster_is_no_worker(make, folder, stranger, ot
     assert len(ids_of(await generate(cluster, None, max_tokens=2))) == 2
     await impostor.kill()
     assert impostor.commands == []
+
+
+@pytest.mark.parametrize(("most", "seconds", "stay"), [(2, 20, 2), (100, 0.1, 0)], ids=["number", "time"])
+async def test_a_flood_of_tls_connections_to_grpc_ends(folder, monkeypatch, most, seconds, stay):
+    """Connections without a handshake count from their accept on, and have a time. They leave room for others."""
+    monkeypatch.setattr(channel, "MAX_GRPC_CONNECTIONS", most)
+    monkeypatch.setattr(channel, "MAX_HANDSHAKE_SECONDS", seconds)
+    server, wire = channel.aio_server(), Wire.of_path(folder)
+    health_pb2_grpc.add_HealthServicer_to_server(health_aio.HealthServicer(), server)
+    address = channel.bind(server, "127.0.0.1:0", wire.public)
+    await server.start()
+    silent = [await asyncio.open_connection(*address.split(":")) for _ in range(12)]
+    ended = [asyncio.create_task(reader.read()) for reader, _ in silent]
+    assert set(await asyncio.gather(*ended[stay:])) == {b""}
+    assert not any(one.done() for one in ended[:stay])
+    for _, writer in silent:
+        writer.close()
+    async with wire.aio(address) as client:
+        stub: Any = health_pb2_grpc.HealthStub(client)
+        await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+    await server.stop(None)

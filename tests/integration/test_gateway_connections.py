@@ -1,17 +1,20 @@
-"""Connections to the HTTP gateway that read no answer, or end no TLS handshake."""
+"""Connections to the HTTP gateway that read no answer, end no TLS handshake, send their request too slowly, or wait."""
 
 import asyncio
 import ssl
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import pytest
 import uvloop
 from starlette.responses import Response
 
-from router.openai import server
+from baton.errors import EngineFault
+from router.openai import parsing, server
 from router.openai.connections import BoundedProtocol
 from tests.integration.access_support import tls_of
-from tests.integration.gateway_support import alone, opened
+from tests.integration.gateway_support import alone, opened, tokens
 from tests.support.time_factor import scaled
 from tests.support.waiting import until
 
@@ -69,3 +72,76 @@ def test_tls_handshakes_count_as_open_connections_and_have_the_time_of_headers(f
 
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(check())
+
+
+async def ok(reader, writer):
+    """Return whether a request over this connection is answered, and keep the connection."""
+    writer.write(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    return (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_flood_over_tls_keeps_out_only_new_connections(folder, monkeypatch):
+    """Two of its connections end no handshake, two send no request."""
+    monkeypatch.setattr(BoundedProtocol, "most", 5)
+    async with alone(tls=tls_of(folder)) as gateway:
+        address, (listener,) = gateway.address.split(":"), listeners(gateway)
+        trusting = ssl.create_default_context(cafile=folder / "ca.pem")
+        known = await asyncio.open_connection(*address, ssl=trusting)
+        flood = [await asyncio.open_connection(*address, ssl=tls) for tls in (None, None, trusting, trusting)]
+        await until(lambda: len(listener.handshakes) + len(open_connections(gateway)) == 5, "all are accepted")
+        for _ in range(20):
+            with pytest.raises(OSError):
+                await asyncio.open_connection(*address, ssl=trusting)
+        assert await ok(*known)
+        for _, writer in flood:
+            writer.close()
+        await until(lambda: len(listener.handshakes) + len(open_connections(gateway)) == 1, "they are gone")
+        fresh = await asyncio.open_connection(*address, ssl=trusting)
+        assert await ok(*fresh)
+        monkeypatch.setattr(BoundedProtocol, "headers_s", 0.1)
+        late = await asyncio.open_connection(*address, ssl=trusting)
+        assert (await late[0].readline()).startswith(b"HTTP/1.1 408 ")
+        for _, writer in (known, fresh, late):
+            writer.close()
+
+
+@pytest.mark.parametrize("end", [b"x: ", b"content-length: 1000000\r\n\r\n"], ids=["headers", "body"])
+async def test_a_request_that_arrives_byte_by_byte_is_cut(gateway, monkeypatch, end):
+    monkeypatch.setattr(BoundedProtocol, "headers_s", 0.2)
+    monkeypatch.setattr(parsing, "MAX_HTTP_BODY_SECONDS", 0.2)
+    reader, writer = await asyncio.open_connection(*gateway.address.split(":"))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n" + end)
+    status = asyncio.create_task(reader.readline())
+    while not (await asyncio.wait({status}, timeout=0.01))[0]:
+        writer.write(b" ")
+    assert (await status).startswith(b"HTTP/1.1 408 ")
+    async with asyncio.timeout(scaled(20)):
+        with suppress(ConnectionResetError):
+            await reader.read()
+    writer.close()
+    await until(lambda: not open_connections(gateway), "it is closed")
+
+
+async def test_requests_that_the_router_has_not_accepted_are_limited():
+    """A running request does not count, nor one that has failed."""
+    steps, asked = asyncio.Queue[Any](), ("POST", "/v1/completions", b'{"prompt": "x", "stream": true}')
+
+    async def script(request):
+        while True:
+            yield await steps.get()
+
+    refused = list[Exception]()
+    async with alone(waiting=1, refused=refused.append) as gateway:
+        gateway.fake.script, sent = script, gateway.fake.requests
+        for count, step, shown in ((1, EngineFault("x"), b"}}"), (2, tokens(0, 0, [1], "x"), b"data: ")):
+            reader, writer = await opened(gateway.address, *asked)
+            await until(partial(lambda most: len(sent) == most, count), "it waits for the router")
+            status, headers, _ = await gateway.raw(*asked)
+            assert (status, headers["retry-after"]) == (503, "1")
+            steps.put_nowait(step)
+            await reader.readuntil(shown)
+        _, last = await opened(gateway.address, *asked)
+        await until(lambda: len(sent) == 3, "it is sent to the router while the second one runs")
+        assert len(refused) == 2
+        writer.close()
+        last.close()

@@ -39,12 +39,18 @@ PIECES = [
     "!",
 ]
 TOOLS = [{"type": "function", "function": {"name": "now"}}]
+THOUGHT = list(range(1, 15))  # 3 chunks and 2 more tokens
 USAGE = {"include_usage": True, "continuous_usage_stats": True}
 FORMS: dict[str, tuple[str, dict[str, Any], int]] = {  # path, body, and events before the worker holds
     "usage": ("completions", {"prompt": [1, 2], "stream_options": USAGE}, 7),
     "logprobs": ("completions", {"prompt": [1, 2], "logprobs": 2}, 7),
     "choices": ("chat/completions", {"messages": HELLO, "n": 3, "logprobs": True}, 3 * 8),
     "tools": ("chat/completions", {"messages": HELLO, "tools": TOOLS}, 3),
+    "thinking": ("completions", {"prompt": THOUGHT, "think_while_decoding": True}, 7),
+}
+NAMELESS: dict[str, tuple[dict[str, Any], int]] = {  # requests whose events have no ids
+    "prompts": ({"prompt": [[1, 2], [3, 4]], "n": 2}, 4 * 7),
+    "thoughts": ({"prompt": THOUGHT, "thoughts": True, "think_while_decoding": True}, 5 + 7),
 }
 
 
@@ -90,7 +96,7 @@ def written(item):
 @pytest.fixture
 async def two(make, request, monkeypatch):
     monkeypatch.setattr(chat, "_PLAIN", "{{ messages[0].content }}{% if tools %}<tool_call>{% endif %}")
-    two = Two(await make(http="127.0.0.1:0", **getattr(request, "param", {})))
+    two = Two(await make(http="127.0.0.1:0", thinks=4, **getattr(request, "param", {})))
     for worker in two.cluster.workers:
         worker.scored, worker.before_emit = True, written
     yield two
@@ -182,6 +188,31 @@ async def test_a_gateway_goes_on_by_itself(two, form):
         await gateway.stop(0)
     assert anonymous(seen) == anonymous(whole)
     assert two.cluster.prefill[0].count("prefill") == 2 * body.get("n", 1), "nothing is computed again"
+
+
+def choices_of(events):
+    """Return the choices of these events by their index, first tokens and then thoughts, which have no common order."""
+    found = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events[:-1]]
+    return sorted(found, key=lambda choice: (choice["index"], "thoughts" in choice))
+
+
+@pytest.mark.parametrize("form", NAMELESS)
+async def test_a_gateway_goes_on_by_itself_also_where_events_have_no_ids(two, form):
+    body, most = NAMELESS[form]
+    gateway = HttpServer("127.0.0.1:0", GatewaySettings())
+    await gateway.start(f"127.0.0.1:1,{two.router.grpc}")
+    try:
+        whole = await all_events(gateway.address, "completions", body)
+        two.decode.hold(HELD)
+        async with streamed(gateway.address, "completions", body) as answer:
+            events = events_of(answer)
+            seen = [await anext(events) for _ in range(most)]
+            await two.lose()
+            seen += [event async for event in events]
+    finally:
+        await gateway.stop(0)
+    assert not [event for event in seen if event.startswith(b"id:")]
+    assert choices_of(seen) == choices_of(whole)
 
 
 STRANGE = "0" * 32 + ":0:1"

@@ -92,6 +92,7 @@ CAPS: tuple[Cap, ...] = (
         "closed immediately; the client reports UNAVAILABLE and retries",
     ),
     Cap("time for the handshake of a gRPC connection, TLS included", limits.MAX_HANDSHAKE_SECONDS, "seconds", "closed"),
+    Cap("time for the message of a gRPC call", limits.MAX_MESSAGE_SECONDS, "seconds", "DEADLINE_EXCEEDED"),
     Cap(
         "calls on one gRPC connection",
         limits.MAX_CALLS_PER_CONNECTION,
@@ -103,6 +104,12 @@ CAPS: tuple[Cap, ...] = (
         limits.MAX_HTTP_CONNECTIONS,
         "connections, but at most half of the process's open files",
         "503 with Retry-After, then closed",
+    ),
+    Cap(
+        "HTTP requests that the router has not accepted yet",
+        limits.MAX_HTTP_WAITING,
+        "requests, or `router.queue.max_requests` if that is more",
+        "503 with Retry-After",
     ),
     Cap("time for the headers of an HTTP request", limits.MAX_HTTP_HEADER_SECONDS, "seconds", "408, then closed"),
     Cap("time for the body of an HTTP request", limits.MAX_HTTP_BODY_SECONDS, "seconds", "408, then closed"),

@@ -19,7 +19,7 @@ from baton.cli.target import Credentials
 from baton.client import Client
 from baton.cluster.signals import Stop
 from baton.cluster.state_dir import ClusterState
-from baton.config import load_config
+from baton.config import load_config, located
 from baton.core import sizes_text
 from baton.engine.kernels.cpu.compiler import cpu_level
 from baton.errors import BatonError
@@ -38,7 +38,8 @@ def run_demo(file: Path, sets: Sequence[str], stop: Stop, *, stay: bool) -> None
     """Run the demo. `stay` adds the live page, with requests until `stop`. Raises BatonError if a part fails."""
     configure_logging("warning", "auto")
     http = "router.http=127.0.0.1:0" if stay else "router.http=null"
-    config = load_config(file, [*SETS, *FREE_PORTS, http, *sets], os.environ)
+    sets = [*SETS, *FREE_PORTS, http, *sets]
+    config = load_config(file, sets, os.environ)
     cpu_level()  # reject a wrong level now, because each worker would reject it later
     started = time.monotonic()
     asking: list[Future[None]] = []
@@ -51,7 +52,11 @@ def run_demo(file: Path, sets: Sequence[str], stop: Stop, *, stay: bool) -> None
         typer.echo(f"ready after {time.monotonic() - started:.1f} s\n")
         asking.append(asker.submit(_ask, state, credentials, stop, stay=stay))
 
-    with ThreadPoolExecutor(1) as asker, tempfile.TemporaryDirectory(prefix="baton-demo-") as home:
+    with (
+        located(file, sets, os.environ),
+        ThreadPoolExecutor(1) as asker,
+        tempfile.TemporaryDirectory(prefix="baton-demo-") as home,
+    ):
         run_cluster(config, stop, ready, Path(home))
     for answered in asking:
         answered.result()

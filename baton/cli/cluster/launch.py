@@ -39,7 +39,7 @@ from baton.cluster.interfaces import Control
 from baton.cluster.launcher import Supervisor
 from baton.cluster.signals import Stop
 from baton.cluster.state_dir import ClusterState, StateFolder, writing
-from baton.config import ClusterConfig, load_config
+from baton.config import ClusterConfig, load_config, located, with_places
 from baton.config.loading import ENV_PREFIX
 from baton.config.values import HUB_PREFIX
 from baton.core import Role, sizes_text
@@ -135,6 +135,11 @@ def up(file: Path, sets: Sequence[str], stop: Stop, *, detach: bool, as_json: bo
     """Start a cluster and return when it has ended, or with `detach` when it is ready."""
     raise_open_files()  # child processes inherit it
     config = load_config(file, sets, os.environ)
+    with located(file, sets, os.environ):
+        _up(config, file, sets, stop, detach=detach, as_json=as_json)
+
+
+def _up(config: ClusterConfig, file: Path, sets: Sequence[str], stop: Stop, *, detach: bool, as_json: bool) -> None:
     check_tokens(config)
     cpu_level()  # reject a wrong level now, because each worker would reject it later
     gpus = host_gpus(config)
@@ -243,7 +248,8 @@ def _detach(config: ClusterConfig, file: Path, sets: Sequence[str], stop: Stop, 
     except BatonError as error:
         child.terminate()
         child.wait(DOWN_S)
-        typer.echo(_printed(output) or f"baton: {type(error).__name__}: {error}", err=True)
+        printed = with_places(_printed(output), file, sets, os.environ)
+        typer.echo(printed or f"baton: {type(error).__name__}: {error}", err=True)
         raise typer.Exit(exit_code(error)) from None
     state = folder.read_state()
     if state is not None:

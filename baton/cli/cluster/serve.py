@@ -21,6 +21,7 @@ from baton.cluster.gpus import VISIBLE, narrow
 from baton.config import ClusterConfig, load_config
 from baton.core import Role, WorkerRef
 from baton.errors import ConfigError
+from baton.limits import MAX_HTTP_WAITING
 from baton.logs import configure_logging, redirect_output
 from baton.network import raise_open_files, reachable_address
 
@@ -153,6 +154,7 @@ async def _serve_http(config: ClusterConfig, address: str, target: str) -> None:
         stall_s=router.slow_reader_s,
         counts=counts,
         tls=config.security.tls,
+        waiting=max(MAX_HTTP_WAITING, router.queue.max_requests),
         names=router.http_names if config.security.tokens is None else None,
     )
     server = HttpServer(address, settings)

@@ -22,10 +22,11 @@ config_app = typer.Typer(help="Check, show and describe the cluster file.", no_a
 def validate(file: Path, sets: Sets = None) -> None:
     """Check a cluster file and print each mistake with its line and key."""
     from baton.cli.target import check_tokens
-    from baton.config import load_config
+    from baton.config import load_config, located
 
     config = load_config(file, sets or [], os.environ)
-    check_tokens(config)
+    with located(file, sets or [], os.environ):
+        check_tokens(config)
     sizes = sizes_text(config.prefill.replicas, config.decode.replicas)
     typer.echo(f"{file}: ok (cluster {config.name!r}, {sizes})")
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from baton.cli.setup.certs import certs
-from baton.config import config_from_json, load_config
+from baton.config import config_from_json, load_config, located
 from baton.config.schema import AUTO_PASS
 from baton.core import Role
 from baton.engine.determinism.shapes import FixedShapes
@@ -162,6 +162,21 @@ def test_all_mistakes_are_named_at_once(load):
 def test_a_bad_set_is_named(load, item):
     with pytest.raises(ConfigError, match=item.partition("=")[0] or "--set"):
         load("decode: {threads: 1}", item)
+
+
+def test_a_mistake_that_a_later_step_finds_has_its_place_too(tmp_path):
+    """So has that of a started worker, whose output is indented. Other lines stay as they are."""
+    file = tmp_path / "cluster.yaml"
+    file.write_text("decode: {replicas: 1}\nredis: {url: embedded}\n")
+    worker = "    baton: ConfigError: BATON__X: decode.kv_memory: too few"
+    with pytest.raises(ConfigError) as caught, located(file, ["decode.kv_memory=1KiB"], {}):
+        raise ConfigError(f"decode.replicas: too many\n{worker}\nredis.url: gone\nnote: x")
+    assert str(caught.value).splitlines() == [
+        f"{file}: line 1: decode.replicas: too many",
+        "    baton: ConfigError: --set decode.kv_memory=1KiB: decode.kv_memory: too few",
+        f"{file}: line 2: redis.url: gone",
+        "note: x",
+    ]
 
 
 def test_a_model_is_found_beside_the_file_and_what_is_missing_is_named(load, tmp_path):

@@ -18,8 +18,9 @@ import baton
 import baton.client
 from baton.client import _transport_aio, _transport_sync
 from baton.errors import Cancelled, ConfigError, NoWorker
-from baton.rpc import channel
+from baton.rpc import channel, message_timeout
 from baton.rpc.status import from_rpc_error
+from tests.support.time_factor import scaled
 
 
 def test_keepalive_notices_a_frozen_peer_and_a_server_bears_the_pings_of_our_clients():
@@ -83,6 +84,27 @@ async def test_silent_connections_are_limited_and_those_beyond_are_closed_at_onc
     async with channel.aio_channel(address) as client:
         stub: Any = health_pb2_grpc.HealthStub(client)
         await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+    await server.stop(None)
+
+
+@pytest.mark.parametrize("method", ["Check", "Watch"])
+async def test_a_call_whose_message_does_not_arrive_is_ended(monkeypatch, method):
+    """Other calls of the connection go on, with whole messages, and so do calls whose message was in time."""
+    monkeypatch.setattr(message_timeout, "MAX_MESSAGE_SECONDS", 0.1)
+    server = channel.aio_server()
+    health_pb2_grpc.add_HealthServicer_to_server(health_aio.HealthServicer(), server)
+    address = channel.bind(server, "127.0.0.1:0")
+    await server.start()
+    async with channel.aio_channel(address) as client:
+        stub: Any = health_pb2_grpc.HealthStub(client)
+        watch = stub.Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status
+        silent: Any = client.stream_stream(f"/grpc.health.v1.Health/{method}")()
+        with pytest.raises(grpc.aio.AioRpcError, match="message must arrive within"):
+            await asyncio.wait_for(silent.read(), scaled(20))
+        assert await silent.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert (await stub.Check(health_pb2.HealthCheckRequest())).status
+        assert not watch.done()
     await server.stop(None)
 
 
